@@ -23,7 +23,8 @@ from pathlib import Path
 
 from weft.run.folder_lock import find_lock
 from weft.run.rank_status import StatusBoard
-from weft.train.event_log import EVENTS, read_events
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
 
 MODEL = "--model.layers 2 --model.dim 16 --model.heads 2 --model.kv_heads 2 --model.ffn 32"
 BATCH = "--data.seq_len 8 --batch.global_size 6 --batch.micro_size 1"

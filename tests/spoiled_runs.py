@@ -19,7 +19,8 @@ from weft.models.common.batch import Batch
 from weft.prove.oracle import one_device
 from weft.train import build
 from weft.train.data_loader import samples_of, whole_batch
-from weft.train.event_log import EVENTS, read_events, step_history
+from weft.train.event_lines import read_events, step_history
+from weft.train.event_log import EVENTS
 from weft.train.optim import make_optimizer
 
 MARKER = 7

@@ -13,7 +13,8 @@ from tests.programs import WEFT, Program, programs
 from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.run.folder_lock import find_lock
 from weft.run.rank_status import RankSnapshot, StatusBoard
-from weft.train.event_log import EVENTS, read_events, step_history
+from weft.train.event_lines import read_events, step_history
+from weft.train.event_log import EVENTS
 
 PATIENCE_S = 300
 

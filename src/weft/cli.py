@@ -16,7 +16,7 @@ from pathlib import Path
 
 from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
-from weft.checkpoint.remote import is_url, local_folder
+from weft.checkpoint.remote_url import is_url, local_folder
 from weft.commands import bench as commands_bench
 from weft.commands import calibrate as commands_calibrate
 from weft.commands import chaos as commands_chaos

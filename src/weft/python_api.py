@@ -37,7 +37,8 @@ from weft.config.user_code import canonical_reference, is_reference
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USER, Fault, UserError, WeftError
 from weft.models import FAMILIES
 from weft.prove.report import ProofReport
-from weft.train.event_log import EVENTS, read_run_events, step_history
+from weft.train.event_lines import read_run_events, step_history
+from weft.train.event_log import EVENTS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,18 +14,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.checkpoint import states
 from tests.tiny_run import TINY
-from weft.checkpoint import remote
+from weft.checkpoint import remote_files
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.format import DIGEST
 from weft.checkpoint.read import open_checkpoint
-from weft.checkpoint.remote import (
-    KEY,
-    OWN_WRITER,
-    RemoteCopies,
-    RemoteFolder,
-    local_folder,
-    url_faults,
-)
+from weft.checkpoint.remote import OWN_WRITER, RemoteCopies, RemoteFolder
+from weft.checkpoint.remote_files import RemoteFiles
+from weft.checkpoint.remote_url import KEY, local_folder, url_faults
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.load import load
@@ -33,7 +28,8 @@ from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER, CheckpointError
 from weft.models import FAMILIES
 from weft.testing import run_ranks
 from weft.train.build_training import build_training
-from weft.train.event_log import EVENTS, read_events, step_history
+from weft.train.event_lines import read_events, step_history
+from weft.train.event_log import EVENTS
 
 URL = "memory://bucket/run"
 
@@ -76,8 +72,8 @@ def bucket(monkeypatch) -> RemoteFolder:
     MemoryFileSystem.pseudo_dirs[:] = [""]
     BreakingFileSystem.requests.clear()
     BreakingFileSystem.break_at = None
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
-    return RemoteFolder(URL, BreakingFileSystem(), "/bucket/run")
+    monkeypatch.setattr(remote_files, "PAUSE_S", 0.0)
+    return RemoteFolder(RemoteFiles(url=URL, fs=BreakingFileSystem(), root="/bucket/run"))
 
 
 def save(run_folder: Path, step: int) -> Path:
@@ -144,12 +140,14 @@ def test_a_torn_or_damaged_copy_does_not_count(bucket, tmp_path):
         lambda fs, path: fs.pipe_file(f"{path}/rank-00001.safetensors", b"short"),
         lambda fs, path: fs.rm_file(f"{path}/rank-00000.safetensors"),
     ):
-        path = bucket.path("ckpt", "step-000002")
-        before = {name: bucket.fs.cat_file(name) for name in bucket.fs.ls(path, detail=False)}
-        damage(bucket.fs, path)
+        path = bucket.files.path("ckpt", "step-000002")
+        before = {
+            name: bucket.files.fs.cat_file(name) for name in bucket.files.fs.ls(path, detail=False)
+        }
+        damage(bucket.files.fs, path)
         assert bucket.newest() == 1
         for name, content in before.items():
-            bucket.fs.pipe_file(name, content)
+            bucket.files.fs.pipe_file(name, content)
         assert bucket.newest() == 2
 
 
@@ -270,7 +268,7 @@ class HostFolder:
 def training(tmp_path, monkeypatch) -> HostFolder:
     text = "the quick brown fox jumps over the lazy dog. " * 50
     (tmp_path / "text.txt").write_text(text)
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    monkeypatch.setattr(remote_files, "PAUSE_S", 0.0)
     return HostFolder(monkeypatch.chdir, f"file://{tmp_path}/bucket/run")
 
 

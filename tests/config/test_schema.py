@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from weft.config import validate
+from weft.config import layout_rules
 from weft.config.checks import Check, run_checks
 from weft.config.keys import keys_of
 from weft.config.load import load
@@ -79,7 +79,7 @@ def test_tp_is_rejected_exactly_where_it_does_not_divide(degree, kv_heads, group
     ]
     words += ["--model.ffn", f"{ffn}", "--mesh", f"tp{degree}"]
     run = read(*words)
-    faults = list(validate.axes_divide(run.device_mesh, run.model))
+    faults = list(layout_rules.axes_divide(run.device_mesh, run.model))
     assert bool(faults) == any(size % degree for size in (heads, kv_heads, ffn))
 
 
@@ -98,7 +98,7 @@ def test_a_batch_is_rejected_exactly_where_it_does_not_divide(ranks, micro, size
         f"{size}",
     ]
     run = read(*words)
-    faults = list(validate.batch_divides(run.device_mesh, run.batch))
+    faults = list(layout_rules.batch_divides(run.device_mesh, run.batch))
     assert bool(faults) == bool(size % (ranks * micro))
 
 
@@ -107,7 +107,7 @@ def test_a_sequence_is_rejected_exactly_where_its_parts_are_unequal(length, degr
     words = ["--parallel.sequence", "True", "--mesh", f"tp{degree}", "--data.seq_len", f"{length}"]
     run = read(*words)
     faults = list(
-        validate.sequence_divides(
+        layout_rules.sequence_divides(
             run.device_mesh,
             run.model,
             run.parallel,
@@ -134,7 +134,7 @@ def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks
     ]
     run = read(*words, "--pipeline.split", *map(str, counts))
     faults = list(
-        validate.layers_make_stages(
+        layout_rules.layers_make_stages(
             run.device_mesh,
             run.model,
             run.pipeline,
@@ -146,7 +146,7 @@ def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks
 
 @given(numbers=st.lists(st.integers(1, 60), min_size=1, max_size=3))
 def test_divisors_are_all_common_ones(numbers):
-    assert set(validate.divisors(*numbers)) == {
+    assert set(layout_rules.divisors(*numbers)) == {
         n for n in range(1, 61) if all(number % n == 0 for number in numbers)
     }
 

@@ -14,7 +14,7 @@ from weft.data.mixture import CYCLE, MixtureSampler, make_mixture_sampler, read_
 from weft.data.order import layout_of
 from weft.models.gpt2 import config as gpt2
 from weft.train.data_loader import samples_of
-from weft.train.event_log import read_events
+from weft.train.event_lines import read_events
 
 
 @settings(max_examples=30)

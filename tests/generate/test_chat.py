@@ -8,8 +8,9 @@ from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
 from tests.tiny_run import TINY
 from weft.cli import main
 from weft.errors import UserError
+from weft.generate.job import make_job
 from weft.generate.model_source import find_model
-from weft.generate.request import Request, expand_json_flag, make_job
+from weft.generate.request import Request, expand_json_flag
 
 
 def trained(folder, *words):

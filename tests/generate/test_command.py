@@ -11,8 +11,9 @@ from tests.generate.stored import write_checkpoint, write_run
 from tests.programs import WEFT, programs
 from weft.cli import main
 from weft.errors import EXIT_OK
+from weft.generate.job import make_job
 from weft.generate.model_source import find_model
-from weft.generate.request import Request, make_job
+from weft.generate.request import Request
 
 FAST = ("--transport", "threads", "--dtype", "float64", "--tokens", "8", "--seed", "4")
 

@@ -16,7 +16,8 @@ import pytest
 from tests.programs import WEFT, Program, programs
 from tests.supervised import status_board, training
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
-from weft.train.event_log import EVENTS, read_events
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
 
 DP3 = ("--mesh", "dp3", "--batch.global_size", "6", "--run.restarts", "0")
 PATIENCE_S = 90

@@ -21,7 +21,8 @@ from tests.supervised import (
     words_of,
 )
 from weft.errors import EXIT_OK
-from weft.train.event_log import EVENTS, read_events
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
 
 DP3 = ("--mesh", "dp3", "--parallel.zero", "3", "--batch.global_size", "6")
 PP2_TP2 = ("--mesh", "pp2 tp2", "--batch.global_size", "4")

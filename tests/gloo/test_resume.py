@@ -20,7 +20,8 @@ from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED
-from weft.train.event_log import EVENTS, read_events
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
 
 WORDS = (
     *("train", "--mesh", "dp3", *MODEL, *SEQUENCES, "--batch.global_size", "6"),

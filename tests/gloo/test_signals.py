@@ -17,7 +17,8 @@ from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_QUIT
 from weft.run.folder_lock import find_lock
 from weft.run.rank_status import RankSnapshot
-from weft.train.event_log import EVENTS, read_events
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
 
 DP2 = ("--mesh", "dp2", "--batch.global_size", "4")
 MEMORY = Path("/dev/shm")

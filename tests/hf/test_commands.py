@@ -21,7 +21,8 @@ from weft.config.toml import read
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.hf.folder import HfFolder
-from weft.train.event_log import EVENTS, read_events
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
 
 LLAMA = CONFIGS["llama3"].model_copy(update={"vocab": 256})
 TRAIN = (

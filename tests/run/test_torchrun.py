@@ -20,7 +20,8 @@ from tests.run.test_launch import free_port, is_running
 from tests.supervised import numbers
 from tests.tiny_run import MODEL, SEQUENCES, write_text
 from weft.errors import EXIT_OK
-from weft.train.event_log import EVENTS, read_events
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
 
 WORDS = (
     *("train", "--mesh", "dp2", *MODEL, *SEQUENCES, "--batch.global_size", "4"),

@@ -15,7 +15,8 @@ from weft.models import FAMILIES
 from weft.testing import run_ranks
 from weft.train.best import EvalHistory
 from weft.train.build_training import build_training
-from weft.train.event_log import EVENTS, EventLog, read_run_events
+from weft.train.event_lines import read_run_events
+from weft.train.event_log import EVENTS, EventLog
 from weft.train.loop import run_training
 
 TEXT = "the cat sat on the mat and the dog sat on the log\n" * 20

@@ -13,13 +13,13 @@ from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.cli import main
 from weft.errors import EXIT_OK
+from weft.train.event_lines import read_events
 from weft.train.event_log import (
     EVENTS,
     EventLog,
     append_end_event,
     append_missing_end_event,
     end_run_of_dead_writer,
-    read_events,
 )
 
 

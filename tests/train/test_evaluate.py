@@ -21,7 +21,7 @@ from weft.testing import run_ranks
 from weft.train.build import build_data_loader, build_step
 from weft.train.data_loader import whole_batch
 from weft.train.evaluate import NO_SAMPLE, Evaluation, batches_of
-from weft.train.event_log import read_events
+from weft.train.event_lines import read_events
 
 SIZES = "--batch.global_size 6 --batch.micro_size 1 --data.seq_len 16 --eval.every 1 --steps 4"
 FLOAT64 = "--precision.params float64 --precision.compute float64 --precision.reduce float64"

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from weft.errors import LaunchError, WeftError
 from weft.train import event_log
-from weft.train.event_log import EVENTS, EventLog, create_run_folder, read_events, to_line
+from weft.train.event_lines import read_events, to_line
+from weft.train.event_log import EVENTS, EventLog, create_run_folder
 
 LEAVES = (
     st.none()

@@ -28,7 +28,7 @@ from weft.cli import main
 from weft.data.dataset import open_data
 from weft.data.order import batch_of_step
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
-from weft.train.event_log import step_history
+from weft.train.event_lines import step_history
 from weft.train.guard import spike_bound
 from weft.train.guard_records import (
     WINDOW,

@@ -23,8 +23,9 @@ from weft.models import FAMILIES
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model
-from weft.train.event_log import EVENTS, read_events
-from weft.train.loop import non_finite_advice
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
+from weft.train.loop_texts import non_finite_advice
 from weft.train.optim import matrices
 from weft.train.step import TrainStep
 

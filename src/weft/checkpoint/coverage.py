@@ -18,10 +18,12 @@ class CoverageFlaw:
     box: Box
 
     def __str__(self) -> str:
-        ranges = [f"{lo}:{hi}" for lo, hi in zip(self.box.lo, self.box.hi, strict=True)]
-        entries = f"[{', '.join(ranges)}]"
+        ranges = []
+        for lo, hi in zip(self.box.lo, self.box.hi, strict=True):
+            ranges.append(f"{lo}:{hi}")
+        listed = ", ".join(ranges)
         where = "no piece" if self.kind == "gap" else "more than one piece"
-        return f"entries {entries} are in {where}"
+        return f"entries [{listed}] are in {where}"
 
 
 def coverage_flaw(whole: Box, boxes: Sequence[Box]) -> CoverageFlaw | None:
@@ -38,19 +40,30 @@ def coverage_flaw(whole: Box, boxes: Sequence[Box]) -> CoverageFlaw | None:
         return None
     if not whole.lo:
         return _scalar_flaw(whole, len(boxes))
-    remaining_dims = Box(whole.lo[1:], whole.hi[1:])
-    not_started = sorted(boxes, key=lambda box: -box.lo[0])
+    not_started = sorted(boxes, key=_first_start, reverse=True)
     active: list[Box] = []
     for lo, hi in pairwise(_bounds(whole, boxes)):
-        while not_started and not_started[-1].lo[0] == lo:
+        while not_started and _first_start(not_started[-1]) == lo:
             active.append(not_started.pop())
         active = [box for box in active if box.hi[0] > lo]
-        slices = [Box(box.lo[1:], box.hi[1:]) for box in active]
-        flaw = coverage_flaw(remaining_dims, slices)
+        slices = [_remaining_dims(box) for box in active]
+        flaw = coverage_flaw(_remaining_dims(whole), slices)
         if flaw is not None:
-            box = Box((lo, *flaw.box.lo), (hi, *flaw.box.hi))
+            box = Box(
+                lo=(lo, *flaw.box.lo),
+                hi=(hi, *flaw.box.hi),
+            )
             return CoverageFlaw(flaw.kind, box)
     return None
+
+
+def _first_start(box: Box) -> int:
+    return box.lo[0]
+
+
+def _remaining_dims(box: Box) -> Box:
+    """The box without its first dim."""
+    return Box(lo=box.lo[1:], hi=box.hi[1:])
 
 
 def _scalar_flaw(whole: Box, num_boxes: int) -> CoverageFlaw | None:

@@ -84,14 +84,20 @@ def lay_out(entries: Sequence[FileEntry]) -> FileLayout:
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     offsets = tuple(len(header) + start for start in starts)
-    return FileLayout(header, offsets, len(header) + end)
+    return FileLayout(
+        header=header,
+        offsets=offsets,
+        num_bytes=len(header) + end,
+    )
 
 
 def block_crcs(data: memoryview, *, block_bytes: int) -> Iterator[tuple[memoryview, int]]:
     """The blocks of a piece, each with its CRC-32."""
     for start in range(0, len(data), block_bytes):
-        block = data[start : start + block_bytes]
-        yield block, zlib.crc32(block)
+        stop = start + block_bytes
+        block = data[start:stop]
+        crc = zlib.crc32(block)
+        yield block, crc
 
 
 class MappedFile:

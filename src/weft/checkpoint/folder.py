@@ -82,8 +82,16 @@ def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoin
         except CheckpointError as error:
             faults += error.faults
             continue
-        return FoundCheckpoint(path, manifest, tuple(faults))
-    return FoundCheckpoint(None, None, tuple(faults))
+        return FoundCheckpoint(
+            path=path,
+            manifest=manifest,
+            faults=tuple(faults),
+        )
+    return FoundCheckpoint(
+        path=None,
+        manifest=None,
+        faults=tuple(faults),
+    )
 
 
 def write_best(run_folder: Path, *, step: int, loss: float) -> None:
@@ -103,7 +111,11 @@ def best_step(run_folder: Path) -> int | None:
     """
     path = run_folder / BEST
     try:
-        step = read_json_object(path, max_bytes=MAX_BEST_BYTES, within=run_folder).get("step")
+        step = read_json_object(
+            path,
+            max_bytes=MAX_BEST_BYTES,
+            within=run_folder,
+        ).get("step")
     except UnreadableFile:
         return None
     if type(step) is not int or step < 0 or not checkpoint_path(run_folder, step).is_dir():
@@ -209,7 +221,9 @@ def _unused_aside_path(path: Path) -> Path:
 
 
 def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []
+    if folder.is_dir():
+        return os.listdir(folder)
+    return []
 
 
 def resume_command(run_folder: Path) -> str:

@@ -57,16 +57,28 @@ def _stored_bytes(path: Path) -> tuple[bytes, bytes]:
     """The bytes of the manifest, and of its checksum file."""
     digest_path = path / DIGEST
     try:
-        text = read_bytes(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES, within=path)
+        text = read_bytes(
+            path / MANIFEST,
+            max_bytes=MAX_MANIFEST_BYTES,
+            within=path,
+        )
     except UnreadableFile as error:
-        fault = _not_a_checkpoint(path) if error.is_missing else error.fault()
+        if error.is_missing:
+            fault = _not_a_checkpoint(path)
+        else:
+            fault = error.fault()
         raise CheckpointError(fault) from None
     try:
         digest = read_bytes(digest_path, max_bytes=MAX_DIGEST_BYTES, within=path)
     except UnreadableFile as error:
         what = f"the manifest's checksum cannot be read: {error.what}"
         raise CheckpointError(
-            Fault(str(digest_path), what, error.got, fix=FIX_USE_ANOTHER)
+            Fault(
+                str(digest_path),
+                what,
+                got=error.got,
+                fix=FIX_USE_ANOTHER,
+            )
         ) from None
     return text, digest
 
@@ -117,7 +129,10 @@ def _parse(path: Path, text: bytes) -> Manifest:
         data: Any = parse_json(text)
     except ValueError as error:
         raise CheckpointError(Fault(where, f"is not JSON: {error}", fix=FIX_USE_ANOTHER)) from None
-    found = data.get("format") if isinstance(data, dict) else None
+    if isinstance(data, dict):
+        found = data.get("format")
+    else:
+        found = None
     if not isinstance(found, int):
         raise CheckpointError(
             Fault(where, "not a checkpoint of weft: the manifest names no format")
@@ -166,7 +181,9 @@ def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
             )
             if problem is not None:
                 yield Fault(
-                    where, f"tensor {name!r} in {piece.file}: {problem}", fix=FIX_USE_ANOTHER
+                    where,
+                    f"tensor {name!r} in {piece.file}: {problem}",
+                    fix=FIX_USE_ANOTHER,
                 )
                 return
             ranges_of_file[piece.file].append((piece.at, piece.at + num_bytes))

@@ -42,7 +42,8 @@ DUE = 1 << 8
 def room_problem(comm: Comm, folder: Path, state: TrainState) -> str:
     """Why there is no room for snapshots, or ""; the same on all ranks, which all call it."""
     own_bytes = sum(item.num_bytes for item in write_items(state))
-    own_free = min(shutil.disk_usage(folder).free, _available_bytes())
+    free_in_folder = shutil.disk_usage(folder).free
+    own_free = min(free_in_folder, _available_bytes())
     every_axis = tuple(name for name, _ in comm.mesh.axes)
     sizes = torch.tensor([own_bytes], dtype=torch.int64, device=comm.device)
     free = torch.tensor([own_free], dtype=torch.int64, device=comm.device)
@@ -57,11 +58,15 @@ def room_problem(comm: Comm, folder: Path, state: TrainState) -> str:
 
 def _available_bytes() -> int:
     """Memory that new allocations can get without swapping."""
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    for line in meminfo.splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
-            return 1024 * int(value.split()[0])
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            kib, _ = value.split()
+            return 1024 * int(kib)
+    num_pages = os.sysconf("SC_PHYS_PAGES")
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return num_pages * page_bytes
 
 
 class MemorySnapshots:
@@ -113,7 +118,8 @@ class MemorySnapshots:
         `status`; yields a note where one failed.
         """
         own_status = status >> FLAG_SHIFT
-        yield from self._notes(self._saver.after_step(step, own_status))
+        events = self._saver.after_step(step, own_status)
+        yield from self._notes(events)
         if self.is_due(step, status):
             yield from self._take(step)
 
@@ -151,10 +157,12 @@ class MemorySnapshots:
         start_s = self._now_s()
         if self.comm.rank == 0:
             _remove_above(self.folder, step - 1)
-        yield from self._notes(self._saver.save(step))
+        events = self._saver.save(step)
+        yield from self._notes(events)
         self.num_taken += 1
         self._last_s = self._now_s()
-        self.cost_s = self._last_s - start_s + self._saver.write_s
+        stall_s = self._last_s - start_s
+        self.cost_s = stall_s + self._saver.write_s
 
     def _notes(self, events: Iterator[Event]) -> Iterator[Event]:
         for event in events:

@@ -69,7 +69,11 @@ class Checkpoint:
 
     def section(self, name: str) -> Section:
         """The tensors below `name` as a Source, by global parameter name; empty if there are none."""
-        return Section(self, name, self.manifest.section(name))
+        return Section(
+            checkpoint=self,
+            name=name,
+            stored=self.manifest.section(name),
+        )
 
     def verify(self, index: int = 0, count: int = 1) -> None:
         """Verify every byte, or share `index` of `count` shares with about as many bytes each.
@@ -110,7 +114,9 @@ class Checkpoint:
         if name not in self._files:
             facts = self.manifest.files[name]
             self._files[name] = MappedFile(
-                self.path / name, facts, block_bytes=self.manifest.block_bytes
+                self.path / name,
+                facts,
+                block_bytes=self.manifest.block_bytes,
             )
         return self._files[name]
 
@@ -210,7 +216,10 @@ class Section:
             start=first_row * row_bytes,
             stop=end_row * row_bytes,
         )
-        rows = Box((box.lo[0], *piece.lo[1:]), (box.hi[0], *piece.hi[1:]))
+        rows = Box(
+            lo=(box.lo[0], *piece.lo[1:]),
+            hi=(box.hi[0], *piece.hi[1:]),
+        )
         return torch.frombuffer(data, dtype=dtype).view(rows.shape)[box.within(rows)]
 
     def _find(self, name: str) -> Stored:
@@ -256,17 +265,21 @@ def blocks_of(manifest: Manifest) -> Sequence[ChecksumBlock]:
         for piece in stored.pieces:
             blocks.extend(
                 ChecksumBlock(
-                    name,
-                    stored,
-                    piece,
-                    index,
+                    name=name,
+                    stored=stored,
+                    piece=piece,
+                    index=index,
                 )
                 for index in range(len(piece.crc32))
             )
     return sorted(blocks, key=lambda block: (block.piece.file, block.piece.at, block.index))
 
 
-def share_of(blocks: Sequence[ChecksumBlock], index: int, count: int) -> Iterator[ChecksumBlock]:
+def share_of(
+    blocks: Sequence[ChecksumBlock],
+    index: int,
+    count: int,
+) -> Iterator[ChecksumBlock]:
     """Share `index` of `count`: neighbouring blocks, about as many bytes in each share."""
     total_bytes = max(1, sum(block.num_bytes for block in blocks))
     bytes_before = 0

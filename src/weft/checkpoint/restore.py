@@ -132,19 +132,26 @@ def load_model(model: ParallelModel, source: Source) -> None:
 @torch.no_grad()
 def _load(params: Iterable[ParamState], section: Callable[[str], Source]) -> None:
     opened: dict[str, _OpenSection] = {}
+
+    def opened_section(name: str) -> _OpenSection:
+        if name not in opened:
+            opened[name] = _OpenSection(name, section(name))
+        return opened[name]
+
     for local in params:
         owner = local.param.owner
         for name in (*local.tensors, *local.whole):
-            if name not in opened:
-                opened[name] = _OpenSection(name, section(name))
+            opened_section(name)
         for name, tensor in local.tensors.items():
-            opened[name].check_shape(owner, local.param.shape)
-            entries = opened[name].read_boxes(owner, local.boxes)
+            source = opened_section(name)
+            source.check_shape(owner, local.param.shape)
+            entries = source.read_boxes(owner, local.boxes)
             tensor.copy_(entries.view(tensor.shape))
         for name, tensor in local.whole.items():
+            source = opened_section(name)
             shape = tuple(tensor.shape)
-            opened[name].check_shape(owner, shape)
-            tensor.copy_(opened[name].source.read(owner, Box.whole(shape)))
+            source.check_shape(owner, shape)
+            tensor.copy_(source.source.read(owner, Box.whole(shape)))
 
 
 class _OpenSection:
@@ -174,8 +181,13 @@ class _OpenSection:
 
     def read_boxes(self, name: str, boxes: Sequence[Box]) -> Tensor:
         """The entries of all boxes, flat, in order."""
-        parts = [self.source.read(name, box).reshape(-1) for box in boxes]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = []
+        for box in boxes:
+            entries = self.source.read(name, box)
+            parts.append(entries.reshape(-1))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
 
 
 def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
@@ -218,7 +230,7 @@ def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
     unexpected = [name for name, count in zip(stored, num_users, strict=True) if not count]
     if unexpected:
         what = "the checkpoint holds tensors that this model and optimizer do not have"
-        raise CheckpointError(Fault(unexpected[0], what, _some_names(unexpected)))
+        raise CheckpointError(Fault(unexpected[0], what, got=_some_names(unexpected)))
 
 
 def _check_optimizer(state: TrainState, manifest: Manifest) -> None:
@@ -226,7 +238,7 @@ def _check_optimizer(state: TrainState, manifest: Manifest) -> None:
     stored = _stored_keys(manifest)
     for name, needed in state.optimizer_keys.items():
         owner = state.model.shards[name].owner
-        found = stored.get(owner, frozenset())
+        found = stored.get(owner, set())
         is_stored = f"{MODEL}/{owner}" in manifest.tensors
         if is_stored and found != needed:
             what = f"{owner} has another optimizer in the checkpoint, with other state"
@@ -235,18 +247,19 @@ def _check_optimizer(state: TrainState, manifest: Manifest) -> None:
                 "or --optim.on_change fresh"
             )
             got, need = _key_list(found), _key_list(needed)
-            raise CheckpointError(Fault("optim", what, got, need, fix))
+            raise CheckpointError(Fault("optim", what, got=got, need=need, fix=fix))
 
 
-def _stored_keys(manifest: Manifest) -> dict[str, frozenset[str]]:
+def _stored_keys(manifest: Manifest) -> dict[str, set[str]]:
     """Parameter -> keys of its optimizer state in a checkpoint."""
     found: dict[str, set[str]] = {}
     for stored_name in manifest.tensors:
         section, _, name = stored_name.rpartition("/")
         kind, _, key = inner_section(section).partition("/")
         if kind == OPTIMIZER:
-            found.setdefault(name, set()).add(key)
-    return {name: frozenset(keys) for name, keys in found.items()}
+            keys = found.setdefault(name, set())
+            keys.add(key)
+    return found
 
 
 def _key_list(keys: Iterable[str]) -> str:
@@ -256,11 +269,15 @@ def _key_list(keys: Iterable[str]) -> str:
 def _some_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MAX_NAMES_SHOWN])
     num_hidden = len(names) - MAX_NAMES_SHOWN
-    return f"{shown} and {num_hidden} more" if num_hidden > 0 else shown
+    if num_hidden > 0:
+        return f"{shown} and {num_hidden} more"
+    return shown
 
 
 def open_newest_valid(
-    resume: str, out: str | None, comm: Comm
+    resume: str,
+    out: str | None,
+    comm: Comm,
 ) -> tuple[Checkpoint | None, tuple[Fault, ...]]:
     """The newest checkpoint that `resume` means whose every byte is verified, and the faults of
     newer ones.
@@ -288,7 +305,13 @@ def open_newest_valid(
             below = _step_on_rank(root, found.path, comm)
 
 
-def _rank_with_newest(resume: str, out: str | None, comm: Comm, *, below: int | None) -> int:
+def _rank_with_newest(
+    resume: str,
+    out: str | None,
+    comm: Comm,
+    *,
+    below: int | None,
+) -> int:
     """The first rank that sees the newest checkpoint: 0 with a shared folder; without one the host
     of rank 0 may have changed since the save.
     """
@@ -304,7 +327,10 @@ def _rank_with_newest(resume: str, out: str | None, comm: Comm, *, below: int | 
 
 def _step_on_rank(root: int, path: Path, comm: Comm) -> int:
     """The step of a checkpoint that rank `root` has; other hosts may have none."""
-    step = str(read_manifest(path).facts.step) if comm.rank == root else ""
+    if comm.rank == root:
+        step = str(read_manifest(path).facts.step)
+    else:
+        step = ""
     return int(all_gather_text(comm, step)[root])
 
 
@@ -317,7 +343,11 @@ def _find_on_rank(
     below: int | None,
 ) -> FoundCheckpoint:
     """What rank `root` finds, on every rank (without the manifest)."""
-    found = FoundCheckpoint(None, None, ())
+    found = FoundCheckpoint(
+        path=None,
+        manifest=None,
+        faults=(),
+    )
 
     def find() -> None:
         nonlocal found
@@ -327,9 +357,16 @@ def _find_on_rank(
     raise_on_all_ranks(comm, find)
     local = {"path": str(found.path or ""), "faults": [asdict(fault) for fault in found.faults]}
     shared = json.loads(all_gather_text(comm, json.dumps(local))[root])
-    path = Path(shared["path"]) if shared["path"] else None
+    if shared["path"]:
+        path = Path(shared["path"])
+    else:
+        path = None
     faults = tuple(Fault(**fault) for fault in shared["faults"])
-    return FoundCheckpoint(path, None, faults)
+    return FoundCheckpoint(
+        path=path,
+        manifest=None,
+        faults=faults,
+    )
 
 
 def _open_verified(path: Path, comm: Comm, *, root: int) -> Checkpoint:

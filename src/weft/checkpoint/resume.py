@@ -25,7 +25,7 @@ from weft.checkpoint.folder import (
 )
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
-from weft.checkpoint.remote import is_url
+from weft.checkpoint.remote_url import is_url
 from weft.config.optimizers import resume_values
 from weft.config.schema import ModelSection
 from weft.errors import CheckpointError, Fault
@@ -61,7 +61,10 @@ def starts_new(resume: str | None, out: str | None) -> bool:
     """
     if resume is None:
         return True
-    return resume == AUTO and not any(checkpoints(Path(out or "")))
+    if resume != AUTO:
+        return False
+    stored = checkpoints(Path(out or ""))
+    return not any(stored)
 
 
 def run_folder_of(resume: str, out: str | None) -> Path | None:
@@ -79,7 +82,10 @@ def run_folder_of(resume: str, out: str | None) -> Path | None:
 
 
 def find_checkpoint(
-    resume: str, out: str | None = None, *, below: int | None = None
+    resume: str,
+    out: str | None = None,
+    *,
+    below: int | None = None,
 ) -> FoundCheckpoint:
     """The checkpoint that `resume` means, of fewer than `below` steps; without a path if there is
     none.
@@ -91,9 +97,17 @@ def find_checkpoint(
     if folder is not None:
         return find_newest(folder, below=below)
     if below is not None:
-        return FoundCheckpoint(None, None, ())
+        return FoundCheckpoint(
+            path=None,
+            manifest=None,
+            faults=(),
+        )
     path = best_checkpoint(Path(resume)) or Path(resume)
-    return FoundCheckpoint(path, read_manifest(path), ())
+    return FoundCheckpoint(
+        path=path,
+        manifest=read_manifest(path),
+        faults=(),
+    )
 
 
 def resume_faults(
@@ -121,7 +135,7 @@ def resume_faults(
             ),
         )
     if "\0" in resume:
-        return (Fault(KEY, "is not a valid file name", repr(resume)),)
+        return (Fault(KEY, "is not a valid file name", got=repr(resume)),)
     if is_url(resume):
         fix = "--out with this URL and --resume auto, or copy the checkpoint here"
         return (Fault(KEY, "is a URL", got=repr(resume), need="a local folder", fix=fix),)
@@ -135,7 +149,11 @@ def resume_faults(
     return (*_model_changes(model, facts, found.path), *_key_changes(config, facts, found.path))
 
 
-def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> tuple[Fault, ...]:
+def _not_found_faults(
+    resume: str,
+    out: str | None,
+    found: FoundCheckpoint,
+) -> tuple[Fault, ...]:
     """All checkpoints are damaged, or there is none although one was named; `auto` may start a new
     run.
     """
@@ -156,13 +174,23 @@ def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> t
     )
 
 
-def _model_changes(model: ModelSection, facts: Facts, path: Path) -> Iterator[Fault]:
+def _model_changes(
+    model: ModelSection,
+    facts: Facts,
+    path: Path,
+) -> Iterator[Fault]:
     """Fields of the model that differ from the checkpoint's."""
     stored = _value(facts.run, "model.digest")
     if stored is not None and model.digest != stored:
         fix = f"restore the file (a copy is {path.parents[1] / 'model.py'}), or start a new run"
         what = f"the model file has changed since {path} was written"
-        yield Fault("model.name", what, got=str(model.digest), need=str(stored), fix=fix)
+        yield Fault(
+            "model.name",
+            what,
+            got=str(model.digest),
+            need=str(stored),
+            fix=fix,
+        )
     try:
         check_model(
             path,
@@ -175,7 +203,11 @@ def _model_changes(model: ModelSection, facts: Facts, path: Path) -> Iterator[Fa
             yield _fault_of_key(fault)
 
 
-def _optimizer_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterator[Fault]:
+def _optimizer_changes(
+    config: Mapping[str, Any],
+    facts: Facts,
+    path: Path,
+) -> Iterator[Fault]:
     """Another optimizer than that of the checkpoint, whose state would not fit."""
     if not is_other_optimizer(config, facts) or _value(config, "optim.on_change") == "fresh":
         return
@@ -207,15 +239,24 @@ def is_other_optimizer(config: Mapping[str, Any], facts: Facts) -> bool:
     return bool(stored) and resume_values(stored) != resume_values(config["optim"])
 
 
-def _key_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterator[Fault]:
+def _key_changes(
+    config: Mapping[str, Any],
+    facts: Facts,
+    path: Path,
+) -> Iterator[Fault]:
     """Other keys that differ from the checkpoint's and must not."""
     yield from _optimizer_changes(config, facts, path)
     has_lora = bool(_value(config, "lora.rank"))
-    keys = (*SAME_KEYS, *SAME_KEYS_WITH_LORA) if has_lora else SAME_KEYS
+    keys: tuple[str, ...] = SAME_KEYS
+    if has_lora:
+        keys += SAME_KEYS_WITH_LORA
     for key in keys:
         stored, current = _value(facts.run, key), _value(config, key)
         if stored is not None and stored != current:
-            words = " ".join(str(item) for item in stored) if isinstance(stored, list) else stored
+            if isinstance(stored, list):
+                words = " ".join(str(item) for item in stored)
+            else:
+                words = stored
             what = f"differs from the checkpoint {path}"
             yield Fault(
                 key,
@@ -308,7 +349,10 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
     """The value of a dotted key; None if there is none."""
     value: Any = config
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            value = value.get(name)
+        else:
+            value = None
     return value
 
 

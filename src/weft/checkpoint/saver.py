@@ -154,7 +154,11 @@ class Saver:
         return status
 
     def after_step(
-        self, step: int, status: int, *, best_loss: float | None = None
+        self,
+        step: int,
+        status: int,
+        *,
+        best_loss: float | None = None,
     ) -> Iterator[Event]:
         """Continue or start saves after step `step`, in which some rank had each flag of `status`.
 
@@ -172,7 +176,12 @@ class Saver:
         """Whether a save follows step `step` while training goes on."""
         return self.every > 0 and step % self.every == 0
 
-    def save(self, step: int, *, best_loss: float | None = None) -> Iterator[Event]:
+    def save(
+        self,
+        step: int,
+        *,
+        best_loss: float | None = None,
+    ) -> Iterator[Event]:
         """Start to save; waits first for an earlier save that is not committed yet.
 
         Args:
@@ -190,13 +199,13 @@ class Saver:
         )
         stall_s = time.perf_counter() - start
         self._writing = PendingSave(
-            step,
-            final,
-            self._facts(step),
-            start,
-            stall_s,
-            write,
-            best_loss,
+            step=step,
+            final=final,
+            facts=self._facts(step),
+            start_s=start,
+            stall_s=stall_s,
+            write=write,
+            best_loss=best_loss,
         )
         self.last_saved = step
 
@@ -220,7 +229,12 @@ class Saver:
             yield from self._end_writing(self._writing, exchange_errors=True)
         yield from self._poll_commit(wait=True)
 
-    def _end_writing(self, pending: PendingSave, *, exchange_errors: bool) -> Iterator[Event]:
+    def _end_writing(
+        self,
+        pending: PendingSave,
+        *,
+        exchange_errors: bool,
+    ) -> Iterator[Event]:
         """Commit or discard once all ranks have written. Without `exchange_errors` it is known that
         none failed.
         """
@@ -261,9 +275,11 @@ class Saver:
         return ""
 
     def _reason(self, rank: int, error: str) -> str:
-        if self.comm.mesh.size == 1:
+        mesh = self.comm.mesh
+        if mesh.size == 1:
             return error
-        return f"rank {rank} ({self.comm.mesh.coord_text(rank)}): {error}"
+        place = mesh.coord_text(rank)
+        return f"rank {rank} ({place}): {error}"
 
     def _commit(self, pending: PendingSave) -> CommitResult:
         tmp = temporary_path(pending.final)
@@ -277,14 +293,24 @@ class Saver:
         prune_error = ""
         try:
             if pending.best_loss is not None:
-                write_best(self.run_folder, step=pending.step, loss=pending.best_loss)
+                write_best(
+                    self.run_folder,
+                    step=pending.step,
+                    loss=pending.best_loss,
+                )
             prune(self.run_folder, self.keep)
         except CheckpointError as error:
             prune_error = _fault_text(error)
         except OSError as error:
             prune_error = f"{BEST} cannot be written: {error.strerror}"
         remote, upload_error = self._upload(pending.final)
-        return CommitResult(manifest.num_bytes, write_s, prune_error, remote, upload_error)
+        return CommitResult(
+            num_bytes=manifest.num_bytes,
+            write_s=write_s,
+            prune_error=prune_error,
+            remote=remote,
+            upload_error=upload_error,
+        )
 
     def _upload(self, path: Path) -> tuple[str, str]:
         """Copy a checkpoint to the URL of the run, if it has one: the URL of the copy, or why that

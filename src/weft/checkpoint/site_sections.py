@@ -30,11 +30,15 @@ def stored_section(wanted: str, stored: Collection[str]) -> str | None:
         if section == "model":
             return section
         num_sites = num_stored_sites(stored)
-        return f"site/{index % num_sites}/{section}" if num_sites else section
+        if num_sites:
+            return f"site/{index % num_sites}/{section}"
+        return section
     if wanted.startswith("site/"):
         return None
     of_first_site = f"site/0/{wanted}"
-    return of_first_site if of_first_site in stored else wanted
+    if of_first_site in stored:
+        return of_first_site
+    return wanted
 
 
 def num_stored_sites(stored: Collection[str]) -> int:
@@ -50,7 +54,9 @@ def num_stored_sites(stored: Collection[str]) -> int:
 def inner_section(section: str) -> str:
     """The section without the site that it belongs to: `optim/exp_avg`."""
     match = SITE_SECTION.fullmatch(section)
-    return section if match is None else match[2]
+    if match is None:
+        return section
+    return match[2]
 
 
 def is_of_sites(stored_name: str) -> bool:

@@ -126,12 +126,16 @@ class ParamState:
         """Range of the shard's entries that this rank writes, so that each entry is written by one
         replica.
         """
+        nothing = (self.lo, self.lo)
         if self.is_alias:
-            return self.lo, self.lo
+            return nothing
         length = self.hi - self.lo
         if length < MIN_SHARED_ENTRIES:
-            writer = zlib.crc32(self.param.owner.encode()) % self.num_replicas
-            return (self.lo, self.hi) if writer == self.replica else (self.lo, self.lo)
+            digest = zlib.crc32(self.param.owner.encode())
+            writer = digest % self.num_replicas
+            if writer != self.replica:
+                return nothing
+            return (self.lo, self.hi)
         start, stop = span(length, self.num_replicas, self.replica)
         return self.lo + start, self.lo + stop
 
@@ -151,20 +155,20 @@ class ParamState:
             for box in self.param.shard.boxes_of_range(start, stop):
                 values = entries[offset : offset + box.size].view(box.shape)
                 yield WriteItem(
-                    f"{section}/{owner}",
-                    shape,
-                    box,
-                    values,
+                    name=f"{section}/{owner}",
+                    shape=shape,
+                    box=box,
+                    tensor=values,
                 )
                 offset += box.size
         if self.writes_whole:
             for section, tensor in self.whole.items():
                 tensor_shape = tuple(tensor.shape)
                 yield WriteItem(
-                    f"{section}/{owner}",
-                    tensor_shape,
-                    Box.whole(tensor_shape),
-                    tensor.detach(),
+                    name=f"{section}/{owner}",
+                    shape=tensor_shape,
+                    box=Box.whole(tensor_shape),
+                    tensor=tensor.detach(),
                 )
 
 
@@ -206,7 +210,11 @@ def _of_site(state: TrainState, local: ParamState) -> ParamState:
     )
 
 
-def _outer_state(state: TrainState, piece: OuterPiece, tensors: Mapping[str, Tensor]) -> ParamState:
+def _outer_state(
+    state: TrainState,
+    piece: OuterPiece,
+    tensors: Mapping[str, Tensor],
+) -> ParamState:
     """What all sites have in common of some entries of a parameter."""
     model, comm = state.model, state.model.comm
     axes = local_update_axes()

@@ -66,8 +66,14 @@ def collect(comm: Comm, tmp: Path, ranks: Sequence[int]) -> None:
     """
     makers = (data_file_name, rank_manifest_name)
     for make_name in makers:
-        own = tmp / make_name(comm.rank) if comm.rank in ranks else None
-        targets = {rank: tmp / make_name(rank) for rank in ranks} if comm.rank == 0 else {}
+        if comm.rank in ranks:
+            own = tmp / make_name(comm.rank)
+        else:
+            own = None
+        if comm.rank == 0:
+            targets = {rank: tmp / make_name(rank) for rank in ranks}
+        else:
+            targets = {}
         _collect_files(comm, own, targets)
     if comm.rank in ranks:
         for make_name in makers:
@@ -77,25 +83,42 @@ def collect(comm: Comm, tmp: Path, ranks: Sequence[int]) -> None:
             tmp.rmdir()
 
 
-def _collect_files(comm: Comm, own: Path | None, targets: dict[int, Path]) -> None:
+def _collect_files(
+    comm: Comm,
+    own: Path | None,
+    targets: dict[int, Path],
+) -> None:
     """One file of each sending rank, chunk by chunk."""
     sizes: list[int] = []
 
     def measure() -> None:
         with _file_errors(own):
-            sizes.append(own.stat().st_size if own is not None else 0)
+            num_bytes = 0
+            if own is not None:
+                num_bytes = own.stat().st_size
+            sizes.append(num_bytes)
 
     raise_on_all_ranks(comm, measure)
-    lengths = [int(text) for text in all_gather_text(comm, str(sizes[0]))]
+    own_size = str(sizes[0])
+    lengths = [int(text) for text in all_gather_text(comm, own_size)]
     longest = max(lengths)
-    chunk = max(1, min(CHUNK_BYTES, MAX_GATHERED_BYTES // comm.mesh.size))
+    most_a_rank = MAX_GATHERED_BYTES // comm.mesh.size
+    chunk = max(1, min(CHUNK_BYTES, most_a_rank))
     for start in range(0, longest, chunk):
-        row = _read_chunk(own, start, min(chunk, longest - start))
-        rows = comm.all_gather_world(row.unsqueeze(0).to(comm.device)).cpu()
-        raise_on_all_ranks(comm, partial(_append, rows, targets, lengths, start))
+        size = min(chunk, longest - start)
+        row = _read_chunk(own, start, size)
+        own_rows = row.unsqueeze(0).to(comm.device)
+        rows = comm.all_gather_world(own_rows).cpu()
+        append = partial(_append, rows, targets, lengths, start)
+        raise_on_all_ranks(comm, append)
 
 
-def _append(rows: Tensor, targets: dict[int, Path], lengths: Sequence[int], start: int) -> None:
+def _append(
+    rows: Tensor,
+    targets: dict[int, Path],
+    lengths: Sequence[int],
+    start: int,
+) -> None:
     for rank, path in targets.items():
         num_bytes = min(rows.shape[1], lengths[rank] - start)
         if num_bytes <= 0:
@@ -161,7 +184,13 @@ def _is_first(copy: Path) -> bool:
     return True
 
 
-def _distribute_file(comm: Comm, source: Path, target: Path | None, *, root: int) -> None:
+def _distribute_file(
+    comm: Comm,
+    source: Path,
+    target: Path | None,
+    *,
+    root: int,
+) -> None:
     """One file of rank `root` to all ranks that have a target, chunk by chunk."""
     sizes: list[int] = []
 
@@ -222,4 +251,4 @@ def _file_errors(path: Path | None) -> Iterator[None]:
         yield
     except OSError as error:
         got = error.strerror or str(error)
-        raise CheckpointError(Fault(str(path), "cannot be sent between hosts", got)) from error
+        raise CheckpointError(Fault(str(path), "cannot be sent between hosts", got=got)) from error

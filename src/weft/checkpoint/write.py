@@ -170,7 +170,7 @@ def _check_finite(items: Iterable[WriteItem]) -> None:
         smallest, largest = tensor.aminmax()  # NaN if an entry is NaN
         if not (smallest.isfinite() and largest.isfinite()):
             what = "holds values that are not finite, so the checkpoint is not written"
-            raise CheckpointError(Fault(item.name, what, str(item.box)))
+            raise CheckpointError(Fault(item.name, what, got=str(item.box)))
 
 
 def _write_rank(tmp: Path, rank: int, items: deque[WriteItem]) -> None:
@@ -222,7 +222,8 @@ def _write_rank(tmp: Path, rank: int, items: deque[WriteItem]) -> None:
 def _write_piece(file: BinaryIO, item: WriteItem) -> tuple[int, ...]:
     """Write the bytes of a piece; returns the checksum of every block."""
     contiguous = item.tensor.detach().cpu().contiguous()
-    flat = contiguous.as_strided((contiguous.numel(),), (1,))
+    num_entries = contiguous.numel()
+    flat = contiguous.as_strided((num_entries,), (1,))
     raw = flat.view(torch.uint8).numpy()
     crcs = []
     for block, crc in block_crcs(raw.data, block_bytes=BLOCK_BYTES):
@@ -232,7 +233,11 @@ def _write_piece(file: BinaryIO, item: WriteItem) -> tuple[int, ...]:
 
 
 def _file_entry(item: WriteItem) -> FileEntry:
-    return FileEntry(item.name, item.box, _stored_dtype(item))
+    return FileEntry(
+        name=item.name,
+        box=item.box,
+        dtype=_stored_dtype(item),
+    )
 
 
 def _stored_dtype(item: WriteItem) -> StoredDtype:

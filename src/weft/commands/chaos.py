@@ -43,13 +43,22 @@ T = TypeVar("T", bound=str)
 class ChaosOptions(ConfigSection):
     """Which faults are injected, and where."""
 
-    faults: int = Field(24, ge=1, le=100_000, description="number of faults over all layouts")
+    faults: int = Field(
+        24,
+        ge=1,
+        le=100_000,
+        description="number of faults over all layouts",
+    )
     kinds: str = Field("", description=f"of {', '.join(FAULT_KINDS)}; empty: all")
     phases: str = Field("", description=f"of {', '.join(FAULT_PHASES)}; empty: all")
     layout: str = Field(
         "", description="mesh, with zero1 to zero3, and moe for a mixture of experts; repeatable"
     )
-    seed: int = Field(0, ge=0, description="of the choice of faults, ranks and order")
+    seed: int = Field(
+        0,
+        ge=0,
+        description="of the choice of faults, ranks and order",
+    )
     claims: str = Field(
         ",".join(CLAIMS),
         description=f"exit code 1 unless they hold (or --assert): {', '.join(CLAIMS)}",
@@ -64,7 +73,10 @@ def chaos(words: Sequence[str]) -> int:
     if wants_help(words):
         return show_help(ChaosOptions(), f"{NAME} {USAGE}", LINE)
     layout_texts, rest = _take_layouts(words)
-    config = [rest.pop(0)] if rest and rest[0].endswith(".toml") else []
+    if rest and rest[0].endswith(".toml"):
+        config = [rest.pop(0)]
+    else:
+        config = []
     option_words: list[str] = []
     for word in rest:
         option_words += ("--format", "json") if word == "--json" else (word,)
@@ -105,12 +117,18 @@ def chaos(words: Sequence[str]) -> int:
             results.append(trial)
             if options.format == "text":
                 print_result(trial.line())
-    report = ChaosReport(options.faults, options.seed, tuple(results))
+    report = ChaosReport(
+        num_faults=options.faults,
+        seed=options.seed,
+        trials=tuple(results),
+    )
     if options.format == "json":
         print_result(json.dumps(report.to_json(claims)))
     else:
         print_result("\n".join(report.lines(claims)))
-    return EXIT_OK if all(report.holds(claim) for claim in claims) else EXIT_FAILED
+    if all(report.holds(claim) for claim in claims):
+        return EXIT_OK
+    return EXIT_FAILED
 
 
 def _take_layouts(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -134,5 +152,12 @@ def _choices(key: str, text: str, known: Sequence[T]) -> tuple[T, ...]:
     given = text.replace(",", " ").split()
     for name in given:
         if name not in known:
-            raise UserError(Fault(key, "is unknown", repr(name), ", ".join(known)))
+            raise UserError(
+                Fault(
+                    key,
+                    "is unknown",
+                    got=repr(name),
+                    need=", ".join(known),
+                )
+            )
     return tuple(name for name in known if name in given or not given)

@@ -64,7 +64,12 @@ class ChaosLayout:
                 zero = int(word[-1])
             else:
                 axes.append(word)
-        return ChaosLayout(text, Mesh.parse(" ".join(axes)), zero, is_mixture)
+        return ChaosLayout(
+            text=text,
+            mesh=Mesh.parse(" ".join(axes)),
+            zero=zero,
+            is_mixture=is_mixture,
+        )
 
     @property
     def num_data_ranks(self) -> int:
@@ -85,7 +90,13 @@ class ChaosLayout:
         """Axes over which gradients are reduced."""
         return token_axes()
 
-    def words(self, out: Path, *, config: Sequence[str], source: Path) -> list[str]:
+    def words(
+        self,
+        out: Path,
+        *,
+        config: Sequence[str],
+        source: Path,
+    ) -> list[str]:
         """The command line of a run into `out`, without its faults.
 
         Args:

@@ -43,9 +43,10 @@ class FaultOutcome:
 
         A rank cannot write the run's files at its start on a full disk, and ends.
         """
-        is_tolerated = not self.fault.ends_rank
+        if not self.is_restarted or self.fault.ends_rank:
+            return False
         is_allowed = self.fault.kind == "full_disk" and self.fault.phase == "start"
-        return self.is_restarted and is_tolerated and not is_allowed
+        return not is_allowed
 
 
 def outcomes_of(
@@ -97,7 +98,11 @@ class _Records:
             return FaultOutcome(fault)
         attempt = line["attempt"]
         has_resumed = any(number > attempt for number in self.resumes)
-        known = FaultOutcome(fault, is_injected=True, is_survived=self.is_finished or has_resumed)
+        known = FaultOutcome(
+            fault,
+            is_injected=True,
+            is_survived=self.is_finished or has_resumed,
+        )
         start = self.starts.get(attempt + 1)
         if start is None or self.causes[attempt] != fault.number:
             return known
@@ -128,12 +133,16 @@ def num_restarts(ledger: Sequence[Line]) -> int:
 def _causes(faults: Sequence[PlannedFault], injected: Mapping[int, Line]) -> dict[int, int]:
     """Attempt -> the fault that ended it: the last that ends ranks, else the last one."""
     causes: dict[int, int] = {}
-    for ends_rank in (False, True):
-        for fault in faults:
-            line = injected.get(fault.number)
-            if line is not None and fault.ends_rank == ends_rank:
-                causes[line["attempt"]] = fault.number
+    tolerated_first = sorted(faults, key=_ends_rank)
+    for fault in tolerated_first:
+        if fault.number in injected:
+            line = injected[fault.number]
+            causes[line["attempt"]] = fault.number
     return causes
+
+
+def _ends_rank(fault: PlannedFault) -> bool:
+    return fault.ends_rank
 
 
 @dataclass(frozen=True)
@@ -149,7 +158,7 @@ class Spread:
         known = [value for value in values if value is not None]
         if not known:
             return Spread(None, None)
-        return Spread(statistics.median(known), max(known))
+        return Spread(median=statistics.median(known), most=max(known))
 
     def __str__(self) -> str:
         if self.median is None or self.most is None:
@@ -244,7 +253,9 @@ class TrialResult:
         )
         if self.num_unexplained:
             text += f", {self.num_unexplained} restarts WITHOUT A FAULT"
-        return f"{text}: {self.error}" if self.error else text
+        if self.error:
+            return f"{text}: {self.error}"
+        return text
 
 
 @dataclass(frozen=True)

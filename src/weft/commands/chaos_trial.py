@@ -26,7 +26,8 @@ from weft.run.fault_plan import Cell, FaultPlan, num_steps, plan_faults
 from weft.run.launch import same_attempt
 from weft.run.worker import end_with_parent
 from weft.small_files import UnreadableFile
-from weft.train.event_log import EVENTS, read_events, step_history
+from weft.train.event_lines import read_events, step_history
+from weft.train.event_log import EVENTS
 
 HANG_S = 60.0
 """Without a new event for this long, a run hangs: far more than any detection takes."""
@@ -54,7 +55,12 @@ def run_trial(
     start_s = time.monotonic()
     folder.mkdir()
     faults = plan_faults(cells, num_ranks=layout.mesh.size, seed=seed)
-    plan = FaultPlan(faults, folder / "ledger.jsonl", folder / "faulty", layout.reduced_axes)
+    plan = FaultPlan(
+        faults=faults,
+        ledger=folder / "ledger.jsonl",
+        run_folder=folder / "faulty",
+        reduced_axes=layout.reduced_axes,
+    )
     steps = num_steps(faults)
     restarts = len(faults) + MAX_SPARE_RESTARTS
     common = ["--steps", str(steps), "--run.restarts", str(restarts)]
@@ -96,7 +102,9 @@ def _run(words: Sequence[str], out: Path, plan: FaultPlan | None) -> str:
         process.join()
     if hangs:
         return "hung"
-    return "finished" if process.exitcode == EXIT_OK else "failed"
+    if process.exitcode == EXIT_OK:
+        return "finished"
+    return "failed"
 
 
 def _wait(process: BaseProcess, out: Path) -> bool:
@@ -105,7 +113,10 @@ def _wait(process: BaseProcess, out: Path) -> bool:
     while process.is_alive():
         process.join(POLL_S)
         events = out / EVENTS
-        new_size = events.stat().st_size if events.exists() else 0
+        if events.exists():
+            new_size = events.stat().st_size
+        else:
+            new_size = 0
         if new_size != size:
             size, changed_s = new_size, time.monotonic()
         elif time.monotonic() - changed_s > HANG_S:
@@ -113,12 +124,20 @@ def _wait(process: BaseProcess, out: Path) -> bool:
     return False
 
 
-def _train_in_child(words: Sequence[str], out: Path, plan: FaultPlan | None, parent: int) -> None:
+def _train_in_child(
+    words: Sequence[str],
+    out: Path,
+    plan: FaultPlan | None,
+    parent: int,
+) -> None:
     """Train until the end of the run or of the parent; errors go to a file of the run folder."""
     end_with_parent(parent)
     _redirect(out)
     run = load_checked_run(words).with_values({"save.remote": None})  # faults stay on this machine
-    adapt = same_attempt if plan is None else FaultInjection(plan).adapt
+    if plan is None:
+        adapt = same_attempt
+    else:
+        adapt = FaultInjection(plan).adapt
     code = EXIT_FAILED
     try:
         with locked_out(run.model, run.out, run.resume, now=datetime.now()):
@@ -130,15 +149,20 @@ def _train_in_child(words: Sequence[str], out: Path, plan: FaultPlan | None, par
 
 
 def _redirect(out: Path) -> None:
+    """Standard output is discarded, errors go to a file of the run folder."""
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     silent = os.open(os.devnull, os.O_RDWR)
-    errors = os.open(out / ERRORS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    errors = os.open(out / ERRORS, append, 0o600)
     os.dup2(silent, 1)
     os.dup2(errors, 2)
 
 
 def _last_line(out: Path) -> str:
     path = out / ERRORS
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    if path.exists():
+        lines = path.read_text(errors="replace").splitlines()
+    else:
+        lines = []
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or [""])[-1]
 
@@ -156,10 +180,17 @@ def record_of(out: Path) -> tuple[list[Any], dict[str, str]]:
     """
     steps: list[Any] = []
     for event in step_history(_events(out)):
-        steps.append((event["step"], event["loss"], event["grad_norm"], event["lr"]))
+        numbers = (
+            event["step"],
+            event["loss"],
+            event["grad_norm"],
+            event["lr"],
+        )
+        steps.append(numbers)
     hashes: dict[str, str] = {}
-    for _, path in checkpoints(out):
-        for file in sorted(path.glob("*.safetensors")):
-            hashes[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    for _, newest in checkpoints(out):
+        for file in sorted(newest.glob("*.safetensors")):
+            content = file.read_bytes()
+            hashes[file.name] = hashlib.sha256(content).hexdigest()
         break
     return steps, hashes

@@ -74,7 +74,11 @@ def load_checked_run(
     return run
 
 
-def _check_without_mesh(loaded: Loaded, *tables: CheckTable, adapt: Adaptation | None) -> None:
+def _check_without_mesh(
+    loaded: Loaded,
+    *tables: CheckTable,
+    adapt: Adaptation | None,
+) -> None:
     """The checks that read no mesh, before one is chosen.
 
     Raises:
@@ -201,14 +205,16 @@ def check_page_path(path: str) -> None:
     Raises:
         UserError: else, before anything runs.
     """
-    file = Path(path)
     if "\0" in path or not path:
         raise UserError(Fault("html", "is no name of a file", got=repr(path)))
+    file = Path(path)
+    folder = file.parent
     if file.is_dir():
         raise UserError(Fault("html", "is a folder", got=repr(path), need="a file"))
-    if not file.parent.is_dir():
-        raise UserError(Fault("html", "its folder does not exist", got=repr(str(file.parent))))
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
+    if not folder.is_dir():
+        raise UserError(Fault("html", "its folder does not exist", got=repr(str(folder))))
+    changed = file if file.exists() else folder
+    if not os.access(changed, os.W_OK):
         raise UserError(Fault("html", "cannot be written", got=repr(path)))
 
 

@@ -44,7 +44,12 @@ class PrepareArguments(ConfigSection):
         "bytes",
         description="bytes, a tokenizer.json, or train: a BPE of --vocab tokens, trained on the inputs",
     )
-    vocab: int = Field(8192, ge=1, lt=MAX_VOCAB, description="tokens of a trained BPE")
+    vocab: int = Field(
+        8192,
+        ge=1,
+        lt=MAX_VOCAB,
+        description="tokens of a trained BPE",
+    )
     text_field: str = Field(
         "text", description="field of JSONL lines, column of parquet files that holds the text"
     )
@@ -61,7 +66,12 @@ class PrepareArguments(ConfigSection):
     valid: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.01, description="share of documents kept for validation, 0 to 1"
     )
-    seed: int = Field(1, ge=0, lt=2**63, description="seed of the choice of those documents")
+    seed: int = Field(
+        1,
+        ge=0,
+        lt=2**63,
+        description="seed of the choice of those documents",
+    )
 
 
 def run(words: Sequence[str]) -> int:
@@ -111,7 +121,9 @@ def prepare_data(words: Sequence[str]) -> int:
 def _with_flag(flag: str, words: Sequence[str]) -> list[str]:
     """The words, with `flag` before those that come before the first flag."""
     starts_with_values = bool(words) and not words[0].startswith("--")
-    return [flag, *words] if starts_with_values else list(words)
+    if starts_with_values:
+        return [flag, *words]
+    return list(words)
 
 
 def _missing_arguments(arguments: PrepareArguments) -> Iterator[Fault]:
@@ -135,7 +147,10 @@ def _notes(meta: PreparedMeta, out: str) -> Iterator[str]:
     if meta.num_shared:
         texts = counted(meta.num_shared, "text")
         yield f"note: in {texts} a token is of prompt and answer, and counts"
-    vocab = f" --model.vocab {meta.vocab}" if meta.vocab > BYTE_VOCAB else ""
+    if meta.vocab > BYTE_VOCAB:
+        vocab = f" --model.vocab {meta.vocab}"
+    else:
+        vocab = ""
     loss = " --loss dpo" if meta.record_format == PREFERENCE else ""
     yield f"train on it: weft train --data.source {out}{vocab}{loss}"
 

@@ -25,7 +25,10 @@ READ_KEYS = (
 
 
 def source_faults(
-    data: DataConfig, model: ModelSection, *, loss: str = CROSS_ENTROPY
+    data: DataConfig,
+    model: ModelSection,
+    *,
+    loss: str = CROSS_ENTROPY,
 ) -> Iterator[Fault]:
     """Faults of the training data; the digits, which take a second to load, are only checked for
     existence.
@@ -47,11 +50,17 @@ def kind_faults(samples: Samples, loss: str) -> Iterator[Fault]:
     has_pairs = "pairs" in samples.facts()
     if has_pairs and loss == CROSS_ENTROPY:
         what = "cross entropy would imitate rejected answers as well"
-        yield Fault("loss", what, "preference pairs", fix="--loss dpo")
+        yield Fault("loss", what, got="preference pairs", fix="--loss dpo")
     if not has_pairs and loss != CROSS_ENTROPY:
         need = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
         fix = "--data.format preference, or --loss cross_entropy"
-        yield Fault("loss", "dpo needs preference pairs", "other data", need, fix)
+        yield Fault(
+            "loss",
+            "dpo needs preference pairs",
+            got="other data",
+            need=need,
+            fix=fix,
+        )
 
 
 def _with_possible_fix(fault: Fault, *, from_hf: str | None) -> Fault:
@@ -107,7 +116,9 @@ def validation_faults(
     try:
         samples = open_validation(data, model, source=evaluation.source)
         yield from kind_faults(samples, loss)
-        sources = (evaluation.source,) if evaluation.source else sources_of(data)
+        sources = sources_of(data)
+        if evaluation.source:
+            sources = (evaluation.source,)
         yield from _content_faults(sources, split="valid")
     except DataError as error:
         yield from error.faults

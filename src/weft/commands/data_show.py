@@ -73,13 +73,22 @@ def show(words: Sequence[str]) -> int:
     fix = f"weft data prepare INPUT --out {folder}"
     need = "one with meta.json, or a file of records"
     raise DataError(
-        Fault("weft data show", "is not a prepared folder", repr(str(folder)), need, fix)
+        Fault(
+            "weft data show",
+            "is not a prepared folder",
+            got=repr(str(folder)),
+            need=need,
+            fix=fix,
+        )
     )
 
 
 def summary(folder: str, meta: PreparedMeta) -> str:
     """Inputs, tokenizer and sizes of a prepared folder."""
-    end = "" if meta.end is None else f"; {meta.end} ends a document"
+    if meta.end is None:
+        end = ""
+    else:
+        end = f"; {meta.end} ends a document"
     files = counted(meta.files, "file", spec=",")
     lines = [
         folder,
@@ -110,11 +119,16 @@ def _show_prepared(folder: Path, arguments: ShowArguments) -> int:
             documents = list(_stored_documents(prepared, "train", number * group, group))
             if documents:
                 print_result(_record_text(number + 1, documents, tokenizer))
-    return _verify(prepared) if arguments.verify else EXIT_OK
+    if arguments.verify:
+        return _verify(prepared)
+    return EXIT_OK
 
 
 def _stored_documents(
-    prepared: Prepared, split: Split, first: int, number: int
+    prepared: Prepared,
+    split: Split,
+    first: int,
+    number: int,
 ) -> Iterator[MaskedTokens]:
     """Consecutive documents of a split, from document `first` on."""
     bounds = prepared.bounds(split)
@@ -125,27 +139,41 @@ def _stored_documents(
             mask = np.ones(stop - start, dtype=np.uint8)
         else:
             mask = prepared.mask(split)[start:stop]
-        yield MaskedTokens(stream.read(start, stop).tolist(), mask, has_shared_token=False)
+        yield MaskedTokens(
+            ids=stream.read(start, stop).tolist(),
+            mask=mask,
+            has_shared_token=False,
+        )
 
 
 def _show_records(source: str, arguments: ShowArguments) -> int:
     tokenizer = open_tokenizer(arguments.tokenizer)
     reader = make_reader(arguments.format, arguments.chat_template, tokenizer)
-    records = encode_records(find_files(source), reader, tokenizer)
-    for number, record in enumerate(islice(records, arguments.samples or 1), start=1):
-        print_result(_record_text(number, record.documents, tokenizer))
+    files = find_files(source)
+    records = encode_records(files, reader, tokenizer)
+    shown = islice(records, arguments.samples or 1)
+    for number, record in enumerate(shown, start=1):
+        text = _record_text(number, record.documents, tokenizer)
+        print_result(text)
     return EXIT_OK
 
 
-def _record_text(number: int, documents: Sequence[MaskedTokens], tokenizer: Tokenizer) -> str:
+def _record_text(
+    number: int,
+    documents: Sequence[MaskedTokens],
+    tokenizer: Tokenizer,
+) -> str:
     """A record with the tokens that count, wrapped for a terminal."""
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    names = ("chosen", "rejected") if len(documents) == PAIR else ("",)
+    names = ["chosen", "rejected"] if len(documents) == PAIR else [""]
     lines = []
     for name, document in zip(names, documents, strict=True):
         num_counting = int(document.mask[1:].sum())
         tokens = counted(len(document.ids), "token", spec=",")
-        title = f"record {number}, {name}" if name else f"record {number}"
+        if name:
+            title = f"record {number}, {name}"
+        else:
+            title = f"record {number}"
         lines.append(f"{title}: {tokens}, {num_counting:,} count in the loss")
         segments = list(_segments(document, tokenizer))
         lines.append(marked_text(segments, columns=COLUMNS, in_colour=in_colour))
@@ -155,9 +183,15 @@ def _record_text(number: int, documents: Sequence[MaskedTokens], tokenizer: Toke
 def _segments(document: MaskedTokens, tokenizer: Tokenizer) -> Iterator[TextSegment]:
     """Runs of tokens that count, and of tokens that do not."""
     mask = document.mask.tolist()
-    for counts, places in groupby(range(len(mask)), key=mask.__getitem__):
-        tokens = [document.ids[place] for place in places]
-        yield TextSegment(tokenizer.decode(tokens), bool(counts))
+    start = 0
+    for counts, run in groupby(mask):
+        stop = start + len(list(run))
+        tokens = document.ids[start:stop]
+        start = stop
+        yield TextSegment(
+            text=tokenizer.decode(tokens),
+            counts=bool(counts),
+        )
 
 
 def _first_document(prepared: Prepared, *, max_tokens: int) -> str:

@@ -49,7 +49,9 @@ class Finding:
     def __str__(self) -> str:
         mark = "FAIL" if self.fix else "ok"
         line = f"{mark:<4}  {self.name:<13} {self.text}"
-        return f"{line}. Fix: {self.fix}" if self.fix else line
+        if self.fix:
+            return f"{line}. Fix: {self.fix}"
+        return line
 
 
 def doctor(words: Sequence[str]) -> int:
@@ -58,7 +60,12 @@ def doctor(words: Sequence[str]) -> int:
         return print_result(f"usage: weft doctor\n\n{LINE}")
     if words:
         raise UserError(
-            Fault("weft doctor", "takes no arguments", got=" ".join(words), fix="weft doctor")
+            Fault(
+                "weft doctor",
+                "takes no arguments",
+                got=" ".join(words),
+                fix="weft doctor",
+            )
         )
     findings = tuple(examine())
     print_result("\n".join(_wrapped(str(finding)) for finding in findings))
@@ -107,7 +114,11 @@ def _versions() -> Finding:
 def _missing_packages() -> Iterator[Finding]:
     for package in REQUIRED:
         if package != "torch" and _version(package) is None:
-            yield Finding(package, "is not installed", f"pip install {package}")
+            yield Finding(
+                name=package,
+                text="is not installed",
+                fix=f"pip install {package}",
+            )
 
 
 def _version(package: str) -> str | None:
@@ -118,7 +129,10 @@ def _version(package: str) -> str | None:
 
 
 def _cores() -> Finding:
-    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    if hasattr(os, "getloadavg"):
+        load = f", load {os.getloadavg()[0]:.1f}"
+    else:
+        load = ""
     return Finding("cores", f"{num_cores()} for this process{load}")
 
 
@@ -126,11 +140,19 @@ def _memory() -> Finding:
     try:
         psutil = import_module("psutil")
     except ImportError as error:
-        return Finding("memory", f"not checked: {error}", "pip install psutil")
+        return Finding(
+            name="memory",
+            text=f"not checked: {error}",
+            fix="pip install psutil",
+        )
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
     if memory.available < MIN_MEMORY_GIB * GIB:
-        return Finding("memory", text, f"free memory: a small run takes {MIN_MEMORY_GIB:g} GiB")
+        return Finding(
+            name="memory",
+            text=text,
+            fix=f"free memory: a small run takes {MIN_MEMORY_GIB:g} GiB",
+        )
     return Finding("memory", text)
 
 
@@ -140,7 +162,11 @@ def _shared_memory() -> Finding:
     except OSError:
         return Finding("shared memory", "there is no /dev/shm: NCCL between local ranks is slower")
     fix = "make /dev/shm larger (docker run --shm-size=1g)" if free < MIN_SHARED_GIB else ""
-    return Finding("shared memory", f"{free:.2f} GiB free in /dev/shm", fix)
+    return Finding(
+        name="shared memory",
+        text=f"{free:.2f} GiB free in /dev/shm",
+        fix=fix,
+    )
 
 
 def _byte_code() -> Finding:
@@ -158,7 +184,9 @@ def _torch_problem() -> Finding | None:
         reason = str(error).partition("\n")[0]
         fix = "pip install torch (builds for each CUDA version: https://pytorch.org/get-started/locally)"
         return Finding(
-            "torch", f"cannot be imported: {reason}; GPUs and ranks are not checked", fix
+            name="torch",
+            text=f"cannot be imported: {reason}; GPUs and ranks are not checked",
+            fix=fix,
         )
     return None
 
@@ -172,7 +200,10 @@ def _gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        yield Finding(f"gpu {index}", f"{torch.cuda.get_device_name(index)}, {memory}")
+        yield Finding(
+            name=f"gpu {index}",
+            text=f"{torch.cuda.get_device_name(index)}, {memory}",
+        )
 
 
 def _collective() -> Finding:
@@ -185,10 +216,18 @@ def _collective() -> Finding:
     except (WeftError, OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         fix = "check the firewall and GLOO_SOCKET_IFNAME"
-        return Finding("ranks", f"two local ranks cannot communicate: {reason}", fix)
+        return Finding(
+            name="ranks",
+            text=f"two local ranks cannot communicate: {reason}",
+            fix=fix,
+        )
     seconds = time.perf_counter() - start
     if sums != [1.0, 1.0]:
-        return Finding("ranks", f"all_reduce of 0 and 1 gives {sums}", "update torch")
+        return Finding(
+            name="ranks",
+            text=f"all_reduce of 0 and 1 gives {sums}",
+            fix="update torch",
+        )
     return Finding(
         "ranks",
         f"all_reduce between two local processes: correct, {seconds:.1f} s with their start",

@@ -39,16 +39,27 @@ def is_joining(env: Mapping[str, str]) -> bool:
         return True
 
 
-def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> Iterator[Fault]:
+def world_faults(
+    mesh: Mesh,
+    nproc: int | None,
+    *,
+    is_elastic: bool = False,
+) -> Iterator[Fault]:
     """The number of ranks, started or requested, must be the size of the mesh."""
     size = mesh.size
-    need = f"{size} for {mesh.text!r}" if mesh.text else "1 without a mesh"
+    if mesh.text:
+        need = f"{size} for {mesh.text!r}"
+    else:
+        need = "1 without a mesh"
     try:
         world = detect(os.environ)
     except LaunchError as error:
         yield from error.faults
         return
-    started = str(world.size) if world else os.environ.get("WORLD_SIZE", str(size))
+    if world:
+        started = str(world.size)
+    else:
+        started = os.environ.get("WORLD_SIZE", str(size))
     if started != str(size):
         got = f"WORLD_SIZE={started}"
         if world:
@@ -69,14 +80,26 @@ def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> 
         fix = f"--nproc {size}, or a mesh of {nproc} such as --mesh dp{nproc}"
         if nproc < size and not is_elastic and world is None:
             fix += f", or {ELASTIC_FIX}"
-        yield Fault("nproc", "differs from the mesh", got=f"{nproc}", need=need, fix=fix)
+        yield Fault(
+            "nproc",
+            "differs from the mesh",
+            got=f"{nproc}",
+            need=need,
+            fix=fix,
+        )
 
 
 def transport_faults(transport: str) -> Iterator[Fault]:
     """Ranks that torchrun or Slurm has started are processes."""
     if transport == "threads" and is_joining(os.environ):
         what = "ranks as threads cannot be started by torchrun or Slurm"
-        yield Fault("transport", what, got=transport, need="process", fix="--transport process")
+        yield Fault(
+            "transport",
+            what,
+            got=transport,
+            need="process",
+            fix="--transport process",
+        )
 
 
 def port_faults(port: int | None) -> Iterator[Fault]:
@@ -121,11 +144,14 @@ def device_faults(device: str) -> Iterator[Fault]:
             fix=fix,
         )
     elif not any(glob.glob(pattern) for pattern in GPU_FILES):
-        yield Fault("device", "there is no GPU", "cuda", "cpu", fix)
+        yield Fault("device", "there is no GPU", got="cuda", need="cpu", fix=fix)
 
 
 def launcher_notes(
-    port: int | None, memory_every: int | None, *, restarts: int | None
+    port: int | None,
+    memory_every: int | None,
+    *,
+    restarts: int | None,
 ) -> Iterator[str]:
     """Keys without effect on ranks that torchrun or Slurm has started; the job files of `weft
     launch` start them again as often as `restarts` says.

@@ -74,8 +74,18 @@ class EvalArguments(ConfigSection):
     batches: int = Field(
         0, ge=0, le=MAX_COUNT, description="batches that are evaluated; 0: the whole source"
     )
-    batch_size: int = Field(16, ge=1, le=2**24, description="sequences a batch, over all ranks")
-    micro_size: int = Field(1, ge=1, le=2**24, description="sequences a forward, on one rank")
+    batch_size: int = Field(
+        16,
+        ge=1,
+        le=2**24,
+        description="sequences a batch, over all ranks",
+    )
+    micro_size: int = Field(
+        1,
+        ge=1,
+        le=2**24,
+        description="sequences a forward, on one rank",
+    )
     mesh: str = Field("", description='any mesh: "dp2 tp2"; nothing: one rank')
     dtype: Dtype | None = Field(
         None, description="number type; None: as the run computes, or as the folder stores"
@@ -109,7 +119,12 @@ def evaluate(words: Sequence[str]) -> int:
     from weft.evaluation.main import evaluate as evaluate_on_ranks
 
     data = run.eval.source or f"the validation part of {run.data.source}"
-    job = EvalJob(source, run, data, as_json=arguments.output == "json")
+    job = EvalJob(
+        source=source,
+        run=run,
+        data=data,
+        as_json=arguments.output == "json",
+    )
     return evaluate_on_ranks(job, sys.stdout.write)
 
 
@@ -192,7 +207,10 @@ def _check(run: Run, source: ModelSource) -> None:
         UserError: with every fault.
     """
     faults = [*run_checks(run, config_checks)]
-    ranks = counted(run.device_mesh.size, "rank") if not faults else ""
+    if not faults:
+        ranks = counted(run.device_mesh.size, "rank")
+    else:
+        ranks = ""
     if ranks:
         for fault in environment.world_faults(run.device_mesh, None):
             faults.append(replace(fault, fix=f"start {ranks}, or choose another mesh"))

@@ -37,7 +37,11 @@ class ExportOptions(ConfigSection):
     dtype: Literal["stored", "float64", "float32", "bfloat16", "float16"] = Field(
         "stored", description="type of the tensors; stored: as the checkpoint has them"
     )
-    max_shard_bytes: int = Field(5 * 10**9, ge=1, description="largest file of tensors, bytes")
+    max_shard_bytes: int = Field(
+        5 * 10**9,
+        ge=1,
+        description="largest file of tensors, bytes",
+    )
     adapters: bool = Field(
         False, description="adapters alone, in PEFT's layout; else they are merged into the model"
     )
@@ -61,8 +65,10 @@ def export(words: Sequence[str]) -> int:
         fix = "export the model itself, or train with --lora.rank 8"
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
     read_sidecars(sidecar_folders(source))
-    tokenizer_notes = () if options.adapters else _tokenizer_notes(source, folder)
-    print_messages(f"note: {note}" for note in (*source.notes, *tokenizer_notes))
+    notes = list(source.notes)
+    if not options.adapters:
+        notes.extend(_tokenizer_notes(source, folder))
+    print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()
     from weft.hf.export_hf import (
         export_adapters,
@@ -86,7 +92,7 @@ def export(words: Sequence[str]) -> int:
 def _check_writable(folder: Path) -> None:
     problem = write_problem(folder)
     if problem is not None:
-        raise CheckpointError(Fault(str(folder), "cannot be written", problem))
+        raise CheckpointError(Fault(str(folder), "cannot be written", got=problem))
 
 
 def _split_places(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -98,7 +104,15 @@ def _split_places(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
         got = " ".join(words[:num_places]) or "nothing"
         need = "a run or checkpoint, then the folder to make"
         fix = "for example weft export runs/first exported/first"
-        raise UserError(Fault("weft export", "takes two folders", got, need, fix))
+        raise UserError(
+            Fault(
+                "weft export",
+                "takes two folders",
+                got=got,
+                need=need,
+                fix=fix,
+            )
+        )
     return words[:2], words[2:]
 
 

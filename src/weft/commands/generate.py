@@ -10,8 +10,9 @@ from weft.commands import environment
 from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.errors import Fault, UserError, counted
+from weft.generate.job import make_job
 from weft.generate.model_source import find_model
-from weft.generate.request import Request, expand_json_flag, make_job
+from weft.generate.request import Request, expand_json_flag
 from weft.hf.folder_checks import weight_faults
 
 USAGE = "RUN | CHECKPOINT | HF-FOLDER [--prompt TEXT] [--mesh tp2] [--key value ...]"

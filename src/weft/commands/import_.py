@@ -53,7 +53,10 @@ def import_folder(words: Sequence[str]) -> int:
         fix = "for example weft import Qwen3-0.6B --out runs/qwen"
         raise UserError(
             Fault(
-                "weft import", "no folder is named", need=f"a folder with {CONFIG} first", fix=fix
+                "weft import",
+                "no folder is named",
+                need=f"a folder with {CONFIG} first",
+                fix=fix,
             )
         )
     folder = words[0]
@@ -96,9 +99,10 @@ def import_run(
 
     check_initial_parameters(run.model)
     has_tokenizer = TOKENIZER in read_sidecars([folder])
-    tokenizer = (
-        str(run_folder / SIDECAR_FOLDER / TOKENIZER) if has_tokenizer else run.data.tokenizer
-    )
+    if has_tokenizer:
+        tokenizer = str(run_folder / SIDECAR_FOLDER / TOKENIZER)
+    else:
+        tokenizer = run.data.tokenizer
     imported = run.with_values(
         {
             "model.from_hf": None,  # the run reads nothing from the Hugging Face folder
@@ -131,9 +135,11 @@ def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     given = flags.split(words)
     model_words: list[str] = []
     other_words = list(given.loose)
-    for name, value in given.flags:
-        target = model_words if name.startswith("model.") else other_words
-        target += [f"--{name}", *value]
+    for name, values in given.flags:
+        is_of_model = name.startswith("model.")
+        target = model_words if is_of_model else other_words
+        target.append(f"--{name}")
+        target.extend(values)
     return model_words, other_words
 
 
@@ -163,18 +169,44 @@ def new_folder(path: Path | None) -> Path:
     """
     if path is None:
         raise ConfigError(
-            Fault("out", "no run folder is named", need="a folder to make", fix="--out runs/first")
+            Fault(
+                "out",
+                "no run folder is named",
+                need="a folder to make",
+                fix="--out runs/first",
+            )
         )
     out = str(path)
     if os.path.exists(path) and not path.is_dir():
-        raise ConfigError(Fault("out", "is no folder", repr(out), fix="choose another --out"))
+        raise ConfigError(
+            Fault(
+                "out",
+                "is no folder",
+                got=repr(out),
+                fix="choose another --out",
+            )
+        )
     names = ("run.toml", EVENTS, FOLDER, SIDECAR_FOLDER)
     existing = [name for name in names if os.path.lexists(path / name)]
     if existing:
         got = f"{out!r} with {', '.join(existing)}"
-        raise ConfigError(Fault("out", "holds a run already", got, fix="choose another --out"))
+        raise ConfigError(
+            Fault(
+                "out",
+                "holds a run already",
+                got=got,
+                fix="choose another --out",
+            )
+        )
     problem = write_problem(path)
     if problem is not None:
         got = f"{out!r}: {problem}"
-        raise ConfigError(Fault("out", "cannot be written", got, fix="choose another --out"))
+        raise ConfigError(
+            Fault(
+                "out",
+                "cannot be written",
+                got=got,
+                fix="choose another --out",
+            )
+        )
     return path

@@ -57,11 +57,17 @@ def lora_base_faults(
         )
         return
     if "\0" in base:
-        yield Fault(key, "is not a valid file name", repr(base))
+        yield Fault(key, "is not a valid file name", got=repr(base))
         return
     if base == AUTO:
         what = "names no run: auto is a value of resume"
-        yield Fault(key, what, repr(base), "a run folder or a checkpoint", "--lora.base runs/first")
+        yield Fault(
+            key,
+            what,
+            got=repr(base),
+            need="a run folder or a checkpoint",
+            fix="--lora.base runs/first",
+        )
         return
     try:
         found = find_checkpoint(base)
@@ -88,4 +94,4 @@ def lora_base_faults(
         yield found.faults[0]
     else:
         fix = "a run with --save.every, or one of its checkpoints"
-        yield Fault(key, "holds no checkpoint", repr(base), fix=fix)
+        yield Fault(key, "holds no checkpoint", got=repr(base), fix=fix)

@@ -65,7 +65,12 @@ def run_joined(
     )
 
 
-def end_rank(out: Path | None, log: EventLog, verdict: PeerFailure, is_own: bool) -> NoReturn:
+def end_rank(
+    out: Path | None,
+    log: EventLog,
+    verdict: PeerFailure,
+    is_own: bool,
+) -> NoReturn:
     """End this process because a rank is hung. The rank that has found it prints the error; the
     `end` event is written by rank 0, or if rank 0 is the one that hangs, after its death.
     """

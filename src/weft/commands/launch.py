@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from weft.checkpoint.disk import replace_file
-from weft.checkpoint.remote import url_faults
+from weft.checkpoint.remote_url import url_faults
 from weft.checkpoint.resume import AUTO
 from weft.commands.console import load_checked_run, print_result, show_help, wants_help
 from weft.commands.preflight import data_checks, folder_checks, with_local_folder
@@ -61,16 +61,19 @@ def launch(words: Sequence[str]) -> int:
     if wants_help(words):
         return _help(words)
     request = _request(words)
-    engine, options = request.engine, request.options
+    engine = request.engine
+    options = request.options
     run = load_checked_run(request.run_words, *_tables(engine), adapt=with_local_folder)
-    out = Path(run.out or new_run_folder(run.model, datetime.now())).absolute()
+    folder = run.out or new_run_folder(run.model, datetime.now())
+    out = Path(folder).absolute()
     job = _job(run, options, out=out, engine=engine)
     faults = tuple(_faults(run, job, out, options=options, engine=engine))
     if faults:
         raise UserError(*faults)
-    files = {CONFIG: job.config, **engine.files(job, options)}
-    first = job.folder / next(name for name in files if name != CONFIG)
-    command = engine.submit(first, options)
+    engine_files = engine.files(job, options)
+    first_name = next(iter(engine_files))
+    command = engine.submit(job.folder / first_name, options)
+    files = {CONFIG: job.config, **engine_files}
     print_result(_text_of_files(job.folder, files))
     if options.dry_run:
         return print_result(f"dry run: nothing is written. Submit with: {shlex.join(command)}")
@@ -106,7 +109,13 @@ def _request(words: Sequence[str]) -> _LaunchRequest:
         hint = did_you_mean(name, ENGINES)
         fix = hint if hint.startswith("did") else "for example weft launch slurm --nodes 2"
         raise UserError(
-            Fault("weft launch", "needs an engine first", repr(name), f"one of {known}", fix)
+            Fault(
+                "weft launch",
+                "needs an engine first",
+                got=repr(name),
+                need=f"one of {known}",
+                fix=fix,
+            )
         )
     engine = ENGINES[name]
     split = flags.split([DRY_RUN.get(word, word) for word in words[1:]])
@@ -116,18 +125,33 @@ def _request(words: Sequence[str]) -> _LaunchRequest:
         is_own = flag in engine.options.model_fields
         target = own if is_own else others
         target += [f"--{flag}" if len(flag) != 2 or flag[0] != "-" else flag, *given]
-    return _LaunchRequest(engine, flags.read_config(own, engine.options), others)
+    return _LaunchRequest(
+        engine=engine,
+        options=flags.read_config(own, engine.options),
+        run_words=others,
+    )
 
 
 def _tables(engine: Engine) -> tuple[CheckTable, ...]:
     """Checks of data and folders, if the machines of the engine have those of this one."""
-    return (data_checks, folder_checks) if engine.shares_folder else ()
+    if engine.shares_folder:
+        return (data_checks, folder_checks)
+    return ()
 
 
-def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> ClusterJob:
+def _job(
+    run: Run,
+    options: LaunchOptions,
+    *,
+    out: Path,
+    engine: Engine,
+) -> ClusterJob:
     """The job; its config has the folder of the run as the ranks see it, and resumes."""
     name = job_name(options, out)
-    folder_of_ranks = str(out) if engine.shares_folder else f"{CONTAINER_RUNS}/{out.name}"
+    if engine.shares_folder:
+        folder_of_ranks = str(out)
+    else:
+        folder_of_ranks = f"{CONTAINER_RUNS}/{out.name}"
     values: dict[str, Any] = {"out": folder_of_ranks}
     if run.resume is None:
         values["resume"] = AUTO
@@ -147,7 +171,12 @@ def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> Clus
 
 
 def _faults(
-    run: Run, job: ClusterJob, out: Path, *, options: LaunchOptions, engine: Engine
+    run: Run,
+    job: ClusterJob,
+    out: Path,
+    *,
+    options: LaunchOptions,
+    engine: Engine,
 ) -> Iterator[Fault]:
     yield from size_faults(options, run.device_mesh, run.device)
     own = [name for name in type(options).model_fields if name not in SHARED_OPTIONS]
@@ -156,7 +185,7 @@ def _faults(
     yield from engine.option_faults(options)
     if run.transport == "threads":
         what = "ranks as threads cannot run on a cluster"
-        yield Fault("transport", what, "threads", "process")
+        yield Fault("transport", what, got="threads", need="process")
     if run.save.remote is not None:
         yield from url_faults(run.save.remote)
 
@@ -164,7 +193,10 @@ def _faults(
 def _text_of_files(folder: Path, files: Mapping[str, str]) -> str:
     """The job files, each below its path; of the config only the path."""
     parts = [f"# {folder / CONFIG}: the run config"]
-    parts += [f"# {folder / name}\n{text}" for name, text in files.items() if name != CONFIG]
+    for name, text in files.items():
+        if name != CONFIG:
+            path = folder / name
+            parts.append(f"# {path}\n{text}")
     return "\n".join(parts)
 
 
@@ -175,7 +207,14 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             replace_file(folder / name, text)
     except OSError as error:
         got = f"{str(folder)!r}: {error.strerror}"
-        raise UserError(Fault("out", "cannot be written", got, fix="another --out")) from error
+        raise UserError(
+            Fault(
+                "out",
+                "cannot be written",
+                got=got,
+                fix="another --out",
+            )
+        ) from error
 
 
 def _submit(command: Sequence[str]) -> int:

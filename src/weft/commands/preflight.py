@@ -29,9 +29,26 @@ from weft.run.world import detect
 
 def data_checks(run: Run) -> tuple[Check, ...]:
     """The checks of training and validation data, bound to the sections of a run."""
-    training = partial(source_faults, run.data, run.model, loss=run.loss)
-    validation = partial(validation_faults, run.data, run.model, run.eval, loss=run.loss)
-    return Check(READ_KEYS, training), Check((*READ_KEYS, "eval"), validation)
+    training = Check(
+        reads=READ_KEYS,
+        find=partial(
+            source_faults,
+            run.data,
+            run.model,
+            loss=run.loss,
+        ),
+    )
+    validation = Check(
+        reads=(*READ_KEYS, "eval"),
+        find=partial(
+            validation_faults,
+            run.data,
+            run.model,
+            run.eval,
+            loss=run.loss,
+        ),
+    )
+    return training, validation
 
 
 def environment_checks(run: Run) -> tuple[Check, ...]:
@@ -58,22 +75,22 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check(("device",), partial(environment.device_faults, run.device)),
         Check(("transport",), partial(environment.transport_faults, run.transport)),
         Check(
-            ("save.remote", "out", "resume"),
-            partial(remote_folder.remote_faults, run.save.remote, run.out, run.resume),
+            reads=("save.remote", "out", "resume"),
+            find=partial(remote_folder.remote_faults, run.save.remote, run.out, run.resume),
         ),
         Check(
-            ("model", "resume"),
-            partial(initial_weights.from_hf_faults, run.model, **starts_from),
+            reads=("model", "resume"),
+            find=partial(initial_weights.from_hf_faults, run.model, **starts_from),
         ),
         Check(("lora.base", "lora.rank", "model"), has_base),
         Check(RESUME_KEYS, resumes),
         Check(
-            ("optim", "model", "lora"),
-            partial(_optimizer_faults, run.optim, run.model, run.lora),
+            reads=("optim", "model", "lora"),
+            find=partial(_optimizer_faults, run.optim, run.model, run.lora),
         ),
         Check(
-            ("deterministic", "parallel.zero", "optim"),
-            partial(
+            reads=("deterministic", "parallel.zero", "optim"),
+            find=partial(
                 _order_of_sums_faults,
                 run.optim,
                 zero=run.parallel.zero,
@@ -107,7 +124,10 @@ def _optimizer_faults(
 
 
 def _order_of_sums_faults(
-    optim: OptimConfig, *, zero: int, is_deterministic: bool
+    optim: OptimConfig,
+    *,
+    zero: int,
+    is_deterministic: bool,
 ) -> Iterator[Fault]:
     """Under ZeRO, sums of a user's class are added over data ranks, in no fixed order."""
     if not is_deterministic or not zero or not is_user_class(optim.name):

@@ -28,7 +28,12 @@ Verdict = dict[str, Any]
 class RunningProof:
     """A proof in a forked process; `wait` returns its verdict."""
 
-    def __init__(self, run: Run, key: str, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        key: str,
+        environ: Mapping[str, str],
+    ) -> None:
         self.key = key
         self.folder = cache_folder(environ)
         self.is_required = run.prove.before == "always"
@@ -143,7 +148,10 @@ def _refusal(answer: Mapping[str, Any]) -> str:
     if error:
         words.append(f"the layout stops with an error: {error}")
     elif found is not None:
-        axis = f" (axis {found['axis']})" if found["axis"] else ""
+        if found["axis"]:
+            axis = f" (axis {found['axis']})"
+        else:
+            axis = ""
         step = f"{found['phase']} of step {found['step']}"
         words.append(f"{step}: {found['tensor']} is {found['relation']}{axis}")
     again = f"Nothing was trained. See {case['command']}"

@@ -77,7 +77,10 @@ def prove(words: Sequence[str]) -> int:
     options, rest = _read_options(words)
     json_flag, rest = _take_switch("--json", rest)
     is_json = json_flag[1:] == ["True"]
-    folder = Path(rest[0]) if rest and os.path.isdir(rest[0]) else None
+    if rest and os.path.isdir(rest[0]):
+        folder = Path(rest[0])
+    else:
+        folder = None
     if options.html is not None:
         check_page_path(options.html)
     if folder is not None:
@@ -113,10 +116,12 @@ def _take_switch(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     if name not in words:
         return [], words
     start = words.index(name)
-    has_value = words[start + 1 : start + 2] in (["True"], ["False"])
-    end = start + 2 if has_value else start + 1
-    value = words[start + 1] if has_value else "True"
-    return [name, value], [*words[:start], *words[end:]]
+    before = words[:start]
+    after = words[start + 1 :]
+    value = "True"
+    if after and after[0] in ("True", "False"):
+        value = after.pop(0)
+    return [name, value], [*before, *after]
 
 
 def _check_loss(run: Run) -> None:
@@ -128,7 +133,15 @@ def _check_loss(run: Run) -> None:
     if run.loss != CROSS_ENTROPY:
         what = "the reference on one device computes the cross entropy alone"
         fix = "prove the layout with --loss cross_entropy and text"
-        raise UserError(Fault("loss", what, run.loss, CROSS_ENTROPY, fix))
+        raise UserError(
+            Fault(
+                "loss",
+                what,
+                got=run.loss,
+                need=CROSS_ENTROPY,
+                fix=fix,
+            )
+        )
 
 
 def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
@@ -146,7 +159,10 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
 
     subject = run if full else reduced(run)
     report = prove(Subject.of(subject, steps=steps))
-    notes = report.notes if full else (*report.notes, *without_weights_note(run, subject))
+    if full:
+        notes = report.notes
+    else:
+        notes = (*report.notes, *without_weights_note(run, subject))
     report = replace(
         report,
         reduced=changes(run, subject),
@@ -164,7 +180,10 @@ def ignore_line(line: str) -> int:
 
 
 def prove_folder(
-    folder: Path, *, first: int, show: Callable[[str], int] = ignore_line
+    folder: Path,
+    *,
+    first: int,
+    show: Callable[[str], int] = ignore_line,
 ) -> ProofReport:
     """Compare the recorded steps of a run folder.
 

@@ -35,7 +35,11 @@ class SweepOptions(ConfigSection):
     """How many layouts are generated."""
 
     sweep: float = Field(1.0, gt=0, le=MAX_MINUTES, description="minutes")
-    seed: int = Field(0, ge=0, description="of the choice of layouts, families and options")
+    seed: int = Field(
+        0,
+        ge=0,
+        description="of the choice of layouts, families and options",
+    )
     format: FormatName = Field("text", description="json: one object; --json for short")
 
 
@@ -83,7 +87,7 @@ def prove_sweep(words: Sequence[str]) -> int:
         results.append(result)
         if is_text and not result.report.holds:
             print_result(f"NOT equal: {result.message}\n  {result.command}")
-    summary = SweepSummary(results, time.monotonic() - start)
+    summary = SweepSummary(results=results, seconds=time.monotonic() - start)
     if is_text:
         print_result(
             f"{counted(len(results), 'layout')} proved, {len(summary.failed)} differ; "
@@ -119,5 +123,12 @@ def _chosen_names(only: str, known: Sequence[str]) -> frozenset[str]:
             nearest = get_close_matches(word, known, n=1, cutoff=0.3)
             hint = f"did you mean {nearest[0]}? " if nearest else ""
             fix = f"{hint}docs/proofs.md lists all {len(known)}"
-            raise UserError(Fault("only", "no such mutant", got=repr(word), fix=fix))
+            raise UserError(
+                Fault(
+                    "only",
+                    "no such mutant",
+                    got=repr(word),
+                    fix=fix,
+                )
+            )
     return frozenset(name for name in known if not words or any(word in name for word in words))

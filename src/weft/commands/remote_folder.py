@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.checkpoint.remote import RemoteFolder, is_url, local_folder, url_faults
+from weft.checkpoint.remote import RemoteFolder
+from weft.checkpoint.remote_url import is_url, local_folder, url_faults
 from weft.checkpoint.resume import AUTO, resume_faults
 from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
 from weft.commands.run_folder import resumes_in
@@ -19,7 +20,11 @@ def local_keys(out: str | None, remote: str | None) -> dict[str, str]:
     """The keys of a run whose `out` is a URL: a local folder, whose checkpoints are copied there."""
     if not out or not is_url(out) or remote is not None:
         return {}
-    return {"out": str(local_folder(out)), "save.remote": out}
+    folder = local_folder(out)
+    return {
+        "out": str(folder),
+        "save.remote": out,
+    }
 
 
 def has_copy(remote: str | None) -> bool:
@@ -31,7 +36,11 @@ def has_copy(remote: str | None) -> bool:
     return remote is not None and RemoteFolder.open(remote).newest() is not None
 
 
-def remote_faults(remote: str | None, out: str | None, resume: str | None) -> Iterator[Fault]:
+def remote_faults(
+    remote: str | None,
+    out: str | None,
+    resume: str | None,
+) -> Iterator[Fault]:
     """The URL for checkpoints can be read, and holds no other run; one process of a machine asks."""
     if out and is_url(out):
         what = "is a URL, and save.remote names one too"
@@ -50,7 +59,13 @@ def remote_faults(remote: str | None, out: str | None, resume: str | None) -> It
         return
     if holds_run and not (out and resumes_in(Path(out), resume)):
         fix = "--resume auto to resume it, or another URL"
-        yield Fault("out", "holds a run already", repr(remote), "a URL without checkpoints", fix)
+        yield Fault(
+            "out",
+            "holds a run already",
+            got=repr(remote),
+            need="a URL without checkpoints",
+            fix=fix,
+        )
 
 
 def fetch(

@@ -76,7 +76,10 @@ class Repetition:
     def lines(self) -> Iterator[str]:
         """Repeat the step, and compare it with the record."""
         step, mesh = self.step, self.layout.mesh
-        where = f"on {mesh}, ranks as threads" if mesh.size > 1 else "on one device"
+        if mesh.size > 1:
+            where = f"on {mesh}, ranks as threads"
+        else:
+            where = "on one device"
         yield f"{self.folder}: step {step.number} repeated {where}, from {self._start_text()}"
         repeated = repeat_step(self.layout, step)
         yield f"  loss           {repeated.loss:.8g}  recorded {_recorded(step.loss)}"
@@ -94,7 +97,10 @@ class Repetition:
         first, last = step.num_done + 1, step.number - 1
         if first > last:
             return source
-        between = f"step {first}" if first == last else f"steps {first} to {last}"
+        if first == last:
+            between = f"step {first}"
+        else:
+            between = f"steps {first} to {last}"
         return f"{source} ({between} first)"
 
     def _verdict(self, repeated: RepeatedStep) -> str:
@@ -156,16 +162,18 @@ def _repeat_on_rank(steps: RunSteps, step: StepToRepeat) -> RepeatedStep:
     named = chosen if failed is None else failed.suspects
     places = tuple(steps.samples.place(sample) for sample in named[:3])
     return RepeatedStep(
-        report.loss,
-        report.grad_norm,
-        failed,
-        chosen,
-        places,
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        failed=failed,
+        samples=chosen,
+        places=places,
     )
 
 
 def _recorded(value: float | None) -> str:
-    return "nothing" if value is None else f"{value:.8g}"
+    if value is None:
+        return "nothing"
+    return f"{value:.8g}"
 
 
 def _value_text(value: object) -> str:

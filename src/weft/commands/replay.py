@@ -27,7 +27,8 @@ from weft.core.mesh import Mesh
 from weft.data.order import batch_of_step
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, DataError, Fault, UserError
 from weft.small_files import UnreadableFile
-from weft.train.event_log import EVENTS, read_run_events, step_history
+from weft.train.event_lines import read_run_events, step_history
+from weft.train.event_log import EVENTS
 from weft.train.guard_records import GuardState, StepToRepeat, left_out_batches, read_records
 
 NAME = "weft replay"
@@ -78,15 +79,25 @@ def replay(words: Sequence[str]) -> int:
 
 def run_to_repeat(folder: Path, layout: str) -> Run:
     """The config of the run, on another layout: one device, or a mesh with the run's options."""
-    words = [str(folder / RUN_FILE), "--mesh", layout]
-    _check_sites(load_checked_run([str(folder / RUN_FILE)]).device_mesh, layout)
+    file = str(folder / RUN_FILE)
+    run = load_checked_run([file])
+    _check_sites(run.device_mesh, layout)
     if layout:
-        run = load_checked_run(words)
+        run = load_checked_run([file, "--mesh", layout])
     else:
-        run = load_checked_run([str(folder / RUN_FILE)])
-        one_device = {"mesh": "", "parallel": ParallelConfig(), "pipeline": PipelineConfig()}
+        one_device = {
+            "mesh": "",
+            "parallel": ParallelConfig(),
+            "pipeline": PipelineConfig(),
+        }
         run = run.model_copy(update=one_device)
-    return run.model_copy(update={"nproc": None, "sample": 0, "out": None, "resume": None})
+    without_folder = {
+        "nproc": None,
+        "sample": 0,
+        "out": None,
+        "resume": None,
+    }
+    return run.model_copy(update=without_folder)
 
 
 def _check_sites(mesh: Mesh, layout: str) -> None:
@@ -104,7 +115,13 @@ def _check_sites(mesh: Mesh, layout: str) -> None:
     what = "sites train apart: one device does not compute their steps"
     fix = f'--layout "{mesh.text}"'
     raise UserError(
-        Fault("layout", what, layout or "one device", f"{axis}{mesh.degree(axis)}", fix)
+        Fault(
+            "layout",
+            what,
+            got=layout or "one device",
+            need=f"{axis}{mesh.degree(axis)}",
+            fix=fix,
+        )
     )
 
 
@@ -122,8 +139,18 @@ def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
     last = max([0, *steps, *(record["step"] for record in records)])
     if record is None and number not in steps:
         got, need = f"step {number}", f"1 to {last}"
-        raise DataError(Fault("step", f"{folder} has no record of it", got, need))
-    skipped = None if record is None else tuple(record.get("skipped_batches", ()))
+        raise DataError(
+            Fault(
+                "step",
+                f"{folder} has no record of it",
+                got=got,
+                need=need,
+            )
+        )
+    if record is None:
+        skipped = None
+    else:
+        skipped = tuple(record.get("skipped_batches", ()))
     start = _start(folder, number, events=events, records=records, skipped=skipped)
     result = record or steps[number]
     return StepToRepeat(
@@ -143,7 +170,14 @@ def _events(folder: Path) -> list[dict[str, Any]]:
     for name in (RUN_FILE, EVENTS):
         if not (folder / name).is_file():
             got = f"{str(folder)!r} without {name}"
-            raise DataError(Fault(NAME, "no run in this folder", got, fix="name a run folder"))
+            raise DataError(
+                Fault(
+                    NAME,
+                    "no run in this folder",
+                    got=got,
+                    fix="name a run folder",
+                )
+            )
     try:
         return list(read_run_events(folder / EVENTS))
     except (UnreadableFile, ValueError) as error:
@@ -151,7 +185,9 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _default_step(
-    folder: Path, steps: Mapping[int, Any], records: Sequence[Mapping[str, Any]]
+    folder: Path,
+    steps: Mapping[int, Any],
+    records: Sequence[Mapping[str, Any]],
 ) -> int:
     if records:
         return int(records[-1]["step"])
@@ -163,11 +199,17 @@ def _default_step(
 def _record_of(records: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any] | None:
     """The first record of a step; later ones are of the same step on other samples."""
     found = [record for record in records if record["step"] == number]
-    return min(found, key=lambda record: len(record.get("skipped_batches", ())), default=None)
+    return min(
+        found,
+        key=lambda record: len(record.get("skipped_batches", ())),
+        default=None,
+    )
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+    if isinstance(value, (int, float)):
+        return float(value)
+    return None
 
 
 def _skipped_steps(events: Sequence[Mapping[str, Any]]) -> frozenset[int]:
@@ -215,14 +257,22 @@ def _start(
             later = left_out_batches(records, first=next_batch)
             left_out = state.without_batches(later).skipped_batches
         if _below(left_out, next_batch) == _below(state.skipped_batches, next_batch):
-            return _ReplayStart(path, step, left_out)
+            return _ReplayStart(
+                checkpoint=path,
+                num_done=step,
+                skipped_batches=left_out,
+            )
     first = next((event for event in events if event["event"] == "run"), {})
     if first.get("start_step", 0):
         what = f"the run starts after step {first['start_step']}, and no checkpoint before step {number} is left"
         raise DataError(Fault("step", what, fix="name a later step"))
     if skipped is None:
         skipped = left_out_batches(records, first=0)
-    return _ReplayStart(None, 0, skipped)
+    return _ReplayStart(
+        checkpoint=None,
+        num_done=0,
+        skipped_batches=skipped,
+    )
 
 
 def _below(batches: Sequence[int], bound: int) -> list[int]:

@@ -76,7 +76,10 @@ def out_faults(run_folder: str | None, resume: str | None) -> Iterator[Fault]:
     in_use = None
     if run_folder and "\0" not in run_folder:
         in_use = held_fault(out, job=job_name(os.environ))
-    faults = (in_use,) if in_use else tuple(_holds_run(run_folder, resume))
+    if in_use:
+        faults = [in_use]
+    else:
+        faults = list(_holds_run(run_folder, resume))
     if faults:
         yield from faults
         return

@@ -78,7 +78,11 @@ def _draw(name: str, options: ScheduleOptions) -> int:
     check_picture(table)
     found = find(name)
     if options.costs or options.message != "0":
-        timeline = ScheduleFigures(name, table, _costs(options)).timeline
+        timeline = ScheduleFigures(
+            name=name,
+            table=table,
+            costs=_costs(options),
+        ).timeline
     else:
         timeline = simulate(table)
     summary = found.doc.strip().splitlines()[0]
@@ -98,9 +102,18 @@ def _draw(name: str, options: ScheduleOptions) -> int:
 def _compare(asked: ScheduleWords) -> int:
     """Compare schedules on one scale: the same work on every device."""
     options = asked.options
-    run = None if options.config is None else _pipeline_run(options.config)
-    ranks = options.ranks if run is None else run.pipeline_size
-    microbatches = options.microbatches if run is None else run.num_micro
+    if options.config is None:
+        run = None
+    else:
+        run = _pipeline_run(options.config)
+    if run is None:
+        ranks = options.ranks
+    else:
+        ranks = run.pipeline_size
+    if run is None:
+        microbatches = options.microbatches
+    else:
+        microbatches = run.num_micro
     sizes_of_all = {
         "ranks": ranks or DEFAULT_RANKS,
         "microbatches": microbatches or DEFAULT_MICROBATCHES,
@@ -115,7 +128,9 @@ def _compare(asked: ScheduleWords) -> int:
     )
     for figures in compared:
         check_picture(figures.table)
-    sizes = () if run is None else _bytes_of_schedules(run, compared)
+    sizes: tuple[ScheduleBytes, ...] = ()
+    if run is not None:
+        sizes = _bytes_of_schedules(run, compared)
     if options.svg is not None:
         titled = [TitledTimeline(_title(figures), figures.timeline) for figures in compared]
         write_picture("svg", options.svg, stacked_svg(titled))
@@ -151,7 +166,13 @@ def _search_request(options: ScheduleOptions) -> SearchRequest:
     if options.chunks is not None and options.chunks not in PLACEMENTS:
         need = ", or ".join(f"{chunks}: {text}" for chunks, text in PLACEMENTS.items())
         raise ConfigError(
-            Fault("chunks", "is not searched", got=str(options.chunks), need=need, fix="--chunks 1")
+            Fault(
+                "chunks",
+                "is not searched",
+                got=str(options.chunks),
+                need=need,
+                fix="--chunks 1",
+            )
         )
     request = SearchRequest(
         ranks=ranks,
@@ -169,7 +190,14 @@ def _finite(limits: Sequence[float]) -> Sequence[float]:
     for limit in limits:
         if not abs(limit) < MAX_LIMIT:
             need = f"at least 1 and below {MAX_LIMIT:g}"
-            raise ConfigError(Fault("memory_limit", "out of range", got=f"{limit:g}", need=need))
+            raise ConfigError(
+                Fault(
+                    "memory_limit",
+                    "out of range",
+                    got=f"{limit:g}",
+                    need=need,
+                )
+            )
     return limits
 
 
@@ -204,7 +232,14 @@ def _pipeline_run(path: str) -> Run:
     run = load_checked_run([path])
     if run.pipeline_size == 1:
         need = f"an axis {pipeline_axis()} of at least 2"
-        raise ConfigError(Fault("config", "its mesh has no pipeline", got=run.mesh, need=need))
+        raise ConfigError(
+            Fault(
+                "config",
+                "its mesh has no pipeline",
+                got=run.mesh,
+                need=need,
+            )
+        )
     return run
 
 
@@ -251,7 +286,10 @@ def _costs(options: ScheduleOptions) -> ScheduleCosts:
 
 
 def _title(figures: ScheduleFigures) -> str:
-    chunks = f", {figures.chunks} chunks a rank" if figures.chunks > 1 else ""
+    if figures.chunks > 1:
+        chunks = f", {figures.chunks} chunks a rank"
+    else:
+        chunks = ""
     return f"{figures.label}{chunks}"
 
 
@@ -266,7 +304,13 @@ def check_picture(table: Table) -> None:
         need = f"at most {MAX_DRAWN_ACTIONS}"
         fix = "fewer ranks, chunks or micro-batches"
         raise ConfigError(
-            Fault("schedule", "too large for a picture", f"{num_actions} actions", need, fix)
+            Fault(
+                "schedule",
+                "too large for a picture",
+                got=f"{num_actions} actions",
+                need=need,
+                fix=fix,
+            )
         )
 
 
@@ -311,12 +355,16 @@ def write_picture(key: str, path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         folder = Path(path).parent
-        fix = (
-            f"choose another --{key}"
-            if folder.is_dir()
-            else f"create the folder: mkdir -p {folder}"
-        )
+        if folder.is_dir():
+            fix = f"choose another --{key}"
+        else:
+            fix = f"create the folder: mkdir -p {folder}"
         raise ConfigError(
-            Fault(key, f"cannot write the file: {error.strerror}", got=repr(path), fix=fix)
+            Fault(
+                key,
+                f"cannot write the file: {error.strerror}",
+                got=repr(path),
+                fix=fix,
+            )
         ) from None
     print_result(f"wrote {path}")

@@ -79,7 +79,10 @@ class RankLine:
         if not self.pid:
             return f"  rank {self.rank} ({self.where})  is being started"
         stopped = ", stopped" if self.is_stopped else ""
-        idle = "now" if self.idle_s < NOW_S else f"{short_time(self.idle_s)} ago"
+        if self.idle_s < NOW_S:
+            idle = "now"
+        else:
+            idle = f"{short_time(self.idle_s)} ago"
         return f"  rank {self.rank} ({self.where})  pid {self.pid}  {self.place}, {idle}{stopped}"
 
 
@@ -113,7 +116,10 @@ class RunStatus:
 
     def lines(self) -> Iterator[str]:
         """The report, the state first."""
-        steps = f"step {self.step} of {self.steps}" if self.steps else f"step {self.step}"
+        if self.steps:
+            steps = f"step {self.step} of {self.steps}"
+        else:
+            steps = f"step {self.step}"
         parts = [self.state, steps]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
@@ -138,14 +144,20 @@ def status(words: Sequence[str]) -> int:
     """
     if wants_help(words) or not words:
         return show_help(StatusOptions(), f"weft status {USAGE}", LINE)
+    folder, *rest = words
     option_words: list[str] = []
-    for word in words[1:]:
-        option_words += ("--format", "json") if word == "--json" else (word,)
+    for word in rest:
+        if word == "--json":
+            option_words.extend(("--format", "json"))
+        else:
+            option_words.append(word)
     options = flags.read_config(option_words, StatusOptions)
-    found = run_status(Path(words[0]), now_s=time.monotonic())
+    found = run_status(Path(folder), now_s=time.monotonic())
     if options.format == "json":
-        return print_result(json.dumps(found.to_json()))
-    return print_result("\n".join(found.lines()))
+        text = json.dumps(found.to_json())
+    else:
+        text = "\n".join(found.lines())
+    return print_result(text)
 
 
 def run_status(folder: Path, *, now_s: float) -> RunStatus:
@@ -157,13 +169,18 @@ def run_status(folder: Path, *, now_s: float) -> RunStatus:
     lock = find_lock(folder) if folder.is_dir() else None
     events = _last_events(folder / EVENTS)
     if lock is None and not events:
-        fault = Fault("weft status", "there is no run here", str(folder), "a run folder")
+        fault = Fault(
+            "weft status",
+            "there is no run here",
+            got=str(folder),
+            need="a run folder",
+        )
         raise UserError(fault)
     config = _config(folder)
     steps = config.get("steps")
     found = RunStatus(
-        str(folder),
-        "running",
+        run=str(folder),
+        state="running",
         steps=steps if isinstance(steps, int) else 0,
         restarts=_num_restarts(events),
     )
@@ -188,7 +205,9 @@ def _with_progress(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunSta
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+    if isinstance(value, (int, float)):
+        return float(value)
+    return None
 
 
 def _num_restarts(events: Sequence[dict[str, Any]]) -> int:
@@ -207,7 +226,11 @@ def _ended(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
     folder = Path(found.run)
     last = events[-1] if events else {}
     if last.get("event") != "end":
-        return replace(found, state="failed", text=_joined(NO_END, next_command(folder)))
+        return replace(
+            found,
+            state="failed",
+            text=_joined(NO_END, next_command(folder)),
+        )
     state = STATES.get(str(last.get("status")), "failed")
     text = str(last.get("error") or last.get("text") or "")
     if state == "interrupted":
@@ -221,7 +244,11 @@ def _joined(*texts: str) -> str:
 
 
 def _running(
-    found: RunStatus, lock: FolderLock, config: Mapping[str, Any], *, now_s: float
+    found: RunStatus,
+    lock: FolderLock,
+    config: Mapping[str, Any],
+    *,
+    now_s: float,
 ) -> RunStatus:
     """The status of a run that a process writes, with its ranks if they are on this machine."""
     holder = lock.holder
@@ -239,17 +266,20 @@ def _running(
     ended: set[int] = set()
     for snapshot, state in zip(snapshots, states, strict=True):
         is_started = snapshot.pid > 0
-        rank_idle_s = max(0.0, now_s - 1e-9 * snapshot.changed_ns) if is_started else 0.0
+        if is_started:
+            rank_idle_s = max(0.0, now_s - 1e-9 * snapshot.changed_ns)
+        else:
+            rank_idle_s = 0.0
         idle_s.append(rank_idle_s)
         if is_started and state.state in ENDED_STATES:
             ended.add(snapshot.rank)
         lines.append(
             RankLine(
-                snapshot.rank,
-                mesh.coord_text(snapshot.rank) if mesh.size == board.num_ranks else "no mesh",
-                snapshot.pid,
-                _place(snapshot),
-                rank_idle_s,
+                rank=snapshot.rank,
+                where=mesh.coord_text(snapshot.rank) if mesh.size == board.num_ranks else "no mesh",
+                pid=snapshot.pid,
+                place=_place(snapshot),
+                idle_s=rank_idle_s,
                 is_stopped=state.state == STOPPED,
             )
         )
@@ -266,7 +296,9 @@ def _running(
         return found
     culprit = hang.ranks[0]
     return replace(
-        found, state="stuck", text=f"rank {culprit} ({lines[culprit].where}): {hang.text}"
+        found,
+        state="stuck",
+        text=f"rank {culprit} ({lines[culprit].where}): {hang.text}",
     )
 
 

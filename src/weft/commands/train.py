@@ -269,7 +269,10 @@ def train_rank(
 
 
 def _comparison(
-    job: RankJob, training: Training, device: torch.device, base_bytes: int
+    job: RankJob,
+    training: Training,
+    device: torch.device,
+    base_bytes: int,
 ) -> MeasuredAndPredicted:
     """What rank 0 adds to the events of its run."""
     is_cuda = device.type == "cuda"
@@ -294,7 +297,12 @@ def _reported_error(world: World) -> Iterator[None]:
         raise
 
 
-def open_event_log(out: str | None, world: World, *, has_launcher: bool) -> EventLog:
+def open_event_log(
+    out: str | None,
+    world: World,
+    *,
+    has_launcher: bool,
+) -> EventLog:
     """The run folder and the view on rank 0; an event log without outputs on other ranks.
 
     An earlier attempt in the same folder that was killed without an `end` event gets one.
@@ -311,7 +319,9 @@ def open_event_log(out: str | None, world: World, *, has_launcher: bool) -> Even
     if not is_restart:
         append_missing_end_event(Path(out), error=UNRECORDED_END)
     return EventLog(
-        Path(out), [open_view()], ends_on_error=world.attempt is None or not has_launcher
+        Path(out),
+        [open_view()],
+        ends_on_error=world.attempt is None or not has_launcher,
     )
 
 

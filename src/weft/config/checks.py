@@ -126,7 +126,9 @@ def _word(value: Any) -> str:
         return " ".join(map(_word, value))
     text = str(value)
     needs_quotes = text == "" or " " in text
-    return f'"{text}"' if needs_quotes else text
+    if needs_quotes:
+        return f'"{text}"'
+    return text
 
 
 def _overlap(key: str, other: str) -> bool:

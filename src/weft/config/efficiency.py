@@ -54,4 +54,8 @@ class Efficiency:
 
     def interval(self, seconds: float) -> Interval:
         """The range of a predicted time."""
-        return Interval(seconds * self.low, seconds, seconds * self.high)
+        return Interval(
+            low=seconds * self.low,
+            mid=seconds,
+            high=seconds * self.high,
+        )

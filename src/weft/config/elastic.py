@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from weft.config.layout_rules import divisors
 from weft.config.suggestions import mesh_text
-from weft.config.validate import divisors
 from weft.core.axes import local_update_axis
 from weft.core.dimension import data_axis, local_update_axes
 from weft.core.mesh import Mesh
@@ -25,7 +25,12 @@ order.
 """
 
 
-def fit_to_ranks(mesh: Mesh, size: int, *, is_valid: Callable[[str], bool]) -> str | None:
+def fit_to_ranks(
+    mesh: Mesh,
+    size: int,
+    *,
+    is_valid: Callable[[str], bool],
+) -> str | None:
     """The best mesh of exactly `size` ranks: the given one if it has that size; None if there is
     none.
 
@@ -49,29 +54,40 @@ def smaller_meshes(mesh: Mesh, size: int) -> tuple[str, ...]:
     """
     data = data_axis()
     others = [(axis, degree) for axis, degree in mesh.axes if axis != data]
-    choices = []
-    for axis, degree in others:
-        is_site = axis in local_update_axes()
-        choices.append(tuple(range(1, degree + 1)) if is_site else divisors(degree))
-    has_sites = local_update_axis(mesh) is not None
+    choices = [_degrees_to_try(axis, degree) for axis, degree in others]
+    names = [axis for axis, _ in others]
     found: list[tuple[tuple[float, ...], str]] = []
     for degrees in itertools.product(*choices):
         data_ranks, rest = divmod(size, math.prod(degrees))
         if rest or not data_ranks:
             continue
-        chosen: dict[str, int] = {data: data_ranks}
-        shrink: dict[str, float] = {}
-        other_data_ranks = 0.0
-        if has_sites:
-            other_data_ranks = abs(math.log(data_ranks / mesh.degree(data)))
-        for (axis, configured), degree in zip(others, degrees, strict=True):
-            chosen[axis] = degree
-            if axis not in local_update_axes():
-                shrink[axis] = configured / degree
-        kept = [shrink.get(axis, 1.0) for axis in KEPT_FIRST]
-        cost = (math.prod(shrink.values()), other_data_ranks, *kept)
+        chosen = {data: data_ranks}
+        chosen.update(zip(names, degrees, strict=True))
+        cost = _cost(mesh, chosen)
         found.append((cost, mesh_text(mesh, chosen)))
     return tuple(text for _, text in sorted(found))
+
+
+def _degrees_to_try(axis: str, degree: int) -> tuple[int, ...]:
+    if axis in local_update_axes():
+        return tuple(range(1, degree + 1))
+    return divisors(degree)
+
+
+def _cost(mesh: Mesh, chosen: Mapping[str, int]) -> tuple[float, ...]:
+    """What is compared, most important first: how much smaller the axes are together, how far the
+    data ranks are from the configured ones where they train apart, how much smaller each axis is.
+    """
+    shrink: dict[str, float] = {}
+    for axis, configured in mesh.axes:
+        if axis != data_axis() and axis not in local_update_axes():
+            shrink[axis] = configured / chosen[axis]
+    other_data_ranks = 0.0
+    if local_update_axis(mesh) is not None:
+        data_ranks = chosen[data_axis()]
+        other_data_ranks = abs(math.log(data_ranks / mesh.degree(data_axis())))
+    shrink_of_each = [shrink.get(axis, 1.0) for axis in KEPT_FIRST]
+    return (math.prod(shrink.values()), other_data_ranks, *shrink_of_each)
 
 
 def elastic_note(mesh: Mesh, full_mesh: Mesh) -> str:

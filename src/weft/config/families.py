@@ -60,7 +60,11 @@ def choose_model(
     chosen = _after(of_file, flags, families)
     same_preset = file.get("model.preset") in (None, chosen.preset)
     keeps_file = chosen.name == of_file.name and same_preset
-    return ModelChoice(chosen.name, chosen.preset, keeps_file=keeps_file)
+    return ModelChoice(
+        name=chosen.name,
+        preset=chosen.preset,
+        keeps_file=keeps_file,
+    )
 
 
 def _after(
@@ -82,7 +86,9 @@ def _after(
         )
     if preset is None:
         same_family = name in (None, before.name)
-        return before if same_family else ModelChoice(name, _preset_of_defaults(families[name]))
+        if same_family:
+            return before
+        return ModelChoice(name=name, preset=_preset_of_defaults(families[name]))
     family = _family_of(preset, families)
     if name not in (None, family):
         fix = f"use {family!r}, or one of {', '.join(families[name].PRESETS)}"
@@ -139,7 +145,9 @@ def _billions(preset: str) -> float | None:
     if found is None:
         return None
     number, unit = found.groups()
-    return float(number) if unit == "b" else float(number) / 1000
+    if unit == "b":
+        return float(number)
+    return float(number) / 1000
 
 
 def _family_of(preset: Any, families: Families) -> str:
@@ -150,7 +158,10 @@ def _family_of(preset: Any, families: Families) -> str:
             owners[each] = name
     if preset not in owners:
         near = _nearest_presets(str(preset), owners)
-        fix = f"did you mean {near}?" if near else did_you_mean(str(preset), owners)
+        if near:
+            fix = f"did you mean {near}?"
+        else:
+            fix = did_you_mean(str(preset), owners)
         raise ConfigError(
             Fault(
                 "model.preset",
@@ -174,7 +185,10 @@ def _preset_of_defaults(family: ConfigFamily) -> str | None:
 def preset_fields(chosen: ModelChoice, families: Families) -> Flat:
     """The fields that a preset sets, by dotted key."""
     family = families[chosen.name]
-    config = family.PRESETS[chosen.preset] if chosen.preset else family.Config()
+    if chosen.preset:
+        config = family.PRESETS[chosen.preset]
+    else:
+        config = family.Config()
     fields: Flat = {}
     for name in type(config).model_fields:
         fields[f"model.{name}"] = getattr(config, name)

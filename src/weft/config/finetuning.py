@@ -56,4 +56,6 @@ def defaults_note(
     for key, value in defaults.items():
         if current[key] == value:
             words.append(f"--{key} {value:g}")
-    return f"fine-tuning defaults: {' '.join(words)}" if words else None
+    if words:
+        return f"fine-tuning defaults: {' '.join(words)}"
+    return None

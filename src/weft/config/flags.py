@@ -67,16 +67,23 @@ def split(argv: Sequence[str]) -> Words:
     flags: list[tuple[str, list[str]]] = []
     for word in argv:
         wants_value = bool(flags) and not flags[-1][1]
+        is_short_flag = re.fullmatch(r"-[A-Za-z]", word) is not None
+        is_file = word.endswith((".toml", ".py"))
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            flags.append((name.replace("-", "_"), [value] if equals else []))
-        elif re.fullmatch(r"-[A-Za-z]", word) and not wants_value:
+            values = [value] if equals else []
+            flags.append((name.replace("-", "_"), values))
+        elif is_short_flag and not wants_value:
             flags.append((word, []))
-        elif not flags or (not wants_value and word.endswith((".toml", ".py"))):
+        elif not flags or (is_file and not wants_value):
             loose.append(word)
         else:
-            flags[-1][1].append(word)
-    return Words(tuple(loose), tuple((name, tuple(words)) for name, words in flags))
+            _, values = flags[-1]
+            values.append(word)
+    return Words(
+        loose=tuple(loose),
+        flags=tuple((name, tuple(words)) for name, words in flags),
+    )
 
 
 def first_words(words: Words) -> Flat:
@@ -164,7 +171,9 @@ def toml_words(words: Sequence[str]) -> Any:
             values.append(tomllib.loads(f"value = {word}")["value"])
         except tomllib.TOMLDecodeError:
             values.append({"True": True, "False": False}.get(word, word))
-    return values[0] if len(values) == 1 else tuple(values)
+    if len(values) == 1:
+        return values[0]
+    return tuple(values)
 
 
 def _plain_word(word: str, annotation: Any) -> str:
@@ -178,9 +187,9 @@ def _plain_word(word: str, annotation: Any) -> str:
     except ValueError:
         return word
     is_decimal_text = "e" in word.lower() or "." in word
-    return (
-        str(whole_number(number, annotation)) if is_decimal_text and number.is_integer() else word
-    )
+    if is_decimal_text and number.is_integer():
+        return str(whole_number(number, annotation))
+    return word
 
 
 def _unreadable(

@@ -200,7 +200,13 @@ def find_hardware(name: str) -> Hardware:
     hint = did_you_mean(name.lower(), table)
     fix = f"{hint} Or name a file: --hardware file{SUFFIX}"
     raise ConfigError(
-        Fault("hardware", "unknown device", got=repr(name), need=", ".join(table), fix=fix)
+        Fault(
+            "hardware",
+            "unknown device",
+            got=repr(name),
+            need=", ".join(table),
+            fix=fix,
+        )
     )
 
 
@@ -229,10 +235,22 @@ def world_faults(hardware: Hardware, num_ranks: int) -> Iterator[Fault]:
     fix = f"weft bench comm --write {hardware.name}, or a layout of fewer ranks"
     if num_ranks > 1 and not hardware.link_gb_s:
         need = "link_gb_s, the bandwidth between devices of a node"
-        yield Fault("hardware", f"{hardware.name} has no link", f"{num_ranks} ranks", need, fix)
+        yield Fault(
+            "hardware",
+            f"{hardware.name} has no link",
+            got=f"{num_ranks} ranks",
+            need=need,
+            fix=fix,
+        )
     elif num_ranks > hardware.node and not hardware.network_gb_s:
         need = f"network_gb_s, the bandwidth between nodes of {hardware.node} devices"
-        yield Fault("hardware", f"{hardware.name} has no network", f"{num_ranks} ranks", need, fix)
+        yield Fault(
+            "hardware",
+            f"{hardware.name} has no network",
+            got=f"{num_ranks} ranks",
+            need=need,
+            fix=fix,
+        )
 
 
 def read_table(path: str) -> HardwareTable:
@@ -261,7 +279,14 @@ def read_fields(path: str) -> dict[str, Any]:
         raise ConfigError(error.fault("hardware", fix=fix)) from None
     except ValueError as error:
         got, need = str(error), "a hardware file"
-        raise ConfigError(Fault("hardware", f"{path} is not TOML", got, need)) from None
+        raise ConfigError(
+            Fault(
+                "hardware",
+                f"{path} is not TOML",
+                got=got,
+                need=need,
+            )
+        ) from None
 
 
 def parse_table(fields: Mapping[str, Any]) -> HardwareTable:
@@ -289,17 +314,30 @@ def fault_of(path: str, item: Any) -> Fault:
     is_number_of_figure = _is_figure(key) and not isinstance(item["input"], dict)
     if is_number_of_figure:
         fix = f'{key} = {{value = {_example(item["input"])}, published = "where it stands"}}'
-        return Fault("hardware", f"{what} has no source", repr(item["input"]), "a table", fix)
+        return Fault(
+            "hardware",
+            f"{what} has no source",
+            got=repr(item["input"]),
+            need="a table",
+            fix=fix,
+        )
     is_out_of_range = kind.startswith(("greater", "less", "finite", "string_too"))
     problem = "is out of range" if is_out_of_range else "has the wrong type"
     need = item["msg"].removeprefix("Input should be ")
-    return Fault("hardware", f"{what} {problem}", got=repr(item["input"]), need=need)
+    return Fault(
+        "hardware",
+        f"{what} {problem}",
+        got=repr(item["input"]),
+        need=need,
+    )
 
 
 def _fix_of_missing(path: str, key: str) -> str:
     if _is_figure(key):
         return f'weft bench compute --write {path}, or {key} = {{value = 1.0, published = "where it stands"}}'
-    return f"{key} = 8" if key == "node" else f"set {key}"
+    if key == "node":
+        return f"{key} = 8"
+    return f"set {key}"
 
 
 def _example(value: Any) -> float:

@@ -55,12 +55,22 @@ def fields_to_extend(path: str, *, published: str | None = None) -> dict[str, An
 
 def _path_faults(path: str) -> Iterator[Fault]:
     if not path.endswith(SUFFIX):
-        yield Fault("write", "is no hardware file", repr(path), f"a name that ends in {SUFFIX}")
+        yield Fault(
+            "write",
+            "is no hardware file",
+            got=repr(path),
+            need=f"a name that ends in {SUFFIX}",
+        )
     elif not Path(path).parent.is_dir():
         fix = f"create it: mkdir -p {Path(path).parent}"
-        yield Fault("write", "is in a folder that does not exist", repr(path), fix=fix)
+        yield Fault(
+            "write",
+            "is in a folder that does not exist",
+            got=repr(path),
+            fix=fix,
+        )
     elif not os.access(Path(path).parent, os.W_OK):
-        yield Fault("write", "is in a folder that cannot be written", repr(path))
+        yield Fault("write", "is in a folder that cannot be written", got=repr(path))
 
 
 def _check_given(path: str, fields: Mapping[str, Any]) -> None:
@@ -98,14 +108,18 @@ def file_text(fields: Mapping[str, Any]) -> str:
             lines.append(f"{name} = {_text(fields[name])}")
     efficiency = fields.get(EFFICIENCY)
     if efficiency:
-        lines += ["", f"[{EFFICIENCY}]"]
-        names = [field.name for field in dataclass_fields(Efficiency) if field.name in efficiency]
-        lines += [f"{name} = {_text(efficiency[name])}" for name in names]
-    return "\n".join(lines) + "\n"
+        lines.append("")
+        lines.append(f"[{EFFICIENCY}]")
+        for field in dataclass_fields(Efficiency):
+            if field.name in efficiency:
+                lines.append(f"{field.name} = {_text(efficiency[field.name])}")
+    lines.append("")
+    return "\n".join(lines)
 
 
 def _text(item: Any) -> str:
-    if isinstance(item, Mapping):
-        pairs = [f"{name} = {_text(value)}" for name, value in item.items()]
-        return f"{{{', '.join(pairs)}}}"
-    return toml_value(item)
+    if not isinstance(item, Mapping):
+        return toml_value(item)
+    pairs = [f"{name} = {_text(value)}" for name, value in item.items()]
+    listed = ", ".join(pairs)
+    return f"{{{listed}}}"

@@ -107,7 +107,9 @@ def plain_types(annotation: Any) -> frozenset[type]:
     if origin is Literal:
         return frozenset()
     if origin is None:
-        return frozenset((annotation,)) if isinstance(annotation, type) else frozenset()
+        if isinstance(annotation, type):
+            return frozenset((annotation,))
+        return frozenset()
     arguments = get_args(annotation)
     if origin is Annotated:
         arguments = arguments[:1]
@@ -136,21 +138,23 @@ def need(field: FieldInfo) -> str:
 
 
 def _need(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
-        return _need(arguments[0], (*metadata, *_constraints(arguments[1:])))
+        constraints = _constraints(arguments[1:])
+        return _need(arguments[0], (*metadata, *constraints))
     if origin in (Union, types.UnionType):
-        return ", or ".join(_need(choice, metadata) for choice in arguments)
+        choices = [_need(choice, metadata) for choice in arguments]
+        return ", or ".join(choices)
     if origin is Literal:
-        return f"one of {', '.join(map(str, arguments))}"
+        words = [str(choice) for choice in arguments]
+        return f"one of {', '.join(words)}"
     if origin is tuple:
         each = _need(arguments[0])
         is_any_length = arguments[1:] == (...,)
-        return (
-            f"any number of values, each {each}"
-            if is_any_length
-            else f"{len(arguments)} values, each {each}"
-        )
+        if is_any_length:
+            return f"any number of values, each {each}"
+        return f"{len(arguments)} values, each {each}"
     name = _TYPE_WORDS.get(annotation, str(annotation))
     return ", ".join((name, *_bounds(metadata)))
 
@@ -188,7 +192,9 @@ def unknown_key(key: str, known: Iterable[str]) -> Fault:
     inside = [other for other in keys if other.startswith(f"{key}.")]
     if inside:
         return Fault(
-            key, "is a section, not a value", fix=f"set one of its keys: {', '.join(inside)}"
+            key,
+            "is a section, not a value",
+            fix=f"set one of its keys: {', '.join(inside)}",
         )
     return Fault(key, "unknown key", fix=_nearest_key(key, keys))
 
@@ -200,13 +206,21 @@ def _nearest_key(key: str, keys: list[str]) -> str:
     section, _, name = key.rpartition(".")
     meant = [other for other in SYNONYMS.get(name, ()) if other in keys]
     if not meant:
-        meant = [other for other in keys if other.rpartition(".")[2] == name]
+        meant = [other for other in keys if _last_word(other) == name]
     if meant:
-        return f"did you mean {' or '.join(map(repr, meant))}?"
+        choices = " or ".join(repr(other) for other in meant)
+        return f"did you mean {choices}?"
     siblings = [other for other in keys if other.rpartition(".")[0] == section]
-    hint = did_you_mean(key, siblings or keys)
-    is_list_of_all_keys = not siblings and not hint.startswith("did")
-    return f"{hint}; see --help" if is_list_of_all_keys else hint
+    if siblings:
+        return did_you_mean(key, siblings)
+    hint = did_you_mean(key, keys)
+    if hint.startswith("did"):
+        return hint
+    return f"{hint}; see --help"
+
+
+def _last_word(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def faults_of(error: ValidationError, known: Mapping[str, FieldInfo]) -> list[Fault]:
@@ -221,11 +235,12 @@ def faults_of(error: ValidationError, known: Mapping[str, FieldInfo]) -> list[Fa
 
 def _key_at(location: tuple[int | str, ...], known: Mapping[str, FieldInfo]) -> str:
     """The dotted key at pydantic's location; the section where no key is named."""
-    for stop in range(len(location), 0, -1):
-        key = ".".join(map(str, location[:stop]))
+    words = [str(part) for part in location]
+    for stop in range(len(words), 0, -1):
+        key = ".".join(words[:stop])
         if key in known:
             return key
-    return ".".join(str(part) for part in location) or "config"
+    return ".".join(words) or "config"
 
 
 def _fault_of(
@@ -270,7 +285,10 @@ def example(key: str, field: FieldInfo) -> str:
     if field.examples:
         return f"--{key} {field.examples[0]}"
     default = field.get_default(call_default_factory=True)
-    words = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    if isinstance(default, tuple):
+        words = " ".join(map(str, default))
+    else:
+        words = str(default)
     if default is None or not words:
         return f"leave {key} out, or set such a value"
     return f"for example --{key} {words}"

@@ -95,7 +95,10 @@ def load(argv: Sequence[str], families: Families) -> Run:
     loaded = try_load(argv, families)
     faults = loaded.faults
     if loaded.auto_mesh is not None:
-        faults = (*faults, Fault("mesh", "is not chosen here", AUTO_MESH, "axes with degrees"))
+        faults = (
+            *faults,
+            Fault("mesh", "is not chosen here", got=AUTO_MESH, need="axes with degrees"),
+        )
     if faults:
         raise ConfigError(*faults)
     return loaded.run
@@ -159,7 +162,11 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *optimizer,
         *mesh_faults,
     )
-    return Loaded(run, faults, auto_mesh)
+    return Loaded(
+        run=run,
+        faults=faults,
+        auto_mesh=auto_mesh,
+    )
 
 
 def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
@@ -188,34 +195,50 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
     if folder_faults or choice_faults or not model.keeps_file:
         file = {key: value for key, value in file.items() if not key.startswith("model.")}
     return _Sources(
-        file,
-        words,
-        folder,
-        model,
-        (*file_faults, *folder_faults, *choice_faults),
+        file=file,
+        words=words,
+        folder=folder,
+        model=model,
+        faults=(*file_faults, *folder_faults, *choice_faults),
     )
 
 
 def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]]:
     """The words with a model file, `my_model.py`, as its flag."""
-    files = [word for word in words.loose if is_file_reference(word)]
+    files: list[str] = []
+    other_words: list[str] = []
+    for word in words.loose:
+        if is_file_reference(word):
+            files.append(word)
+        else:
+            other_words.append(word)
     if not files:
         return words, ()
-    others = tuple(word for word in words.loose if not is_file_reference(word))
-    named = [" ".join(given) for name, given in words.flags if name == NAME]
-    faults: tuple[Fault, ...] = ()
+    named: list[str] = []
+    other_flags: list[tuple[str, tuple[str, ...]]] = []
+    for name, given in words.flags:
+        if name == NAME:
+            named.append(" ".join(given))
+        else:
+            other_flags.append((name, given))
+    faults: list[Fault] = []
     if len(files) > 1 or named:
         got = " ".join([*files, *named])
-        faults = (Fault(NAME, "more than one model", got=got, fix="name one"),)
-    flag = (NAME, (files[0],))
-    rest = tuple(pair for pair in words.flags if pair[0] != NAME)
-    return flags.Words(others, (flag, *rest)), faults
+        faults.append(Fault(NAME, "more than one model", got=got, fix="name one"))
+    model_flag = (NAME, (files[0],))
+    with_flag = flags.Words(
+        loose=tuple(other_words),
+        flags=(model_flag, *other_flags),
+    )
+    return with_flag, tuple(faults)
 
 
 def _source_digest(family: ConfigFamily, asked: Flat) -> Flat:
     """The digest of a user's model file, where the config does not say which it had."""
     digest = getattr(family, "digest", None)
-    return {} if DIGEST in asked or digest is None else {DIGEST: digest}
+    if DIGEST in asked or digest is None:
+        return {}
+    return {DIGEST: digest}
 
 
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
@@ -277,7 +300,10 @@ def _validate(of_run: type[Values], flat: Flat) -> tuple[Values, tuple[Fault, ..
     for fault in faults:
         is_of_model = fault.key.startswith("model")
         wrong.append("model." if is_of_model else fault.key)
-    valid = {key: value for key, value in flat.items() if not key.startswith(tuple(wrong))}
+    valid: Flat = {}
+    for key, value in flat.items():
+        if not key.startswith(tuple(wrong)):
+            valid[key] = value
     return of_run.model_validate(nest(valid), strict=True), faults
 
 

@@ -34,7 +34,11 @@ class MuonOptions(ConfigSection):
         le=99,
         description="Newton-Schulz iterations",
     )
-    eps: float = Field(1e-7, gt=0, description="smallest norm that a direction is divided by")
+    eps: float = Field(
+        1e-7,
+        gt=0,
+        description="smallest norm that a direction is divided by",
+    )
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "original", description="factor of a matrix's rate: sqrt(max(1, A/B)), 0.2 sqrt(max(A, B))"
     )
@@ -56,7 +60,11 @@ class AdafactorOptions(ConfigSection):
         (0.0, 1e-3),
         description="smallest root of the second moment (0: the dtype's), smallest parameter scale",
     )
-    d: float = Field(1.0, ge=1, description="root mean square above which an update is clipped")
+    d: float = Field(
+        1.0,
+        ge=1,
+        description="root mean square above which an update is clipped",
+    )
 
 
 OPTIONS: Mapping[str, type[ConfigSection]] = {
@@ -90,7 +98,10 @@ def is_user_class(name: str) -> bool:
 
 def options_of(optim: OptimConfig, name: str) -> ConfigSection:
     """The options of one of weft's optimizers: those of the config, if it is the run's."""
-    values = optim.options if name == optim.name else {}
+    if name == optim.name:
+        values = optim.options
+    else:
+        values = {}
     return OPTIONS[name].model_validate(values, strict=True)
 
 
@@ -129,7 +140,10 @@ def _option_faults(optim: OptimConfig) -> Iterator[Fault]:
     known = keys_of(options)
     for name in optim.options:
         if name not in known:
-            fix = did_you_mean(name, known) if known else f"{optim.name} has no options"
+            if known:
+                fix = did_you_mean(name, known)
+            else:
+                fix = f"{optim.name} has no options"
             yield Fault(f"optim.options.{name}", f"{optim.name} has no such option", fix=fix)
     values = {name: value for name, value in optim.options.items() if name in known}
     try:
@@ -166,9 +180,11 @@ def muon_updates(name: str, ndim: int) -> bool:
     """Whether an optimizer of whole matrices updates a parameter, where no group says otherwise:
     matrices, and stacks of matrices (experts), outside the blocks of embedding and head.
     """
+    if ndim not in (2, 3):
+        return False
     block = name.partition(".")[0]
     is_skipped = any(fnmatchcase(block, pattern) for pattern in MUON_SKIPS)
-    return ndim in (2, 3) and not is_skipped
+    return not is_skipped
 
 
 def unread_settings(optim: OptimConfig, *, leaves_rest_to_adamw: bool) -> Iterator[Fault]:
@@ -191,13 +207,23 @@ def unread_settings(optim: OptimConfig, *, leaves_rest_to_adamw: bool) -> Iterat
         value = getattr(optim, key)
         if key not in read and value != fields[key].default:
             what = f"is set, and {' and '.join(used)} reads no such key"
-            yield Fault(f"optim.{key}", what, got=str(value), fix=_other_key(optim.name, key))
+            yield Fault(
+                f"optim.{key}",
+                what,
+                got=str(value),
+                fix=_other_key(optim.name, key),
+            )
     for group in optim.groups:
         optimizer = group.optimizer or optim.name
         has_adamw = group.optimizer is None and leaves_rest_to_adamw
         if group.betas and not has_adamw and "betas" not in SETTINGS.get(optimizer, ()):
             what = f"betas of {group.match!r} are set, and {optimizer} reads none"
-            yield Fault("optim.groups", what, got=str(group.betas), fix="leave betas out")
+            yield Fault(
+                "optim.groups",
+                what,
+                got=str(group.betas),
+                fix="leave betas out",
+            )
 
 
 def _other_key(optimizer: str, key: str) -> str:
@@ -220,6 +246,10 @@ def resume_values(optim: Mapping[str, Any]) -> dict[str, Any]:
     """What decides which optimizer updates which parameter, of a config as JSON."""
     groups = []
     for group in optim.get("groups", ()):
-        if group.get("optimizer") is not None:
-            groups.append((group["match"], group["optimizer"]))
-    return {"name": optim.get("name"), "groups": groups}
+        optimizer = group.get("optimizer")
+        if optimizer is not None:
+            groups.append((group["match"], optimizer))
+    return {
+        "name": optim.get("name"),
+        "groups": groups,
+    }

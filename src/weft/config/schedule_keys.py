@@ -41,7 +41,10 @@ def schedule_keys(asked: Flat, flags: Flat) -> ScheduleKeys:
     """
     name = asked.get(SCHEDULE)
     is_renamed = SCHEDULE in flags and TABLE not in flags
-    lines = () if is_renamed else asked.get(TABLE, ())
+    if is_renamed:
+        lines = ()
+    else:
+        lines = asked.get(TABLE, ())
     if not isinstance(name, str) or name in SCHEDULES:
         return _of_public_name(name, has_lines=bool(lines))
     path = os.path.abspath(name)
@@ -59,9 +62,19 @@ def schedule_keys(asked: Flat, flags: Flat) -> ScheduleKeys:
 def _of_public_name(name: object, *, has_lines: bool) -> ScheduleKeys:
     faults: tuple[Fault, ...] = ()
     if has_lines:
-        shown = f"{SCHEDULE} is {name!r}" if name is not None else f"{SCHEDULE} is not set"
+        if name is not None:
+            shown = f"{SCHEDULE} is {name!r}"
+        else:
+            shown = f"{SCHEDULE} is not set"
         what = f"is set, and {shown}, which has no file"
         faults = (Fault(TABLE, what, fix=f"--{SCHEDULE} FILE"),)
     schedule = SCHEDULES.get(str(name))
-    defaults = {CHUNKS: schedule.default_chunks} if schedule is not None else {}
-    return ScheduleKeys(defaults, {TABLE: ()}, faults)
+    if schedule is not None:
+        defaults = {CHUNKS: schedule.default_chunks}
+    else:
+        defaults = {}
+    return ScheduleKeys(
+        defaults=defaults,
+        decided={TABLE: ()},
+        faults=faults,
+    )

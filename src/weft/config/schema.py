@@ -62,7 +62,9 @@ class ModelSection(ModelConfig):
 
 def label_of(model_name: str) -> str:
     """A family's name, or the name of a model file without its folder."""
-    return Path(model_name).stem if model_name.endswith(".py") else model_name
+    if model_name.endswith(".py"):
+        return Path(model_name).stem
+    return model_name
 
 
 class DataConfig(ConfigSection):
@@ -243,7 +245,10 @@ class OptimConfig(ConfigSection):
             raise ValueError('is no list of groups; try [{match = "*norm*", weight_decay = 0.0}]')
         groups = []
         for item in value:
-            group = read_group(item) if isinstance(item, str) else item
+            if isinstance(item, str):
+                group = read_group(item)
+            else:
+                group = item
             if isinstance(group, dict):
                 _check_group(group)
             groups.append(group)
@@ -269,14 +274,16 @@ def read_group(text: str) -> dict[str, Any]:
     Raises:
         ValueError: it is no such text.
     """
-    pattern, colon, settings = text.partition(": ")
-    group: dict[str, Any] = {"match": pattern.strip()}
-    if not colon or not settings.strip():
+    pattern, _, settings = text.partition(": ")
+    if not settings.strip():
         raise ValueError(f"{text!r} is no group; try {GROUP_EXAMPLE}")
+    group: dict[str, Any] = {"match": pattern.strip()}
     for word in settings.replace(",", " ").split():
         name, _, value = word.partition("=")
-        is_number = name in ("lr_scale", "weight_decay", "betas")
-        group[name] = _numbers(name, value) if is_number else value
+        if name in ("lr_scale", "weight_decay", "betas"):
+            group[name] = _numbers(name, value)
+        else:
+            group[name] = value
     return group
 
 
@@ -285,7 +292,9 @@ def _numbers(name: str, text: str) -> float | tuple[float, ...]:
         numbers = tuple(float(number) for number in text.split("/"))
     except ValueError:
         raise ValueError(f"{name}={text} is no number; try {GROUP_EXAMPLE}") from None
-    return numbers if name == "betas" else numbers[0]
+    if name == "betas":
+        return numbers
+    return numbers[0]
 
 
 class ParallelConfig(ConfigSection):
@@ -457,7 +466,9 @@ class SupervisionConfig(ConfigSection):
     @property
     def num_restarts(self) -> int:
         """How often local ranks are started again."""
-        return DEFAULT_RESTARTS if self.restarts is None else self.restarts
+        if self.restarts is None:
+            return DEFAULT_RESTARTS
+        return self.restarts
 
 
 class ProveConfig(ConfigSection):

@@ -50,7 +50,10 @@ def sites_exist(mesh: Mesh, site: SiteConfig) -> Iterator[Fault]:
 
 
 def sites_take_options(
-    mesh: Mesh, precision: PrecisionConfig, *, deterministic: bool
+    mesh: Mesh,
+    precision: PrecisionConfig,
+    *,
+    deterministic: bool,
 ) -> Iterator[Fault]:
     """Options that are not possible where sites train apart."""
     axis = local_update_axis(mesh)
@@ -58,7 +61,13 @@ def sites_take_options(
         return
     if deterministic:
         what = f"fixes the bits for every number of data ranks, and {axis} changes the algorithm"
-        yield Fault("deterministic", what, got="True", need="False", fix="leave deterministic out")
+        yield Fault(
+            "deterministic",
+            what,
+            got="True",
+            need="False",
+            fix="leave deterministic out",
+        )
     if precision.params not in ("float32", "float64"):
         yield Fault(
             "precision.params",

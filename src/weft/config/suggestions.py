@@ -70,7 +70,10 @@ def mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
     names = list(degrees)
     if data not in names:
         is_local = [name in local_update_axes() for name in names]
-        place = names.index(pipeline) + 1 if pipeline in names else sum(is_local)
+        if pipeline in names:
+            place = names.index(pipeline) + 1
+        else:
+            place = sum(is_local)
         names.insert(place, data)
     degrees.update(change)
     words: list[str] = []
@@ -86,10 +89,13 @@ def batch_sizes(mesh: Mesh, batch: BatchConfig) -> Iterator[Suggestion]:
     yield from _global_sizes(mesh, batch, range(MAX_STEPS))
     num_data_ranks = mesh.degree(sequence_axes())
     for smaller in range(batch.micro_size, 0, -1):
-        if batch.global_size % (num_data_ranks * smaller) == 0:
+        at_once = num_data_ranks * smaller
+        if batch.global_size % at_once == 0:
             yield {"batch.micro_size": smaller}
-    for doublings in range(1, MAX_DOUBLINGS + 1):
-        yield {"batch.micro_size": batch.micro_size * 2**doublings}
+    larger = batch.micro_size
+    for _ in range(MAX_DOUBLINGS):
+        larger *= 2
+        yield {"batch.micro_size": larger}
 
 
 def _global_sizes(
@@ -167,10 +173,11 @@ def _numbers_of_stages(
 
 def _even_split(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layer counts of the stages that differ by at most one."""
-    quotient, remainder = divmod(num_layers, num_stages)
-    larger = (quotient + 1,) * remainder
-    smaller = (quotient,) * (num_stages - remainder)
-    return larger + smaller
+    count, num_larger = divmod(num_layers, num_stages)
+    num_smaller = num_stages - num_larger
+    larger = [count + 1] * num_larger
+    smaller = [count] * num_smaller
+    return (*larger, *smaller)
 
 
 def default_schedule(pipeline: PipelineConfig) -> Iterator[Suggestion]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,12 @@ def read(path: str) -> Flat:
             fix=_syntax_hint(str(error)),
         )
     except ValueError as error:
-        fault = Fault("config", f"{path} is not a config", got=str(error), need="a TOML file")
+        fault = Fault(
+            "config",
+            f"{path} is not a config",
+            got=str(error),
+            need="a TOML file",
+        )
     raise ConfigError(fault)
 
 
@@ -72,7 +77,10 @@ def _file_fault(path: str, error: UnreadableFile) -> Fault:
             need="a TOML file",
             fix=fix,
         )
-    got = f"{path!r}: {error.got}" if error.got else repr(path)
+    if error.got:
+        got = f"{path!r}: {error.got}"
+    else:
+        got = repr(path)
     return Fault(
         "config",
         error.what,
@@ -100,9 +108,11 @@ def _lines(config: BaseModel, section: str) -> list[str]:
     nested: list[str] = []
     for name, field in type(config).model_fields.items():
         item = getattr(config, name)
+        path = f"{section}{name}"
         if section_of(field):
-            header = f"[{section}{name}]"
-            nested += ["", header, *_lines(item, section=f"{section}{name}.")]
+            nested.append("")
+            nested.append(f"[{path}]")
+            nested.extend(_lines(item, section=f"{path}."))
         elif item is not None:
             comment = f"  # {field.description}" if field.description else ""
             lines.append(f"{name} = {value(item)}{comment}")
@@ -116,15 +126,23 @@ def value(item: Any) -> str:
     if isinstance(item, str):
         return json.dumps(item, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(item, tuple | list):
-        items = list(map(value, item))
-        text = f"[{', '.join(items)}]"
-        if len(text) <= LONG_LIST or not all(isinstance(part, str) for part in item):
-            return text
-        rows = "".join(f"  {part},\n" for part in items)
-        return f"[\n{rows}]"
+        return _list_text(item)
     if isinstance(item, BaseModel):
-        return value(item.model_dump(exclude_none=True))
+        fields = item.model_dump(exclude_none=True)
+        return value(fields)
     if isinstance(item, Mapping):
         pairs = [f"{json.dumps(key)} = {value(part)}" for key, part in item.items()]
-        return f"{{{', '.join(pairs)}}}"
+        listed = ", ".join(pairs)
+        return f"{{{listed}}}"
     return repr(item)
+
+
+def _list_text(items: Sequence[Any]) -> str:
+    """On one line, or a long list of texts with one a line."""
+    texts = [value(item) for item in items]
+    line = f"[{', '.join(texts)}]"
+    are_texts = all(isinstance(item, str) for item in items)
+    if len(line) <= LONG_LIST or not are_texts:
+        return line
+    rows = "".join(f"  {text},\n" for text in texts)
+    return f"[\n{rows}]"

@@ -85,7 +85,12 @@ def sources_are_one_or_mixed(data: DataConfig) -> Iterator[Fault]:
     """A mixture names its own sources."""
     if data.mix and data.source not in ("stdlib", "digits"):
         what = "is set, and data.mix names the sources instead"
-        yield Fault("data.source", what, got=repr(data.source), fix="leave one of them out")
+        yield Fault(
+            "data.source",
+            what,
+            got=repr(data.source),
+            fix="leave one of them out",
+        )
 
 
 def documents_are_packed(data: DataConfig) -> Iterator[Fault]:
@@ -133,7 +138,12 @@ def ranks_are_supervised(
         return
     if port is not None:
         what = "is set, and ranks as threads need no rendezvous"
-        yield Fault("port", what, got=str(port), fix="--transport process, or leave it out")
+        yield Fault(
+            "port",
+            what,
+            got=str(port),
+            fix="--transport process, or leave it out",
+        )
     what = "is set, and ranks as threads are not supervised"
     fix = "--transport process, or leave it out"
     names = ("timeout_s", "restarts") if supervision.restarts else ("timeout_s",)
@@ -151,11 +161,22 @@ def full_mesh_is_elastic(supervision: SupervisionConfig) -> Iterator[Fault]:
         Mesh.parse(supervision.full_mesh)
     except MeshError as error:
         for fault in error.faults:
-            yield Fault(key, fault.what, got=fault.got, need=fault.need, fix=fault.fix)
+            yield Fault(
+                key,
+                fault.what,
+                got=fault.got,
+                need=fault.need,
+                fix=fault.fix,
+            )
         return
     if not supervision.elastic:
         what = "is set, and run.elastic is False"
-        yield Fault(key, what, got=repr(supervision.full_mesh), fix="--run.elastic True")
+        yield Fault(
+            key,
+            what,
+            got=repr(supervision.full_mesh),
+            fix="--run.elastic True",
+        )
 
 
 def set_keys(
@@ -171,5 +192,13 @@ def set_keys(
     for name in names:
         value = getattr(section, name)
         if value != fields[name].default:
-            got = repr(value) if isinstance(value, str) else str(value)
-            yield Fault(f"{prefix}.{name}", what, got=got, fix=fix)
+            if isinstance(value, str):
+                got = repr(value)
+            else:
+                got = str(value)
+            yield Fault(
+                f"{prefix}.{name}",
+                what,
+                got=got,
+                fix=fix,
+            )

@@ -62,7 +62,14 @@ def load_module(reference: str, *, key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and (reference == error.name or reference.startswith(f"{error.name}.")):
             fix = "check the name; a file is named by its path: my_model.py"
-            raise ConfigError(Fault(key, "no such module", got=repr(reference), fix=fix)) from None
+            raise ConfigError(
+                Fault(
+                    key,
+                    "no such module",
+                    got=repr(reference),
+                    fix=fix,
+                )
+            ) from None
         raise _import_fault(reference, error, key=key) from error
     except Exception as error:
         raise _import_fault(reference, error, key=key) from error
@@ -77,7 +84,14 @@ def load_object(reference: str, *, key: str) -> Any:
     module_name, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
         need = "package.module:Name or file.py:Name"
-        raise ConfigError(Fault(key, "names no Python object", got=repr(reference), need=need))
+        raise ConfigError(
+            Fault(
+                key,
+                "names no Python object",
+                got=repr(reference),
+                need=need,
+            )
+        )
     module = load_module(module_name, key=key)
     if not hasattr(module, name):
         fix = did_you_mean(name, [known for known in vars(module) if not known.startswith("_")])
@@ -127,7 +141,14 @@ def check_reference(reference: str, *, key: str) -> None:
 def _check_file(path: Path, *, key: str) -> None:
     if not path.is_file():
         what = "is no file" if path.exists() else "no such file"
-        raise ConfigError(Fault(key, what, got=repr(str(path)), fix="check the path"))
+        raise ConfigError(
+            Fault(
+                key,
+                what,
+                got=repr(str(path)),
+                fix="check the path",
+            )
+        )
 
 
 def _module_name(path: Path) -> str:
@@ -147,7 +168,12 @@ def _search_working_folder() -> None:
         sys.path.append(folder)
 
 
-def _import_fault(reference: str, error: BaseException, *, key: str) -> ConfigError:
+def _import_fault(
+    reference: str,
+    error: BaseException,
+    *,
+    key: str,
+) -> ConfigError:
     first_line = str(error).partition("\n")[0]
     place = _place_of(error, reference)
     what = f"{reference} raises on import{place}: {type(error).__name__}: {first_line}"
@@ -171,7 +197,9 @@ def source_digest(module: ModuleType) -> str:
     """SHA-256 of the sources of a module and of the modules of its own folder or package that it imports, 16 hex digits."""
     digest = hashlib.sha256()
     for path in _sources(module):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        name = path.name.encode()
+        content = path.read_bytes()
+        digest.update(name + b"\0" + content + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -183,10 +211,16 @@ def source_text(module: ModuleType) -> str:
 def _sources(module: ModuleType) -> list[Path]:
     """The module's file and, sorted, those that it imports from its own tree, directly or not."""
     first = Path(str(module.__file__)).resolve()
-    depth = 0 if is_file_module(module) else module.__name__.count(".")
+    if is_file_module(module):
+        depth = 0
+    else:
+        depth = module.__name__.count(".")
     is_package = first.name == "__init__.py"
     root = first.parents[depth + is_package]
-    package = "" if is_file_module(module) else module.__name__.partition(".")[0]
+    if is_file_module(module):
+        package = ""
+    else:
+        package = module.__name__.partition(".")[0]
     found = {first}
     waiting = [first]
     while waiting and len(found) < MAX_SOURCES:
@@ -208,12 +242,24 @@ def _imported_names(path: Path, root: Path) -> Iterator[str]:
     package = path.parent.relative_to(root).parts
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield alias.name
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            base = ".".join((*above, *((node.module or "").split(".") if node.module else ())))
+            base = _imported_package(node, package)
             yield base
-            yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
+            for alias in node.names:
+                yield f"{base}.{alias.name}".lstrip(".")
+
+
+def _imported_package(node: ast.ImportFrom, package: tuple[str, ...]) -> str:
+    """The dotted name after `from`, relative to the root; dots at its start count from `package`."""
+    words: list[str] = []
+    if node.level:
+        num_kept = len(package) - node.level + 1
+        words.extend(package[:num_kept])
+    if node.module:
+        words.extend(node.module.split("."))
+    return ".".join(words)
 
 
 def _files_of(root: Path, name: str) -> Iterator[Path]:

@@ -139,7 +139,10 @@ class ChatTemplate:
         return text
 
     def render_answers(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
     ) -> Rendered:
         """The text of a conversation and what the assistant wrote in it; see Note [Answers].
 
@@ -153,7 +156,11 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message.get("role") != ASSISTANT:
                 continue
-            before = self.render(messages[:index], tools=tools, add_generation_prompt=True)
+            before = self.render(
+                messages[:index],
+                tools=tools,
+                add_generation_prompt=True,
+            )
             through = self.render(messages[: index + 1], tools=tools)
             if not through.startswith(before) or not text.startswith(through):
                 raise TemplateFault(
@@ -209,12 +216,16 @@ class ChatTemplate:
         line = getattr(error, "lineno", None)
         if line is None:
             line = _template_line(error.__traceback__)
-        text = str(error).partition("\n")[0][:MAX_ERROR_CHARS] or type(error).__name__
-        return TemplateFault(text, line)
+        first_line = str(error).partition("\n")[0]
+        text = first_line[:MAX_ERROR_CHARS]
+        return TemplateFault(text or type(error).__name__, line)
 
 
 def find_template(
-    name: str | None, tokenizer: Tokenizer, *, folder: Path | None = None
+    name: str | None,
+    tokenizer: Tokenizer,
+    *,
+    folder: Path | None = None,
 ) -> ChatTemplate:
     """The template of this name, a built-in one or a file; None: the tokenizer's own.
 
@@ -226,26 +237,59 @@ def find_template(
     """
     if folder is None and tokenizer.name != BYTES:
         folder = Path(tokenizer.name).parent
-    config = {} if folder is None else _read_config(folder / TOKENIZER_CONFIG)
+    if folder is None:
+        config = {}
+    else:
+        config = _read_config(folder / TOKENIZER_CONFIG)
     special = _special_tokens(config)
     if tokenizer.end_text and "eos_token" not in special:
         special["eos_token"] = tokenizer.end_text
     if name is not None and name in BUILT_IN:
-        return ChatTemplate(name, BUILT_IN[name], special)
+        return ChatTemplate(
+            name=name,
+            text=BUILT_IN[name],
+            special_tokens=special,
+        )
     if name is not None:
-        return ChatTemplate(name, _read_template(Path(name).expanduser()), special)
+        return ChatTemplate(
+            name=name,
+            text=_read_template(Path(name).expanduser()),
+            special_tokens=special,
+        )
     if folder is not None and (folder / FILE).exists():
-        return ChatTemplate(str(folder / FILE), _read_template(folder / FILE), special)
+        return ChatTemplate(
+            name=str(folder / FILE),
+            text=_read_template(folder / FILE),
+            special_tokens=special,
+        )
     text = _template_of_config(config.get("chat_template"))
     if text is None or folder is None:
         fix = f"--{KEY} {' or '.join(BUILT_IN)}, or a file with a Jinja template"
-        raise DataError(Fault(KEY, "the tokenizer has no chat template", tokenizer.name, fix=fix))
-    return ChatTemplate(str(folder / TOKENIZER_CONFIG), text, special)
+        raise DataError(
+            Fault(
+                KEY,
+                "the tokenizer has no chat template",
+                got=tokenizer.name,
+                fix=fix,
+            )
+        )
+    return ChatTemplate(
+        name=str(folder / TOKENIZER_CONFIG),
+        text=text,
+        special_tokens=special,
+    )
 
 
-def template_fault(template: ChatTemplate, fault: TemplateFault, where: str) -> DataError:
+def template_fault(
+    template: ChatTemplate,
+    fault: TemplateFault,
+    where: str,
+) -> DataError:
     """The error of a record that a template does not render."""
-    line = "" if fault.line is None else f" line {fault.line}"
+    if fault.line is None:
+        line = ""
+    else:
+        line = f" line {fault.line}"
     fix = "repair the record or the template, or name another --data.chat_template"
     what = f"{template.name}{line} does not render {where}: {fault}"
     return DataError(Fault(KEY, what, fix=fix))
@@ -273,7 +317,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, dict):
+            text = value.get("content")
+        else:
+            text = value
         if isinstance(text, str):
             found[name] = text
     return found
@@ -320,9 +367,11 @@ class AnswerTracker:
 
     def add(self, text: str) -> None:
         """Add an answer that follows the finished parts."""
-        if self._blocks is not None:
-            start = sum(map(len, self._blocks))
-            self._answers.append((start, start + len(text)))
+        if self._blocks is None:
+            return
+        start = sum(len(block) for block in self._blocks)
+        stop = start + len(text)
+        self._answers.append((start, stop))
 
 
 def _make_environment() -> Any:

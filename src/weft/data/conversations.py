@@ -59,17 +59,30 @@ def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
     ids = encoded.ids
     mask = np.zeros(len(ids), dtype=np.uint8)
     if answer.prompt is not None:
-        prompt = tokenizer.encode_chars(answer.prompt, adds_special=answer.adds_special).ids
-        if list(ids[: len(prompt)]) == list(prompt):
-            mask[len(prompt) :] = 1
-            return MaskedTokens(ids, mask, has_shared_token=False)
+        prompt = tokenizer.encode_chars(answer.prompt, adds_special=answer.adds_special)
+        length = len(prompt.ids)
+        if list(ids[:length]) == list(prompt.ids):
+            mask[length:] = 1
+            return MaskedTokens(
+                ids=ids,
+                mask=mask,
+                has_shared_token=False,
+            )
     offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
-    starts, stops = offsets[:, 0], offsets[:, 1]
+    starts = offsets[:, 0]
+    stops = offsets[:, 1]
     for start, stop in answer.answers:
-        (overlapping,) = np.nonzero((starts < stop) & (stops > start))
+        overlaps = (starts < stop) & (stops > start)
+        (overlapping,) = np.nonzero(overlaps)
         if len(overlapping):
-            mask[overlapping[0] : overlapping[-1] + 1] = 1
-    return MaskedTokens(ids, mask, has_shared_token=answer.prompt is not None)
+            first = overlapping[0]
+            last = overlapping[-1]
+            mask[first : last + 1] = 1
+    return MaskedTokens(
+        ids=ids,
+        mask=mask,
+        has_shared_token=answer.prompt is not None,
+    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +145,13 @@ class _RowArrays:
             pairs=np.zeros(seq_len, dtype=np.bool_),
         )
 
-    def put(self, place: int, number: int, tokens: Ints, mask: NDArray[np.uint8]) -> None:
+    def put(
+        self,
+        place: int,
+        number: int,
+        tokens: Ints,
+        mask: NDArray[np.uint8],
+    ) -> None:
         """Put a document at a place; its last token has no target."""
         stop = place + len(tokens)
         following = tokens[1:]
@@ -186,7 +205,15 @@ class ConversationSamples:
             got = f"0 targets in the first {self.seq_len} tokens of {len(lengths)} records"
             what = f"{self.source} has nothing to train on: no target is left"
             fix = "raise data.seq_len, or repair the answers"
-            raise DataError(Fault(KEY, what, got, "one answer at least", fix))
+            raise DataError(
+                Fault(
+                    KEY,
+                    what,
+                    got=got,
+                    need="one answer at least",
+                    fix=fix,
+                )
+            )
         group_lengths = lengths.sum(axis=1)
         if self.packing == "single":
             rows = single_rows(len(kept_groups))
@@ -215,35 +242,45 @@ class ConversationSamples:
     def documents(self, sample: int) -> Iterator[int]:
         """Numbers of the documents in a row, in order."""
         group = self.data.group
-        for number in self.table.rows[sample].tolist():
-            yield from range(group * number, group * (number + 1))
+        groups = self.table.rows[sample]
+        for number in groups.tolist():
+            first = group * number
+            yield from range(first, first + group)
 
     def read(self, samples: Ints) -> SampleArrays:
         """Rows with these numbers, flattened to one batch dimension."""
-        rows = [self._row(sample) for sample in samples.ravel().tolist()]
+        numbers = samples.ravel().tolist()
+        rows = [self._row(number) for number in numbers]
+        pairs = None
+        if self.has_pairs:
+            pairs = np.stack([row.pairs for row in rows])
         return SampleArrays(
             inputs=np.stack([row.inputs for row in rows]),
             targets=np.stack([row.targets for row in rows]),
             positions=np.stack([row.positions for row in rows]),
             documents=np.stack([row.documents for row in rows]),
-            pairs=np.stack([row.pairs for row in rows]) if self.has_pairs else None,
+            pairs=pairs,
         )
 
     def _row(self, sample: int) -> _RowArrays:
         """The arrays of one row; padding is a document of its own."""
         row = _RowArrays.empty(self.seq_len)
+        bounds = self.data.stream.document_bounds
         place = 0
         number = 0
-        for number, document in enumerate(self.documents(sample), start=1):
+        for document in self.documents(sample):
             length = int(self.table.lengths[document])
-            start = int(self.data.stream.document_bounds[document])
-            tokens = self.data.stream.read(start, start + length)
-            mask = self.data.mask[start : start + length]
-            row.put(place, number - 1, tokens, mask)
+            start = int(bounds[document])
+            stop = start + length
+            tokens = self.data.stream.read(start, stop)
+            mask = self.data.mask[start:stop]
+            row.put(place, number, tokens, mask)
             if self.has_pairs and document % PAIR == 0:
-                mark = int(self.table.pair_marks[document // PAIR])
+                pair = document // PAIR
+                mark = int(self.table.pair_marks[pair])
                 row.pairs[place + mark] = True
             place += length
+            number += 1
         row.pad(place, number)
         return row
 
@@ -286,28 +323,36 @@ class ConversationSamples:
 
     @cached_property
     def _sha256(self) -> str:
+        """Of the tokens, their mask and the rows."""
         digest = hashlib.sha256(self.data.stream.sha256.encode())
-        for start in range(0, len(self.data.mask), NUM_HASHED):
-            digest.update(self.data.mask[start : start + NUM_HASHED].tobytes())
-        for array in (self.table.lengths, self.table.rows.items, self.table.rows.bounds):
-            digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        mask = self.data.mask
+        for start in range(0, len(mask), NUM_HASHED):
+            block = mask[start : start + NUM_HASHED]
+            digest.update(block.tobytes())
+        table = self.table
+        for array in (table.lengths, table.rows.items, table.rows.bounds):
+            little_endian = np.ascontiguousarray(array, dtype="<i8")
+            digest.update(little_endian.tobytes())
         return digest.hexdigest()
 
 
 def truncation_note(facts: Mapping[str, object], *, seq_len: int) -> str | None:
     """What of the conversations is cut or left out; None for other data, and where nothing is."""
-    if not (facts.get("cut") or facts.get("without_target") or facts.get("shared_tokens")):
-        return None
-    name = "pairs" if "pairs" in facts else "conversations"
+    num_cut = facts.get("cut")
+    num_without_target = facts.get("without_target")
+    num_shared = facts.get("shared_tokens")
     parts = []
-    if facts.get("cut"):
-        documents = counted(int(str(facts["cut"])), "text")
+    if num_cut:
+        documents = counted(int(str(num_cut)), "text")
         tokens = counted(int(str(facts["cut_tokens"])), "token", spec=",")
         parts.append(f"{documents} cut at data.seq_len {seq_len}, {tokens} lost")
-    if facts.get("without_target"):
-        parts.append(f"{facts['without_target']} without a target left are left out")
-    if facts.get("shared_tokens"):
-        parts.append(f"{facts['shared_tokens']} where a token is of prompt and answer")
+    if num_without_target:
+        parts.append(f"{num_without_target} without a target left are left out")
+    if num_shared:
+        parts.append(f"{num_shared} where a token is of prompt and answer")
+    if not parts:
+        return None
+    name = "pairs" if "pairs" in facts else "conversations"
     return f"of {facts[name]} {name}: {'; '.join(parts)}"
 
 
@@ -316,17 +361,24 @@ def _kept_lengths(lengths: Ints, seq_len: int) -> Ints:
 
     Of a pair that is too long the longer text is cut first, at half a sequence at the least.
     """
-    if lengths.shape[1] == 1:
+    group = lengths.shape[1]
+    if group == 1:
         return lengths.clip(max=seq_len)
-    chosen, rejected = lengths[:, 0], lengths[:, 1]
+    chosen = lengths[:, 0]
+    rejected = lengths[:, 1]
     half = seq_len // PAIR
-    room = np.maximum(half, seq_len - rejected)
-    kept_chosen = np.minimum(chosen, room)
-    kept_rejected = np.minimum(rejected, seq_len - kept_chosen)
+    room_for_chosen = np.maximum(half, seq_len - rejected)
+    kept_chosen = np.minimum(chosen, room_for_chosen)
+    room_for_rejected = seq_len - kept_chosen
+    kept_rejected = np.minimum(rejected, room_for_rejected)
     return np.stack((kept_chosen, kept_rejected), axis=1)
 
 
-def _count_targets(mask: Tokens, bounds: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+def _count_targets(
+    mask: Tokens,
+    bounds: Ints,
+    lengths: Ints,
+) -> tuple[Ints, Ints]:
     """num_targets_N of each document within its kept length, and the index of the first target; the
     mask is read in parts.
     """
@@ -347,17 +399,24 @@ def _count_targets(mask: Tokens, bounds: Ints, lengths: Ints) -> tuple[Ints, Int
     return num_targets, first_targets
 
 
-def _targets_of_part(mask: NDArray[np.uint8], bounds: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+def _targets_of_part(
+    mask: NDArray[np.uint8],
+    bounds: Ints,
+    lengths: Ints,
+) -> tuple[Ints, Ints]:
     """As `_count_targets`, of consecutive documents."""
     starts = bounds[:-1]
-    numbers = np.arange(len(starts))
-    document = np.repeat(numbers, np.diff(bounds))
-    index = np.arange(len(mask)) - starts[document]
-    is_kept = index < lengths[document]
-    is_target = (mask > 0) & (index > 0) & is_kept
+    num_documents = len(starts)
+    document_of_token = np.repeat(np.arange(num_documents), np.diff(bounds))
+    index = np.arange(len(mask)) - starts[document_of_token]
+    is_answer = mask > 0
+    has_context = index > 0
+    is_kept = index < lengths[document_of_token]
+    is_target = is_answer & has_context & is_kept
     counts = np.add.reduceat(is_target.astype(np.int64), starts)
-    (places,) = np.nonzero(is_target)
-    with_targets, at = np.unique(document[places], return_index=True)
+    (target_places,) = np.nonzero(is_target)
+    documents, first_of_document = np.unique(document_of_token[target_places], return_index=True)
+    first_places = target_places[first_of_document]
     first_targets = np.zeros_like(starts)
-    first_targets[with_targets] = index[places[at]] - 1
+    first_targets[documents] = index[first_places] - 1
     return counts, first_targets

@@ -41,10 +41,15 @@ def open_data(data: DataConfig, model: ModelConfig) -> Samples:
         part = data.model_copy(update={"source": source, "tokenizer": tokenizer})
         parts.append(_open_split(part, model, split="train"))
     _check_same_kind(tuple(weights), parts)
-    return MixtureSamples(tuple(parts), make_mixture_sampler(tuple(weights.values())))
+    return MixtureSamples(parts=tuple(parts), sampler=make_mixture_sampler(tuple(weights.values())))
 
 
-def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None) -> Samples:
+def open_validation(
+    data: DataConfig,
+    model: ModelConfig,
+    *,
+    source: str | None,
+) -> Samples:
     """The data that a run is evaluated on.
 
     Args:
@@ -75,12 +80,20 @@ def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None)
     except DataError as error:
         faults = []
         for fault in error.faults:
-            key = EVAL_KEY if fault.key == KEY else fault.key
+            if fault.key == KEY:
+                key = EVAL_KEY
+            else:
+                key = fault.key
             faults.append(replace(fault, key=key))
         raise DataError(*faults) from None
 
 
-def _open_split(data: DataConfig, model: ModelConfig, *, split: Split) -> Samples:
+def _open_split(
+    data: DataConfig,
+    model: ModelConfig,
+    *,
+    split: Split,
+) -> Samples:
     if model.kind == "images":
         return _open_images(data, model)
     if holds_records(data.source, data):
@@ -89,15 +102,28 @@ def _open_split(data: DataConfig, model: ModelConfig, *, split: Split) -> Sample
     return _open_tokens(data, model, split=split)
 
 
-def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> SequenceSamples:
+def _open_tokens(
+    data: DataConfig,
+    model: ModelConfig,
+    *,
+    split: Split,
+) -> SequenceSamples:
     if data.source == "digits":
         raise DataError(
             Fault(KEY, "'digits' are images, the model reads tokens", fix="--model.name mnist")
         )
-    stream = open_source(data.source, data, vocab=model.axis_sizes()["vocab"], split=split)
+    stream = open_source(
+        data.source,
+        data,
+        vocab=model.axis_sizes()["vocab"],
+        split=split,
+    )
     if len(stream) <= data.seq_len:
         need = f"at least {data.seq_len + 1} = data.seq_len + 1"
-        shorter = f"--data.seq_len {len(stream) - 1}, or " if len(stream) > 1 else ""
+        if len(stream) > 1:
+            shorter = f"--data.seq_len {len(stream) - 1}, or "
+        else:
+            shorter = ""
         what = f"{file_names(stream.files)} is too short"
         raise DataError(
             Fault(
@@ -114,15 +140,32 @@ def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> Seque
         raise DataError(Fault("data.packing", what, got="single", fix=fix))
     if data.packing == "documents":
         _check_documents(stream, data)
-        return SequenceSamples(stream, data.seq_len, data.source, "documents")
-    return SequenceSamples(stream, data.seq_len, data.source)
+        return SequenceSamples(
+            stream=stream,
+            seq_len=data.seq_len,
+            source=data.source,
+            packing="documents",
+        )
+    return SequenceSamples(
+        stream=stream,
+        seq_len=data.seq_len,
+        source=data.source,
+    )
 
 
 def _check_documents(stream: TokenStream, data: DataConfig) -> None:
     if not has_documents(stream):
         what = f"{file_names(stream.files)} does not say where documents begin"
         fix = "weft data prepare their texts, or --data.packing stream"
-        raise DataError(Fault("data.packing", what, "documents", "stream", fix))
+        raise DataError(
+            Fault(
+                "data.packing",
+                what,
+                got="documents",
+                need="stream",
+                fix=fix,
+            )
+        )
     if data.long == "error":
         number, length = longest_document(stream.document_bounds)
         if length > data.seq_len:
@@ -146,13 +189,22 @@ def _check_same_kind(sources: tuple[str, ...], parts: Sequence[Samples]) -> None
         if kind != kinds[0]:
             got = f"{kinds[0]} in {sources[0]}, {kind} in {source}"
             fix = "mix text with text, conversations with conversations, pairs with pairs"
-            raise DataError(Fault(MIX_KEY, "its sources are of different kinds", got, fix=fix))
+            raise DataError(
+                Fault(
+                    MIX_KEY,
+                    "its sources are of different kinds",
+                    got=got,
+                    fix=fix,
+                )
+            )
 
 
 def _kind_of(samples: Samples) -> str:
     if not isinstance(samples, ConversationSamples):
         return "text"
-    return "pairs" if samples.data.group == PAIR else "conversations"
+    if samples.data.group == PAIR:
+        return "pairs"
+    return "conversations"
 
 
 def _check_same_tokenizer(sources: tuple[str, ...]) -> None:
@@ -168,7 +220,15 @@ def _check_same_tokenizer(sources: tuple[str, ...]) -> None:
         elif sha256 != first[1]:
             what = "its sources were prepared by different tokenizers"
             fix = f"weft data prepare one of them with --tokenizer {first[0]}/tokenizer.json"
-            raise DataError(Fault(MIX_KEY, what, f"{first[0]} and {source}", "one tokenizer", fix))
+            raise DataError(
+                Fault(
+                    MIX_KEY,
+                    what,
+                    got=f"{first[0]} and {source}",
+                    need="one tokenizer",
+                    fix=fix,
+                )
+            )
 
 
 def _check_validation_tokenizer(source: str, tokenizer: Tokenizer) -> None:
@@ -178,7 +238,15 @@ def _check_validation_tokenizer(source: str, tokenizer: Tokenizer) -> None:
         return
     what = f"{source} was prepared by another tokenizer than the training data"
     fix = f"weft data prepare it with --tokenizer {tokenizer.name}"
-    raise DataError(Fault(EVAL_KEY, what, prepared.tokenizer().name, tokenizer.name, fix))
+    raise DataError(
+        Fault(
+            EVAL_KEY,
+            what,
+            got=prepared.tokenizer().name,
+            need=tokenizer.name,
+            fix=fix,
+        )
+    )
 
 
 def _open_images(data: DataConfig, model: ModelConfig) -> ImageSamples:
@@ -186,7 +254,10 @@ def _open_images(data: DataConfig, model: ModelConfig) -> ImageSamples:
         raise DataError(
             Fault(KEY, "'stdlib' is text, the model reads images", fix="--data.source digits")
         )
-    pairs = images.digits() if data.source == "digits" else images.read_pair(data.source)
+    if data.source == "digits":
+        pairs = images.digits()
+    else:
+        pairs = images.read_pair(data.source)
     sizes = model.model_dump()
     pairs.check(image_size=sizes["image_size"], classes=sizes["classes"])
     return ImageSamples(pairs, data.source)

@@ -41,7 +41,8 @@ class BoundsFile:
     def __getitem__(self, index: int | slice, /) -> int | Ints:
         if isinstance(index, slice):
             start, stop, _ = index.indices(self.length)
-            return self._read(start, max(stop - start, 0))
+            count = max(stop - start, 0)
+            return self._read(start, count)
         number, offset = divmod(index, BLOCK)
         block = self._cached_block(number)
         return int(block[offset])

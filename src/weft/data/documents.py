@@ -95,8 +95,16 @@ def guarded_read(file: Path) -> Iterator[None]:
     try:
         yield
     except UnreadableFile as error:
-        why = f"{error.what}: {error.got}" if error.got else error.what
-        fault = Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
+        if error.got:
+            why = f"{error.what}: {error.got}"
+        else:
+            why = error.what
+        fault = Fault(
+            KEY,
+            "cannot read the file",
+            got=repr(str(file)),
+            fix=f"{why}: check it",
+        )
         raise DataError(fault) from None
     except READ_ERRORS as error:
         raise DataError(read_fault(file, error)) from None
@@ -158,18 +166,26 @@ def _paragraphs(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
 
     A line longer than a chunk counts as text, blank or not, and is not kept until its end.
     """
-    paragraph, incomplete_line, is_long = "", "", False
+    paragraph = ""
+    incomplete_line = ""
+    is_long = False  # the incomplete line began before the block, and its beginning is yielded
     for block in _decoded_blocks(file, options):
-        *lines, incomplete_line = (incomplete_line + block.text).split("\n")
-        is_rest = is_long and bool(lines)
-        is_long = len(incomplete_line) > CHUNK_CHARS or (is_long and not lines)
+        text = incomplete_line + block.text
+        *lines, incomplete_line = text.split("\n")
+        ends_long_line = is_long and bool(lines)
+        continues_long_line = is_long and not lines
+        is_long = continues_long_line or len(incomplete_line) > CHUNK_CHARS
         if is_long:
             lines.append(incomplete_line)
             incomplete_line = ""
+        last = len(lines) - 1
         for index, line in enumerate(lines):
-            is_open = is_long and index == len(lines) - 1
-            if line.strip() or is_open or (is_rest and index == 0):
-                paragraph += line if is_open else line + "\n"
+            is_open = is_long and index == last
+            is_rest = ends_long_line and index == 0
+            if line.strip() or is_open or is_rest:
+                paragraph += line
+                if not is_open:
+                    paragraph += "\n"
                 if len(paragraph) > 2 * CHUNK_CHARS:
                     *parts, paragraph = split_text(paragraph)
                     for part in parts:
@@ -178,7 +194,8 @@ def _paragraphs(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
                 yield from document_chunks(paragraph, block.at)
                 paragraph = ""
     if paragraph or incomplete_line.strip():
-        yield from document_chunks(paragraph + incomplete_line, file.stat().st_size)
+        num_bytes = file.stat().st_size
+        yield from document_chunks(paragraph + incomplete_line, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -203,7 +220,14 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
                 index = num_decoded + len(data) - len(error.object) + error.start
                 got = f"{error.object[error.start]:#04x} at byte {index}"
                 fix = "convert the file, or use the tokenizer bytes, which accepts any bytes"
-                raise DataError(Fault(KEY, f"{file} is not UTF-8 text", got, fix=fix)) from None
+                raise DataError(
+                    Fault(
+                        KEY,
+                        f"{file} is not UTF-8 text",
+                        got=got,
+                        fix=fix,
+                    )
+                ) from None
             num_decoded += len(data)
             if text:
                 yield _DecodedBlock(text, raw.tell())
@@ -226,11 +250,25 @@ def _text_of_row(row: Row, field: str) -> str:
         fix = suggest_field(field, row.fields)
         if record_format is not None:
             fix = f"--{FORMAT_KEY} {record_format}, as these are records to fine-tune on"
-        raise DataError(Fault(FIELD_KEY, what, got=repr(field), fix=fix))
+        raise DataError(
+            Fault(
+                FIELD_KEY,
+                what,
+                got=repr(field),
+                fix=fix,
+            )
+        )
     text = row.fields[field]
     if not isinstance(text, str):
         what = f"{row.where}: the field {field!r} is not text"
-        raise DataError(Fault(FIELD_KEY, what, got=type(text).__name__, need="text"))
+        raise DataError(
+            Fault(
+                FIELD_KEY,
+                what,
+                got=type(text).__name__,
+                need="text",
+            )
+        )
     return without_surrogates(text)
 
 
@@ -241,9 +279,9 @@ def without_surrogates(text: str) -> str:
 
 def suggest_field(field: str, known: Any) -> str:
     """What to do about a field that is not there."""
-    return (
-        did_you_mean(field, map(str, known)) if known else "name another field, or repair the file"
-    )
+    if known:
+        return did_you_mean(field, map(str, known))
+    return "name another field, or repair the file"
 
 
 def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:

@@ -40,9 +40,14 @@ def read_fault(file: Path, error: Exception) -> Fault:
     """What is wrong with a file whose reading raised one of `READ_ERRORS`."""
     if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
         why = error.strerror or str(error)
-        return Fault(KEY, "cannot read the file", repr(str(file)), fix=f"{why}: check it")
+        return Fault(
+            KEY,
+            "cannot read the file",
+            got=repr(str(file)),
+            fix=f"{why}: check it",
+        )
     what = f"{file} is a broken gzip file"
-    return Fault(KEY, what, str(error), fix="fetch the file again")
+    return Fault(KEY, what, got=str(error), fix="fetch the file again")
 
 
 def find_files(source: str) -> tuple[Path, ...]:
@@ -56,13 +61,21 @@ def find_files(source: str) -> tuple[Path, ...]:
     except (OSError, RuntimeError) as error:
         # a name that is too long, a folder without rights, an unknown ~user
         got = f"{source!r}: {error}"
-        raise DataError(Fault(KEY, "cannot search for files there", got)) from None
+        raise DataError(Fault(KEY, "cannot search for files there", got=got)) from None
     num_token_files = sum(file.suffix == TOKEN_SUFFIX for file in files)
     num_others = len(files) - num_token_files
     if num_token_files and num_others:
         got = f"{num_token_files} .bin and {num_others} others"
         fix = f"choose one kind: '{source}/*.bin'"
-        raise DataError(Fault(KEY, f"{source} holds text and token files", got, "one kind", fix))
+        raise DataError(
+            Fault(
+                KEY,
+                f"{source} holds text and token files",
+                got=got,
+                need="one kind",
+                fix=fix,
+            )
+        )
     return files
 
 
@@ -92,12 +105,19 @@ def _matching_files(source: str) -> tuple[Path, ...]:
         return (path,)
     if not glob.has_magic(source):
         fix = "check the path, or name stdlib: Python's own sources"
-        raise DataError(Fault(KEY, "no such file or folder", repr(source), fix=fix))
+        raise DataError(
+            Fault(
+                KEY,
+                "no such file or folder",
+                got=repr(source),
+                fix=fix,
+            )
+        )
     found = map(Path, glob.glob(str(path), recursive=True))
     files = sorted(file for file in found if file.is_file())
     if not files:
         fix = "check the pattern; ** matches folders of any depth"
-        raise DataError(Fault(KEY, "no file matches", repr(source), fix=fix))
+        raise DataError(Fault(KEY, "no file matches", got=repr(source), fix=fix))
     return tuple(files)
 
 
@@ -125,11 +145,14 @@ def _in_folder(folder: Path) -> tuple[Path, ...]:
 def _below(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Files below a folder, except hidden ones and those in excluded folders."""
     for here, folders, names in os.walk(folder, onerror=_unreadable_folder):
-        visible_folders = filter(_is_visible, folders)
-        entered = [name for name in visible_folders if name not in excluded]
+        entered = []
+        for name in folders:
+            if _is_visible(name) and name not in excluded:
+                entered.append(name)
         folders[:] = entered  # the walk reads this list
-        for name in filter(_is_visible, names):
-            yield Path(here, name)
+        for name in names:
+            if _is_visible(name):
+                yield Path(here, name)
 
 
 def _is_visible(name: str) -> bool:
@@ -147,7 +170,14 @@ def _check_in_folder(file: Path, folder: Path) -> None:
 
 def _unreadable_folder(error: OSError) -> None:
     fix = f"{error.strerror}: check its permissions"
-    raise DataError(Fault(KEY, "cannot read the folder", repr(error.filename), fix=fix))
+    raise DataError(
+        Fault(
+            KEY,
+            "cannot read the folder",
+            got=repr(error.filename),
+            fix=fix,
+        )
+    )
 
 
 def stdlib_files() -> Iterator[Path]:

@@ -53,7 +53,11 @@ class HubDataset:
                     need="hf:PATH[,CONFIG][:SPLIT]",
                 )
             )
-        return HubDataset(path, config or None, split or "train")
+        return HubDataset(
+            path=path,
+            config=config or None,
+            split=split or "train",
+        )
 
     def __str__(self) -> str:
         config = f",{self.config}" if self.config else ""
@@ -103,7 +107,12 @@ class HubDataset:
     def _rows(self) -> Any:
         datasets = _import_datasets()
         try:
-            return datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
+            return datasets.load_dataset(
+                self.path,
+                self.config,
+                split=self.split,
+                streaming=True,
+            )
         except Exception as error:  # noqa: BLE001 - whatever the library and its network raise concerns this data set
             raise self._unreadable(error) from None
 
@@ -116,7 +125,14 @@ class HubDataset:
     def _unreadable(self, error: Exception) -> DataError:
         why = str(error).partition("\n")[0][:MAX_ERROR_CHARS] or type(error).__name__
         fix = "check its name, configuration and split, and the network; or name files"
-        return DataError(Fault(KEY, f"{self} cannot be read", why, fix=fix))
+        return DataError(
+            Fault(
+                KEY,
+                f"{self} cannot be read",
+                got=why,
+                fix=fix,
+            )
+        )
 
 
 def _import_datasets() -> Any:

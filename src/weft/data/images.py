@@ -65,7 +65,15 @@ class LabelledImages:
             fix = f"--model.image_size {height}"
             if height != width:
                 fix = "crop or pad the images to squares"
-            faults.append(Fault(KEY, what, f"{height} x {width}", str(image_size), fix))
+            faults.append(
+                Fault(
+                    KEY,
+                    what,
+                    got=f"{height} x {width}",
+                    need=str(image_size),
+                    fix=fix,
+                )
+            )
         (out_of_range,) = np.nonzero(self.labels >= classes)
         if out_of_range.size:
             first = int(out_of_range[0])
@@ -153,7 +161,11 @@ def read_pair(source: str) -> LabelledImages:
                 need="equal numbers, at least one",
             )
         )
-    return LabelledImages(str(images_file), images[:, None], labels)
+    return LabelledImages(
+        name=str(images_file),
+        images=images[:, None],
+        labels=labels,
+    )
 
 
 def _find_pair(path: Path) -> tuple[Path, Path]:
@@ -172,7 +184,14 @@ def _find_pair(path: Path) -> tuple[Path, Path]:
             if candidate in names and candidate != name:
                 return folder / name, folder / candidate
     need = "train-images-idx3-ubyte and train-labels-idx1-ubyte, or such with .gz"
-    raise DataError(Fault(KEY, "no pair of IDX files", repr(str(path)), need))
+    raise DataError(
+        Fault(
+            KEY,
+            "no pair of IDX files",
+            got=repr(str(path)),
+            need=need,
+        )
+    )
 
 
 def read_idx(file: Path, *, num_dims: int) -> Bytes:
@@ -234,7 +253,12 @@ def _read_decompressed(file: Path) -> bytes:
             with gzip.open(raw) as source:
                 return source.read(MAX_IDX_BYTES + 1)
     except UnreadableFile as error:
-        fault = Fault(KEY, "cannot read the file", error.what, fix=repr(str(file)))
+        fault = Fault(
+            KEY,
+            "cannot read the file",
+            got=error.what,
+            fix=repr(str(file)),
+        )
         raise DataError(fault) from None
     except READ_ERRORS as error:
         raise DataError(read_fault(file, error)) from None

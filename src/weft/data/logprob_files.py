@@ -71,11 +71,22 @@ def check_size(samples: Samples, *, seq_len: int) -> None:
     if size > MAX_ENTRIES:
         got = f"{samples.num_samples} samples of {seq_len} positions"
         need = f"at most {MAX_ENTRIES:,} positions"
-        raise DataError(Fault(KEY, "too many reference log-probabilities", got, need, "less data"))
+        raise DataError(
+            Fault(
+                KEY,
+                "too many reference log-probabilities",
+                got=got,
+                need=need,
+                fix="less data",
+            )
+        )
 
 
 def write_references(
-    run_folder: Path, name: str, logprobs: Logprobs, data: Mapping[str, object]
+    run_folder: Path,
+    name: str,
+    logprobs: Logprobs,
+    data: Mapping[str, object],
 ) -> None:
     """Write the file of a data source; it is complete or absent.
 
@@ -96,7 +107,11 @@ def write_references(
 
 
 def read_references(
-    run_folder: Path, name: str, *, shape: tuple[int, int], data: Mapping[str, object]
+    run_folder: Path,
+    name: str,
+    *,
+    shape: tuple[int, int],
+    data: Mapping[str, object],
 ) -> Logprobs:
     """The log-probabilities of a data source.
 
@@ -114,7 +129,15 @@ def read_references(
     for key, value in expected.items():
         if facts.get(key) != value:
             what = f"{file} holds log-probabilities of other data: {key} differs"
-            raise DataError(Fault(KEY, what, str(facts.get(key)), str(value), _fix(folder)))
+            raise DataError(
+                Fault(
+                    KEY,
+                    what,
+                    got=str(facts.get(key)),
+                    need=str(value),
+                    fix=_fix(folder),
+                )
+            )
     size = shape[0] * shape[1] * DTYPE.itemsize
     try:
         with open_regular(file, within=folder) as source:

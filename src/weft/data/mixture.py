@@ -75,7 +75,8 @@ class MixtureSampler:
     def shares(self) -> tuple[float, ...]:
         """Exact share of each source."""
         total = sum(self.counts)
-        return tuple(count / total for count in self.counts)
+        shares = [count / total for count in self.counts]
+        return tuple(shares)
 
 
 def make_mixture_sampler(weights: Sequence[float]) -> MixtureSampler:
@@ -86,18 +87,29 @@ def make_mixture_sampler(weights: Sequence[float]) -> MixtureSampler:
         DataError: a source that would have no place.
     """
     total = sum(weights)
-    shares = [weight / total * CYCLE for weight in weights]
-    counts = [math.floor(share) for share in shares]
-    rounded_up_by = [count - share for count, share in zip(counts, shares, strict=True)]
-    by_remainder = sorted(range(len(shares)), key=rounded_up_by.__getitem__)
+    counts: list[int] = []
+    rounded_up_by: list[float] = []
+    for weight in weights:
+        share = weight / total * CYCLE
+        count = math.floor(share)
+        counts.append(count)
+        rounded_up_by.append(count - share)
+    sources = range(len(weights))
+    by_remainder = sorted(sources, key=rounded_up_by.__getitem__)
     num_left = CYCLE - sum(counts)
     for source in by_remainder[:num_left]:
         counts[source] += 1
     if 0 in counts:
-        weight = weights[counts.index(0)]
-        got = f"{weight:g} of {total:g}"
-        need = f"at least 1/{CYCLE} of the sum"
-        raise DataError(Fault(KEY, "a weight is too small", got, need))
+        without_place = counts.index(0)
+        weight = weights[without_place]
+        raise DataError(
+            Fault(
+                KEY,
+                "a weight is too small",
+                got=f"{weight:g} of {total:g}",
+                need=f"at least 1/{CYCLE} of the sum",
+            )
+        )
     return MixtureSampler(tuple(counts))
 
 
@@ -124,7 +136,15 @@ def read_mix(words: Sequence[str]) -> Mapping[str, float]:
             )
         elif weight is None or not 0 < weight < math.inf:
             what = f"the weight of {source} is not valid"
-            faults.append(Fault(KEY, what, repr(text), "a number above 0", f'"{source}=0.5"'))
+            faults.append(
+                Fault(
+                    KEY,
+                    what,
+                    got=repr(text),
+                    need="a number above 0",
+                    fix=f'"{source}=0.5"',
+                )
+            )
         elif source in weights:
             faults.append(
                 Fault(

@@ -26,7 +26,13 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-def samples_of_step(step: int, *, global_size: int, num_samples: int, seed: int) -> Ints:
+def samples_of_step(
+    step: int,
+    *,
+    global_size: int,
+    num_samples: int,
+    seed: int,
+) -> Ints:
     """Samples of step `step` (from 0), in the order that `layout_of` distributes.
 
     Steps follow each other without a gap: where an epoch ends inside a step, the next epoch's
@@ -59,20 +65,23 @@ def epoch_order(places: Ints, num_samples: int, *, seed: int) -> Ints:
     epochs, inside = np.divmod(places, num_samples)
     samples = np.empty(len(places), dtype=np.int64)
     for epoch in np.unique(epochs):
-        in_epoch = epochs == epoch
         key = hash_numbers(seed, int(epoch))
-        samples[in_epoch] = permuted(inside[in_epoch], num_samples, key=key)
+        in_epoch = epochs == epoch
+        places_in_epoch = inside[in_epoch]
+        samples[in_epoch] = permuted(places_in_epoch, num_samples, key=key)
     return samples
 
 
 def uniform_draws(numbers: Ints, *, seed: int) -> NDArray[np.float64]:
     """For each number a uniform draw from [0, 1), a function of seed and number alone."""
+    one = np.uint64(1)
     key = np.uint64(hash_numbers(seed, UNIFORM_KEY))
-    increments = numbers.astype(np.uint64) + np.uint64(1)
-    words = _hashed(increments * np.uint64(_GOLDEN_RATIO))
-    words = _hashed(words + key)
+    increments = numbers.astype(np.uint64) + one
+    states = increments * np.uint64(_GOLDEN_RATIO)
+    words = _hashed(_hashed(states) + key)
     highest_53_bits = words >> np.uint64(11)
-    return highest_53_bits.astype(np.float64) / 2**53
+    fractions = highest_53_bits.astype(np.float64)
+    return fractions / 2**53
 
 
 def layout_of(
@@ -114,7 +123,11 @@ def permuted(places: Ints, length: int, *, key: int) -> Ints:
     return images.astype(np.int64)
 
 
-def _feistel(numbers: _Words, half_bits: np.uint64, round_keys: list[np.uint64]) -> _Words:
+def _feistel(
+    numbers: _Words,
+    half_bits: np.uint64,
+    round_keys: list[np.uint64],
+) -> _Words:
     one = np.uint64(1)
     low_mask = (one << half_bits) - one
     left = numbers >> half_bits

@@ -83,7 +83,7 @@ class Rows:
 
 def single_rows(num_items: int) -> Rows:
     """One item a row, in their order."""
-    return Rows(np.arange(num_items), np.arange(num_items + 1))
+    return Rows(items=np.arange(num_items), bounds=np.arange(num_items + 1))
 
 
 def pack_rows(lengths: Ints, capacity: int) -> Rows:
@@ -116,4 +116,7 @@ def pack_rows(lengths: Ints, capacity: int) -> Rows:
             rooms |= 1 << left
     counts = [len(row) for row in rows]
     items = [item for row in rows for item in row]
-    return Rows(np.array(items, dtype=np.int64), np.cumsum([0, *counts], dtype=np.int64))
+    return Rows(
+        items=np.array(items, dtype=np.int64),
+        bounds=np.cumsum([0, *counts], dtype=np.int64),
+    )

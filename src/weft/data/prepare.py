@@ -85,7 +85,11 @@ class PrepareOptions:
     chat_template: str | None = None
 
 
-def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress) -> PreparedMeta:
+def prepare(
+    options: PrepareOptions,
+    out: Path,
+    progress: Progress = no_progress,
+) -> PreparedMeta:
     """Write the folder `out`; returns its metadata.
 
     Raises:
@@ -107,13 +111,22 @@ def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress
         temporary.mkdir(parents=True)
     except OSError as error:
         got = f"{str(out)!r}: {error.strerror}"
-        raise DataError(Fault("out", "the folder cannot be created", got, "a folder")) from None
+        raise DataError(
+            Fault("out", "the folder cannot be created", got=got, need="a folder")
+        ) from None
     try:
         meta = _write_folder(temporary, options, inputs, progress)
         temporary.rename(out)
     except OSError as error:
         got = f"{str(out)!r}: {error.strerror}"
-        raise DataError(Fault("out", "cannot be written", got, fix="make room")) from None
+        raise DataError(
+            Fault(
+                "out",
+                "cannot be written",
+                got=got,
+                fix="make room",
+            )
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return meta
@@ -134,7 +147,14 @@ def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
         inputs.update(dict.fromkeys(files))
     for file in inputs:
         if isinstance(file, Path) and file.suffix == TOKEN_SUFFIX:
-            raise DataError(Fault(KEY, "holds tokens already", str(file), "text, JSONL or parquet"))
+            raise DataError(
+                Fault(
+                    KEY,
+                    "holds tokens already",
+                    got=str(file),
+                    need="text, JSONL or parquet",
+                )
+            )
     return tuple(inputs)
 
 
@@ -164,11 +184,16 @@ def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChun
 
 
 def _num_bytes(source: Input) -> int:
-    return source.num_bytes if isinstance(source, HubDataset) else source.stat().st_size
+    if isinstance(source, HubDataset):
+        return source.num_bytes
+    return source.stat().st_size
 
 
 def _write_folder(
-    folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress
+    folder: Path,
+    options: PrepareOptions,
+    inputs: Sequence[Input],
+    progress: Progress,
 ) -> PreparedMeta:
     total_bytes = sum(_num_bytes(source) for source in inputs)
     tokenizer = _make_tokenizer(folder, options, inputs, progress)
@@ -193,14 +218,32 @@ def _write_folder(
             writer = TokenWriter(folder / split, np.dtype(dtype), has_mask=reader is not None)
             writers[split] = stack.enter_context(writer)
         if reader is None:
-            _encode_text(inputs, writers, round_trip, options=options, report=report)
+            _encode_text(
+                inputs,
+                writers,
+                round_trip,
+                options=options,
+                report=report,
+            )
         else:
             num_shared = _encode_records(
-                inputs, reader, writers, round_trip, options=options, report=report
+                inputs,
+                reader,
+                writers,
+                round_trip,
+                options=options,
+                report=report,
             )
     if not writers["train"].num_tokens:
         files = counted(len(inputs), "file")
-        raise DataError(Fault(KEY, "is empty", f"no text in {files}", "some text"))
+        raise DataError(
+            Fault(
+                KEY,
+                "is empty",
+                got=f"no text in {files}",
+                need="some text",
+            )
+        )
     if reader is not None:
         _store_template(folder, reader)
     meta = PreparedMeta(
@@ -240,7 +283,11 @@ def _store_template(folder: Path, reader: RecordReader) -> None:
     if reader.template is None:
         return
     _write_synced(folder / TEMPLATE_FILE, reader.template.text.encode())
-    special = json.dumps(dict(reader.template.special_tokens), indent=1, ensure_ascii=False)
+    special = json.dumps(
+        dict(reader.template.special_tokens),
+        indent=1,
+        ensure_ascii=False,
+    )
     _write_synced(folder / TOKENIZER_CONFIG, f"{special}\n".encode())
 
 
@@ -263,10 +310,21 @@ def _encode_records(
     for source in inputs:
         if isinstance(source, HubDataset):
             fix = "write the data set as JSONL or parquet files and name them"
-            raise DataError(Fault(FORMAT_KEY, "hf: is read as text alone", str(source), fix=fix))
+            raise DataError(
+                Fault(
+                    FORMAT_KEY,
+                    "hf: is read as text alone",
+                    got=str(source),
+                    fix=fix,
+                )
+            )
         for record in reader.read(source):
             encoded = encode_record(record, tokenizer)
-            (is_kept,) = is_valid([num_records], share=options.valid, seed=options.seed)
+            (is_kept,) = is_valid(
+                [num_records],
+                share=options.valid,
+                seed=options.seed,
+            )
             writer = writers["valid" if is_kept else "train"]
             for text, document in zip(record.texts, encoded.documents, strict=True):
                 writer.add_masked(document.ids, document.mask)
@@ -284,9 +342,14 @@ def _encode_records(
 
 
 def _all_block_checksums(folder: Path) -> dict[str, tuple[int, ...]]:
-    names = [f"{split}{suffix}" for split in SPLITS for suffix in (".bin", ".idx", ".mask")]
-    written = [name for name in names if (folder / name).exists()]
-    return {name: block_checksums(folder / name) for name in written}
+    """File name -> checksums of its blocks, of all files that were written."""
+    checksums = {}
+    for split in SPLITS:
+        for suffix in (".bin", ".idx", ".mask"):
+            file = folder / f"{split}{suffix}"
+            if file.exists():
+                checksums[file.name] = block_checksums(file)
+    return checksums
 
 
 def _encode_text(
@@ -304,7 +367,10 @@ def _encode_text(
         split_on=options.split_on,
         allow_any_bytes=isinstance(tokenizer, ByteTokenizer),
     )
-    end_tokens = [] if tokenizer.end is None else [tokenizer.end]
+    if tokenizer.end is None:
+        end_tokens = []
+    else:
+        end_tokens = [tokenizer.end]
     num_documents = 0
     for batch in _batches(read_all(inputs, read_options)):
         encoded = tokenizer.encode_batch([chunk.text for chunk in batch])
@@ -312,7 +378,11 @@ def _encode_text(
         for chunk in batch:
             numbers.append(num_documents)
             num_documents += chunk.ends
-        kept_for_validation = is_valid(numbers, share=options.valid, seed=options.seed)
+        kept_for_validation = is_valid(
+            numbers,
+            share=options.valid,
+            seed=options.seed,
+        )
         for number, chunk, tokens, is_kept in zip(
             numbers, batch, encoded, kept_for_validation, strict=True
         ):
@@ -339,7 +409,10 @@ def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
 
 
 def _make_tokenizer(
-    folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress
+    folder: Path,
+    options: PrepareOptions,
+    inputs: Sequence[Input],
+    progress: Progress,
 ) -> Tokenizer:
     """The tokenizer of the options, trained if they say so; its file is stored in the folder."""
     if options.tokenizer == BYTES:
@@ -354,7 +427,9 @@ def _make_tokenizer(
 
 
 def _training_texts(
-    options: PrepareOptions, inputs: Sequence[Input], progress: Progress
+    options: PrepareOptions,
+    inputs: Sequence[Input],
+    progress: Progress,
 ) -> Iterator[str]:
     """Every chunk, or a uniform sample of them where there are many; a function of the options."""
     total_bytes = max(sum(_num_bytes(source) for source in inputs), 1)

@@ -95,7 +95,10 @@ class Prepared:
         Raises:
             DataError: it is missing, or it has another hash.
         """
-        name = BYTES if self.meta.tokenizer == BYTES else str(self.folder / FILE)
+        if self.meta.tokenizer == BYTES:
+            name = BYTES
+        else:
+            name = str(self.folder / FILE)
         tokenizer = open_tokenizer(name, within=self.folder)
         if tokenizer.sha256 != self.meta.tokenizer_sha256:
             got = f"sha256 {tokenizer.sha256[:12]}"
@@ -130,15 +133,22 @@ class Prepared:
     def files(self, split: Split) -> tuple[tuple[Path, str], ...]:
         """The files of a split with the SHA-256 of each."""
         info = self.meta.splits[split]
-        hashes = {".bin": info.sha256, ".idx": info.bounds_sha256}
+        hashes = {
+            ".bin": info.sha256,
+            ".idx": info.bounds_sha256,
+        }
         if self.meta.record_format != TEXT:
             hashes[".mask"] = info.mask_sha256
-        return tuple((self.folder / f"{split}{suffix}", each) for suffix, each in hashes.items())
+        found = []
+        for suffix, sha256 in hashes.items():
+            file = self.folder / f"{split}{suffix}"
+            found.append((file, sha256))
+        return tuple(found)
 
     def bounds(self, split: Split) -> BoundsFile:
         """Index of every document's first token, and the number of tokens."""
         num_bounds = self.meta.splits[split].documents + 1
-        return BoundsFile(self.folder / f"{split}.idx", num_bounds)
+        return BoundsFile(path=self.folder / f"{split}.idx", length=num_bounds)
 
     def damage(self) -> Iterator[str]:
         """Files whose content differs from what was written; reads everything."""
@@ -194,14 +204,20 @@ def prepared_of(source: str) -> Prepared | None:
     path = Path(os.path.expanduser(source))
     names_split = path.suffix == TOKEN_SUFFIX and path.stem in SPLITS
     folder = path.parent if names_split else path
-    return open_prepared(folder) if is_prepared(folder) else None
+    if is_prepared(folder):
+        return open_prepared(folder)
+    return None
 
 
 def sources_of(data: DataConfig) -> tuple[str, ...]:
     """The sources of a run, without their weights."""
     if not data.mix:
         return (data.source,)
-    return tuple(word.rpartition("=")[0] for word in data.mix)
+    sources = []
+    for entry in data.mix:
+        source, _, _ = entry.rpartition("=")
+        sources.append(source)
+    return tuple(sources)
 
 
 def agreed_tokenizer(prepared: Prepared, data: DataConfig) -> Tokenizer:
@@ -214,7 +230,15 @@ def agreed_tokenizer(prepared: Prepared, data: DataConfig) -> Tokenizer:
     if data.tokenizer != BYTES and open_tokenizer(data.tokenizer).sha256 != own.sha256:
         what = f"is not the tokenizer that prepared {prepared.folder}"
         fix = "omit data.tokenizer: a prepared folder has its own"
-        raise DataError(Fault(TOKENIZER_KEY, what, data.tokenizer, own.name, fix))
+        raise DataError(
+            Fault(
+                TOKENIZER_KEY,
+                what,
+                got=data.tokenizer,
+                need=own.name,
+                fix=fix,
+            )
+        )
     return own
 
 
@@ -231,8 +255,16 @@ def _read_meta(file: Path) -> PreparedMeta:
     try:
         text = read_bytes(file, max_bytes=MAX_META_BYTES, within=file.parent)
     except UnreadableFile as error:
-        missing = Fault(KEY, f"{file.parent} lacks {META}", error.what, fix=PREPARE_AGAIN)
-        fault = missing if error.is_missing else error.fault(KEY, fix=PREPARE_AGAIN)
+        missing = Fault(
+            KEY,
+            f"{file.parent} lacks {META}",
+            got=error.what,
+            fix=PREPARE_AGAIN,
+        )
+        if error.is_missing:
+            fault = missing
+        else:
+            fault = error.fault(KEY, fix=PREPARE_AGAIN)
         raise DataError(fault) from None
     try:
         meta = PreparedMeta.model_validate_json(text)
@@ -262,12 +294,22 @@ def _read_meta(file: Path) -> PreparedMeta:
     if meta.vocab > max_vocab or (meta.end or 0) >= meta.vocab:
         got, need = f"vocab {meta.vocab}, end {meta.end}", f"end < vocab <= {max_vocab}"
         raise DataError(
-            Fault(KEY, f"{file} contradicts itself: {meta.dtype}", got, need, PREPARE_AGAIN)
+            Fault(
+                KEY,
+                f"{file} contradicts itself: {meta.dtype}",
+                got=got,
+                need=need,
+                fix=PREPARE_AGAIN,
+            )
         )
     return meta
 
 
-def _file_faults(folder: Path, meta: PreparedMeta, split: Split) -> Iterator[Fault]:
+def _file_faults(
+    folder: Path,
+    meta: PreparedMeta,
+    split: Split,
+) -> Iterator[Fault]:
     info = meta.splits[split]
     tokens_size = info.tokens * np.dtype(meta.dtype).itemsize
     bounds_size = (info.documents + 1) * BOUND.itemsize
@@ -284,7 +326,14 @@ def _file_faults(folder: Path, meta: PreparedMeta, split: Split) -> Iterator[Fau
             continue
         found = file.stat().st_size
         if found != size:
-            what = f"{file} is truncated" if found < size else f"{file} is too long"
+            if found < size:
+                what = f"{file} is truncated"
+            else:
+                what = f"{file} is too long"
             yield Fault(
-                KEY, what, counted(found, "byte"), f"{size} as {META} states", PREPARE_AGAIN
+                KEY,
+                what,
+                got=counted(found, "byte"),
+                need=f"{size} as {META} states",
+                fix=PREPARE_AGAIN,
             )

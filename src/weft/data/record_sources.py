@@ -79,7 +79,13 @@ def _any_parquet_rows(file: Path) -> Iterator[Row]:
     return parquet_rows(file, check=note_names, columns=names)
 
 
-def open_records(source: str, data: DataConfig, *, vocab: int, split: Split) -> ConversationSamples:
+def open_records(
+    source: str,
+    data: DataConfig,
+    *,
+    vocab: int,
+    split: Split,
+) -> ConversationSamples:
     """The records of a source as samples, for a model with `vocab` ids.
 
     Raises:
@@ -88,16 +94,28 @@ def open_records(source: str, data: DataConfig, *, vocab: int, split: Split) -> 
     """
     prepared = prepared_of(source)
     if prepared is not None:
-        conversations = _open_prepared(source, prepared, data, vocab=vocab, split=split)
+        conversations = _open_prepared(
+            source,
+            prepared,
+            data,
+            vocab=vocab,
+            split=split,
+        )
     else:
         conversations = _encode_in_memory(source, data, vocab=vocab)
-    packing = "documents" if data.packing == AUTO else data.packing
+    if data.packing == AUTO:
+        packing = "documents"
+    else:
+        packing = data.packing
     if packing == "stream":
         what = "records stay whole: they are no stream of tokens"
         fix = "leave data.packing out: documents packs several into a sequence, single one"
         raise DataError(Fault(PACKING_KEY, what, got="stream", fix=fix))
     samples = ConversationSamples(
-        conversations, data.seq_len, source, cast(Literal["documents", "single"], packing)
+        data=conversations,
+        seq_len=data.seq_len,
+        source=source,
+        packing=cast(Literal["documents", "single"], packing),
     )
     _check_longest(samples, data)
     return samples
@@ -127,15 +145,25 @@ def make_reader(
         if template is not None:
             raise
         no_template = error
-    wanted = None if record_format == AUTO else cast(RecordFormat, record_format)
+    if record_format == AUTO:
+        wanted = None
+    else:
+        wanted = cast(RecordFormat, record_format)
     end_text = tokenizer.end_text
     if found is not None:
         end_text = found.special_tokens.get("eos_token", end_text)
-    return RecordReader(wanted, found, end_text, no_template)
+    return RecordReader(
+        format=wanted,
+        template=found,
+        end_text=end_text,
+        no_template=no_template,
+    )
 
 
 def encode_records(
-    files: Iterable[Path], reader: RecordReader, tokenizer: Tokenizer
+    files: Iterable[Path],
+    reader: RecordReader,
+    tokenizer: Tokenizer,
 ) -> Iterator[EncodedRecord]:
     """The tokens and masks of all records.
 
@@ -158,7 +186,12 @@ def encode_record(record: RenderedRecord, tokenizer: Tokenizer) -> EncodedRecord
         fix = "remove the record"
         raise DataError(Fault(FORMAT_KEY, f"{record.where} is empty: it has no tokens", fix=fix))
     num_chars = sum(len(text.text) for text in record.texts)
-    return EncodedRecord(documents, record.where, record.at, num_chars)
+    return EncodedRecord(
+        documents=documents,
+        where=record.where,
+        at=record.at,
+        num_chars=num_chars,
+    )
 
 
 def check_date(template: ChatTemplate | None) -> None:
@@ -181,35 +214,68 @@ def _check_longest(samples: ConversationSamples, data: DataConfig) -> None:
     what = f"{samples.table.num_cut} texts of {samples.source} are longer than the sequence"
     fix = f"--data.seq_len {longest * samples.data.group}, or --data.long split, which cuts them"
     need = f"at most {data.seq_len}"
-    raise DataError(Fault("data.long", what, f"up to {longest} tokens", need, fix))
+    raise DataError(
+        Fault(
+            "data.long",
+            what,
+            got=f"up to {longest} tokens",
+            need=need,
+            fix=fix,
+        )
+    )
 
 
 def _open_prepared(
-    source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
+    source: str,
+    prepared: Prepared,
+    data: DataConfig,
+    *,
+    vocab: int,
+    split: Split,
 ) -> Conversations:
     stored = prepared.meta.record_format
     if data.format not in (TEXT, AUTO, stored):
         fix = f"omit data.format: the folder holds its own, {stored}"
         what = f"is not what {prepared.folder} was prepared as"
-        raise DataError(Fault(FORMAT_KEY, what, data.format, stored, fix))
+        raise DataError(
+            Fault(
+                FORMAT_KEY,
+                what,
+                got=data.format,
+                need=stored,
+                fix=fix,
+            )
+        )
     if data.chat_template is not None:
         what = f"{prepared.folder} was prepared with its own"
         fix = f"omit data.chat_template, or {PREPARE_AGAIN}"
-        raise DataError(Fault(TEMPLATE_KEY, what, data.chat_template, fix=fix))
+        raise DataError(Fault(TEMPLATE_KEY, what, got=data.chat_template, fix=fix))
     check_vocab(agreed_tokenizer(prepared, data), vocab)
     part = split_of(source, split)
     stream = prepared.stream(part, vocab=vocab)
     if not len(stream):
-        raise DataError(Fault(KEY, "is empty", f"0 tokens in {stream.files[0]}", "some records"))
+        raise DataError(
+            Fault(
+                KEY,
+                "is empty",
+                got=f"0 tokens in {stream.files[0]}",
+                need="some records",
+            )
+        )
     return Conversations(
-        stream,
-        prepared.mask(part),
+        stream=stream,
+        mask=prepared.mask(part),
         group=PAIR if stored == PREFERENCE else 1,
         num_shared=prepared.meta.num_shared,
     )
 
 
-def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversations:
+def _encode_in_memory(
+    source: str,
+    data: DataConfig,
+    *,
+    vocab: int,
+) -> Conversations:
     tokenizer = open_tokenizer(data.tokenizer)
     check_vocab(tokenizer, vocab)
     reader = make_reader(data.format, data.chat_template, tokenizer)
@@ -226,7 +292,14 @@ def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversat
             lengths.append(len(document.ids))
             num_shared += document.has_shared_token
     if not ids:
-        raise DataError(Fault(KEY, "is empty", f"no record in {source}", "some records"))
+        raise DataError(
+            Fault(
+                KEY,
+                "is empty",
+                got=f"no record in {source}",
+                need="some records",
+            )
+        )
     stream = TokenStream(
         files=files[:1],
         parts=(np.array(ids, dtype=np.uint32),),
@@ -234,7 +307,12 @@ def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversat
         documents=np.cumsum([0, *lengths], dtype=np.int64),
     )
     group = PAIR if reader.format == PREFERENCE else 1
-    return Conversations(stream, np.concatenate(masks), group, num_shared)
+    return Conversations(
+        stream=stream,
+        mask=np.concatenate(masks),
+        group=group,
+        num_shared=num_shared,
+    )
 
 
 def _small(records: Iterable[EncodedRecord], files: tuple[Path, ...]) -> Iterator[EncodedRecord]:
@@ -251,6 +329,8 @@ def _small(records: Iterable[EncodedRecord], files: tuple[Path, ...]) -> Iterato
             got = f"more than {MAX_CHARS_IN_MEMORY:,} characters"
             need = "less, or a prepared folder"
             raise DataError(
-                Fault(KEY, "is too large to be tokenized at every start", got, need, fix)
+                Fault(
+                    KEY, "is too large to be tokenized at every start", got=got, need=need, fix=fix
+                )
             )
         yield record

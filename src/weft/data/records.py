@@ -78,7 +78,11 @@ class RecordReader:
             for row in self._rows(file):
                 fields = cast(dict[str, Any], _without_nulls(row.fields))
                 texts = tuple(self._texts(fields, row.where))
-                yield RenderedRecord(texts, row.where, row.at)
+                yield RenderedRecord(
+                    texts=texts,
+                    where=row.where,
+                    at=row.at,
+                )
 
     def _rows(self, file: Path) -> Iterator[Row]:
         match kind_of(file):
@@ -87,19 +91,28 @@ class RecordReader:
             case ".parquet":
                 return self._parquet_rows(file)
         need = f"{LINES_SUFFIX} or {TABLE_SUFFIX} files"
-        raise DataError(Fault(FORMAT_KEY, f"{file} holds no records", self._name, need))
+        raise DataError(
+            Fault(
+                FORMAT_KEY,
+                f"{file} holds no records",
+                got=self._name,
+                need=need,
+            )
+        )
 
     @property
     def _name(self) -> str:
         return self.format or "auto"
 
     def _parquet_rows(self, file: Path) -> Iterator[Row]:
-        columns = {name for names in RECORD_FIELDS.values() for name in names}
+        columns = set(OPTIONAL_FIELDS)
+        for names in RECORD_FIELDS.values():
+            columns.update(names)
 
         def check(schema: Any) -> None:
             self._check_fields(schema.names, f"{file} columns")
 
-        return parquet_rows(file, check=check, columns={*columns, *OPTIONAL_FIELDS})
+        return parquet_rows(file, check=check, columns=columns)
 
     def _check_fields(self, names: Sequence[str], where: str) -> None:
         """Check that a record is of the format, or choose the format by the first one."""
@@ -114,10 +127,25 @@ class RecordReader:
         got = ", ".join(names) or "none"
         need = ", ".join(RECORD_FIELDS[self.format])
         what = f"{where} has no {missing[0]!r}, which every {self.format} record has"
-        fix = f"--{FORMAT_KEY} {found}, or one format a file" if found else "repair the record"
-        raise DataError(Fault(FORMAT_KEY, what, f"the fields {got}", need, fix))
+        if found:
+            fix = f"--{FORMAT_KEY} {found}, or one format a file"
+        else:
+            fix = "repair the record"
+        raise DataError(
+            Fault(
+                FORMAT_KEY,
+                what,
+                got=f"the fields {got}",
+                need=need,
+                fix=fix,
+            )
+        )
 
-    def _texts(self, fields: Mapping[str, Any], where: str) -> Iterator[AnswerText]:
+    def _texts(
+        self,
+        fields: Mapping[str, Any],
+        where: str,
+    ) -> Iterator[AnswerText]:
         self._check_fields(tuple(fields), where)
         match self.format:
             case "chat":
@@ -133,7 +161,12 @@ class RecordReader:
                 yield self._completion(fields, "chosen", where)
                 yield self._completion(fields, "rejected", where)
 
-    def _chat(self, value: Any, fields: Mapping[str, Any], where: str) -> AnswerText:
+    def _chat(
+        self,
+        value: Any,
+        fields: Mapping[str, Any],
+        where: str,
+    ) -> AnswerText:
         messages = check_messages(value, "messages", where)
         if all(message["role"] != ASSISTANT for message in messages):
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
@@ -173,7 +206,12 @@ class RecordReader:
             if without == text:
                 raise TemplateFault(f"it leaves out messages of the role {role!r}")
 
-    def _completion(self, fields: Mapping[str, Any], answer_name: str, where: str) -> AnswerText:
+    def _completion(
+        self,
+        fields: Mapping[str, Any],
+        answer_name: str,
+        where: str,
+    ) -> AnswerText:
         prompt, answer = fields["prompt"], fields[answer_name]
         if isinstance(prompt, list) and isinstance(answer, list):
             return self._completion_messages(fields, answer_name, where)
@@ -182,17 +220,29 @@ class RecordReader:
         if not answer.endswith(self.end_text):
             answer += self.end_text
         span = (len(prompt), len(prompt) + len(answer))
-        return AnswerText(prompt + answer, (span,), prompt, adds_special=True)
+        return AnswerText(
+            text=prompt + answer,
+            answers=(span,),
+            prompt=prompt,
+            adds_special=True,
+        )
 
     def _completion_messages(
-        self, fields: Mapping[str, Any], answer_name: str, where: str
+        self,
+        fields: Mapping[str, Any],
+        answer_name: str,
+        where: str,
     ) -> AnswerText:
         prompt = check_messages(fields["prompt"], "prompt", where)
         answer = check_messages(fields[answer_name], answer_name, where)
         template = self._needed_template()
         tools = fields.get("tools")
         try:
-            before = template.render(prompt, tools=tools, add_generation_prompt=True)
+            before = template.render(
+                prompt,
+                tools=tools,
+                add_generation_prompt=True,
+            )
             text = template.render([*prompt, *answer], tools=tools)
             self._check_roles(template, [*prompt, *answer], text, tools)
             if not text.startswith(before):
@@ -201,7 +251,11 @@ class RecordReader:
                 )
         except TemplateFault as error:
             raise template_fault(template, error, where) from None
-        return AnswerText(text, ((len(before), len(text)),), before)
+        return AnswerText(
+            text=text,
+            answers=((len(before), len(text)),),
+            prompt=before,
+        )
 
     def _needed_template(self) -> ChatTemplate:
         if self.template is None:
@@ -217,7 +271,14 @@ def _unknown_format(names: Sequence[str], where: str) -> DataError:
         kinds.append(f"{name}: {', '.join(needed)}")
     got = ", ".join(names) or "none"
     what = f"{where}: the fields are of no known format"
-    return DataError(Fault(FORMAT_KEY, what, got, "; ".join(kinds)))
+    return DataError(
+        Fault(
+            FORMAT_KEY,
+            what,
+            got=got,
+            need="; ".join(kinds),
+        )
+    )
 
 
 def check_messages(value: Any, name: str, where: str) -> list[Message]:
@@ -227,15 +288,20 @@ def check_messages(value: Any, name: str, where: str) -> list[Message]:
         DataError: it is another value.
     """
     if not isinstance(value, list):
-        got, need = type(value).__name__, "a list of messages"
-        raise _record_fault(f"{where}: {name!r} is no list", got=got, need=need)
+        raise _record_fault(
+            f"{where}: {name!r} is no list",
+            got=type(value).__name__,
+            need="a list of messages",
+        )
     if not value:
         raise _record_fault(f"{where}: {name!r} is empty", need="one message at least")
     for number, message in enumerate(value, start=1):
         problem = _message_problem(message)
         if problem:
-            need = '{"role": "user", "content": "..."}'
-            raise _record_fault(f"{where}: message {number} of {name!r} {problem}", need=need)
+            raise _record_fault(
+                f"{where}: message {number} of {name!r} {problem}",
+                need='{"role": "user", "content": "..."}',
+            )
     return value
 
 
@@ -259,10 +325,13 @@ def check_text(value: Any, name: str, where: str) -> str:
     Raises:
         DataError: it is another value.
     """
-    if not isinstance(value, str):
-        got, need = type(value).__name__, "text"
-        raise _record_fault(f"{where}: {name!r} is not text", got=got, need=need)
-    return value
+    if isinstance(value, str):
+        return value
+    raise _record_fault(
+        f"{where}: {name!r} is not text",
+        got=type(value).__name__,
+        need="text",
+    )
 
 
 def _instruction_messages(fields: Mapping[str, Any], where: str) -> list[Message]:
@@ -270,8 +339,13 @@ def _instruction_messages(fields: Mapping[str, Any], where: str) -> list[Message
     instruction = check_text(fields["instruction"], "instruction", where)
     context = check_text(fields.get("input", ""), "input", where)
     output = check_text(fields["output"], "output", where)
-    content = f"{instruction}\n\n{context}" if context else instruction
-    return [{"role": "user", "content": content}, {"role": ASSISTANT, "content": output}]
+    question = instruction
+    if context:
+        question = f"{instruction}\n\n{context}"
+    return [
+        {"role": "user", "content": question},
+        {"role": ASSISTANT, "content": output},
+    ]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -286,8 +360,24 @@ def _without_nulls(value: Any) -> Any:
         return kept
     if isinstance(value, list):
         return [_without_nulls(inner) for inner in value]
-    return without_surrogates(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return without_surrogates(value)
+    return value
 
 
-def _record_fault(what: str, *, got: str = "", need: str = "", fix: str = "") -> DataError:
-    return DataError(Fault(FORMAT_KEY, what, got, need, fix or "repair or remove the record"))
+def _record_fault(
+    what: str,
+    *,
+    got: str = "",
+    need: str = "",
+    fix: str = "",
+) -> DataError:
+    return DataError(
+        Fault(
+            FORMAT_KEY,
+            what,
+            got=got,
+            need=need,
+            fix=fix or "repair or remove the record",
+        )
+    )

@@ -28,7 +28,12 @@ class RoundTrip:
         self._is_exact = self.tokenizer.name == BYTES
 
     def check(
-        self, text: str, tokens: Sequence[int], *, document: int, adds_special: bool = False
+        self,
+        text: str,
+        tokens: Sequence[int],
+        *,
+        document: int,
+        adds_special: bool = False,
     ) -> None:
         """Compare a text with its tokens.
 
@@ -48,10 +53,12 @@ class RoundTrip:
 
 def describe_difference(text: str, decoded: str) -> str:
     """The texts around the first character in which they differ."""
+    length = min(len(text), len(decoded))
     index = 0
-    while index < min(len(text), len(decoded)) and text[index] == decoded[index]:
+    while index < length and text[index] == decoded[index]:
         index += 1
     start = max(index - SHOWN_CHARS // 2, 0)
-    before = text[start : start + SHOWN_CHARS]
-    after = decoded[start : start + SHOWN_CHARS]
+    stop = start + SHOWN_CHARS
+    before = text[start:stop]
+    after = decoded[start:stop]
     return f"{before!r} becomes {after!r} at character {index}"

@@ -54,7 +54,9 @@ def detect_format(names: Collection[str]) -> str | None:
 
 def decompressed(raw: IO[bytes], file: Path) -> IO[bytes]:
     """The content of an open file, which may be a gzip file."""
-    return cast(IO[bytes], gzip.open(raw)) if file.suffix == GZIP_SUFFIX else raw
+    if file.suffix == GZIP_SUFFIX:
+        return cast(IO[bytes], gzip.open(raw))
+    return raw
 
 
 def jsonl_rows(file: Path) -> Iterator[Row]:
@@ -70,11 +72,22 @@ def jsonl_rows(file: Path) -> Iterator[Row]:
                 if not line.strip():
                     continue
                 where = f"{file}:{number}"
-                yield Row(_parse_object(line, where), where, raw.tell())
+                yield Row(
+                    fields=_parse_object(line, where),
+                    where=where,
+                    at=raw.tell(),
+                )
         except ValueError as error:
             what = f"{file}:{number + 1} is too long"
             fix = "one document a line, or plain text, which may have lines of any length"
-            raise DataError(Fault(KEY, what, str(error), fix=fix)) from None
+            raise DataError(
+                Fault(
+                    KEY,
+                    what,
+                    got=str(error),
+                    fix=fix,
+                )
+            ) from None
 
 
 def parquet_rows(
@@ -99,7 +112,14 @@ def parquet_rows(
         except Exception as error:  # noqa: BLE001 - the library's own errors, about the file alone
             why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
             what = f"{file} is not a parquet file"
-            raise DataError(Fault(KEY, what, got=why, fix="fetch the file again")) from None
+            raise DataError(
+                Fault(
+                    KEY,
+                    what,
+                    got=why,
+                    fix="fetch the file again",
+                )
+            ) from None
         check(table.schema_arrow)
         read_columns = [name for name in table.schema_arrow.names if name in columns]
         num_rows = max(table.metadata.num_rows, 1)
@@ -112,10 +132,18 @@ def parquet_rows(
             for fields in batch.to_pylist():
                 num_read += 1
                 at = file_bytes * num_read // num_rows
-                yield Row(fields, f"{file} row {num_read}", at)
+                yield Row(
+                    fields=fields,
+                    where=f"{file} row {num_read}",
+                    at=at,
+                )
 
 
-def _check_row_groups(metadata: Any, columns: Collection[str], file: Path) -> None:
+def _check_row_groups(
+    metadata: Any,
+    columns: Collection[str],
+    file: Path,
+) -> None:
     """Reject a file whose metadata says that some value is too long, before it is decompressed."""
     row = 0
     for index in range(metadata.num_row_groups):
@@ -132,15 +160,16 @@ def _check_row_groups(metadata: Any, columns: Collection[str], file: Path) -> No
 def _check_cells(values: Any, file: Path, *, first_row: int) -> None:
     """Reject a text that is too long, before it becomes a Python string; of lists their sum."""
     if str(values.type) not in PARQUET_TEXT_TYPES:
-        if values.nbytes > MAX_LINE_BYTES * max(len(values), 1):
+        most_bytes = MAX_LINE_BYTES * max(len(values), 1)
+        if values.nbytes > most_bytes:
             raise DataError(_long_cell(file, first_row, values.nbytes))
         return
     compute = importlib.import_module("pyarrow.compute")
     lengths = compute.binary_length(values)
     longest = compute.max(lengths).as_py() or 0
     if longest > MAX_LINE_BYTES:
-        row = first_row + compute.index(lengths, longest).as_py()
-        raise DataError(_long_cell(file, row, longest))
+        index = compute.index(lengths, longest).as_py()
+        raise DataError(_long_cell(file, first_row + index, longest))
 
 
 def _long_cell(file: Path, row: int, num_bytes: int) -> Fault:
@@ -159,10 +188,24 @@ def _parse_object(line: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:
         what = f"{where} is not JSON"
         need = "one JSON object a line"
-        raise DataError(Fault(KEY, what, got=str(error), need=need)) from None
+        raise DataError(
+            Fault(
+                KEY,
+                what,
+                got=str(error),
+                need=need,
+            )
+        ) from None
     if not isinstance(row, dict):
         what = f"{where} is not a JSON object"
-        raise DataError(Fault(KEY, what, got=type(row).__name__, need='{"text": "..."}'))
+        raise DataError(
+            Fault(
+                KEY,
+                what,
+                got=type(row).__name__,
+                need='{"text": "..."}',
+            )
+        )
     return row
 
 

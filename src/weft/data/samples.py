@@ -102,13 +102,17 @@ class SequenceSamples:
         if self.packing == "stream":
             columns = np.arange(self.seq_len, dtype=np.int64)
             positions = np.tile(columns, (len(tokens), 1))
-            return SampleArrays(inputs, targets, positions)
+            return SampleArrays(
+                inputs=inputs,
+                targets=targets,
+                positions=positions,
+            )
         packed = [pack(self.stream.document_bounds, start, self.seq_len) for start in starts]
         is_last = np.stack([window.is_last for window in packed])
         targets[is_last] = IGNORE
         return SampleArrays(
-            inputs,
-            targets,
+            inputs=inputs,
+            targets=targets,
             positions=np.stack([window.positions for window in packed]),
             documents=np.stack([window.documents for window in packed]),
         )
@@ -116,8 +120,12 @@ class SequenceSamples:
     def place(self, sample: int) -> dict[str, object]:
         """Its tokens as [first, last + 1] of the source."""
         start = sample * self.seq_len
-        tokens = [start, start + self.seq_len + 1]
-        return {"sample": sample, "source": self.source, "tokens": tokens}
+        stop = start + self.seq_len + 1
+        return {
+            "sample": sample,
+            "source": self.source,
+            "tokens": [start, stop],
+        }
 
     def facts(self) -> dict[str, object]:
         """Source, files, bytes, tokens, documents where they are known, sequences, hash; of a
@@ -224,19 +232,20 @@ class MixtureSamples:
             indices.append(own_indices)
             arrays.append(own_arrays)
         original_order = np.argsort(np.concatenate(indices))
-
-        def joined(field: str) -> NDArray[Any]:
-            values = np.concatenate([getattr(part, field) for part in arrays])
-            return values[original_order]
-
-        fields = [name for name, value in vars(arrays[0]).items() if value is not None]
-        return SampleArrays(**{name: joined(name) for name in fields})
+        joined: dict[str, NDArray[Any]] = {}
+        for name, value in vars(arrays[0]).items():
+            if value is not None:
+                values = [getattr(part, name) for part in arrays]
+                joined[name] = np.concatenate(values)[original_order]
+        return SampleArrays(**joined)
 
     def place(self, sample: int) -> dict[str, object]:
         """Its place in the source that it is of."""
         part = int(np.searchsorted(self.bounds, sample, side="right")) - 1
-        own_place = self.parts[part].place(sample - int(self.bounds[part]))
-        return {**own_place, "sample": sample}
+        first = int(self.bounds[part])
+        place = dict(self.parts[part].place(sample - first))
+        place["sample"] = sample
+        return place
 
     def facts(self) -> dict[str, object]:
         """Sources with their exact shares, sums of their sizes, a hash of their hashes."""
@@ -251,8 +260,9 @@ class MixtureSamples:
             hashes += str(own["sha256"])
         merged: dict[str, object] = {"source": ", ".join(summary)}
         for key in SUMMED_FACTS:
-            if any(key in own for own in facts):
-                merged[key] = sum(int(str(own.get(key, 0))) for own in facts)
+            numbers = [int(str(own[key])) for own in facts if key in own]
+            if numbers:
+                merged[key] = sum(numbers)
         digest = hashlib.sha256(hashes.encode()).hexdigest()
         merged["sha256"] = digest[:HASH_DIGITS]
         merged["shares"] = shares

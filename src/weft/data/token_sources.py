@@ -23,7 +23,11 @@ once.
 
 
 def open_source(
-    source: str, data: DataConfig, *, vocab: int, split: Split = "train"
+    source: str,
+    data: DataConfig,
+    *,
+    vocab: int,
+    split: Split = "train",
 ) -> TokenStream:
     """The tokens of a source, for a model with `vocab` ids.
 
@@ -36,7 +40,13 @@ def open_source(
     """
     prepared = prepared_of(source)
     if prepared is not None:
-        return _open_prepared_source(source, prepared, data, vocab=vocab, split=split)
+        return _open_prepared_source(
+            source,
+            prepared,
+            data,
+            vocab=vocab,
+            split=split,
+        )
     files = find_files(source)
     if files[0].suffix == TOKEN_SUFFIX:
         return open_stream(files, token_dtype=data.token_dtype, vocab=vocab)
@@ -54,12 +64,24 @@ def has_documents(stream: TokenStream) -> bool:
 
 
 def _open_prepared_source(
-    source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
+    source: str,
+    prepared: Prepared,
+    data: DataConfig,
+    *,
+    vocab: int,
+    split: Split,
 ) -> TokenStream:
     check_vocab(agreed_tokenizer(prepared, data), vocab)
     stream = prepared.stream(split_of(source, split), vocab=vocab)
     if not len(stream):
-        raise DataError(Fault(KEY, "is empty", f"0 tokens in {stream.files[0]}", "some documents"))
+        raise DataError(
+            Fault(
+                KEY,
+                "is empty",
+                got=f"0 tokens in {stream.files[0]}",
+                need="some documents",
+            )
+        )
     return stream
 
 
@@ -93,7 +115,11 @@ def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
 
 
 def _tokenize_in_memory(
-    files: tuple[Path, ...], data: DataConfig, tokenizer: Tokenizer, *, vocab: int
+    files: tuple[Path, ...],
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    vocab: int,
 ) -> TokenStream:
     options = ReadOptions(text_field=data.text_field, allow_any_bytes=tokenizer.name == BYTES)
     chunks = list(_small_documents(files, options))
@@ -108,7 +134,7 @@ def _tokenize_in_memory(
         lengths.append(len(tokens))
     if not ids:
         got = f"no text in {file_names(files)}"
-        raise DataError(Fault(KEY, "is empty", got, "some text or tokens"))
+        raise DataError(Fault(KEY, "is empty", got=got, need="some text or tokens"))
     tokens_in_memory = np.array(ids, dtype=np.uint32)
     return TokenStream(
         files=files[:1],
@@ -119,9 +145,14 @@ def _tokenize_in_memory(
 
 
 def _document_bounds(chunks: Sequence[TextChunk], lengths: Sequence[int]) -> Ints:
-    chunk_ends = np.cumsum(lengths, dtype=np.int64)
-    is_last_chunk = [chunk.ends for chunk in chunks]
-    return np.concatenate(([0], chunk_ends[is_last_chunk]))
+    """0, and where the last chunk of each document ends."""
+    bounds = [0]
+    end = 0
+    for chunk, length in zip(chunks, lengths, strict=True):
+        end += length
+        if chunk.ends:
+            bounds.append(end)
+    return np.array(bounds, dtype=np.int64)
 
 
 def _small_documents(files: Iterable[Path], options: ReadOptions) -> Iterator[TextChunk]:

@@ -27,7 +27,13 @@ class TokenWriter:
         has_mask: whether a mask of answers is written.
     """
 
-    def __init__(self, stem: Path, dtype: np.dtype[Any], *, has_mask: bool = False) -> None:
+    def __init__(
+        self,
+        stem: Path,
+        dtype: np.dtype[Any],
+        *,
+        has_mask: bool = False,
+    ) -> None:
         self.dtype = dtype.newbyteorder("<")
         self.num_tokens = 0
         self.num_documents = 0
@@ -38,7 +44,11 @@ class TokenWriter:
         self._mask = _HashedFile(stem.with_suffix(".mask")) if has_mask else None
         self._write_bound(0)
 
-    def add_masked(self, tokens: Sequence[int], mask: NDArray[np.uint8]) -> None:
+    def add_masked(
+        self,
+        tokens: Sequence[int],
+        mask: NDArray[np.uint8],
+    ) -> None:
         """Append a whole document with its mask."""
         assert self._mask is not None, "the writer of records has a mask"
         self.add(tokens)
@@ -49,7 +59,10 @@ class TokenWriter:
         """Append tokens to the current document; `bytes` are byte tokens."""
         if not tokens:
             return
-        array = np.frombuffer(tokens, np.uint8) if isinstance(tokens, bytes) else np.array(tokens)
+        if isinstance(tokens, bytes):
+            array = np.frombuffer(tokens, np.uint8)
+        else:
+            array = np.array(tokens)
         self._bin.write(array.astype(self.dtype).tobytes())
         self.num_tokens += len(array)
 

@@ -99,8 +99,9 @@ class EncodedBytes:
         """The character that each byte is of."""
         found = []
         for index, char in enumerate(self.text):
-            num_bytes = len(char.encode("utf-8", "surrogateescape"))
-            found.extend([(index, index + 1)] * num_bytes)
+            encoded = char.encode("utf-8", "surrogateescape")
+            offset = (index, index + 1)
+            found.extend([offset] * len(encoded))
         return found
 
 
@@ -175,7 +176,9 @@ class FileTokenizer:
     @property
     def end_text(self) -> str:
         """Text of the token that ends a document."""
-        return "" if self.end is None else str(self._inner.id_to_token(self.end))
+        if self.end is None:
+            return ""
+        return str(self._inner.id_to_token(self.end))
 
     @cached_property
     def sha256(self) -> str:
@@ -204,7 +207,10 @@ class FileTokenizer:
                 continue
             is_byte = _BYTE_TOKEN.fullmatch(token) is not None
             text = token.replace(SENTENCEPIECE_SPACE, " ")
-            length = len(token) if is_byte_level else len(text.encode("utf-8", "replace"))
+            if is_byte_level:
+                length = len(token)
+            else:
+                length = len(text.encode("utf-8", "replace"))
             lengths[number] = 1 if is_byte else length
         return lengths
 
@@ -232,11 +238,17 @@ def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
     if name == BYTES:
         return ByteTokenizer()
     path = Path(os.path.expanduser(name))
-    path = path / FILE if path.is_dir() else path
+    if path.is_dir():
+        path = path / FILE
+    else:
+        path = path
     try:
         content = read_bytes(path, max_bytes=MAX_BYTES, within=within)
     except UnreadableFile as error:
-        why = f"{error.what}: {error.got}" if error.got else error.what
+        if error.got:
+            why = f"{error.what}: {error.got}"
+        else:
+            why = error.what
         raise DataError(
             Fault(
                 KEY,
@@ -255,7 +267,15 @@ def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself, and only about the file
         why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
         need = f"bytes, or the {FILE} of the library tokenizers"
-        raise DataError(Fault(KEY, f"{path} is not a tokenizer", why, need, FIX)) from None
+        raise DataError(
+            Fault(
+                KEY,
+                f"{path} is not a tokenizer",
+                got=why,
+                need=need,
+                fix=FIX,
+            )
+        ) from None
     return FileTokenizer(path, inner, content)
 
 

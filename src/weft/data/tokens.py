@@ -76,7 +76,7 @@ class TokenFile:
             tokens = np.fromfile(self.path, self.dtype, stop - start, offset=offset)
         except OSError as error:
             got = f"{str(self.path)!r}: {error.strerror}"
-            raise DataError(Fault(KEY, "cannot read the file any more", got)) from None
+            raise DataError(Fault(KEY, "cannot read the file any more", got=got)) from None
         if len(tokens) < stop - start:
             got = f"{start + len(tokens)} tokens in {self.path}"
             raise DataError(
@@ -118,7 +118,9 @@ class TokenStream:
     @property
     def document_bounds(self) -> Bounds:
         """Index of every document's first token, and the total length."""
-        return self.bounds if self.documents is None else self.documents
+        if self.documents is None:
+            return self.bounds
+        return self.documents
 
     def __len__(self) -> int:
         return int(self.bounds[-1])
@@ -176,7 +178,11 @@ class TokenStream:
             low = max(start - file_start, 0)
             high = min(stop - file_start, len(part))
             if low < high:
-                yield _Segment(self.files[number], low, part[low:high])
+                yield _Segment(
+                    file=self.files[number],
+                    offset=low,
+                    tokens=part[low:high],
+                )
 
     @cached_property
     def sha256(self) -> str:
@@ -204,7 +210,12 @@ class _Segment:
     tokens: Array
 
 
-def open_stream(files: tuple[Path, ...], *, token_dtype: str, vocab: int) -> TokenStream:
+def open_stream(
+    files: tuple[Path, ...],
+    *,
+    token_dtype: str,
+    vocab: int,
+) -> TokenStream:
     """Text files as bytes, or token files as ids; the first ids of token files are checked.
 
     Raises:
@@ -214,10 +225,14 @@ def open_stream(files: tuple[Path, ...], *, token_dtype: str, vocab: int) -> Tok
     holds_tokens = files[0].suffix == TOKEN_SUFFIX
     dtype = np.dtype(token_dtype if holds_tokens else np.uint8).newbyteorder("<")
     parts = tuple(open_tokens(file, dtype) for file in files)
-    stream = TokenStream(files, parts, vocab)
+    stream = TokenStream(
+        files=files,
+        parts=parts,
+        vocab=vocab,
+    )
     if not len(stream):
         got = f"0 bytes in {file_names(files)}"
-        raise DataError(Fault(KEY, "is empty", got, "some text or tokens"))
+        raise DataError(Fault(KEY, "is empty", got=got, need="some text or tokens"))
     if holds_tokens:  # bytes are below 256 anyway
         stream.check(0, min(len(stream), SCANNED_TOKENS))
     return stream
@@ -241,17 +256,34 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
     try:
         if not file.is_file():
             need = "a file, a folder or a glob"
-            raise DataError(Fault(KEY, "is no regular file", repr(str(file)), need))
+            raise DataError(
+                Fault(
+                    KEY,
+                    "is no regular file",
+                    got=repr(str(file)),
+                    need=need,
+                )
+            )
         size = file.stat().st_size
         if size % dtype.itemsize:
             need = f"a multiple of {dtype.itemsize} bytes for {dtype.name} (data.token_dtype)"
             fix = "write the file again, or set data.token_dtype"
             raise DataError(
-                Fault(KEY, f"{file} ends inside a token", counted(size, "byte"), need, fix)
+                Fault(
+                    KEY,
+                    f"{file} ends inside a token",
+                    got=counted(size, "byte"),
+                    need=need,
+                    fix=fix,
+                )
             )
         if size < MIN_ON_DISK_BYTES:
             return np.frombuffer(file.read_bytes(), dtype)
         with file.open("rb"):  # raises now if it may not be read
-            return TokenFile(file, dtype, size // dtype.itemsize)
+            return TokenFile(
+                path=file,
+                dtype=dtype,
+                length=size // dtype.itemsize,
+            )
     except OSError as error:
         raise DataError(read_fault(file, error)) from None

@@ -31,8 +31,9 @@ def block_offsets(size: int) -> list[int]:
     """Where the sampled blocks of a file begin: all of a small file, else evenly spread."""
     if size <= VERIFIED_BYTES:
         return list(range(0, size, BLOCK_BYTES))
-    last = size - BLOCK_BYTES
-    return [index * last // (MAX_BLOCKS - 1) for index in range(MAX_BLOCKS)]
+    last_offset = size - BLOCK_BYTES
+    last_index = MAX_BLOCKS - 1
+    return [index * last_offset // last_index for index in range(MAX_BLOCKS)]
 
 
 def block_checksums(file: Path) -> tuple[int, ...]:
@@ -80,10 +81,13 @@ def _bounds_fault(prepared: Prepared, split: Split) -> Fault | None:
     previous = -1
     for start in range(0, num_bounds, BOUNDS_AT_ONCE):
         count = min(BOUNDS_AT_ONCE, num_bounds - start)
-        bounds = np.fromfile(file, BOUND, count, offset=start * BOUND.itemsize)
-        if start == 0 and bounds[0] != 0:
-            return _damaged(file, f"the first document begins at token {bounds[0]}")
-        if bounds[0] <= previous or bool((np.diff(bounds) <= 0).any()):
+        offset = start * BOUND.itemsize
+        bounds = np.fromfile(file, BOUND, count, offset=offset)
+        first = bounds[0]
+        if start == 0 and first != 0:
+            return _damaged(file, f"the first document begins at token {first}")
+        has_empty = bool((np.diff(bounds) <= 0).any())
+        if first <= previous or has_empty:
             return _damaged(file, "the starts of documents do not ascend")
         previous = int(bounds[-1])
     if previous != info.tokens:

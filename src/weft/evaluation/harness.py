@@ -22,9 +22,9 @@ from weft.core.mesh import Mesh
 from weft.data.tokenizer import Tokenizer
 from weft.errors import Fault, UserError
 from weft.generate.decode import load_model
+from weft.generate.job import max_positions
 from weft.generate.main import open_source
 from weft.generate.model_source import find_model
-from weft.generate.request import max_positions
 from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models.common.batch import chain, token_batch
 from weft.train.build import family_of
@@ -61,7 +61,12 @@ class HarnessModel:
     rank = 0
     world_size = 1
 
-    def __init__(self, model: str | Path, *, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        max_length: int | None = None,
+    ) -> None:
         _register_with_harness(type(self))
         source = find_model(str(model))
         config = source.run.model
@@ -106,7 +111,9 @@ class HarnessModel:
         """Accept the harness's cache; every request is computed."""
 
     def loglikelihood(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
+        self,
+        requests: Sequence[Any],
+        disable_tqdm: bool = False,
     ) -> list[tuple[float, bool]]:
         """For each (context, continuation): the log-likelihood of the continuation, nats, and whether
         it is the greedy one.
@@ -114,7 +121,9 @@ class HarnessModel:
         return [self._score_pair(*request.args) for request in requests]
 
     def loglikelihood_rolling(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
+        self,
+        requests: Sequence[Any],
+        disable_tqdm: bool = False,
     ) -> list[float]:
         """For each (text,): its log-likelihood, nats; each token is scored once, after as many before
         it as fit.
@@ -123,12 +132,18 @@ class HarnessModel:
         for request in requests:
             (text,) = request.args
             windows = rolling_windows(
-                self.tokenizer.encode(text), prefix=self.prefix_token, length=self.max_length
+                self.tokenizer.encode(text),
+                prefix=self.prefix_token,
+                length=self.max_length,
             )
             results.append(sum(self._score(window)[0] for window in windows))
         return results
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self,
+        requests: Sequence[Any],
+        disable_tqdm: bool = False,
+    ) -> list[str]:
         """For each (context, options): the greedy continuation up to the first of the texts in
         `until`, or `max_gen_toks` tokens.
 
@@ -137,30 +152,42 @@ class HarnessModel:
         """
         return [self._continue(*request.args) for request in requests]
 
-    def _score_pair(self, context: str, continuation: str) -> tuple[float, bool]:
+    def _score_pair(
+        self,
+        context: str,
+        continuation: str,
+    ) -> tuple[float, bool]:
         num_spaces = len(context) - len(context.rstrip())
         if num_spaces:  # the space before a word belongs to the word's token
             continuation = context[-num_spaces:] + continuation
             context = context[:-num_spaces]
-        if not context:
-            tokens = self.tokenizer.encode(continuation)
-            scored = Window((self.prefix_token, *tokens), len(tokens))
-        else:
-            whole = self.tokenizer.encode(context + continuation)
+        if context:
+            tokens = list(self.tokenizer.encode(context + continuation))
             num_context = len(self.tokenizer.encode(context))
-            scored = Window(tuple(whole), len(whole) - num_context)
-        kept = scored.tokens[-(self.max_length + 1) :]
-        return self._score(Window(kept, min(scored.num_scored, len(kept) - 1)))
+        else:
+            tokens = [self.prefix_token, *self.tokenizer.encode(continuation)]
+            num_context = 1
+        num_scored = len(tokens) - num_context
+        kept = tokens[-(self.max_length + 1) :]
+        window = Window(
+            tokens=tuple(kept),
+            num_scored=min(num_scored, len(kept) - 1),
+        )
+        return self._score(window)
 
     def _score(self, window: Window) -> tuple[float, bool]:
         """Log-likelihood of the scored tokens, and whether each is the likeliest."""
-        if window.num_scored <= 0:
+        count = window.num_scored
+        if count <= 0:
             return 0.0, True
-        logits_SV = self._logits(window.tokens[:-1])[-window.num_scored :]
+        inputs = window.tokens[:-1]
+        targets = window.tokens[-count:]
+        logits_SV = self._logits(inputs)[-count:]
         logprobs_SV = logits_SV.log_softmax(-1)
-        targets_S = torch.tensor(window.tokens[-window.num_scored :], device=logits_SV.device)
+        targets_S = torch.tensor(targets, device=logits_SV.device)
         chosen_S = logprobs_SV.gather(-1, targets_S.unsqueeze(-1)).squeeze(-1)
-        is_greedy = bool((logits_SV.argmax(-1) == targets_S).all())
+        likeliest_S = logits_SV.argmax(-1)
+        is_greedy = bool((likeliest_S == targets_S).all())
         return float(chosen_S.sum()), is_greedy
 
     def _continue(self, context: str, options: dict[str, Any]) -> str:
@@ -169,7 +196,10 @@ class HarnessModel:
             fix = "set do_sample to false in the task"
             raise UserError(Fault("generate_until", what, got="do_sample", fix=fix))
         until = options.get("until") or []
-        stops = [until] if isinstance(until, str) else list(until)
+        if isinstance(until, str):
+            stops = [until]
+        else:
+            stops = list(until)
         most = int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS))
         tokens = list(self.tokenizer.encode(context)) or [self.prefix_token]
         new: list[int] = []
@@ -192,13 +222,19 @@ class HarnessModel:
         """logits_SV after each token, float32 at least."""
         tokens_BS = torch.tensor([tokens], device=self._comm.device)
         batch = token_batch(tokens_BS, tokens_BS)
-        blocks = {name: block for name, block in self._model.blocks.items() if name != "loss"}
+        blocks = dict(self._model.blocks.items())
+        blocks.pop("loss", None)
         logits_BSV = chain(blocks, batch.inputs, batch).x
-        wide = torch.promote_types(logits_BSV.dtype, torch.float32)
-        return logits_BSV[0].to(wide)
+        dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
+        return logits_BSV[0].to(dtype)
 
 
-def rolling_windows(tokens: Sequence[int], *, prefix: int, length: int) -> list[Window]:
+def rolling_windows(
+    tokens: Sequence[int],
+    *,
+    prefix: int,
+    length: int,
+) -> list[Window]:
     """Windows of at most `length` inputs that score every token once; later windows begin with tokens
     that the one before has scored.
     """
@@ -210,7 +246,7 @@ def rolling_windows(tokens: Sequence[int], *, prefix: int, length: int) -> list[
     while done < len(tokens):
         stop = min(done + length, len(tokens))
         start = stop - length - 1
-        windows.append(Window(tuple(tokens[start:stop]), stop - done))
+        windows.append(Window(tokens=tuple(tokens[start:stop]), num_scored=stop - done))
         done = stop
     return windows
 

@@ -61,7 +61,11 @@ def evaluate(job: EvalJob, write: Callable[[str], object]) -> int:
     )
 
 
-def evaluate_rank(job: EvalJob, write: Callable[[str], object], world: World) -> None:
+def evaluate_rank(
+    job: EvalJob,
+    write: Callable[[str], object],
+    world: World,
+) -> None:
     """Entry point of one rank; the first one prints the result."""
     run = job.run
     device = choose_device(run.device, world)
@@ -83,7 +87,10 @@ def evaluate_rank(job: EvalJob, write: Callable[[str], object], world: World) ->
         )
         num_bytes_V = torch.from_numpy(tokenizer_of(run.data).num_bytes()).to(comm.device)
         evaluation = Evaluation(
-            model, loader, most_batches=run.eval.batches, num_bytes_V=num_bytes_V
+            model,
+            loader,
+            most_batches=run.eval.batches,
+            num_bytes_V=num_bytes_V,
         )
         report = evaluation()
     if world.rank == 0:
@@ -96,7 +103,10 @@ def result_text(job: EvalJob, report: EvalReport, samples: Samples) -> str:
     if job.as_json:
         return json.dumps(facts)
     bits = report.bits_per_byte
-    of_bytes = "" if bits is None else f", {bits:.4f} bits per byte"
+    if bits is None:
+        of_bytes = ""
+    else:
+        of_bytes = f", {bits:.4f} bits per byte"
     number = f"{report.targets:,} targets in {facts['sequences']:,} sequences"
     return (
         f"{job.source.path} on {job.data}: loss {report.loss:.4f} nats, "
@@ -104,7 +114,11 @@ def result_text(job: EvalJob, report: EvalReport, samples: Samples) -> str:
     )
 
 
-def result_facts(job: EvalJob, report: EvalReport, samples: Samples) -> dict[str, Any]:
+def result_facts(
+    job: EvalJob,
+    report: EvalReport,
+    samples: Samples,
+) -> dict[str, Any]:
     """The result with its units: loss in nats per target, bits per byte of the targets' text."""
     most = job.run.eval.batches * job.run.batch.global_size
     num_sequences = samples.num_samples

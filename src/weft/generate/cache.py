@@ -80,11 +80,16 @@ class DecodeBatch(Batch):
             device=self.cells.device,
         )
         allowed_BST = visible_keys(mask, self.cells, cells_T)
-        return None if allowed_BST is None else allowed_BST.unsqueeze(1)
+        if allowed_BST is None:
+            return None
+        return allowed_BST.unsqueeze(1)
 
 
 def decode_batch(
-    tokens_BS: Tensor, first_positions: Sequence[int], *, max_positions: int | None = None
+    tokens_BS: Tensor,
+    first_positions: Sequence[int],
+    *,
+    max_positions: int | None = None,
 ) -> DecodeBatch:
     """New tokens, the first of row b at position `first_positions[b]`.
 
@@ -93,7 +98,11 @@ def decode_batch(
             None: any number.
     """
     length = tokens_BS.shape[1]
-    starts_B = torch.tensor(first_positions, dtype=torch.int64, device=tokens_BS.device)
+    starts_B = torch.tensor(
+        first_positions,
+        dtype=torch.int64,
+        device=tokens_BS.device,
+    )
     cells_BS = starts_B.unsqueeze(1) + torch.arange(length, device=tokens_BS.device)
     positions_BS = cells_BS
     if max_positions is not None:
@@ -129,9 +138,10 @@ class KVCache:
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these rows alone, in this order."""
-        if self.keys is not None and self.values is not None:
-            self.keys = self.keys[rows]
-            self.values = self.values[rows]
+        if self.keys is None or self.values is None:
+            return
+        self.keys = self.keys[rows]
+        self.values = self.values[rows]
 
     def clear(self) -> None:
         """Release all memory."""
@@ -145,7 +155,11 @@ class KVCache:
         return sum(tensor.nbytes for tensor in stored)
 
 
-def _put(cells_BGTK: Tensor | None, new_BSGK: Tensor, batch: DecodeBatch) -> Tensor:
+def _put(
+    cells_BGTK: Tensor | None,
+    new_BSGK: Tensor,
+    batch: DecodeBatch,
+) -> Tensor:
     grown_BGTK = _grow(cells_BGTK, new_BSGK, batch.stop)
     if batch.start is not None:
         grown_BGTK[:, :, batch.start : batch.stop] = new_BSGK.transpose(1, 2)
@@ -161,13 +175,16 @@ def _grow(cells_BGTK: Tensor | None, like_BSGK: Tensor, stop: int) -> Tensor:
     """Cells for `stop` positions at least; what is not written yet is zero, since a masked cell
     still enters products.
     """
-    if cells_BGTK is not None and cells_BGTK.shape[2] >= stop:
-        return cells_BGTK
+    num_positions = 0
+    if cells_BGTK is not None:
+        num_positions = cells_BGTK.shape[2]
+        if num_positions >= stop:
+            return cells_BGTK
     batch_size, _, heads, width = like_BSGK.shape
     num_blocks = -(-stop // BLOCK)
     grown_BGTK = like_BSGK.new_zeros(batch_size, heads, num_blocks * BLOCK, width)
     if cells_BGTK is not None:
-        grown_BGTK[:, :, : cells_BGTK.shape[2]] = cells_BGTK
+        grown_BGTK[:, :, :num_positions] = cells_BGTK
     return grown_BGTK
 
 
@@ -262,8 +279,8 @@ def install_kv_cache(stages: Mapping[int, nn.ModuleDict]) -> tuple[KVCache, ...]
     caches: list[KVCache] = []
     for stage in stages.values():
         for name, block in stage.items():
-            made = set_implementations(block, CachedAttention, name=name)
-            caches.extend(implementation.cache for implementation in made)
+            for implementation in set_implementations(block, CachedAttention, name=name):
+                caches.append(implementation.cache)
     return tuple(caches)
 
 
@@ -302,8 +319,15 @@ def share_rope(stages: Mapping[int, nn.ModuleDict]) -> None:
     """Let all layers that rotate alike compute their angles once."""
     last_by_kind: dict[object, LastAngles] = {}
     for stage in stages.values():
-        for path, module in list(stage.named_modules()):
+        modules = list(stage.named_modules())
+        for path, module in modules:
             if isinstance(module, Rope):
-                kind = (type(module), module.head_size, module.theta, module.scaling)
+                kind = (
+                    type(module),
+                    module.head_size,
+                    module.theta,
+                    module.scaling,
+                )
                 last = last_by_kind.setdefault(kind, LastAngles())
-                stage.set_submodule(path, SharedRope(module, last))
+                shared = SharedRope(module, last)
+                stage.set_submodule(path, shared)

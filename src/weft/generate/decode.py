@@ -45,7 +45,13 @@ def load_model(
         CheckpointError: a tensor that is missing, damaged or of another shape; it names it.
     """
     blocks = lazy_blocks(family, config)
-    model = parallelize(blocks, plan, comm, axes=family.axes(config), ties=family.ties(config))
+    model = parallelize(
+        blocks,
+        plan,
+        comm,
+        axes=family.axes(config),
+        ties=family.ties(config),
+    )
     dtype: torch.dtype = getattr(torch, plan.compute)
     place_buffers(model.blocks.values(), device=comm.device, dtype=dtype)
     for param in model.params.values():
@@ -128,10 +134,11 @@ class Decoder:
         many columns.
         """
         unit = self._num_sequence_parts
-        padded_length = -(-length // unit) * unit
-        tokens_BS = torch.zeros(len(rows), padded_length, dtype=torch.int64)
+        num_units = -(-length // unit)
+        tokens_BS = torch.zeros(len(rows), num_units * unit, dtype=torch.int64)
         for number, row in enumerate(rows):
-            tokens_BS[number, : len(row)] = torch.tensor(row)
+            length_of_row = len(row)
+            tokens_BS[number, :length_of_row] = torch.tensor(row)
         return tokens_BS.to(self.model.comm.device)
 
     @property
@@ -141,7 +148,11 @@ class Decoder:
             return 1
         return self.model.comm.degree(TP)
 
-    def _forward(self, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor | None:
+    def _forward(
+        self,
+        batch: DecodeBatch,
+        lasts: Sequence[int],
+    ) -> Tensor | None:
         num_rows, length = batch.inputs.shape
         cp = self.model.comm.degree(CP)  # not used here: each of its ranks has all columns
         sizes = {"micro_size": num_rows, "seq_len": length * cp}
@@ -209,7 +220,10 @@ class TextRow:
     @property
     def next_position(self) -> TokenPosition:
         """Of the next token."""
-        return TokenPosition(self.sample, len(self.prompt) + len(self.tokens))
+        return TokenPosition(
+            sample=self.sample,
+            position=len(self.prompt) + len(self.tokens),
+        )
 
 
 ChooseToken = Callable[[Tensor, TokenPosition], int]
@@ -263,7 +277,8 @@ class RowShares:
         num_shares = comm.degree(EP)
         for number in range(num_shares):
             start, stop = span(len(rows), num_shares, number)
-            self.shares.append(list(rows[start:stop]))
+            share = list(rows[start:stop])
+            self.shares.append(share)
 
     @property
     def own(self) -> list[TextRow]:
@@ -286,7 +301,11 @@ class RowShares:
             share[:] = [row for row in share if id(row) not in finished]
 
 
-def _gather_tokens(chosen: Sequence[int], shares: RowShares, decoder: Decoder) -> list[int]:
+def _gather_tokens(
+    chosen: Sequence[int],
+    shares: RowShares,
+    decoder: Decoder,
+) -> list[int]:
     """Every rank's tokens, in the order of rows, from those that the last stage has chosen."""
     comm = decoder.model.comm
     tokens = torch.zeros(len(shares.own), dtype=torch.int64)

@@ -56,7 +56,8 @@ class StreamDetokenizer:
 
     def _pending_text(self) -> str:
         known = self.tokenizer.decode(self._before)
-        text = self.tokenizer.decode([*self._before, *self._pending])
+        tokens = [*self._before, *self._pending]
+        text = self.tokenizer.decode(tokens)
         return text[len(known) :]
 
 

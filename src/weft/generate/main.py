@@ -17,9 +17,9 @@ from weft.data.prepared import tokenizer_of
 from weft.errors import counted
 from weft.generate.decode import Decoder, TextRow, decode, load_model
 from weft.generate.detokenize import GeneratedText
+from weft.generate.job import GenerationJob, max_positions
 from weft.generate.model_source import ModelSource
 from weft.generate.output import JsonOutput, OutputText, TextOutput, to_stdout
-from weft.generate.request import GenerationJob, max_positions
 from weft.generate.sample import Sampling, TokenPosition, sample_token
 from weft.hf.folder import HfFolder
 from weft.parallel.model.parallelize import ParallelModel
@@ -66,7 +66,10 @@ def generate_rank(job: GenerationJob, world: World) -> None:
         )
         vocab = job.config.axis_sizes()["vocab"]
         texts = TextBatch(job)
-        output = make_output(job, texts) if world.rank == 0 else None
+        if world.rank == 0:
+            output = make_output(job, texts)
+        else:
+            output = None
         decoder = Decoder(
             model,
             vocab=vocab,
@@ -124,7 +127,14 @@ class TextBatch:
         )
         self.rows.append(row)
         self.texts[id(row)] = text
-        self.outputs.append(OutputText(prompt, row.sample, row.tokens, text))
+        self.outputs.append(
+            OutputText(
+                prompt=prompt,
+                sample=row.sample,
+                tokens=row.tokens,
+                generated=text,
+            )
+        )
 
     def output_texts(self) -> list[OutputText]:
         """The texts for the output; they change as tokens arrive."""
@@ -134,10 +144,10 @@ class TextBatch:
         """Generate them; yields after each token. Every rank must iterate to the end."""
         request = self.job.request
         sampling = Sampling(
-            request.temperature,
-            request.top_k,
-            request.top_p,
-            request.seed,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=request.seed,
         )
         choose = partial(_sample_with, sampling)
         started = time.perf_counter()
@@ -175,7 +185,8 @@ class TextBatch:
         num_later = num_tokens - len(self.rows)
         speed = ""
         if num_later and self.later_tokens_s:
-            speed = f", then {num_later / self.later_tokens_s:,.0f} tokens/s"
+            tokens_per_s = num_later / self.later_tokens_s
+            speed = f", then {tokens_per_s:,.0f} tokens/s"
         prompt_ms = 1e3 * self.first_token_s
         tokens = counted(num_tokens, "token")
         prompt_tokens = counted(num_prompt_tokens, "token")
@@ -183,16 +194,23 @@ class TextBatch:
         return [line, *self._early_ends()]
 
     def _early_ends(self) -> Iterator[str]:
+        """Notes on texts that are shorter than asked for, and on a stop text that did not come."""
         reasons = [self.texts[id(row)].finish_reason for row in self.rows]
+        num_texts = len(reasons)
         num_full = reasons.count("context")
         if num_full:
-            yield f"note: {num_full} of {len(reasons)} texts end with the model's last position, {self.job.max_positions}"
+            last_position = self.job.max_positions
+            yield f"note: {num_full} of {num_texts} texts end with the model's last position, {last_position}"
         num_stopped = reasons.count("stop")
-        if self.job.request.stop and num_stopped < len(reasons):
-            yield f"note: the stop text came in {num_stopped} of {len(reasons)} texts"
+        if self.job.request.stop and num_stopped < num_texts:
+            yield f"note: the stop text came in {num_stopped} of {num_texts} texts"
 
 
-def _sample_with(sampling: Sampling, logits_V: Tensor, at: TokenPosition) -> int:
+def _sample_with(
+    sampling: Sampling,
+    logits_V: Tensor,
+    at: TokenPosition,
+) -> int:
     return sample_token(logits_V, sampling, at)
 
 

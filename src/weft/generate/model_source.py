@@ -66,7 +66,10 @@ class ModelSource:
         file = self.path / FILE
         if self.kind == "hf" and file.exists():
             return open_tokenizer(str(file), within=self.path)
-        found = None if self.kind == "hf" else tokenizer_of(self.run.data)
+        if self.kind == "hf":
+            found = None
+        else:
+            found = tokenizer_of(self.run.data)
         if found is None or is_guess(found, self.run.data, self.run.model):
             what = f"nothing says which tokenizer belongs to {self.path}"
             if self.kind == "hf":
@@ -83,9 +86,12 @@ class ModelSource:
 
 def is_guess(found: Tokenizer, data: DataConfig, model: ModelConfig) -> bool:
     """Whether bytes are only the default, for token files of a larger vocabulary."""
-    reads_token_files = any(source.endswith(TOKEN_SUFFIX) for source in sources_of(data))
+    if found.name != BYTES:
+        return False
     vocab = model.axis_sizes()["vocab"]
-    return found.name == BYTES and reads_token_files and vocab > found.vocab
+    if vocab <= found.vocab:
+        return False
+    return any(source.endswith(TOKEN_SUFFIX) for source in sources_of(data))
 
 
 def find_model(word: str) -> ModelSource:
@@ -102,7 +108,7 @@ def find_model(word: str) -> ModelSource:
     if not path.is_dir():
         what = "is no folder" if path.exists() else "no such folder"
         fix = "give a run's folder such as runs/first, one of its checkpoints, or a Hugging Face folder"
-        raise CheckpointError(Fault("model", what, repr(word), fix=fix))
+        raise CheckpointError(Fault("model", what, got=repr(word), fix=fix))
     need = f"{RUN} (a run), {MANIFEST} (a checkpoint) or {CONFIG} (Hugging Face)"
     raise CheckpointError(
         Fault(
@@ -129,7 +135,9 @@ def check_file(folder: Path, name: str) -> None:
 
 def _suggest_run(path: Path) -> str:
     runs = sorted(path.glob(f"*/{RUN}"))
-    return f"give a run in it, such as {runs[-1].parent}" if runs else "give the folder of a run"
+    if runs:
+        return f"give a run in it, such as {runs[-1].parent}"
+    return "give the folder of a run"
 
 
 def _read_run(path: Path) -> ModelSource:
@@ -145,16 +153,16 @@ def _read_run(path: Path) -> ModelSource:
             Fault(
                 str(path),
                 "the run has no checkpoint",
-                f"nothing in {FOLDER}/",
+                got=f"nothing in {FOLDER}/",
                 fix=fix,
             )
         )
     notes = tuple(f"{fault}; taking {found.path}" for fault in found.faults)
     return ModelSource(
-        found.path,
-        "checkpoint",
-        run,
-        run.precision.compute,
+        path=found.path,
+        kind="checkpoint",
+        run=run,
+        dtype=run.precision.compute,
         notes=notes,
     )
 
@@ -163,7 +171,12 @@ def _read_checkpoint(path: Path) -> ModelSource:
     facts = read_manifest(path).facts
     _check_is_language_model(path, facts.family)
     run = _run_of_checkpoint(path, facts)
-    return ModelSource(path, "checkpoint", run, run.precision.compute)
+    return ModelSource(
+        path=path,
+        kind="checkpoint",
+        run=run,
+        dtype=run.precision.compute,
+    )
 
 
 def _run_of_checkpoint(path: Path, facts: Facts) -> Run:
@@ -194,10 +207,10 @@ def _read_hf_folder(path: Path) -> ModelSource:
         {"model": nest(fields)}
     )
     return ModelSource(
-        path,
-        "hf",
-        run,
-        _most_stored_dtype(path),
+        path=path,
+        kind="hf",
+        run=run,
+        dtype=_most_stored_dtype(path),
         end_tokens=_end_tokens(path),
     )
 
@@ -218,7 +231,11 @@ def _most_stored_dtype(path: Path) -> Dtype:
 def _end_tokens(path: Path) -> frozenset[int]:
     for name in END_TOKEN_FILES:
         try:
-            file = read_json_object(path / name, max_bytes=MAX_CONFIG_BYTES, within=path)
+            file = read_json_object(
+                path / name,
+                max_bytes=MAX_CONFIG_BYTES,
+                within=path,
+            )
         except UnreadableFile as error:
             if error.is_missing:
                 continue
@@ -226,11 +243,19 @@ def _end_tokens(path: Path) -> frozenset[int]:
         value = file.get("eos_token_id")
         if value is None:
             continue
-        tokens = value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            tokens = value
+        else:
+            tokens = [value]
         if not all(type(token) is int and token >= 0 for token in tokens):
             need = "a token, or a list of tokens"
             raise CheckpointError(
-                Fault(str(path / name), "eos_token_id is wrong", repr(value), need)
+                Fault(
+                    str(path / name),
+                    "eos_token_id is wrong",
+                    got=repr(value),
+                    need=need,
+                )
             )
         return frozenset(tokens)
     return frozenset()

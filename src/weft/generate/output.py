@@ -63,11 +63,15 @@ class TextOutput:
             self._num_shown = -1
 
     def _show_head(self, text: OutputText) -> None:
-        if len(self.texts) > 1:
+        num_texts = len(self.texts)
+        if num_texts > 1:
             gap = "\n" if self._current > 0 else ""
-            self.write(f"{gap}--- {self._current + 1} of {len(self.texts)}\n")
-        is_bold = self.is_terminal and bool(text.prompt)
-        self.write(f"{BOLD}{text.prompt}{PLAIN}" if is_bold else text.prompt)
+            number = self._current + 1
+            self.write(f"{gap}--- {number} of {num_texts}\n")
+        if self.is_terminal and text.prompt:
+            self.write(f"{BOLD}{text.prompt}{PLAIN}")
+        else:
+            self.write(text.prompt)
 
 
 class JsonOutput:

@@ -36,7 +36,11 @@ class TokenPosition(NamedTuple):
     position: int
 
 
-def sample_token(logits_V: Tensor, sampling: Sampling, at: TokenPosition) -> int:
+def sample_token(
+    logits_V: Tensor,
+    sampling: Sampling,
+    at: TokenPosition,
+) -> int:
     """A token by its probability; equal arguments give equal tokens.
 
     Raises:
@@ -83,5 +87,6 @@ def uniform(seed: int, at: TokenPosition) -> float:
     """
     text = f"draw:{seed}:{at.sample}:{at.position}"
     digest = hashlib.sha256(text.encode()).digest()
-    first_53_bits = int.from_bytes(digest[:8], "big") >> 11
+    first_64_bits = int.from_bytes(digest[:8], "big")
+    first_53_bits = first_64_bits >> 11
     return first_53_bits * 2.0**-53

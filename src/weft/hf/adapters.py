@@ -36,7 +36,9 @@ def merge_adapters(source: Source, lora: LoraConfig) -> Source:
     """The parameters of the model without adapters: those of `source`, with its adapters merged
     where it has some.
     """
-    return MergedSource(source, lora) if lora.rank else source
+    if lora.rank:
+        return MergedSource(source, lora)
+    return source
 
 
 class MergedSource:
@@ -79,13 +81,15 @@ class MergedSource:
         if not is_adapted or not box.size:
             return weight
         a = _read_whole(self._source, linear + LORA_A)
-        first_row, last_row = box.lo[0], box.hi[0]
-        for band_start in range(first_row // BAND * BAND, last_row, BAND):
+        first_row = box.lo[0]
+        end_row = box.hi[0]
+        columns = box.slices[1]
+        first_band = first_row // BAND * BAND
+        for band_start in range(first_band, end_row, BAND):
             start = max(band_start, first_row)
-            stop = min(band_start + BAND, last_row)
+            stop = min(band_start + BAND, end_row)
             band = self._product_rows(linear, a, band_start)
-            band_rows = slice(start - band_start, stop - band_start)
-            delta = band[band_rows, box.slices[1]]
+            delta = band[start - band_start : stop - band_start, columns]
             rows = slice(start - first_row, stop - first_row)
             weight[rows] = add_product(weight[rows], delta, scale=self._scale)
         return weight
@@ -94,11 +98,15 @@ class MergedSource:
         """One band of whole rows of B A."""
         name = linear + LORA_B
         height, rank = self._source.shapes[name]
-        stop = min(start + BAND, height)
-        band = Box((start, 0), (stop, rank))
+        band = Box(
+            lo=(start, 0),
+            hi=(min(start + BAND, height), rank),
+        )
         b = self._source.read(name, band)
-        wide = torch.promote_types(b.dtype, torch.float32)
-        return b.to(wide) @ a.to(wide)
+        dtype = torch.promote_types(b.dtype, torch.float32)
+        wide_a = a.to(dtype)
+        wide_b = b.to(dtype)
+        return wide_b @ wide_a
 
 
 def write_adapters(
@@ -125,14 +133,33 @@ def write_adapters(
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
     mapping_of(cfg.family)
     reject_existing(folder)
-    weights = save(adapter_tensors(source, cfg=cfg, lora=lora), metadata={"format": "pt"})
-    config = json.dumps(adapter_config(cfg, lora, base=base), indent=2, sort_keys=True) + "\n"
+    weights = save(
+        adapter_tensors(
+            source,
+            cfg=cfg,
+            lora=lora,
+        ),
+        metadata={"format": "pt"},
+    )
+    config = (
+        json.dumps(
+            adapter_config(cfg, lora, base=base),
+            indent=2,
+            sort_keys=True,
+        )
+        + "\n"
+    )
     with new_folder(folder, need_bytes=len(weights)) as unfinished:
         write_whole(unfinished / WEIGHTS, weights)
         write_whole(unfinished / CONFIG, config.encode())
 
 
-def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: LoraConfig) -> dict[str, Tensor]:
+def adapter_tensors(
+    source: Source,
+    *,
+    cfg: ModelConfig,
+    lora: LoraConfig,
+) -> dict[str, Tensor]:
     """All adapters, by the names that PEFT gives their tensors."""
     found: dict[str, Tensor] = {}
     for target in adapter_targets(cfg, lora):
@@ -144,8 +171,11 @@ def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: LoraConfig) -> di
 
 def combined_factors(target: AdapterTarget, source: Source) -> tuple[Tensor, Tensor]:
     """A and B of one HF linear; see Note [Several linears in one] in hf/peft.py."""
-    a_factors = [_read_whole(source, name + LORA_A) for name in target.linears]
-    b_factors = [_read_whole(source, name + LORA_B) for name in target.linears]
+    a_factors: list[Tensor] = []
+    b_factors: list[Tensor] = []
+    for linear in target.linears:
+        a_factors.append(_read_whole(source, linear + LORA_A))
+        b_factors.append(_read_whole(source, linear + LORA_B))
     if target.num_parts == 1:
         return a_factors[0], b_factors[0]
     height, rank = b_factors[0].shape
@@ -159,7 +189,8 @@ def combined_factors(target: AdapterTarget, source: Source) -> tuple[Tensor, Ten
         columns = slice(first_column, first_column + rank)
         combined_b[rows, columns] = b
         first_column += rank
-    return torch.cat(a_factors), combined_b
+    combined_a = torch.cat(a_factors)
+    return combined_a, combined_b
 
 
 def _read_whole(source: Source, name: str) -> Tensor:

@@ -86,7 +86,7 @@ def compare_logits(
         expected = hf_logits(folder, tokens)
         found = weft_logits(source, cfg, tokens, dtypes=dtypes or {})
     difference = (found - expected).abs().max().item()
-    return LogitsComparison(difference, expected.abs().max().item())
+    return LogitsComparison(difference=difference, largest=expected.abs().max().item())
 
 
 def hf_logits(folder: Path, tokens: Tensor) -> Tensor:
@@ -98,7 +98,11 @@ def hf_logits(folder: Path, tokens: Tensor) -> Tensor:
     log.disable_progress_bar()
     auto_model: Any = transformers.AutoModelForCausalLM
     try:
-        model: Any = auto_model.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        model: Any = auto_model.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+        )
     except Exception as error:
         raise WeftError(f"{folder}: transformers cannot load it: {error}") from error
     logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
@@ -121,7 +125,12 @@ def weft_logits(
     return forward(blocks, batch)
 
 
-def load_model(source: Source, cfg: ModelConfig, *, dtypes: Dtypes) -> dict[str, nn.Module]:
+def load_model(
+    source: Source,
+    cfg: ModelConfig,
+    *,
+    dtypes: Dtypes,
+) -> dict[str, nn.Module]:
     """The whole model on the CPU, float32, with stored values."""
     family = FAMILIES[cfg.family]
     with torch.device("meta"):

@@ -69,7 +69,13 @@ def export_hf(
         raise CheckpointError(*faults)
     mapping = mapping_of(cfg.family)
     ties = FAMILIES[cfg.family].ties(cfg)
-    tensors = hf_tensors(mapping.weights, cfg, source.shapes, ties=ties, where=str(folder))
+    tensors = hf_tensors(
+        mapping.weights,
+        cfg,
+        source.shapes,
+        ties=ties,
+        where=str(folder),
+    )
     typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
     config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original)
     write_folder(
@@ -89,7 +95,7 @@ def export_hf(
     num_bytes = sum(each.num_bytes for each in typed)
     size = f"{memory(num_bytes)}, {len(typed)} tensors"
     line = f"{folder}: {count_params(source)}, {config['torch_dtype']}, {size}"
-    return TransferResult((line, str(comparison)), comparison.is_equal)
+    return TransferResult(lines=(line, str(comparison)), is_equal=comparison.is_equal)
 
 
 def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
@@ -129,4 +135,8 @@ def _open_model(path: Path) -> _StoredModel:
     config_type = FAMILIES[facts.family].Config
     cfg = config_type.model_validate_json(json.dumps(facts.architecture))
     source = merge_adapters(checkpoint.section("model"), stored_lora(facts))
-    return _StoredModel(source, cfg, facts)
+    return _StoredModel(
+        source=source,
+        cfg=cfg,
+        facts=facts,
+    )

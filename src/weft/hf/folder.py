@@ -88,10 +88,13 @@ class HfFolder:
         Raises:
             CheckpointError: one of them is NaN or infinite.
         """
-        values = self._assemble(self.sources[name], box)
-        if not bool(torch.isfinite(values).all()):
-            tensor = self.sources[name].tensors[0]
-            raise CheckpointError(nonfinite_fault(self.entries[tensor].file, tensor))
+        source = self.sources[name]
+        values = self._assemble(source, box)
+        is_finite = torch.isfinite(values)
+        if not bool(is_finite.all()):
+            tensor = source.tensors[0]
+            file = self.entries[tensor].file
+            raise CheckpointError(nonfinite_fault(file, tensor))
         return values
 
     def check_aliases(self) -> None:
@@ -122,7 +125,14 @@ class HfFolder:
         for name, shape in shapes.items():
             if name in stored and stored[name] != shape:
                 what = f"{self.sources[name].rule.tensor}: config.json makes another shape of it"
-                faults.append(Fault(where, what, str(list(stored[name])), str(list(shape))))
+                faults.append(
+                    Fault(
+                        where,
+                        what,
+                        got=str(list(stored[name])),
+                        need=str(list(shape)),
+                    )
+                )
             elif name not in stored:
                 faults.append(Fault(where, f"nothing holds {name}"))
         for name in stored:
@@ -145,15 +155,19 @@ class HfFolder:
         """A box of a parameter, copied from its tensors."""
         copies = list(source.copies(box))
         if not source.is_stacked:
-            return self._view(copies[0]).clone(memory_format=torch.contiguous_format)
-        assembled = torch.empty(box.shape, dtype=self._dtype(source))
+            view = self._view(copies[0])
+            return view.clone(memory_format=torch.contiguous_format)
+        dtype = self._dtype(source)
+        assembled = torch.empty(box.shape, dtype=dtype)
         for copy in copies:
             assembled[copy.at] = self._view(copy)
         return assembled
 
     def _view(self, copy: Copy) -> Tensor:
         stored = self._files.read(self.entries[copy.source], copy.box)
-        return stored.T if copy.transposed else stored
+        if copy.transposed:
+            return stored.T
+        return stored
 
     def _dtype(self, source: ParamSource) -> torch.dtype:
         return torch_dtype(self.entries[source.tensors[0]])
@@ -176,12 +190,18 @@ def slabs(shape: tuple[int, ...]) -> Iterator[Box]:
         return
     inner = Box.whole(shape[1:])
     num_rows = SLAB_ENTRIES // inner.size
-    inner_boxes = [inner] if num_rows else list(slabs(inner.hi))
+    if num_rows:
+        inner_boxes = [inner]
+    else:
+        inner_boxes = list(slabs(inner.hi))
     step = max(1, num_rows)
     for first in range(0, shape[0], step):
         last = min(first + step, shape[0])
         for below in inner_boxes:
-            yield Box((first, *below.lo), (last, *below.hi))
+            yield Box(
+                lo=(first, *below.lo),
+                hi=(last, *below.hi),
+            )
 
 
 def _map_file(file: Path) -> mmap.mmap:
@@ -192,4 +212,4 @@ def _map_file(file: Path) -> mmap.mmap:
     except UnreadableFile as error:
         raise CheckpointError(error.fault()) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(Fault(str(file), "cannot be read", str(error))) from error
+        raise CheckpointError(Fault(str(file), "cannot be read", got=str(error))) from error

@@ -49,15 +49,28 @@ def import_faults(folder: Path, cfg: ModelConfig) -> Iterator[Fault]:
             if isinstance(tokenizer, FileTokenizer) and tokenizer.base_vocab > vocab:
                 what = "has more tokens than the vocabulary of the model"
                 got = f"{tokenizer.base_vocab} tokens"
-                yield Fault(str(folder / FILE), what, got, f"at most {vocab}")
+                yield Fault(
+                    str(folder / FILE),
+                    what,
+                    got=got,
+                    need=f"at most {vocab}",
+                )
     except CheckpointError as error:
         yield from error.faults
     except DataError as error:
         for fault in error.faults:
-            yield replace(fault, key=str(folder / FILE), fix="remove it, or download it again")
+            yield replace(
+                fault,
+                key=str(folder / FILE),
+                fix="remove it, or download it again",
+            )
 
 
-def _shape_faults(folder: Path, matched: MatchedFolder, cfg: ModelConfig) -> Iterator[Fault]:
+def _shape_faults(
+    folder: Path,
+    matched: MatchedFolder,
+    cfg: ModelConfig,
+) -> Iterator[Fault]:
     """Weights of linears and of the embedding of another shape than config.json makes of them."""
     expected: dict[str, tuple[int, ...]] = {}
     for linear, sides in cfg.linears().items():

@@ -62,7 +62,10 @@ def import_hf(
     manifest = import_params(out, source, facts, chunk_bytes=chunk_bytes)
     write_sidecars(out, read_sidecars([folder]))
     (out / "run.toml").write_text(run_toml, encoding="utf-8")
-    comparison = compare_logits(folder, source, cfg) if compares else NOT_COMPARED
+    if compares:
+        comparison = compare_logits(folder, source, cfg)
+    else:
+        comparison = NOT_COMPARED
     size = f"{memory(manifest.num_bytes)}"
     lines = (
         f"{folder}: {count_params(source)}, {size}, now {out / FOLDER / 'step-000000'}",
@@ -111,7 +114,12 @@ def _chunks(source: Source, chunk_bytes: int) -> Iterator[list[WriteItem]]:
     filled = 0
     for name, shape in source.shapes.items():
         for box in slabs(shape):
-            item = WriteItem(f"model/{name}", shape, box, source.read(name, box))
+            item = WriteItem(
+                name=f"model/{name}",
+                shape=shape,
+                box=box,
+                tensor=source.read(name, box),
+            )
             if chunk and filled + item.num_bytes > chunk_bytes:
                 yield chunk
                 chunk = []

@@ -46,7 +46,12 @@ def mapping_of(family: str) -> HFMapping:
     if mapping is None:
         need = f"one of {', '.join(hf_mappings(FAMILIES))}"
         raise CheckpointError(
-            Fault("model.name", "has no counterpart in transformers", repr(family), need)
+            Fault(
+                "model.name",
+                "has no counterpart in transformers",
+                got=repr(family),
+                need=need,
+            )
         )
     return mapping
 
@@ -86,7 +91,11 @@ def match_tensors(
     rules = _select_rules(mapping, cfg, entries)
     owner_rules = [rule for rule in rules if rule.param not in ties]
     alias_rules = [rule for rule in rules if rule.param in ties and rule.tensor in entries]
-    matching = _Matching(entries, cfg, folder)
+    matching = _Matching(
+        entries=entries,
+        cfg=cfg,
+        folder=folder,
+    )
     params = matching.find_sources(owner_rules)
     aliases = matching.find_sources(alias_rules)
     ignored = (*mapping.ignored, *mapping.unused(cfg))
@@ -94,10 +103,18 @@ def match_tensors(
     matching.faults.extend(_slice_faults(params.values(), folder))
     if matching.faults:
         raise CheckpointError(*matching.faults)
-    return MatchedFolder(entries, params, aliases)
+    return MatchedFolder(
+        entries=entries,
+        params=params,
+        aliases=aliases,
+    )
 
 
-def _check_size(cfg: Any, entries: Mapping[str, TensorEntry], folder: str) -> None:
+def _check_size(
+    cfg: Any,
+    entries: Mapping[str, TensorEntry],
+    folder: str,
+) -> None:
     """Check that there are as many tensors as layers and experts, before their names are made.
 
     Raises:
@@ -135,11 +152,18 @@ class _Matching:
             else:
                 self.faults.append(fault)
         if missing:
-            count = f"{len(missing)} tensors are" if len(missing) > 1 else "1 tensor is"
+            if len(missing) > 1:
+                count = f"{len(missing)} tensors are"
+            else:
+                count = "1 tensor is"
             self.faults.append(Fault(self.folder, f"{count} missing", need=list_some(missing)))
         return found
 
-    def check_all_used(self, sources: Iterable[ParamSource], ignored: Iterable[str]) -> None:
+    def check_all_used(
+        self,
+        sources: Iterable[ParamSource],
+        ignored: Iterable[str],
+    ) -> None:
         """Add a fault for tensors that no parameter uses."""
         used = {tensor for source in sources for tensor in source.tensors}
         patterns = tuple(ignored)
@@ -150,7 +174,7 @@ class _Matching:
                 unused.append(name)
         if unused:
             what = "holds tensors that the model has no place for"
-            self.faults.append(Fault(self.folder, what, list_some(unused)))
+            self.faults.append(Fault(self.folder, what, got=list_some(unused)))
 
     def _tensor_names(self, rule: WeightRule) -> tuple[str, ...]:
         if EXPERT not in rule.tensor:
@@ -171,7 +195,10 @@ def add_prefix(
     unprefixed = {rule.tensor for rule in mapping.rules if not rule.tensor.startswith(prefix)}
     found = {}
     for name, entry in entries.items():
-        rule_name = name if name in unprefixed else prefix + name
+        if name in unprefixed:
+            rule_name = name
+        else:
+            rule_name = prefix + name
         found[rule_name] = entry
     return found
 
@@ -193,7 +220,11 @@ def _select_rules(
     return list(rules.values())
 
 
-def _misfit(rule: WeightRule, entries: list[TensorEntry], names: tuple[str, ...]) -> Fault | None:
+def _misfit(
+    rule: WeightRule,
+    entries: list[TensorEntry],
+    names: tuple[str, ...],
+) -> Fault | None:
     """Why these tensors cannot be the parameter of the rule."""
     first = entries[0]
     for entry, name in zip(entries, names, strict=True):
@@ -201,17 +232,26 @@ def _misfit(rule: WeightRule, entries: list[TensorEntry], names: tuple[str, ...]
         if entry.dtype not in DTYPES:
             what = f"{name} is of a type that parameters cannot have"
             fix = "quantized weights have to be turned into bfloat16 first"
-            return Fault(where, what, entry.dtype, fix=fix)
+            return Fault(where, what, got=entry.dtype, fix=fix)
         if entry.shape != first.shape or entry.dtype != first.dtype:
             got = f"{entry.dtype} {list(entry.shape)}"
             need = f"{first.dtype} {list(first.shape)}"
-            return Fault(where, f"{name} differs from {names[0]}", got, need)
+            return Fault(
+                where,
+                f"{name} differs from {names[0]}",
+                got=got,
+                need=need,
+            )
     where = str(first.file)
     got = str(list(first.shape))
     if rule.transposed and len(first.shape) != 2:
-        return Fault(where, f"{names[0]} is no matrix", got)
+        return Fault(where, f"{names[0]} is no matrix", got=got)
     if rule.slice is not None and not _divides(first.shape, rule.slice):
-        return Fault(where, f"{names[0]} does not divide by {rule.slice.count}", got)
+        return Fault(
+            where,
+            f"{names[0]} does not divide by {rule.slice.count}",
+            got=got,
+        )
     return None
 
 
@@ -219,7 +259,8 @@ def _divides(shape: tuple[int, ...], part: Slice) -> bool:
     """Whether a tensor of this shape has equal parts along the dim of the slice."""
     if part.dim >= len(shape):
         return False
-    return shape[part.dim] % part.count == 0
+    length = shape[part.dim]
+    return length % part.count == 0
 
 
 def _slice_faults(sources: Iterable[ParamSource], folder: str) -> Iterator[Fault]:
@@ -235,4 +276,9 @@ def _slice_faults(sources: Iterable[ParamSource], folder: str) -> Iterator[Fault
         indices = sorted(part.index for part in slices)
         if indices != list(range(count)):
             params = ", ".join(rule.param for rule in rules)
-            yield Fault(folder, f"{tensor} is not used exactly once", params, f"{count} parts")
+            yield Fault(
+                folder,
+                f"{tensor} is not used exactly once",
+                got=params,
+                need=f"{count} parts",
+            )

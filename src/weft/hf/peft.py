@@ -87,10 +87,17 @@ def _adapter_target(tensor: str, rules: list[WeightRule]) -> AdapterTarget:
 
 
 def _part_index(rule: WeightRule) -> int:
-    return rule.slice.index if rule.slice else 0
+    if rule.slice:
+        return rule.slice.index
+    return 0
 
 
-def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> dict[str, Any]:
+def adapter_config(
+    cfg: ModelConfig,
+    lora: LoraConfig,
+    *,
+    base: str | None,
+) -> dict[str, Any]:
     """adapter_config.json; `base` is the name or folder of the base model in transformers."""
     targets = adapter_targets(cfg, lora)
     modules = [target.module for target in targets]
@@ -136,7 +143,9 @@ def unexpected_keys(cfg: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
 
 def _whole_number(value: float) -> int | float:
     """PEFT writes whole numbers as integers."""
-    return int(value) if value == int(value) else value
+    if value == int(value):
+        return int(value)
+    return value
 
 
 def _all_modules(cfg: ModelConfig) -> set[str]:
@@ -155,10 +164,11 @@ def _short_names(modules: Collection[str], all_modules: Iterable[str]) -> set[st
 
 
 def _shortest_suffix(module: str, others: Collection[str]) -> str:
+    """The last words of a module's path that no other module ends with."""
     words = module.split(".")
     for count in range(1, len(words)):
         suffix = ".".join(words[-count:])
-        is_ambiguous = any(other == suffix or other.endswith(f".{suffix}") for other in others)
-        if not is_ambiguous:
+        matches = [other for other in others if f".{other}".endswith(f".{suffix}")]
+        if not matches:
             return suffix
     return module

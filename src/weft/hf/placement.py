@@ -15,7 +15,7 @@ parameters make up a box of an HF tensor (`HFTensor.copies`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +68,19 @@ class Placement:
         hi = list(self.tensor_shape)
         if self.slice is not None:
             dim = self.slice.dim
-            length = self.tensor_shape[dim] // self.slice.count
-            lo[dim] = self.slice.index * length
-            hi[dim] = lo[dim] + length
+            length = hi[dim] // self.slice.count
+            start = self.slice.index * length
+            lo[dim] = start
+            hi[dim] = start + length
         return Box(tuple(lo), tuple(hi))
 
     @property
     def matrix_shape(self) -> Shape:
         """Shape of the parameter without its expert dim."""
         shape = self.region.shape
-        return shape[::-1] if self.transposed else shape
+        if self.transposed:
+            return shape[::-1]
+        return shape
 
     def to_tensor(self, box: Box) -> Box:
         """A box of the parameter, without its expert dim -> the same entries in the HF tensor."""
@@ -116,7 +119,9 @@ class ParamSource:
     def shape(self) -> Shape:
         """Of the parameter."""
         inner = self.placements[0].matrix_shape
-        return (len(self.placements), *inner) if self.is_stacked else inner
+        if self.is_stacked:
+            return (len(self.placements), *inner)
+        return inner
 
     def copies(self, box: Box) -> Iterator[Copy]:
         """The HF tensors' entries that make up a box of the parameter."""
@@ -129,7 +134,7 @@ class ParamSource:
                 at=(),
             )
             return
-        inner = Box(box.lo[1:], box.hi[1:])
+        inner = Box(lo=box.lo[1:], hi=box.hi[1:])
         first, last = box.lo[0], box.hi[0]
         for row, placement in enumerate(self.placements[first:last]):
             yield Copy(
@@ -166,7 +171,11 @@ class HFTensor:
                 )
 
 
-def param_source(rule: WeightRule, tensors: tuple[str, ...], tensor_shape: Shape) -> ParamSource:
+def param_source(
+    rule: WeightRule,
+    tensors: tuple[str, ...],
+    tensor_shape: Shape,
+) -> ParamSource:
     """The source of a parameter whose tensors all have one shape."""
     is_stacked = EXPERT in rule.tensor
     placements = []
@@ -214,7 +223,14 @@ def hf_tensors(
                 wide.add(placement.tensor)
     found = []
     for name, parts in placements.items():
-        found.append(HFTensor(name, parts[0].tensor_shape, tuple(parts), keep_float32=name in wide))
+        found.append(
+            HFTensor(
+                name=name,
+                shape=parts[0].tensor_shape,
+                placements=tuple(parts),
+                keep_float32=name in wide,
+            )
+        )
     return tuple(found)
 
 
@@ -228,18 +244,26 @@ def _check_params(
     mapped = {rule.param for rule in rules if rule.param not in ties}
     missing = sorted(mapped - set(shapes))
     if missing:
-        raise CheckpointError(Fault(where, "holds no tensor of these names", list_some(missing)))
+        raise CheckpointError(
+            Fault(where, "holds no tensor of these names", got=list_some(missing))
+        )
     unmapped = sorted(set(shapes) - mapped)
     if unmapped:
         what = "holds tensors that a Hugging Face folder has no place for"
-        raise CheckpointError(Fault(where, what, list_some(unmapped)))
+        raise CheckpointError(Fault(where, what, got=list_some(unmapped)))
 
 
-def _placements(rule: WeightRule, owner: str, shape: Shape) -> Iterator[Placement]:
+def _placements(
+    rule: WeightRule,
+    owner: str,
+    shape: Shape,
+) -> Iterator[Placement]:
     """The HF tensors that a parameter of this shape is written to."""
     is_stacked = EXPERT in rule.tensor
     tensor_shape = _tensor_shape(shape[1:] if is_stacked else shape, rule)
-    experts = range(shape[0]) if is_stacked else (None,)
+    experts: Iterable[int | None] = (None,)
+    if is_stacked:
+        experts = range(shape[0])
     for expert in experts:
         yield Placement(
             param=owner,
@@ -253,22 +277,29 @@ def _placements(rule: WeightRule, owner: str, shape: Shape) -> Iterator[Placemen
 
 def _tensor_shape(matrix_shape: Shape, rule: WeightRule) -> Shape:
     """Shape of the HF tensor, from that of the parameter without its expert dim."""
-    shape = list(matrix_shape[::-1] if rule.transposed else matrix_shape)
+    shape = list(matrix_shape)
+    if rule.transposed:
+        shape.reverse()
     if rule.slice is not None:
-        shape[rule.slice.dim] *= rule.slice.count
+        dim = rule.slice.dim
+        shape[dim] *= rule.slice.count
     return tuple(shape)
 
 
 def shift(box: Box, offset: Shape) -> Box:
     """The box moved by so many entries in each dim."""
-    lo, hi = [], []
-    for start, stop, move in zip(box.lo, box.hi, offset, strict=True):
-        lo.append(start + move)
-        hi.append(stop + move)
+    lo: list[int] = []
+    hi: list[int] = []
+    for start, stop, distance in zip(box.lo, box.hi, offset, strict=True):
+        lo.append(start + distance)
+        hi.append(stop + distance)
     return Box(tuple(lo), tuple(hi))
 
 
 def _transpose(box: Box, transposed: bool) -> Box:
     if not transposed:
         return box
-    return Box(box.lo[::-1], box.hi[::-1])
+    return Box(
+        lo=box.lo[::-1],
+        hi=box.hi[::-1],
+    )

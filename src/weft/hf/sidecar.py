@@ -58,7 +58,8 @@ def write_sidecars(run_folder: Path, texts: Mapping[str, str]) -> None:
     folder = run_folder / SIDECAR_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        file = folder / name
+        file.write_text(text, encoding="utf-8")
 
 
 def reject_existing(folder: Path) -> None:
@@ -73,5 +74,10 @@ def reject_existing(folder: Path) -> None:
     if not is_empty:
         fix = "choose another folder, or move it away"
         raise CheckpointError(
-            Fault(str(folder), "exists already", need="an empty folder, or none", fix=fix)
+            Fault(
+                str(folder),
+                "exists already",
+                need="an empty folder, or none",
+                fix=fix,
+            )
         )

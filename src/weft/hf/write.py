@@ -55,26 +55,32 @@ def choose_dtypes(
     typed = []
     for tensor in tensors:
         stored = source.dtype(tensor.placements[0].param)
-        typed.append(TypedTensor(tensor, _file_dtype(tensor, stored, dtype)))
+        typed.append(TypedTensor(tensor=tensor, dtype=_file_dtype(tensor, stored, dtype)))
     return tuple(typed)
 
 
-def _file_dtype(tensor: HFTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+def _file_dtype(
+    tensor: HFTensor,
+    stored: torch.dtype,
+    asked: torch.dtype | None,
+) -> torch.dtype:
     if asked is None:
         return stored
     if not tensor.keep_float32:
         return asked
     is_narrow_already = stored.itemsize < 4
-    return stored if is_narrow_already else torch.promote_types(asked, torch.float32)
+    if is_narrow_already:
+        return stored
+    return torch.promote_types(asked, torch.float32)
 
 
 def main_dtype(typed: Sequence[TypedTensor]) -> str:
     """torch's name of the type that most bytes have."""
-    sizes: Counter[torch.dtype] = Counter()
+    num_bytes: Counter[torch.dtype] = Counter()
     for tensor in typed:
-        sizes[tensor.dtype] += tensor.num_bytes
-    most_common, _ = sizes.most_common(1)[0]
-    return str(most_common).removeprefix("torch.")
+        num_bytes[tensor.dtype] += tensor.num_bytes
+    ((dtype, _),) = num_bytes.most_common(1)
+    return str(dtype).removeprefix("torch.")
 
 
 def split_files(typed: Sequence[TypedTensor], *, max_bytes: int) -> list[list[TypedTensor]]:
@@ -129,11 +135,10 @@ def _write_weights(
     files = split_files(typed, max_bytes=max_shard_bytes)
     file_of: dict[str, str] = {}
     for number, tensors in enumerate(files, start=1):
-        name = (
-            SINGLE_FILE
-            if len(files) == 1
-            else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        )
+        if len(files) == 1:
+            name = SINGLE_FILE
+        else:
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         for each in tensors:
             file_of[each.tensor.name] = name
         with (folder / name).open("xb") as file:
@@ -146,9 +151,14 @@ def _write_weights(
         write_whole(folder / INDEX, _json_bytes(index))
 
 
-def _write_file(file: BinaryIO, tensors: Sequence[TypedTensor], source: Source) -> None:
+def _write_file(
+    file: BinaryIO,
+    tensors: Sequence[TypedTensor],
+    source: Source,
+) -> None:
     ordered = sorted(
-        tensors, key=lambda each: -each.dtype.itemsize
+        tensors,
+        key=lambda each: -each.dtype.itemsize,
     )  # so that each lies at a multiple of its width
     file.write(_header(ordered))
     for each in ordered:

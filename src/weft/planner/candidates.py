@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
-from weft.config.run import Run
-from weft.config.schema import BatchConfig, ParallelConfig, PipelineConfig
-from weft.config.validate import (
+from weft.config.layout_rules import (
     axes_divide,
     batch_divides,
     dimension_faults,
@@ -22,6 +20,8 @@ from weft.config.validate import (
     sequence_divides,
     sequence_parallel_has_sequences,
 )
+from weft.config.run import Run
+from weft.config.schema import BatchConfig, ParallelConfig, PipelineConfig
 from weft.core.dimension import all_axes, sequence_axes
 from weft.core.mesh import Mesh
 from weft.errors import Fault

@@ -42,7 +42,8 @@ from weft.run.rank_status import Phase
 from weft.schedule.actions import Act, Table
 from weft.schedule.simulate import ACTIVATION_CHANGE
 from weft.train.build import build_step
-from weft.train.step import TrainStep, report_blocks
+from weft.train.step import TrainStep
+from weft.train.step_phases import report_blocks
 
 META = torch.device("meta")
 MOST_PLAYED = 3

@@ -7,7 +7,8 @@ from typing import Any
 
 from weft.errors import DataError, Fault
 from weft.small_files import UnreadableFile, open_regular
-from weft.train.event_log import EVENTS, read_run_events, step_history
+from weft.train.event_lines import read_run_events, step_history
+from weft.train.event_log import EVENTS
 
 KEY = "weft prove"
 RUN_FILE = "run.toml"

@@ -10,7 +10,8 @@ from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text
 from weft.errors import counted
 from weft.small_files import UnreadableFile
-from weft.train.event_log import EVENTS, read_run_events
+from weft.train.event_lines import read_run_events
+from weft.train.event_log import EVENTS
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,22 @@ class EvalHistory:
     @property
     def best(self) -> BestLoss | None:
         """The lowest loss, the first one where several are equal; None without any that is finite."""
-        finite = [(loss, step) for step, loss in self.losses.items() if loss < float("inf")]
-        if not finite:
-            return None
-        loss, step = min(finite)
-        return BestLoss(step, loss)
+        best: BestLoss | None = None
+        for step in sorted(self.losses):
+            loss = self.losses[step]
+            lowest = float("inf") if best is None else best.loss
+            if loss < lowest:
+                best = BestLoss(step, loss)
+        return best
 
     @property
     def num_since_best(self) -> int:
         """Evaluations after the lowest loss."""
         best = self.best
-        first = -1 if best is None else best.step
-        return sum(step > first for step in self.losses)
+        if best is None:
+            return len(self.losses)
+        later = [step for step in self.losses if step > best.step]
+        return len(later)
 
     @property
     def is_exhausted(self) -> bool:
@@ -75,14 +80,23 @@ class EvalHistory:
         return f"{text}; the lowest was {best.loss:.4f} nats after step {best.step}"
 
 
-def recorded_history(comm: Comm, run_folder: Path, *, start: int, patience: int) -> EvalHistory:
+def recorded_history(
+    comm: Comm,
+    run_folder: Path,
+    *,
+    start: int,
+    patience: int,
+) -> EvalHistory:
     """The evaluations that the events of a run record up to step `start`; every rank must call it."""
     losses: dict[int, float] = {}
     if comm.rank == 0 and start:
         losses = _recorded_losses(run_folder)
     pairs = [[step, loss] for step, loss in losses.items() if step <= start]
     received = json.loads(broadcast_text(comm, json.dumps(pairs)))
-    return EvalHistory(patience, {int(step): float(loss) for step, loss in received})
+    return EvalHistory(
+        patience=patience,
+        losses={int(step): float(loss) for step, loss in received},
+    )
 
 
 def _recorded_losses(run_folder: Path) -> dict[int, float]:

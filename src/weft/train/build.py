@@ -72,11 +72,10 @@ def build_model(
         source: holds initial values; parameters that it does not hold are drawn.
     """
     blocks = lazy_blocks(family, config)
-    example = (
-        image_example(plan.micro_size, config.model_dump()["image_size"])
-        if config.kind == "images"
-        else None
-    )
+    if config.kind == "images":
+        example = image_example(plan.micro_size, config.model_dump()["image_size"])
+    else:
+        example = None
     model = parallelize(
         blocks,
         plan,
@@ -157,7 +156,10 @@ def build_step(run: Run, comm: Comm, *, plan: Plan | None = None) -> TrainStep:
     Args:
         plan: default: that of the run.
     """
-    source = initial_source(run.model, base=run.lora.base) if run.resume is None else None
+    if run.resume is None:
+        source = initial_source(run.model, base=run.lora.base)
+    else:
+        source = None
     family = family_of(run.model, run.lora)
     if run.loss == DPO:
         family = with_preference_loss(family, run.dpo.beta)
@@ -281,7 +283,9 @@ def _folder_of_references(start: StartState, run_folder: Path) -> Path:
     if start.path is None:
         return run_folder
     source = Path(start.path).parent.parent
-    return source if (source / FOLDER).is_dir() else run_folder
+    if (source / FOLDER).is_dir():
+        return source
+    return run_folder
 
 
 def build_run_steps(
@@ -314,7 +318,10 @@ def build_run_steps(
         attempt=attempt,
     )
     start.check_data(samples)
-    resume = None if start.checkpoint is None else run.resume or AUTO
+    if start.checkpoint is None:
+        resume = None
+    else:
+        resume = run.resume or AUTO
     step = build_step(run.with_values({"resume": resume}), comm)
     start.restore(step, run.optim.model_dump(mode="json"))
     load = partial(
@@ -328,8 +335,8 @@ def build_run_steps(
     references: References | None = None
     if run.loss == DPO:
         references = References(
-            step.model,
-            load,
+            model=step.model,
+            load=load,
             run_folder=Path(run.out or ""),
             source_folder=_folder_of_references(start, Path(run.out or "")),
             is_initial=start.checkpoint is None or start.is_import,

@@ -47,7 +47,8 @@ from weft.train.run_records import (
     run_event,
 )
 from weft.train.run_start import restore_newest
-from weft.train.step import TrainStep, report_blocks
+from weft.train.step import TrainStep
+from weft.train.step_phases import report_blocks
 from weft.train.straggler import StragglerWatch
 
 
@@ -82,7 +83,13 @@ def build_training(
     out, _, resume = words.partition("\0")
     run = run.with_values({"out": out, "resume": resume or None})
     run_folder = Path(out)
-    steps = build_run_steps(run, comm, attempt=attempt, samples=samples, writes_references=True)
+    steps = build_run_steps(
+        run,
+        comm,
+        attempt=attempt,
+        samples=samples,
+        writes_references=True,
+    )
     step, start = steps.step, steps.start
     if attempt is not None:
         report_blocks(step.model.blocks, attempt.status.on_block)
@@ -201,9 +208,9 @@ def _build_evaluator(
         patience=config.patience,
     )
     return Evaluator(
-        evaluation,
-        config.every,
-        steps.step_range.total,
+        evaluation=evaluation,
+        every=config.every,
+        total_steps=steps.step_range.total,
         history=history,
         saves_best=saves_best,
     )
@@ -217,7 +224,9 @@ def is_restart(attempt: Attempt | None) -> bool:
 def _model_file(model: ModelSection) -> dict[str, str]:
     """A copy of the model file of a user."""
     text: str | None = getattr(FAMILIES[model.name], "text", None)
-    return {} if text is None else {"model.py": text}
+    if text is None:
+        return {}
+    return {"model.py": text}
 
 
 def _start_events(
@@ -278,7 +287,14 @@ def _open_remote(
 
     def open_on_rank_0() -> None:
         if comm.rank == 0:
-            opened.append(RemoteCopies(url, run_folder, keep=save.keep, num_done=num_done))
+            opened.append(
+                RemoteCopies(
+                    url,
+                    run_folder,
+                    keep=save.keep,
+                    num_done=num_done,
+                )
+            )
 
     raise_on_all_ranks(comm, open_on_rank_0)
     return opened[0] if opened else None
@@ -358,13 +374,20 @@ def _build_digests(config: GuardConfig, step: TrainStep) -> StateDigests | None:
 
 def _build_straggler_watch(config: GuardConfig, comm: Comm) -> StragglerWatch | None:
     """None where no rank has equals, or waits are on the device, where the host does not see them."""
-    has_equals = comm.mesh.size > comm.degree(pipeline_axis())
-    if not config.stragglers or not has_equals or comm.device.type != "cpu":
-        return None
-    return StragglerWatch(comm, factor=config.stragglers)
+    num_stages = comm.degree(pipeline_axis())
+    has_equals = comm.mesh.size > num_stages
+    waits_on_host = comm.device.type == "cpu"
+    if config.stragglers and has_equals and waits_on_host:
+        return StragglerWatch(comm, factor=config.stragglers)
+    return None
 
 
-def _clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
+def _clean_folder(
+    run_folder: Path,
+    comm: Comm,
+    *,
+    above: int,
+) -> tuple[Path, ...]:
     """Remove leftovers and set later checkpoints aside (on rank 0); returns the renamed ones. Every
     rank must call it.
     """

@@ -107,7 +107,12 @@ def whole_batch(samples: Samples, chosen: Ints, *, later: bool) -> Batch:
 
 
 @contextmanager
-def prefetch(read: Callable[[int], T], steps: Iterable[int], *, most: int) -> Iterator[Iterator[T]]:
+def prefetch(
+    read: Callable[[int], T],
+    steps: Iterable[int],
+    *,
+    most: int,
+) -> Iterator[Iterator[T]]:
     """Yield an iterator over `read(step)` in the order of `steps`; up to `most` results wait in a
     queue, 0 reads lazily.
 

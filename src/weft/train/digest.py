@@ -72,7 +72,8 @@ def digest_weights(device: torch.device) -> Tensor:
     """Odd numbers that look random, int64 [ROW]."""
     words = torch.arange(SEED, SEED + ROW, dtype=torch.int64, device=device)
     for shift in (30, 27, 31):  # the rounds of SplitMix64, with a signed shift
-        words = (words ^ (words >> shift)) * ODD
+        shifted = words >> shift
+        words = (words ^ shifted) * ODD
     return words | 1
 
 
@@ -104,14 +105,20 @@ def digest(tensor: Tensor, weights: Tensor) -> Tensor:
 
 def _row_sums(words: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of each `ROW` words."""
-    slab = CPU_SLAB if words.device.type == "cpu" else DEVICE_SLAB
+    if words.device.type == "cpu":
+        slab = CPU_SLAB
+    else:
+        slab = DEVICE_SLAB
     sums = []
     num_whole = len(words) // ROW * ROW
     for start in range(0, num_whole, slab):
-        rows = words[start : min(start + slab, num_whole)].view(-1, ROW)
-        sums.append((rows * weights).sum(1))
+        stop = min(start + slab, num_whole)
+        rows = words[start:stop].view(-1, ROW)
+        weighted = rows * weights
+        sums.append(weighted.sum(1))
     rest = words[num_whole:]
-    sums.append((rest * weights[: len(rest)]).sum().unsqueeze(0))
+    weighted_rest = rest * weights[: len(rest)]
+    sums.append(weighted_rest.sum().unsqueeze(0))
     return torch.cat(sums)
 
 
@@ -189,7 +196,11 @@ class StateDigests:
             f"step {step}: {where}: {_tensors_text(found)} changed between two updates: "
             f"a bit flipped in memory"
         )
-        return StateFault(ranks, found, text)
+        return StateFault(
+            ranks=ranks,
+            tensors=found,
+            text=text,
+        )
 
     def _tensors(self) -> Iterator[ReplicatedTensor]:
         model = self.state.model
@@ -197,18 +208,30 @@ class StateDigests:
             tensors = {**local.tensors, **local.whole}
             for section, tensor in tensors.items():
                 name = f"{section}/{local.param.name}"
-                yield ReplicatedTensor(name, local.replica_axes, tensor)
+                yield ReplicatedTensor(
+                    name=name,
+                    axes=local.replica_axes,
+                    tensor=tensor,
+                )
         plan = model.plan
         holds_copies = plan.zero in (1, 2) or plan.params != plan.compute
         if holds_copies and plan.zero < 3:
             for name, param in model.params.items():
                 axes = self._axes_without(model.shards[name].shard_axes)
-                yield ReplicatedTensor(f"compute/{name}", axes, param)
+                yield ReplicatedTensor(
+                    name=f"compute/{name}",
+                    axes=axes,
+                    tensor=param,
+                )
         sharded = {axis for shard in model.shards.values() for axis in shard.shard_axes}
         axes = self._axes_without(tuple(sharded))
         for block_name, block in model.blocks.items():
             for path, buffer in block.named_buffers():
-                yield ReplicatedTensor(f"buffer/{block_name}.{path}", axes, buffer)
+                yield ReplicatedTensor(
+                    name=f"buffer/{block_name}.{path}",
+                    axes=axes,
+                    tensor=buffer,
+                )
 
     def _axes_without(self, axes: Sequence[str]) -> tuple[str, ...]:
         excluded = (pipeline_axis(), *local_update_axes(), *axes)
@@ -217,11 +240,20 @@ class StateDigests:
     def _digests(self, tensors: Sequence[ReplicatedTensor]) -> Tensor:
         if not tensors:
             return torch.zeros(0, dtype=torch.int64, device=self.comm.device)
-        return torch.stack([digest(each.tensor, self._weights) for each in tensors])
+        digests = [digest(each.tensor, self._weights) for each in tensors]
+        return torch.stack(digests)
 
-    def _class_digests(self, tensors: Sequence[ReplicatedTensor], digests: Tensor) -> Tensor:
+    def _class_digests(
+        self,
+        tensors: Sequence[ReplicatedTensor],
+        digests: Tensor,
+    ) -> Tensor:
         """One number for all tensors that have replicas along the same axes."""
-        row = torch.zeros(len(self._classes), dtype=torch.int64, device=self.comm.device)
+        row = torch.zeros(
+            len(self._classes),
+            dtype=torch.int64,
+            device=self.comm.device,
+        )
         places = {axes: place for place, axes in enumerate(self._classes)}
         for each, value in zip(tensors, digests, strict=True):
             place = places.get(_present(each.axes, self.comm.mesh))
@@ -231,7 +263,10 @@ class StateDigests:
         return row
 
     def _find_fault(
-        self, step: int, tensors: Sequence[ReplicatedTensor], digests: Tensor
+        self,
+        step: int,
+        tensors: Sequence[ReplicatedTensor],
+        digests: Tensor,
     ) -> StateFault:
         """Exchange the digests of all tensors; the first group of replicas that differs, by rank."""
         local: dict[str, Any] = {}
@@ -254,7 +289,11 @@ class StateDigests:
         is_known = len(ranks) == 1
         verb = "differs from its replicas" if is_known else "differ, and one of them is wrong"
         text = f"step {step}: {where} {verb}: {_tensors_text(names)}"
-        return StateFault(ranks, tuple(names), text)
+        return StateFault(
+            ranks=ranks,
+            tensors=tuple(names),
+            text=text,
+        )
 
 
 def _minority(values: dict[int, int]) -> tuple[int, ...]:
@@ -262,10 +301,11 @@ def _minority(values: dict[int, int]) -> tuple[int, ...]:
     counts = Counter(values.values())
     if len(counts) == 1:
         return ()
-    value, count = counts.most_common(1)[0]
+    ((value, count),) = counts.most_common(1)
     if 2 * count <= len(values):
         return tuple(values)
-    return tuple(rank for rank, own in values.items() if own != value)
+    others = [rank for rank, own in values.items() if own != value]
+    return tuple(others)
 
 
 def _present(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
@@ -294,7 +334,8 @@ def first_ranks(mesh: Mesh, classes: Sequence[tuple[str, ...]]) -> Tensor:
         stride = 1
         for name, degree in reversed(mesh.axes):
             if name in axes:
-                leader -= ranks // stride % degree * stride
+                index = ranks // stride % degree
+                leader -= index * stride
             stride *= degree
         leaders[:, column] = leader
     return leaders
@@ -308,4 +349,6 @@ def _ranks_text(ranks: Sequence[int], mesh: Mesh) -> str:
 def _tensors_text(names: Sequence[str]) -> str:
     shown = ", ".join(names[:MAX_TENSORS_SHOWN])
     num_hidden = len(names) - MAX_TENSORS_SHOWN
-    return f"{shown} and {num_hidden} more" if num_hidden > 0 else shown
+    if num_hidden > 0:
+        return f"{shown} and {num_hidden} more"
+    return shown

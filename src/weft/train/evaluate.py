@@ -52,7 +52,9 @@ class EvalReport:
     @property
     def perplexity(self) -> float:
         """exp(loss); infinite if that is beyond a float."""
-        return math.exp(self.loss) if self.loss < MAX_EXPONENT else math.inf
+        if self.loss < MAX_EXPONENT:
+            return math.exp(self.loss)
+        return math.inf
 
 
 class Evaluation:
@@ -82,17 +84,18 @@ class Evaluation:
         """Evaluate; every rank must call it."""
         start = time.perf_counter()
         comm = self.model.comm
-        last_stage_rank = self.model.plan.table.stage_to_rank[-1]
-        counts_here = comm.index(replicated_axes()) == 0 and comm.index(PP) == last_stage_rank
+        is_first_copy = comm.index(replicated_axes()) == 0
+        is_last_stage = comm.index(PP) == self.model.plan.table.stage_to_rank[-1]
         local = torch.zeros(3, dtype=torch.float64, device=comm.device)
         num_samples = self.loader.samples.num_samples
         for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):
             micro_batches: list[Batch] = self.loader.micro_batches(chosen)
             loss = self.player.loss(micro_batches)
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
-            if counts_here:
-                num_bytes = sum(map(self._num_bytes, micro_batches))
-                local += torch.stack((loss, targets.double(), loss.new_tensor(num_bytes)))
+            if is_first_copy and is_last_stage:
+                num_bytes = sum(self._num_bytes(batch) for batch in micro_batches)
+                sums = (loss, targets.double(), loss.new_tensor(num_bytes))
+                local += torch.stack(sums)
         loss_sum, num_targets, num_bytes = comm.sum_world(local).tolist()
         return EvalReport(
             loss=loss_sum / max(num_targets, 1),

@@ -39,13 +39,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
-import json
-import math
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -53,16 +51,16 @@ from typing import Any
 
 from weft.checkpoint.disk import DISK_FULL_ERRNOS, replace_file
 from weft.errors import Fault, LaunchError, WeftError
-from weft.small_files import MIB, UnreadableFile, capped_lines, open_regular, parse_json, read_text
+from weft.small_files import MIB, UnreadableFile, read_text
+from weft.train.event_lines import (
+    STEP_COUNTING,
+    read_events,
+    read_run_events,
+    to_line,
+)
 from weft.view.progress import Event, View
 
 EVENTS = "events.jsonl"
-STEP_COUNTING = ("step", "resume", "restart")
-"""Events whose `step` is the number of steps done; that of a save, which is asynchronous, may be an
-earlier one.
-"""
-MAX_LINE_BYTES = MIB
-"""Length of an event that is read."""
 MAX_TEXT_BYTES = 16 * MIB
 """Size of a text file of the run folder that is compared with a new one."""
 DEAD_AFTER_S = 2.0
@@ -70,7 +68,6 @@ DEAD_AFTER_S = 2.0
 LOCK_POLL_S = 0.02
 OUTPUT_GONE_ERRNOS = (errno.EIO, errno.EPIPE)
 """The terminal was closed; the reader of the pipe has ended."""
-NON_FINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class EventLog:
@@ -88,7 +85,11 @@ class EventLog:
     """
 
     def __init__(
-        self, out: Path | None, views: Sequence[View] = (), *, ends_on_error: bool = True
+        self,
+        out: Path | None,
+        views: Sequence[View] = (),
+        *,
+        ends_on_error: bool = True,
     ) -> None:
         self.out = out
         self.views = tuple(views)
@@ -150,7 +151,16 @@ class EventLog:
         except OSError as error:
             got = f"{str(self.out / name)!r}: {error.strerror}"
             fix = "free disk space, or choose another out"
-            raise WeftError(str(Fault("out", "cannot write a file", got=got, fix=fix))) from error
+            raise WeftError(
+                str(
+                    Fault(
+                        "out",
+                        "cannot write a file",
+                        got=got,
+                        fix=fix,
+                    )
+                )
+            ) from error
 
     def close(self) -> None:
         """Close the file and the views; may be called twice."""
@@ -284,7 +294,12 @@ def append_end_event(
     return True
 
 
-def end_run_of_dead_writer(out: Path, *, error: str, wait_s: float = DEAD_AFTER_S) -> bool:
+def end_run_of_dead_writer(
+    out: Path,
+    *,
+    error: str,
+    wait_s: float = DEAD_AFTER_S,
+) -> bool:
     """Append an `end` event for the process that wrote the events, if it has died without one.
 
     The writer is dead once its lock on the file is gone; a living one is given `wait_s` seconds to
@@ -320,80 +335,6 @@ def append_missing_end_event(out: Path, *, error: str) -> bool:
     if not events or events[-1]["event"] == "end":
         return False
     return append_end_event(out, "failed", error=error)
-
-
-def to_line(event: Mapping[str, Any]) -> str:
-    """One event as one line of JSON."""
-    return (
-        json.dumps(
-            _to_json(event),
-            ensure_ascii=False,
-            allow_nan=False,
-            separators=(",", ":"),
-        )
-        + "\n"
-    )
-
-
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file in order, without an incomplete last line.
-
-    Raises:
-        ValueError: a line before the last is damaged, or no event.
-        UnreadableFile: there is no such file, or it cannot be read.
-    """
-    with open_regular(path, within=path.parent) as file:
-        lines = capped_lines(file, max_bytes=MAX_LINE_BYTES)
-        for number in itertools.count(1):
-            try:
-                line = next(lines, b"")
-                if not line.endswith(b"\n"):
-                    return
-                event = _parse_event(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{number}: damaged line: {error}") from error
-            yield event
-
-
-def _parse_event(line: bytes) -> dict[str, Any]:
-    """The event of a line.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
-    event = _from_json(parse_json(line))
-    if not isinstance(event, dict):
-        raise ValueError(f"no JSON object: {line[:80]!r}")
-    return event
-
-
-def read_run_events(path: Path) -> Iterator[dict[str, Any]]:
-    """As `read_events`; all of them are events of a run, with the numbers that readers count on.
-
-    Raises:
-        ValueError: a line is damaged, or no event of a run.
-        UnreadableFile: there is no such file, or it cannot be read.
-    """
-    for event in read_events(path):
-        kind, step = event.get("event"), event.get("step", 0)
-        is_event = isinstance(kind, str) and type(step) is int and step >= 0
-        if is_event and kind == "step":
-            numbers = (event.get("loss"), event.get("grad_norm"))
-            is_event = all(type(number) in (int, float) for number in numbers)
-        if not is_event:
-            raise ValueError(f"{path}: no event of a run: {str(event)[:80]}")
-        yield event
-
-
-def step_history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The step events of a run without those that a resume went back behind."""
-    steps: list[dict[str, Any]] = []
-    for event in events:
-        if event["event"] in ("resume", "restart"):
-            steps = [step for step in steps if step["step"] <= event["step"]]
-        elif event["event"] == "step":
-            steps.append(event)
-    return steps
 
 
 def _lock(file: int) -> bool:
@@ -474,26 +415,3 @@ def _holds(path: Path, text: str) -> bool:
         return read_text(path, max_bytes=MAX_TEXT_BYTES, within=path.parent) == text
     except UnreadableFile:
         return False
-
-
-def _to_json(value: Any) -> Any:
-    """`value` with NaN and infinities replaced by their words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        if math.isnan(value):
-            return "NaN"
-        return "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {key: _to_json(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_to_json(inner) for inner in value]
-    return value
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, str):
-        return NON_FINITE_WORDS.get(value, value)
-    if isinstance(value, dict):
-        return {key: _from_json(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_from_json(inner) for inner in value]
-    return value

@@ -38,11 +38,13 @@ def rebalance_routers(blocks: Mapping[str, nn.Module], loads: Mapping[str, Tenso
     al. 2024.
     """
     for name, load in loads.items():
-        router = router_of(blocks[name])
-        bias, rate = router.bias, router.rate
-        if bias is not None and rate:
-            new_bias = rebalance(bias, load, rate=rate)
-            bias.copy_(new_bias)
+        block = blocks[name]
+        router = router_of(block)
+        bias = router.bias
+        if bias is None or not router.rate:
+            continue
+        new_bias = rebalance(bias, load, rate=router.rate)
+        bias.copy_(new_bias)
 
 
 def imbalance(loads: Mapping[str, Tensor], device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ from weft.core.dimension import sequence_axes
 from weft.core.mesh import Mesh
 from weft.data.order import batch_of_step, layout_of
 from weft.train.data_loader import DataLoader, samples_of
-from weft.train.event_log import to_line
+from weft.train.event_lines import to_line
 from weft.train.guard_records import GuardState, unused_record_path
 from weft.train.nonfinite import NonFiniteValue
 from weft.train.step import StepReport, nonfinite_text
@@ -179,11 +179,15 @@ class StepGuard:
             self._accept(step, report.loss)
             return failed
         self._failed_at = max(step, self._failed_at)
-        self.state = replace(self.state, failures=self.state.failures + 1)
-        if failed.action != "stop" and self.state.failures > self.config.max_failures:
-            count = self.config.max_failures
-            reason = f"{failed.reason}; {count} failed before it in a row"
-            failed = replace(failed, action="stop", reason=reason)
+        num_failures = self.state.failures + 1
+        self.state = replace(self.state, failures=num_failures)
+        most = self.config.max_failures
+        if failed.action != "stop" and num_failures > most:
+            failed = replace(
+                failed,
+                action="stop",
+                reason=f"{failed.reason}; {most} failed before it in a row",
+            )
         if failed.action != "rollback":
             self._record(failed, skipped_before=self.state.skipped_batches)
         return failed
@@ -225,7 +229,10 @@ class StepGuard:
         median = statistics.median(losses)
         if report.loss <= spike_bound(median, factor=self.config.spike):
             return None
-        times = f"{report.loss / median:.3g} times " if median > 0 else "far above "
+        if median > 0:
+            times = f"{report.loss / median:.3g} times "
+        else:
+            times = "far above "
         reason = (
             f"the loss is {report.loss:.4g}, {times}the median "
             f"{median:.4g} of the last {len(losses)} steps"
@@ -322,7 +329,10 @@ def can_roll_back(config: GuardConfig) -> bool:
 
 def samples_text(samples: Sequence[int]) -> str:
     """`sample 17`, `samples 17 42`, or the first of many and their number."""
-    shown = " ".join(map(str, samples[:MAX_SAMPLES_SHOWN]))
+    noun = "sample" if len(samples) == 1 else "samples"
+    numbers = [str(sample) for sample in samples[:MAX_SAMPLES_SHOWN]]
+    text = f"{noun} {' '.join(numbers)}"
     num_hidden = len(samples) - MAX_SAMPLES_SHOWN
-    more = f" and {num_hidden} more" if num_hidden > 0 else ""
-    return f"{'sample' if len(samples) == 1 else 'samples'} {shown}{more}"
+    if num_hidden > 0:
+        text += f" and {num_hidden} more"
+    return text

@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.data.order import batch_of_step
 from weft.small_files import UnreadableFile
-from weft.train.event_log import read_events
+from weft.train.event_lines import read_events
 
 FOLDER = "guard"
 WINDOW = 32
@@ -65,7 +65,10 @@ class GuardState:
         differs from a run in which nothing failed.
         """
         next_batch = batch_of_step(num_steps, self.skipped_batches)
-        position: dict[str, Any] = {"steps": num_steps, "samples": next_batch * global_size}
+        position: dict[str, Any] = {
+            "steps": num_steps,
+            "samples": next_batch * global_size,
+        }
         for key, value in asdict(self).items():
             if value:
                 position[key] = value
@@ -129,5 +132,6 @@ def is_record(line: Mapping[str, Any]) -> bool:
         number = line.get(key)
         if type(number) is not int or number < 0:
             return False
-    lists = (line.get("left_out", []), line.get("skipped_batches", []))
-    return all(isinstance(each, list) for each in lists)
+    left_out = line.get("left_out", [])
+    skipped_batches = line.get("skipped_batches", [])
+    return isinstance(left_out, list) and isinstance(skipped_batches, list)

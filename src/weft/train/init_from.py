@@ -42,7 +42,9 @@ class SkipInit(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
+            if args:
+                return args[0]
+            return kwargs["tensor"]
         return func(*args, **kwargs)
 
 
@@ -86,7 +88,7 @@ def lora_base(base: str) -> Source:
     """
     path = find_checkpoint(base).path
     if path is None:
-        raise CheckpointError(Fault("lora.base", "holds no valid checkpoint", repr(base)))
+        raise CheckpointError(Fault("lora.base", "holds no valid checkpoint", got=repr(base)))
     checkpoint = open_checkpoint(path)
     return merge_adapters(checkpoint.section("model"), stored_lora(checkpoint.manifest.facts))
 

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.checkpoint.folder import checkpoints, resume_command
 from weft.checkpoint.memory import MemorySnapshots
 from weft.checkpoint.saver import Saver, StatusFlag, newest_path
 from weft.config.schema import GuardConfig
@@ -20,8 +19,16 @@ from weft.train.best import EvalHistory
 from weft.train.data_loader import DataLoader, prefetch
 from weft.train.digest import StateDigests, StateFault
 from weft.train.evaluate import Evaluation, eval_event
-from weft.train.event_log import STEP_COUNTING, EventLog
+from weft.train.event_lines import STEP_COUNTING
+from weft.train.event_log import EventLog
 from weft.train.guard import FailedStep, StepGuard
+from weft.train.loop_texts import (
+    MAX_ADVISED_LR,
+    non_finite_advice,
+    restart_note,
+    step_event,
+    stop_note,
+)
 from weft.train.step import StepReport, TrainStep
 from weft.train.straggler import StragglerWatch
 
@@ -32,10 +39,6 @@ CHECKED_STEPS = 2
 """First steps in which members of every group compare the signatures of collectives; later steps
 repeat the same ones.
 """
-
-
-MAX_ADVISED_LR = 1e-3
-"""Largest learning rate that the advice after a non-finite step names."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def run_training(
         for event in saver.finish(num_done, save=False):
             log.emit(event)
         if isinstance(error, CorruptionError):
-            how = _restart_note(training.run_folder)
+            how = restart_note(training.run_folder)
             raise CorruptionError(f"{error}. Stopped, and saved nothing. {how}") from None
         if not isinstance(error, NonFiniteError):
             raise
@@ -162,7 +165,10 @@ def run_training(
             f"{non_finite_advice(training.run_folder, num_done, peak_lr=training.peak_lr)}"
         ) from None
     training.step.finish()
-    history = training.evaluator.history if training.evaluator else EvalHistory()
+    if training.evaluator:
+        history = training.evaluator.history
+    else:
+        history = EvalHistory()
     is_finished = num_done >= step_range.total or history.is_exhausted
     outcome: Outcome = "finished" if is_finished else "stopped"
     is_saved = training.save_at_end or outcome == "stopped"
@@ -179,11 +185,19 @@ def run_training(
     fields: Event = {}
     if history.best is not None:
         fields = {"best_step": history.best.step, "best_loss": history.best.loss}
-    text = _stop_note(num_done, training.run_folder) if outcome == "stopped" else ""
+    if outcome == "stopped":
+        text = stop_note(num_done, training.run_folder)
+    else:
+        text = ""
     if outcome == "finished" and num_done < step_range.total:
         text = history.stop_text(num_done)
         fields["reason"] = "early_stop"
-    log.end(outcome, checkpoint=str(newest) if newest else None, text=text, **fields)
+    log.end(
+        outcome,
+        checkpoint=str(newest) if newest else None,
+        text=text,
+        **fields,
+    )
     return outcome
 
 
@@ -307,23 +321,36 @@ class _Steps:
                     return None
         return None
 
-    def _evaluate(self, number: int, evaluator: Evaluator) -> Generator[Event, None, float | None]:
+    def _evaluate(
+        self,
+        number: int,
+        evaluator: Evaluator,
+    ) -> Generator[Event, None, float | None]:
         """Evaluate after a step; returns the loss where it is to be saved as the lowest so far."""
         report = evaluator.evaluation()
         yield eval_event(number, report)
         is_best = evaluator.history.add(number, report.loss)
-        return report.loss if is_best and evaluator.saves_best else None
+        if is_best and evaluator.saves_best:
+            return report.loss
+        return None
 
     def _status(self) -> int:
         """Status flags of this rank, just before the update."""
-        status = self.saver.status() if self.saver else StatusFlag(0)
+        if self.saver:
+            status = self.saver.status()
+        else:
+            status = StatusFlag(0)
         if self.digests is not None and self.digests.has_changed():
             status |= StatusFlag.STATE_CHANGED
         if self.snapshots is None:
             return int(status)
         return int(status) | self.snapshots.status()
 
-    def _check_unchanged(self, number: int, report: StepReport) -> Iterator[Event]:
+    def _check_unchanged(
+        self,
+        number: int,
+        report: StepReport,
+    ) -> Iterator[Event]:
         """Stop if the state of a rank changed since the last comparison of replicas.
 
         Raises:
@@ -333,7 +360,11 @@ class _Steps:
             yield from _stop_at(number, self.digests.changed_fault(number))
 
     def _compare_replicas(
-        self, number: int, report: StepReport, *, is_best: bool
+        self,
+        number: int,
+        report: StepReport,
+        *,
+        is_best: bool,
     ) -> Iterator[Event]:
         """Compare replicas, where that is due, and before every save and snapshot.
 
@@ -406,72 +437,3 @@ def _stop_at(step: int, fault: StateFault) -> Iterator[Event]:
 
 def ignore_phase(step: int, phase: Phase) -> None:
     """Do nothing."""
-
-
-def step_event(
-    number: int,
-    report: StepReport,
-    *,
-    lr: float,
-    elapsed_s: float,
-) -> Event:
-    """The `step` event of events.jsonl: loss and norm at full precision; `tokens` counts targets
-    over all ranks.
-    """
-    event = {
-        "event": "step",
-        "step": number,
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "lr": lr,
-        "tokens": report.targets,
-        "tokens_per_s": report.targets / elapsed_s,
-        "loss_scale": report.loss_scale,
-        "skipped": report.skipped,
-        "step_s": elapsed_s,
-        "mem_bytes": max(report.mem_bytes),
-        "stage_mem_bytes": list(report.mem_bytes),
-    }
-    if report.expert_load is not None:
-        event["expert_load"] = report.expert_load
-    if report.outer is not None and (report.outer.sent_bytes or report.outer.is_applied):
-        event["outer_step"] = report.outer.is_applied
-        event["outer_sent_bytes"] = report.outer.sent_bytes
-        event["outer_waited_s"] = report.outer.waited_s
-    return event
-
-
-def _restart_note(run_folder: Path) -> str:
-    newest = newest_path(run_folder)
-    start = f"from {newest}" if newest else "from the start (there is no checkpoint)"
-    return f"Go on {start}: {resume_command(run_folder)}"
-
-
-def _stop_note(num_done: int, run_folder: Path) -> str:
-    return f"stopped after step {num_done} and saved. Resume: {resume_command(run_folder)}"
-
-
-def non_finite_advice(run_folder: Path, num_done: int, *, peak_lr: float) -> str:
-    """How to go on after the step that follows `num_done` steps had a non-finite loss or norm.
-
-    A checkpoint of exactly `num_done` steps holds the parameters of the failed step, so the step
-    fails again whatever the learning rate: an older checkpoint is named, or a new run.
-    """
-    found = list(checkpoints(run_folder))
-    usable = [path for step, path in found if step < num_done]
-    lr = f"--optim.lr {min(peak_lr / 10, MAX_ADVISED_LR):g}"
-    config = shlex.quote(f"{run_folder}/run.toml")
-    reason = "There is no checkpoint"
-    if found:
-        step, newest = found[0]
-        reason = f"The newest checkpoint is {newest}"
-        if step >= num_done:
-            reason += ", whose parameters already give this non-finite result"
-    if usable:
-        source = shlex.quote(str(usable[0]))
-        return (
-            f"{reason}. Resume from {usable[0]} with a lower --optim.lr: "
-            f"weft train {config} --resume {source} {lr}"
-        )
-    out = shlex.quote(f"{run_folder}-2")
-    return f"{reason}. Start again with a lower --optim.lr: weft train {config} --out {out} {lr}"

@@ -9,6 +9,7 @@ what would compute other numbers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,11 +48,12 @@ def check_user_model(family: Family, config: ModelConfig, plan: Plan) -> None:
         PlanError: what is wrong, and where.
     """
     assert isinstance(family, UserFamily), "the model of a user"
-    faults = tuple(axes_faults(family.facts(config).shapes, family.axes(config)))
+    shapes = family.facts(config).shapes
+    faults = tuple(axes_faults(shapes, family.axes(config)))
     if faults:
         raise PlanError(*faults)
     with _one_thread():
-        num_entries = sum(_numel(shape) for shape in family.facts(config).shapes.values())
+        num_entries = sum(_numel(shape) for shape in shapes.values())
         if num_entries <= MOST_ENTRIES:
             _check_numbers(family, config, seq_len=plan.seq_len)
         check_layout(family, config, plan)
@@ -111,60 +113,108 @@ class _Trial:
     def loss(self, batch: Batch) -> Tensor:
         """The summed loss, with extra losses."""
         out = chain(self.blocks, batch.inputs, batch)
-        return out.x if out.loss is None else out.x + out.loss
+        if out.loss is None:
+            return out.x
+        return out.x + out.loss
 
     def differs(self, got: Tensor, want: Tensor) -> bool:
-        """Whether two numbers differ by more than rounding."""
-        error = (got.detach().double() - want.detach().double()).abs().max()
-        scale = want.detach().double().abs().max().clamp(min=1.0)
-        return not float(error / scale) <= TOLERANCES[self.dtype]
+        """Whether two numbers differ by more than rounding; NaN differs from everything."""
+        wide_got = got.detach().double()
+        wide_want = want.detach().double()
+        error = (wide_got - wide_want).abs().max()
+        scale = wide_want.abs().max().clamp(min=1.0)
+        is_close = float(error / scale) <= TOLERANCES[self.dtype]
+        return not is_close
+
+    def row(self, number: int) -> Batch:
+        """One of the two rows of the batch."""
+        return self.batch.rows(slice(number, number + 1))
 
 
-def _check_numbers(family: UserFamily, config: ModelConfig, *, seq_len: int) -> None:
-    name = family.model.label
+def _check_numbers(
+    family: UserFamily,
+    config: ModelConfig,
+    *,
+    seq_len: int,
+) -> None:
     trial = _trial(family, config, seq_len=seq_len)
     loss = _check_pure(trial)
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        need = "the sum over the targets of the batch, a scalar"
-        raise PlanError(Fault(f"{name}: the loss", "is no sum over targets", got=got, need=need))
+    _check_scalar(trial, loss)
     _check_gradients(trial, loss)
-    rows = [trial.loss(trial.batch.rows(slice(place, place + 1))).detach() for place in range(2)]
-    if trial.differs(loss.detach(), rows[0] + rows[1]):
-        raise PlanError(_not_a_sum(trial, loss.detach(), rows[0] + rows[1]))
+    whole = loss.detach()
+    first = trial.loss(trial.row(0)).detach()
+    second = trial.loss(trial.row(1)).detach()
+    if trial.differs(whole, first + second):
+        raise PlanError(_not_a_sum(trial, whole, first + second))
     if config.kind == "tokens":
         _check_columns(trial)
 
 
-def _trial(family: UserFamily, config: ModelConfig, *, seq_len: int) -> _Trial:
+def _check_scalar(trial: _Trial, loss: Any) -> None:
+    """The loss is one number."""
+    got = type(loss).__name__
+    if isinstance(loss, Tensor):
+        got = f"shape {list(loss.shape)}"
+        if loss.dim() == 0 and loss.is_floating_point():
+            return
+    raise PlanError(
+        Fault(
+            f"{trial.name}: the loss",
+            "is no sum over targets",
+            got=got,
+            need="the sum over the targets of the batch, a scalar",
+        )
+    )
+
+
+def _trial(
+    family: UserFamily,
+    config: ModelConfig,
+    *,
+    seq_len: int,
+) -> _Trial:
     """The model in float64, else float32, on the shortest batch that it takes."""
     lengths = [length for length in LENGTHS if length < seq_len and seq_len % length == 0]
+    lengths.append(seq_len)
     error: Exception | None = None
-    for dtype in TOLERANCES:
-        for length in (*lengths, seq_len):
-            trial = _make_trial(family, config, length, dtype)
-            try:
-                with torch.no_grad():
-                    trial.loss(trial.batch)
-                return _make_trial(family, config, length, dtype)
-            except Exception as failure:  # noqa: BLE001 - a user's forward may raise anything
-                error = failure
+    for dtype, length in itertools.product(TOLERANCES, lengths):
+        trial = _make_trial(family, config, length, dtype)
+        try:
+            with torch.no_grad():
+                trial.loss(trial.batch)
+        except Exception as failure:  # noqa: BLE001 - a user's forward may raise anything
+            error = failure
+        else:
+            return _make_trial(family, config, length, dtype)
     first_line = str(error).partition("\n")[0]
     what = f"its forward raises {type(error).__name__}: {first_line}"
     raise PlanError(Fault(family.model.label, what)) from error
 
 
-def _make_trial(family: UserFamily, config: ModelConfig, length: int, dtype: torch.dtype) -> _Trial:
+def _make_trial(
+    family: UserFamily,
+    config: ModelConfig,
+    length: int,
+    dtype: torch.dtype,
+) -> _Trial:
     values = family.initial_values(config, seed=SEED)
     blocks = family.blocks(config)
     tie(blocks, family.ties(config))
-    params = {name: param for name, param in named_parameters(blocks).items() if name in values}
+    params: dict[str, nn.Parameter] = {}
     with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(values[name])
+        for name, param in named_parameters(blocks).items():
+            if name in values:
+                param.copy_(values[name])
+                params[name] = param
     for block in blocks.values():
         block.to(dtype)
-    return _Trial(family.model.label, blocks, params, _batch(config, length), dtype)
+    return _Trial(
+        name=family.model.label,
+        blocks=blocks,
+        params=params,
+        batch=_batch(config, length),
+        dtype=dtype,
+    )
 
 
 def _batch(config: ModelConfig, length: int) -> Batch:
@@ -172,15 +222,17 @@ def _batch(config: ModelConfig, length: int) -> Batch:
     generator = torch.Generator().manual_seed(SEED)
     if config.kind == "images":
         fields = config.model_dump()
-        size, classes = fields["image_size"], fields["classes"]
+        size = fields["image_size"]
+        classes = fields["classes"]
         images = torch.randint(0, 256, (2, 1, size, size), generator=generator)
         targets_B = torch.randint(0, classes, (2,), generator=generator)
         return image_batch(images.to(torch.uint8), targets_B)
     vocab = config.axis_sizes()["vocab"]
     tokens_BS = torch.randint(0, vocab, (2, length + 1), generator=generator)
+    inputs_BS = tokens_BS[:, :-1].contiguous()
     targets_BS = tokens_BS[:, 1:].clone()
     targets_BS[0, 0] = IGNORE
-    return token_batch(tokens_BS[:, :-1].contiguous(), targets_BS)
+    return token_batch(inputs_BS, targets_BS)
 
 
 def _check_pure(trial: _Trial) -> Tensor:
@@ -191,13 +243,26 @@ def _check_pure(trial: _Trial) -> Tensor:
     if not torch.equal(random_state, torch.get_rng_state()):
         torch.set_rng_state(random_state)
         what = "its forward draws random numbers, which differ between layouts"
-        raise PlanError(Fault(trial.name, what, got=_dropout_of(trial.blocks), fix="drop-out of 0"))
+        raise PlanError(
+            Fault(
+                trial.name,
+                what,
+                got=_dropout_of(trial.blocks),
+                fix="drop-out of 0",
+            )
+        )
     for name, block in trial.blocks.items():
         changed = _changed(before[name], _state(block))
         if changed:
             what = "keeps state outside its parameters: its forward changes it"
             fix = "nn.LayerNorm or nn.GroupNorm in place of BatchNorm; no attributes set in forward"
-            raise PlanError(Fault(f"{trial.name}: {name}.{changed}", what, fix=fix))
+            raise PlanError(
+                Fault(
+                    f"{trial.name}: {name}.{changed}",
+                    what,
+                    fix=fix,
+                )
+            )
     return loss
 
 
@@ -207,11 +272,14 @@ def _dropout_of(blocks: Mapping[str, nn.Module]) -> str:
         for path, module in block.named_modules():
             p = getattr(module, "p", None) or getattr(module, "dropout", None)
             if isinstance(p, float) and p > 0:
-                return f"{name}.{path}: {type(module).__name__} with {p}".replace(".:", ":")
+                place = f"{name}.{path}" if path else name
+                return f"{place}: {type(module).__name__} with {p}"
     return ""
 
 
 State = dict[str, Any]
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes of every module that name its parts."""
 
 
 def _state(block: nn.Module) -> State:
@@ -219,8 +287,10 @@ def _state(block: nn.Module) -> State:
     found: State = {}
     for path, module in block.named_modules():
         prefix = f"{path}." if path else ""
-        for name, value in (*vars(module).items(), *module._buffers.items()):
-            if name not in ("_parameters", "_buffers", "_modules") and not name.endswith("_hooks"):
+        attributes = {**vars(module), **module._buffers}
+        for name, value in attributes.items():
+            is_of_torch = name in MODULE_TABLES or name.endswith("_hooks")
+            if not is_of_torch:
                 found[prefix + name] = _version(value)
     return found
 
@@ -230,7 +300,9 @@ def _version(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value), value._version
     found: Fingerprint | None = fingerprint(value, lambda tensor: (id(tensor), tensor._version))
-    return id(value) if found is None else found
+    if found is None:
+        return id(value)
+    return found
 
 
 def _changed(before: State, after: State) -> str:
@@ -243,64 +315,85 @@ def _changed(before: State, after: State) -> str:
 
 def _check_gradients(trial: _Trial, loss: Tensor) -> None:
     """Every parameter takes part in the loss."""
-    params = [param for param in trial.params.values() if param.requires_grad]
-    grads = torch.autograd.grad(loss, params, allow_unused=True)
-    owners = {id(param): name for name, param in reversed(trial.params.items())}
-    unused = [owners[id(param)] for param, grad in zip(params, grads, strict=True) if grad is None]
-    if unused:
-        fix = "remove it, or set requires_grad=False"
-        what = "is a parameter that the loss does not use"
-        raise PlanError(Fault(f"{trial.name}: {unused[0]}", what, fix=fix))
+    trained: dict[str, nn.Parameter] = {}
+    for name, param in trial.params.items():
+        if param.requires_grad:
+            trained[name] = param
+    grads = torch.autograd.grad(loss, tuple(trained.values()), allow_unused=True)
+    for name, grad in zip(trained, grads, strict=True):
+        if grad is None:
+            raise PlanError(
+                Fault(
+                    f"{trial.name}: {name}",
+                    "is a parameter that the loss does not use",
+                    fix="remove it, or set requires_grad=False",
+                )
+            )
 
 
 def _not_a_sum(trial: _Trial, whole: Tensor, parts: Tensor) -> Fault:
     """Names the loss, or the first block that computes a sequence differently beside another one."""
     x: Any = trial.batch.inputs
-    singles: list[Any] = [x[:1], x[1:]]
+    first: Any = x[:1]
+    second: Any = x[1:]
     for name, block in trial.blocks.items():
-        batches = [trial.batch.rows(slice(place, place + 1)) for place in range(2)]
-        out = block(x, trial.batch)
-        x = out.x if isinstance(out, Extra) else out
-        parts_out = [block(one, batch) for one, batch in zip(singles, batches, strict=True)]
-        singles = [one.x if isinstance(one, Extra) else one for one in parts_out]
+        x = _output(block(x, trial.batch))
+        first = _output(block(first, trial.row(0)))
+        second = _output(block(second, trial.row(1)))
         is_plain = isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == 2
-        if is_plain and name != LOSS and trial.differs(x, torch.cat(singles)):
-            what = "computes a sequence differently where another one is in the batch"
-            fix = "normalise each sequence by itself: nn.LayerNorm, nn.GroupNorm"
-            return Fault(f"{trial.name}: {name}", what, fix=fix)
-    got = f"{float(whole):.4f} for two sequences, {float(parts):.4f} for the sum of each"
-    fix = "reduction='sum', without dividing by a number of tokens"
-    return Fault(f"{trial.name}: the loss", "is no sum over targets", got=got, fix=fix)
+        if is_plain and name != LOSS and trial.differs(x, torch.cat([first, second])):
+            return Fault(
+                f"{trial.name}: {name}",
+                "computes a sequence differently where another one is in the batch",
+                fix="normalise each sequence by itself: nn.LayerNorm, nn.GroupNorm",
+            )
+    return Fault(
+        f"{trial.name}: the loss",
+        "is no sum over targets",
+        got=f"{float(whole):.4f} for two sequences, {float(parts):.4f} for the sum of each",
+        fix="reduction='sum', without dividing by a number of tokens",
+    )
 
 
 def _check_columns(trial: _Trial) -> None:
     """The loss of the halves of every sequence adds up to that of the whole ones."""
     *others, (_, loss_block) = trial.blocks.items()
     batch = trial.batch
+    half = batch.inputs.shape[1] // 2
+    if not half:
+        return
     with torch.no_grad():
         x: Any = chain(dict(others), batch.inputs, batch).x  # a tuple, where a block returns one
-        half = batch.inputs.shape[1] // 2
         outputs = x if isinstance(x, tuple) else (x,)
-        has_columns = all(out.dim() > 1 and out.shape[1] == 2 * half for out in outputs)
-        if not half or not has_columns:
+        if not all(_has_columns(out, 2 * half) for out in outputs):
             return
-        parts = [
-            _loss_of_columns(loss_block, x, batch, slice(start, start + half))
-            for start in (0, half)
-        ]
-        whole = _scalar(loss_block(x, batch))
-    if trial.differs(whole, parts[0] + parts[1]):
-        raise PlanError(_not_a_sum(trial, whole, parts[0] + parts[1]))
+        first = _loss_of_columns(loss_block, x, batch, slice(0, half))
+        second = _loss_of_columns(loss_block, x, batch, slice(half, 2 * half))
+        whole = _output(loss_block(x, batch))
+    if trial.differs(whole, first + second):
+        raise PlanError(_not_a_sum(trial, whole, first + second))
 
 
-def _loss_of_columns(block: nn.Module, x: Any, batch: Batch, columns: slice) -> Tensor:
+def _has_columns(out: Tensor, count: int) -> bool:
+    return out.dim() > 1 and out.shape[1] == count
+
+
+def _loss_of_columns(
+    block: nn.Module,
+    x: Any,
+    batch: Batch,
+    columns: slice,
+) -> Tensor:
     def select(tensor: Tensor) -> Tensor:
         return tensor[:, columns]
 
-    part = tuple(map(select, x)) if isinstance(x, tuple) else select(x)
-    return _scalar(block(part, batch.map(select)))
+    part: Any = select(x) if isinstance(x, Tensor) else tuple(map(select, x))
+    loss: Tensor = _output(block(part, batch.map(select)))
+    return loss
 
 
-def _scalar(out: Any) -> Tensor:
-    found: Tensor = out.x if isinstance(out, Extra) else out
-    return found
+def _output(out: Any) -> Any:
+    """What a block computes, without its extra loss."""
+    if isinstance(out, Extra):
+        return out.x
+    return out

@@ -46,7 +46,10 @@ class NonFiniteValue:
     def __str__(self) -> str:
         if self.place == "sum":
             return "all outputs and gradients are finite: their sum overflows"
-        rank = f"rank {self.rank} ({self.coordinates})" if self.coordinates else f"rank {self.rank}"
+        if self.coordinates:
+            rank = f"rank {self.rank} ({self.coordinates})"
+        else:
+            rank = f"rank {self.rank}"
         return f"first in the {self.place} of block {self.block!r} on {rank}"
 
 
@@ -80,22 +83,29 @@ def _first(
             if micro_batches is not None:
                 coordinates = _coordinates(rank, mesh)
                 return NonFiniteValue(
-                    "output",
-                    block,
-                    rank,
-                    coordinates,
-                    tuple(micro_batches),
+                    place="output",
+                    block=block,
+                    rank=rank,
+                    coordinates=coordinates,
+                    micro_batches=tuple(micro_batches),
                 )
     for block in backward_order:
         for rank, report in enumerate(reports):
             if block in report["gradient"]:
                 coordinates = _coordinates(rank, mesh)
-                return NonFiniteValue("gradient", block, rank, coordinates)
+                return NonFiniteValue(
+                    place="gradient",
+                    block=block,
+                    rank=rank,
+                    coordinates=coordinates,
+                )
     return NonFiniteValue("sum")
 
 
 def _coordinates(rank: int, mesh: Mesh) -> str:
-    return mesh.coord_text(rank) if mesh.size > 1 else ""
+    if mesh.size > 1:
+        return mesh.coord_text(rank)
+    return ""
 
 
 def _blocks_with_nonfinite_output(model: ParallelModel, batches: Sequence[Batch]) -> BlocksFound:
@@ -118,7 +128,10 @@ def _watching_outputs(blocks: Mapping[str, nn.Module], found: set[str]) -> Itera
 
     def hook_of(name: str) -> Any:
         def hook(_module: nn.Module, _args: object, output: object) -> None:
-            tensors = output if isinstance(output, tuple) else (output,)
+            if isinstance(output, tuple):
+                tensors = output
+            else:
+                tensors = (output,)
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and not _is_finite(tensor):
                     found.add(name)

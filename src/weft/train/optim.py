@@ -133,8 +133,18 @@ class NamedOptimizer:
         )
         for settings, names in groups.items():
             rule = make_rule(self.optim, settings, fixed_order=self.fixed_order)
-            exchanges = self._exchanges_of(names) if rule.kind == "whole_matrix" else ()
-            found.append(RuleGroup(settings, names, rule, exchanges))
+            if rule.kind == "whole_matrix":
+                exchanges = self._exchanges_of(names)
+            else:
+                exchanges = ()
+            found.append(
+                RuleGroup(
+                    settings=settings,
+                    names=names,
+                    rule=rule,
+                    exchanges=exchanges,
+                )
+            )
         return tuple(found)
 
     @cached_property
@@ -155,13 +165,14 @@ class NamedOptimizer:
     @cached_property
     def state(self) -> dict[str, State]:
         """Parameter name -> the rule's key ("exp_avg", ...) -> tensor; zero before the first step."""
-        found = {}
+        rules: dict[str, Optimizer] = {}
         for group in self.groups:
-            for name in group.names:
-                if name in self.params:
-                    shape = self.entries[name].shape
-                    found[name] = group.rule.fresh_state(self.params[name], shape)
-        return {name: found[name] for name in self.params}
+            rules.update(dict.fromkeys(group.names, group.rule))
+        found = {}
+        for name, param in self.params.items():
+            shape = self.entries[name].shape
+            found[name] = rules[name].fresh_state(param, shape)
+        return found
 
     @cached_property
     def _absent(self) -> dict[str, State]:
@@ -175,11 +186,13 @@ class NamedOptimizer:
         by_axes: dict[tuple[str, ...], dict[str, ParamEntries]] = {}
         for name in names:
             entries = self.entries[name]
-            by_axes.setdefault(entries.axes, {})[name] = entries
+            params = by_axes.setdefault(entries.axes, {})
+            params[name] = entries
         splits = splits_stacked(self.optim)
         exchanges = []
         for params in by_axes.values():
-            exchanges.append(MatrixExchange(params, self.comm, splits_stacked=splits))
+            exchange = MatrixExchange(params, self.comm, splits_stacked=splits)
+            exchanges.append(exchange)
         return tuple(exchanges)
 
     def matrix_traffic(self) -> tuple[MatrixTraffic, ...]:
@@ -188,7 +201,9 @@ class NamedOptimizer:
         for group in self.groups:
             itemsize = self._gather_dtype(group.rule).itemsize
             for exchange in group.exchanges:
-                found.append(MatrixTraffic(exchange.axes, exchange.sent_bytes(itemsize)))
+                found.append(
+                    MatrixTraffic(axes=exchange.axes, sent_bytes=exchange.sent_bytes(itemsize))
+                )
         return tuple(found)
 
     def _gather_dtype(self, rule: Optimizer) -> torch.dtype:
@@ -199,7 +214,10 @@ class NamedOptimizer:
         """Any parameter here; an empty one where this rank holds none."""
         for param in self.params.values():
             return param
-        device = self.comm.device if self.comm is not None else None
+        if self.comm is not None:
+            device = self.comm.device
+        else:
+            device = None
         return torch.zeros(0, device=device)
 
     @torch.no_grad()
@@ -241,7 +259,10 @@ class NamedOptimizer:
             )
 
     def _update_matrices(
-        self, rule: Optimizer, exchange: MatrixExchange, settings: Mapping[str, float]
+        self,
+        rule: Optimizer,
+        exchange: MatrixExchange,
+        settings: Mapping[str, float],
     ) -> None:
         dtype = self._gather_dtype(rule)
         like = self._like.new_zeros(0, dtype=dtype)
@@ -264,7 +285,11 @@ class NamedOptimizer:
                     shape=each.matrix.shape,
                 )
 
-    def _update_with_sums(self, group: RuleGroup, settings: Mapping[str, float]) -> None:
+    def _update_with_sums(
+        self,
+        group: RuleGroup,
+        settings: Mapping[str, float],
+    ) -> None:
         grads = self._grads(group.names)
         by_axes: dict[tuple[str, ...], list[str]] = {}
         for name in group.names:
@@ -290,12 +315,15 @@ class NamedOptimizer:
         if name in self.state:
             return self.state[name]
         if name not in self._absent:
-            empty = self._like.new_zeros(0)
-            self._absent[name] = rule.fresh_state(empty, self.entries[name].shape)
+            nothing = self._like.new_zeros(0)
+            shape = self.entries[name].shape
+            self._absent[name] = rule.fresh_state(nothing, shape)
         return self._absent[name]
 
     def _add_sums(
-        self, axes: tuple[str, ...], sums: Sequence[Sequence[Tensor]]
+        self,
+        axes: tuple[str, ...],
+        sums: Sequence[Sequence[Tensor]],
     ) -> Sequence[Sequence[Tensor]]:
         """Add the partial sums of all ranks along some axes, in one all-reduce."""
         if self.comm is None or not axes:
@@ -384,4 +412,5 @@ def _progress(step: int, *, start: float, end: float) -> float:
     """Fraction of the way from `start` to `end`, 0 to 1."""
     if start >= end:
         return float(step >= end)
-    return min(max((step - start) / (end - start), 0.0), 1.0)
+    fraction = (step - start) / (end - start)
+    return min(max(fraction, 0.0), 1.0)

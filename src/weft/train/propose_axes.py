@@ -69,7 +69,10 @@ class Proposal:
 def _row_text(row: tuple[DimAxis | None, ...]) -> str:
     words = []
     for axis in row:
-        parts = ", ".join(map(repr, axis.parts)) if isinstance(axis, Stacked) else ""
+        if isinstance(axis, Stacked):
+            parts = ", ".join(map(repr, axis.parts))
+        else:
+            parts = ""
         words.append(f"Stacked({parts})" if parts else repr(axis))
     return f"({', '.join(words)}{',' if len(words) == 1 else ''})"
 
@@ -116,7 +119,9 @@ class UseTrace(TorchDispatchMode):
     def sources(self, tensor: Tensor) -> frozenset[str]:
         """Linears, or the stream; empty for constants and parameters."""
         known = self._sources.get(id(tensor))
-        return frozenset() if known is None else known[1]
+        if known is None:
+            return frozenset()
+        return known[1]
 
     def set(self, tensor: Tensor, sources: frozenset[str]) -> None:
         """Note the sources of a tensor."""
@@ -143,8 +148,11 @@ class UseTrace(TorchDispatchMode):
     def attend(self, operands: Sequence[Tensor], *, dim: int) -> None:
         """Note the linears of q, k and v, and their numbers of heads."""
         for role, tensor in zip("qkv", operands, strict=True):
-            for name in self.sources(tensor) - {STREAM}:
-                self.uses.roles.setdefault(name, {})[role] = tensor.shape[dim]
+            num_heads = tensor.shape[dim]
+            linears = self.sources(tensor) - {STREAM}
+            for name in linears:
+                roles = self.uses.roles.setdefault(name, {})
+                roles[role] = num_heads
 
     def read(self, name: str, x: Tensor) -> bool:
         """A linear reads x; whether it closes a group."""
@@ -152,7 +160,13 @@ class UseTrace(TorchDispatchMode):
         if not sources or STREAM in sources:
             return False
         roles = {one: dict(self.uses.roles.get(one, {})) for one in sources}
-        self.uses.groups.append(Group(tuple(sorted(sources)), name, roles))
+        self.uses.groups.append(
+            Group(
+                columns=tuple(sorted(sources)),
+                row=name,
+                roles=roles,
+            )
+        )
         return True
 
 
@@ -167,22 +181,40 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
     trace = UseTrace()
     for name, block in blocks.items():
         for path, module in block.named_modules():
-            _watch(f"{name}.{path}".rstrip("."), module, trace)
+            full_path = f"{name}.{path}".rstrip(".")
+            _watch(full_path, module, trace)
     trace.set(batch.inputs, frozenset({"inputs"}))
     x: Any = batch.inputs
+    before_loss = list(blocks)
+    if LOSS in blocks:
+        before_loss = before_loss[: before_loss.index(LOSS)]
     with torch.no_grad(), trace:
-        for name, block in blocks.items():
-            if name == LOSS:
-                for tensor in tensors_in(x):
-                    trace.uses.logits += sorted(trace.sources(tensor) - {STREAM})
-                break
-            out = block(x, batch)
+        for name in before_loss:
+            out = blocks[name](x, batch)
             x = out.x if isinstance(out, Extra) else out
+            is_last = list(blocks)[-2:] == [name, LOSS]
+            _note_outputs(trace, name, x, is_last=is_last)
+        if LOSS in blocks:
             for tensor in tensors_in(x):
-                own = {one for one in trace.sources(tensor) if one.startswith(f"{name}.")}
-                is_last = list(blocks)[-2:] == [name, LOSS]
-                trace.set(tensor, frozenset(own if is_last and own else {STREAM}))
+                linears = trace.sources(tensor) - {STREAM}
+                trace.uses.logits += sorted(linears)
     return trace.uses
+
+
+def _note_outputs(
+    trace: UseTrace,
+    name: str,
+    x: Any,
+    *,
+    is_last: bool,
+) -> None:
+    """The output of a block is of the residual stream; of the last block, of its own linears."""
+    for tensor in tensors_in(x):
+        sources = frozenset({STREAM})
+        if is_last:
+            own = [one for one in trace.sources(tensor) if one.startswith(f"{name}.")]
+            sources = frozenset(own) or sources
+        trace.set(tensor, sources)
 
 
 def _watch(name: str, module: nn.Module, trace: UseTrace) -> None:
@@ -238,14 +270,19 @@ def propose(family: UserFamily, config: ModelConfig, plan: Plan) -> Proposal:
         if error:
             undecided[label] = error
     loose = [name for name in shapes if name not in family.facts(config).ties]
-    return Proposal(_with_patterns(table, loose, all_names=list(shapes)), undecided)
+    return Proposal(table=_with_patterns(table, loose, all_names=list(shapes)), undecided=undecided)
 
 
 def _whole_row(name: str, shape: tuple[int, ...]) -> tuple[DimAxis | None, ...]:
     return (None,) * len(shape)
 
 
-def _rejection(family: UserFamily, config: ModelConfig, plan: Plan, table: Table) -> str:
+def _rejection(
+    family: UserFamily,
+    config: ModelConfig,
+    plan: Plan,
+    table: Table,
+) -> str:
     """Why the transforms reject a table; empty where they accept it."""
     tried = replace(family, model=replace(family.model, AXES=table))
     try:
@@ -293,7 +330,15 @@ def _merged(forms: Sequence[Table]) -> Table:
 def _forms(group: Group, shapes: Shapes) -> list[Table]:
     """The ways to shard a group: fused weights in parts, then as one."""
     width = shapes[f"{group.row}.weight"][1]
-    return [_form(group, shapes, width=width, fused=fused) for fused in (True, False)]
+    return [
+        _form(
+            group,
+            shapes,
+            width=width,
+            fused=fused,
+        )
+        for fused in (True, False)
+    ]
 
 
 def _form(group: Group, shapes: Shapes, *, width: int, fused: bool) -> Table:
@@ -309,7 +354,12 @@ def _form(group: Group, shapes: Shapes, *, width: int, fused: bool) -> Table:
 
 
 def _out_axis(
-    roles: Mapping[str, int], length: int, width: int, axis: str, *, fused: bool
+    roles: Mapping[str, int],
+    length: int,
+    width: int,
+    axis: str,
+    *,
+    fused: bool,
 ) -> DimAxis:
     """Logical axis of a column-parallel linear's features."""
     if fused and len(roles) > 1:
@@ -317,7 +367,9 @@ def _out_axis(
         return Stacked(*parts)
     if fused and not roles and length > width and length // width <= MOST_PARTS:
         return Stacked(*[(axis, width)] * (length // width))
-    return _axis_of_role(next(iter(roles))) if len(roles) == 1 else axis
+    if len(roles) == 1:
+        return _axis_of_role(next(iter(roles)))
+    return axis
 
 
 def _axis_of_role(role: str) -> str:
@@ -329,7 +381,12 @@ def _pattern(name: str) -> str:
     return " ".join(re.sub(r"^(\w*?)\d+(?=\.|$)", r"\1*", word) for word in name.split(" "))
 
 
-def _with_patterns(table: Table, names: Sequence[str], *, all_names: Sequence[str]) -> Table:
+def _with_patterns(
+    table: Table,
+    names: Sequence[str],
+    *,
+    all_names: Sequence[str],
+) -> Table:
     """Rows of equal axes under the pattern of their numbered blocks, where that matches no other
     parameter.
     """

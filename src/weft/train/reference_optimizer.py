@@ -42,19 +42,33 @@ class ReferenceOptimizer:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._views: list[_MatrixView] = []
 
-    def add(self, optimizer: torch.optim.Optimizer, settings: GroupSettings) -> None:
+    def add(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings: GroupSettings,
+    ) -> None:
         """Step this optimizer too."""
         self._optimizers.append(optimizer)
         self.param_groups.append({"lr": 0.0, "lr_scale": settings.lr_scale})
 
-    def views(self, param: Tensor, entries: ParamEntries, *, splits: bool) -> list[Tensor]:
+    def views(
+        self,
+        param: Tensor,
+        entries: ParamEntries,
+        *,
+        splits: bool,
+    ) -> list[Tensor]:
         """The logical matrices of a parameter."""
         found = []
         for box in entries.matrices(splits_stacked=splits):
             index: tuple[Any, ...] = box.slices
             if len(box.lo) == 3:
                 index = (box.lo[0], *box.slices[1:])
-            view = _MatrixView(param.detach()[index], param, index)
+            view = _MatrixView(
+                tensor=param.detach()[index],
+                param=param,
+                index=index,
+            )
             self._views.append(view)
             found.append(view.tensor)
         return found
@@ -104,13 +118,24 @@ def reference_optimizer(
 
 
 def _torch_optimizer(
-    settings: OptimConfig, group: GroupSettings, params: list[Tensor]
+    settings: OptimConfig,
+    group: GroupSettings,
+    params: list[Tensor],
 ) -> torch.optim.Optimizer:
     decay = group.weight_decay
     if group.optimizer == "adamw":
-        return torch.optim.AdamW(params, betas=group.betas, eps=settings.eps, weight_decay=decay)
+        return torch.optim.AdamW(
+            params,
+            betas=group.betas,
+            eps=settings.eps,
+            weight_decay=decay,
+        )
     if group.optimizer == "sgd":
-        return torch.optim.SGD(params, momentum=settings.momentum, weight_decay=decay)
+        return torch.optim.SGD(
+            params,
+            momentum=settings.momentum,
+            weight_decay=decay,
+        )
     if group.optimizer == "lion":
         return _TorchLion(params, betas=group.betas, weight_decay=decay)
     if group.optimizer == "muon":
@@ -129,7 +154,11 @@ def _torch_optimizer(
     return _UserClass(settings, group, params)
 
 
-def _torch_muon(options: Any, params: list[Tensor], decay: float) -> torch.optim.Optimizer:
+def _torch_muon(
+    options: Any,
+    params: list[Tensor],
+    decay: float,
+) -> torch.optim.Optimizer:
     assert isinstance(options, MuonOptions), "its own"
     return torch.optim.Muon(
         params,
@@ -147,7 +176,11 @@ class _TorchLion(torch.optim.Optimizer):
     """Lion as algorithm 2 of Chen et al. 2023 writes it."""
 
     def __init__(
-        self, params: list[Tensor], *, betas: tuple[float, float], weight_decay: float
+        self,
+        params: list[Tensor],
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
     ) -> None:
         super().__init__(params, {"lr": 0.0, "betas": betas, "weight_decay": weight_decay})
 
@@ -155,20 +188,28 @@ class _TorchLion(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            lr = group["lr"]
+            decay = group["weight_decay"]
             for theta in group["params"]:
                 g = theta.grad
                 if g is None:
                     continue
                 m = self.state[theta].setdefault("m", torch.zeros_like(theta))
                 c = beta1 * m + (1 - beta1) * g
-                theta.copy_(theta - group["lr"] * (c.sign() + group["weight_decay"] * theta))
+                direction = c.sign() + decay * theta
+                theta.copy_(theta - lr * direction)
                 m.copy_(beta2 * m + (1 - beta2) * g)
 
 
 class _UserClass(torch.optim.Optimizer):
     """A user's class on whole parameters."""
 
-    def __init__(self, settings: OptimConfig, group: GroupSettings, params: list[Tensor]) -> None:
+    def __init__(
+        self,
+        settings: OptimConfig,
+        group: GroupSettings,
+        params: list[Tensor],
+    ) -> None:
         super().__init__(params, {"lr": 0.0})
         named = {str(number): param for number, param in enumerate(params)}
         plain = settings.model_copy(

@@ -105,7 +105,11 @@ def run_event(
     }
 
 
-def optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> str:
+def optimizer_text(
+    optim: OptimConfig,
+    lora: LoraConfig,
+    model: ModelConfig,
+) -> str:
     """Optimizer and learning rate schedule on one line, and what is trained of a model with adapters."""
     warmup = counted(optim.warmup, "step")
     text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {warmup}"
@@ -168,10 +172,9 @@ def proof_event(proof: Mapping[str, Any]) -> Event:
     if proof["verdict"] != "equal":
         text = f"not proved: {proof.get('reason', '')}"
     else:
-        when = (
-            "before, on this machine"
-            if proof["source"] == "cache"
-            else f"in {proof['seconds']:.1f} s"
-        )
+        if proof["source"] == "cache":
+            when = "before, on this machine"
+        else:
+            when = f"in {proof['seconds']:.1f} s"
         text = f"proved equal to one device, {proof['compared']:,} tensors at reduced size, {when}"
     return {"event": "proof", "text": text, **proof}

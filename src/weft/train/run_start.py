@@ -49,12 +49,16 @@ class StartState:
     @property
     def path(self) -> str | None:
         """The folder of the checkpoint."""
-        return str(self.checkpoint.path) if self.checkpoint else None
+        if self.checkpoint:
+            return str(self.checkpoint.path)
+        return None
 
     @property
     def num_done(self) -> int:
         """Optimizer steps that are done."""
-        return self.checkpoint.manifest.facts.step if self.checkpoint else 0
+        if self.checkpoint:
+            return self.checkpoint.manifest.facts.step
+        return 0
 
     @property
     def is_import(self) -> bool:
@@ -82,7 +86,11 @@ class StartState:
         if changes:
             raise DataError(*changes)
 
-    def restore(self, step: TrainStep, optim: Mapping[str, Any] | None = None) -> None:
+    def restore(
+        self,
+        step: TrainStep,
+        optim: Mapping[str, Any] | None = None,
+    ) -> None:
         """Load the checkpoint, if any, into the step; of an import the parameters only. Every rank
         must call it.
 
@@ -153,7 +161,11 @@ def find_start(
     if checkpoint is None:
         return StartState()
     passed_over = tuple(str(fault) for fault in faults)
-    return StartState(checkpoint, passed_over, source)
+    return StartState(
+        checkpoint=checkpoint,
+        passed_over=passed_over,
+        source=source,
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +188,13 @@ def _state_folders(run_folder: Path, attempt: Attempt) -> list[_StateFolder]:
     for source, folder in candidates:
         newest = next(checkpoints(folder), None)
         if newest is not None:
-            folders.append(_StateFolder(newest[0], source, folder))
+            folders.append(
+                _StateFolder(
+                    newest_step=newest[0],
+                    source=source,
+                    path=folder,
+                )
+            )
     folders.sort(key=lambda folder: folder.newest_step, reverse=True)
     return folders
 
@@ -196,8 +214,8 @@ def restore_newest(step: TrainStep, run_folder: Path) -> Restored:
     if state.is_import:
         step.reset_optimizer()
     return Restored(
-        state.num_done,
-        str(state.checkpoint.path),
-        state.guard,
-        state.resume_event(),
+        num_done=state.num_done,
+        source=str(state.checkpoint.path),
+        state=state.guard,
+        event=state.resume_event(),
     )

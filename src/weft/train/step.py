@@ -10,14 +10,14 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.checkpoint import restore
 from weft.checkpoint.state import MODEL, TrainState
 from weft.core.axes import data_axes, local_update_axis
 from weft.core.dimension import local_update_axes, replicated_axes
 from weft.errors import CheckpointError, Fault, NonFiniteError, PlanError
-from weft.models.common.batch import Batch, Extra
+from weft.models.common.batch import Batch
 from weft.parallel.local_updates.outer_step import LocalUpdates, OuterReport, OuterSettings
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import ActionCallback, Player, PlayResult
@@ -26,12 +26,13 @@ from weft.parallel.zero.fixed_order import Leaf, exact_sum
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.grouping import make_gradient_reducer
 from weft.parallel.zero.matrix_shards import param_entries
-from weft.run.rank_status import OnBlock, Phase
+from weft.run.rank_status import Phase
 from weft.schedule.actions import Act
 from weft.train.expert_load import imbalance, rebalance_routers, sum_loads
 from weft.train.loss_scale import LossScale
 from weft.train.nonfinite import NonFiniteValue, locate
 from weft.train.optim import NamedOptimizer, StepOptimizer
+from weft.train.step_phases import action_reporter, ignore_phase
 from weft.train.step_stats import RankStats, StepTotals, memory_bytes, total_stats
 
 
@@ -77,48 +78,10 @@ def no_status() -> int:
     return 0
 
 
-def report_blocks(blocks: Mapping[str, nn.Module], on_block: OnBlock) -> None:
-    """Call `on_block` with the name of each block when its forward begins, and when its backward
-    does: when the gradient of its output is known. The computation does not change.
-    """
-    for name, block in blocks.items():
-        block.register_forward_pre_hook(partial(_report_forward, on_block, name))
-        block.register_forward_hook(partial(_report_backward, on_block, name))
-
-
-def _report_forward(on_block: OnBlock, name: str, module: nn.Module, args: object) -> None:
-    on_block(name)
-
-
-def _report_backward(
-    on_block: OnBlock, name: str, module: nn.Module, args: object, output: object
-) -> None:
-    x = output.x if isinstance(output, Extra) else output
-    if isinstance(x, Tensor) and x.requires_grad:
-
-        def report(gradient: Tensor) -> None:
-            on_block(name)
-
-        x.register_hook(report)
-
-
-def ignore_phase(phase: Phase) -> None:
-    """Do nothing."""
-
-
-def _action_reporter(on_phase: Callable[[Phase], None] | None) -> Callable[[Act], None] | None:
-    """A callback that reports the phase of an action; None if nothing listens."""
-    if on_phase is None:
-        return None
-
-    def report(act: Act) -> None:
-        on_phase("forward" if act.kind == "F" else "backward")
-
-    return report
-
-
 def _local_updates(
-    model: ParallelModel, grads: GradientReducer, settings: OuterSettings | None
+    model: ParallelModel,
+    grads: GradientReducer,
+    settings: OuterSettings | None,
 ) -> LocalUpdates | None:
     """The outer optimizer, of a mesh with an axis of local updates."""
     axis = local_update_axis(model.comm.mesh)
@@ -126,7 +89,14 @@ def _local_updates(
         return None
     if settings is None:
         what = f"replicas along {axis} train apart, and no outer optimizer joins them"
-        raise PlanError(Fault("mesh", what, str(model.comm.mesh), "settings of the outer step"))
+        raise PlanError(
+            Fault(
+                "mesh",
+                what,
+                got=str(model.comm.mesh),
+                need="settings of the outer step",
+            )
+        )
     return LocalUpdates(model, grads, settings)
 
 
@@ -209,13 +179,13 @@ class TrainStep:
         if not isinstance(optimizer, NamedOptimizer):
             what = "an optimizer whose state has no parameter names cannot be saved"
             got, need = type(optimizer).__qualname__, "a weft.train.optim.NamedOptimizer"
-            raise CheckpointError(Fault("optim", what, got, need))
+            raise CheckpointError(Fault("optim", what, got=got, need=need))
         return TrainState(
-            self.model,
-            self.grads,
-            optimizer.state,
-            optimizer.state_keys(),
-            self.local_updates,
+            model=self.model,
+            grads=self.grads,
+            optimizer_state=optimizer.state,
+            optimizer_keys=optimizer.state_keys(),
+            local_updates=self.local_updates,
         )
 
     def set_position(self, num_done: int) -> None:
@@ -229,7 +199,10 @@ class TrainStep:
             self.local_updates.wait()
 
     def restore(
-        self, checkpoint: restore.OpenCheckpoint, *, may_reset_optimizer: bool = False
+        self,
+        checkpoint: restore.OpenCheckpoint,
+        *,
+        may_reset_optimizer: bool = False,
     ) -> None:
         """Load parameters, optimizer state and loss scale; every rank must call it.
 
@@ -355,7 +328,7 @@ class TrainStep:
     def _before_action(
         self, on_phase: Callable[[Phase], None] | None
     ) -> Callable[[Act], None] | None:
-        report = _action_reporter(on_phase)
+        report = action_reporter(on_phase)
         if not self.fixed_order:
             return report
 
@@ -390,8 +363,10 @@ class TrainStep:
         least 1, so that a step without targets has loss 0.
         """
         comm = self.model.comm
-        counts = torch.stack([batch.num_targets() for batch in batches]).sum().double()
-        return comm.all_reduce(counts, data_axes(comm.mesh)).clamp(min=1)
+        counts = torch.stack([batch.num_targets() for batch in batches])
+        local = counts.sum().double()
+        total = comm.all_reduce(local, data_axes(comm.mesh))
+        return total.clamp(min=1)
 
     def _total_stats(
         self,
@@ -403,7 +378,10 @@ class TrainStep:
     ) -> StepTotals:
         comm = self.model.comm
         is_first_copy = comm.index(replicated_axes()) == 0  # the others hold copies of the loss
-        loss = played.loss if is_first_copy else torch.zeros_like(played.loss)
+        if is_first_copy:
+            loss = played.loss
+        else:
+            loss = torch.zeros_like(played.loss)
         if self.fixed_order:
             losses = played.losses if is_first_copy else ()
             loss = self._on_first_rank(exact_sum(comm, losses))
@@ -421,4 +399,6 @@ class TrainStep:
 
     def _on_first_rank(self, total: Tensor) -> Tensor:
         """A sum over all ranks as a number that is added over ranks."""
-        return total if self.model.comm.rank == 0 else torch.zeros_like(total)
+        if self.model.comm.rank == 0:
+            return total
+        return torch.zeros_like(total)

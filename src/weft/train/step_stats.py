@@ -80,7 +80,11 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> StepTotals:
     Args:
         targets: target tokens over all ranks of this rank's replica, float64 scalar.
     """
-    maxima = torch.zeros(1 + NUM_FLAGS + comm.degree(PP), dtype=torch.float64, device=comm.device)
+    maxima = torch.zeros(
+        1 + NUM_FLAGS + comm.degree(PP),
+        dtype=torch.float64,
+        device=comm.device,
+    )
     maxima[0].copy_(local.expert_load)
     for bit in range(NUM_FLAGS):
         if local.status >> bit & 1:
@@ -111,9 +115,12 @@ def _sums_of_rank(comm: Comm, local: RankStats, targets: Tensor) -> Tensor:
     if num_replicas == 1:
         return torch.stack((local.loss, local.grad_sq_norm))
     is_first = comm.index(exact_axes()) == 0
-    own_targets = targets if is_first else torch.zeros_like(targets)
+    if not is_first:
+        targets = torch.zeros_like(targets)
+    own_sums = torch.stack((local.loss, local.grad_sq_norm, targets))
     table = targets.new_zeros((num_replicas, NUM_REPLICA_SUMS))
-    table[comm.index(replica_axes)] = torch.stack((local.loss, local.grad_sq_norm, own_targets))
+    replica = comm.index(replica_axes)
+    table[replica] = own_sums
     return table.flatten()
 
 
@@ -134,13 +141,23 @@ def _means(comm: Comm, sums: Tensor, targets: Tensor) -> _Means:
     if num_replicas == 1:
         loss_sum, grad_sq_norm = sums.unbind()
         grad_norm = grad_sq_norm.sqrt()
-        return _Means(loss_sum / targets, targets, grad_norm, grad_norm)
+        return _Means(
+            loss=loss_sum / targets,
+            targets=targets,
+            grad_norm=grad_norm,
+            own_grad_norm=grad_norm,
+        )
     table = sums.view(num_replicas, NUM_REPLICA_SUMS)
     loss_sums, grad_sq_norms, targets_of = table.unbind(1)
     losses = loss_sums / targets_of
     grad_norms = grad_sq_norms.sqrt()
     own_norm = grad_norms[comm.index(replica_axes)]
-    return _Means(losses.mean(), targets_of.sum(), grad_norms.mean(), own_norm)
+    return _Means(
+        loss=losses.mean(),
+        targets=targets_of.sum(),
+        grad_norm=grad_norms.mean(),
+        own_grad_norm=own_norm,
+    )
 
 
 def _combine_rows(rows: Tensor, *, num_sums: int) -> Tensor:

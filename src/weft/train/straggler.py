@@ -85,10 +85,13 @@ class StragglerWatch:
             )
 
     def _busy_since_last(self) -> float:
-        now_s, waited_s = time.perf_counter(), self.clock.waited_s
-        busy_s = (now_s - self._last_s) - (waited_s - self._last_waited_s)
-        self._last_s, self._last_waited_s = now_s, waited_s
-        return busy_s
+        now_s = time.perf_counter()
+        waited_s = self.clock.waited_s
+        elapsed_s = now_s - self._last_s
+        waited_since_s = waited_s - self._last_waited_s
+        self._last_s = now_s
+        self._last_waited_s = waited_s
+        return elapsed_s - waited_since_s
 
     def _newly_slow(self, medians_s: Sequence[float]) -> dict[int, float]:
         """Ranks that are slow for the last `NUM_WINDOWS` windows and not reported, with the busy
@@ -97,9 +100,14 @@ class StragglerWatch:
         slow: dict[int, float] = {}
         for rank, reference_s in references(medians_s, self.comm.mesh).items():
             busy_s = medians_s[rank]
-            is_slow = busy_s > self.factor * reference_s and busy_s - reference_s > MIN_EXCESS_S
-            self._slow_windows[rank] = self._slow_windows[rank] + 1 if is_slow else 0
-            if self._slow_windows[rank] >= NUM_WINDOWS and rank not in self._reported:
+            excess_s = busy_s - reference_s
+            is_slow = busy_s > self.factor * reference_s and excess_s > MIN_EXCESS_S
+            if is_slow:
+                self._slow_windows[rank] += 1
+            else:
+                self._slow_windows[rank] = 0
+            is_lasting = self._slow_windows[rank] >= NUM_WINDOWS
+            if is_lasting and rank not in self._reported:
                 self._reported.add(rank)
                 slow[rank] = reference_s
         return slow
@@ -150,6 +158,9 @@ def references(busy_s: Sequence[float], mesh: Mesh) -> dict[int, float]:
         middle = len(ordered) // 2
         for rank in ranks:
             is_below = busy_s[rank] < ordered[middle]
-            place = middle if is_below or len(ordered) % 2 else middle - 1
+            if is_below or len(ordered) % 2:
+                place = middle
+            else:
+                place = middle - 1
             found[rank] = ordered[place]
     return found

@@ -46,21 +46,28 @@ class ByteProgress:
         elif total >= MIN_BYTES_FOR_LINES:
             self._print_line(what, done, total)
 
-    def _update_bar(self, bars: Progress, what: str, done: int, total: int) -> None:
-        task = self._tasks.get(what)
-        if task is None:
-            task = bars.add_task(what, total=total)
-            self._tasks[what] = task
+    def _update_bar(
+        self,
+        bars: Progress,
+        what: str,
+        done: int,
+        total: int,
+    ) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = bars.add_task(what, total=total)
+        task = self._tasks[what]
         bars.update(task, completed=done)
 
     def _print_line(self, what: str, done: int, total: int) -> None:
         tenths = NUM_LINES * done // total
-        if tenths <= self._tenths_printed.get(what, 0):
+        already_printed = self._tenths_printed.get(what, 0)
+        if tenths <= already_printed:
             return
         self._tenths_printed[what] = tenths
         percent = 100 * tenths // NUM_LINES
         megabytes = total / 1e6
-        self._console.print(f"{what}: {percent}% of {megabytes:,.1f} MB", soft_wrap=True)
+        line = f"{what}: {percent}% of {megabytes:,.1f} MB"
+        self._console.print(line, soft_wrap=True)
 
     def __enter__(self) -> ByteProgress:
         if self._bars is not None:

@@ -25,11 +25,13 @@ def paint(timeline: Timeline, *, width: int = 240, columns: int | None = None) -
     for rank, row in enumerate(drawn.rows):
         line = Text(drawn.title(rank))
         for cell in row:
-            line.append(cell.text, style=STYLES[cell.kind])
+            style = STYLES[cell.kind]
+            line.append(cell.text, style=style)
         if columns is not None:
             line.truncate(columns, overflow="ellipsis")
         painted.append_text(line)
         painted.append("\n")
-    for line_text in drawn.footer:
-        painted.append("\n".join(wrapped(line_text, columns)) + "\n", style="dim")
+    for footer_line in drawn.footer:
+        for line_text in wrapped(footer_line, columns):
+            painted.append(f"{line_text}\n", style="dim")
     return painted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -40,10 +40,16 @@ def explain_page(fields: Fields, *, title: str, layout: str) -> str:
         fields: of `weft explain --json`.
         layout: the text of the layout.
     """
-    body = "\n".join(_body(fields, title, layout))
     name = escape(f"weft explain: {title}")
-    head = f'<meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    lines = [
+        "<!doctype html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style></head>',
+        "<body>",
+        *_body(fields, title, layout),
+        "</body></html>",
+    ]
+    page = "\n".join(lines)
+    return f"{page}\n"
 
 
 def _body(fields: Fields, title: str, layout: str) -> Iterator[str]:
@@ -64,17 +70,7 @@ def _body(fields: Fields, title: str, layout: str) -> Iterator[str]:
 
 
 def _badges(fields: Fields) -> Iterator[str]:
-    peak = fullest(fields["roles"])["peak_bytes"]
-    hardware = fields.get("hardware")
-    if hardware is None:
-        yield _badge("plain", f"peak {memory_text(peak)} a rank")
-    elif hardware["left_bytes"] >= 0:
-        left = memory_text(hardware["left_bytes"])
-        yield _badge("good", f"fits {hardware['label']}: peak {memory_text(peak)}, {left} are left")
-    else:
-        missing = memory_text(-hardware["left_bytes"])
-        text = f"does not fit {hardware['label']}: peak {memory_text(peak)}, {missing} too much"
-        yield _badge("bad", text)
+    yield _memory_badge(fields)
     check = fields["world_check"]
     ranks = f"{count(check['ranks'])} ranks"
     if check["holds"]:
@@ -83,8 +79,24 @@ def _badges(fields: Fields) -> Iterator[str]:
         yield _badge("bad", f"{ranks}: collectives do not match")
     if "time" in fields:
         time = fields["time"]
-        step = f"step {short_time(time['step_s'])}, MFU {100 * time['mfu']:.0f}% (predicted)"
-        yield _badge("plain", step)
+        step = short_time(time["step_s"])
+        percent = 100 * time["mfu"]
+        yield _badge("plain", f"step {step}, MFU {percent:.0f}% (predicted)")
+
+
+def _memory_badge(fields: Fields) -> str:
+    most = fullest(fields["roles"])
+    peak = memory_text(most["peak_bytes"])
+    hardware = fields.get("hardware")
+    if hardware is None:
+        return _badge("plain", f"peak {peak} a rank")
+    label = hardware["label"]
+    left_bytes = hardware["left_bytes"]
+    if left_bytes >= 0:
+        left = memory_text(left_bytes)
+        return _badge("good", f"fits {label}: peak {peak}, {left} are left")
+    missing = memory_text(-left_bytes)
+    return _badge("bad", f"does not fit {label}: peak {peak}, {missing} too much")
 
 
 def _badge(kind: str, text: str) -> str:
@@ -92,19 +104,32 @@ def _badge(kind: str, text: str) -> str:
 
 
 def _problem(problem: Fields) -> str:
+    region = problem["region"]
     if problem["kind"] == "deadlock":
-        lines = [f"deadlock in {problem['region']}:", *problem["waits"]]
+        lines = [f"deadlock in {region}:", *problem["waits"]]
     else:
-        where = f"over {problem['axis']}, call {problem['position']} in {problem['region']} differs"
-        lines = [f"{where}:"]
-        members = zip(problem["ranks"], problem["coordinates"], problem["calls"], strict=True)
-        lines.extend(f"  rank {rank} ({place}): {call}" for rank, place, call in members)
-    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+        axis = problem["axis"]
+        position = problem["position"]
+        lines = [f"over {axis}, call {position} in {region} differs:"]
+        members = zip(
+            problem["ranks"],
+            problem["coordinates"],
+            problem["calls"],
+            strict=True,
+        )
+        for rank, place, call in members:
+            lines.append(f"  rank {rank} ({place}): {call}")
+    text = "\n".join(lines)
+    return f"<pre>{escape(text)}</pre>"
 
 
 def fullest(roles: Sequence[Fields]) -> Fields:
     """The role with the largest peak."""
-    return max(roles, key=lambda role: int(role["peak_bytes"]))
+
+    def peak(role: Fields) -> int:
+        return int(role["peak_bytes"])
+
+    return max(roles, key=peak)
 
 
 def _name(role: Fields) -> str:
@@ -116,57 +141,91 @@ def _name(role: Fields) -> str:
 def _memory(fields: Fields) -> Iterator[str]:
     roles = fields["roles"]
     most = fullest(roles)
-    limit = fields["hardware"]["memory_bytes"] if "hardware" in fields else None
+    limit = None
+    if "hardware" in fields:
+        limit = fields["hardware"]["memory_bytes"]
     yield f"<h2>Memory of {_name(most)} over a step</h2>"
     yield memory_chart(most, limit_bytes=limit)
     yield f'<p class="note">{escape(_cause(most))}</p>'
-    others = [role for role in roles if role is not most][:MOST_CHARTS]
+    others = [role for role in roles if role is not most]
     if others:
-        charts = [
-            f"<h3>{_name(role)}</h3>{memory_chart(role, limit_bytes=limit)}" for role in others
-        ]
-        yield f"<details><summary>the other ranks of the pipeline</summary>{''.join(charts)}</details>"
+        charts = ""
+        for role in others[:MOST_CHARTS]:
+            charts += f"<h3>{_name(role)}</h3>"
+            charts += memory_chart(role, limit_bytes=limit)
+        summary = "<summary>the other ranks of the pipeline</summary>"
+        yield f"<details>{summary}{charts}</details>"
     yield "<h2>Memory by role</h2>"
-    header = ("rank", "ranks", *KEPT, "in flight", "workspace", "peak", "at")
-    rows = [_memory_cells(role) for role in roles]
-    yield _table(header, rows, numbers=range(1, 9), marked=roles.index(most))
+    yield _table(
+        ("rank", "ranks", *KEPT, "in flight", "workspace", "peak", "at"),
+        [_memory_cells(role) for role in roles],
+        numbers=range(1, 9),
+        marked=roles.index(most),
+    )
 
 
 def _cause(role: Fields) -> str:
-    text = f"The peak, {memory_text(role['peak_bytes'])}, is at {role['peak_at']}."
-    parts = [f"{memory_text(size)} of {name}" for name, size in role["workspace_parts"].items()]
-    known = [part for part in parts if not part.startswith("0 B")]
-    return f"{text} It includes {', '.join(known)}." if known else text
+    """When the peak is, and what of the workspace it includes."""
+    peak = memory_text(role["peak_bytes"])
+    text = f"The peak, {peak}, is at {role['peak_at']}."
+    parts = []
+    for name, num_bytes in role["workspace_parts"].items():
+        size = memory_text(num_bytes)
+        if size != "0 B":
+            parts.append(f"{size} of {name}")
+    if not parts:
+        return text
+    return f"{text} It includes {', '.join(parts)}."
 
 
-def _memory_cells(role: Fields) -> tuple[str, ...]:
-    sizes = [role[f"{kind}_bytes"] for kind in (*KEPT, "in_flight", "workspace", "peak")]
-    return (_name(role), count(role["ranks"]), *map(memory_text, sizes), role["peak_at"])
+def _memory_cells(role: Fields) -> list[str]:
+    cells = [_name(role), count(role["ranks"])]
+    for kind in (*KEPT, "in_flight", "workspace", "peak"):
+        num_bytes = role[f"{kind}_bytes"]
+        cells.append(memory_text(num_bytes))
+    cells.append(role["peak_at"])
+    return cells
 
 
 def _routing(fields: Fields) -> Iterator[str]:
     yield "<h2>Routing of tokens to experts</h2>"
-    rows = []
-    for name, key in (
-        ("expected: an even load", "roles"),
-        ("worst: all on one rank", "worst_routing"),
-    ):
-        roles = fields[key]
-        routed = max(map(_routed_bytes, roles))
-        flops = max(role["flops"] for role in roles)
-        peak = fullest(roles)["peak_bytes"]
-        rows.append((name, memory_text(peak), memory_text(routed), f"{flops:.4g}"))
-    header = ("routing", "peak", "sent to experts and back", "FLOPs of the rank")
-    yield _table(header, rows, numbers=range(1, 4))
+    yield _table(
+        ("routing", "peak", "sent to experts and back", "FLOPs of the rank"),
+        [
+            _routing_cells("expected: an even load", fields["roles"]),
+            _routing_cells("worst: all on one rank", fields["worst_routing"]),
+        ],
+        numbers=range(1, 4),
+    )
+
+
+def _routing_cells(name: str, roles: Sequence[Fields]) -> list[str]:
+    most = fullest(roles)
+    routed_bytes = max(_routed_bytes(role) for role in roles)
+    flops = max(role["flops"] for role in roles)
+    return [
+        name,
+        memory_text(most["peak_bytes"]),
+        memory_text(routed_bytes),
+        f"{flops:.4g}",
+    ]
 
 
 def _routed_bytes(role: Fields) -> int:
-    sent = [each["sent_bytes"] for each in role["traffic"] if each["op"] == "all_to_all"]
-    return sum(sent)
+    total = 0
+    for each in role["traffic"]:
+        if each["op"] == "all_to_all":
+            total += each["sent_bytes"]
+    return total
 
 
 def _busiest(roles: Sequence[Fields]) -> Fields:
-    return max(roles, key=lambda role: sum(each["sent_bytes"] for each in role["traffic"]))
+    """The role that sends most."""
+
+    def sent_bytes(role: Fields) -> int:
+        return sum(each["sent_bytes"] for each in role["traffic"])
+
+    return max(roles, key=sent_bytes)
 
 
 def _traffic(role: Fields) -> Iterator[str]:
@@ -174,74 +233,96 @@ def _traffic(role: Fields) -> Iterator[str]:
         return
     yield f"<h2>Traffic of {_name(role)} in a step</h2>"
     by_axis: dict[str, int] = {}
-    rows = []
     for each in role["traffic"]:
-        by_axis[each["axis"]] = by_axis.get(each["axis"], 0) + each["sent_bytes"]
-        rows.append(
-            (
-                each["axis"],
-                each["op"],
-                count(each["operations"]),
-                memory_text(each["sent_bytes"]),
-                memory_text(each["payload_bytes"]),
-                _overlap_text(each["overlap"]),
-            )
-        )
-    yield bars({axis: size for axis, size in by_axis.items() if size}, text=memory_text)
-    header = ("axis", "operation", "times", "sent", "payload", "hidden behind")
-    yield _table(header, rows, numbers=range(2, 5))
+        axis = each["axis"]
+        by_axis[axis] = by_axis.get(axis, 0) + each["sent_bytes"]
+    yield bars(_above_zero(by_axis), text=memory_text)
+    yield _table(
+        ("axis", "operation", "times", "sent", "payload", "hidden behind"),
+        [_traffic_cells(each) for each in role["traffic"]],
+        numbers=range(2, 5),
+    )
     yield (
         '<p class="note">Exposed: waited for before another kernel starts. Hidden: kernels of the named phase run'
         " between the start and the wait.</p>"
     )
 
 
+def _traffic_cells(each: Fields) -> list[str]:
+    return [
+        each["axis"],
+        each["op"],
+        count(each["operations"]),
+        memory_text(each["sent_bytes"]),
+        memory_text(each["payload_bytes"]),
+        _overlap_text(each["overlap"]),
+    ]
+
+
+def _above_zero(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: size for name, size in sizes.items() if size > 0}
+
+
 def _overlap_text(shares: Fields) -> str:
+    """The phase that hides the operations, or all of them with their number, most first."""
     if len(shares) == 1:
         return next(iter(shares))
-    by_number = sorted(shares.items(), key=lambda item: -int(item[1]["operations"]))
-    return ", ".join(f"{name} {count(share['operations'])}" for name, share in by_number)
+
+    def num_operations(name: str) -> int:
+        return int(shares[name]["operations"])
+
+    names = sorted(shares, key=num_operations, reverse=True)
+    return ", ".join(f"{name} {count(num_operations(name))}" for name in names)
 
 
 def _time(time: Fields) -> Iterator[str]:
-    step = time["step_s"]
-    yield f"<h2>Predicted time of a step: {short_time(step)}</h2>"
-    idle = time["bubble"] * time["pipeline_s"]
-    waits = sum(time["exposed_s"].values())
+    step = short_time(time["step_s"])
+    yield f"<h2>Predicted time of a step: {step}</h2>"
+    idle_s = time["bubble"] * time["pipeline_s"]
+    waits_s = sum(time["exposed_s"].values())
     parts = {
-        "kernels": time["pipeline_s"] - idle - waits,
-        "waits for collectives": waits,
-        "pipeline idle": idle,
+        "kernels": time["pipeline_s"] - idle_s - waits_s,
+        "waits for collectives": waits_s,
+        "pipeline idle": idle_s,
         "reduce": time["reduce_s"],
         "update": time["update_s"],
     }
-    yield bars({name: seconds for name, seconds in parts.items() if seconds > 0}, text=short_time)
-    interval = f"{short_time(time['low_s'])} to {short_time(time['high_s'])}"
+    yield bars(_above_zero(parts), text=short_time)
+    low = short_time(time["low_s"])
+    high = short_time(time["high_s"])
+    tokens_per_s = count(time["tokens_per_s"])
+    percent = 100 * time["mfu"]
+    source = escape(str(time["efficiency"]["source"]))
     yield (
-        f'<p class="note">Expected range {interval}; {count(time["tokens_per_s"])} tokens/s;'
-        f" MFU {100 * time['mfu']:.0f}%; waits are those of the rank that waits most; shares of the published"
-        f" speeds: {escape(str(time['efficiency']['source']))}.</p>"
+        f'<p class="note">Expected range {low} to {high}; {tokens_per_s} tokens/s;'
+        f" MFU {percent:.0f}%; waits are those of the rank that waits most; shares of the published"
+        f" speeds: {source}.</p>"
     )
 
 
 def _table(
     header: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Sequence[Sequence[str]],
     *,
-    numbers: Iterable[int],
+    numbers: Sequence[int],
     marked: int | None = None,
 ) -> str:
-    """A table; columns of `numbers` are aligned to the right."""
-    right = set(numbers)
-    lines = [_row("th", header, right, "")]
+    """A table; columns of `numbers` are aligned to the right, the row `marked` stands out."""
+    lines = _row("th", header, numbers)
     for index, row in enumerate(rows):
-        lines.append(_row("td", row, right, ' class="most"' if index == marked else ""))
-    return f"<table>{''.join(lines)}</table>"
+        attributes = ' class="most"' if index == marked else ""
+        lines += _row("td", row, numbers, attributes)
+    return f"<table>{lines}</table>"
 
 
-def _row(tag: str, cells: Sequence[str], right: set[int], attributes: str) -> str:
+def _row(
+    tag: str,
+    cells: Sequence[str],
+    numbers: Sequence[int],
+    attributes: str = "",
+) -> str:
     text = ""
     for column, cell in enumerate(cells):
-        kind = ' class="n"' if column in right else ""
+        kind = ' class="n"' if column in numbers else ""
         text += f"<{tag}{kind}>{escape(cell)}</{tag}>"
     return f"<tr{attributes}>{text}</tr>"

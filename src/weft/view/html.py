@@ -17,39 +17,62 @@ PHASE_COLOUR = "#dadce0"
 
 def html(timeline: Timeline, *, title: str) -> str:
     """The page. Its script reads rows (rank, lane), names, and spans [row, name, colour, start, end]."""
+    page = resources.files("weft.view").joinpath("timeline.html").read_text(encoding="utf-8")
+    footer = figures(timeline.only(kinds=COMPUTE))
+    data = json.dumps(_fields(timeline))
+    page = page.replace("@TITLE@", escape(title))
+    page = page.replace("@FIGURES@", escape(footer))
+    return page.replace("@DATA@", data.replace("<", "\\u003c"))
+
+
+def _fields(timeline: Timeline) -> dict[str, object]:
+    """What the script of the page reads."""
     rows: list[dict[str, object]] = []
     row_of: dict[tuple[int, str], int] = {}
     for rank in range(timeline.num_ranks):
         for lane in lanes_of(timeline, rank):
             row_of[rank, lane] = len(rows)
-            rows.append({"rank": rank, "lane": lane, "main": lane == KERNELS})
+            row = {
+                "rank": rank,
+                "lane": lane,
+                "main": lane == KERNELS,
+            }
+            rows.append(row)
     colours = _colours(timeline)
-    numbers = {kind: number for number, kind in enumerate(colours)}
+    kinds = list(colours)
     names: dict[str, int] = {}
     spans: list[list[float]] = []
     for span in timeline.spans:
-        name = names.setdefault(span.name, len(names))
-        row = row_of[span.rank, span.lane]
-        spans.append([row, name, numbers[span.kind], float(span.start), float(span.end)])
-    fields = {
+        numbers = [
+            row_of[span.rank, span.lane],
+            names.setdefault(span.name, len(names)),
+            kinds.index(span.kind),
+            float(span.start),
+            float(span.end),
+        ]
+        spans.append(numbers)
+    return {
         "unit": timeline.unit,
         "rows": rows,
         "names": list(names),
-        "kinds": list(colours),
+        "kinds": kinds,
         "colours": list(colours.values()),
         "spans": spans,
     }
-    page = resources.files("weft.view").joinpath("timeline.html").read_text(encoding="utf-8")
-    page = page.replace("@TITLE@", escape(title))
-    page = page.replace("@FIGURES@", escape(figures(timeline.only(kinds=COMPUTE))))
-    return page.replace("@DATA@", json.dumps(fields).replace("<", "\\u003c"))
 
 
 def _colours(timeline: Timeline) -> dict[str, str]:
     """A colour for each kind of span that occurs."""
-    on_kernels = {span.kind for span in timeline.spans if span.lane == KERNELS}
-    others = sorted({span.kind for span in timeline.spans} - on_kernels)
-    colours = {kind: COLOURS.get(kind, PHASE_COLOUR) for kind in sorted(on_kernels)}
-    for number, kind in enumerate(others):
+    on_kernels: set[str] = set()
+    on_others: set[str] = set()
+    for span in timeline.spans:
+        if span.lane == KERNELS:
+            on_kernels.add(span.kind)
+        else:
+            on_others.add(span.kind)
+    colours = {}
+    for kind in sorted(on_kernels):
+        colours[kind] = COLOURS.get(kind, PHASE_COLOUR)
+    for number, kind in enumerate(sorted(on_others - on_kernels)):
         colours[kind] = OTHER_COLOURS[number % len(OTHER_COLOURS)]
     return colours

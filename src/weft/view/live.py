@@ -63,7 +63,12 @@ class LiveView:
         now: a clock in seconds; frames are at least `FRAME_S` apart.
     """
 
-    def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.progress = Progress()
         self._region = LiveRegion(console)
         self._now = now
@@ -73,13 +78,15 @@ class LiveView:
 
     def handle(self, event: Event) -> None:
         self.progress.update(event)
-        if event.get("event") == "run":
-            self._region.print_above(summary_panel(event, self._glyphs, width=self._width))
+        kind = event.get("event")
+        if kind == "run":
+            panel = summary_panel(event, self._glyphs, width=self._width)
+            self._region.print_above(panel)
         text = event_text(event)
         if text:
             self._region.print_above(Text(text))
-        is_step = event.get("event") == "step"
-        if not is_step or self._now() - self._drawn_at >= FRAME_S:
+        since_last_frame_s = self._now() - self._drawn_at
+        if kind != "step" or since_last_frame_s >= FRAME_S:
             self._draw()
 
     def close(self) -> None:
@@ -92,7 +99,8 @@ class LiveView:
 
     def _draw(self) -> None:
         self._drawn_at = self._now()
-        self._region.draw(progress_lines(self.progress, self._glyphs, width=self._width))
+        lines = progress_lines(self.progress, self._glyphs, width=self._width)
+        self._region.draw(lines)
 
 
 class LiveRegion:
@@ -112,10 +120,14 @@ class LiveRegion:
         """Replace the region by `lines`, as many as there is room for."""
         width, height = self.console.size
         num_shown = max(height - 1, 1)
-        shown = lines[:num_shown]
-        clipped = [_clip(line, width - 1) for line in shown]
+        clipped: list[Text] = []
+        widths: list[int] = []
+        for line in lines[:num_shown]:
+            shown = _clip(line, width - 1)
+            clipped.append(shown)
+            widths.append(shown.cell_len)
         self.print_above(*clipped)
-        self._widths = tuple(line.cell_len for line in clipped)
+        self._widths = tuple(widths)
 
     def print_above(self, *renderables: RenderableType) -> None:
         """Erase the region and print permanently; the next `draw` restores the region below."""
@@ -185,7 +197,12 @@ def summary_panel(run: Event, glyphs: Glyphs, *, width: int) -> Panel:
     )
 
 
-def progress_lines(progress: Progress, glyphs: Glyphs, *, width: int) -> list[Text]:
+def progress_lines(
+    progress: Progress,
+    glyphs: Glyphs,
+    *,
+    width: int,
+) -> list[Text]:
     """The lines that follow the run, the most important first."""
     lines = [_bar_line(progress, glyphs, width=width)]
     if not progress.step:
@@ -202,15 +219,17 @@ def progress_lines(progress: Progress, glyphs: Glyphs, *, width: int) -> list[Te
 def _bar_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
     share = _share_done(progress)
     steps = step_count(progress)
+    status = _status(progress)
     line = _line("step", (f"{steps}  ", "bold"))
-    status = Text(f" {share:4.0%}   {_status(progress)}", "dim")
-    room = width - 2 - line.cell_len - status.cell_len
+    end = Text(f" {share:4.0%}   {status}", "dim")
+    room = width - 2 - line.cell_len - end.cell_len
     bar_width = max(room, 0)
     num_full = round(share * bar_width)
     num_empty = bar_width - num_full
     line.append(glyphs.full * num_full, "green")
     line.append(glyphs.empty * num_empty, "grey37")
-    return line.append(status)
+    line.append(end)
+    return line
 
 
 def _share_done(progress: Progress) -> float:
@@ -221,8 +240,11 @@ def _share_done(progress: Progress) -> float:
 
 
 def _status(progress: Progress) -> str:
-    status = str(progress.end.get("status", ""))
-    return status or f"{clock(progress.left_s)} left"
+    status = progress.end.get("status")
+    if status:
+        return str(status)
+    left = clock(progress.left_s)
+    return f"{left} left"
 
 
 def _loss_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
@@ -262,4 +284,9 @@ def _speed_line(progress: Progress) -> Text:
 
 
 def _line(label: str, *parts: str | tuple[str, str]) -> Text:
-    return Text.assemble(" ", (label.ljust(LABEL_WIDTH), "dim"), *parts)
+    padded_label = label.ljust(LABEL_WIDTH)
+    return Text.assemble(
+        " ",
+        (padded_label, "dim"),
+        *parts,
+    )

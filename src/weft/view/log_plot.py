@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from weft.view.quantity import memory
+from weft.view.svg_elements import document_start, element, px, text_element, with_tooltip
 
 WIDTH = 720
 LEFT, RIGHT = 64, 140
@@ -15,7 +15,11 @@ PANEL_HEIGHT = 260
 TITLE_HEIGHT = 30
 AXIS_HEIGHT = 44
 LINE_HEIGHT = 18
+LABEL_GAP = 4
+"""Px between two labels of the x axis."""
+HALF_CHARACTER_WIDTH = 3.5
 COLOURS = ("#1a73e8", "#d93025", "#188038", "#f29900", "#9334e6", "#12a4af", "#795548", "#5f6368")
+GRID_COLOUR = "#dadce0"
 
 
 @dataclass(frozen=True)
@@ -45,93 +49,189 @@ class LogAxis:
 
     def at(self, value: float) -> float:
         """The position of a value."""
-        span = math.log(self.high / self.low) or 1.0
-        return self.start + math.log(value / self.low) / span * (self.end - self.start)
+        length = self.end - self.start
+        log_span = math.log(self.high / self.low) or 1.0
+        log_distance = math.log(value / self.low)
+        return self.start + log_distance / log_span * length
 
 
-def log_plot(panels: Sequence[Panel], *, title: str, x_label: str, y_label: str) -> str:
+def log_plot(
+    panels: Sequence[Panel],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+) -> str:
     """The panels as one SVG document; x in bytes, and the same axes for every panel."""
-    x_values = [x for panel in panels for series in panel.series for x, _ in series.points]
-    y_values = [y for panel in panels for series in panel.series for _, y in series.points]
-    x_axis = LogAxis(min(x_values), max(x_values), LEFT, WIDTH - RIGHT)
-    low = 10 ** math.floor(math.log10(min(y_values)))
-    high = 10 ** math.ceil(math.log10(max(y_values) * 1.0001))
-    height = TITLE_HEIGHT + len(panels) * (PANEL_HEIGHT + AXIS_HEIGHT + TITLE_HEIGHT)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'height="{height}" font-family="sans-serif" font-size="12" fill="#202124">',
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="12" y="20" font-size="14" font-weight="bold">{escape(title)}</text>',
-    ]
+    x_values: set[float] = set()
+    y_values: set[float] = set()
+    for panel in panels:
+        for series in panel.series:
+            x_values.update(x for x, _ in series.points)
+            y_values.update(y for _, y in series.points)
+    x_axis = LogAxis(
+        low=min(x_values),
+        high=max(x_values),
+        start=LEFT,
+        end=WIDTH - RIGHT,
+    )
+    height_of_panel = PANEL_HEIGHT + AXIS_HEIGHT + TITLE_HEIGHT
+    height = TITLE_HEIGHT + len(panels) * height_of_panel
+    parts = list(_heading(title, height))
     top = TITLE_HEIGHT
     for panel in panels:
         bottom = top + TITLE_HEIGHT + PANEL_HEIGHT
-        y_axis = LogAxis(low, high, bottom, top + TITLE_HEIGHT)
-        parts.append(f'<text x="{LEFT}" y="{top + 20}">{escape(panel.title)}</text>')
-        parts.extend(_x_ticks(sorted(set(x_values)), x_axis, y_axis, x_label))
+        y_axis = LogAxis(
+            low=_power_of_ten_below(min(y_values)),
+            high=_power_of_ten_above(max(y_values)),
+            start=bottom,
+            end=top + TITLE_HEIGHT,
+        )
+        parts.append(text_element(panel.title, x=LEFT, y=top + 20))
+        parts.extend(_x_ticks(sorted(x_values), x_axis, y_axis, x_label))
         parts.extend(_y_ticks(y_axis, y_label))
         for number, series in enumerate(panel.series):
-            parts.extend(_line(series, x_axis, y_axis, COLOURS[number % len(COLOURS)]))
-            parts.extend(_legend(series.name, number, y_axis))
+            colour = COLOURS[number % len(COLOURS)]
+            parts.extend(_line(series, x_axis, y_axis, colour))
+            line_y = y_axis.end + 10 + LINE_HEIGHT * number
+            parts.extend(_legend(series.name, colour, line_y))
         top = bottom + AXIS_HEIGHT
     parts.append("</svg>")
-    return "\n".join(parts) + "\n"
+    document = "\n".join(parts)
+    return f"{document}\n"
 
 
-def _x_ticks(values: Sequence[float], axis: LogAxis, y_axis: LogAxis, label: str) -> list[str]:
-    parts = []
+def _power_of_ten_below(value: float) -> float:
+    exponent = math.floor(math.log10(value))
+    return 10.0**exponent
+
+
+def _power_of_ten_above(value: float) -> float:
+    """Above a value that is a power of ten itself there is room for its point."""
+    exponent = math.ceil(math.log10(value * 1.0001))
+    return 10.0**exponent
+
+
+def _heading(title: str, height: int) -> Iterator[str]:
+    yield document_start(
+        WIDTH,
+        height,
+        font_family="sans-serif",
+        font_size=12,
+        fill="#202124",
+    )
+    yield element("rect", width=WIDTH, height=height, fill="white")
+    yield text_element(
+        title,
+        x=12,
+        y=20,
+        font_size=14,
+        font_weight="bold",
+    )
+
+
+def _x_ticks(
+    values: Sequence[float],
+    axis: LogAxis,
+    y_axis: LogAxis,
+    label: str,
+) -> Iterator[str]:
+    """A grid line at each value, labelled where there is room, and the label of the axis."""
     last_end = 0.0
     for value in values:
         x = axis.at(value)
-        parts.append(_rule(x, y_axis.end, x, y_axis.start))
+        yield _rule(x, y_axis.end, x, y_axis.start)
         text = memory(value)
-        half_width = 3.5 * len(text)
+        half_width = HALF_CHARACTER_WIDTH * len(text)
         if x - half_width > last_end:
-            last_end = x + half_width + 4
-            parts.append(
-                f'<text x="{x:.1f}" y="{y_axis.start + 16:.1f}" text-anchor="middle">{text}</text>'
+            last_end = x + half_width + LABEL_GAP
+            yield text_element(
+                text,
+                x=px(x),
+                y=px(y_axis.start + 16),
+                text_anchor="middle",
             )
     middle = (LEFT + WIDTH - RIGHT) / 2
-    place = f'x="{middle}" y="{y_axis.start + 34:.1f}" text-anchor="middle"'
-    parts.append(f"<text {place}>{escape(label)}</text>")
-    return parts
+    yield text_element(
+        label,
+        x=middle,
+        y=px(y_axis.start + 34),
+        text_anchor="middle",
+    )
 
 
-def _y_ticks(axis: LogAxis, label: str) -> list[str]:
-    parts = []
-    for exponent in range(round(math.log10(axis.low)), round(math.log10(axis.high)) + 1):
-        y = axis.at(10.0**exponent)
-        parts.append(_rule(LEFT, y, WIDTH - RIGHT, y))
-        parts.append(
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{10.0**exponent:g}</text>'
+def _y_ticks(axis: LogAxis, label: str) -> Iterator[str]:
+    """A grid line at each power of ten, and the label of the axis."""
+    lowest = round(math.log10(axis.low))
+    highest = round(math.log10(axis.high))
+    for exponent in range(lowest, highest + 1):
+        value = 10.0**exponent
+        y = axis.at(value)
+        yield _rule(LEFT, y, WIDTH - RIGHT, y)
+        yield text_element(
+            f"{value:g}",
+            x=LEFT - 6,
+            y=px(y + 4),
+            text_anchor="end",
         )
     middle = (axis.start + axis.end) / 2
-    place = f'transform="translate(16 {middle:.1f}) rotate(-90)" text-anchor="middle"'
-    parts.append(f"<text {place}>{escape(label)}</text>")
-    return parts
+    yield text_element(
+        label,
+        transform=f"translate(16 {px(middle)}) rotate(-90)",
+        text_anchor="middle",
+    )
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
-    ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line {ends} stroke="#dadce0"/>'
+    return element(
+        "line",
+        x1=px(x1),
+        y1=px(y1),
+        x2=px(x2),
+        y2=px(y2),
+        stroke=GRID_COLOUR,
+    )
 
 
-def _line(series: Series, x_axis: LogAxis, y_axis: LogAxis, colour: str) -> list[str]:
-    places = [(x_axis.at(x), y_axis.at(y)) for x, y in series.points]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>']
-    for (x, y), (size, value) in zip(places, series.points, strict=True):
-        tooltip = escape(f"{series.name}, {memory(size)}: {value:.4g}")
-        dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
-        parts.append(f"<g><title>{tooltip}</title>{dot}</g>")
-    return parts
+def _line(
+    series: Series,
+    x_axis: LogAxis,
+    y_axis: LogAxis,
+    colour: str,
+) -> list[str]:
+    """The line of a series, and a dot with a tooltip at each of its points."""
+    corners = []
+    dots = []
+    for size, value in series.points:
+        x = px(x_axis.at(size))
+        y = px(y_axis.at(value))
+        corners.append(f"{x},{y}")
+        dot = element(
+            "circle",
+            cx=x,
+            cy=y,
+            r=3,
+            fill=colour,
+        )
+        dots.append(with_tooltip(dot, f"{series.name}, {memory(size)}: {value:.4g}"))
+    line = element(
+        "polyline",
+        points=" ".join(corners),
+        fill="none",
+        stroke=colour,
+        stroke_width=1.6,
+    )
+    return [line, *dots]
 
 
-def _legend(name: str, number: int, y_axis: LogAxis) -> list[str]:
+def _legend(name: str, colour: str, y: float) -> Iterator[str]:
     x = WIDTH - RIGHT + 14
-    y = y_axis.end + 10 + LINE_HEIGHT * number
-    colour = COLOURS[number % len(COLOURS)]
-    return [
-        f'<rect x="{x}" y="{y - 5:.1f}" width="14" height="4" fill="{colour}"/>',
-        f'<text x="{x + 20}" y="{y + 1:.1f}">{escape(name)}</text>',
-    ]
+    yield element(
+        "rect",
+        x=x,
+        y=px(y - 5),
+        width=14,
+        height=4,
+        fill=colour,
+    )
+    yield text_element(name, x=x + 20, y=px(y + 1))

@@ -7,16 +7,27 @@ microseconds. Phases used: M (names), X (a span), s and f (the arrow of a messag
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from weft.schedule.actions import Act, Kind
+from weft.schedule.actions import Act
 from weft.schedule.timeline import COMPUTE, Span, Timeline, lanes_of
 
 TraceEvent = dict[str, Any]
+Threads = Mapping[tuple[int, str], int]
+"""(rank, lane) -> number of its thread."""
 MICROSECONDS = 1e6
 MESSAGE_TO = " to rank "
 """Between the action that produces a message and the rank that receives it, in a span's name."""
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A thread of the trace, and the process it is of."""
+
+    process: int
+    thread: int
 
 
 def perfetto(timeline: Timeline, *, title: str) -> str:
@@ -35,29 +46,38 @@ def perfetto(timeline: Timeline, *, title: str) -> str:
     return json.dumps(trace) + "\n"
 
 
-def _threads(timeline: Timeline) -> dict[tuple[int, str], int]:
+def _threads(timeline: Timeline) -> Threads:
     """The thread number of each lane of each rank."""
     threads: dict[tuple[int, str], int] = {}
     for rank in range(timeline.num_ranks):
-        for number, lane in enumerate(lanes_of(timeline, rank)):
+        lanes = lanes_of(timeline, rank)
+        for number, lane in enumerate(lanes):
             threads[rank, lane] = number
     return threads
 
 
-def _names(timeline: Timeline, threads: Mapping[tuple[int, str], int]) -> Iterator[TraceEvent]:
+def _names(timeline: Timeline, threads: Threads) -> Iterator[TraceEvent]:
     for rank in range(timeline.num_ranks):
-        yield _metadata("process_name", rank, 0, {"name": f"rank {rank}"})
-        yield _metadata("process_sort_index", rank, 0, {"sort_index": rank})
+        process = _Lane(process=rank, thread=0)
+        yield _metadata("process_name", process, name=f"rank {rank}")
+        yield _metadata("process_sort_index", process, sort_index=rank)
     for (rank, lane), number in threads.items():
-        yield _metadata("thread_name", rank, number, {"name": lane})
-        yield _metadata("thread_sort_index", rank, number, {"sort_index": number})
+        thread = _Lane(process=rank, thread=number)
+        yield _metadata("thread_name", thread, name=lane)
+        yield _metadata("thread_sort_index", thread, sort_index=number)
 
 
-def _metadata(name: str, rank: int, thread: int, args: Mapping[str, object]) -> TraceEvent:
-    return {"ph": "M", "name": name, "pid": rank, "tid": thread, "args": dict(args)}
+def _metadata(name: str, lane: _Lane, /, **args: object) -> TraceEvent:
+    return {
+        "ph": "M",
+        "name": name,
+        "pid": lane.process,
+        "tid": lane.thread,
+        "args": args,
+    }
 
 
-def _span_event(span: Span, threads: Mapping[tuple[int, str], int]) -> TraceEvent:
+def _span_event(span: Span, threads: Threads) -> TraceEvent:
     return {
         "ph": "X",
         "name": span.name,
@@ -69,25 +89,51 @@ def _span_event(span: Span, threads: Mapping[tuple[int, str], int]) -> TraceEven
     }
 
 
-def _arrows(timeline: Timeline, threads: Mapping[tuple[int, str], int]) -> Iterator[TraceEvent]:
+def _arrows(timeline: Timeline, threads: Threads) -> Iterator[TraceEvent]:
     """From each message to the action that uses it."""
-    actions = {span.name: span for span in timeline.spans if span.kind in COMPUTE}
-    messages = (span for span in timeline.spans if MESSAGE_TO in span.name)
+    actions: dict[str, Span] = {}
+    messages: list[Span] = []
+    for span in timeline.spans:
+        if span.kind in COMPUTE:
+            actions[span.name] = span
+        if MESSAGE_TO in span.name:
+            messages.append(span)
     for number, message in enumerate(messages):
-        produced = Act.parse(message.name.partition(MESSAGE_TO)[0])
-        user = next((actions[name] for name in _users(produced) if name in actions), None)
+        user = _user_of(message, actions)
         if user is None:
             continue
         arrow = {"cat": "message", "name": "message", "id": number}
-        start = {"ph": "s", "pid": message.rank, "tid": threads[message.rank, message.lane]}
-        end = {"ph": "f", "bp": "e", "pid": user.rank, "tid": threads[user.rank, user.lane]}
-        yield {**arrow, **start, "ts": float(message.start) * MICROSECONDS}
-        yield {**arrow, **end, "ts": float(user.start) * MICROSECONDS}
+        yield {
+            **arrow,
+            "ph": "s",
+            "pid": message.rank,
+            "tid": threads[message.rank, message.lane],
+            "ts": float(message.start) * MICROSECONDS,
+        }
+        yield {
+            **arrow,
+            "ph": "f",
+            "bp": "e",
+            "pid": user.rank,
+            "tid": threads[user.rank, user.lane],
+            "ts": float(user.start) * MICROSECONDS,
+        }
 
 
-def _users(produced: Act) -> Iterable[str]:
-    """Names of the actions that may use the tensor of an action."""
+def _user_of(message: Span, actions: Mapping[str, Span]) -> Span | None:
+    """The action that uses the tensor of a message."""
+    producer = message.name.partition(MESSAGE_TO)[0]
+    for user in _users(Act.parse(producer)):
+        if str(user) in actions:
+            return actions[str(user)]
+    return None
+
+
+def _users(produced: Act) -> Iterator[Act]:
+    """The actions that may use the tensor of an action."""
     if produced.kind == "F":
-        return (str(Act("F", produced.stage + 1, produced.mb)),)
-    backwards: tuple[Kind, ...] = ("B", "I")
-    return [str(Act(kind, produced.stage - 1, produced.mb)) for kind in backwards]
+        yield Act("F", produced.stage + 1, produced.mb)
+        return
+    previous = produced.stage - 1
+    yield Act("B", previous, produced.mb)
+    yield Act("I", previous, produced.mb)

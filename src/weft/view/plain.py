@@ -31,8 +31,8 @@ class PlainView:
         self.progress.update(event)
         kind = event.get("event")
         if kind == "run":
-            rows = [f"{label:<10}{text}\n" for label, text in run_summary(event)]
-            self._print("".join(rows))
+            for label, text in run_summary(event):
+                self._print(f"{label:<10}{text}\n")
         if kind == "end":
             self._print_last_step()
         text = event_text(event)
@@ -49,16 +49,21 @@ class PlainView:
             self._print_step()
 
     def _is_due(self) -> bool:
+        """Whether the step is the first of this process, the last of the run, or the next to show."""
+        is_first = len(self.progress.losses) == 1
+        if is_first:
+            return True
         done = self.progress.num_done
         total = self.progress.num_steps
+        if done == total:
+            return True
         every = self._every or round_up(total / NUM_LINES)
-        is_first = len(self.progress.losses) == 1
-        is_last = done == total
-        return is_first or is_last or done % every == 0
+        return done % every == 0
 
     def _print_step(self) -> None:
         self._last_printed = self.progress.num_done
-        self._print(step_line(self.progress) + "\n")
+        line = step_line(self.progress)
+        self._print(f"{line}\n")
 
     def _print(self, text: str) -> None:
         if not self._has_reader:

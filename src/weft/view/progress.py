@@ -210,8 +210,12 @@ def _eval_text(event: Event) -> str:
     loss = event.get("loss", math.nan)
     perplexity = event.get("perplexity", math.nan)
     num_tokens = event.get("tokens", 0)
-    result = f"loss {loss:.4f} nats, perplexity {perplexity:,.2f}, {num_tokens:,} tokens"
-    return f"evaluated after step {step}: {result}"
+    results = [
+        f"loss {loss:.4f} nats",
+        f"perplexity {perplexity:,.2f}",
+        f"{num_tokens:,} tokens",
+    ]
+    return f"evaluated after step {step}: {', '.join(results)}"
 
 
 def _save_text(event: Event) -> str:
@@ -257,12 +261,15 @@ RESTART_SOURCES = {
 
 def _restart_text(event: Event) -> str:
     """`rank 1 (dp1): .... Restart 1 of 3 from the snapshot in memory of step 40, after 1.2 s`."""
-    number = f"Restart {event['attempt']} of {event['of']}"
+    reason = event["reason"]
+    attempt = event["attempt"]
+    most = event["of"]
     source = RESTART_SOURCES[event["source"]]
     if event["source"] != "start":
-        source += f" of step {event['step']}"
+        step = event["step"]
+        source += f" of step {step}"
     took = short_time(event["detected_s"] + event["recovered_s"])
-    return f"{event['reason']}. {number} from {source}, after {took}"
+    return f"{reason}. Restart {attempt} of {most} from {source}, after {took}"
 
 
 def stage_memory(sizes: tuple[float, ...]) -> str:
@@ -270,9 +277,11 @@ def stage_memory(sizes: tuple[float, ...]) -> str:
     if len(sizes) == 1:
         return memory(sizes[0])
     stages: list[str] = []
-    for stage, size in enumerate(sizes):
-        stages.append(f"{stage} {memory(size)}")
-    return "stage " + ", ".join(stages)
+    for stage, num_bytes in enumerate(sizes):
+        size = memory(num_bytes)
+        stages.append(f"{stage} {size}")
+    listed = ", ".join(stages)
+    return f"stage {listed}"
 
 
 def step_count(progress: Progress) -> str:

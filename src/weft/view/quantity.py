@@ -78,33 +78,42 @@ def clock(seconds: float) -> str:
 
 def sparkline(values: list[float], width: int, *, blocks: str = BLOCKS) -> str:
     """`values` in at most `width` columns, each the mean of its share; NaN and infinity are `?`."""
-    columns = _column_means(values, min(width, len(values)))
-    finite = [value for value in columns if math.isfinite(value)]
+    num_columns = min(width, len(values))
+    means = _column_means(values, num_columns)
+    finite = [mean for mean in means if math.isfinite(mean)]
     if not finite:
-        return "?" * len(columns)
+        return "?" * num_columns
     low = min(finite)
     high = max(finite)
     curve = ""
-    for value in columns:
-        curve += _block(value, low, high, blocks)
+    for mean in means:
+        curve += _block(mean, low, high, blocks)
     return curve
 
 
 def _column_means(values: list[float], num_columns: int) -> list[float]:
     means: list[float] = []
+    start = 0
     for column in range(num_columns):
-        start = column * len(values) // num_columns
         end = (column + 1) * len(values) // num_columns
         share = values[start:end]
-        means.append(sum(share) / len(share))
+        mean = sum(share) / len(share)
+        means.append(mean)
+        start = end
     return means
 
 
-def _block(value: float, low: float, high: float, blocks: str) -> str:
+def _block(
+    value: float,
+    low: float,
+    high: float,
+    blocks: str,
+) -> str:
     if not math.isfinite(value):
         return "?"
     if high <= low:
         return blocks[0]
     height = (value - low) / (high - low)
     level = int(height * len(blocks))
-    return blocks[min(level, len(blocks) - 1)]
+    highest = len(blocks) - 1
+    return blocks[min(level, highest)]

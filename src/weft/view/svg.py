@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from weft.schedule.timeline import COMPUTE, KERNELS, Span, Timeline, lanes_of, makespan
+from weft.view.svg_elements import document_start, element, text_element, with_tooltip
 from weft.view.text import action_labels, figures, legend, wrapped
 
 COLOURS = {"F": "#8ab4f8", "B": "#81c995", "I": "#78d9ec", "W": "#fdd663"}
@@ -27,6 +27,9 @@ CHARACTER_WIDTH = 7.2
 """Width of a character of the 12 px font, px."""
 SMALL_FONT = 9
 SMALL_CHARACTER_WIDTH = CHARACTER_WIDTH * SMALL_FONT / 12
+PLOT_LEFT = MARGIN + TITLE_WIDTH
+ROW_COLOUR = "#f1f3f4"
+TICK_COLOUR = "#5f6368"
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,13 @@ class TitledTimeline:
     timeline: Timeline
 
 
-def svg(timeline: Timeline, *, title: str, width: int = 960, lanes: bool = False) -> str:
+def svg(
+    timeline: Timeline,
+    *,
+    title: str,
+    width: int = 960,
+    lanes: bool = False,
+) -> str:
     """The actions of all ranks as an SVG document of this width in px.
 
     Args:
@@ -46,28 +55,39 @@ def svg(timeline: Timeline, *, title: str, width: int = 960, lanes: bool = False
     return stacked_svg([TitledTimeline(title, timeline)], width=width, lanes=lanes)
 
 
-def stacked_svg(titled: Sequence[TitledTimeline], *, width: int = 960, lanes: bool = False) -> str:
+def stacked_svg(
+    titled: Sequence[TitledTimeline],
+    *,
+    width: int = 960,
+    lanes: bool = False,
+) -> str:
     """Timelines below each other on one time scale, as an SVG document; see `svg`."""
-    longest = max((float(makespan(_drawn(each.timeline, lanes))) for each in titled), default=0.0)
-    plot_width = width - 2 * MARGIN - TITLE_WIDTH
+    drawn = [_drawn(each.timeline, lanes) for each in titled]
+    lengths = [float(makespan(timeline)) for timeline in drawn]
+    longest = max(lengths, default=0.0)
+    plot_width = width - PLOT_LEFT - MARGIN
     scale = plot_width / longest if longest else 0.0
     parts: list[str] = []
     height = 0
-    for each in titled:
-        drawn = _drawn(each.timeline, lanes)
-        picture, height = _timeline_parts(each, drawn, top=height, width=width, scale=scale)
+    for each, timeline in zip(titled, drawn, strict=True):
+        picture, height = _timeline_parts(
+            each,
+            timeline,
+            top=height,
+            width=width,
+            scale=scale,
+        )
         parts.extend(picture)
-    head = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="monospace" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    document = "\n".join([*head, *parts, "</svg>"])
+    start = document_start(width, height, font_family="monospace", font_size=12)
+    background = element("rect", width=width, height=height, fill="white")
+    document = "\n".join([start, background, *parts, "</svg>"])
     return f"{document}\n"
 
 
 def _drawn(timeline: Timeline, lanes: bool) -> Timeline:
-    return timeline if lanes else timeline.only(kinds=COMPUTE)
+    if lanes:
+        return timeline
+    return timeline.only(kinds=COMPUTE)
 
 
 @dataclass(frozen=True)
@@ -90,45 +110,72 @@ class _BoxRow:
         return self.height < BOX_HEIGHT
 
 
+@dataclass(frozen=True)
+class _TimeScale:
+    """From times to px.
+
+    Attributes:
+        first_start: the time at the left end.
+        px_per_unit: of time.
+    """
+
+    first_start: float
+    px_per_unit: float
+
+    def x(self, time: float) -> float:
+        return PLOT_LEFT + (time - self.first_start) * self.px_per_unit
+
+    def width(self, duration: float) -> float:
+        return duration * self.px_per_unit
+
+
 def _timeline_parts(
-    titled: TitledTimeline, drawn: Timeline, *, top: int, width: int, scale: float
+    titled: TitledTimeline,
+    drawn: Timeline,
+    *,
+    top: int,
+    width: int,
+    scale: float,
 ) -> tuple[list[str], int]:
     """One picture whose upper end is at `top`, and its lower end."""
     computed = titled.timeline.only(kinds=COMPUTE)
     actions = [computed.actions(rank) for rank in range(computed.num_ranks)]
-    labels = action_labels(actions)
-    first_start = min((float(span.start) for span in drawn.spans), default=0.0)
-    inner_width = width - 2 * MARGIN
-    plot_width = inner_width - TITLE_WIDTH
-    columns = int(inner_width / CHARACTER_WIDTH)
+    columns = int((width - 2 * MARGIN) / CHARACTER_WIDTH)
     heading = wrapped(titled.title, columns)
     footer = wrapped(legend(actions), columns)
     footer += wrapped(figures(computed), columns)
-    rows, axis_top = _rows(drawn, top + MARGIN + LINE_HEIGHT * len(heading) + 4)
+    heading_height = LINE_HEIGHT * len(heading)
+    footer_height = LINE_HEIGHT * len(footer)
+    rows, axis_top = _rows(drawn, top + MARGIN + heading_height + 4)
     footer_top = axis_top + AXIS_HEIGHT
-    plot_left = MARGIN + TITLE_WIDTH
 
+    starts = [float(span.start) for span in drawn.spans]
+    times = _TimeScale(first_start=min(starts, default=0.0), px_per_unit=scale)
+    labels = action_labels(actions)
     parts = _lines(heading, top=top + MARGIN, weight="bold")
     for row in rows:
         parts.append(_row_title(row))
-        parts.append(
-            f'<rect x="{plot_left}" y="{row.top}" width="{plot_width}" height="{row.height}" fill="#f1f3f4"/>'
+        background = element(
+            "rect",
+            x=PLOT_LEFT,
+            y=row.top,
+            width=width - PLOT_LEFT - MARGIN,
+            height=row.height,
+            fill=ROW_COLOUR,
         )
+        parts.append(background)
         for span in row.spans:
-            since_start = float(span.start) - first_start
-            box = _box(
-                span,
-                "" if row.is_thin else labels.get(span.name, span.name),
-                left=plot_left + since_start * scale,
-                top=row.top,
-                width=float(span.duration) * scale,
-                height=row.height,
-            )
-            parts.append(box)
-    length = float(makespan(drawn))
-    parts.extend(_axis(length, unit=drawn.unit, top=axis_top, scale=scale))
+            label = "" if row.is_thin else labels.get(span.name, span.name)
+            parts.append(_box(span, label, row=row, times=times))
+    axis = _axis(
+        float(makespan(drawn)),
+        unit=drawn.unit,
+        top=axis_top,
+        scale=scale,
+    )
+    parts.extend(axis)
     parts.extend(_lines(footer, top=footer_top))
-    return parts, footer_top + LINE_HEIGHT * len(footer) + MARGIN
+    return parts, footer_top + footer_height + MARGIN
 
 
 def _rows(timeline: Timeline, top: int) -> tuple[list[_BoxRow], int]:
@@ -136,23 +183,27 @@ def _rows(timeline: Timeline, top: int) -> tuple[list[_BoxRow], int]:
     rows: list[_BoxRow] = []
     for rank, spans in enumerate(timeline.by_rank):
         for lane in lanes_of(timeline, rank):
-            on_lane = tuple(span for span in spans if span.lane == lane)
-            if lane == KERNELS:
-                rows.append(_BoxRow(f"rank {rank}", top, BOX_HEIGHT, on_lane))
-                top += BOX_HEIGHT + 1
-            else:
-                rows.append(_BoxRow(lane, top, LANE_HEIGHT, on_lane))
-                top += LANE_HEIGHT + 1
+            is_main = lane == KERNELS
+            row = _BoxRow(
+                title=f"rank {rank}" if is_main else lane,
+                top=top,
+                height=BOX_HEIGHT if is_main else LANE_HEIGHT,
+                spans=tuple(span for span in spans if span.lane == lane),
+            )
+            rows.append(row)
+            top += row.height + 1
         top += ROW_HEIGHT - BOX_HEIGHT - 1
     return rows, top
 
 
 def _row_title(row: _BoxRow) -> str:
     if not row.is_thin:
-        return f'<text x="{MARGIN}" y="{row.top + 14}">{row.title}</text>'
-    baseline = row.top + LANE_HEIGHT - 1
-    return (
-        f'<text x="{MARGIN + 6}" y="{baseline}" font-size="{SMALL_FONT}">{escape(row.title)}</text>'
+        return text_element(row.title, x=MARGIN, y=row.top + 14)
+    return text_element(
+        row.title,
+        x=MARGIN + 6,
+        y=row.top + LANE_HEIGHT - 1,
+        font_size=SMALL_FONT,
     )
 
 
@@ -160,34 +211,52 @@ def _box(
     span: Span,
     label: str,
     *,
-    left: float,
-    top: int,
-    width: float,
-    height: int,
+    row: _BoxRow,
+    times: _TimeScale,
 ) -> str:
     """A box with a tooltip, and its label where it fits."""
     start = float(span.start)
     end = float(span.end)
-    tooltip = escape(f"{span.name}: {start:g} to {end:g}")
-    colour = COLOURS.get(span.kind, OTHER_COLOUR if span.lane == KERNELS else LANE_COLOUR)
-    box = (
-        f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{height}" fill="{colour}" '
-        'stroke="white" stroke-width="0.8"/>'
+    left = times.x(start)
+    width = times.width(float(span.duration))
+    default_colour = OTHER_COLOUR if span.lane == KERNELS else LANE_COLOUR
+    box = element(
+        "rect",
+        x=f"{left:.2f}",
+        y=row.top,
+        width=f"{width:.2f}",
+        height=row.height,
+        fill=COLOURS.get(span.kind, default_colour),
+        stroke="white",
+        stroke_width=0.8,
     )
+    middle = f"{left + width / 2:.2f}"
     text = ""
-    shown = escape(label)
-    middle = left + width / 2
-    if not label:
-        pass
-    elif len(label) * CHARACTER_WIDTH <= width:
-        text = f'<text x="{middle:.2f}" y="{top + 14}" text-anchor="middle">{shown}</text>'
-    elif len(label) * SMALL_CHARACTER_WIDTH <= width:
-        size = f'font-size="{SMALL_FONT}"'
-        text = f'<text x="{middle:.2f}" y="{top + 13}" text-anchor="middle" {size}>{shown}</text>'
-    return f"<g><title>{tooltip}</title>{box}{text}</g>"
+    if label and len(label) * CHARACTER_WIDTH <= width:
+        text = text_element(
+            label,
+            x=middle,
+            y=row.top + 14,
+            text_anchor="middle",
+        )
+    elif label and len(label) * SMALL_CHARACTER_WIDTH <= width:
+        text = text_element(
+            label,
+            x=middle,
+            y=row.top + 13,
+            text_anchor="middle",
+            font_size=SMALL_FONT,
+        )
+    return with_tooltip(box + text, f"{span.name}: {start:g} to {end:g}")
 
 
-def _axis(length: float, *, unit: str, top: int, scale: float) -> list[str]:
+def _axis(
+    length: float,
+    *,
+    unit: str,
+    top: int,
+    scale: float,
+) -> list[str]:
     """Ticks at round times, and the makespan with the unit at the end."""
     end_label = f"{length:.4g} {unit}"
     end_label_width = len(end_label) * CHARACTER_WIDTH
@@ -197,19 +266,36 @@ def _axis(length: float, *, unit: str, top: int, scale: float) -> list[str]:
     step = _round_step(length / MAX_TICKS)
     time = 0.0
     while step and time < last_tick_time:
-        x = time * scale
+        x = PLOT_LEFT + time * scale
         parts.extend(_tick(x, f"{time:.4g}", top=top, anchor="middle"))
         time += step
-    parts.extend(_tick(length * scale, end_label, top=top, anchor="end"))
+    end_x = PLOT_LEFT + length * scale
+    parts.extend(_tick(end_x, end_label, top=top, anchor="end"))
     return parts
 
 
-def _tick(offset: float, label: str, *, top: int, anchor: str) -> list[str]:
-    x = MARGIN + TITLE_WIDTH + offset
-    return [
-        f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 4}" stroke="#5f6368"/>',
-        f'<text x="{x:.2f}" y="{top + 16}" text-anchor="{anchor}">{label}</text>',
-    ]
+def _tick(
+    x: float,
+    label: str,
+    *,
+    top: int,
+    anchor: str,
+) -> Iterator[str]:
+    place = f"{x:.2f}"
+    yield element(
+        "line",
+        x1=place,
+        y1=top,
+        x2=place,
+        y2=top + 4,
+        stroke=TICK_COLOUR,
+    )
+    yield text_element(
+        label,
+        x=place,
+        y=top + 16,
+        text_anchor=anchor,
+    )
 
 
 def _round_step(least: float) -> float:
@@ -224,10 +310,16 @@ def _round_step(least: float) -> float:
 
 
 def _lines(lines: list[str], *, top: int, weight: str = "normal") -> list[str]:
+    """Lines of text below each other; runs of spaces are kept."""
+    keeps_spaces = {"xml:space": "preserve"}
     parts = []
     for number, line in enumerate(lines):
-        y = top + LINE_HEIGHT * number + 12
-        parts.append(
-            f'<text x="{MARGIN}" y="{y}" font-weight="{weight}" xml:space="preserve">{escape(line)}</text>'
+        part = text_element(
+            line,
+            x=MARGIN,
+            y=top + LINE_HEIGHT * number + 12,
+            font_weight=weight,
+            **keeps_spaces,
         )
+        parts.append(part)
     return parts

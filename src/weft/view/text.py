@@ -49,11 +49,17 @@ class Picture:
     def title(self, rank: int) -> str:
         """Text at the left of a row."""
         last_rank = len(self.rows) - 1
-        digits = len(str(last_rank))
-        return f"rank {rank:>{digits}} │ "
+        width = len(str(last_rank))
+        padded_rank = str(rank).rjust(width)
+        return f"rank {padded_rank} │ "
 
 
-def draw(timeline: Timeline, *, width: int = 240, clip: int | None = None) -> str:
+def draw(
+    timeline: Timeline,
+    *,
+    width: int = 240,
+    clip: int | None = None,
+) -> str:
     """The picture as plain text; see `picture`.
 
     Args:
@@ -88,7 +94,10 @@ def wrapped(line: str, columns: int | None) -> list[str]:
         return [line]
     lines = [""]
     for word in line.split(" "):
-        candidate = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1]:
+            candidate = f"{lines[-1]} {word}"
+        else:
+            candidate = word
         if len(candidate) <= columns or not lines[-1].strip():
             lines[-1] = candidate
         else:
@@ -133,15 +142,20 @@ def action_labels(rows: Sequence[Sequence[Act]]) -> dict[str, str]:
 
 def num_chunks(rows: Sequence[Sequence[Act]]) -> int:
     """Most stages that a rank owns."""
-    return max((len(_stages(row)) for row in rows), default=0)
+    numbers = [len(_stages(row)) for row in rows]
+    return max(numbers, default=0)
 
 
 def legend(rows: Sequence[Sequence[Act]]) -> str:
     """Meaning of the labels that occur."""
     kinds: set[Kind] = set()
     for row in rows:
-        kinds.update(act.kind for act in row)
-    meanings = [meaning for kind, meaning in LEGEND.items() if kind in kinds]
+        for act in row:
+            kinds.add(act.kind)
+    meanings: list[str] = []
+    for kind, meaning in LEGEND.items():
+        if kind in kinds:
+            meanings.append(meaning)
     if num_chunks(rows) > 1:
         meanings.append(CHUNK_LEGEND)
     return ", ".join(meanings)
@@ -156,7 +170,8 @@ def figures(timeline: Timeline) -> str:
     percent = 100 * float(bubble(timeline))
     length = float(makespan(timeline))
     length_text = f"{length:.4g} {timeline.unit} ({timeline.origin})"
-    return f"{percent:.1f}% bubble, {length_text}; activations held at once{_by_rank(held)}"
+    held_text = f"activations held at once{_by_rank(held)}"
+    return f"{percent:.1f}% bubble, {length_text}; {held_text}"
 
 
 def _by_rank(numbers: Sequence[int]) -> str:
@@ -178,15 +193,18 @@ def _stages(row: Sequence[Act]) -> list[int]:
 def _letter(chunk: int) -> str:
     """`a` to `z`, then `aa` ..."""
     before, last = divmod(chunk, len(ascii_lowercase))
-    prefix = _letter(before - 1) if before else ""
-    return prefix + ascii_lowercase[last]
+    letter = ascii_lowercase[last]
+    if not before:
+        return letter
+    return _letter(before - 1) + letter
 
 
 def _fitting_column_time(spans: Sequence[Span], labels: dict[str, str]) -> float:
     """The longest time a column may stand for so that every label fits, with a space behind it."""
     times: list[float] = []
     for span in spans:
-        num_columns = len(labels[span.name]) + 1
+        label = labels[span.name]
+        num_columns = len(label) + 1
         if span.duration > 0:
             times.append(span.duration / num_columns)
     return min(times, default=1)
@@ -226,4 +244,5 @@ def _cells(
 def _filled(label: str, length: int, filling: str) -> str:
     """`label`, filled up to `length` columns with one space at the end, or cut where it is longer."""
     filled = label.ljust(length - 1, filling)
-    return filled[:length].ljust(length)
+    cut = filled[:length]
+    return cut.ljust(length)

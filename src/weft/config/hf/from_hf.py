@@ -61,7 +61,12 @@ def select_folder(
         if _sets_all_fields(asked, families):
             return FolderModel(folder, str(asked["model.name"]), decided={"model.preset": None}), ()
         faults = [
-            replace(fault, key=KEY, what=f"{fault.key}: {fault.what}") for fault in error.faults
+            replace(
+                fault,
+                key=KEY,
+                what=f"{fault.key}: {fault.what}",
+            )
+            for fault in error.faults
         ]
         return NO_FOLDER, tuple(faults)
     keeps_file = flags.get(KEY, folder) == file.get(KEY, folder)
@@ -98,11 +103,19 @@ def contradictions(model: FolderModel, asked: Mapping[str, object]) -> Iterator[
             )
 
 
-def _folder_model(folder: str, found: DescribedModel, *, keeps_file: bool) -> FolderModel:
+def _folder_model(
+    folder: str,
+    found: DescribedModel,
+    *,
+    keeps_file: bool,
+) -> FolderModel:
     fields = {f"model.{name}": value for name, value in found.fields.items()}
     suggested = {f"model.{name}": value for name, value in found.suggested.items()}
     tokenizer = Path(folder) / TOKENIZER
-    data = {"data.tokenizer": str(tokenizer)} if tokenizer.is_file() else {}
+    if tokenizer.is_file():
+        data = {"data.tokenizer": str(tokenizer)}
+    else:
+        data = {}
     return FolderModel(
         folder=folder,
         family=found.family,

@@ -51,7 +51,9 @@ class Key:
         value = config.get(self.hf_key)
         if value is not None:
             return value
-        return self.default(config) if callable(self.default) else self.default
+        if callable(self.default):
+            return self.default(config)
+        return self.default
 
     def write(self, value: Any) -> Any:
         """The key's value."""
@@ -75,7 +77,9 @@ class Fixed:
 
     def allowed(self, config: Json) -> tuple[Any, ...]:
         """Values that weft computes with."""
-        return self.values if self.same_as is None else (self.same_as(config),)
+        if self.same_as is None:
+            return self.values
+        return (self.same_as(config),)
 
 
 class RopeMapping(Protocol):
@@ -295,6 +299,6 @@ def name_rules(
 ) -> tuple[WeightRule, ...]:
     """Rules below two prefixes: name of the parameter -> name of the tensor."""
     return tuple(
-        WeightRule(f"{param_prefix}.{param}", f"{tensor_prefix}.{tensor}")
+        WeightRule(param=f"{param_prefix}.{param}", tensor=f"{tensor_prefix}.{tensor}")
         for param, tensor in names.items()
     )

@@ -78,7 +78,12 @@ def hf_mappings(families: Families) -> dict[str, HFMapping]:
     return {name: family.hf for name, family in families.items() if family.hf is not None}
 
 
-def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFamily, HFMapping]:
+def find_family(
+    config: Json,
+    families: Families,
+    *,
+    key: str,
+) -> tuple[ConfigFamily, HFMapping]:
     """The family of this config.json, by its architecture, or by its model_type where it names no
     architecture.
 
@@ -97,7 +102,14 @@ def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFa
             return families[name], mapping
     got = repr(architecture or model_type)
     known = sorted(mapping.architecture for mapping in mappings.values())
-    raise CheckpointError(Fault(key, "unknown architecture", got, f"one of {', '.join(known)}"))
+    raise CheckpointError(
+        Fault(
+            key,
+            "unknown architecture",
+            got=got,
+            need=f"one of {', '.join(known)}",
+        )
+    )
 
 
 def _architecture(config: Json) -> Any:
@@ -108,7 +120,12 @@ def _architecture(config: Json) -> Any:
     return names[0]
 
 
-def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator[Fault]:
+def config_faults(
+    config: Json,
+    mapping: ConfigMapping,
+    *,
+    key: str,
+) -> Iterator[Fault]:
     """Keys that are missing, that weft computes differently, or that it does not know."""
     fixed = (*mapping.fixed, *FIXED_EVERYWHERE)
     for row in mapping.keys:
@@ -124,7 +141,12 @@ def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator
     for name, value in config.items():
         if name not in known and not name.startswith("_") and value is not None:
             fix = f"remove it from {CONFIG} if it changes no logit"
-            yield Fault(key, f"{name}: unknown key", _short(value), fix=fix)
+            yield Fault(
+                key,
+                f"{name}: unknown key",
+                got=_short(value),
+                fix=fix,
+            )
 
 
 def _read_fields(config: Json, mapping: ConfigMapping) -> Flat:
@@ -153,11 +175,16 @@ def _key_faults(row: Key, config: Json, *, key: str) -> Iterator[Fault]:
     if value is REQUIRED or value is None:
         yield Fault(key, f"has no {row.hf_key}")
     elif not isinstance(value, int | float):
-        yield Fault(key, f"{row.hf_key} is no number", _short(value))
+        yield Fault(key, f"{row.hf_key} is no number", got=_short(value))
     elif not abs(value) <= MAX_NUMBER:  # NaN as well
-        yield Fault(key, f"{row.hf_key}: out of range", _short(value))
+        yield Fault(key, f"{row.hf_key}: out of range", got=_short(value))
     elif row.field == "layers" and value > MAX_LAYERS:
-        yield Fault(key, f"{row.hf_key}: out of range", _short(value), f"at most {MAX_LAYERS}")
+        yield Fault(
+            key,
+            f"{row.hf_key}: out of range",
+            got=_short(value),
+            need=f"at most {MAX_LAYERS}",
+        )
 
 
 def _fixed_faults(rule: Fixed, config: Json, *, key: str) -> Iterator[Fault]:
@@ -167,9 +194,19 @@ def _fixed_faults(rule: Fixed, config: Json, *, key: str) -> Iterator[Fault]:
         return
     words = [json.dumps(each) for each in allowed]
     need = " or ".join(words) or "nothing"
-    yield Fault(key, f"{rule.hf_key}: not what weft computes", _short(value), need)
+    yield Fault(
+        key,
+        f"{rule.hf_key}: not what weft computes",
+        got=_short(value),
+        need=need,
+    )
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value) if isinstance(value, (str, int, float, list, dict)) else repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    if isinstance(value, (str, int, float, list, dict)):
+        text = json.dumps(value)
+    else:
+        text = repr(value)
+    if len(text) <= 40:
+        return text
+    return f"{text[:37]}..."

@@ -64,7 +64,10 @@ class ScaledRope:
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(config.get(name) or {}, dict):
                 yield Fault(
-                    key, f"{name} is no table", repr(config[name]), "a table with rope_type"
+                    key,
+                    f"{name} is no table",
+                    got=repr(config[name]),
+                    need="a table with rope_type",
                 )
                 return
         found = rope_parameters(config)
@@ -72,7 +75,10 @@ class ScaledRope:
         if kind not in self.types:
             need = " or ".join(self.types)
             yield Fault(
-                key, "this type of rope scaling is not supported for this family", repr(kind), need
+                key,
+                "this type of rope scaling is not supported for this family",
+                got=repr(kind),
+                need=need,
             )
             return
         faults: list[Fault] = []
@@ -112,11 +118,10 @@ class ScaledRope:
         if values.get("rope_scaling_factor", 1.0) == 1:
             return {"rope_theta": theta, "rope_scaling": None}
         kind = self.types[-1]
-        names = (
-            tuple(LLAMA3_DEFAULTS)
-            if kind == "llama3"
-            else ("factor", *YARN_DEFAULTS, "mscale", "mscale_all_dim")
-        )
+        if kind == "llama3":
+            names = tuple(LLAMA3_DEFAULTS)
+        else:
+            names = ("factor", *YARN_DEFAULTS, "mscale", "mscale_all_dim")
         scaling = {name: values[f"rope_scaling_{name}"] for name in names}
         original = values["rope_scaling_original_context"]
         return {
@@ -136,21 +141,30 @@ class ScaledRope:
         if (mscale, mscale_all_dim) != (1.0, 0.0):
             got = f"mscale {mscale}, mscale_all_dim {mscale_all_dim}"
             what = "transformers has no such pair of mscales"
-            yield Fault("model.rope_scaling_mscale", what, got, "both above 0, or 1 and 0")
+            yield Fault(
+                "model.rope_scaling_mscale",
+                what,
+                got=got,
+                need="both above 0, or 1 and 0",
+            )
 
 
 def rope_parameters(config: Json) -> dict[str, Any]:
     """All settings of rotary embedding in config.json, in the new style."""
     table = config.get("rope_scaling") or config.get("rope_parameters") or {}
     theta = config.get("rope_theta")
-    found: dict[str, Any] = {"rope_theta": THETA if theta is None else theta}
-    if config.get(PARTIAL) is not None:
-        found[PARTIAL] = config[PARTIAL]
+    if theta is None:
+        theta = THETA
+    found: dict[str, Any] = {"rope_theta": theta}
+    partial = config.get(PARTIAL)
+    if partial is not None:
+        found[PARTIAL] = partial
     for name, value in table.items():
         if value is not None and name != "type":
             found[name] = value
-    if config.get(ORIGINAL_CONTEXT) is not None:
-        found[ORIGINAL_CONTEXT] = config[ORIGINAL_CONTEXT]
+    original_context = config.get(ORIGINAL_CONTEXT)
+    if original_context is not None:
+        found[ORIGINAL_CONTEXT] = original_context
     found["rope_type"] = table.get("rope_type") or table.get("type") or "default"
     return found
 
@@ -164,28 +178,51 @@ def _value_faults(
 ) -> Iterator[Fault]:
     """Faults of one setting."""
     if not isinstance(value, int | float):
-        yield Fault(key, f"rope: {name} is no number", repr(value))
+        yield Fault(key, f"rope: {name} is no number", got=repr(value))
     elif not 0 <= value < math.inf or (name in ("rope_theta", ORIGINAL_CONTEXT) and not value):
-        yield Fault(key, f"rope: {name}: out of range", repr(value), "a number above 0")
+        yield Fault(
+            key,
+            f"rope: {name}: out of range",
+            got=repr(value),
+            need="a number above 0",
+        )
     elif name == PARTIAL:
         if value != 1:
-            yield Fault(key, f"rope: {name}: weft rotates whole heads", repr(value), "1")
+            yield Fault(
+                key,
+                f"rope: {name}: weft rotates whole heads",
+                got=repr(value),
+                need="1",
+            )
     elif name not in ("rope_theta", ORIGINAL_CONTEXT, *_KNOWN_KEYS[kind]):
-        yield Fault(key, f"rope: {name}: unknown for type {kind!r}", repr(value), "no such key")
+        yield Fault(
+            key,
+            f"rope: {name}: unknown for type {kind!r}",
+            got=repr(value),
+            need="no such key",
+        )
 
 
-def _yarn_faults(found: Mapping[str, Any], config: Json, *, key: str) -> Iterator[Fault]:
+def _yarn_faults(
+    found: Mapping[str, Any],
+    config: Json,
+    *,
+    key: str,
+) -> Iterator[Fault]:
     factor = found.get("attention_factor")
     if factor is not None:
         yield Fault(
-            key, "rope: attention_factor: weft computes it from mscale", repr(factor), "no such key"
+            key,
+            "rope: attention_factor: weft computes it from mscale",
+            got=repr(factor),
+            need="no such key",
         )
     if found.get("truncate") is False:
         yield Fault(
             key,
             "rope: truncate: weft rounds YaRN's ramp to whole features",
-            "False",
-            "True, or no such key",
+            got="False",
+            need="True, or no such key",
         )
     if not (found.get("factor") or config.get(LONGEST)):
         yield Fault(key, "rope: yarn without factor")

@@ -71,7 +71,13 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
     for name, file in file_of.items():
         if name not in found or found[name].file.name != file:
             fix = "download the folder again: a file is not the one that the index was written for"
-            raise CheckpointError(Fault(str(folder / INDEX), f"{name} is not in {file}", fix=fix))
+            raise CheckpointError(
+                Fault(
+                    str(folder / INDEX),
+                    f"{name} is not in {file}",
+                    fix=fix,
+                )
+            )
     return found
 
 
@@ -93,7 +99,14 @@ def _read_index(folder: Path) -> dict[str, str]:
     if missing:
         got = f"{len(missing)} of {len(files)} files are missing"
         fix = "download the folder again, with all files"
-        raise CheckpointError(Fault(str(folder / missing[0]), "missing shard", got, fix=fix))
+        raise CheckpointError(
+            Fault(
+                str(folder / missing[0]),
+                "missing shard",
+                got=got,
+                fix=fix,
+            )
+        )
     return file_of
 
 
@@ -107,14 +120,24 @@ def _check_single_file(folder: Path) -> None:
         else ""
     )
     need = f"{SINGLE_FILE}, or {INDEX} and its files"
-    raise CheckpointError(Fault(str(folder), "holds no weights", need=need, fix=fix))
+    raise CheckpointError(
+        Fault(
+            str(folder),
+            "holds no weights",
+            need=need,
+            fix=fix,
+        )
+    )
 
 
 def _is_weight_map(value: Any) -> TypeGuard[dict[str, str]]:
     """Whether it maps names to files of the same folder."""
-    if not isinstance(value, dict) or not value:
+    if not isinstance(value, dict):
         return False
-    return all(isinstance(file, str) and _is_file_name(file) for file in value.values())
+    for file in value.values():
+        if not isinstance(file, str) or not _is_file_name(file):
+            return False
+    return bool(value)
 
 
 def _is_file_name(text: str) -> bool:
@@ -136,7 +159,9 @@ def read_header(path: Path, *, within: Path | None = None) -> dict[str, TensorEn
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
-                    Fault(str(path), "is no safetensors file, or cut short", counted(size, "byte"))
+                    Fault(
+                        str(path), "is no safetensors file, or cut short", got=counted(size, "byte")
+                    )
                 )
             header = parse_json(file.read(length))
         entries = _parse_header(path, header, data_start=8 + length)
@@ -144,7 +169,7 @@ def read_header(path: Path, *, within: Path | None = None) -> dict[str, TensorEn
         raise CheckpointError(error.fault()) from None
     except OSError as error:
         raise CheckpointError(
-            Fault(str(path), "cannot be read", error.strerror or str(error))
+            Fault(str(path), "cannot be read", got=error.strerror or str(error))
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -168,7 +193,12 @@ def read_json(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any
         raise CheckpointError(error.fault()) from None
 
 
-def _parse_header(path: Path, header: Any, *, data_start: int) -> dict[str, TensorEntry]:
+def _parse_header(
+    path: Path,
+    header: Any,
+    *,
+    data_start: int,
+) -> dict[str, TensorEntry]:
     entries = {}
     for name, fields in header.items():
         if name == "__metadata__":
@@ -210,16 +240,27 @@ def _check_overlap(entries: Mapping[str, TensorEntry]) -> None:
     in_order = sorted(entries, key=bounds)
     for name, next_name in pairwise(in_order):
         entry = entries[name]
-        if entries[next_name].start < entry.stop:
-            what = f"{name} and {next_name} lie over the same bytes"
-            raise CheckpointError(Fault(str(entry.file), what, fix="download the file again"))
+        next_entry = entries[next_name]
+        if next_entry.start < entry.stop:
+            raise CheckpointError(
+                Fault(
+                    str(entry.file),
+                    f"{name} and {next_name} lie over the same bytes",
+                    fix="download the file again",
+                )
+            )
 
 
 def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
     if not 0 <= entry.start <= entry.stop <= size:
         got = f"{counted(size, 'byte')}; {name} ends at byte {entry.stop}"
         raise CheckpointError(
-            Fault(str(entry.file), "is cut short", got, fix="download the file again")
+            Fault(
+                str(entry.file),
+                "is cut short",
+                got=got,
+                fix="download the file again",
+            )
         )
     if entry.dtype not in DTYPES:
         return
@@ -227,7 +268,7 @@ def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
     num_bytes = entry.stop - entry.start
     if num_bytes != entry_bytes * math.prod(entry.shape):
         got = f"{num_bytes} bytes for {entry.dtype} {list(entry.shape)}"
-        raise CheckpointError(Fault(str(entry.file), f"{name} has the wrong length", got))
+        raise CheckpointError(Fault(str(entry.file), f"{name} has the wrong length", got=got))
 
 
 def list_some(names: Iterable[str], most: int = 3) -> str:
@@ -235,4 +276,6 @@ def list_some(names: Iterable[str], most: int = 3) -> str:
     listed = list(names)
     text = ", ".join(listed[:most])
     num_more = len(listed) - most
-    return f"{text} and {num_more} more" if num_more > 0 else text
+    if num_more > 0:
+        return f"{text} and {num_more} more"
+    return text

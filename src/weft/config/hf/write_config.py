@@ -54,7 +54,9 @@ def unwritable(cfg: ModelConfig, families: Families) -> Iterator[Fault]:
     mapping = families[cfg.family].hf
     if mapping is None:
         need = f"one of {', '.join(hf_mappings(families))}"
-        yield Fault("model.name", "has no counterpart in transformers", repr(cfg.family), need)
+        yield Fault(
+            "model.name", "has no counterpart in transformers", got=repr(cfg.family), need=need
+        )
         return
     yield from mapping.config.unwritable(cfg)
     if mapping.config.rope:

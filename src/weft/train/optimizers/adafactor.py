@@ -82,11 +82,13 @@ class Adafactor(Optimizer):
     def _product(self, state: State, entries: Entries) -> Tensor:
         """The second moment at each local entry: rows x columns / mean of the rows."""
         row_var = state["row_var"]
+        col_var = state["col_var"]
         smallest = self._smallest(row_var.dtype)
-        mean = row_var.mean(dim=-2, keepdim=True).clamp_(min=smallest)
+        mean = row_var.mean(dim=-2, keepdim=True)
+        mean = mean.clamp_(min=smallest).expand_as(row_var)
         rows = entries.spread(row_var)
-        columns = entries.spread(state["col_var"])
-        means = entries.spread(mean.expand_as(row_var))
+        columns = entries.spread(col_var)
+        means = entries.spread(mean)
         return rows.mul_(columns).div_(means)
 
     def _smallest(self, dtype: torch.dtype) -> float:

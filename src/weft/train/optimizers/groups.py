@@ -70,7 +70,10 @@ def group_names(
     """
     found: dict[GroupSettings, list[str]] = {}
     for name, shape in shapes.items():
-        owner = name if owners is None else owners.get(name, name)
+        if owners is None:
+            owner = name
+        else:
+            owner = owners.get(name, name)
         settings = _settings(optim, owner, shape, decays=name in decay_names)
         found.setdefault(settings, []).append(name)
     return {settings: tuple(names) for settings, names in found.items()}
@@ -84,11 +87,21 @@ def _settings(
     decays: bool,
 ) -> GroupSettings:
     index = group_of(name, optim.groups)
-    group = OptimGroup(match="-") if index is None else optim.groups[index]
+    if index is None:
+        group = OptimGroup(match="-")
+    else:
+        group = optim.groups[index]
     optimizer = group.optimizer or default_optimizer(optim.name, name, len(shape))
     if needs_matrices(optimizer) and len(shape) not in (2, 3):
         what = f"{name} is no matrix, which {optimizer} updates"
-        raise ConfigError(Fault("optim.groups", what, got=str(list(shape)), fix="optimizer=adamw"))
+        raise ConfigError(
+            Fault(
+                "optim.groups",
+                what,
+                got=str(list(shape)),
+                fix="optimizer=adamw",
+            )
+        )
     decay = optim.weight_decay if decays else 0.0
     lr_scale = group.lr_scale
     if optim.name == "muon" and optimizer == "adamw":
@@ -121,7 +134,10 @@ def needs_matrices(optimizer: str) -> bool:
 
 
 def make_rule(
-    optim: OptimConfig, settings: GroupSettings, *, fixed_order: bool = False
+    optim: OptimConfig,
+    settings: GroupSettings,
+    *,
+    fixed_order: bool = False,
 ) -> Optimizer:
     """The update rule of a group.
 
@@ -130,7 +146,10 @@ def make_rule(
     """
     name = settings.optimizer
     if is_user_class(name):
-        options = optim.options if name == optim.name else {}
+        if name == optim.name:
+            options = optim.options
+        else:
+            options = {}
         return make_user_optimizer(name, options)
     if name == "adamw":
         return AdamW(betas=settings.betas, eps=optim.eps, fused=not fixed_order)
@@ -180,12 +199,22 @@ def unmatched_groups(optim: OptimConfig, names: Collection[str]) -> tuple[Fault,
             fix = did_you_mean(group.match, names)
             if not fix.startswith("did"):
                 fix = f"names are like {min(names)}; `weft axes` lists all" if names else ""
-        faults.append(Fault("optim.groups", what, got=repr(group.match), fix=fix))
+        faults.append(
+            Fault(
+                "optim.groups",
+                what,
+                got=repr(group.match),
+                fix=fix,
+            )
+        )
     return tuple(faults)
 
 
 def group_lines(
-    optim: OptimConfig, shapes: Shapes, *, decay_names: Collection[str]
+    optim: OptimConfig,
+    shapes: Shapes,
+    *,
+    decay_names: Collection[str],
 ) -> tuple[str, ...]:
     """The groups of a run in words, one line each, and patterns that overlap."""
     lines = []

@@ -57,7 +57,9 @@ class Muon(Optimizer):
         """The momentum, or the gradient interpolated with it."""
         momentum = state["momentum_buffer"]
         momentum.lerp_(grad, 1 - self.momentum)
-        return grad.lerp(momentum, self.momentum) if self.nesterov else momentum
+        if self.nesterov:
+            return grad.lerp(momentum, self.momentum)
+        return momentum
 
     def gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """bfloat16, in which the iterations compute."""
@@ -68,13 +70,17 @@ class Muon(Optimizer):
         a, b, c = self.ns_coefficients
         is_tall = matrix.size(0) > matrix.size(1)
         x = matrix.bfloat16()
-        x = x.T if is_tall else x
-        x = x / x.norm().clamp(min=self.eps)
+        if is_tall:
+            x = x.T
+        norm = x.norm().clamp(min=self.eps)
+        x = x / norm
         for _ in range(self.ns_steps):
             gram = x @ x.T
             polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.addmm(x, polynomial, x, beta=a)
-        return x.T if is_tall else x
+        if is_tall:
+            x = x.T
+        return x
 
     def apply(
         self,

@@ -71,7 +71,9 @@ def load_class(name: str) -> type[Optimizer]:
 
 
 def _construct(
-    name: str, optimizer_class: type[Optimizer], options: Mapping[str, Any]
+    name: str,
+    optimizer_class: type[Optimizer],
+    options: Mapping[str, Any],
 ) -> Optimizer:
     known = list(inspect.signature(optimizer_class).parameters)
     for option in options:
@@ -146,9 +148,11 @@ class _ContractCheck:
 
     def _train(self, parts: Sequence[ParamEntries]) -> Tensor:
         """The parameter after the steps, updated in these parts."""
-        boxes = [_entries_of(self.start, part).clone() for part in parts]
-        states = []
-        for part, param in zip(parts, boxes, strict=True):
+        boxes: list[Tensor] = []
+        states: list[State] = []
+        for part in parts:
+            param = _entries_of(self.start, part).clone()
+            boxes.append(param)
             states.append(self.optimizer.fresh_state(param, part.shape))
         for grad in self.grads:
             grads = [_entries_of(grad, part).clone() for part in parts]
@@ -159,7 +163,8 @@ class _ContractCheck:
                     self._reject("changes the gradient")
             for part, state in zip(parts, states, strict=True):
                 self._check_state(part, state)
-        return torch.cat([each.flatten() for each in boxes])
+        flat = [each.flatten() for each in boxes]
+        return torch.cat(flat)
 
     def _step(
         self,
@@ -212,7 +217,10 @@ class _ContractCheck:
             self.optimizer.apply(param, direction, shape=CHECK_SHAPE, **settings)
 
     def _check_others(
-        self, params: Sequence[Tensor], before: Sequence[Tensor], updated: int
+        self,
+        params: Sequence[Tensor],
+        before: Sequence[Tensor],
+        updated: int,
     ) -> None:
         for index, (param, old) in enumerate(zip(params, before, strict=True)):
             if index != updated and not torch.equal(param, old):
@@ -249,7 +257,13 @@ class _ContractCheck:
 def _part(start: int, stop: int) -> ParamEntries:
     """Entries `start` to `stop` of the parameter of the check, as a shard."""
     boxes = boxes_of_range(Box.whole(CHECK_SHAPE), start, stop)
-    return ParamEntries(CHECK_SHAPE, (), (), 0, lambda _: boxes)
+    return ParamEntries(
+        shape=CHECK_SHAPE,
+        logical=(),
+        axes=(),
+        index=0,
+        boxes_at=lambda _: boxes,
+    )
 
 
 def _entries_of(x: Tensor, part: ParamEntries) -> Tensor:

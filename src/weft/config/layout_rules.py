@@ -1,0 +1,324 @@
+"""Rules for mesh, model, batch, pipeline and sequence together: what divides what, what a schedule accepts. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from weft.config.schema import (
+    BatchConfig,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    label_of,
+)
+from weft.core.dimension import (
+    LayoutOptions,
+    LayoutRequest,
+    activation_axes,
+    all_axes,
+    data_axis,
+    default_sharding_rule,
+    dimensions,
+    pipeline_axis,
+    position_axes,
+    sequence_axes,
+    uneven_axes,
+)
+from weft.core.mesh import Mesh
+from weft.core.model_config import ModelConfig
+from weft.core.sequence import length_unit
+from weft.errors import Fault, UserError, counted, did_you_mean
+from weft.layout.stages import check_number_of_stages, check_stage_limit, split_by_counts
+from weft.schedule.catalog import SCHEDULES, find
+
+MOST_MICROBATCHES = 2**16
+"""Largest number of micro-batches of one step on one rank; their schedule is a table."""
+
+
+def axes_divide(mesh: Mesh, model: ModelConfig) -> Iterator[Fault]:
+    """Every logical axis of the model divides by the degree of the mesh axis that shards it."""
+    for axis in all_axes():
+        yield from axis_divides(mesh, model, axis)
+
+
+def axis_divides(
+    mesh: Mesh,
+    model: ModelConfig,
+    mesh_axis: str,
+) -> Iterator[Fault]:
+    """The logical axes that one mesh axis shards divide by its degree."""
+    degree = mesh.degree(mesh_axis)
+    sizes = sharded_sizes(model, mesh_axis)
+    uneven = [axis for axis, size in sizes.items() if size % degree]
+    if not uneven:
+        return
+    largest = divisors(*sizes.values())[-4:]
+    choices = [f"{mesh_axis}{divisor}" for divisor in largest]
+    yield Fault(
+        "mesh",
+        f"{mesh_axis}{degree} does not divide the model's {', '.join(uneven)}",
+        got=", ".join(f"{size} {axis}" for axis, size in sizes.items()),
+        need="a divisor of each",
+        fix=f"use {' or '.join(choices)}",
+    )
+
+
+def sharded_sizes(model: ModelConfig, mesh_axis: str) -> dict[str, int]:
+    """Units of the logical axes that a mesh axis shards into equal parts."""
+    sharded = dimensions()[mesh_axis].params
+    may_be_uneven = uneven_axes()
+    sizes: dict[str, int] = {}
+    for axis, size in model.axis_sizes().items():
+        if axis in sharded and axis not in may_be_uneven:
+            sizes[axis] = size
+    return sizes
+
+
+def dimension_faults(
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    mesh_axis: str,
+) -> Iterator[Fault]:
+    """What the record of a dimension rejects, where the mesh has more than one rank along it."""
+    find_faults = dimensions()[mesh_axis].faults
+    if find_faults is not None and mesh.degree(mesh_axis) > 1:
+        yield from find_faults(layout_request(mesh, model, parallel))
+
+
+def layout_request(
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+) -> LayoutRequest:
+    """The layout of a run, as dimensions read it."""
+    rule = default_sharding_rule()
+    axis_sizes = model.axis_sizes()
+    local_sizes: dict[str, int] = {}
+    for axis, size in axis_sizes.items():
+        if axis in rule:
+            degree = mesh.degree(rule[axis])
+        else:
+            degree = 1
+        if size % degree == 0:
+            local_sizes[axis] = size // degree
+    return LayoutRequest(
+        degrees={axis: mesh.degree(axis) for axis in all_axes()},
+        model_name=label_of(model.family),
+        model_kind=model.kind,
+        local_sizes=local_sizes,
+        axis_sizes=axis_sizes,
+        options=LayoutOptions(
+            sequence_parallel=parallel.sequence,
+            context=parallel.context,
+            zero=parallel.zero,
+        ),
+    )
+
+
+def batch_divides(mesh: Mesh, batch: BatchConfig) -> Iterator[Fault]:
+    """The global batch is a whole number of micro-batches on every data rank."""
+    ranks, micro_size, global_size = (
+        mesh.degree(sequence_axes()),
+        batch.micro_size,
+        batch.global_size,
+    )
+    unit = ranks * micro_size
+    data_ranks = counted(ranks, "data rank")
+    if global_size % unit:
+        yield Fault(
+            "batch.global_size",
+            "does not divide into micro-batches",
+            got=str(global_size),
+            need=f"a multiple of {unit} = {data_ranks} x micro_size {micro_size}",
+        )
+    elif global_size // unit > MOST_MICROBATCHES:
+        yield Fault(
+            "batch.micro_size",
+            "makes too many micro-batches",
+            got=f"{global_size // unit} on each of {data_ranks}",
+            need=f"at most {MOST_MICROBATCHES}",
+        )
+
+
+def layers_make_stages(
+    mesh: Mesh,
+    model: ModelConfig,
+    pipeline: PipelineConfig,
+    *,
+    seq_len: int,
+) -> Iterator[Fault]:
+    """There is a layer for every stage, and `pipeline.split` counts all of them."""
+    num_ranks = mesh.degree(pipeline_axis())
+    num_stages = num_ranks * pipeline.chunks
+    split = pipeline.split
+    if split and len(split) != num_stages:
+        chunks = counted(pipeline.chunks, "chunk")
+        yield Fault(
+            "pipeline.split",
+            "names another number of stages",
+            got=f"{len(split)}: {as_words(split)}",
+            need=f"{num_stages} = {pipeline_axis()}{num_ranks} x {chunks}",
+            fix="leave pipeline.split out",
+        )
+        return
+    try:
+        check_stage_limit(num_stages)  # before the blocks of thousands of layers are made
+        blocks = model.block_specs(seq_len)
+        if split:
+            split_by_counts(blocks, split)
+        else:
+            check_number_of_stages(blocks, num_stages)
+    except UserError as error:
+        key = _stage_key(pipeline)
+        for fault in error.faults:
+            yield replace(fault, key=key)
+
+
+def _stage_key(pipeline: PipelineConfig) -> str:
+    """The key that decides the number of stages."""
+    if pipeline.split:
+        return "pipeline.split"
+    return "pipeline.chunks" if pipeline.chunks > 1 else "mesh"
+
+
+def schedule_takes_sizes(
+    mesh: Mesh,
+    batch: BatchConfig,
+    pipeline: PipelineConfig,
+) -> Iterator[Fault]:
+    """The schedule exists, and has a table for this many ranks, chunks and micro-batches."""
+    name = pipeline.schedule
+    try:
+        schedule = find(name, pipeline.table)
+    except UserError as error:
+        yield from error.faults
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        yield Fault(
+            "pipeline.schedule",
+            "cannot read a table there",
+            got=f"{name!r}: {error}",
+            fix=did_you_mean(name, SCHEDULES),
+        )
+        return
+    faults = schedule.faults(
+        ranks=mesh.degree(pipeline_axis()),
+        chunks=pipeline.chunks,
+        microbatches=max(batch.num_micro(mesh.degree(sequence_axes())), 1),
+    )
+    batch_is_whole = not any(batch_divides(mesh, batch))
+    for fault in faults:
+        if batch_is_whole or fault.key == "pipeline.chunks":
+            yield fault
+
+
+def sequence_divides(
+    mesh: Mesh,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    seq_len: int,
+) -> Iterator[Fault]:
+    """A sequence splits into two chunks a context rank and, under sequence parallelism, equal parts
+    for the tensor ranks.
+    """
+    unit = length_unit(mesh, sequence_parallel=parallel.sequence)
+    if model.kind != "tokens" or seq_len % unit == 0:
+        return
+    axes: list[str] = []
+    reasons: list[str] = []
+    for axis in position_axes():
+        if mesh.degree(axis) > 1:
+            axes.append(f"{axis}{mesh.degree(axis)}")
+            reasons.append(f"two chunks for each of {axes[-1]}")
+    for axis in activation_axes():
+        if parallel.sequence:
+            axes.append(f"{axis}{mesh.degree(axis)}")
+            reasons.append(f"{axes[-1]} under parallel.sequence")
+    yield Fault(
+        "data.seq_len",
+        f"does not divide by {' x '.join(axes)}",
+        got=str(seq_len),
+        need=f"a multiple of {unit}: {', '.join(reasons)}",
+    )
+
+
+def sequence_parallel_has_sequences(
+    model: ModelConfig, parallel: ParallelConfig
+) -> Iterator[Fault]:
+    """Sequence parallelism shards activations of sequences."""
+    if parallel.sequence and model.kind != "tokens":
+        yield Fault(
+            "parallel.sequence",
+            f"shards activations along the sequence, and {label_of(model.family)} reads {model.kind}",
+            got="True",
+            need="False",
+        )
+
+
+def order_is_fixed(
+    mesh: Mesh,
+    batch: BatchConfig,
+    parallel: ParallelConfig,
+    optim: OptimConfig,
+    *,
+    is_wanted: bool,
+) -> Iterator[Fault]:
+    """Deterministic runs: sums over micro-batches and data ranks are one binary tree."""
+    if not is_wanted or any(batch_divides(mesh, batch)):
+        return
+    data = data_axis()
+    others = [axis for axis in sequence_axes() if axis != data]
+    degree = mesh.degree(data)
+    num_micro = batch.global_size // (batch.micro_size * mesh.degree(tuple(others)))
+    key, fix = "deterministic", "leave deterministic out"
+    if degree & (degree - 1):
+        yield Fault(
+            key,
+            "adds gradients in a binary tree over the data ranks",
+            got=f"{data}{degree}",
+            need="a power of two",
+            fix=fix,
+        )
+    elif num_micro & (num_micro - 1):
+        yield Fault(
+            key,
+            "adds gradients in a binary tree over the micro-batches of a step",
+            got=f"{num_micro} over all data ranks",
+            need="a power of two",
+            fix=f"change batch.global_size or batch.micro_size, or {fix}",
+        )
+    names = [name for name, _ in mesh.axes]
+    for axis in others:
+        is_outside = mesh.degree(axis) > 1 < degree and names.index(axis) < names.index(data)
+        if is_outside:
+            yield Fault(
+                key,
+                f"assigns micro-batches to {data} first",
+                got=str(mesh),
+                need=f"{data} before {axis}",
+                fix=f"move {axis} behind {data} in the mesh",
+            )
+    rules = {optim.name, *(group.optimizer for group in optim.groups)}
+    if "adafactor" in rules and parallel.zero:
+        yield Fault(
+            key,
+            "adafactor adds sums of rows and columns over the ranks of ZeRO",
+            got=f"parallel.zero {parallel.zero}",
+            need="0",
+            fix=f"--parallel.zero 0, or {fix}",
+        )
+
+
+def divisors(*numbers: int) -> tuple[int, ...]:
+    """Common divisors of all `numbers`, ascending."""
+    candidates = range(1, min(numbers) + 1)
+    return tuple(each for each in candidates if all(number % each == 0 for number in numbers))
+
+
+def as_words(counts: Sequence[int]) -> str:
+    """Numbers as the words of a flag."""
+    return " ".join(map(str, counts))
