@@ -156,3 +156,28 @@ def test_a_real_run_prints_prediction_against_measurement(tmp_path: Path) -> Non
     assert {name: compared[0][name] for name in answer} == answer
     steps = [event for event in events if event["event"] == "step"]
     assert "mfu" in steps[-1]
+
+
+def test_waits_for_other_sites_are_compared_apart_from_steps() -> None:
+    answer = {**ANSWER, "outer_every": 2, "outer_s": 3.0}
+    compared = comparison(Answered(answer))
+    found: list[dict[str, Any]] = []
+    for number in range(1, 8):
+        event = {"event": "step", "step": number, "step_s": 1.0, "mem_bytes": 2**30}
+        if number % 2 == 0:
+            event = {**event, "step_s": 5.0, "outer_waited_s": 4.0}
+        found.extend(map(dict, compared.events(event)))
+    [prediction] = [event for event in found if event["event"] == "prediction"]
+    assert (prediction["measured_s"], prediction["measured_outer_s"]) == (1.0, 4.0)
+    assert "predicted wait 3 s every 2 steps besides, measured 4 s" in prediction["text"]
+
+
+def test_a_link_of_unknown_speed_is_named() -> None:
+    [event] = [
+        event
+        for event in events_of(
+            comparison(Answered({**ANSWER, "outer_every": 2, "outer_s": None})), 8
+        )
+        if event["event"] == "prediction"
+    ]
+    assert "is not predicted: the link is not known (site.gbit_s)" in event["text"]

@@ -1329,6 +1329,8 @@ SIMULATE = {
 def simulate_options() -> Iterator[Case]:
     for name, (flags, line) in SIMULATE.items():
         yield Case(name, ("simulate", "--mesh", "dp2", *flags.split()), line, faults=2)
+    words = ("simulate", "--mesh", "site2 dp2", "--hardware", "h100")
+    yield Case("sites without a link", words, "site.gbit_s: is not known")
 
 
 # ------------------------------------------------------------------------------- keys of another way to start ranks
@@ -1414,6 +1416,8 @@ def plans() -> Iterator[Case]:
     yield Case("plan on an unknown device", words, "hardware: unknown device")
     words = ("plan", "--devices", "4", "--mesh", "dp2", *on_h100)
     yield Case("plan of two sizes", words, "devices: differ from the mesh")
+    words = ("plan", "--mesh", "site2 dp2", *on_h100)
+    yield Case("plan of sites", words, "mesh: layouts over sites are not searched")
     words = ("plan", "--devices", "23", *on_h100)
     yield Case("plan that nothing fills", words, "devices: no layout fills 23")
     words = ("plan", "--mesh", "dp4", "--batch.global_size", "7", *on_h100)

@@ -147,6 +147,18 @@ def test_groups_of_one_node_have_the_network_shares_of_their_members() -> None:
     assert SPEEDS.operation_s(two_members) == pytest.approx(size / bytes_s / 2)
 
 
+def test_an_all_to_all_leaves_a_node_through_the_network_of_its_own_device() -> None:
+    """Of 15 parts 8 are for the other node; a ring of the same group has the network of 8 devices."""
+    size = 15 * 10**8
+    group = tuple(range(16))
+    all_to_all = Operation("all_to_all", "ep", group, 0, size, size)
+    ring = Operation("all_gather", "ep", group, 0, size, size)
+    assert SPEEDS.operation_s(all_to_all) == pytest.approx(0.8 / H100.network_gb_s)
+    assert SPEEDS.operation_s(ring) == pytest.approx(1.5 / H100.network_gb_s / 8)
+    inside = Operation("all_to_all", "ep", NODE, 0, size, size)
+    assert SPEEDS.operation_s(inside) == pytest.approx(1.5 / H100.link_gb_s)
+
+
 def test_with_a_shared_link_a_faster_kernel_can_make_a_region_longer() -> None:
     """The kernel that is left out had delayed an operation that nothing waits for."""
     tp, dp = op(1.0, "tp"), op(1.0, "dp")

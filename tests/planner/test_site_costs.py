@@ -9,12 +9,15 @@ import pytest
 from tests.tiny_run import TINY
 from weft.comm.comm import Comm
 from weft.comm.observe import Operation
+from weft.config.hardware import find_hardware
 from weft.config.load import load
 from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.planner.measure import measure
+from weft.planner.simulation import Failures, simulate_on, simulation_json, simulation_lines
 from weft.planner.site_costs import SiteCosts, site_costs, site_text
+from weft.planner.speeds import Speeds
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader, build_step
 
@@ -73,3 +76,25 @@ def test_seconds_follow_from_the_link_the_period_and_the_overlap() -> None:
     assert replace(costs, settings=delayed, step_s=0.2).exposed_s == pytest.approx(1.2)
     assert replace(costs, settings=delayed, step_s=1.0).exposed_s == 0
     assert max(map(len, site_text(costs).splitlines())) <= 80
+
+
+def test_a_simulated_run_waits_for_the_link() -> None:
+    """Bytes over the link's speed every H steps, in the mean step and in the seconds of the run."""
+    run = run_of("--mesh", "site2", "--site.every", "10", "--site.gbit_s", "0.001")
+    failures = Failures(mtbf_hours=1e9, restart_s=1.0, checkpoint_s=1e-9)
+    simulation = simulate_on(run, Speeds(find_hardware("h100")), failures=failures)
+    assert simulation.sites is not None
+    waits_s = simulation.sites.link_bytes / 125_000
+    expected = simulation.step.total_s + waits_s / 10
+    assert simulation.step_s == pytest.approx(expected)
+    assert simulation_json(simulation)["sites"]["mean_step_s"] == pytest.approx(expected)
+    assert any("10 steps, float32 on the wire" in line for line in simulation_lines(simulation))
+    assert simulation.goodput is not None
+    assert simulation.goodput.interval_s == pytest.approx(
+        simulation.goodput.interval_steps * expected
+    )
+
+
+def test_one_site_waits_for_no_link() -> None:
+    settings = run_of("--mesh", "site1").site
+    assert SiteCosts(settings, num_sites=1, rank_bytes=0, site_bytes=0).exposed_s == 0.0

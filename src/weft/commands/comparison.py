@@ -22,11 +22,12 @@ from typing import Any
 
 from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
 from weft.config.run import Run, hardware_of, plan_of
-from weft.errors import WeftError
+from weft.errors import WeftError, counted
 from weft.layout.plan import Plan
 from weft.layout.utilization import Utilization
 from weft.planner.measure import measure, size_problem
 from weft.planner.predict import predict_measured
+from weft.planner.site_costs import site_costs
 from weft.planner.speeds import Speeds
 from weft.train.loop import Event
 from weft.view.quantity import memory, short_time
@@ -105,7 +106,7 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
     if problem:
         return {"failure": f"too large to be measured: {problem}"}
     prediction = predict_measured(measure(run), Speeds(hardware))
-    return {
+    answer = {
         "hardware": hardware.label,
         "source": hardware.efficiency.source,
         "step_s": prediction.step_s.mid,
@@ -113,6 +114,11 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
         "high_s": prediction.step_s.high,
         "peak_bytes": prediction.peak_bytes,
     }
+    sites = site_costs(prediction.roles, run.site, step_s=prediction.step_s.mid)
+    if sites is not None:
+        answer["outer_every"] = run.site.every
+        answer["outer_s"] = sites.exposed_s
+    return answer
 
 
 @dataclass
@@ -124,6 +130,8 @@ class MeasuredAndPredicted:
         prediction: None where nothing is predicted.
         base_bytes: memory of the rank before it built the model.
         last_step: of the run.
+        step_times: of timed steps, without waits for other sites.
+        outer_waits: for other sites, in timed steps with an exchange or an outer step.
     """
 
     utilization: Utilization | None
@@ -131,6 +139,7 @@ class MeasuredAndPredicted:
     base_bytes: int
     last_step: int
     step_times: list[float] = field(default_factory=list)
+    outer_waits: list[float] = field(default_factory=list)
     num_steps: int = 0
 
     def events(self, event: Event) -> Iterator[Event]:
@@ -144,7 +153,7 @@ class MeasuredAndPredicted:
             event = {**event, "mfu": self.utilization.mfu(event["step_s"])}
         yield event
         if is_timed:
-            self.step_times.append(event["step_s"])
+            self._note_time(event)
         if len(self.step_times) < TIMED_STEPS or self.prediction is None:
             return
         is_last = event["step"] >= self.last_step
@@ -152,6 +161,12 @@ class MeasuredAndPredicted:
         if answer is not None:
             self.prediction = None
             yield self._comparison(event, answer)
+
+    def _note_time(self, event: Event) -> None:
+        waited_s = event.get("outer_waited_s")
+        if waited_s is not None:
+            self.outer_waits.append(waited_s)
+        self.step_times.append(event["step_s"] - (waited_s or 0.0))
 
     def _comparison(self, step: Event, answer: Answer) -> Event:
         if "failure" in answer:
@@ -165,6 +180,8 @@ class MeasuredAndPredicted:
             "measured_s": measured_s,
             "measured_bytes": held_bytes,
         }
+        if self.outer_waits:
+            event["measured_outer_s"] = statistics.fmean(self.outer_waits)
         if self.utilization is not None:
             event["peak_tflops"] = self.utilization.peak_tflops
         return {**event, "text": comparison_text(event, self.utilization)}
@@ -181,10 +198,23 @@ def comparison_text(event: Event, utilization: Utilization | None) -> str:
         f"  memory predicted {memory(event['peak_bytes'])} of tensors, measured "
         f"{memory(event['measured_bytes'])} more than before the model was built",
     ]
+    if "outer_every" in event:
+        lines.append(_sites_line(event))
     if utilization is not None:
         mfu = 100 * utilization.mfu(event["measured_s"])
         lines.append(f"  MFU    {mfu:.2g}%: {utilization.text}")
     return "\n".join(lines)
+
+
+def _sites_line(event: Event) -> str:
+    """The wait for other sites, which is no part of the step above."""
+    steps = f"every {counted(event['outer_every'], 'step')}"
+    if event["outer_s"] is None:
+        return f"  sites  a wait {steps} is not predicted: the link is not known (site.gbit_s)"
+    line = f"  sites  predicted wait {short_time(event['outer_s'])} {steps} besides"
+    if "measured_outer_s" not in event:
+        return f"{line}, none measured so far"
+    return f"{line}, measured {short_time(event['measured_outer_s'])}"
 
 
 def comparison_of(

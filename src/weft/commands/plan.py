@@ -20,6 +20,7 @@ from weft.config.load import AUTO_MESH
 from weft.config.run import Run, hardware_of
 from weft.config.schema import ConfigSection
 from weft.config.validate import config_checks
+from weft.core.axes import local_update_axis, without_local_updates
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.planner.candidates import (
@@ -88,6 +89,7 @@ def plan(words: Sequence[str]) -> int:
         choose_mesh=one_rank,
     )
     hardware = _hardware(run)
+    _check_sites(run)
     num_devices = _num_devices(run, options, pinned)
     faults = tuple(world_faults(hardware, num_devices))
     if faults:
@@ -137,6 +139,16 @@ def _plain(run: Run, pinned: frozenset[str]) -> Run:
     if "batch.micro_size" not in pinned:
         values["batch.micro_size"] = 1
     return run.with_values(values)
+
+
+def _check_sites(run: Run) -> None:
+    """Reject a mesh over sites, whose exchange the search does not count."""
+    mesh = run.device_mesh
+    if local_update_axis(mesh) is not None:
+        inside = without_local_updates(mesh)
+        what = "layouts over sites are not searched"
+        fix = f'plan one site (--mesh "{inside}"), then weft simulate with --mesh "{mesh}"'
+        raise ConfigError(Fault("mesh", what, got=str(mesh), need="the mesh of one site", fix=fix))
 
 
 def _hardware(run: Run) -> Hardware:

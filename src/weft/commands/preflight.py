@@ -240,8 +240,8 @@ def training_notes(run: Run) -> tuple[str, ...]:
         found.append(
             f"hardware: the first steps are compared with the prediction for {run.hardware}"
         )
-    if run.site.gbit_s:
-        found.append("site.gbit_s: training does not read it; weft explain does")
+    if run.site.gbit_s and run.hardware is None:
+        found.append("site.gbit_s: predictions read it alone, and no hardware is named")
     num_inner = run.steps % run.site.every
     if local_update_axis(run.device_mesh) is not None and num_inner:
         steps = counted(num_inner, "step")

@@ -15,6 +15,7 @@ from weft.commands.schedule import MAX_DRAWN_ACTIONS, screen_columns, show, writ
 from weft.config import flags
 from weft.config.run import Run, hardware_of, plan_of
 from weft.config.schema import ConfigSection
+from weft.core.axes import local_update_axis
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
 from weft.schedule.actions import Act
@@ -131,6 +132,7 @@ def option_faults(options: SimulateOptions, run: Run) -> Iterator[Fault]:
             if name in given:
                 what = "is about seconds, and no device is named"
                 yield Fault(name, what, need="hardware", fix="--hardware h100")
+    yield from _link_faults(run)
     if options.mtbf_hours is None:
         for name in NEED_FAILURES:
             if getattr(options, name) is not None:
@@ -144,6 +146,16 @@ def option_faults(options: SimulateOptions, run: Run) -> Iterator[Fault]:
         need = "a share from 0% to 100%"
         yield Fault("jitter", "out of range", repr(options.jitter), need, "--jitter 5%")
     yield from _slow_faults(options.slow, run.device_mesh.size)
+
+
+def _link_faults(run: Run) -> Iterator[Fault]:
+    """A link between sites whose speed is not known: its seconds are a part of the step."""
+    axis = local_update_axis(run.device_mesh)
+    num_sites = run.device_mesh.degree(axis) if axis is not None else 1
+    if run.hardware is not None and num_sites > 1 and not run.site.gbit_s:
+        what = "is not known, and the step waits for the link between sites"
+        need = "its speed in Gbit/s"
+        yield Fault("site.gbit_s", what, str(run.site.gbit_s), need, "--site.gbit_s 1")
 
 
 def _slow_faults(words: Sequence[str], num_ranks: int) -> Iterator[Fault]:

@@ -368,7 +368,7 @@ class SiteConfig(ConfigSection):
         0.0,
         ge=0,
         le=1e6,
-        description="speed of the link between two sites, for weft explain; 0: not known",
+        description="speed of the link between two sites, for predictions; 0: not known",
     )
 
 

@@ -24,9 +24,12 @@ from weft.comm.meta import MetaTransport
 from weft.config.run import Run, plan_of
 from weft.config.schema import MAX_COUNT
 from weft.core.dimension import pipeline_axis, position_axes
+from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
-from weft.parallel.expert.dispatch import ExpertLoad, ExpertParallelDispatch, even_load
+from weft.models.common.moe import MoE
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero.param_group import ParamGroup
@@ -231,12 +234,23 @@ def _play_on_meta(
     return record_step(step, batches, table=played, recorder_type=recorder_type)
 
 
-def dispatches(step: TrainStep) -> Iterator[ExpertParallelDispatch]:
-    """Where tokens of a rank are sent to experts of other ranks."""
-    for block in step.model.blocks.values():
-        for module in block.modules():
-            if isinstance(module, ExpertParallelDispatch):
+def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
+    """Where tokens of a rank are sent to experts of other ranks.
+
+    Raises:
+        PlanError: a mixture under ep has another dispatch, whose load cannot be assumed.
+    """
+    if step.model.comm.degree(EP) == 1:
+        return
+    for name, block in step.model.blocks.items():
+        for path, module in block.named_modules():
+            if isinstance(module, MetaLoadedDispatch):
                 yield module
+            elif isinstance(module, MoE) and not isinstance(module.dispatch, MetaLoadedDispatch):
+                what = f"{type(module.dispatch).__name__} has no `meta_load`"
+                need = "the load of experts that is assumed on the meta device"
+                fix = "see weft.parallel.expert.dispatch.MetaLoadedDispatch"
+                raise PlanError(Fault(f"{name}.{path}.dispatch", what, need=need, fix=fix))
 
 
 def record_step(

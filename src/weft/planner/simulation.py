@@ -1,4 +1,4 @@
-"""RunSimulation of a run on a device: its step, the step's distribution under jitter, and goodput with failures."""
+"""Simulation of a run on a device: its step, jitter, the exchange between sites, and goodput with failures."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from weft.planner.failures import HOUR_S, FailureModel, Goodput, best_goodput, g
 from weft.planner.jitter import Replicas, StepDistribution, replicas_of, step_distribution
 from weft.planner.measure import RoleCosts, measure
 from weft.planner.report import time_lines
+from weft.planner.site_costs import SiteCosts, site_costs, site_json, site_text
 from weft.planner.speeds import Speeds
 from weft.planner.step_time import StepTime, step_time
 from weft.view.quantity import clock, memory, short_time
@@ -63,6 +64,7 @@ class RunSimulation:
         goodput: at the best interval between checkpoints.
         goodput_of_run: at the interval of the run; None: it saves at its end only.
         checkpoint_bytes: of one checkpoint.
+        sites: the exchange between sites, beside `step_s` of an inner step; None without sites.
     """
 
     run: Run
@@ -76,6 +78,7 @@ class RunSimulation:
     goodput: Goodput | None
     goodput_of_run: Goodput | None
     checkpoint_bytes: float
+    sites: SiteCosts | None
 
     @property
     def shown(self) -> StepTime:
@@ -84,10 +87,13 @@ class RunSimulation:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the mean of the draws, or the prediction."""
+        """Seconds of a step: the mean of the draws, or the prediction; with its share of the
+        exchange between sites.
+        """
+        inner_s = self.shown.total_s
         if self.distribution is not None:
-            return self.distribution.mean
-        return self.shown.total_s
+            inner_s = self.distribution.mean
+        return _with_exchange(inner_s, self.sites)
 
 
 def simulate_on(
@@ -124,6 +130,8 @@ def simulate_on(
             slowed=slowed,
         )
         step_s = distribution.mean
+    sites = site_costs(roles, run.site, step_s=step_s)
+    step_s = _with_exchange(step_s, sites)
     checkpoint_bytes = sum(role.step.checkpoint_bytes * role.num_ranks for role in roles)
     best = of_run = None
     if failures is not None:
@@ -143,7 +151,17 @@ def simulate_on(
         goodput=best,
         goodput_of_run=of_run,
         checkpoint_bytes=checkpoint_bytes,
+        sites=sites,
     )
+
+
+def _with_exchange(inner_s: float, sites: SiteCosts | None) -> float:
+    """Seconds of an inner step with its share of the waits for other sites."""
+    if sites is None:
+        return inner_s
+    exposed_s = sites.exposed_s
+    assert exposed_s is not None, "the speed of the link has been checked"
+    return inner_s + exposed_s / sites.settings.every
 
 
 def _slowest_replica(
@@ -179,6 +197,8 @@ def simulation_lines(simulation: RunSimulation) -> Iterator[str]:
         yield from _slow_lines(simulation, simulation.slowed)
     if simulation.distribution is not None and simulation.jitter is not None:
         yield from _jitter_lines(simulation.jitter, simulation.distribution)
+    if simulation.sites is not None:
+        yield from site_text(simulation.sites).splitlines()
     if simulation.goodput is not None:
         yield from _failure_lines(simulation, simulation.goodput)
 
@@ -246,6 +266,8 @@ def simulation_json(simulation: RunSimulation) -> dict[str, object]:
             "ranks": {str(rank): factor for rank, factor in simulation.slow.items()},
             "step": _step_json(simulation.slowed),
         }
+    if simulation.sites is not None:
+        fields["sites"] = site_json(simulation.sites)
     drawn = simulation.distribution
     if drawn is not None and simulation.jitter is not None:
         percentiles = {f"p{percent}_s": drawn.percentile(percent) for percent in (5, 50, 95)}

@@ -49,6 +49,8 @@ class SiteCosts:
     @property
     def exchange_s(self) -> float | None:
         """Seconds that the link needs for an outer step; None where its speed is not known."""
+        if not self.link_bytes:
+            return 0.0
         if not self.settings.gbit_s:
             return None
         return self.link_bytes / (self.settings.gbit_s * GIGABIT_BYTES)
@@ -62,6 +64,13 @@ class SiteCosts:
         if self.step_s is None:
             return None
         return max(0.0, exchange_s - self.settings.overlap * self.step_s)
+
+    @property
+    def mean_step_s(self) -> float | None:
+        """Predicted seconds of a step with its share of the outer steps; None where it is not known."""
+        if self.step_s is None or self.exposed_s is None:
+            return None
+        return self.step_s + self.exposed_s / self.settings.every
 
 
 def site_costs(
@@ -123,12 +132,11 @@ def _time_lines(costs: SiteCosts) -> list[str]:
 def _share(costs: SiteCosts, waits_s: float) -> str:
     """The wait, spread over inner steps."""
     each = waits_s / costs.settings.every
-    if costs.step_s is None:
+    if costs.step_s is None or costs.mean_step_s is None:
         return f"{short_time(each)} a step"
-    total_s = costs.step_s + each
+    percent = 100 * each / costs.mean_step_s
     return (
-        f"{short_time(each)} a step beside {short_time(costs.step_s)},"
-        f" {100 * each / total_s:.0f}% of the time"
+        f"{short_time(each)} a step beside {short_time(costs.step_s)}, {percent:.0f}% of the time"
     )
 
 
@@ -144,4 +152,5 @@ def site_json(costs: SiteCosts) -> dict[str, Any]:
         "link_bytes_a_step": costs.step_bytes,
         "exchange_s": costs.exchange_s,
         "exposed_s": costs.exposed_s,
+        "mean_step_s": costs.mean_step_s,
     }

@@ -8,7 +8,9 @@ Note [Time of work]
     share is `gemm` n / (n + `gemm_half`) for n outputs. Attention that is not fused also moves its
     scores. A collective takes what this rank sends in a ring at a share of the bandwidth of its
     slowest link, plus a latency for each of the ring's steps; between nodes at most those of a
-    tree. The constants are few, and fitted (`planner/calibrate.py`) or assumed; a prediction says
+    tree. A ring leaves a node once for each of its members there, so it has the network of all of
+    them; an all-to-all goes straight to each member, and what is for other nodes leaves through the
+    device's own share of the network. The constants are few, and fitted (`planner/calibrate.py`) or assumed; a prediction says
     which.
 """
 
@@ -63,19 +65,27 @@ class Speeds:
             return 0.0
         nodes = {rank // self.hardware.node for rank in op.group}
         share = self.efficiency
-        bandwidth = self.hardware.link_gb_s * GB * share.link
-        latency_s = share.latency_s
-        if len(nodes) > 1:
-            members_a_node = max(1, members // len(nodes))
-            network = self.hardware.network_gb_s * GB * share.network * members_a_node
-            bandwidth = min(bandwidth, network)
-            latency_s = share.network_latency_s
+        latency_s = share.latency_s if len(nodes) == 1 else share.network_latency_s
         steps = 1 if op.op in ("send", "recv") else members - 1
         if op.op == "all_reduce":
             steps = 2 * steps
         if len(nodes) > 1:
             steps = min(steps, 2 * math.ceil(math.log2(members)))
-        return op.sent_bytes / bandwidth + steps * latency_s
+        return self._transfer_s(op, num_nodes=len(nodes)) + steps * latency_s
+
+    def _transfer_s(self, op: Operation, *, num_nodes: int) -> float:
+        """Seconds in which what this rank sends is on its links."""
+        inside_s = op.sent_bytes / (self.hardware.link_gb_s * GB * self.efficiency.link)
+        if num_nodes == 1:
+            return inside_s
+        members = len(op.group)
+        members_a_node = max(1, members // num_nodes)
+        own_network = self.hardware.network_gb_s * GB * self.efficiency.network
+        if op.op == "all_to_all":
+            outside = (members - members_a_node) / (members - 1)
+            outside_s = outside * op.sent_bytes / own_network
+            return max((1 - outside) * inside_s, outside_s)
+        return max(inside_s, op.sent_bytes / (own_network * members_a_node))
 
     def message_s(self, num_bytes: int, sender: int, receiver: int) -> float:
         """Seconds of one message between two ranks."""

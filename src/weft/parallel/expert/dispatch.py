@@ -12,6 +12,7 @@ Note [A mixture is one tensor-parallel region]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,18 @@ def first_rank_load(num_ranks: int) -> ExpertLoad:
         return (*first, *(num_tokens,) * num_next, *without_tokens)
 
     return load
+
+
+@runtime_checkable
+class MetaLoadedDispatch(Protocol):
+    """The contract of a dispatch over ep: on the meta device it sends what an assumed load says, so
+    that steps with uneven routing can be measured.
+
+    Attributes:
+        meta_load: of this rank's tokens and of every other's.
+    """
+
+    meta_load: ExpertLoad
 
 
 class ExpertParallelDispatch(nn.Module):
