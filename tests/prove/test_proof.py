@@ -17,11 +17,12 @@ from weft.models.common.batch import with_later_targets
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
+from weft.prove.arithmetic import perturbations
 from weft.prove.failure import is_fault_of_the_layout
 from weft.prove.html import page
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.plant import planted
-from weft.prove.proof import Subject
+from weft.prove.proof import Subject, reference_bounds
 from weft.prove.shrink import smallest_case
 from weft.train import data_loader
 from weft.train.step import TrainStep
@@ -58,6 +59,40 @@ def test_updates_that_are_made_of_rounding_noise_are_no_difference(name):
     """
     report = report_of(f"--model.name gpt2 --mesh tp2 --optim.name {name} {FLOAT64}", steps=1)
     assert report.holds, "\n".join(report.lines())
+
+
+SMALL_ADAPTERS = (
+    "--model.layers 3 --model.dim 32 --model.ffn 48 --lora.rank 3 --precision.compute bfloat16 "
+    "--data.seq_len 16 --batch.global_size 16 --optim.warmup 0 --optim.clip 0.1 --steps 6"
+)
+
+
+@pytest.mark.slow
+def test_a_matrix_of_updates_alone_differs_by_their_signs():
+    """The second factor of an adapter starts at zero, so it is the signs of its first gradient; where
+    rounding decides some of them, the gradient of the first factor moves by more than noise moves it.
+    """
+    report = report_of(f"{SMALL_ADAPTERS} --mesh 'dp2 tp2' --seed 3632", steps=3)
+    assert report.holds, "\n".join(report.lines())
+
+
+def test_signs_are_drawn_where_rounding_decides_them_and_a_matrix_starts_at_zero():
+    words = "--lora.rank 2 --precision.compute bfloat16"
+    run = small_run(words)
+    subject = Subject.of(run, steps=2)
+    bounds = reference_bounds(subject, skipped=frozenset())
+    drawn = bounds.perturbed[-1]
+    num_flipped = 0
+    for name in ("layer0.attn.q.lora_b.weight", "layer0.attn.v.lora_b.weight"):
+        is_free = bounds.small_gradient(name, 1)
+        signs = [trace.values[1, "update", name].sign() for trace in (bounds.plain, drawn)]
+        differs = signs[0] != signs[1]
+        assert not bool(differs[~is_free].any())
+        num_flipped += int(differs.sum())
+    assert num_flipped > 0
+    assert len(bounds.perturbed) == 1 + len(perturbations(run))
+    plain = Subject.of(small_run("--precision.compute bfloat16"), steps=1)
+    assert len(reference_bounds(plain, skipped=frozenset()).perturbed) == len(perturbations(run))
 
 
 def test_a_tied_parameter_is_updated_as_its_owner_is_on_every_stage():

@@ -11,7 +11,10 @@ Note [Bounds]
     in exact arithmetic. So there, too, perturbed runs are made for these.
 
     The sign of an update is that of its gradient, however small: an entry whose gradient is smaller
-    than its own bound may be updated either way, by a few learning rates.
+    than its own bound may be updated either way, by a few learning rates. A matrix that starts at
+    zero (the second factor of an adapter, a zero-initialised projection) consists of its updates
+    alone, and all that it is multiplied with depends on their signs. How far that moves is measured
+    as well: where there is such a matrix, one more perturbed run draws the signs of these entries.
 
     A gradient norm adds the squares of all entries in an order of its own, which no perturbation of
     the gradients changes: the rounding of a sum of n terms grows like the root of n. NORM_SHARE
@@ -29,9 +32,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from weft.prove.reference import NumberTypes, ReferenceTrace, TensorKey
+from weft.prove.arithmetic import NumberTypes
+from weft.prove.reference_trace import ReferenceTrace, TensorKey
 from weft.prove.report import Phase
 
 TOLERANCE = 1e-9
@@ -100,14 +105,21 @@ class Bounds:
             return None
         place = (parameter, step)
         if place not in self._undetermined:
-            mask = self.undetermined(parameter, step - 1)
-            key = TensorKey(step, "clip", f"{parameter} clipped gradient")
-            gradient = self.plain.values.get(key)
-            if gradient is not None:
-                small = gradient.abs() <= self.bound(key) * self.scale(key)
-                mask = small if mask is None else mask | small
-            self._undetermined[place] = mask
+            earlier = self.undetermined(parameter, step - 1)
+            small = self.small_gradient(parameter, step)
+            parts = [mask for mask in (earlier, small) if mask is not None]
+            self._undetermined[place] = torch.stack(parts).any(0) if parts else None
         return self._undetermined[place]
+
+    def small_gradient(self, parameter: str, step: int) -> Tensor | None:
+        """The entries of a parameter whose clipped gradient is smaller than its own bound; None
+        where it has none.
+        """
+        key = TensorKey(step, "clip", f"{parameter} clipped gradient")
+        gradient = self.plain.values.get(key)
+        if gradient is None:
+            return None
+        return gradient.abs() <= self.bound(key) * self.scale(key)
 
     def largest_updates(self, step: int) -> float:
         """Of one entry, summed over the steps so far."""

@@ -14,7 +14,7 @@ from weft.core.mesh import Mesh
 from weft.prove.bounds import Bounds
 from weft.prove.places import ShardPlace
 from weft.prove.record import RankRecord
-from weft.prove.reference import TensorKey
+from weft.prove.reference_trace import TensorKey
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from weft.prove.gradient_sums import GradientSums
 from weft.prove.localise import Failure, Localisation, key_of
 from weft.prove.places import FlatPlace, ShardPlace, Whole
 from weft.prove.record import Observed, PartialGradient, RankRecord, Site
-from weft.prove.reference import TensorKey
+from weft.prove.reference_trace import TensorKey
 from weft.prove.relations import dtype_text, rounded_to
 from weft.prove.report import PHASES, Difference, Phase, PhaseBound
 from weft.train.loop import Event

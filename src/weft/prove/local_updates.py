@@ -28,9 +28,10 @@ from weft.data.samples import Samples
 from weft.models import Family
 from weft.models.common.batch import Batch
 from weft.parallel.site import AXIS as SITE
+from weft.prove.arithmetic import in_float64
 from weft.prove.bounds import TOLERANCE
 from weft.prove.raw_batch import global_batch
-from weft.prove.reference import Reference, in_float64
+from weft.prove.reference import Reference
 from weft.prove.report import Difference, Pass, PhaseBound
 from weft.run.run_ranks import run_ranks
 from weft.train.build import initial_source

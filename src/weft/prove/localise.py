@@ -15,7 +15,7 @@ from weft.core.mesh import Mesh
 from weft.prove.bounds import Bounds, largest_difference
 from weft.prove.gradient_sums import GradientSums
 from weft.prove.record import Observed, RankRecord, Site
-from weft.prove.reference import TensorKey
+from weft.prove.reference_trace import TensorKey
 from weft.prove.relations import relation
 from weft.prove.report import PHASES, Difference
 from weft.prove.stored import SUFFIX

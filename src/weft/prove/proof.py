@@ -16,21 +16,21 @@ from weft.core.axes import local_update_axis
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
 from weft.models import Family
+from weft.prove.arithmetic import (
+    PLAIN,
+    NumberTypes,
+    Perturbation,
+    has_jumps,
+    in_float64,
+    perturbations,
+)
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
 from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_layout
 from weft.prove.judge import Judge
 from weft.prove.local_updates import SiteProof, inside_site, sites_note
 from weft.prove.raw_batch import FirstSamples, MaskedSamples
 from weft.prove.record import RankRecord, Recorder
-from weft.prove.reference import (
-    PLAIN,
-    NumberTypes,
-    Perturbation,
-    Reference,
-    has_jumps,
-    in_float64,
-    perturbations,
-)
+from weft.prove.reference import Reference
 from weft.prove.report import Difference, Pass, ProofReport
 from weft.prove.stored import record_stored
 from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
@@ -45,6 +45,7 @@ MUON_EPS = 2.0**-8
 JUMPS_NOTE = "compared in float64 alone: updates of {} magnify rounding errors of float32"
 TIMEOUT_S = 3600.0
 STEPS_AFTER_RESUME = 1
+DRAWN_SIGNS_SEED = 3
 MAX_NOTES = 4
 
 
@@ -278,13 +279,20 @@ def reference_bounds(subject: Subject, *, skipped: frozenset[int]) -> Bounds:
     for perturbation in perturbations(subject.run):
         each = reference(subject, perturbation=perturbation, skipped=skipped)
         perturbed.append(each.run_all(subject.steps))
-    plain = reference(subject, skipped=skipped).run_all(subject.steps)
-    return Bounds(
-        plain,
+    whole = reference(subject, skipped=skipped)
+    has_zero_matrices = whole.has_zero_matrices
+    bounds = Bounds(
+        whole.run_all(subject.steps),
         tuple(perturbed),
-        NumberTypes.of(subject.run),
+        whole.types,
         update_eps=MUON_EPS if subject.run.optim.name == "muon" else 0.0,
     )
+    if whole.types.is_exact or not has_zero_matrices:
+        return bounds
+    drawn = Perturbation(noise_seed=DRAWN_SIGNS_SEED, free_signs=bounds.small_gradient)
+    with_drawn_signs = reference(subject, perturbation=drawn, skipped=skipped)
+    trace = with_drawn_signs.run_all(subject.steps)
+    return replace(bounds, perturbed=(*perturbed, trace))
 
 
 def reference(

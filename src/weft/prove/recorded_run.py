@@ -12,9 +12,11 @@ from typing import Any, Literal
 from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.errors import counted
+from weft.prove.arithmetic import NumberTypes, perturbations
 from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE, norm_rounding
 from weft.prove.proof import Subject, bounds_text, layout_text, model_text, reference, types_text
-from weft.prove.reference import NumberTypes, Reference, TensorKey, perturbations
+from weft.prove.reference import Reference
+from weft.prove.reference_trace import TensorKey
 from weft.prove.report import Difference, Pass, PhaseBound, ProofReport
 from weft.run.run_ranks import arithmetic_of_ranks
 

@@ -7,108 +7,48 @@ any number types, and perturbed: see `Perturbation` and weft/prove/bounds.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.read import Source
-from weft.config.optimizers import is_user_class, rule_names
 from weft.config.run import Run
-from weft.config.schema import OptimConfig
 from weft.core.axes import Box
-from weft.core.precision import Dtype
 from weft.data.samples import Samples
 from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, Extra
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
+from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.raw_batch import batch_of, evaluated_samples, global_batch
-from weft.prove.report import Phase
+from weft.prove.reference_pass import ReferencePass
+from weft.prove.reference_trace import ReferenceTrace
 
 FIRST_SCALE = 65536.0
 """Loss scale of float16 before the first step, in the definition of the run."""
-
-
 OVERFLOW_MARGIN = 8.0
 """Gradients overflow in float16 on one layout and not on another where partial sums of fewer tokens
 are held in it; so within this factor of the loss scale either is right."""
 
 
-class TensorKey(NamedTuple):
-    """A logical tensor of one step."""
-
-    step: int
-    phase: Phase
-    tensor: str
-
-
 @dataclass(frozen=True)
-class Perturbation:
-    """Changes that exact arithmetic would not notice: how far results move is what rounding explains.
+class _StepGradients:
+    """Gradients of a step, times the loss scale.
 
     Attributes:
-        noise_seed: activations at block boundaries, and their gradients, are multiplied by 1 plus or
-            minus one unit of the last place; None: not.
-        is_reversed: micro-batches are added in reverse order.
-        micro_size: sequences a micro-batch; 0: as configured.
+        norm: of all of them, without the loss scale.
+        overflows: whether that is not finite in float16.
     """
 
-    noise_seed: int | None = None
-    is_reversed: bool = False
-    micro_size: int = 0
-
-
-PLAIN = Perturbation()
-
-
-@dataclass
-class ReferenceTrace:
-    """What one device computes.
-
-    Attributes:
-        values: whole tensors and numbers by step, phase and logical name; loads under "forward".
-        blocks: names of the blocks, in order.
-        lrs: learning rate by step.
-        skipped: steps whose gradients overflowed in float16, which change nothing.
-    """
-
-    blocks: tuple[str, ...]
-    values: dict[TensorKey, Tensor] = field(default_factory=dict)
-    lrs: dict[int, float] = field(default_factory=dict)
-    skipped: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class NumberTypes:
-    """Number types of parameters, computation and gradient sums."""
-
-    params: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-    @staticmethod
-    def of(run: Run) -> NumberTypes:
-        """Those of a run."""
-        precision = run.precision
-        return NumberTypes(
-            _dtype(precision.params),
-            _dtype(precision.compute),
-            _dtype(precision.reduce),
-        )
-
-    @property
-    def eps(self) -> float:
-        """The coarsest unit of rounding."""
-        return max(torch.finfo(each).eps for each in (self.params, self.compute, self.reduce))
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether everything is float64."""
-        return self.eps == torch.finfo(torch.float64).eps
+    forward: ReferencePass
+    gradients: Mapping[str, Tensor]
+    scale: float
+    norm: float
+    overflows: bool
 
 
 class Reference:
@@ -135,7 +75,6 @@ class Reference:
         self.skipped = skipped
         self.samples = samples
         self.perturbation = perturbation
-        self.records = records
         self.types = NumberTypes.of(run)
         self.is_scaled = self.types.compute == torch.float16
         self.scale = FIRST_SCALE if self.is_scaled else 1.0
@@ -151,7 +90,7 @@ class Reference:
             name: self.values[name] for name, param in self.params.items() if param.requires_grad
         }
         self.optimizer = PlainOptimizer(self.trained, run.optim, family.axes(run.model))
-        self.trace = ReferenceTrace(tuple(self.blocks))
+        self.trace = ReferenceTrace(tuple(self.blocks), keeps_tensors=records)
 
     def _initial_values(self, family: Family, source: Source | None) -> dict[str, Tensor]:
         """Initial values in the dtype of parameters: stored ones, else drawn."""
@@ -181,6 +120,12 @@ class Reference:
                     found[name] = module.router
         return found
 
+    @property
+    def has_zero_matrices(self) -> bool:
+        """Whether a trained matrix is zero now; before the first step, whether one starts at zero."""
+        matrices = [value for value in self.trained.values() if value.dim() > 1]
+        return any(not bool(matrix.any()) for matrix in matrices)
+
     def steps(self, num_steps: int) -> Iterator[int]:
         """Train; yields the number of each step once it is done."""
         for step in range(1, num_steps + 1):
@@ -204,8 +149,8 @@ class Reference:
             num_targets += int((batch.targets != IGNORE).sum())
             for rows in self.micro_batches(len(batch.inputs)):
                 loss += self._loss_alone(batch.rows(slice(rows.start, rows.stop)))
-        self._keep_number(step, "evaluation", "evaluation loss", loss / max(num_targets, 1))
-        self._keep_number(step, "evaluation", "number of targets", num_targets)
+        self.trace.keep_number(step, "evaluation", "evaluation loss", loss / max(num_targets, 1))
+        self.trace.keep_number(step, "evaluation", "number of targets", num_targets)
 
     @torch.no_grad()
     def _loss_alone(self, batch: Batch) -> float:
@@ -230,68 +175,98 @@ class Reference:
         )
 
     def _step(self, step: int) -> None:
-        run, trace = self.run, self.trace
         batch = self.batch_of_step(step)
-        for name, tensor in vars(batch).items():
-            if tensor is not None:
-                self._keep(step, "batch", name, tensor)
-        if batch.documents is not None:
-            self._keep(step, "batch", "whole_documents", batch.documents)
-        for name, param in self.params.items():
-            self._keep(step, "forward", f"{name} as used", param)
         num_targets = max(int((batch.targets != IGNORE).sum()), 1)
-        self._keep_number(step, "batch", "number of targets", num_targets)
-        scale = self.scale
-        forward = _Forward(self, step, batch, num_targets)
-        gradients = forward.run()
-        norm = self._norm(gradients)
-        overflows = self.is_scaled and not math.isfinite(norm)
-        if self.skipped is not None and self.is_scaled and overflows != (step in self.skipped):
-            self.scale = scale / OVERFLOW_MARGIN if overflows else scale * OVERFLOW_MARGIN
-            other = _Forward(self, step, batch, num_targets)
-            other_gradients = other.run()
-            other_norm = self._norm(other_gradients)
-            if overflows == math.isfinite(other_norm):  # a borderline case: as the layout does
-                forward, gradients, norm = other, other_gradients, other_norm
-                overflows = not overflows
-            else:
-                self.scale = scale
-        loss = forward.loss / num_targets
-        self._keep_number(step, "loss", "loss", loss)
-        lr = plain_learning_rate(step - 1, run.optim, run.steps)
-        trace.lrs[step] = lr
-        self._keep_number(step, "norm", "gradient norm", norm)
-        self._keep_number(step, "update", "learning rate", lr)
-        for name, gradient in gradients.items():
-            self._keep(step, "backward", f"{name} gradient", gradient.double() / self.scale)
-            self._keep(step, "reduce", f"{name} gradient", gradient.double() / self.scale)
-        if overflows:
-            trace.skipped.add(step)
+        self._keep_inputs(step, batch, num_targets)
+        computed = self._gradients(batch, num_targets, self.scale)
+        if self._overflows_elsewhere(step, computed):
+            margin = 1 / OVERFLOW_MARGIN if computed.overflows else OVERFLOW_MARGIN
+            other = self._gradients(batch, num_targets, self.scale * margin)
+            if other.overflows != computed.overflows:  # a borderline case: as the layout does
+                computed = other
+        self._keep_gradients(step, computed, num_targets)
+        lr = plain_learning_rate(step - 1, self.run.optim, self.run.steps)
+        self.trace.lrs[step] = lr
+        self.trace.keep_number(step, "update", "learning rate", lr)
+        self.scale = computed.scale
+        if computed.overflows:
+            self.trace.skipped.add(step)
+            self.scale = computed.scale / 2
         else:
-            self._update(step, gradients, norm=norm, lr=lr)
-            self._rebalance(forward.loads)
-        self.scale = scale / 2 if overflows else scale
+            self._update(step, computed, lr=lr)
+            self._rebalance(computed.forward.loads)
         self._keep_state(step)
 
-    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        """The global norm, without the loss scale."""
-        squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
-        return math.sqrt(sum(squares)) / self.scale
+    def _keep_inputs(self, step: int, batch: Batch, num_targets: int) -> None:
+        """Keep the batch of a step, and the parameters as its forward uses them."""
+        for name, tensor in vars(batch).items():
+            if tensor is not None:
+                self.trace.keep(step, "batch", name, tensor)
+        if batch.documents is not None:
+            self.trace.keep(step, "batch", "whole_documents", batch.documents)
+        for name, param in self.params.items():
+            self.trace.keep(step, "forward", f"{name} as used", param)
+        self.trace.keep_number(step, "batch", "number of targets", num_targets)
 
-    def _update(
-        self, step: int, gradients: Mapping[str, Tensor], *, norm: float, lr: float
-    ) -> None:
+    def _gradients(self, batch: Batch, num_targets: int, scale: float) -> _StepGradients:
+        """Forward and backward of a batch with a loss scale."""
+        forward = ReferencePass(
+            self.blocks,
+            {name: self.params[name] for name in self.trained},
+            batch,
+            loss_scale=scale,
+            num_targets=num_targets,
+            perturbed=self.perturbed,
+            keeps_tensors=self.trace.keeps_tensors,
+        )
+        micro_batches = self.micro_batches(len(batch.inputs))
+        sums = forward.run(micro_batches, reduce=self.types.reduce)
+        gradients = {name: total.to(self.types.params) for name, total in sums.items()}
+        squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
+        norm = math.sqrt(sum(squares)) / scale
+        overflows = self.is_scaled and not math.isfinite(norm)
+        return _StepGradients(forward, gradients, scale, norm, overflows)
+
+    def _overflows_elsewhere(self, step: int, computed: _StepGradients) -> bool:
+        """Whether the gradients of the step overflow here or on the layout, but not on both."""
+        if self.skipped is None or not self.is_scaled:
+            return False
+        return computed.overflows != (step in self.skipped)
+
+    def _keep_gradients(self, step: int, computed: _StepGradients, num_targets: int) -> None:
+        computed.forward.keep_in(self.trace, step)
+        self.trace.keep_number(step, "loss", "loss", computed.forward.loss / num_targets)
+        self.trace.keep_number(step, "norm", "gradient norm", computed.norm)
+        for name, gradient in computed.gradients.items():
+            unscaled = gradient.double() / computed.scale
+            self.trace.keep(step, "backward", f"{name} gradient", unscaled)
+            self.trace.keep(step, "reduce", f"{name} gradient", unscaled)
+
+    def _update(self, step: int, computed: _StepGradients, *, lr: float) -> None:
         most = self.run.optim.clip
-        factor = min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0
-        self._keep_number(step, "clip", "clip factor", factor)
+        factor = min(1.0, most / (computed.norm + 1e-6)) if most > 0 else 1.0
+        self.trace.keep_number(step, "clip", "clip factor", factor)
         clipped = {}
-        for name, gradient in gradients.items():
-            clipped[name] = gradient * (factor / self.scale)
-            self._keep(step, "clip", f"{name} clipped gradient", clipped[name])
+        for name, gradient in computed.gradients.items():
+            clipped[name] = gradient * (factor / computed.scale)
+            self.trace.keep(step, "clip", f"{name} clipped gradient", clipped[name])
         with torch.no_grad():
-            self.optimizer.step(clipped, lr)
+            self.optimizer.step(self._with_drawn_signs(step, clipped), lr)
             for name, value in self.trained.items():
                 self.params[name].data.copy_(value)
+
+    def _with_drawn_signs(self, step: int, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Gradients of a perturbed run: those that rounding may give either sign have a drawn one."""
+        free_signs = self.perturbation.free_signs
+        if free_signs is None:
+            return gradients
+        drawn = dict(gradients)
+        for name, gradient in gradients.items():
+            is_free = free_signs(name, step)
+            if is_free is not None:
+                signs = 2 * torch.randint(0, 2, gradient.shape, generator=self._generator) - 1
+                drawn[name] = torch.where(is_free, gradient * signs, gradient)
+        return drawn
 
     def _rebalance(self, loads: Mapping[str, Tensor]) -> None:
         """The bias of an expert rises by `rate` where its load is under the mean, and falls above."""
@@ -307,19 +282,10 @@ class Reference:
         for name, param in self.params.items():
             value = self.trained.get(name, self.values[name])
             is_bias = param.dtype == self.types.params and name not in self.trained
-            self._keep(step, "update", name, param.data if is_bias else value)
+            self.trace.keep(step, "update", name, param.data if is_bias else value)
         for name, state in self.optimizer.state.items():
             for key, tensor in state.items():
-                self._keep(step, "moments", f"{name} {key}", tensor)
-
-    def _keep(self, step: int, phase: Phase, name: str, tensor: Tensor) -> None:
-        if self.records:
-            self.trace.values[TensorKey(step, phase, name)] = tensor.detach().clone()
-
-    def _keep_number(self, step: int, phase: Phase, name: str, value: float) -> None:
-        self.trace.values[TensorKey(step, phase, name)] = torch.tensor(
-            float(value), dtype=torch.float64
-        )
+                self.trace.keep(step, "moments", f"{name} {key}", tensor)
 
     def micro_batches(self, num_rows: int) -> list[range]:
         """Rows of each micro-batch, in the order in which they are added; exact types take all at
@@ -341,94 +307,6 @@ class Reference:
         return x * factors
 
 
-class _Forward:
-    """Forward and backward of one step."""
-
-    def __init__(self, reference: Reference, step: int, batch: Batch, num_targets: int) -> None:
-        self.reference = reference
-        self.step = step
-        self.batch = batch
-        self.seed = reference.scale / num_targets
-        self.loss = 0.0
-        self.sums: dict[str, float] = {}
-        self.loads: dict[str, Tensor] = {}
-        self.outputs: dict[str, dict[int, Tensor]] = {}
-        self.gradients: dict[str, dict[int, Tensor]] = {}
-
-    def run(self) -> dict[str, Tensor]:
-        """The summed gradients of all micro-batches, in the dtype of parameters."""
-        reference = self.reference
-        totals: dict[str, Tensor] = {}
-        for name, value in reference.trained.items():
-            totals[name] = torch.zeros(value.shape, dtype=reference.types.reduce)
-        for rows in reference.micro_batches(len(self.batch.inputs)):
-            self._micro_batch(rows)
-            for name in reference.trained:
-                param = reference.params[name]
-                if param.grad is not None:
-                    totals[name] += param.grad.to(totals[name].dtype)
-                    param.grad = None
-        self._keep_all()
-        return {name: total.to(reference.types.params) for name, total in totals.items()}
-
-    def _micro_batch(self, rows: range) -> None:
-        part = self.batch.rows(slice(rows.start, rows.stop))
-        x: Any = part.inputs
-        losses: list[Tensor] = []
-        for name, block in self.reference.blocks.items():
-            out = block(x, part)
-            if isinstance(out, Extra):
-                if out.loss is not None:
-                    losses.append(out.loss)
-                    self._add(f"{name}.extra loss", out.loss)
-                if out.load is not None:
-                    self.loads[name] = self.loads.get(name, 0) + out.load
-                out = out.x
-            x = out
-            if not isinstance(x, Tensor):  # several outputs, which the loss reads
-                x = tuple(map(self.reference.perturbed, x))
-            elif x.dim():
-                x = self._record(name, rows, x)
-        self._add(f"{name}.loss", x)
-        losses.append(x)
-        needed = [loss for loss in losses if loss.requires_grad]
-        seeds = [torch.tensor(self.seed, dtype=torch.float64).to(loss.dtype) for loss in needed]
-        torch.autograd.backward(needed, seeds)
-
-    def _add(self, name: str, value: Tensor) -> None:
-        number = float(value.detach().double())
-        self.sums[name] = self.sums.get(name, 0.0) + number
-        self.loss += number
-
-    def _record(self, name: str, rows: range, x: Tensor) -> Tensor:
-        if not self.reference.records:
-            return self.reference.perturbed(x)
-        self.outputs.setdefault(name, {})[rows.start] = x.detach().clone()
-        if x.requires_grad:
-            parts = self.gradients.setdefault(name, {})
-
-            def keep(gradient: Tensor) -> None:
-                parts[rows.start] = gradient.detach().double() / self.reference.scale
-
-            x.register_hook(keep)
-        return self.reference.perturbed(x)
-
-    def _keep_all(self) -> None:
-        reference = self.reference
-        for name, value in self.sums.items():
-            reference._keep_number(self.step, "loss", name, value)
-        for name, load in self.loads.items():
-            reference._keep(self.step, "forward", f"{name}.expert load", load)
-        for name, parts in self.outputs.items():
-            reference._keep(self.step, "forward", f"{name}.output", _joined(parts))
-        for name, parts in self.gradients.items():
-            reference._keep(self.step, "backward", f"{name}.output gradient", _joined(parts))
-
-
-def _joined(parts: Mapping[int, Tensor]) -> Tensor:
-    return torch.cat([parts[start] for start in sorted(parts)])
-
-
 def _owned_parameters(
     blocks: Mapping[str, nn.Module], ties: Mapping[str, str]
 ) -> dict[str, nn.Parameter]:
@@ -440,42 +318,3 @@ def _owned_parameters(
             seen.add(id(param))
             found[name] = param
     return found
-
-
-def _dtype(name: Dtype) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def in_float64(run: Run) -> Run:
-    """The run with float64 in place of its number types."""
-    wide = {"params": "float64", "compute": "float64", "reduce": "float64"}
-    return run.with_values({f"precision.{key}": value for key, value in wide.items()})
-
-
-def magnifies_noise(optim: OptimConfig) -> bool:
-    """Whether a gradient that is zero in exact arithmetic, and rounding noise in any other, may have
-    an update of full size: that of a sign, or of a ratio without a lower bound.
-    """
-    return any(name in ("lion", "adafactor") or is_user_class(name) for name in rule_names(optim))
-
-
-def has_jumps(optim: OptimConfig) -> bool:
-    """Whether a rounding error of float32 may change an update by far more than itself: by the sign
-    of an entry that is small beside the others, or by rounding a matrix to bfloat16; of a user's
-    class that is not known.
-    """
-    return any(name in ("lion", "muon") or is_user_class(name) for name in rule_names(optim))
-
-
-def perturbations(run: Run) -> Sequence[Perturbation]:
-    """What bounds are derived from; none where everything is float64 and updates are proportional
-    to gradients, or are damped where these are rounding noise.
-    """
-    if NumberTypes.of(run).is_exact and not magnifies_noise(run.optim):
-        return ()
-    smaller = 1 if run.batch.micro_size > 1 else 2
-    return (
-        Perturbation(noise_seed=1, is_reversed=True),
-        replace(Perturbation(noise_seed=2), micro_size=smaller),
-    )

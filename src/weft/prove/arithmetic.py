@@ -1,0 +1,104 @@
+"""Number types of a one-device reference, and its perturbations: changes that exact arithmetic would not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weft.config.optimizers import is_user_class, rule_names
+from weft.config.run import Run
+from weft.config.schema import OptimConfig
+from weft.core.precision import Dtype
+
+
+@dataclass(frozen=True)
+class NumberTypes:
+    """Number types of parameters, computation and gradient sums."""
+
+    params: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @staticmethod
+    def of(run: Run) -> NumberTypes:
+        """Those of a run."""
+        precision = run.precision
+        return NumberTypes(
+            _dtype(precision.params),
+            _dtype(precision.compute),
+            _dtype(precision.reduce),
+        )
+
+    @property
+    def eps(self) -> float:
+        """The coarsest unit of rounding."""
+        return max(torch.finfo(each).eps for each in (self.params, self.compute, self.reduce))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything is float64."""
+        return self.eps == torch.finfo(torch.float64).eps
+
+
+def _dtype(name: Dtype) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def in_float64(run: Run) -> Run:
+    """The run with float64 in place of its number types."""
+    wide = {"params": "float64", "compute": "float64", "reduce": "float64"}
+    return run.with_values({f"precision.{key}": value for key, value in wide.items()})
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """Changes that exact arithmetic would not notice: how far results move is what rounding explains.
+
+    Attributes:
+        noise_seed: activations at block boundaries, and their gradients, are multiplied by 1 plus or
+            minus one unit of the last place; None: not.
+        is_reversed: micro-batches are added in reverse order.
+        micro_size: sequences a micro-batch; 0: as configured.
+        free_signs: (parameter, step) -> the entries whose gradient rounding may give either sign: it
+            is drawn. None: there are none.
+    """
+
+    noise_seed: int | None = None
+    is_reversed: bool = False
+    micro_size: int = 0
+    free_signs: Callable[[str, int], Tensor | None] | None = None
+
+
+PLAIN = Perturbation()
+
+
+def magnifies_noise(optim: OptimConfig) -> bool:
+    """Whether a gradient that is zero in exact arithmetic, and rounding noise in any other, may have
+    an update of full size: that of a sign, or of a ratio without a lower bound.
+    """
+    return any(name in ("lion", "adafactor") or is_user_class(name) for name in rule_names(optim))
+
+
+def has_jumps(optim: OptimConfig) -> bool:
+    """Whether a rounding error of float32 may change an update by far more than itself: by the sign
+    of an entry that is small beside the others, or by rounding a matrix to bfloat16; of a user's
+    class that is not known.
+    """
+    return any(name in ("lion", "muon") or is_user_class(name) for name in rule_names(optim))
+
+
+def perturbations(run: Run) -> Sequence[Perturbation]:
+    """What bounds are derived from; none where everything is float64 and updates are proportional
+    to gradients, or are damped where these are rounding noise.
+    """
+    if NumberTypes.of(run).is_exact and not magnifies_noise(run.optim):
+        return ()
+    smaller = 1 if run.batch.micro_size > 1 else 2
+    return (
+        Perturbation(noise_seed=1, is_reversed=True),
+        replace(Perturbation(noise_seed=2), micro_size=smaller),
+    )

@@ -1,0 +1,129 @@
+"""Forward and backward of one step of the one-device reference: micro-batch after micro-batch through a plain chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.common.batch import Batch, Extra
+from weft.prove.reference_trace import ReferenceTrace
+
+
+@dataclass
+class ReferencePass:
+    """The micro-batches of one step.
+
+    Args:
+        blocks: the chain.
+        params: its trained parameters.
+        batch: of the whole step.
+        loss_scale: factor of the gradients.
+        num_targets: by which the loss is divided.
+        perturbed: applied to what passes from block to block.
+        keeps_tensors: whether activations and their gradients are kept.
+
+    Attributes:
+        loss: summed over targets, with extra losses.
+        sums: losses of each block.
+        loads: tokens at each expert, by block.
+        outputs: output of a block and the first row of its micro-batch.
+        gradients: of these outputs.
+    """
+
+    blocks: Mapping[str, nn.Module]
+    params: Mapping[str, nn.Parameter]
+    batch: Batch
+    loss_scale: float
+    num_targets: int
+    perturbed: Callable[[Tensor], Tensor]
+    keeps_tensors: bool
+    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    loads: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+    def run(self, micro_batches: Iterable[range], *, reduce: torch.dtype) -> dict[str, Tensor]:
+        """The gradient of every parameter.
+
+        Args:
+            micro_batches: rows of each.
+            reduce: number type of the sums over micro-batches.
+        """
+        totals: dict[str, Tensor] = {}
+        for name, param in self.params.items():
+            totals[name] = torch.zeros(param.shape, dtype=reduce)
+        for rows in micro_batches:
+            self._micro_batch(rows)
+            for name, param in self.params.items():
+                if param.grad is not None:
+                    totals[name] += param.grad.to(reduce)
+                    param.grad = None
+        return totals
+
+    def keep_in(self, trace: ReferenceTrace, step: int) -> None:
+        """Keep what was computed as that of a step."""
+        for name, value in self.sums.items():
+            trace.keep_number(step, "loss", name, value)
+        for name, load in self.loads.items():
+            trace.keep(step, "forward", f"{name}.expert load", load)
+        for name, parts in self.outputs.items():
+            trace.keep(step, "forward", f"{name}.output", _joined(parts))
+        for name, parts in self.gradients.items():
+            trace.keep(step, "backward", f"{name}.output gradient", _joined(parts))
+
+    def _micro_batch(self, rows: range) -> None:
+        part = self.batch.rows(slice(rows.start, rows.stop))
+        x: Any = part.inputs
+        losses: list[Tensor] = []
+        for name, block in self.blocks.items():
+            x = block(x, part)
+            if isinstance(x, Extra):
+                losses.extend(self._take_extra(name, x))
+                x = x.x
+            if not isinstance(x, Tensor):  # several outputs, which the loss reads
+                x = tuple(map(self.perturbed, x))
+            elif x.dim():
+                x = self._take_output(name, rows, x)
+        self._add(f"{name}.loss", x)
+        losses.append(x)
+        self._backward([loss for loss in losses if loss.requires_grad])
+
+    def _backward(self, losses: list[Tensor]) -> None:
+        seed = torch.tensor(self.loss_scale / self.num_targets, dtype=torch.float64)
+        torch.autograd.backward(losses, [seed.to(loss.dtype) for loss in losses])
+
+    def _take_extra(self, name: str, extra: Extra) -> list[Tensor]:
+        """Count loads and the extra loss of a block; the losses that are added."""
+        if extra.load is not None:
+            self.loads[name] = self.loads.get(name, 0) + extra.load
+        if extra.loss is None:
+            return []
+        self._add(f"{name}.extra loss", extra.loss)
+        return [extra.loss]
+
+    def _add(self, name: str, value: Tensor) -> None:
+        number = float(value.detach().double())
+        self.sums[name] = self.sums.get(name, 0.0) + number
+        self.loss += number
+
+    def _take_output(self, name: str, rows: range, x: Tensor) -> Tensor:
+        """Keep the output of a block and its gradient; what the next block gets."""
+        if self.keeps_tensors:
+            self.outputs.setdefault(name, {})[rows.start] = x.detach().clone()
+            if x.requires_grad:
+                parts = self.gradients.setdefault(name, {})
+
+                def keep(gradient: Tensor) -> None:
+                    parts[rows.start] = gradient.detach().double() / self.loss_scale
+
+                x.register_hook(keep)
+        return self.perturbed(x)
+
+
+def _joined(parts: Mapping[int, Tensor]) -> Tensor:
+    return torch.cat([parts[start] for start in sorted(parts)])

@@ -1,0 +1,48 @@
+"""What a one-device reference computes: whole tensors and numbers by step, phase and logical name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.prove.report import Phase
+
+
+class TensorKey(NamedTuple):
+    """A logical tensor of one step."""
+
+    step: int
+    phase: Phase
+    tensor: str
+
+
+@dataclass
+class ReferenceTrace:
+    """What one device computes.
+
+    Attributes:
+        blocks: names of the blocks, in order.
+        keeps_tensors: whether tensors are kept; else only numbers.
+        values: whole tensors and numbers; loads under "forward".
+        lrs: learning rate by step.
+        skipped: steps whose gradients overflowed in float16, which change nothing.
+    """
+
+    blocks: tuple[str, ...]
+    keeps_tensors: bool = True
+    values: dict[TensorKey, Tensor] = field(default_factory=dict)
+    lrs: dict[int, float] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+
+    def keep(self, step: int, phase: Phase, name: str, tensor: Tensor) -> None:
+        """Keep a copy of a tensor."""
+        if self.keeps_tensors:
+            self.values[TensorKey(step, phase, name)] = tensor.detach().clone()
+
+    def keep_number(self, step: int, phase: Phase, name: str, value: float) -> None:
+        """Keep a number."""
+        number = torch.tensor(float(value), dtype=torch.float64)
+        self.values[TensorKey(step, phase, name)] = number
