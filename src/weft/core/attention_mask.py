@@ -42,8 +42,8 @@ class AttentionMask:
         if self.window is not None and self.window < 1:
             raise ValueError(f"window {self.window}: a query sees 1 key at least, its own")
         is_negative = self.prefix < 0
-        needs_causal = self.prefix > 0
-        if is_negative or (needs_causal and not self.causal):
+        lacks_causal = self.prefix > 0 and not self.causal
+        if is_negative or lacks_causal:
             raise ValueError(f"prefix {self.prefix}: needs 0 or more columns and a causal mask")
 
     @property

@@ -35,9 +35,12 @@ class Box:
     @staticmethod
     def of_spans(spans: Sequence[tuple[int, int]]) -> Box:
         """The box with these bounds (start, stop) of each dim."""
-        lo = tuple(start for start, _ in spans)
-        hi = tuple(stop for _, stop in spans)
-        return Box(lo, hi)
+        lo: list[int] = []
+        hi: list[int] = []
+        for start, stop in spans:
+            lo.append(start)
+            hi.append(stop)
+        return Box(tuple(lo), tuple(hi))
 
     def __and__(self, other: Box) -> Box:
         """Entries in both boxes; an empty box where they do not overlap."""
@@ -74,7 +77,11 @@ class Box:
         return Box(lo, hi)
 
 
-def boxes_of_range(box: Box, start: int, stop: int) -> tuple[Box, ...]:
+def boxes_of_range(
+    box: Box,
+    start: int,
+    stop: int,
+) -> tuple[Box, ...]:
     """Entries `start` to `stop` of a box in row-major order, as few boxes: 2 x dims - 1 at most.
 
     >>> boxes_of_range(Box((0, 0), (3, 4)), 2, 9)
@@ -118,7 +125,11 @@ def _in_rows(
     return tuple(found)
 
 
-def span(length: int, parts: int, index: int) -> tuple[int, int]:
+def span(
+    length: int,
+    parts: int,
+    index: int,
+) -> tuple[int, int]:
     """Bounds of part `index` of `length` entries in `parts` parts whose lengths differ by at most
     one, longer ones first.
 
@@ -126,7 +137,8 @@ def span(length: int, parts: int, index: int) -> tuple[int, int]:
     [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
     quotient, remainder = divmod(length, parts)
-    start = index * quotient + min(index, remainder)
+    num_longer_before = min(index, remainder)
+    start = index * quotient + num_longer_before
     size = quotient
     if index < remainder:
         size += 1
@@ -142,14 +154,20 @@ def span_sizes(length: int, parts: int) -> Ints:
     return tuple(sizes)
 
 
-def sharding_axes(axes: Names, rule: Rule, mesh: Mesh) -> Names:
+def sharding_axes(
+    axes: Names,
+    rule: Rule,
+    mesh: Mesh,
+) -> Names:
     """Mesh axes (of degree > 1) that shard a tensor with these logical axes, in the tensor's dim
     order.
     """
     found: list[str] = []
     for axis in axes:
         mesh_axis = rule.get(axis)
-        if mesh_axis is not None and mesh.degree(mesh_axis) > 1:
+        if mesh_axis is None:
+            continue
+        if mesh.degree(mesh_axis) > 1:
             found.append(mesh_axis)
     return tuple(found)
 

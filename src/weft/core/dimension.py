@@ -141,10 +141,12 @@ def dimensions() -> Mapping[str, Dimension]:
         if info.ispkg:
             continue
         module = importlib.import_module(f"{PACKAGE}.{info.name}")
-        if isinstance(record := getattr(module, "DIMENSION", None), Dimension):
+        record = getattr(module, "DIMENSION", None)
+        if isinstance(record, Dimension):
             found.append(record)
     found.sort(key=lambda dimension: dimension.nesting)
-    return MappingProxyType({dimension.name: dimension for dimension in found})
+    by_name = {dimension.name: dimension for dimension in found}
+    return MappingProxyType(by_name)
 
 
 def all_axes() -> tuple[str, ...]:
@@ -171,7 +173,12 @@ def token_axes() -> tuple[str, ...]:
 
 def token_exchange_axes() -> tuple[str, ...]:
     """Axes along which ranks hold different tokens and need each other within a block."""
-    return _axes_where(lambda dimension: dimension.batch is not None and bool(dimension.transform))
+
+    def exchanges_tokens(dimension: Dimension) -> bool:
+        has_transform = bool(dimension.transform)
+        return dimension.batch is not None and has_transform
+
+    return _axes_where(exchanges_tokens)
 
 
 def local_update_axes() -> tuple[str, ...]:
@@ -198,8 +205,11 @@ def activation_axes() -> tuple[str, ...]:
 
 def _axes_where(condition: Callable[[Dimension], bool]) -> tuple[str, ...]:
     """Axes of the dimensions for which the condition holds, outermost first."""
-    found = filter(condition, dimensions().values())
-    return tuple(dimension.name for dimension in found)
+    names: list[str] = []
+    for dimension in dimensions().values():
+        if condition(dimension):
+            names.append(dimension.name)
+    return tuple(names)
 
 
 @cache

@@ -59,7 +59,8 @@ class Mesh:
     @property
     def text(self) -> str:
         """The text that `parse` reads back."""
-        return " ".join(f"{name}{degree}" for name, degree in self.axes)
+        words = [f"{name}{degree}" for name, degree in self.axes]
+        return " ".join(words)
 
     @property
     def size(self) -> int:
@@ -69,7 +70,11 @@ class Mesh:
     @property
     def wide_axes(self) -> tuple[str, ...]:
         """Axes with more than one rank, in mesh order."""
-        return tuple(name for name, degree in self.axes if degree > 1)
+        names: list[str] = []
+        for name, degree in self.axes:
+            if degree > 1:
+                names.append(name)
+        return tuple(names)
 
     def degree(self, axis: Axis) -> int:
         """Number of ranks along `axis`; 1 for an axis that the mesh does not name."""
@@ -82,8 +87,12 @@ class Mesh:
     def coord(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank`, outermost axis first."""
         if not 0 <= rank < self.size:
-            what = f"rank {rank} is outside the mesh"
-            raise MeshError(Fault("mesh", what, need=f"0 to {self.size - 1}"))
+            fault = Fault(
+                "mesh",
+                f"rank {rank} is outside the mesh",
+                need=f"0 to {self.size - 1}",
+            )
+            raise MeshError(fault)
         inner_first: list[tuple[str, int]] = []
         for name, degree in reversed(self.axes):
             rank, index = divmod(rank, degree)
@@ -97,8 +106,12 @@ class Mesh:
         for name, degree in self.axes:
             index = coord.get(name, 0)
             if not 0 <= index < degree:
-                what = f"coordinate {name}={index} is outside the mesh"
-                raise MeshError(Fault("mesh", what, need=f"0 to {degree - 1}"))
+                fault = Fault(
+                    "mesh",
+                    f"coordinate {name}={index} is outside the mesh",
+                    need=f"0 to {degree - 1}",
+                )
+                raise MeshError(fault)
             rank = rank * degree + index
         return rank
 
@@ -129,9 +142,12 @@ class Mesh:
         strides = self._strides()
         members = [rank]
         for name in self._in_mesh_order(axis):
-            stride = strides[name]
-            offsets = [(index - coord[name]) * stride for index in range(self.degree(name))]
-            members = [member + offset for member in members for offset in offsets]
+            wider: list[int] = []
+            for member in members:
+                first = member - coord[name] * strides[name]
+                for index in range(self.degree(name)):
+                    wider.append(first + index * strides[name])
+            members = wider
         return tuple(members)
 
     def groups(self, axis: Axis) -> tuple[Ranks, ...]:
@@ -144,9 +160,10 @@ class Mesh:
         strides = self._strides()
         offsets: list[range] = []
         for name, degree in self.axes:
-            if name not in inner:
-                stride = strides[name]
-                offsets.append(range(0, degree * stride, stride))
+            if name in inner:
+                continue
+            stride = strides[name]
+            offsets.append(range(0, degree * stride, stride))
         for outer_offsets in itertools.product(*offsets):
             first_rank = sum(outer_offsets)
             yield self.group(first_rank, axis)
@@ -193,7 +210,11 @@ class Mesh:
 
     def _in_mesh_order(self, axis: Axis) -> tuple[str, ...]:
         wanted = axis_names(axis)
-        return tuple(name for name, _ in self.axes if name in wanted)
+        names: list[str] = []
+        for name, _ in self.axes:
+            if name in wanted:
+                names.append(name)
+        return tuple(names)
 
 
 def _read_axis(

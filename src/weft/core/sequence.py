@@ -134,27 +134,35 @@ class SequenceBlocks:
 
     @property
     def _is_by_chunk(self) -> bool:
-        return self.has_documents or self.mask.window is not None or self.mask.prefix > 0
+        has_window = self.mask.window is not None
+        has_prefix = self.mask.prefix > 0
+        return self.has_documents or has_window or has_prefix
 
     def _chunks(self, index: int) -> Iterator[_Chunk]:
         offset = 0
         for span in zigzag(self.length, self.num_ranks, index):
             size = len(span)
-            yield _Chunk(number=span.start // size, columns=span, offset=offset)
+            yield _Chunk(
+                number=span.start // size,
+                columns=span,
+                offset=offset,
+            )
             offset += size
 
     def _merged_block(self, index: int, source: int) -> BlockMask:
         """Of a causal or bidirectional mask: one block a turn, see Note [Zigzag]."""
         num_columns = self.length // self.num_ranks
+        middle = num_columns // 2
         whole = slice(0, num_columns)
-        half = num_columns // 2
+        first_half = slice(0, middle)
+        second_half = slice(middle, num_columns)
         if not self.mask.causal:
             return BlockMask(whole, whole, "full")
         if source == index:
             return BlockMask(whole, whole, "triangle")
         if source < index:
-            return BlockMask(whole, slice(0, half), "full")
-        return BlockMask(slice(half, num_columns), whole, "full")
+            return BlockMask(whole, first_half, "full")
+        return BlockMask(second_half, whole, "full")
 
     def _chunk_block(self, queries: _Chunk, keys: _Chunk) -> BlockMask | None:
         """See Note [Skipped blocks]; None: no query sees a key."""
@@ -208,7 +216,11 @@ class _Chunk:
         return slice(columns.start + shift, columns.stop + shift)
 
 
-def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
+def zigzag(
+    length: int,
+    degree: int,
+    index: int,
+) -> tuple[range, ...]:
     """Columns that rank `index` of `degree` ranks holds of a sequence, in its order; see Note
     [Zigzag].
 
@@ -217,13 +229,16 @@ def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
     """
     if degree == 1:
         return (range(length),)
-    assert length % (2 * degree) == 0, (
+    num_chunks = 2 * degree
+    assert length % num_chunks == 0, (
         f"{length} columns are validated to be a multiple of 2 x cp{degree}"
     )
-    chunk = length // (2 * degree)
+    chunk = length // num_chunks
     start = chunk * index
     stop = start + chunk
-    return range(start, stop), range(length - stop, length - start)
+    early = range(start, stop)
+    late = range(length - stop, length - start)
+    return early, late
 
 
 def length_unit(mesh: Mesh, *, sequence_parallel: bool) -> int:

@@ -38,11 +38,12 @@ class Stacked:
 
     def sizes(self, length: int) -> tuple[int, ...] | None:
         """Entries of each part of a dim of this length; None where the units do not divide it."""
-        total = sum(units for _, units in self.parts)
-        if length % total:
+        units_of_parts = [units for _, units in self.parts]
+        total = sum(units_of_parts)
+        entries_per_unit, rest = divmod(length, total)
+        if rest:
             return None
-        entries_per_unit = length // total
-        return tuple(units * entries_per_unit for _, units in self.parts)
+        return tuple(units * entries_per_unit for units in units_of_parts)
 
 
 DimAxis = str | Stacked
@@ -97,18 +98,24 @@ class Shard:
         """
         dim = self.dim
         leading = map(range, local.lo[:dim], local.hi[:dim])
+        first = local.lo[dim]
+        last = local.hi[dim]
+        inner_lo = local.lo[dim + 1 :]
+        inner_hi = local.hi[dim + 1 :]
         for index in itertools.product(*leading):
-            row_lo = (*index, *local.lo[dim:])
-            row_hi = (*(i + 1 for i in index), *local.hi[dim:])
+            next_index = [place + 1 for place in index]
             part_start = 0
             for part in self.boxes:
-                in_part = Box(
-                    _with(row_lo, dim, max(row_lo[dim] - part_start, 0)),
-                    _with(row_hi, dim, min(row_hi[dim] - part_start, part.shape[dim])),
-                )
-                if in_part.lo[dim] < in_part.hi[dim]:
+                length = part.shape[dim]
+                start = max(first - part_start, 0)
+                stop = min(last - part_start, length)
+                if start < stop:
+                    in_part = Box(
+                        (*index, start, *inner_lo),
+                        (*next_index, stop, *inner_hi),
+                    )
                     yield in_part.shifted(part.lo)
-                part_start += part.shape[dim]
+                part_start += length
 
 
 def sharded_over(axis: DimAxis, rule: Rule) -> str | None:
@@ -198,7 +205,9 @@ def _sharded_stacked_dim(
 
 def _with(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
     """The tuple with another value at one index."""
-    return (*values[:index], value, *values[index + 1 :])
+    changed = list(values)
+    changed[index] = value
+    return tuple(changed)
 
 
 def _part_sizes(
@@ -213,9 +222,13 @@ def _part_sizes(
     sizes = stacked.sizes(length)
     if sizes is None:
         total = sum(units for _, units in stacked.parts)
-        what = f"Stacked units of {stacked} do not fit the dim"
-        need = f"a multiple of {total}, the units of all parts"
-        raise PlanError(Fault(name, what, got=str(length), need=need))
+        fault = Fault(
+            name,
+            f"Stacked units of {stacked} do not fit the dim",
+            got=str(length),
+            need=f"a multiple of {total}, the units of all parts",
+        )
+        raise PlanError(fault)
     mesh_axes = {rule.get(axis) for axis, _ in stacked.parts}
     if len(mesh_axes) > 1:
         raise PlanError(Fault(name, f"parts of {stacked} are sharded over different mesh axes"))
@@ -224,7 +237,11 @@ def _part_sizes(
     degree = mesh.degree(mesh_axis)
     for axis, units in stacked.parts:
         if units % degree:
-            need = f"a multiple of {degree}, the ranks along {mesh_axis}"
-            what = f"part {axis!r} of a Stacked dim does not divide"
-            raise PlanError(Fault(name, what, got=f"{units} units", need=need))
+            fault = Fault(
+                name,
+                f"part {axis!r} of a Stacked dim does not divide",
+                got=f"{units} units",
+                need=f"a multiple of {degree}, the ranks along {mesh_axis}",
+            )
+            raise PlanError(fault)
     return sizes

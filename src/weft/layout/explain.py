@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weft.core.axes import data_axes
 from weft.core.dimension import activation_axes, dimensions, pipeline_axis
 from weft.core.mesh import WIDTH
@@ -23,53 +25,75 @@ def explain(plan: Plan) -> str:
     """The layout of a plan and the reasons for it; lines that are longer than 80 columns are
     clipped.
     """
-    text = "\n".join(
-        (plan.mesh.overview(), *_batch_lines(plan), *_stage_lines(plan), *_traffic_lines(plan))
-    )
-    return "\n".join(_clipped(line) for line in text.splitlines())
+    lines = plan.mesh.overview().splitlines()
+    lines.extend(_batch_lines(plan))
+    lines.extend(_stage_lines(plan))
+    lines.extend(_traffic_lines(plan))
+    return "\n".join(map(_clipped, lines))
 
 
 def _clipped(line: str) -> str:
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+    if len(line) <= WIDTH:
+        return line
+    return f"{line[: WIDTH - 3]}..."
 
 
 def _batch_lines(plan: Plan) -> list[str]:
+    sequences = counted(plan.global_size, "sequence")
     data_ranks = counted(plan.num_data_ranks, "data rank")
     microbatches = counted(plan.microbatches, "micro-batch", "micro-batches")
+    micro_sequences = counted(plan.micro_size, "sequence")
     when = EVERY_MICROBATCH if plan.zero > 1 else ONCE
     return [
-        f"batch: {counted(plan.global_size, 'sequence')} of {plan.seq_len} a step",
-        f"  {data_ranks} x {microbatches} of {counted(plan.micro_size, 'sequence')}",
+        f"batch: {sequences} of {plan.seq_len} a step",
+        f"  {data_ranks} x {microbatches} of {micro_sequences}",
         f"  gradients are reduced {when}",
     ]
 
 
 def _stage_lines(plan: Plan) -> list[str]:
-    if plan.pipeline_size == 1 and len(plan.stages) == 1:
+    num_stages = len(plan.stages)
+    if plan.pipeline_size == 1 and num_stages == 1:
         return ["pipeline: none"]
-    total = sum(stage.flops for stage in plan.stages) or 1.0
+    stages = counted(num_stages, "stage")
+    bubble_percent = 100 * plan.bubble
+    total_flops = sum(stage.flops for stage in plan.stages) or 1.0
     lines = [
-        f"pipeline: {plan.schedule_name}, {counted(len(plan.stages), 'stage')}, bubble {100 * plan.bubble:.1f}% (predicted)",
+        f"pipeline: {plan.schedule_name}, {stages}, bubble {bubble_percent:.1f}% (predicted)",
         "  balanced by FLOPs (minimises the slowest stage)",
     ]
     for index, stage in enumerate(plan.stages):
-        rank = f"{pipeline_axis()}{plan.table.stage_to_rank[index]}"
-        blocks = " ... ".join(dict.fromkeys((stage.blocks[0], stage.blocks[-1])))
+        rank = plan.table.stage_to_rank[index]
         num_blocks = counted(len(stage.blocks), "block")
-        share = f"{100 * stage.flops / total:.0f}% of the FLOPs"
-        lines.append(f"  stage {index} on {rank}: {blocks} ({num_blocks}, {share})")
+        percent = 100 * stage.flops / total_flops
+        what = f"{_blocks_text(stage.blocks)} ({num_blocks}, {percent:.0f}% of the FLOPs)"
+        lines.append(f"  stage {index} on {pipeline_axis()}{rank}: {what}")
     return lines
 
 
+def _blocks_text(blocks: Sequence[str]) -> str:
+    """The first and the last of consecutive blocks: `embed ... layer3`."""
+    first = blocks[0]
+    last = blocks[-1]
+    if first == last:
+        return first
+    return f"{first} ... {last}"
+
+
 def _traffic_lines(plan: Plan) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for name, degree in plan.mesh.axes:
-        if degree > 1:
-            lines.append(f"  {name}{degree}: {dimensions()[name].traffic(plan.options)}")
+        if degree == 1:
+            continue
+        dimension = dimensions()[name]
+        lines.append(f"  {name}{degree}: {dimension.traffic(plan.options)}")
     data = data_axes(plan.mesh)
     if plan.zero and data:
-        lines.append(f"  ZeRO {plan.zero} over {' x '.join(data)}: {ZERO_TRAFFIC[plan.zero]}")
+        ranks = " x ".join(data)
+        lines.append(f"  ZeRO {plan.zero} over {ranks}: {ZERO_TRAFFIC[plan.zero]}")
     if plan.sequence_parallel:
         axes = " x ".join(activation_axes())
         lines.append(f"  sequence parallel: activations between regions are sharded over {axes}")
-    return ["communication per axis:", *lines] if lines else ["communication: none (one rank)"]
+    if not lines:
+        return ["communication: none (one rank)"]
+    return ["communication per axis:", *lines]

@@ -99,7 +99,11 @@ class Plan(BaseModel):
     @property
     def sharding_rule(self) -> Rule:
         """Logical axis -> mesh axis, for the mesh axes that have more than one rank."""
-        return {logical: axis for logical, axis in self.rule if self.mesh.degree(axis) > 1}
+        rule: dict[str, str] = {}
+        for logical, axis in self.rule:
+            if self.mesh.degree(axis) > 1:
+                rule[logical] = axis
+        return rule
 
     @property
     def options(self) -> LayoutOptions:
@@ -134,7 +138,11 @@ class Plan(BaseModel):
     def table(self) -> Table:
         """The schedule's table: what each pipeline rank computes, in order."""
         schedule = find(self.schedule, self.schedule_lines)
-        return schedule.table(self.pipeline_size, self.chunks, self.microbatches)
+        return schedule.table(
+            self.pipeline_size,
+            self.chunks,
+            self.microbatches,
+        )
 
     @cached_property
     def program(self) -> Program:
@@ -150,13 +158,17 @@ class Plan(BaseModel):
 
     def boundary_shape(self, stage: int) -> tuple[int, ...]:
         """Shape of what `stage` sends on for one micro-batch, as one rank holds it."""
-        sharding = self.mesh.degree(position_axes())
+        num_shards = self.mesh.degree(position_axes())
         if self.sequence_parallel:
-            sharding *= self.mesh.degree(activation_axes())
-        lengths = {"batch": self.micro_size, "seq": self.seq_len // sharding}
+            num_shards *= self.mesh.degree(activation_axes())
+        sizes = {
+            "batch": self.micro_size,
+            "seq": self.seq_len // num_shards,
+        }
         shape: list[int] = []
         for entry in self.stages[stage].out:
-            shape.append(lengths[entry] if isinstance(entry, str) else entry)
+            size = sizes[entry] if isinstance(entry, str) else entry
+            shape.append(size)
         return tuple(shape)
 
     def check(self) -> None:
@@ -188,7 +200,9 @@ class Plan(BaseModel):
         """First 12 hex digits of the SHA-256 of the canonical JSON: the plan's name in logs and
         folders.
         """
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+        text = self.to_json()
+        digest = hashlib.sha256(text.encode())
+        return digest.hexdigest()[:12]
 
 
 def make_stages(
@@ -255,14 +269,20 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
     """The stages are as many as the schedule has, none is empty, and each block is in one."""
     num_stages = plan.pipeline_size * plan.chunks
     if len(plan.stages) != num_stages:
-        need = f"{num_stages} = {pipeline_axis()}{plan.pipeline_size} x {counted(plan.chunks, 'chunk')}"
+        ranks = f"{pipeline_axis()}{plan.pipeline_size}"
+        chunks = counted(plan.chunks, "chunk")
         yield Fault(
             "stages",
             "the schedule has another number of stages",
             got=str(len(plan.stages)),
-            need=need,
+            need=f"{num_stages} = {ranks} x {chunks}",
         )
-    counts = Counter(name for stage in plan.stages for name in stage.blocks)
+    counts: Counter[str] = Counter()
+    empty: list[str] = []
+    for index, stage in enumerate(plan.stages):
+        counts.update(stage.blocks)
+        if not stage.blocks:
+            empty.append(str(index))
     repeated = [name for name, count in counts.items() if count > 1]
     if repeated:
         yield Fault(
@@ -270,7 +290,6 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
             f"blocks on more than one stage: {', '.join(repeated)}",
             need="each block once",
         )
-    empty = [str(index) for index, stage in enumerate(plan.stages) if not stage.blocks]
     if empty:
         yield Fault(
             "stages",

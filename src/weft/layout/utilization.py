@@ -13,7 +13,8 @@ FORWARDS = 3
 
 def model_flops(plan: Plan) -> float:
     """Floating-point operations of a step that the model needs, on all ranks."""
-    return FORWARDS * plan.global_size * sum(stage.flops for stage in plan.stages)
+    flops_of_sequence = sum(stage.flops for stage in plan.stages)
+    return FORWARDS * plan.global_size * flops_of_sequence
 
 
 @dataclass(frozen=True)

@@ -86,14 +86,19 @@ class FamilyFolder:
     def builders(self, cfg: Any) -> Builders | None:
         """The builders that model.py names; None where it only has `blocks`."""
         model = importlib.import_module(f"{self.package}.model")
-        make_builders: Callable[[Any], Builders] | None = getattr(model, "builders", None)
-        return make_builders(cfg) if make_builders else None
+        return _builders_or_none(model, cfg)
 
 
 def builders_of(family: Family, cfg: Any) -> Builders | None:
     """Builders of the blocks of a family; None where only all blocks can be built."""
-    make_builders: Callable[[Any], Builders | None] | None = getattr(family, "builders", None)
-    return make_builders(cfg) if make_builders else None
+    return _builders_or_none(family, cfg)
+
+
+def _builders_or_none(source: object, cfg: Any) -> Builders | None:
+    make_builders: Callable[[Any], Builders | None] | None = getattr(source, "builders", None)
+    if make_builders is None:
+        return None
+    return make_builders(cfg)
 
 
 def _family_packages() -> Iterator[str]:
@@ -131,19 +136,23 @@ class FamilyRegistry(Mapping[str, Family]):
         known = self._built_in.get(name) or self._of_users.get(name)
         if known is not None:
             return known
-        if not is_reference(name):
-            installed = self._installed(name)
-            if installed is None:
-                raise KeyError(name)
-            self._of_users[name] = _load_user_family(installed, name=name)
-            return self._of_users[name]
-        canonical = canonical_reference(name)
-        if canonical not in self._of_users:
-            self._of_users[canonical] = _load_user_family(canonical, name=canonical)
-        return self._of_users[canonical]
+        reference: str | None = name
+        key = name
+        if is_reference(name):
+            key = canonical_reference(name)
+            reference = key
+        else:
+            reference = self._installed(name)
+        if reference is None:
+            raise KeyError(name)
+        if key not in self._of_users:
+            self._of_users[key] = _load_user_family(reference, name=key)
+        return self._of_users[key]
 
     def __contains__(self, name: object) -> bool:
-        if name in self._built_in or name in self._of_users or is_reference(name):
+        if name in self._built_in or name in self._of_users:
+            return True
+        if is_reference(name):
             return True
         return isinstance(name, str) and self._installed(name) is not None
 
@@ -170,7 +179,9 @@ class FamilyRegistry(Mapping[str, Family]):
         """The model of a user that was given as a value, not as a file; None for any other name."""
         family = self._of_users.get(name)
         model = getattr(family, "model", None)
-        return model if model is not None and model.text is None else None
+        if model is None or model.text is not None:
+            return None
+        return model
 
     def is_user_model(self, name: str) -> bool:
         """Whether a name belongs to a model of a user."""
@@ -196,7 +207,7 @@ def _load_user_family(reference: str, *, name: str) -> Family:
 
 
 def _load_families() -> dict[str, Family]:
-    families = [FamilyFolder.load(package) for package in _family_packages()]
+    families = list(map(FamilyFolder.load, _family_packages()))
     families.sort(key=lambda family: family.Config.family)
     return {family.Config.family: family for family in families}
 
@@ -234,5 +245,9 @@ def preset(name: str) -> ModelConfig:
     if name in PRESETS:
         return PRESETS[name]
     raise ConfigError(
-        Fault("model.preset", f"unknown preset {name!r}", fix=did_you_mean(name, PRESETS))
+        Fault(
+            "model.preset",
+            f"unknown preset {name!r}",
+            fix=did_you_mean(name, PRESETS),
+        )
     )

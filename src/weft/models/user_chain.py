@@ -31,15 +31,21 @@ def chain_of(made: Any, *, name: str) -> dict[str, nn.Module]:
     hooked: set[int] = set()
     for block_name, block in blocks.items():
         if not isinstance(block, nn.Module):
-            what = f"{name}: block {block_name!r} is no nn.Module"
-            faults.append(Fault(KEY, what, got=type(block).__name__))
+            fault = Fault(
+                KEY,
+                f"{name}: block {block_name!r} is no nn.Module",
+                got=type(block).__name__,
+            )
+            faults.append(fault)
         elif not block_name or "." in block_name:
-            faults.append(Fault(KEY, f"{name}: block {block_name!r} has a dot in its name"))
+            fault = Fault(KEY, f"{name}: block {block_name!r} has a dot in its name")
+            faults.append(fault)
         elif id(block) not in hooked:
             hooked.add(id(block))
             faults.extend(_adapt_call(block_name, block))
     if not blocks:
-        faults.append(Fault(KEY, f"{name}: blocks(config) returns no block"))
+        fault = Fault(KEY, f"{name}: blocks(config) returns no block")
+        faults.append(fault)
     if faults:
         raise PlanError(*faults)
     return blocks
@@ -47,40 +53,49 @@ def chain_of(made: Any, *, name: str) -> dict[str, nn.Module]:
 
 def _named_modules_of(made: Any, *, name: str) -> dict[str, Any]:
     if isinstance(made, (nn.Sequential, nn.ModuleDict, nn.ModuleList)):
-        return dict(made._modules.items())  # named_children() leaves repeated modules out
+        return dict(made._modules)  # named_children() leaves repeated modules out
     if isinstance(made, Mapping):
         return {str(block_name): block for block_name, block in made.items()}
     if isinstance(made, (list, tuple)):
-        are_pairs = all(isinstance(item, tuple) and len(item) == 2 for item in made)
-        if are_pairs:
+        if all(map(_is_pair, made)):
             return dict(made)
         return {str(place): block for place, block in enumerate(made)}
-    need = "modules by name, an nn.Sequential, or any module with a blocks_of(module)"
-    what = f"{name}: blocks(config) returns no chain"
-    raise PlanError(Fault(KEY, what, got=type(made).__name__, need=need))
+    fault = Fault(
+        KEY,
+        f"{name}: blocks(config) returns no chain",
+        got=type(made).__name__,
+        need="modules by name, an nn.Sequential, or any module with a blocks_of(module)",
+    )
+    raise PlanError(fault)
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2
 
 
 def _adapt_call(name: str, block: nn.Module) -> Iterator[Fault]:
     """Let a block whose forward takes x alone be called with (x, batch)."""
-    positional: list[inspect.Parameter] = []
-    required = 0
+    positional: list[str] = []
+    num_required = 0
     takes_any = False
     for parameter in inspect.signature(block.forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             takes_any = True
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            positional.append(parameter)
-            required += parameter.default is parameter.empty
+            positional.append(parameter.name)
+            if parameter.default is parameter.empty:
+                num_required += 1
     takes_nothing = not positional and not takes_any
-    if required > 2 or takes_nothing:
-        names = ", ".join(parameter.name for parameter in positional)
-        what = f"block {name!r} is called with (x) or (x, batch)"
-        fix = "wrap it in a module whose forward takes x"
-        yield Fault(KEY, what, got=f"{type(block).__name__}.forward({names})", fix=fix)
+    if num_required > 2 or takes_nothing:
+        names = ", ".join(positional)
+        yield Fault(
+            KEY,
+            f"block {name!r} is called with (x) or (x, batch)",
+            got=f"{type(block).__name__}.forward({names})",
+            fix="wrap it in a module whose forward takes x",
+        )
         return
-    takes_batch = required == 2
-    if len(positional) > 1 and positional[1].name == "batch":
-        takes_batch = True
+    takes_batch = num_required == 2 or positional[1:2] == ["batch"]
     if not takes_batch and not takes_any:
         block.register_forward_pre_hook(drop_batch)
 
@@ -94,13 +109,14 @@ class _MetaCopies:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The one in place of this tensor."""
-        if id(tensor) not in self._empty:
+        key = id(tensor)
+        if key not in self._empty:
             empty = torch.empty_like(tensor, device=META)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             self._kept.append(tensor)
-            self._empty[id(tensor)] = empty
-        return self._empty[id(tensor)]
+            self._empty[key] = empty
+        return self._empty[key]
 
 
 @contextmanager
@@ -130,10 +146,14 @@ def has_meta_values(blocks: Mapping[str, nn.Module]) -> bool:
     """Whether a buffer, or a tensor that is an attribute, has no memory."""
     for block in blocks.values():
         for module in block.modules():
-            values = (*module._buffers.values(), *module.__dict__.values())
-            if any(isinstance(value, Tensor) and value.is_meta for value in values):
-                return True
+            for holder in (module._buffers, module.__dict__):
+                if any(map(_is_meta, holder.values())):
+                    return True
     return False
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def move_to_meta(blocks: Mapping[str, nn.Module], *, parameters_only: bool) -> None:

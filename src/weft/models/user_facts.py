@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -55,7 +57,8 @@ def facts_of(
     """
     params = named_parameters(blocks)
     shapes = {name: tuple(param.shape) for name, param in params.items()}
-    unknown = [name for pair in ties.items() for name in pair if name not in shapes]
+    tied_names = itertools.chain.from_iterable(ties.items())
+    unknown = [name for name in tied_names if name not in shapes]
     if unknown:
         what = f"{label}: TIES names no parameter: {', '.join(unknown)}"
         raise PlanError(Fault(KEY, what))
@@ -65,7 +68,12 @@ def facts_of(
         owner = owners.setdefault(id(param), name)
         if owner != name:
             all_ties.setdefault(name, owner)
-    return ModelFacts(shapes, all_ties, _linears_of_layers(blocks), _rows_of_embedding(blocks))
+    return ModelFacts(
+        shapes,
+        all_ties,
+        _linears_of_layers(blocks),
+        _rows_of_embedding(blocks),
+    )
 
 
 def _linears_of_layers(blocks: Mapping[str, nn.Module]) -> LinearShapes:
@@ -108,36 +116,58 @@ def axes_faults(shapes: Shapes, table: AxisTable) -> Iterator[Fault]:
         if not rows:
             missing.append(name)
         elif len(rows) > 1:
-            got = " and ".join(repr(row) for row in rows)
-            yield Fault("AXES", f"names parameter {name} twice", got=got, fix="narrow one pattern")
-        elif len(table[rows[0]]) != len(shape):
-            got = f"{len(table[rows[0]])} axes for shape {list(shape)}"
-            yield Fault("AXES", f"row {rows[0]!r} does not fit parameter {name}", got=got)
+            yield Fault(
+                "AXES",
+                f"names parameter {name} twice",
+                got=" and ".join(map(repr, rows)),
+                fix="narrow one pattern",
+            )
+        else:
+            (row,) = rows
+            num_axes = len(table[row])
+            if num_axes != len(shape):
+                yield Fault(
+                    "AXES",
+                    f"row {row!r} does not fit parameter {name}",
+                    got=f"{num_axes} axes for shape {list(shape)}",
+                )
     if missing:
         yield _missing_fault(missing, shapes)
     for pattern in table:
         if pattern not in used:
-            names = ", ".join(list(shapes)[:3])
-            yield Fault("AXES", f"row {pattern!r} matches no parameter", got=f"{names}, ...")
+            first_names = list(shapes)[:3]
+            yield Fault(
+                "AXES",
+                f"row {pattern!r} matches no parameter",
+                got=f"{', '.join(first_names)}, ...",
+            )
 
 
 def _missing_fault(missing: list[str], shapes: Shapes) -> Fault:
-    first = missing[0]
+    first, *others = missing
     row = (None,) * len(shapes[first])
     what = f"misses parameter {first}"
-    if len(missing) > 1:
-        others = counted(len(missing) - 1, "other")
-        what += f" and {others}"
-    return Fault("AXES", what, fix=f"add rows, such as {first!r}: {row}")
+    if others:
+        what += f" and {counted(len(others), 'other')}"
+    return Fault(
+        "AXES",
+        what,
+        fix=f"add rows, such as {first!r}: {row}",
+    )
 
 
-def units_of_axes(shapes: Shapes, table: AxisTable, config: Any) -> dict[str, int]:
+def units_of_axes(
+    shapes: Shapes,
+    table: AxisTable,
+    config: Any,
+) -> dict[str, int]:
     """Units of the axes that some mesh axis may shard: a field of the config of that name, else the
     greatest common divisor of the lengths of all dims with this axis.
     """
+    shardable = default_sharding_rule()
     sizes: dict[str, int] = {}
     for axis, lengths in _lengths_of_axes(shapes, table).items():
-        if axis not in default_sharding_rule():
+        if axis not in shardable:
             continue
         divisor = math.gcd(*lengths)
         field = getattr(config, axis, None)
@@ -148,16 +178,19 @@ def units_of_axes(shapes: Shapes, table: AxisTable, config: Any) -> dict[str, in
 
 
 def _lengths_of_axes(shapes: Shapes, table: AxisTable) -> dict[str, list[int]]:
-    """Logical axis -> lengths of the dims that have it."""
-    lengths: dict[str, list[int]] = {}
+    """Logical axis -> lengths of the dims that have it; of a part of a `Stacked` dim its units."""
+    lengths: dict[str, list[int]] = defaultdict(list)
     for name, shape in shapes.items():
         rows = rows_of(name, table)
-        if len(rows) != 1 or len(table[rows[0]]) != len(shape):
+        if len(rows) != 1:
             continue
-        for axis, length in zip(table[rows[0]], shape, strict=True):
-            if not isinstance(axis, Stacked):
-                lengths.setdefault(axis, []).append(length)
-                continue
-            for part, units in axis.parts:
-                lengths.setdefault(part, []).append(units)
+        axes = table[rows[0]]
+        if len(axes) != len(shape):
+            continue
+        for axis, length in zip(axes, shape, strict=True):
+            if isinstance(axis, Stacked):
+                for part, units in axis.parts:
+                    lengths[part].append(units)
+            else:
+                lengths[axis].append(length)
     return lengths

@@ -34,16 +34,15 @@ from weft.models.user_chain import (
     move_to_meta,
     parameters_on_meta,
 )
+from weft.models.user_config import UserModelConfig, config_type
 from weft.models.user_facts import ModelFacts, facts_of, is_numbered, rows_of, units_of_axes
 from weft.models.user_model import (
     KEY,
     Model,
-    UserModelConfig,
-    config_type,
     no_axes,
     table_of,
 )
-from weft.models.user_specs import measure_blocks, output_dims
+from weft.models.user_specs import MeasuredBlock, measure_blocks, output_dims
 
 LOSS = "loss"
 BUFFER_SEED = 0
@@ -98,14 +97,13 @@ class UserFamily:
             raise PlanError(no_axes(self.model.label, self.model.name))
         table: dict[str, tuple[Any, ...]] = {}
         for pattern, row in table_of(self.model.AXES, self.user_config(cfg)).items():
-            words = (row,) if isinstance(row, str) else tuple(row)
-            table[pattern] = tuple(WHOLE if word is None else word for word in words)
-        facts = self._facts(cfg)
-        for alias, owner in facts.ties.items():
-            if not rows_of(alias, table):
-                rows = rows_of(owner, table)
-                if len(rows) == 1:
-                    table[alias] = table[rows[0]]
+            axes = [row] if isinstance(row, str) else row
+            table[pattern] = tuple(WHOLE if axis is None else axis for axis in axes)
+        for alias, owner in self._facts(cfg).ties.items():
+            owner_rows = rows_of(owner, table)
+            if len(owner_rows) == 1 and not rows_of(alias, table):
+                (row,) = owner_rows
+                table[alias] = table[row]
         return table
 
     def ties(self, cfg: Any) -> dict[str, str]:
@@ -124,9 +122,10 @@ class UserFamily:
         """The chain, "loss" last; parameters are on torch's current default device."""
         is_meta = torch.get_default_device() == META
         with _build_lock:
-            blocks = self._build_without_values(cfg) if is_meta else None
-            if blocks is not None:
-                return blocks
+            if is_meta:
+                without_values = self._build_without_values(cfg)
+                if without_values is not None:
+                    return without_values
             with _seeded(BUFFER_SEED), torch.device("cpu"):
                 blocks = self._build(cfg)
         if is_meta:
@@ -145,26 +144,31 @@ class UserFamily:
             except PlanError:  # it reads values of parameters, or fails below, too
                 return None
             has_drawn = _random_state() != before
-        return None if has_drawn or has_meta_values(blocks) else blocks
+        if has_drawn or has_meta_values(blocks):
+            return None
+        return blocks
 
     def initial_values(self, cfg: Any, *, seed: int) -> dict[str, Tensor]:
         """Values of all parameters after `torch.manual_seed(seed)`, by global name."""
         with _build_lock, _seeded(seed), torch.device("cpu"):
             blocks = self._build(cfg)
-        params = named_parameters(blocks)
-        return {name: param.detach() for name, param in params.items()}
+        values: dict[str, Tensor] = {}
+        for name, param in named_parameters(blocks).items():
+            values[name] = param.detach()
+        return values
 
     def _build(self, cfg: Any) -> dict[str, nn.Module]:
+        model = self.model
         config = self.user_config(cfg)
         try:
-            made = self.model.blocks(config)
-            if self.model.blocks_of is not None and isinstance(made, nn.Module):
-                made = self.model.blocks_of(made)
+            made = model.blocks(config)
+            if model.blocks_of is not None and isinstance(made, nn.Module):
+                made = model.blocks_of(made)
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            what = f"{self.model.label}: blocks(config) raises {type(error).__name__}: {first_line}"
+            what = f"{model.label}: blocks(config) raises {type(error).__name__}: {first_line}"
             raise PlanError(Fault(KEY, what)) from error
-        blocks = chain_of(made, name=self.model.label)
+        blocks = chain_of(made, name=model.label)
         if LOSS not in blocks:
             blocks[LOSS] = Loss()
         return blocks
@@ -198,9 +202,11 @@ class UserFamily:
         """
         config = self.user_config(cfg)
         for name in ("vocab", "vocab_size"):
-            if isinstance(getattr(config, name, None), int):
-                return int(getattr(config, name))
-        return self._facts(cfg).embedding_rows or 256
+            vocab = getattr(config, name, None)
+            if isinstance(vocab, int):
+                return vocab
+        facts = self._facts(cfg)
+        return facts.embedding_rows or 256
 
     def linears(self, cfg: Any) -> LinearShapes:
         """Linears of the layers, which may get adapters."""
@@ -236,9 +242,15 @@ class ConstructedValues:
 
 def _random_state() -> tuple[object, ...]:
     """The state of all generators."""
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    torch_state = torch.get_rng_state().tolist()
-    return random.getstate(), tuple(keys), position, tuple(torch_state)
+    python_state = random.getstate()
+    _, numpy_keys, numpy_position, *_ = np.random.get_state(legacy=True)
+    torch_state = torch.get_rng_state()
+    return (
+        python_state,
+        tuple(numpy_keys),
+        numpy_position,
+        tuple(torch_state.tolist()),
+    )
 
 
 @contextmanager
@@ -265,8 +277,10 @@ def _config_text(cfg: Any) -> str:
 @functools.lru_cache(maxsize=32)
 def _facts_of(family: UserFamily, text: str) -> ModelFacts:
     cfg = family.section(text)
-    ties = table_of(family.model.TIES, family.user_config(cfg))
-    return facts_of(meta_blocks(family, cfg), ties, label=family.model.label)
+    model = family.model
+    blocks = meta_blocks(family, cfg)
+    ties = table_of(model.TIES, family.user_config(cfg))
+    return facts_of(blocks, ties, label=model.label)
 
 
 def meta_blocks(family: UserFamily, cfg: Any) -> dict[str, nn.Module]:
@@ -278,26 +292,44 @@ def meta_blocks(family: UserFamily, cfg: Any) -> dict[str, nn.Module]:
 
 
 @functools.lru_cache(maxsize=64)
-def _specs_of(family: UserFamily, text: str, seq_len: int) -> tuple[BlockSpec, ...]:
+def _specs_of(
+    family: UserFamily,
+    text: str,
+    seq_len: int,
+) -> tuple[BlockSpec, ...]:
+    """FLOPs and output dims of every block, from two batches of different sizes: dims that differ
+    are those of the batch and the sequence.
+    """
     cfg = family.section(text)
-    label = family.model.label
     blocks = meta_blocks(family, cfg)
     tie(blocks, family.ties(cfg))
-    first = measure_blocks(blocks, example(family, cfg, rows=2, seq_len=seq_len), name=label)
-    second_len = seq_len // 2 if seq_len % 2 == 0 else seq_len
+
+    def measured(rows: int, length: int) -> dict[str, MeasuredBlock]:
+        batch = example(family, cfg, rows=rows, seq_len=length)
+        return measure_blocks(blocks, batch, name=family.model.label)
+
+    first = measured(2, seq_len)
+    second_len = seq_len
+    if seq_len % 2 == 0:
+        second_len = seq_len // 2
     try:
-        batch = example(family, cfg, rows=3, seq_len=second_len)
-        second = measure_blocks(blocks, batch, name=label)
+        second = measured(3, second_len)
     except PlanError:  # a model of one length
         second_len = seq_len
-        batch = example(family, cfg, rows=3, seq_len=seq_len)
-        second = measure_blocks(blocks, batch, name=label)
+        second = measured(3, second_len)
     layers = [name for name in blocks if is_numbered(name)]
-    layers = layers or [name for name in blocks if name != LOSS]
-    specs = []
+    if not layers:
+        layers = [name for name in blocks if name != LOSS]
+    specs: list[BlockSpec] = []
     for name in blocks:
-        out = output_dims(first[name].shape, second[name].shape, lengths=(seq_len, second_len))
-        specs.append(BlockSpec(name, first[name].flops / 2, out, is_layer=name in layers))
+        out = output_dims(
+            first[name].shape,
+            second[name].shape,
+            lengths=(seq_len, second_len),
+        )
+        flops = first[name].flops / 2
+        spec = BlockSpec(name, flops, out, is_layer=name in layers)
+        specs.append(spec)
     return tuple(specs)
 
 

@@ -65,11 +65,17 @@ def measure_blocks(
                 out = block(x, batch)
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            what = f"its forward fails on the meta device: {type(error).__name__}: {first_line}"
-            fix = "shapes must not depend on values; create tensors on x.device"
-            raise PlanError(Fault(f"{name}: block {block_name!r}", what, fix=fix)) from error
+            error_name = type(error).__name__
+            fault = Fault(
+                f"{name}: block {block_name!r}",
+                f"its forward fails on the meta device: {error_name}: {first_line}",
+                fix="shapes must not depend on values; create tensors on x.device",
+            )
+            raise PlanError(fault) from error
         x = out.x if isinstance(out, Extra) else out
-        shape = tuple(x.shape) if isinstance(x, Tensor) else ()
+        shape: tuple[int, ...] = ()
+        if isinstance(x, Tensor):
+            shape = tuple(x.shape)
         found[block_name] = MeasuredBlock(shape, counter.total)
     return found
 
@@ -81,13 +87,16 @@ def output_dims(
     lengths: tuple[int, int],
 ) -> tuple[str | int, ...]:
     """The shape that a block hands on: dims that change with the batch and its length are named."""
+    first_length, second_length = lengths
     dims: list[str | int] = []
-    for place, (size, other) in enumerate(zip(first, second, strict=False)):
-        is_seq = (size, other) == lengths and (lengths[0] != lengths[1] or place == 1)
-        if place == 0 and (size, other) == (2, 3):
+    for place, sizes in enumerate(zip(first, second, strict=False)):
+        is_batch = place == 0 and sizes == (2, 3)
+        is_length = sizes == lengths
+        is_seq = is_length and (place == 1 or first_length != second_length)
+        if is_batch:
             dims.append("batch")
         elif is_seq:
             dims.append("seq")
         else:
-            dims.append(int(size))
+            dims.append(int(sizes[0]))
     return tuple(dims)

@@ -56,11 +56,15 @@ class AttentionSpec:
     @property
     def fits_fused_kernel(self) -> bool:
         """Whether torch's fused attention computes it: nothing but a scale and a mask."""
-        return self.softcap is None and self.sinks is None and self.head_bias is None
+        others = (self.softcap, self.sinks, self.head_bias)
+        return all(other is None for other in others)
 
     def scale_of(self, q: Tensor) -> float:
         """Factor of q k^T for queries of this head size (their last dim)."""
-        return float(q.shape[-1] ** -0.5) if self.scale is None else self.scale
+        if self.scale is not None:
+            return self.scale
+        head_size = q.shape[-1]
+        return float(head_size**-0.5)
 
     def select_heads(self, heads: slice) -> AttentionSpec:
         """The same for some of the query heads."""
@@ -277,8 +281,9 @@ def _softmax(scores_BHST: Tensor, sinks_H: Tensor | None) -> Tensor:
     """Weights of the keys; with sinks they sum to less than 1."""
     if sinks_H is None:
         return scores_BHST.softmax(-1)
+    *outer_shape, _ = scores_BHST.shape
     sinks_H11 = sinks_H[:, None, None].to(scores_BHST.dtype)
-    sinks_BHS1 = sinks_H11.expand(*scores_BHST.shape[:-1], 1)
+    sinks_BHS1 = sinks_H11.expand(*outer_shape, 1)
     with_sinks = torch.cat((scores_BHST, sinks_BHS1), dim=-1)
     weights = with_sinks.softmax(-1)
     return weights[..., :-1]
@@ -336,7 +341,9 @@ def set_implementations(
 
 def overrides_forward(attend: Attend) -> bool:
     """Whether this instance computes something else than `Attend.forward`."""
-    return type(attend).forward is not Attend.forward or "forward" in vars(attend)
+    if "forward" in vars(attend):
+        return True
+    return type(attend).forward is not Attend.forward
 
 
 def _plain_attend(spec: AttentionSpec) -> Attend:

@@ -67,24 +67,33 @@ def normal_entries(
     if device.type == "meta":
         return torch.empty(box.shape, dtype=torch.float32, device=device)
     if not shape:
-        return normal_entries(key, (1,), Box.whole((1,)), std=std, device=device).reshape(())
+        entries = normal_entries(
+            key,
+            (1,),
+            Box.whole((1,)),
+            std=std,
+            device=device,
+        )
+        return entries.reshape(())
     first_column = box.lo[-1]
     num_columns = box.hi[-1] - first_column
     rows = _row_numbers(shape, box, device)
-    values = torch.empty((len(rows), num_columns), dtype=torch.float32, device=device)
+    num_rows = len(rows)
+    values = torch.empty((num_rows, num_columns), dtype=torch.float32, device=device)
     table = torch.from_numpy(_quantiles()).to(device)
     scale = torch.tensor(std, dtype=torch.float32, device=device)
     row_keys = _row_keys(rows, key)
-    for chosen_rows, columns in _chunks(len(rows), num_columns, device):
-        keys = row_keys[:, chosen_rows, None]
+    for chosen_rows, columns in _chunks(num_rows, num_columns, device):
         numbers = torch.arange(
             columns.start,
             columns.stop,
             dtype=torch.int64,
             device=device,
         )
+        keys = row_keys[:, chosen_rows, None]
         bits = _hash_columns(numbers + first_column, keys)
-        values[chosen_rows, columns] = _sum_of_quantiles(bits, table) * scale
+        normal = _sum_of_quantiles(bits, table)
+        values[chosen_rows, columns] = normal * scale
     return values.reshape(box.shape)
 
 
@@ -116,12 +125,17 @@ def _chunks(
     if num_rows == 0 or num_columns == 0:
         return
     columns_at_a_time = min(num_columns, MAX_COLUMNS)
-    rows_at_a_time = max(1, CHUNK_ELEMENTS[device.type] // columns_at_a_time)
-    for first_row in range(0, num_rows, rows_at_a_time):
-        last_row = min(first_row + rows_at_a_time, num_rows)
-        for first_column in range(0, num_columns, columns_at_a_time):
-            last_column = min(first_column + columns_at_a_time, num_columns)
-            yield slice(first_row, last_row), slice(first_column, last_column)
+    rows_at_a_time = CHUNK_ELEMENTS[device.type] // columns_at_a_time
+    for rows in _runs(num_rows, max(1, rows_at_a_time)):
+        for columns in _runs(num_columns, columns_at_a_time):
+            yield rows, columns
+
+
+def _runs(length: int, at_a_time: int) -> Iterator[slice]:
+    """Consecutive runs of so many entries; the last one may be shorter."""
+    for start in range(0, length, at_a_time):
+        stop = min(start + at_a_time, length)
+        yield slice(start, stop)
 
 
 def _row_keys(rows: Tensor, key: int) -> Tensor:
@@ -168,8 +182,10 @@ def _sum_of_quantiles(bits: Tensor, table: Tensor) -> Tensor:
     """The number that 32 bits stand for, float32 with the shape of `bits`."""
     halves = bits.view(torch.int16).to(torch.int32)
     halves += NUM_QUANTILES // 2
-    quantiles = torch.index_select(table, 0, halves.flatten()).view(-1, 2)
-    values: Tensor = quantiles[:, 0] + quantiles[:, 1]
+    places = halves.flatten()
+    quantiles = torch.index_select(table, 0, places)
+    first, second = quantiles.view(-1, 2).unbind(1)
+    values: Tensor = first + second
     return values.view(bits.shape)
 
 

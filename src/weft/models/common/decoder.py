@@ -110,7 +110,9 @@ def chain_builders(
 
 
 def _head(cfg: DecoderConfig, norm: type[nn.RMSNorm]) -> Head:
-    return Head(norm(cfg.dim, eps=cfg.norm_eps), nn.Linear(cfg.dim, cfg.vocab, bias=False))
+    last_norm = norm(cfg.dim, eps=cfg.norm_eps)
+    proj = nn.Linear(cfg.dim, cfg.vocab, bias=False)
+    return Head(last_norm, proj)
 
 
 def chain_blocks(

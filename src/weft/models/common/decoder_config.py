@@ -100,9 +100,13 @@ class DecoderConfig(ModelConfig):
         q_width = self.heads * self.head_size
         kv_width = self.kv_heads * self.head_size
         linears = linear_flops(
-            seq_len, 2 * self.dim * q_width, 2 * self.dim * kv_width, self.feed_forward_weights()
+            seq_len,
+            2 * self.dim * q_width,
+            2 * self.dim * kv_width,
+            self.feed_forward_weights(),
         )
-        return linears + attention_flops(seq_len, q_width, window=self.window_of(layer))
+        window = self.window_of(layer)
+        return linears + attention_flops(seq_len, q_width, window=window)
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         layers = [self.layer_flops(layer, seq_len) for layer in range(self.layers)]
@@ -192,15 +196,18 @@ def decoder_specs(
 ) -> tuple[BlockSpec, ...]:
     """Specs of the chain "embed", "layer0", ..., side blocks, "head", "loss"."""
     hidden = ("batch", "seq", dim)
+    logits = ("batch", "seq", vocab)
     specs = [BlockSpec("embed", 0.0, hidden, is_layer=False)]
     for layer, flops in enumerate(layer_flops):
-        specs.append(BlockSpec(f"layer{layer}", flops, hidden, is_layer=True))
+        layer_spec = BlockSpec(f"layer{layer}", flops, hidden, is_layer=True)
+        specs.append(layer_spec)
     for name, flops in (side_flops or {}).items():
-        specs.append(BlockSpec(name, flops, hidden, is_layer=False))
-    head = linear_flops(seq_len, dim * vocab)
-    specs.append(BlockSpec("head", head, ("batch", "seq", vocab), is_layer=False))
-    specs.append(BlockSpec("loss", 0.0, (), is_layer=False))
-    return tuple(specs)
+        side_spec = BlockSpec(name, flops, hidden, is_layer=False)
+        specs.append(side_spec)
+    head_flops = linear_flops(seq_len, dim * vocab)
+    head = BlockSpec("head", head_flops, logits, is_layer=False)
+    loss = BlockSpec("loss", 0.0, (), is_layer=False)
+    return (*specs, head, loss)
 
 
 DECODER_AXES: AxisTable = {

@@ -76,18 +76,21 @@ ROTARY_BUFFERS = ("*.rotary_emb.inv_freq",)
 
 def decoder_rules(*names: Mapping[str, str]) -> tuple[WeightRule, ...]:
     """Embedding, last norm, head, and these names in every layer."""
-    layer_rules = [rule for each in names for rule in name_rules(*LAYER, each)]
-    return (*ENDS, *layer_rules)
+    rules = list(ENDS)
+    for each in names:
+        rules.extend(name_rules(*LAYER, each))
+    return tuple(rules)
 
 
 def published_experts(layer: str, hf_layer: str) -> tuple[WeightRule, ...]:
     """One tensor an expert: `experts.7.gate_proj.weight` [F, D] and so on; the parameter [E, F, D]
     is the stack.
     """
-    rules = []
+    rules: list[WeightRule] = []
     for name in ("gate", "up", "down"):
+        param = f"{layer}.mlp.experts.{name}"
         tensor = f"{hf_layer}.mlp.experts.{EXPERT}.{name}_proj.weight"
-        rules.append(WeightRule(f"{layer}.mlp.experts.{name}", tensor))
+        rules.append(WeightRule(param, tensor))
     return tuple(rules)
 
 

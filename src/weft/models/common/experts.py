@@ -102,9 +102,14 @@ def sort_by_expert(experts_NK: Tensor, num_experts: int) -> Sorting:
     experts = experts_NK.flatten()
     slots = experts.argsort(stable=True)
     order = torch.arange(len(slots), device=slots.device)
-    places = torch.empty_like(slots).scatter_(0, slots, order)
-    counts = count_experts(experts.unsqueeze(0), num_experts)[0]
-    return Sorting(slots, places.view_as(experts_NK), counts)
+    places = torch.empty_like(slots)
+    places.scatter_(0, slots, order)
+    counts_1E = count_experts(experts.unsqueeze(0), num_experts)
+    return Sorting(
+        slots,
+        places.view_as(experts_NK),
+        counts_1E[0],
+    )
 
 
 def _gather(x: Tensor, index: Tensor, *, users_NK: Tensor) -> Tensor:

@@ -25,8 +25,10 @@ def named_parameters(blocks: Blocks) -> dict[str, nn.Parameter]:
     """
     found: dict[str, nn.Parameter] = {}
     for block_name, block in blocks.items():
-        for name, parameter in block.named_parameters(remove_duplicate=False):
-            found[f"{block_name}.{name}"] = parameter
+        own = block.named_parameters(remove_duplicate=False)
+        for path, parameter in own:
+            name = f"{block_name}.{path}"
+            found[name] = parameter
     return found
 
 
@@ -40,7 +42,8 @@ def tie(blocks: Blocks, ties: Mapping[str, str]) -> None:
             continue
         block_name, _, path = alias.partition(".")
         module_path, _, attribute = path.rpartition(".")
-        module = blocks[block_name].get_submodule(module_path)
+        block = blocks[block_name]
+        module = block.get_submodule(module_path)
         setattr(module, attribute, parameters[owner])
 
 
@@ -61,13 +64,27 @@ def init_params(
             `params`.
         shards: the entries that each of `params` holds; default: all.
     """
+    owners = ties or {}
     for name, param in params.items():
-        owner = (ties or {}).get(name, name)
-        shape = shapes[name] if shapes else tuple(param.shape)
+        owner = owners.get(name, name)
         rule = match_row(owner, table, title="init")
-        boxes = shards[name].boxes if shards else (Box.whole(shape),)
-        parts = [draw(owner, shape, rule, seed=seed, box=box, device=param.device) for box in boxes]
-        value = torch.cat(parts, dim=shards[name].dim) if shards and len(parts) > 1 else parts[0]
+        shape = shapes[name] if shapes else tuple(param.shape)
+        whole = Shard((Box.whole(shape),))
+        shard = shards[name] if shards else whole
+        parts: list[Tensor] = []
+        for box in shard.boxes:
+            part = draw(
+                owner,
+                shape,
+                rule,
+                seed=seed,
+                box=box,
+                device=param.device,
+            )
+            parts.append(part)
+        value = parts[0]
+        if len(parts) > 1:
+            value = torch.cat(parts, dim=shard.dim)
         with torch.no_grad():
             param.copy_(value)
 
@@ -86,13 +103,15 @@ def draw(
     """
     box = box or Box.whole(shape)
     device = torch.device(device)
-    if rule[0] == "ones":
+    kind = rule[0]
+    if kind == "ones":
         return torch.ones(box.shape, dtype=torch.float32, device=device)
-    if rule[0] == "zeros":
+    if kind == "zeros":
         return torch.zeros(box.shape, dtype=torch.float32, device=device)
-    if rule[0] == "own":
+    if kind == "own":
         whole: Tensor = rule[1](name, seed)
-        return whole[box.slices].to(device)
+        entries = whole[box.slices]
+        return entries.to(device)
     return normal_entries(
         name_key(name, seed),
         shape,
@@ -104,5 +123,6 @@ def draw(
 
 def name_key(name: str, seed: int) -> int:
     """A stable key for each name, 64 bits."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    text = f"{seed}:{name}"
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big")

@@ -51,10 +51,9 @@ class Attention(nn.Module):
         self.attend = attend or Attend()
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
-        by_head = (-1, self.head_size)
-        q_BSHK = self.q(x_BSD).unflatten(-1, by_head)
-        k_BSGK = self.k(x_BSD).unflatten(-1, by_head)
-        v_BSGK = self.v(x_BSD).unflatten(-1, by_head)
+        q_BSHK = self._by_head(self.q(x_BSD))
+        k_BSGK = self._by_head(self.k(x_BSD))
+        v_BSGK = self._by_head(self.v(x_BSD))
         q_BSHK = self.q_norm(q_BSHK)
         k_BSGK = self.k_norm(k_BSGK)
         if self.rope is not None:
@@ -64,6 +63,11 @@ class Attention(nn.Module):
         attended = self.attend(q_BSHK, k_BSGK, v_BSGK, batch)
         out_BSD: Tensor = self.o(attended.flatten(2))
         return out_BSD
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[..., heads x K] -> [..., heads, K]; heads are counted, so that shards work, too."""
+        by_head: Tensor = x.unflatten(-1, (-1, self.head_size))
+        return by_head
 
 
 class SwiGLU(nn.Module):
@@ -101,7 +105,8 @@ class Layer(nn.Module):
 
     def add_attention(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         """x plus attention of its norm."""
-        attended: Tensor = self.attn(self.attn_norm(x_BSD), batch)
+        normed = self.attn_norm(x_BSD)
+        attended: Tensor = self.attn(normed, batch)
         return x_BSD + attended
 
 
@@ -110,7 +115,8 @@ class DecoderLayer(Layer):
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         x_BSD = self.add_attention(x_BSD, batch)
-        out_BSD: Tensor = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        normed = self.mlp_norm(x_BSD)
+        out_BSD: Tensor = x_BSD + self.mlp(normed)
         return out_BSD
 
 

@@ -17,7 +17,10 @@ the values of their parameters; no two share a module or a parameter.
 
 def build_all(builders: Builders) -> dict[str, nn.Module]:
     """All blocks of a chain."""
-    return {name: build() for name, build in builders.items()}
+    blocks: dict[str, nn.Module] = {}
+    for name, build in builders.items():
+        blocks[name] = build()
+    return blocks
 
 
 class LazyBlocks(Mapping[str, nn.Module]):
@@ -28,15 +31,22 @@ class LazyBlocks(Mapping[str, nn.Module]):
         call: calls a builder, for example on the meta device.
     """
 
-    def __init__(self, builders: Builders, call: Callable[[Builder], nn.Module]) -> None:
+    def __init__(
+        self,
+        builders: Builders,
+        call: Callable[[Builder], nn.Module],
+    ) -> None:
         self._builders = builders
         self._call = call
         self._built: dict[str, nn.Module] = {}
 
     def __getitem__(self, name: str) -> nn.Module:
-        if name not in self._built:
-            self._built[name] = self._call(self._builders[name])
-        return self._built[name]
+        block = self._built.get(name)
+        if block is None:
+            build = self._builders[name]
+            block = self._call(build)
+            self._built[name] = block
+        return block
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._builders)
@@ -52,7 +62,7 @@ class LazyBlocks(Mapping[str, nn.Module]):
             distinct: blocks that equal no other one, for example because of a tied parameter.
         """
         firsts: dict[int, str] = {}
-        found = {}
+        found: dict[str, str] = {}
         for name, build in self._builders.items():
             if name in distinct:
                 continue
@@ -65,6 +75,9 @@ class LazyBlocks(Mapping[str, nn.Module]):
         """All blocks, new ones, but one module for the blocks that `repeats` calls equal."""
         modules: dict[str, nn.Module] = {}
         for name, build in self._builders.items():
-            is_repeat = name in repeats
-            modules[name] = modules[repeats[name]] if is_repeat else self._call(build)
+            first = repeats.get(name)
+            if first is None:
+                modules[name] = self._call(build)
+            else:
+                modules[name] = modules[first]
         return modules

@@ -46,8 +46,9 @@ class LoraFactor(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled = x if self.scale == 1 else x * self.scale
-        return F.linear(scaled, self.weight)
+        if self.scale != 1:
+            x = x * self.scale
+        return F.linear(x, self.weight)
 
 
 class LoraLinear(nn.Linear):
@@ -77,22 +78,31 @@ class LoraLinear(nn.Linear):
 def take_adapter(module: nn.Module, source: nn.Module | None = None) -> None:
     """Register the adapter of `source` in `module`, or none."""
     for name in FACTORS:
-        module.register_module(name, getattr(source, name, None))
+        factor = getattr(source, name, None)
+        module.register_module(name, factor)
 
 
 def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """y plus the adapter's output for x, where `module` has an adapter."""
-    lora_a, lora_b = (getattr(module, name) for name in FACTORS)
+    name_a, name_b = FACTORS
+    lora_a = getattr(module, name_a)
     if lora_a is None:
         return y
+    lora_b = getattr(module, name_b)
     product: Tensor = lora_b(lora_a(x))
     return y + product
 
 
-def add_product(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:
+def add_product(
+    weight: Tensor,
+    product: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
     """W + scale B A from W and B A, computed in the wider type, in the type of W."""
     wide = torch.promote_types(weight.dtype, product.dtype)
-    merged = weight.to(wide) + scale * product.to(wide)
+    change = scale * product.to(wide)
+    merged = weight.to(wide) + change
     return merged.to(weight.dtype)
 
 
@@ -123,11 +133,13 @@ class AdaptedFamily:
         plain = self.plain.axes(cfg)
         axes = dict(plain)
         for row, row_axes in plain.items():
-            if row.endswith(".weight") and len(row_axes) == 2:
-                linear = row.removesuffix(".weight")
-                out_axis, in_axis = row_axes
-                axes[linear + LORA_A] = ("rank", in_axis)
-                axes[linear + LORA_B] = (out_axis, "rank")
+            is_linear = row.endswith(".weight") and len(row_axes) == 2
+            if not is_linear:
+                continue
+            linear = row.removesuffix(".weight")
+            out_axis, in_axis = row_axes
+            axes[linear + LORA_A] = ("rank", in_axis)
+            axes[linear + LORA_B] = (out_axis, "rank")
         return axes
 
     def ties(self, cfg: Any) -> dict[str, str]:
@@ -152,9 +164,10 @@ class AdaptedFamily:
         names.
         """
         blocks = self.plain.blocks(cfg)
-        paths = self._adapted_paths(cfg)
+        paths_of = self._adapted_paths(cfg)
         for name, block in blocks.items():
-            self._adapt(name, block, paths.get(name, ()))
+            paths = paths_of.get(name, ())
+            self._adapt(name, block, paths)
         return blocks
 
     def builders(self, cfg: Any) -> Builders | None:
@@ -162,22 +175,25 @@ class AdaptedFamily:
         plain = builders_of(self.plain, cfg)
         if plain is None:
             return None
-        paths = self._adapted_paths(cfg)
+        paths_of = self._adapted_paths(cfg)
         known: dict[Hashable, Builder] = {}
-        builders = {}
+        builders: dict[str, Builder] = {}
         for name, build in plain.items():
-            block_paths = paths.get(name, ())
-            adapted_build = partial(self._build_adapted, name, build, block_paths)
-            builders[name] = known.setdefault((id(build), block_paths), adapted_build)
+            paths = paths_of.get(name, ())
+            key = (id(build), paths)
+            adapted_build = partial(self._build_adapted, name, build, paths)
+            builders[name] = known.setdefault(key, adapted_build)
         return builders
 
     def _adapted_paths(self, cfg: Any) -> dict[str, tuple[str, ...]]:
         """Name of a block -> paths of its adapted linears."""
-        paths: dict[str, tuple[str, ...]] = {}
-        for name in adapted_linears(self.lora.targets, cfg.linears()):
+        paths: dict[str, list[str]] = {}
+        shapes = cfg.linears()
+        for name in adapted_linears(self.lora.targets, shapes):
             block_name, _, path = name.partition(".")
-            paths[block_name] = (*paths.get(block_name, ()), path)
-        return paths
+            block_paths = paths.setdefault(block_name, [])
+            block_paths.append(path)
+        return {name: tuple(block_paths) for name, block_paths in paths.items()}
 
     def _build_adapted(
         self,

@@ -52,16 +52,21 @@ class Choice:
         first.
         """
         if self.topk_group < self.n_group:
-            groups = scores.unflatten(-1, (self.n_group, -1))
-            group_size = groups.shape[-1]
-            two_best = groups.topk(min(2, group_size), dim=-1).values
-            group_scores = two_best.sum(-1)
-            allowed = group_scores.topk(self.topk_group, dim=-1).indices
-            all_masked = torch.ones_like(group_scores, dtype=torch.bool)
-            is_masked = all_masked.scatter(-1, allowed, False).unsqueeze(-1)
-            groups = groups.masked_fill(is_masked, -torch.inf)
-            scores = groups.flatten(-2)
+            scores = self._in_best_groups(scores)
         return scores.topk(self.top_k, dim=-1).indices
+
+    def _in_best_groups(self, scores: Tensor) -> Tensor:
+        """The scores, -inf outside the groups whose two best ones have the highest sums."""
+        groups = scores.unflatten(-1, (self.n_group, -1))
+        group_size = groups.shape[-1]
+        num_best = min(2, group_size)
+        two_best = groups.topk(num_best, dim=-1).values
+        group_scores = two_best.sum(-1)
+        allowed = group_scores.topk(self.topk_group, dim=-1).indices
+        all_masked = torch.ones_like(group_scores, dtype=torch.bool)
+        is_masked = all_masked.scatter(-1, allowed, False)
+        groups = groups.masked_fill(is_masked.unsqueeze(-1), -torch.inf)
+        return groups.flatten(-2)
 
     def weights(self, scores: Tensor, experts: Tensor) -> Tensor:
         """scores[..., E], experts[..., K] -> [..., K]."""
@@ -91,7 +96,10 @@ class Router(nn.Module):
         self.proj = nn.Linear(dim, choice.num_experts, bias=False)
         self.bias: nn.Parameter | None = None
         if choice.scoring == "sigmoid":
-            self.bias = nn.Parameter(torch.zeros(choice.num_experts), requires_grad=False)
+            self.bias = nn.Parameter(
+                torch.zeros(choice.num_experts),
+                requires_grad=False,
+            )
 
     def forward(self, x_BSD: Tensor) -> Routing:
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
@@ -109,16 +117,22 @@ class Router(nn.Module):
         return Routing(experts_BSK, weights_BSK, scores_BSE)
 
 
-def rebalance(bias_E: Tensor, load_E: Tensor, *, rate: float) -> Tensor:
+def rebalance(
+    bias_E: Tensor,
+    load_E: Tensor,
+    *,
+    rate: float,
+) -> Tensor:
     """The bias after a step: up by `rate` where the load of all ranks was under the mean, down
     where it was over it.
 
     load_E int64 is exact, and so is the comparison: every layout takes the same step.
     Source: Wang et al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2.
     """
-    below_mean_E = load_E.sum() - load_E.numel() * load_E
-    direction_E = below_mean_E.sign().to(bias_E.dtype)
-    return bias_E + rate * direction_E
+    num_experts = load_E.numel()
+    below_mean_E = load_E.sum() - num_experts * load_E
+    direction_E = below_mean_E.sign()
+    return bias_E + rate * direction_E.to(bias_E.dtype)
 
 
 class Balance(nn.Module):

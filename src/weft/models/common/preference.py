@@ -86,14 +86,18 @@ class PreferenceLoss(Loss):
         references = batch.references.to(losses_BS.dtype)
         gains_BS = torch.where(counts, -losses_BS - references, 0.0)
         marks_BS = batch.pairs.to(losses_BS.dtype)
-        whole = batch.documents if batch.whole_documents is None else batch.whole_documents
-        num_slots = 2 * (whole.shape[1] // 2 + 1)
-        sums = _sum_by_document(torch.stack((gains_BS, marks_BS)), batch.documents, num_slots)
+        whole = batch.whole_documents
+        if whole is None:
+            whole = batch.documents
+        most_pairs = whole.shape[1] // 2 + 1
+        by_token = torch.stack((gains_BS, marks_BS))
+        sums = _sum_by_document(by_token, batch.documents, 2 * most_pairs)
         gains, marks = self.position_sum(sums).unbind(0)
         margins = gains[:, 0::2] - gains[:, 1::2]
-        pair_losses: Tensor = -F.logsigmoid(self.beta * margins) * marks[:, 0::2]
-        num_ranks = cast(PositionSum, self.position_sum).num_ranks
-        return pair_losses.sum() / num_ranks
+        log_odds = F.logsigmoid(self.beta * margins)
+        pair_losses: Tensor = -log_odds * marks[:, 0::2]
+        position_sum = cast(PositionSum, self.position_sum)
+        return pair_losses.sum() / position_sum.num_ranks
 
 
 def _sum_by_document(
@@ -144,4 +148,6 @@ def with_preference_loss(plain: Family, beta: float) -> Family:
 def preference_loss_of(blocks: Mapping[str, nn.Module]) -> PreferenceLoss | None:
     """The loss of preference pairs among the blocks of a rank; None where another rank has it."""
     block = blocks.get(LOSS_BLOCK)
-    return block if isinstance(block, PreferenceLoss) else None
+    if isinstance(block, PreferenceLoss):
+        return block
+    return None

@@ -76,7 +76,9 @@ class YarnScaling:
     @property
     def gain(self) -> float:
         """Factor of cosine and sine."""
-        return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        of_rotated_part = self._temperature(self.mscale)
+        of_all_scores = self._temperature(self.mscale_all_dim)
+        return of_rotated_part / of_all_scores
 
     @property
     def sharpness(self) -> float:
@@ -86,8 +88,9 @@ class YarnScaling:
     def _feature_index(self, num_turns: float, num: int) -> float:
         """Index, as a real number, of the feature that turns so often within the original context."""
         wavelength = self.original_context / (num_turns * 2 * math.pi)
+        log_wavelength = math.log(wavelength)
         log_theta = math.log(self.theta)
-        return 2 * num * math.log(wavelength) / (2 * log_theta)
+        return 2 * num * log_wavelength / (2 * log_theta)
 
     def _temperature(self, mscale: float) -> float:
         if self.factor <= 1:

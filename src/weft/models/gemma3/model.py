@@ -109,5 +109,8 @@ def _attention(cfg: Config, window: int | None) -> Attention:
         cfg,
         rope=Rope(cfg.head_size, theta=theta),
         qk_norm=OffsetRMSNorm,
-        attend=Attend(mask=AttentionMask(window=window), scale=cfg.query_pre_attn_scalar**-0.5),
+        attend=Attend(
+            mask=AttentionMask(window=window),
+            scale=cfg.query_pre_attn_scalar**-0.5,
+        ),
     )

@@ -55,12 +55,14 @@ class Config(ModelConfig):
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         costs = self._mlp_costs() if self.arch == "mlp" else self._conv_costs()
+        logits = ("batch", self.classes)
         specs = [BlockSpec("embed", costs.embed, costs.hidden, is_layer=False)]
         for layer in range(self.layers):
-            specs.append(BlockSpec(f"layer{layer}", costs.layer, costs.hidden, is_layer=True))
-        specs.append(BlockSpec("head", costs.head, ("batch", self.classes), is_layer=False))
-        specs.append(BlockSpec("loss", 0.0, (), is_layer=False))
-        return tuple(specs)
+            spec = BlockSpec(f"layer{layer}", costs.layer, costs.hidden, is_layer=True)
+            specs.append(spec)
+        head = BlockSpec("head", costs.head, logits, is_layer=False)
+        loss = BlockSpec("loss", 0.0, (), is_layer=False)
+        return (*specs, head, loss)
 
     def _mlp_costs(self) -> _Costs:
         return _Costs(
@@ -73,9 +75,10 @@ class Config(ModelConfig):
     def _conv_costs(self) -> _Costs:
         half = self.image_size // 2
         num_features = self.dim * self.pooled_size**2
+        layer_weights = 9 * self.dim * self.dim
         return _Costs(
             embed=linear_flops(self.image_size**2, 9 * self.dim),
-            layer=linear_flops(half**2, 9 * self.dim * self.dim),
+            layer=linear_flops(half**2, layer_weights),
             head=linear_flops(1, num_features * self.ffn, self.ffn * self.classes),
             hidden=("batch", self.dim, half, half),
         )

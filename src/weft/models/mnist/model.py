@@ -14,7 +14,9 @@ from weft.models.mnist.config import Config
 def brightness(images_B1HW: Tensor, dtype: torch.dtype) -> Tensor:
     """Pixels from 0 to 1; bytes are scaled, floats are taken as they are."""
     pixels = images_B1HW.to(dtype)
-    return pixels if images_B1HW.is_floating_point() else pixels / 255
+    if images_B1HW.is_floating_point():
+        return pixels
+    return pixels / 255
 
 
 class FlatEmbed(nn.Module):
@@ -25,8 +27,10 @@ class FlatEmbed(nn.Module):
         self.proj = nn.Linear(num_pixels, dim)
 
     def forward(self, images_B1HW: Tensor, batch: Batch) -> Tensor:
-        pixels = brightness(images_B1HW, self.proj.weight.dtype)
-        return F.relu(self.proj(pixels.flatten(1)))
+        dtype = self.proj.weight.dtype
+        pixels = brightness(images_B1HW, dtype)
+        x_BD = self.proj(pixels.flatten(1))
+        return F.relu(x_BD)
 
 
 class FlatLayer(nn.Module):
@@ -64,7 +68,8 @@ class ConvEmbed(nn.Module):
         self.conv = nn.Conv2d(1, channels, kernel_size=3, padding=1)
 
     def forward(self, images_B1HW: Tensor, batch: Batch) -> Tensor:
-        pixels = brightness(images_B1HW, self.conv.weight.dtype)
+        dtype = self.conv.weight.dtype
+        pixels = brightness(images_B1HW, dtype)
         features = F.relu(self.conv(pixels))
         return F.max_pool2d(features, 2)
 
@@ -95,7 +100,8 @@ class ConvHead(nn.Module):
         self.down = nn.Linear(ffn, classes)
 
     def forward(self, x_BCHW: Tensor, batch: Batch) -> Tensor:
-        features = F.max_pool2d(x_BCHW, 2).flatten(1)
+        pooled = F.max_pool2d(x_BCHW, 2)
+        features = pooled.flatten(1)
         hidden = F.relu(self.up(features))
         logits_BV: Tensor = self.down(hidden)
         return logits_BV

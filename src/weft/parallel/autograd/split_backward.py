@@ -173,20 +173,25 @@ class SplitBackward(TorchFunctionMode):
         written into them.
         """
         for tensor in touched:
-            self._proxies.pop(id(tensor), None)
+            key = id(tensor)
+            self._proxies.pop(key, None)
             if is_weight and tensor.requires_grad:
-                self._weights[id(tensor)] = tensor
+                self._weights[key] = tensor
             else:
-                self._weights.pop(id(tensor), None)
+                self._weights.pop(key, None)
 
     def _proxy(self, tensor: Tensor) -> Tensor:
         """The tensor that replaces a weight in the outer graph; other tensors as they are."""
-        if id(tensor) not in self._weights:
+        key = id(tensor)
+        if key not in self._weights:
             return tensor
-        if id(tensor) not in self._proxies:
-            inner = _InnerGraph(self._pending_wgrads, get_gradient_edge(tensor), inputs=())
-            self._proxies[id(tensor)] = _outer_output(inner, tensor, self._grad_root)
-        return self._proxies[id(tensor)]
+        proxy = self._proxies.get(key)
+        if proxy is None:
+            edge = get_gradient_edge(tensor)
+            inner = _InnerGraph(self._pending_wgrads, edge, inputs=())
+            proxy = _outer_output(inner, tensor, self._grad_root)
+            self._proxies[key] = proxy
+        return proxy
 
     def _product(
         self,

@@ -22,14 +22,23 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def map_leaves(tree: Any, kind: type[T], act: Callable[[T], Any]) -> Any:
+def map_leaves(
+    tree: Any,
+    kind: type[T],
+    act: Callable[[T], Any],
+) -> Any:
     """The same tree with `act` applied to each leaf of this kind."""
     if isinstance(tree, kind):
         return act(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(item, kind, act) for item in tree))
+    container = type(tree)
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_leaves(item, kind, act) for item in tree)
+        items = [map_leaves(item, kind, act) for item in tree]
+        if hasattr(tree, "_fields"):  # a named tuple
+            return container(*items)
+        return container(items)
     if isinstance(tree, dict):
-        return type(tree)((key, map_leaves(item, kind, act)) for key, item in tree.items())
+        mapped: list[tuple[Any, Any]] = []
+        for key, item in tree.items():
+            mapped.append((key, map_leaves(item, kind, act)))
+        return container(mapped)
     return tree

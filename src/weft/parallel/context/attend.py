@@ -143,7 +143,10 @@ def _check_stages(
         if number > 0:
             _batch, _seq, *sizes = plan.stages[number - 1].out
             hidden_shape = tuple(int(size) for size in sizes)
-        check_blocks({name: blocks[name] for name in stage.blocks}, hidden_shape=hidden_shape)
+        check_blocks(
+            {name: blocks[name] for name in stage.blocks},
+            hidden_shape=hidden_shape,
+        )
 
 
 def apply(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -89,7 +89,9 @@ class BlockAttention:
         query_documents = self.documents[:, queries]
         key_documents = self.documents[:, keys]
         is_same = query_documents[:, None, :, None] == key_documents[:, None, None, :]
-        return is_same if allowed is None else is_same & allowed
+        if allowed is None:
+            return is_same
+        return is_same & allowed
 
     def _columns(
         self,
@@ -126,9 +128,11 @@ class _BlockAttentionFunction(torch.autograd.Function):
         q_BHSK = _swap_heads(q_BSHK)
         own = KeyValue.of(k_BSGK, v_BSGW)
         merged = _MergedBlocks(q_BHSK, width=v_BSGW.shape[-1])
-        for block, source, k, v in _received_blocks(attention, own):
+        for received in _received_blocks(attention, own):
+            block = received.block
             q = q_BHSK[:, :, block.queries]
-            out, lse = kernels.attend(q, k, v, attention.scores(block, source, q))
+            scores = attention.scores(block, received.source, q)
+            out, lse = kernels.attend(q, received.k, received.v, scores)
             merged.add(block.queries, out, lse)
         if sinks is not None:
             merged.add_sinks(sinks)
@@ -143,15 +147,19 @@ class _BlockAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_BSHW: Tensor) -> tuple[Tensor | None, ...]:
         q_BHSK, buffer, out, lse, sinks = ctx.saved_tensors
         attention: BlockAttention = ctx.attention
+        exchange = attention.exchange
         own = KeyValue(buffer, *ctx.shapes)
         grad = _swap_heads(grad_BSHW.contiguous())
         backward = _BackwardPass(attention, q_BHSK, grad, out, lse)
         turns = attention.blocks.ring_turns
-        accumulator = attention.exchange.accumulator(own, turns, backward.dq.dtype)
-        for source, received in attention.exchange.receive(own, turns):
-            accumulator.add(source, backward.run_source(source, received))
+        accumulator = exchange.accumulator(own, turns, backward.dq.dtype)
+        for source, received in exchange.receive(own, turns):
+            gradients = backward.run_source(source, received)
+            accumulator.add(source, gradients)
         own_gradients = accumulator.finish()
-        dsinks = None if sinks is None else _sinks_gradient(sinks, grad, out, lse)
+        dsinks: Tensor | None = None
+        if sinks is not None:
+            dsinks = _sinks_gradient(sinks, grad, out, lse)
         dtype = q_BHSK.dtype
         return (
             _swap_heads(backward.dq.to(dtype)),
@@ -186,15 +194,18 @@ class _BackwardPass:
 
     def run_source(self, source: int, received: KeyValue) -> list[KVGradient]:
         """The gradients for the keys and values of one source, block by block."""
-        gradients = []
+        gradients: list[KVGradient] = []
         for block in self.attention.blocks_of(source):
             found = self._run_block(block, source, received)
             self.dq[:, :, block.queries] += found.q
             if found.head_bias is not None:
                 self._add_head_bias(found.head_bias)
-            dk = _swap_heads(found.k)
-            dv = _swap_heads(found.v)
-            gradients.append(KVGradient(block.keys, dk, dv))
+            gradient = KVGradient(
+                block.keys,
+                dk=_swap_heads(found.k),
+                dv=_swap_heads(found.v),
+            )
+            gradients.append(gradient)
         return gradients
 
     def _run_block(
@@ -232,16 +243,31 @@ class _BackwardPass:
         return self.dhead_bias.to(head_bias.dtype)
 
 
+class _ReceivedBlock(NamedTuple):
+    """A block whose keys k_BGTK and values v_BGTW have arrived from `source`."""
+
+    block: BlockMask
+    source: int
+    k: Tensor
+    v: Tensor
+
+
 def _received_blocks(
-    attention: BlockAttention, own: KeyValue
-) -> Iterator[tuple[BlockMask, int, Tensor, Tensor]]:
-    """(block, source, its keys k_BGTK, its values v_BGTW), as they arrive."""
+    attention: BlockAttention,
+    own: KeyValue,
+) -> Iterator[_ReceivedBlock]:
+    """The blocks of all sources, as their keys and values arrive."""
     turns = attention.blocks.ring_turns
     for source, received in attention.exchange.receive(own, turns):
         for block in attention.blocks_of(source):
-            k = _swap_heads(received.keys[:, block.keys])
-            v = _swap_heads(received.values[:, block.keys])
-            yield block, source, k, v
+            keys = received.keys[:, block.keys]
+            values = received.values[:, block.keys]
+            yield _ReceivedBlock(
+                block,
+                source,
+                k=_swap_heads(keys),
+                v=_swap_heads(values),
+            )
 
 
 class _MergedBlocks:
@@ -283,9 +309,11 @@ class _MergedBlocks:
 
     def _allocate(self) -> None:
         """Results without any key."""
-        shape = self.q_BHSK.shape[:-1]
-        self.out = self.q_BHSK.new_zeros((*shape, self.width), dtype=self.dtype)
-        self.lse = self.q_BHSK.new_full(shape, kernels.NO_WEIGHT, dtype=self.dtype)
+        q = self.q_BHSK
+        *lse_shape, _ = q.shape
+        out_shape = (*lse_shape, self.width)
+        self.out = q.new_zeros(out_shape, dtype=self.dtype)
+        self.lse = q.new_full(lse_shape, kernels.NO_WEIGHT, dtype=self.dtype)
         self.is_empty = False
 
     def add_sinks(self, sinks_H: Tensor) -> None:

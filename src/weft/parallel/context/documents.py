@@ -10,9 +10,14 @@ from weft.core.mesh import Axis
 from weft.core.sequence import DocumentRange, zigzag
 
 
-def gather_documents(own_BS: Tensor, comm: Comm, axis: Axis) -> Tensor:
+def gather_documents(
+    own_BS: Tensor,
+    comm: Comm,
+    axis: Axis,
+) -> Tensor:
     """documents_BT of whole sequences from those of each rank's columns: a small all-gather."""
-    return in_sequence_order(comm.all_gather(own_BS, axis, dim=1), comm.degree(axis))
+    by_rank = comm.all_gather(own_BS, axis, dim=1)
+    return in_sequence_order(by_rank, comm.degree(axis))
 
 
 def in_sequence_order(by_rank: Tensor, num_ranks: int) -> Tensor:
@@ -36,7 +41,8 @@ def chunk_numbers(num_ranks: int) -> list[int]:
 
 
 def document_ranges(
-    whole_BT: Tensor, num_ranks: int
+    whole_BT: Tensor,
+    num_ranks: int,
 ) -> tuple[tuple[DocumentRange, ...], ...] | None:
     """Smallest and largest document of each chunk of each sequence, [row][chunk]; None on the meta
     device.

@@ -63,6 +63,19 @@ class Block(NamedTuple):
     k: Tensor
     v: Tensor
 
+    @property
+    def head_size(self) -> int:
+        """The larger one of the head sizes of keys and values."""
+        return max(self.q.shape[-1], self.v.shape[-1])
+
+    def padded(self, size: int) -> Block:
+        """With zeros behind each head, up to a head size: they change no score."""
+        return Block(
+            _pad(self.q, size),
+            _pad(self.k, size),
+            _pad(self.v, size),
+        )
+
 
 class BlockOutput(NamedTuple):
     """Output over all blocks, and the gradient that it received."""
@@ -100,10 +113,10 @@ def attend(
     A query that attends to no key has output 0 and lse -inf.
     """
     kernel = _choose_kernel(q, scores)
-    size = _padded_head_size(kernel, q, v)
-    block = Block(_pad(q, size), _pad(k, size), _pad(v, size))
-    padded_out, lse = kernel.forward(block, scores)
-    out = padded_out[..., : v.shape[-1]]
+    block = Block(q, k, v)
+    size = _padded_head_size(kernel, block)
+    padded_out, lse = kernel.forward(block.padded(size), scores)
+    out = _unpad(padded_out, v)
     if scores.mask is not None:
         # kernels disagree on rows without a key: 0 and lse 0, or not a number
         attends_to_nothing = ~scores.mask.any(-1)
@@ -118,20 +131,18 @@ def attend_backward(
     scores: Scores,
 ) -> BlockGradients:
     """The block's part of the gradients, from the output over all blocks."""
-    q, k, v = block
-    kernel = _choose_kernel(q, scores)
-    size = _padded_head_size(kernel, q, v)
-    padded_block = Block(_pad(q, size), _pad(k, size), _pad(v, size))
+    kernel = _choose_kernel(block.q, scores)
+    size = _padded_head_size(kernel, block)
     padded_output = BlockOutput(
         _pad(output.grad, size),
         _pad(output.out, size),
         output.lse,
     )
-    padded = kernel.backward(padded_block, padded_output, scores)
+    padded = kernel.backward(block.padded(size), padded_output, scores)
     return BlockGradients(
-        padded.q[..., : q.shape[-1]],
-        padded.k[..., : k.shape[-1]],
-        padded.v[..., : v.shape[-1]],
+        _unpad(padded.q, block.q),
+        _unpad(padded.k, block.k),
+        _unpad(padded.v, block.v),
         padded.head_bias,
     )
 
@@ -143,27 +154,37 @@ def _choose_kernel(q: Tensor, scores: Scores) -> Kernel:
         return CPU
     if q.dtype == torch.float64:
         return PLAIN
-    is_16_bit = q.dtype != torch.float32
-    return CUDA_FLASH if is_16_bit and scores.mask is None else CUDA_EFFICIENT
+    if q.dtype == torch.float32 or scores.mask is not None:
+        return CUDA_EFFICIENT
+    return CUDA_FLASH
 
 
-def _padded_head_size(kernel: Kernel, q: Tensor, v: Tensor) -> int:
-    """Fused kernels take one head size for q, k and v; zeros behind each head change no score."""
-    widest = max(q.shape[-1], v.shape[-1])
-    num_units = -(-widest // kernel.head_unit)
-    return num_units * kernel.head_unit
+def _padded_head_size(kernel: Kernel, block: Block) -> int:
+    """Fused kernels take one head size for q, k and v, a multiple of their unit."""
+    unit = kernel.head_unit
+    num_units = -(-block.head_size // unit)  # rounded up
+    return num_units * unit
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
     missing = size - x.shape[-1]
-    return F.pad(x, (0, missing)) if missing else x
+    if not missing:
+        return x
+    return F.pad(x, (0, missing))
+
+
+def _unpad(padded: Tensor, like: Tensor) -> Tensor:
+    """Without the zeros behind each head."""
+    size = like.shape[-1]
+    return padded[..., :size]
 
 
 def _mask_as_bias(scores: Scores, dtype: torch.dtype) -> Tensor | None:
-    if scores.mask is None:
+    mask = scores.mask
+    if mask is None:
         return None
-    bias = torch.zeros(scores.mask.shape, dtype=dtype, device=scores.mask.device)
-    return bias.masked_fill_(~scores.mask, NO_WEIGHT)
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return bias.masked_fill_(~mask, NO_WEIGHT)
 
 
 def _cpu_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -202,7 +223,11 @@ def _flash_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _flash_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
+def _flash_backward(
+    block: Block,
+    output: BlockOutput,
+    scores: Scores,
+) -> BlockGradients:
     no_dropout_state = torch.zeros(2, dtype=torch.int64, device=block.q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         output.grad,
@@ -233,8 +258,10 @@ def _efficient_bias(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
     if bias is None:
         return None
     num_keys = k.shape[2]
-    aligned = F.pad(bias, (0, -num_keys % EFFICIENT_BIAS))[..., :num_keys]
-    return aligned.expand(q.shape[0], q.shape[1], -1, -1)
+    batch_size, num_heads, *_ = q.shape
+    missing = -num_keys % EFFICIENT_BIAS
+    aligned = F.pad(bias, (0, missing))[..., :num_keys]
+    return aligned.expand(batch_size, num_heads, -1, -1)
 
 
 def _repeat_heads(x_BGTK: Tensor, q_BHSK: Tensor) -> Tensor:
@@ -263,7 +290,11 @@ def _efficient_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse[..., : q.shape[2]]
 
 
-def _efficient_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
+def _efficient_backward(
+    block: Block,
+    output: BlockOutput,
+    scores: Scores,
+) -> BlockGradients:
     q, k, v = block
     missing_rows = -output.lse.shape[-1] % EFFICIENT_ROWS
     padded_lse = F.pad(output.lse, (0, missing_rows))
@@ -315,12 +346,17 @@ def _plain_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     raw = _raw_scores(q, k, scores).to(wide)
     final = _final_scores(raw, scores)
+    lse = final.logsumexp(-1)
     weights = final.softmax(-1).to(v.dtype)
     out = weights @ _repeat_heads(v, q)
-    return out, final.logsumexp(-1)
+    return out, lse
 
 
-def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
+def _plain_backward(
+    block: Block,
+    output: BlockOutput,
+    scores: Scores,
+) -> BlockGradients:
     q, k, v = block
     grad, out, lse = output
     wide = lse.dtype
@@ -333,22 +369,24 @@ def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
     dots = (grad * out).to(wide)
     mean_dweights = dots.sum(-1, keepdim=True)
     dfinal = weights * (dweights.to(wide) - mean_dweights)
-    dhead_bias = None
+    dhead_bias: Tensor | None = None
     if scores.head_bias is not None and scores.distance is not None:
         by_slope = dfinal * scores.distance
         dhead_bias = -by_slope.sum((0, 2, 3))
     draw = dfinal
     if scores.softcap is not None:
         capped = torch.tanh(raw / scores.softcap)
-        draw = dfinal * (1 - capped.square())
+        slope = 1 - capped.square()
+        draw = dfinal * slope
     dscaled = (draw * scores.scale).to(q.dtype)
     dq = dscaled @ k_per_query
-    dk = dscaled.transpose(-1, -2) @ q
-    dv = weights.to(q.dtype).transpose(-1, -2) @ grad
+    dk_per_query = dscaled.transpose(-1, -2) @ q
+    narrow_weights = weights.to(q.dtype)
+    dv_per_query = narrow_weights.transpose(-1, -2) @ grad
     return BlockGradients(
         dq,
-        _sum_heads(dk, k),
-        _sum_heads(dv, k),
+        _sum_heads(dk_per_query, k),
+        _sum_heads(dv_per_query, v),
         dhead_bias,
     )
 

@@ -31,18 +31,27 @@ class KeyValue:
     @staticmethod
     def of(k_BSGK: Tensor, v_BSGW: Tensor) -> KeyValue:
         """A copy of both."""
-        buffer = torch.cat((k_BSGK.reshape(-1), v_BSGW.reshape(-1)))
-        return KeyValue(buffer, tuple(k_BSGK.shape), tuple(v_BSGW.shape))
+        flat_keys = k_BSGK.reshape(-1)
+        flat_values = v_BSGW.reshape(-1)
+        return KeyValue(
+            torch.cat((flat_keys, flat_values)),
+            tuple(k_BSGK.shape),
+            tuple(v_BSGW.shape),
+        )
 
     @cached_property
     def keys(self) -> Tensor:
         """keys_BSGK."""
-        return self.buffer[: prod(self.keys_shape)].view(self.keys_shape)
+        num_keys = prod(self.keys_shape)
+        flat = self.buffer[:num_keys]
+        return flat.view(self.keys_shape)
 
     @cached_property
     def values(self) -> Tensor:
         """values_BSGW."""
-        return self.buffer[prod(self.keys_shape) :].view(self.values_shape)
+        num_keys = prod(self.keys_shape)
+        flat = self.buffer[num_keys:]
+        return flat.view(self.values_shape)
 
     def with_buffer(self, buffer: Tensor) -> KeyValue:
         """Another buffer with the same shapes."""
@@ -95,7 +104,11 @@ class KVExchange(Protocol):
         """Ranks that share a sequence."""
         ...
 
-    def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
+    def receive(
+        self,
+        own: KeyValue,
+        turns: Sequence[int],
+    ) -> Iterator[tuple[int, KeyValue]]:
         """(source, its keys and values), this rank's own first; the next ones are sent while these
         are used.
 
@@ -136,7 +149,11 @@ class AllGatherExchange:
         """Ranks that share a sequence."""
         return self.comm.degree(self.axis)
 
-    def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
+    def receive(
+        self,
+        own: KeyValue,
+        turns: Sequence[int],
+    ) -> Iterator[tuple[int, KeyValue]]:
         """Own keys and values while the others' are sent."""
         if len(turns) == 1:
             yield self.index, own

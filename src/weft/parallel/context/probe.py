@@ -17,7 +17,7 @@ from weft.core.attention_mask import ALL_FEATURES
 from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, AttentionImplementation, AttentionSpec
 from weft.models.common.batch import Batch, chain, token_batch
-from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.autograd.tree import map_leaves, tensors_in
 
 ROWS, LENGTH, RANKS = 2, 8, 2
 """Of the batch, and of the context-parallel ranks that are imitated."""
@@ -52,7 +52,11 @@ TOKENWISE = (
 """Layers of torch that treat every token by itself."""
 
 
-def check_blocks(blocks: Mapping[str, nn.Module], *, hidden_shape: tuple[int, ...] | None) -> None:
+def check_blocks(
+    blocks: Mapping[str, nn.Module],
+    *,
+    hidden_shape: tuple[int, ...] | None,
+) -> None:
     """Reject blocks that mix tokens in another way than by `Attend`.
 
     Args:
@@ -63,7 +67,7 @@ def check_blocks(blocks: Mapping[str, nn.Module], *, hidden_shape: tuple[int, ..
     Raises:
         PlanError: the first block that does, or that cannot be run on the batch; it names it.
     """
-    if all(_is_tested(module) for block in blocks.values() for module in block.modules()):
+    if all(map(_consists_of_tested, blocks.values())):
         return
     tokens_BS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 2
     batch = token_batch(tokens_BS, tokens_BS)
@@ -77,10 +81,25 @@ def check_blocks(blocks: Mapping[str, nn.Module], *, hidden_shape: tuple[int, ..
         if isinstance(out, Tensor) and out.dim() == 0:
             return  # the loss
         shapes = [tuple(tensor.shape) for tensor in tensors_in(out)]
-        if any(shape[:2] != (ROWS, LENGTH) for shape in shapes):
-            what = "hands on an activation without a position for each token: under cp it would see its rank's columns alone"
-            raise PlanError(Fault(name, what, got=f"shape {shapes[0]}", fix="a mesh without cp"))
-        x = tuple(map(_random, shapes)) if isinstance(out, tuple) else _random(shapes[0])
+        if not all(map(_has_positions, shapes)):
+            fault = Fault(
+                name,
+                "hands on an activation without a position for each token: under cp it would see its rank's columns alone",
+                got=f"shape {shapes[0]}",
+                fix="a mesh without cp",
+            )
+            raise PlanError(fault)
+        drawn = tuple(map(_random, shapes))
+        x = drawn if isinstance(out, tuple) else drawn[0]
+
+
+def _consists_of_tested(block: nn.Module) -> bool:
+    return all(map(_is_tested, block.modules()))
+
+
+def _has_positions(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of this shape has an entry for each token."""
+    return shape[:2] == (ROWS, LENGTH)
 
 
 def _random(shape: tuple[int, ...]) -> Tensor:
@@ -142,23 +161,29 @@ def _difference(
     has no columns.
     """
     wholes = list(tensors_in(whole))
-    if any(tensor.shape[:2] != (ROWS, LENGTH) for tensor in wholes):
-        return 0.0
+    for tensor in wholes:
+        if not _has_positions(tuple(tensor.shape)):
+            return 0.0
     own_batch = batch.columns(index=index, degree=RANKS)
     columns = own_batch.positions[0]
-    own_x = tuple(tensor[:, columns] for tensor in tensors_in(x))
-    own = probe.run(own_x if isinstance(x, tuple) else own_x[0], own_batch)
+
+    def own_columns(tensor: Tensor) -> Tensor:
+        return tensor[:, columns]
+
+    own = probe.run(map_leaves(x, Tensor, own_columns), own_batch)
     worst = 0.0
     for tensor, own_tensor in zip(wholes, tensors_in(own), strict=True):
         expected = tensor[:, columns].double()
         error = (own_tensor.double() - expected).abs().max()
         largest = tensor.double().abs().max()
-        worst = max(worst, float(error / largest.clamp(min=1e-30)))
+        relative = error / largest.clamp(min=1e-30)
+        worst = max(worst, float(relative))
     return worst
 
 
 def _is_tested(module: nn.Module) -> bool:
-    return type(module) in TOKENWISE or type(module).__module__.startswith("weft.")
+    kind = type(module)
+    return kind in TOKENWISE or kind.__module__.startswith("weft.")
 
 
 def _num_meta_entries(block: nn.Module) -> int:
@@ -219,15 +244,17 @@ class _Probe:
     @torch.no_grad()
     def run(self, x: Activation, batch: Batch) -> Activation:
         """The block's output."""
-        x = tuple(map(self._local, x)) if isinstance(x, tuple) else self._local(x)
+        local_x = map_leaves(x, Tensor, self._local)
         local_batch = batch.map(lambda field: field.to(self.device))
         block = _FunctionalBlock(self.block, self.stand_ins)
-        chained = chain({"block": block}, x, local_batch)  # type: ignore[arg-type]
+        chained = chain({"block": block}, local_x, local_batch)
         return chained.x
 
     def _local(self, x: Tensor) -> Tensor:
-        x = x.to(self.device)
-        return x.to(self.dtype) if x.is_floating_point() else x
+        local = x.to(self.device)
+        if not x.is_floating_point():
+            return local
+        return local.to(self.dtype)
 
 
 class _FunctionalBlock(nn.Module):

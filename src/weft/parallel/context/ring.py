@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -52,14 +53,19 @@ class RingExchange:
         """Ranks that share a sequence."""
         return self.comm.degree(self.axis)
 
-    def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
+    def receive(
+        self,
+        own: KeyValue,
+        turns: Sequence[int],
+    ) -> Iterator[tuple[int, KeyValue]]:
         """Own keys and values, then those of the ranks before, at each turn with work."""
         held = own
-        for number, turn in enumerate(turns):
-            hop = None
-            if number + 1 < len(turns):
-                hop = Hop(self, held, step=turns[number + 1] - turn)
-            yield (self.index - turn) % self.num_ranks, held
+        for turn, next_turn in itertools.zip_longest(turns, turns[1:]):
+            hop: Hop | None = None
+            if next_turn is not None:
+                hop = Hop(self, held, step=next_turn - turn)
+            source = (self.index - turn) % self.num_ranks
+            yield source, held
             if hop is not None:
                 held = hop.wait()
 
@@ -112,15 +118,22 @@ def _start_exchange(ring: RingExchange, sent: KeyValue) -> tuple[Work, ...]:
     return (work,)
 
 
-def _start_messages(ring: RingExchange, sent: KeyValue, step: int) -> tuple[Work, ...]:
+def _start_messages(
+    ring: RingExchange,
+    sent: KeyValue,
+    step: int,
+) -> tuple[Work, ...]:
     """Neighbours in opposite order: nothing deadlocks where both directions of a pair share one
     connection without tags.
     """
-    comm, axis = ring.comm, ring.axis
+    comm = ring.comm
+    axis = ring.axis
     target = (ring.index + step) % ring.num_ranks
     source = (ring.index - step) % ring.num_ranks
     buffer = torch.empty_like(sent.buffer)
-    if _place_in_cycle(ring.index, step, ring.num_ranks) % 2 == 0:
+    place = _place_in_cycle(ring.index, step, ring.num_ranks)
+    sends_first = place % 2 == 0
+    if sends_first:
         sending = comm.start_send(sent.buffer, axis, to=target)
         receiving = comm.start_recv(buffer, axis, source=source)
     else:
@@ -159,7 +172,8 @@ class RingAccumulator:
 
     def add(self, source: int, gradients: Sequence[KVGradient]) -> None:
         """Add to what came with the keys and values, and send it on."""
-        if source == self.ring.index:
+        is_own = source == self.ring.index
+        if is_own:
             held = self.own
         elif self.hop is None:
             held = self.own.zeros(self.own.buffer.dtype)
@@ -167,8 +181,9 @@ class RingAccumulator:
             held = self.hop.wait()
         for gradient in gradients:
             held.add(gradient)
-        if source != self.ring.index:
-            self.hop = Hop(self.ring, held, step=self.steps.pop(0))
+        if not is_own:
+            step = self.steps.pop(0)
+            self.hop = Hop(self.ring, held, step=step)
 
     def finish(self) -> KeyValue:
         """The sum of what the other ranks computed, when it has arrived, and of what this rank
@@ -243,22 +258,42 @@ def ring_attention(
     return attention(q_BSHK, k_BSGK, v_BSGW)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> None:
     got = _shapes_text(q, k, v)
     num_dims = {x.dim() for x in (q, k, v)}
     batches_and_columns = {x.shape[:2] for x in (q, k, v)}
     if num_dims != {4} or len(batches_and_columns) > 1:
-        need = "q_BSHK, k_BSGK, v_BSGW of the same B and S"
-        raise PlanError(Fault("ring_attention", "columns differ", got, need))
+        fault = Fault(
+            "ring_attention",
+            "columns differ",
+            got=got,
+            need="q_BSHK, k_BSGK, v_BSGW of the same B and S",
+        )
+        raise PlanError(fault)
     _, _, num_heads, q_size = q.shape
     _, _, num_k_heads, k_size = k.shape
     _, _, num_v_heads, _ = v.shape
     heads_fit = num_k_heads == num_v_heads and num_heads % num_k_heads == 0
     if not heads_fit or q_size != k_size:
-        need = "as many heads in k as in v, a divisor of those in q; q and k of one head size"
-        raise PlanError(Fault("ring_attention", "heads do not fit together", got, need))
+        fault = Fault(
+            "ring_attention",
+            "heads do not fit together",
+            got=got,
+            need="as many heads in k as in v, a divisor of those in q; q and k of one head size",
+        )
+        raise PlanError(fault)
 
 
-def _shapes_text(q: Tensor, k: Tensor, v: Tensor) -> str:
-    named = {"q": q, "k": k, "v": v}
-    return ", ".join(f"{name}{list(x.shape)}" for name, x in named.items())
+def _shapes_text(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> str:
+    words: list[str] = []
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        words.append(f"{name}{list(x.shape)}")
+    return ", ".join(words)

@@ -49,9 +49,11 @@ class UlyssesAttention:
         v = self._whole_sequences(v_BSGW)
         num_heads = q.shape[HEADS]
         first_head = self.comm.index(AXIS) * num_heads
-        own_spec = spec.select_heads(slice(first_head, first_head + num_heads))
+        own_heads = slice(first_head, first_head + num_heads)
+        own_spec = spec.select_heads(own_heads)
         whole_batch = replace(batch, documents=self._whole_documents(batch))
-        return self._own_columns(self.inner(q, k, v, whole_batch, own_spec))
+        out = self.inner(q, k, v, whole_batch, own_spec)
+        return self._own_columns(out)
 
     def _whole_sequences(self, x: Tensor) -> Tensor:
         by_rank = ops.all_to_all(x, self.comm, AXIS, HEADS, join_dim=COLUMNS)
@@ -60,8 +62,14 @@ class UlyssesAttention:
     def _own_columns(self, x: Tensor) -> Tensor:
         numbers = chunk_numbers(self.comm.degree(AXIS))
         chunks = x.chunk(len(numbers), COLUMNS)
-        by_rank = torch.cat([chunks[number] for number in numbers], COLUMNS)
-        return ops.all_to_all(by_rank, self.comm, AXIS, COLUMNS, join_dim=HEADS)
+        in_rank_order = [chunks[number] for number in numbers]
+        return ops.all_to_all(
+            torch.cat(in_rank_order, COLUMNS),
+            self.comm,
+            AXIS,
+            COLUMNS,
+            join_dim=HEADS,
+        )
 
     def _whole_documents(self, batch: Batch) -> Tensor | None:
         if batch.documents is None or batch.whole_documents is not None:

@@ -62,12 +62,14 @@ class DataParallel(nn.Module):
         inputs = _scatter((args, kwargs), self.devices, self.dim)
         devices = self.devices[: len(inputs)]
         replicas = _replicas(self.module, devices)
-        calls = []
+        calls: list[_ReplicaCall] = []
         for replica, own_input, device in zip(replicas, inputs, devices, strict=True):
-            calls.append(_ReplicaCall(replica, own_input, device))
-        for call in calls[1:]:
+            call = _ReplicaCall(replica, own_input, device)
+            calls.append(call)
+        first, *others = calls
+        for call in others:
             call.start()
-        calls[0].run()
+        first.run()
         outputs = [call.result() for call in calls]
         return _gather(outputs, self.devices[0], self.dim)
 
@@ -145,7 +147,14 @@ class _CopyToDevices(torch.autograd.Function):
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.param_devices = [param.device for param in params]
-        return tuple(param.to(device, copy=True) for device in devices for param in params)
+        return tuple(
+            param.to(
+                device,
+                copy=True,
+            )
+            for device in devices
+            for param in params
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -161,10 +170,14 @@ class _CopyToDevices(torch.autograd.Function):
         return None, *sums
 
 
-def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+def _replicas(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+) -> list[nn.Module]:
     """The module itself, and one replica for each further device."""
     other_devices = devices[1:]
     params = [param for param in module.parameters() if param.requires_grad]
+    num_params = len(params)
     copies: Sequence[Tensor] = ()
     if other_devices and params and torch.is_grad_enabled():
         copies = _CopyToDevices.apply(other_devices, *params)  # type: ignore[no-untyped-call]
@@ -172,11 +185,12 @@ def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     for number, device in enumerate(other_devices):
         maker = _ReplicaMaker(device)
         if copies:
-            first = number * len(params)
-            own_copies = copies[first : first + len(params)]
+            first = number * num_params
+            own_copies = copies[first : first + num_params]
             for param, param_copy in zip(params, own_copies, strict=True):
                 maker.copies[id(param)] = param_copy
-        replicas.append(maker.replicate(module))
+        replica = maker.replicate(module)
+        replicas.append(replica)
     return replicas
 
 
@@ -195,10 +209,11 @@ class _ReplicaMaker:
 
     def replicate(self, module: nn.Module) -> nn.Module:
         """The replica of `module` and of all modules below it."""
-        if id(module) in self.replicas:
-            return self.replicas[id(module)]
+        key = id(module)
+        if key in self.replicas:
+            return self.replicas[key]
         replica: nn.Module = module._replicate_for_data_parallel()
-        self.replicas[id(module)] = replica
+        self.replicas[key] = replica
         for name, param in module._parameters.items():
             copied = None if param is None else self._copy_of(param)
             setattr(replica, name, copied)
@@ -213,9 +228,11 @@ class _ReplicaMaker:
         return replica
 
     def _copy_of(self, param: Tensor) -> Tensor:
-        if id(param) not in self.copies:
-            self.copies[id(param)] = param.detach().to(self.device)
-        return self.copies[id(param)]
+        key = id(param)
+        if key not in self.copies:
+            values = param.detach()
+            self.copies[key] = values.to(self.device)
+        return self.copies[key]
 
 
 def _scatter(

@@ -53,9 +53,11 @@ def first_rank_load(num_ranks: int) -> ExpertLoad:
         _, num_local = span(num_experts, num_ranks, 0)
         num_first = min(top_k, num_local)
         num_next = top_k - num_first
+        num_others = num_experts - num_local - num_next
         first = span_sizes(num_tokens * num_first, num_local)
-        without_tokens = (0,) * (num_experts - num_local - num_next)
-        return (*first, *(num_tokens,) * num_next, *without_tokens)
+        following = (num_tokens,) * num_next
+        others = (0,) * num_others
+        return (*first, *following, *others)
 
     return load
 
@@ -155,7 +157,10 @@ def _by_expert(counts_RE: Tensor, *, num_rows: int) -> Sorting:
     num_ranks, num_experts = counts_RE.shape
     experts_E = torch.arange(num_experts, device=counts_RE.device)
     experts_of_ranks = experts_E.repeat(num_ranks)
-    expert_of_row = experts_of_ranks.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
+    expert_of_row = experts_of_ranks.repeat_interleave(
+        counts_RE.flatten(),
+        output_size=num_rows,
+    )
     return sort_by_expert(expert_of_row.unsqueeze(1), num_experts)
 
 
@@ -236,7 +241,10 @@ def _make_parallel(key: str, mixture: MoE, comm: Comm) -> None:
             key=f"{key}.dispatch",
         )
         num_experts = mixture.dispatch.num_experts
-        mixture.dispatch = ExpertParallelDispatch(num_experts, comm=comm)  # type: ignore[assignment]
+        mixture.dispatch = ExpertParallelDispatch(
+            num_experts,
+            comm=comm,
+        )  # type: ignore[assignment]
     if comm.degree((CP, TP)) > 1:
         check_replaceable(
             mixture.balance,

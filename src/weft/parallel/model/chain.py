@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,10 +51,12 @@ class ChainSnapshot:
         repeats: Mapping[str, str] | None = None,
     ) -> ChainSnapshot:
         """A snapshot of all blocks, without the values of their tensors."""
-        found = fingerprint((dict(model), batch))
         repeats = repeats or {}
-        copied = PlainChain(_deep_copy(model), batch, repeats) if found is None else None
-        return cls(found, copied, repeats)
+        found = fingerprint((dict(model), batch))
+        if found is not None:
+            return cls(found, None, repeats)
+        copied = PlainChain(_deep_copy(model), batch, repeats)
+        return cls(None, copied, repeats)
 
     def chain(self) -> PlainChain:
         """The chain; a new one on each call where there is a fingerprint."""
@@ -74,24 +76,39 @@ def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     memo: dict[int, Any] = {}
     for block in model.values():
         for module in block.modules():
-            plain = [value for value in vars(module).values() if isinstance(value, Tensor)]
-            for tensor in (*plain, *module.buffers(recurse=False)):
+            for tensor in _plain_tensors(module):
                 memo[id(tensor)] = torch.empty_like(tensor, device=META)
         for param in block.parameters():
-            memo[id(param)] = nn.Parameter(
-                torch.empty_like(param, device=META),
-                requires_grad=param.requires_grad,
-            )
-    return {name: copy.deepcopy(block, memo) for name, block in model.items()}
+            values = torch.empty_like(param, device=META)
+            memo[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
+    copied: dict[str, nn.Module] = {}
+    for name, block in model.items():
+        copied[name] = copy.deepcopy(block, memo)
+    return copied
 
 
-def replace_module(block: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """A module's own buffers, and tensors that are plain attributes of it."""
+    for value in vars(module).values():
+        if isinstance(value, Tensor):
+            yield value
+    yield from module.buffers(recurse=False)
+
+
+def replace_module(
+    block: nn.Module,
+    old: nn.Module,
+    new: nn.Module,
+) -> nn.Module:
     """The block with `new` in place of `old`, under every name that it has."""
     if block is old:
         new._forward_pre_hooks.update(old._forward_pre_hooks)  # they decide what it is called with
         return new
     for parent in list(block.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is old and parent is not new:
-                parent._modules[name] = new
+        if parent is new:
+            continue
+        children = parent._modules
+        for name, child in list(children.items()):
+            if child is old:
+                children[name] = new
     return block

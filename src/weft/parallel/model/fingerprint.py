@@ -140,22 +140,31 @@ class _Writer(pickle.Pickler):
         kind = type(obj)
         if kind in _VALUE_TYPES:
             return None
-        if id(obj) in self._numbers:
-            return self._numbers[id(obj)]
+        key = id(obj)
+        if key in self._numbers:
+            return self._numbers[key]
         if issubclass(kind, Tensor):
+            place = len(self.tensors)
             self.tensors.append(self._describe(obj))
-            return self._number(obj, "tensor", len(self.tensors))
-        if issubclass(kind, _IDENTITY_TYPES) or id(obj) in self._opaque_ids:
+            return self._number(obj, "tensor", place)
+        if issubclass(kind, _IDENTITY_TYPES) or key in self._opaque_ids:
+            place = len(self.identities)
             self.identities.append(obj)
-            return self._number(obj, "identity", len(self.identities))
+            return self._number(obj, "identity", place)
         if kind is MethodType or hasattr(kind, "__deepcopy__"):
             raise pickle.PicklingError(f"{kind.__name__} cannot be compared")
         return None
 
-    def _number(self, obj: Any, kind: str, count: int) -> tuple[str, int]:
+    def _number(
+        self,
+        obj: Any,
+        kind: str,
+        place: int,
+    ) -> tuple[str, int]:
         self._kept.append(obj)  # so that its id stays its own
-        self._numbers[id(obj)] = (kind, count - 1)
-        return kind, count - 1
+        number = (kind, place)
+        self._numbers[id(obj)] = number
+        return number
 
 
 class _Reader(pickle.Unpickler):
@@ -174,4 +183,6 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: tuple[str, int]) -> Any:
         """The object of a number."""
         kind, place = pid
-        return self._tensors[place] if kind == "tensor" else self._identities[place]
+        if kind == "tensor":
+            return self._tensors[place]
+        return self._identities[place]

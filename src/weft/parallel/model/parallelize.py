@@ -81,7 +81,10 @@ class ParallelModel:
     @property
     def blocks(self) -> dict[str, nn.Module]:
         """The blocks that live here, by name."""
-        return {name: block for stage in self.stages.values() for name, block in stage.items()}
+        found: dict[str, nn.Module] = {}
+        for stage in self.stages.values():
+            found.update(stage.items())
+        return found
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -142,22 +145,23 @@ def parallelize(
         PlanError: a parameter that no row or two rows of `axes` match, or a model that would not
             compute on shards what it computes on one device.
     """
+    named_ties = dict(ties or {})
     all_blocks: Mapping[str, nn.Module] | nn.ModuleDict = model
     repeats: Mapping[str, str] = {}
     if isinstance(model, LazyBlocks):
-        tied_names = (*(ties or {}), *(ties or {}).values())
-        repeats = model.repeats(distinct={name.partition(".")[0] for name in tied_names})
+        tied_names = [*named_ties.keys(), *named_ties.values()]
+        repeats = model.repeats(distinct=set(map(_block_of, tied_names)))
         all_blocks = model.templates(repeats)
-    ties = {**_shared_parameters(all_blocks, repeats), **(ties or {})}
+    ties = {**_shared_parameters(all_blocks, repeats), **named_ties}
     tie(all_blocks, ties)
-    stage_to_rank = plan.table.stage_to_rank
-    here = comm.index(pipeline_axis())
     whole = named_parameters(all_blocks)
     axes = axes or _known_axes(plan, whole)
     shapes = {name: tuple(param.shape) for name, param in whole.items()}
     chain = _plain_chain(all_blocks, plan, comm, example, repeats=repeats)
-    local_stages = {i: stage for i, stage in enumerate(plan.stages) if stage_to_rank[i] == here}
-    blocks = {name: model[name] for stage in local_stages.values() for name in stage.blocks}
+
+    block_rank = _ranks_of_blocks(plan)
+    here = comm.index(pipeline_axis())
+    blocks = {name: model[name] for name, rank in block_rank.items() if rank == here}
     tie(blocks, ties)
     _shard_parameters(blocks, plan, comm, axes=axes)
     tie(blocks, ties)
@@ -169,33 +173,19 @@ def parallelize(
         sizes=_axis_lengths(shapes, axes),
         chain=chain,
     )
-    stages = {}
-    for i, stage in local_stages.items():
-        modules = {
-            name: recompute_block(name, blocks[name], plan.recompute) for name in stage.blocks
-        }
-        stages[i] = nn.ModuleDict(modules)
-    params = {}
-    for name, param in named_parameters(blocks).items():
-        owner_block = ties[name].partition(".")[0] if name in ties else None
-        if owner_block not in blocks:
-            params[name] = param
-    shards = {}
+    stages = _stages_of(blocks, plan, rank=here)
+    params = _own_params(blocks, ties)
+    shards: dict[str, ParamShard] = {}
     for name in params:
-        owner = ties.get(name, name)
-        axes_with = _axes_with(partial, name)
         shards[name] = _shard(
             name,
             shapes[name],
             plan,
             comm,
             axes=axes,
-            owner=owner,
-            partial=axes_with,
+            owner=ties.get(name, name),
+            partial=_axes_with(partial, name),
         )
-    block_rank = {
-        name: stage_to_rank[i] for i, stage in enumerate(plan.stages) for name in stage.blocks
-    }
     return ParallelModel(
         plan=plan,
         comm=comm,
@@ -207,8 +197,54 @@ def parallelize(
     )
 
 
+def _block_of(param_name: str) -> str:
+    """The block that a global parameter name begins with."""
+    return param_name.partition(".")[0]
+
+
+def _ranks_of_blocks(plan: Plan) -> dict[str, int]:
+    """Pipeline rank of every block, in the order of the stages."""
+    ranks: dict[str, int] = {}
+    for stage, rank in zip(plan.stages, plan.table.stage_to_rank, strict=True):
+        for name in stage.blocks:
+            ranks[name] = rank
+    return ranks
+
+
+def _stages_of(
+    blocks: Mapping[str, nn.Module],
+    plan: Plan,
+    *,
+    rank: int,
+) -> dict[int, nn.ModuleDict]:
+    """The stages of a pipeline rank, with recomputation around their blocks."""
+    stages: dict[int, nn.ModuleDict] = {}
+    for number, stage in enumerate(plan.stages):
+        if plan.table.stage_to_rank[number] != rank:
+            continue
+        modules: dict[str, nn.Module] = {}
+        for name in stage.blocks:
+            modules[name] = recompute_block(name, blocks[name], plan.recompute)
+        stages[number] = nn.ModuleDict(modules)
+    return stages
+
+
+def _own_params(
+    blocks: Mapping[str, nn.Module],
+    ties: Mapping[str, str],
+) -> dict[str, nn.Parameter]:
+    """Parameters by global name; a tied one under its owner's, where that block lives here, too."""
+    params: dict[str, nn.Parameter] = {}
+    for name, param in named_parameters(blocks).items():
+        owner = ties.get(name)
+        if owner is None or _block_of(owner) not in blocks:
+            params[name] = param
+    return params
+
+
 def _shared_parameters(
-    model: Mapping[str, nn.Module] | nn.ModuleDict, repeats: Mapping[str, str]
+    model: Mapping[str, nn.Module] | nn.ModuleDict,
+    repeats: Mapping[str, str],
 ) -> dict[str, str]:
     """Alias -> owner of parameters that are one object: a layer that is used twice, or weights tied
     by hand.
@@ -217,11 +253,12 @@ def _shared_parameters(
         repeats: as in `PlainChain`; such a block shares parameters with no other one.
     """
     owners: dict[tuple[str, int], str] = {}
-    found = {}
+    found: dict[str, str] = {}
     for name, param in named_parameters(model).items():
-        block_name = name.partition(".")[0]
+        block_name = _block_of(name)
         scope = block_name if block_name in repeats else ""
-        owner = owners.setdefault((scope, id(param)), name)
+        key = (scope, id(param))
+        owner = owners.setdefault(key, name)
         if owner != name:
             found[name] = owner
     return found
@@ -259,29 +296,33 @@ def materialize_params(
 
     `names` are those parameters that shall have them; default: all.
     """
-    chosen = tuple(model.params) if names is None else tuple(names)
-    for param in (model.params[name] for name in chosen):
-        empty = nn.Parameter(
-            torch.empty(param.shape, device=device, dtype=dtype),
-            requires_grad=param.requires_grad,
-        )
-        torch.utils.swap_tensors(
-            param, empty
-        )  # the modules and hooks that hold it keep the same object
-    by_owner = {model.shards[name].owner: model.shards[name] for name in chosen}
+    params: dict[str, nn.Parameter] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    shards: dict[str, Shard] = {}
+    for name in model.params if names is None else names:
+        param = model.params[name]
+        values = torch.empty(param.shape, device=device, dtype=dtype)
+        empty = nn.Parameter(values, requires_grad=param.requires_grad)
+        torch.utils.swap_tensors(param, empty)  # modules and hooks that hold it keep their object
+        spec = model.shards[name]
+        params[spec.owner] = param
+        shapes[spec.owner] = spec.shape
+        shards[spec.owner] = spec.shard
     init_params(
-        {model.shards[name].owner: model.params[name] for name in chosen},
+        params,
         table,
         seed=seed,
-        shapes={owner: piece.shape for owner, piece in by_owner.items()},
-        shards={owner: piece.shard for owner, piece in by_owner.items()},
+        shapes=shapes,
+        shards=shards,
     )
 
 
 def read_shard(read: Callable[[Box], Tensor], shard: Shard) -> Tensor:
     """The local tensor of a shard, from a function that yields the entries of one box."""
-    tensors = [read(box) for box in shard.boxes]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=shard.dim)
+    tensors = list(map(read, shard.boxes))
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors, dim=shard.dim)
 
 
 def _shard_parameters(
@@ -301,13 +342,16 @@ def _shard_parameters(
         for path, param in list(block.named_parameters(remove_duplicate=False)):
             parent, _, leaf = path.rpartition(".")
             module = block.get_submodule(parent)
-            if getattr(module, leaf) is not param or id(param) in done:
+            key = id(param)
+            if key in done or getattr(module, leaf) is not param:
                 continue
-            if id(param) not in shards:
+            if key not in shards:
+                name = f"{block_name}.{path}"
+                shard = _sharded(name, param, plan, comm, axes=axes)
+                shards[key] = shard
                 replaced.append(param)
-                shards[id(param)] = _sharded(f"{block_name}.{path}", param, plan, comm, axes=axes)
-                done.add(id(shards[id(param)]))
-            setattr(module, leaf, shards[id(param)])
+                done.add(id(shard))
+            setattr(module, leaf, shards[key])
 
 
 def _sharded(
@@ -366,22 +410,30 @@ def _apply_transforms(
 
 def _axes_with(partial: Mapping[str, frozenset[str]], name: str) -> tuple[str, ...]:
     """Mesh axes along which the gradient of this parameter is a partial sum."""
-    return tuple(axis for axis, names in partial.items() if name in names)
+    axes: list[str] = []
+    for axis, names in partial.items():
+        if name in names:
+            axes.append(axis)
+    return tuple(axes)
 
 
 def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
     if plan.family in FAMILIES:
         family = FAMILIES[plan.family]
-        return family.axes(family.Config.model_validate_json(plan.architecture))
+        config = family.Config.model_validate_json(plan.architecture)
+        return family.axes(config)
     table: dict[str, tuple[DimAxis, ...]] = {}
     for name, param in params.items():
         table[name] = ("whole",) * param.ndim
     return table
 
 
-def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dict[str, int]:
+def _axis_lengths(
+    shapes: Mapping[str, tuple[int, ...]],
+    axes: AxisTable,
+) -> dict[str, int]:
     """Length of each logical axis, as the parameters have it."""
-    lengths = {}
+    lengths: dict[str, int] = {}
     for name, shape in shapes.items():
         logical = logical_axes(name, axes)
         for axis, length in zip(logical, shape, strict=True):
@@ -429,27 +481,34 @@ def _completing_stages(
     """For each parameter, of the stages that use it the one whose last action in `row` is latest;
     several stages may use a tied one.
     """
-    last_action = {act.stage: place for place, act in enumerate(row)}
-    stage_of: dict[int, int] = {}
-    for stage in sorted(stages, key=lambda stage: last_action[stage]):
+    last_place: dict[int, int] = {}
+    for place, act in enumerate(row):
+        last_place[act.stage] = place
+    stage_of_param: dict[int, int] = {}
+    for stage in sorted(stages, key=last_place.__getitem__):
         for param in stages[stage].parameters():
-            stage_of[id(param)] = stage
-    return {name: stage_of[id(param)] for name, param in params.items()}
+            stage_of_param[id(param)] = stage
+    found: dict[str, int] = {}
+    for name, param in params.items():
+        found[name] = stage_of_param[id(param)]
+    return found
 
 
 def _cross_stage_ties(
     ties: Mapping[str, str],
     params: Mapping[str, nn.Parameter],
-    home: Mapping[str, int],
+    block_rank: Mapping[str, int],
     here: int,
 ) -> tuple[CrossStageTie, ...]:
-    far = []
+    """Ties of this pipeline rank with another one, in the order of the aliases."""
+    found: list[CrossStageTie] = []
     for alias, owner in sorted(ties.items()):
-        alias_home, owner_home = home[alias.partition(".")[0]], home[owner.partition(".")[0]]
-        if alias_home == owner_home:
+        alias_rank = block_rank[_block_of(alias)]
+        owner_rank = block_rank[_block_of(owner)]
+        if alias_rank == owner_rank:
             continue
-        if here == owner_home:
-            far.append(CrossStageTie(name=owner, peer=alias_home))
-        elif here == alias_home and alias in params:
-            far.append(CrossStageTie(name=alias, peer=owner_home, is_owner=False))
-    return tuple(far)
+        if here == owner_rank:
+            found.append(CrossStageTie(name=owner, peer=alias_rank))
+        elif here == alias_rank and alias in params:
+            found.append(CrossStageTie(name=alias, peer=owner_rank, is_owner=False))
+    return tuple(found)

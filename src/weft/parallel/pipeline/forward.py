@@ -85,7 +85,12 @@ def forward_table(table: Table) -> Table:
 class ForwardPlayer(Player):
     """Executes the forwards of this rank's row."""
 
-    def __init__(self, model: ParallelModel, *, on_action: ActionCallback | None = None) -> None:
+    def __init__(
+        self,
+        model: ParallelModel,
+        *,
+        on_action: ActionCallback | None = None,
+    ) -> None:
         super().__init__(
             model,
             before_last_backward=lambda stage: None,
@@ -106,9 +111,14 @@ class ForwardPlayer(Player):
     def _forward(self, state: StepState, act: Act) -> None:
         batch = state.batches[act.mb]
         source = self.table.source(act)
-        x = batch.inputs if source is None else state.take_output(source)
-        out = chain(self.model.stages[act.stage], x, batch)
-        if act.stage == self.table.num_stages - 1:
+        if source is None:
+            x = batch.inputs
+        else:
+            x = state.take_output(source)
+        blocks = self.model.stages[act.stage]
+        out = chain(blocks, x, batch)
+        last_stage = self.table.num_stages - 1
+        if act.stage == last_stage:
             state.loss += out.x.double()
         else:
             state.outputs[act] = out.x

@@ -110,14 +110,15 @@ class PipelineParallel(nn.Module):
         no_positions = torch.zeros(0, dtype=torch.int64)
         input_parts = inputs.chunk(self.microbatches)
         target_parts = targets.chunk(self.microbatches)
-        batches = [
-            Batch(x, y, no_positions) for x, y in zip(input_parts, target_parts, strict=True)
-        ]
+        batches: list[Batch] = []
+        for x, y in zip(input_parts, target_parts, strict=True):
+            batches.append(Batch(x, y, no_positions))
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
         seed = torch.tensor(1.0 / num_parts, dtype=torch.float64)
         self._reducer.zero_grad()
-        loss = self._player.play(batches, seed).loss * seed
+        state = self._player.play(batches, seed)
+        loss = state.loss * seed
         self._finish_gradients(axes)
         return self.comm.all_reduce(loss, (PP, *axes))
 
@@ -129,7 +130,9 @@ class PipelineParallel(nn.Module):
         reducer.finish()
         for group in reducer.groups:
             for name, param in group.params.items():
-                param.grad = group.grad_view(name) if name in used else None
+                param.grad = None
+                if name in used:
+                    param.grad = group.grad_view(name)
 
 
 LOSS = "loss"
@@ -170,31 +173,46 @@ def _check_one_replica(mesh: Mesh) -> None:
     axis = local_update_axis(mesh)
     if axis is not None:
         what = f"replicas along {axis} train apart, and this module has no outer optimizer"
-        raise PlanError(Fault("mesh", what, got=str(mesh), fix="weft train, which has one"))
+        raise PlanError(
+            Fault(
+                "mesh",
+                what,
+                got=str(mesh),
+                fix="weft train, which has one",
+            )
+        )
 
 
 def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output]:
     """What each block returns on the meta device."""
     x = torch.empty_like(example, device="meta")
-    outputs = []
+    outputs: list[_Output] = []
     for block in blocks:
-        x = copy.deepcopy(block).to("meta")(x)
-        outputs.append(_Output(tuple(x.shape), x.dtype))
+        meta_block = copy.deepcopy(block).to("meta")
+        x = meta_block(x)
+        output = _Output(tuple(x.shape), x.dtype)
+        outputs.append(output)
     return outputs
 
 
 def _stages(outputs: Sequence[_Output], *, num_stages: int) -> tuple[Stage, ...]:
     """Stages of about equally many blocks; the last one has the loss."""
     num_blocks = len(outputs)
-    stages = []
+    stages: list[Stage] = []
     for index in range(num_stages):
         first, stop = span(num_blocks, num_stages, index)
-        names = [str(block) for block in range(first, stop)]
-        is_last = stop == num_blocks
-        if is_last:
+        names = list(map(str, range(first, stop)))
+        out: tuple[int, ...] = ()
+        if stop == num_blocks:
             names.append(LOSS)
-        out = () if is_last else outputs[stop - 1].shape
-        stages.append(Stage(blocks=tuple(names), out=out, flops=float(stop - first)))
+        else:
+            out = outputs[stop - 1].shape
+        stage = Stage(
+            blocks=tuple(names),
+            out=out,
+            flops=float(stop - first),
+        )
+        stages.append(stage)
     return tuple(stages)
 
 

@@ -219,20 +219,24 @@ class Player:
         if source is None:
             x = batch.inputs
         else:
-            x = state.take_output(source).requires_grad_()
-        is_split = key in self.table.splits
-        split = SplitBackward(self._params[act.stage]) if is_split else None
+            x = state.take_output(source)
+            x.requires_grad_()
+        split: SplitBackward | None = None
+        if key in self.table.splits:
+            split = SplitBackward(self._params[act.stage])
+        blocks = self.model.stages[act.stage]
         with split or nullcontext():
-            out = chain(self.model.stages[act.stage], x, batch)
-        extra_losses = () if out.loss is None else (out.loss,)
-        state.activations[key] = _Saved(x, (out.x, *extra_losses), split)
+            out = chain(blocks, x, batch)
+        losses: list[Tensor] = []
+        if out.loss is not None:
+            losses.append(out.loss)
+        state.activations[key] = _Saved(x, (out.x, *losses), split)
         for name, load in out.loads.items():
             total = state.loads.get(name, 0)
             state.loads[name] = total + load
         last_stage = self.table.num_stages - 1
-        losses = extra_losses
         if act.stage == last_stage:
-            losses = (out.x, *extra_losses)
+            losses.insert(0, out.x)
         else:
             state.outputs[act] = out.x.detach()
         for loss in losses:
@@ -245,7 +249,9 @@ class Player:
         self._notify_last_backward(act)
         key = StageMicrobatch(act.stage, act.mb)
         saved = state.activations.pop(key)
-        gradients = [state.seed.to(output.dtype) for output in saved.outputs]
+        gradients: list[Tensor] = []
+        for output in saved.outputs:
+            gradients.append(state.seed.to(output.dtype))
         source = self.table.source(act)
         if source is not None:  # the output was no loss: its gradient comes from the next stage
             gradients[0] = state.take_output(source)
@@ -253,8 +259,9 @@ class Player:
         if saved.split is not None:
             state.pending_wgrads[key] = saved.split
         if act.stage > 0:
-            assert saved.input.grad is not None, f"{act}: no gradient reached the stage's input"
-            state.outputs[act] = saved.input.grad
+            input_grad = saved.input.grad
+            assert input_grad is not None, f"{act}: no gradient reached the stage's input"
+            state.outputs[act] = input_grad
 
     def _backward_weights(self, state: StepState, act: Act) -> None:
         self._notify_last_backward(act)
@@ -277,15 +284,18 @@ class Player:
             oldest.work.wait()
 
     def _recv(self, state: StepState, recv: Recv) -> None:
-        plan, comm = self.model.plan, self.model.comm
-        is_activation = recv.kind == "activation"
-        boundary = recv.stage if is_activation else recv.stage - 1
+        plan = self.model.plan
+        comm = self.model.comm
+        boundary = recv.stage
+        if recv.kind != "activation":
+            boundary -= 1
         buffer = torch.empty(
             plan.boundary_shape(boundary),
             dtype=getattr(torch, plan.compute),
             device=comm.device,
         )
-        state.recvs[recv.act] = comm.start_recv(buffer, PP, source=recv.peer)
+        work = comm.start_recv(buffer, PP, source=recv.peer)
+        state.recvs[recv.act] = work
 
 
 def _backward_through(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

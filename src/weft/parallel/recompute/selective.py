@@ -192,4 +192,6 @@ def _is_dense(result: Tensor) -> bool:
     recomputed one.
     """
     num_bytes = result.numel() * result.element_size()
-    return result.storage_offset() == 0 and result.untyped_storage().nbytes() == num_bytes
+    storage = result.untyped_storage()
+    starts_at_0 = result.storage_offset() == 0
+    return starts_at_0 and storage.nbytes() == num_bytes

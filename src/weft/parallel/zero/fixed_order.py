@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,24 @@ class Leaf:
     microbatch: int
 
 
+class TreeNode(NamedTuple):
+    """A place in the tree of one stage: leaves are at level 0, the nodes of a level are counted."""
+
+    stage: int
+    level: int
+    index: int
+
+    @property
+    def sibling(self) -> TreeNode:
+        """The other child of the same parent."""
+        return self._replace(index=self.index ^ 1)
+
+    @property
+    def parent(self) -> TreeNode:
+        """The node one level up."""
+        return TreeNode(self.stage, self.level + 1, self.index // 2)
+
+
 @dataclass
 class TreeSum:
     """A sum of tensors in a binary tree over micro-batches, whatever order they arrive in.
@@ -44,32 +63,28 @@ class TreeSum:
         nodes: (stage, level, index) -> sum of the leaves below.
     """
 
-    nodes: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    nodes: dict[TreeNode, Tensor] = field(default_factory=dict)
 
     def add(self, leaf: Leaf, x: Tensor) -> None:
         """Add a leaf; x is changed."""
-        self._add(leaf.stage, 0, leaf.microbatch, x)
+        node = TreeNode(leaf.stage, 0, leaf.microbatch)
+        self._add(node, x)
 
-    def _add(
-        self,
-        stage: int,
-        level: int,
-        index: int,
-        x: Tensor,
-    ) -> None:
-        if (stage, level, index) in self.nodes:  # a second gradient of one micro-batch
-            self.nodes[stage, level, index].add_(x)
+    def _add(self, node: TreeNode, x: Tensor) -> None:
+        earlier = self.nodes.get(node)
+        if earlier is not None:  # a second gradient of one micro-batch
+            earlier.add_(x)
             return
-        sibling = self.nodes.pop((stage, level, index ^ 1), None)
+        sibling = self.nodes.pop(node.sibling, None)
         if sibling is None:
-            self.nodes[stage, level, index] = x
+            self.nodes[node] = x
         else:
-            self._add(stage, level + 1, index // 2, sibling.add_(x))
+            self._add(node.parent, sibling.add_(x))
 
     def take(self) -> Tensor | None:
         """The sum of all leaves, and of stages in their order; None without leaves."""
         total: Tensor | None = None
-        stages = {stage for stage, _, _ in self.nodes}
+        stages = {node.stage for node in self.nodes}
         for stage in sorted(stages):
             stage_sum = self._take_stage(stage)
             total = stage_sum if total is None else total.add_(stage_sum)
@@ -80,14 +95,14 @@ class TreeSum:
         """The root: a node without a sibling is that of the level above."""
         level = 0
         while True:
-            keys = sorted(key for key in self.nodes if key[0] == stage)
-            if len(keys) == 1:
-                return self.nodes[keys[0]]
-            for key in keys:
-                _, node_level, index = key
-                if node_level == level:
-                    x = self.nodes.pop(key)
-                    self._add(stage, level + 1, index // 2, x)
+            nodes = sorted(node for node in self.nodes if node.stage == stage)
+            if len(nodes) == 1:
+                root = nodes[0]
+                return self.nodes[root]
+            for node in nodes:
+                if node.level == level:
+                    x = self.nodes.pop(node)
+                    self._add(node.parent, x)
             level += 1
 
 
@@ -95,10 +110,15 @@ def tree_sum(rows: Tensor, dim: int) -> Tensor:
     """The sum along a dim in a binary tree: neighbours first."""
     while rows.shape[dim] > 1:
         length = rows.shape[dim]
-        even = rows.narrow(dim, 0, length - length % 2).unflatten(dim, (-1, 2))
-        sums = even.select(dim + 1, 0) + even.select(dim + 1, 1)
-        if length % 2:
-            sums = torch.cat((sums, rows.narrow(dim, length - 1, 1)), dim)
+        even_length = length - length % 2
+        paired = rows.narrow(dim, 0, even_length)
+        pairs = paired.unflatten(dim, (-1, 2))
+        left = pairs.select(dim + 1, 0)
+        right = pairs.select(dim + 1, 1)
+        sums = left + right
+        if even_length < length:
+            last = rows.narrow(dim, length - 1, 1)
+            sums = torch.cat((sums, last), dim)
         rows = sums
     return rows.squeeze(dim)
 
@@ -147,7 +167,8 @@ class FixedOrderSum:
         rows = received.view(*degrees, -1)
         remaining = list(self.axes)
         for name in self._order():
-            rows = tree_sum(rows, remaining.index(name))
+            dim = remaining.index(name)
+            rows = tree_sum(rows, dim)
             remaining.remove(name)
         if self.is_sharded:
             return rows
@@ -186,16 +207,21 @@ def exact_sum(
     largest = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for tensor in tensors:
         if tensor.numel():
-            largest = torch.maximum(largest, term(tensor).abs().amax())
+            own_largest = term(tensor).abs().amax()
+            largest = torch.maximum(largest, own_largest)
     largest = comm.combine_world(largest, lambda rows: rows.amax(0))
     _, exponent = torch.frexp(largest)
-    unit = torch.ldexp(torch.ones_like(largest), exponent - SUM_BITS)
+    one = torch.ones_like(largest)
+    unit = torch.ldexp(one, exponent - SUM_BITS)
     parts = torch.zeros(2, dtype=torch.int64, device=comm.device)
     for tensor in tensors:
         scaled = term(tensor) / unit
         high = scaled.trunc()
-        low = ((scaled - high) * 2**SUM_BITS).round()
-        parts += torch.stack((high.sum(dtype=torch.int64), low.sum(dtype=torch.int64)))
-    high_sum, low_sum = comm.sum_world(parts).double().unbind()
-    total = (high_sum + low_sum / 2**SUM_BITS) * unit
+        rest = (scaled - high) * 2**SUM_BITS
+        low = rest.round()
+        high_sum = high.sum(dtype=torch.int64)
+        low_sum = low.sum(dtype=torch.int64)
+        parts += torch.stack((high_sum, low_sum))
+    high_total, low_total = comm.sum_world(parts).double().unbind()
+    total = (high_total + low_total / 2**SUM_BITS) * unit
     return torch.where(largest.isfinite(), total, largest).squeeze(0)

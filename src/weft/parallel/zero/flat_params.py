@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,14 +54,20 @@ class FlatLayout:
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], num_shards: int) -> FlatLayout:
         """Lay out tensors of these shapes, in this order."""
-        spans = []
+        spans: list[ParamSpan] = []
         start = 0
         for name, shape in shapes.items():
-            stop = start + torch.Size(shape).numel()
-            spans.append(ParamSpan(name, shape, start, stop))
+            stop = start + math.prod(shape)
+            span = ParamSpan(name, shape, start, stop)
+            spans.append(span)
             start = stop
-        shard_length = -(-start // num_shards)
-        return FlatLayout(tuple(spans), shard_length * num_shards, num_shards)
+        num_entries = start
+        shard_length = -(-num_entries // num_shards)  # rounded up
+        return FlatLayout(
+            spans=tuple(spans),
+            length=shard_length * num_shards,
+            num_shards=num_shards,
+        )
 
     @property
     def shard_length(self) -> int:
@@ -70,20 +77,24 @@ class FlatLayout:
     def shard_slice(self, index: int) -> slice:
         """The entries of the flat tensor that shard `index` consists of."""
         start = index * self.shard_length
-        return slice(start, start + self.shard_length)
+        stop = start + self.shard_length
+        return slice(start, stop)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Each parameter's entries of `flat`, in the parameter's shape."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for span in self.spans:
-            found[span.name] = flat[span.start : span.stop].view(span.shape)
+            entries = flat[span.start : span.stop]
+            found[span.name] = entries.view(span.shape)
         return found
 
     def overlap(self, span: ParamSpan, index: int) -> ShardOverlap:
         """The entries of a parameter that lie in shard `index`."""
         shard = self.shard_slice(index)
-        first = min(max(span.start, shard.start), shard.stop)
-        last = max(min(span.stop, shard.stop), first)
+        first = max(span.start, shard.start)
+        first = min(first, shard.stop)
+        last = min(span.stop, shard.stop)
+        last = max(last, first)
         return ShardOverlap(
             in_param=slice(first - span.start, last - span.start),
             in_shard=slice(first - shard.start, last - shard.start),
@@ -91,9 +102,10 @@ class FlatLayout:
 
     def shard_views(self, shard: Tensor, index: int) -> dict[str, Tensor]:
         """Each parameter's entries of shard `index`, one-dimensional and perhaps empty."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for span in self.spans:
-            found[span.name] = shard[self.overlap(span, index).in_shard]
+            overlap = self.overlap(span, index)
+            found[span.name] = shard[overlap.in_shard]
         return found
 
     def pack_shard(
@@ -146,9 +158,10 @@ class FlatParams:
         *,
         dtype: torch.dtype,
     ) -> None:
-        device = next(iter(params.values())).device
-        self.flat = layout.pack(params, dtype=dtype, device=device)
-        self._num_bytes = self.flat.untyped_storage().nbytes()
+        first = next(iter(params.values()))
+        self.flat = layout.pack(params, dtype=dtype, device=first.device)
+        storage = self.flat.untyped_storage()
+        self._num_bytes = storage.nbytes()
         for name, view in layout.views(self.flat).items():
             params[name].data = view
 
@@ -171,5 +184,9 @@ class FlatParams:
     def alias(self) -> Tensor:
         """The same memory as a tensor with a version counter of its own."""
         alias = self.flat.new_empty(0)
-        storage = self.flat.untyped_storage()
-        return alias.set_(storage, 0, self.flat.shape, self.flat.stride())
+        return alias.set_(
+            self.flat.untyped_storage(),
+            0,
+            self.flat.shape,
+            self.flat.stride(),
+        )

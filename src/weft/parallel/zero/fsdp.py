@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
@@ -18,7 +17,9 @@ from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
-from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
+from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.registered_shards import make_shards, register_shards
+from weft.parallel.zero.sharding_policy import ShardingPolicy
 from weft.parallel.zero.unshard_hooks import (
     BlockGroups,
     groups_of,
@@ -90,10 +91,8 @@ class FullyShardedDataParallel(nn.Module):
         reduce: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        devices = [param.device for param in module.parameters() if not param.is_meta]
-        device = devices[0] if devices else torch.device("cpu")
         self.module = module
-        self.comm = comm_or_world(comm, axis=axis, device=device)
+        self.comm = comm_or_world(comm, axis=axis, device=_device_of(module))
         self.axis = axis
         self.zero = zero
         self.compute = compute
@@ -105,16 +104,19 @@ class FullyShardedDataParallel(nn.Module):
         params_of_block = [own_params(block, chain) for block in chain]
         groups = self._make_groups(chain)
         self._reducer = GradientReducer(groups, self.comm)
-        used_groups = [groups_of(params, groups) for params in params_of_block]
-        uses = [BlockGroups(block, used) for block, used in zip(chain, used_groups, strict=True)]
-        register_unshard_hooks([uses[:-1], uses[-1:]])
+        uses: list[BlockGroups] = []
+        for block, params in zip(chain, params_of_block, strict=True):
+            used_groups = groups_of(params, groups)
+            uses.append(BlockGroups(block, used_groups))
+        *block_uses, module_use = uses
+        register_unshard_hooks([block_uses, [module_use]])
         for block in chain[:-1]:
             block.register_forward_pre_hook(self._cast_block_inputs, with_kwargs=True)
-        self._shard_of = _shards_by_name(groups)
-        shard_of_param = {key: self._shard_of[name] for key, name in self._name_of.items()}
-        _register_shards(module, shard_of_param)
-        for shard in self._shard_of.values():
-            setattr(shard, REDUCER_OF_SHARD, self._reducer)
+        self._shard_of = make_shards(groups, self._reducer)
+        shard_of_param: dict[int, nn.Parameter] = {}
+        for param_id, name in self._name_of.items():
+            shard_of_param[param_id] = self._shard_of[name]
+        register_shards(module, shard_of_param)
         self._is_stale = False
         self._requires_gradient_sync = True
 
@@ -122,8 +124,9 @@ class FullyShardedDataParallel(nn.Module):
         """Key of the module's state dict -> name of the parameter or buffer; tied parameters have
         several keys.
         """
-        found = {}
-        for key, value in self.module.state_dict(keep_vars=True).items():
+        found: dict[str, str] = {}
+        state = self.module.state_dict(keep_vars=True)
+        for key, value in state.items():
             if isinstance(value, Tensor):
                 found[key] = self._name_of.get(id(value), key)
         return found
@@ -135,26 +138,35 @@ class FullyShardedDataParallel(nn.Module):
         The groups of the module itself come first: its parameters may be used anywhere, so they are
         reduced last.
         """
-        axes = axis_names(self.axis) if self.comm.degree(self.axis) > 1 else ()
+        axes: tuple[str, ...] = ()
+        if self.comm.degree(self.axis) > 1:
+            axes = axis_names(self.axis)
         grouped: set[int] = set()
         groups: list[ParamGroup] = []
         root_groups: list[ParamGroup] = []
         for block in chain:
             init_block(block, chain, self.comm, self.axis, initialised=grouped)
-            alike: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
-            for param in own_params(block, chain):
-                if id(param) in grouped:
-                    continue
-                grouped.add(id(param))
-                kind = (param.dtype, param.requires_grad)
-                name = self._name_of[id(param)]
-                alike.setdefault(kind, {})[name] = param
+            new_params = [param for param in own_params(block, chain) if id(param) not in grouped]
+            grouped.update(map(id, new_params))
             made = root_groups if block is self.module else groups
-            for (dtype, _), members in alike.items():
+            for (dtype, _), members in self._alike(new_params).items():
                 policy = self._policy(dtype)
                 group = ParamGroup(members, self.comm, policy, axes=axes)
                 made.append(group)
         return root_groups + groups
+
+    def _alike(
+        self,
+        params: Iterable[nn.Parameter],
+    ) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
+        """(dtype, whether they have gradients) -> these parameters by name."""
+        found: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        for param in params:
+            kind = (param.dtype, param.requires_grad)
+            members = found.setdefault(kind, {})
+            name = self._name_of[id(param)]
+            members[name] = param
+        return found
 
     def _policy(self, dtype: torch.dtype) -> ShardingPolicy:
         return ShardingPolicy(
@@ -185,7 +197,10 @@ class FullyShardedDataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
-        self, *args: Any, prefix: str = "", **kwargs: Any
+        self,
+        *args: Any,
+        prefix: str = "",
+        **kwargs: Any,
     ) -> dict[str, Any]:
         """This rank's shards, and the buffers, under the names of `named_parameters()`.
 
@@ -224,16 +239,22 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
+        reducer = self._reducer
         if self._is_stale:
-            self._reducer.after_optimizer_step()
+            reducer.after_optimizer_step()
         if torch.is_grad_enabled():
             # After a forward without gradients, the optimizer may still step.
             self._is_stale = False
-            self._reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
+            reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
         args, kwargs = self._cast((args, kwargs))
         return self.module(*args, **kwargs)
 
-    def _cast_block_inputs(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _cast_block_inputs(
+        self,
+        block: nn.Module,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         return self._cast((args, kwargs))
 
     def _cast(self, inputs: Any) -> Any:
@@ -283,12 +304,15 @@ class FullyShardedDataParallel(nn.Module):
         torch.nn.utils.clip_grad_norm_ would take the norm of this rank's entries.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        gradients = []
+        gradients: list[Tensor] = []
         for shard in self._shard_of.values():
-            if shard.grad is not None:
-                gradients.append(shard.grad)
-                total += shard.grad.double().square().sum()
-        norm = self.comm.all_reduce(total, self.axis).sqrt()
+            if shard.grad is None:
+                continue
+            gradients.append(shard.grad)
+            squares = shard.grad.double().square()
+            total += squares.sum()
+        squared_norm = self.comm.all_reduce(total, self.axis)
+        norm = squared_norm.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
             gradient.mul_(factor)
@@ -300,7 +324,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         values = self._reducer.full_parameters()
         values.update(self.module.named_buffers())
-        state = {}
+        state: dict[str, Tensor] = {}
         for key, name in self._state_names.items():
             value = values[name].detach()
             state[key] = value.clone()
@@ -316,17 +340,17 @@ class FullyShardedDataParallel(nn.Module):
         wrong = sorted(state.keys() ^ self._state_names.keys())
         if wrong:
             listed = ", ".join(wrong[:8])
-            raise DataError(
-                Fault(
-                    "state",
-                    f"missing or unknown keys: {listed}",
-                    got=f"{len(state)} keys",
-                    need=f"the {len(self._state_names)} of full_state_dict()",
-                )
+            fault = Fault(
+                "state",
+                f"missing or unknown keys: {listed}",
+                got=f"{len(state)} keys",
+                need=f"the {len(self._state_names)} of full_state_dict()",
             )
+            raise DataError(fault)
         values = {name: state[key] for key, name in self._state_names.items()}
         for group in self._reducer.groups:
-            group.load({name: values[name] for name in group.params})
+            group_values = {name: values[name] for name in group.params}
+            group.load(group_values)
         for name, buffer in self.module.named_buffers():
             if name in values:
                 buffer.copy_(values[name])
@@ -348,36 +372,15 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
 
-REDUCER_OF_SHARD = "_weft_gradient_reducer"
+def _device_of(module: nn.Module) -> torch.device:
+    """That of the first parameter with values; the CPU where there is none."""
+    for param in module.parameters():
+        if not param.is_meta:
+            return param.device
+    return torch.device("cpu")
+
+
 """Attribute of a shard: the reducer of its gradient."""
-
-
-def _check_gradients_are_synchronized(
-    optimizer: torch.optim.Optimizer,
-    args: Any,
-    kwargs: Any,
-) -> None:
-    """Called before each optimizer step: reject one whose gradients are not reduced yet.
-
-    Raises:
-        PlanError: gradients have arrived since the last `finish_gradient_synchronization`.
-    """
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
-            reducer: GradientReducer | None = getattr(param, REDUCER_OF_SHARD, None)
-            if reducer is not None and reducer.has_unfinished_gradients:
-                raise PlanError(
-                    Fault(
-                        "FullyShardedDataParallel",
-                        "the gradients of the last backward were not synchronised before this "
-                        "optimizer step",
-                        fix="call finish_gradient_synchronization() after the last backward of a "
-                        "step",
-                    )
-                )
-
-
-register_optimizer_step_pre_hook(_check_gradients_are_synchronized)
 
 
 def default_blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -387,31 +390,3 @@ def default_blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from default_blocks(child)
         elif next(child.parameters(), None) is not None:
             yield child
-
-
-def _shards_by_name(groups: Iterable[ParamGroup]) -> dict[str, nn.Parameter]:
-    """This rank's entries of every parameter, as parameters that an optimizer takes."""
-    found = {}
-    for group in groups:
-        assert group.sharded_param is not None, "under ZeRO 1 to 3 parameters are in flat memory"
-        entries_by_name = group.layout.shard_views(group.sharded_param, group.index)
-        for name, entries in entries_by_name.items():
-            found[name] = nn.Parameter(entries, requires_grad=group.is_trained)
-    return found
-
-
-def _register_shards(module: nn.Module, shard_of: Mapping[int, nn.Parameter]) -> None:
-    """Register shards in place of parameters, which the forward still finds as plain attributes.
-
-    An attribute in a module's `__dict__` comes before one in its `_parameters`: `module.weight` is
-    the unsharded parameter, and `parameters()`, `named_parameters()` and `zero_grad()` have the
-    shard.
-
-    Args:
-        shard_of: id of an unsharded parameter -> its shard.
-    """
-    for each in module.modules():
-        for name, param in list(each._parameters.items()):
-            if param is not None:
-                each._parameters[name] = shard_of[id(param)]
-                object.__setattr__(each, name, param)

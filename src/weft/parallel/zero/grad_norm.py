@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
+from weft.comm.transport import Work
 from weft.core.dimension import local_update_axes
 from weft.parallel.model.parallelize import (
     CrossStageTie,
@@ -31,17 +32,21 @@ def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
     """Add the gradients of parameters that two pipeline ranks hold under two names; both ranks get
     the same sum.
     """
-    sends = []
-    received = []
+    comm = model.comm
+    sends: list[Work] = []
+    received: list[_TiedGradient] = []
     for tie in model.cross_stage_ties:
         if tie.name not in reducer.sharded_params:
             continue  # this shard has no entry of it, on both ranks alike
         own = _gradient(reducer, tie.name)
-        sends.append(model.comm.start_send(own.clone(), PP, to=tie.peer))
-        other = model.comm.recv(torch.empty_like(own), PP, source=tie.peer)
+        send = comm.start_send(own.clone(), PP, to=tie.peer)
+        sends.append(send)
+        like = torch.empty_like(own)
+        other = comm.recv(like, PP, source=tie.peer)
         received.append(_TiedGradient(tie, other))
     for each in received:
-        _gradient(reducer, each.tie.name).add_(each.gradient)
+        own = _gradient(reducer, each.tie.name)
+        own.add_(each.gradient)
     for send in sends:
         send.wait()
 
@@ -60,9 +65,10 @@ def squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = torch._foreach_norm(gradients, dtype=dtype)
     squares = torch.stack(norms).double().square()
-    if names not in reducer.norm_weights:
-        reducer.norm_weights[names] = _count_weights(model, reducer, names)
-    weights = reducer.norm_weights[names]
+    weights = reducer.norm_weights.get(names)
+    if weights is None:
+        weights = _count_weights(model, reducer, names)
+        reducer.norm_weights[names] = weights
     return (squares * weights).sum()
 
 
@@ -70,12 +76,16 @@ def exact_squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor
     """The squared gradient norm over all ranks, float64 scalar, the same bits however parameters
     are sharded; every rank must call it.
     """
-    gradients = []
+    gradients: list[Tensor] = []
     for name in reducer.sharded_params:
         axes = reducer.shard_axes[name]
         if is_first_holder(model, name, sharded_over=axes):
             gradients.append(_gradient(reducer, name))
-    return exact_sum(model.comm, gradients, lambda gradient: gradient.double().square())
+
+    def squares(gradient: Tensor) -> Tensor:
+        return gradient.double().square()
+
+    return exact_sum(model.comm, gradients, squares)
 
 
 def _count_weights(
@@ -104,8 +114,11 @@ def is_first_holder(
         sharded_over: mesh axes over which the entries of this rank's part of the parameter are
             sharded further.
     """
-    is_copy = any(tie.name == name and not tie.is_owner for tie in model.cross_stage_ties)
-    return not is_copy and _is_first_replica(model.shards[name], model.comm, sharded_over)
+    for tie in model.cross_stage_ties:
+        if tie.name == name and not tie.is_owner:
+            return False
+    shard = model.shards[name]
+    return _is_first_replica(shard, model.comm, sharded_over)
 
 
 def _is_first_replica(

@@ -31,6 +31,7 @@ Note [Reductions under way]
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,39 +109,48 @@ class GradientReducer:
         self._complete: set[int] = set()
         self._waiting: dict[int, deque[ParamGroup]] = {}
         self._under_way: deque[ParamGroup] = deque()
-        self._wait_is_limited = any(comm.mesh.degree(axis) > 1 for axis in token_exchange_axes())
+        self._wait_is_limited = comm.mesh.degree(token_exchange_axes()) > 1
         self._wait_left_s = MOST_WAIT_S
-        self._stages = sorted({group.stage for group in self.trained_groups})
-        self._is_reduced_once = any(
-            group.policy.keeps_unsharded_grad for group in self.trained_groups
-        )
+        stages: set[int] = set()
+        self._is_reduced_once = False
         for group in self.groups:
             self._register_shards(group)
         for group in self.trained_groups:
             self._register_hooks(group)
+            stages.add(group.stage)
+            if group.policy.keeps_unsharded_grad:
+                self._is_reduced_once = True
+        self._stages = sorted(stages)
         self._requeue(self._stages)
 
     def _register_shards(self, group: ParamGroup) -> None:
-        if group.is_trained:
-            held = group.optimizer_params() if group.policy.keeps_sharded_grad else {}
+        policy = group.policy
+        held: dict[str, Tensor] = {}
+        if not group.is_trained:
+            if group.reshards and group.sharded_param is not None:
+                held = group.layout.shard_views(group.sharded_param, group.index)
+                self.frozen_shards.update(held)
+        elif policy.keeps_sharded_grad:
+            held = group.optimizer_params()
             self.sharded_params.update(held)
-        elif group.reshards and group.sharded_param is not None:
-            held = group.layout.shard_views(group.sharded_param, group.index)
-            self.frozen_shards.update(held)
-        else:
-            return
         for span in group.layout.spans:
-            if span.name in held:
-                entries = group.layout.overlap(span, group.index).in_param
-                self.shard_axes[span.name] = group.axes if group.policy.zero else ()
-                self.shard_ranges[span.name] = (entries.start, entries.stop)
+            name = span.name
+            if name not in held:
+                continue
+            entries = group.layout.overlap(span, group.index).in_param
+            self.shard_axes[name] = group.axes if policy.zero else ()
+            self.shard_ranges[name] = (entries.start, entries.stop)
 
     def _register_hooks(self, group: ParamGroup) -> None:
         def hook_of(name: str) -> Callable[[Tensor], None]:
-            return lambda param: self._on_gradient(group, name, param)
+            def on_gradient(param: Tensor) -> None:
+                self._on_gradient(group, name, param)
+
+            return on_gradient
 
         for name, param in group.params.items():
-            param.register_post_accumulate_grad_hook(hook_of(name))
+            hook = hook_of(name)
+            param.register_post_accumulate_grad_hook(hook)
 
     @property
     def has_unfinished_reduction(self) -> bool:
@@ -157,7 +167,11 @@ class GradientReducer:
         for group in self.groups:
             group.zero_grad()
 
-    def set_requires_gradient_sync(self, stage: int, requires_gradient_sync: bool = True) -> None:
+    def set_requires_gradient_sync(
+        self,
+        stage: int,
+        requires_gradient_sync: bool = True,
+    ) -> None:
         """Whether the next backward of `stage` reduces each group as soon as it is complete: the
         last one of a step does.
         """
@@ -176,18 +190,24 @@ class GradientReducer:
     def _reduces_now(self, stage: int) -> bool:
         return self.reduces_every_backward or stage in self._stages_to_sync
 
-    def _on_gradient(self, group: ParamGroup, name: str, param: Tensor) -> None:
+    def _on_gradient(
+        self,
+        group: ParamGroup,
+        name: str,
+        param: Tensor,
+    ) -> None:
         """Hook: autograd has accumulated the gradient that one backward yields for a parameter."""
         if not self._touched:
             after_this_backward(self._on_backward_end)
-        self._touched[id(group)] = group
+        key = id(group)
+        self._touched[key] = group
         self.arrived.add(name)
         is_complete = group.accumulate_grad(name, param)
         if not is_complete:
             return
         group.missing = set(group.params)
         if self._reduces_now(group.stage):
-            self._complete.add(id(group))
+            self._complete.add(key)
             self._reduce_in_order(group.stage)
         group.reshard()
 
@@ -196,9 +216,13 @@ class GradientReducer:
         order].
         """
         waiting = self._waiting[stage]
-        while waiting and id(waiting[0]) in self._complete:
-            group = waiting.popleft()
-            self._complete.discard(id(group))
+        while waiting:
+            group = waiting[0]
+            key = id(group)
+            if key not in self._complete:
+                break
+            waiting.popleft()
+            self._complete.discard(key)
             self._start_reduce(group)
         if not waiting and stage in self.split_stages:
             self._requeue([stage])
@@ -219,7 +243,7 @@ class GradientReducer:
         A group with a shared parameter starts anew too: what one stage yields is no part of what
         the other will yield.
         """
-        ended_stages = set()
+        ended_stages: set[int] = set()
         for group in self._touched.values():
             is_shared = not self.shared.isdisjoint(group.params)
             is_split = group.stage in self.split_stages
@@ -258,8 +282,12 @@ class GradientReducer:
         if group.policy.keeps_unsharded_grad:
             group.start_reduce()
             return
-        while len(self._under_way) >= MAX_UNDER_WAY and self._may_wait_for(self._under_way[0]):
-            self._under_way.popleft().wait_reduce()
+        while len(self._under_way) >= MAX_UNDER_WAY:
+            oldest = self._under_way[0]
+            if not self._may_wait_for(oldest):
+                break
+            self._under_way.popleft()
+            oldest.wait_reduce()
         group.start_reduce()
         self._under_way.append(group)
 
@@ -306,7 +334,7 @@ class GradientReducer:
         flags = [name in self.arrived for name in names]
         num_ranks = torch.tensor(flags, dtype=torch.int32, device=self.comm.device)
         self.comm.all_reduce_(num_ranks, axis)
-        used = set()
+        used: set[str] = set()
         for name, count in zip(names, num_ranks.tolist(), strict=True):
             if count > 0:
                 used.add(name)
@@ -325,10 +353,10 @@ class GradientReducer:
         gather them.
         """
         held = [group for group in self.groups if not group.reshards]
-        for position, group in enumerate(held):
+        for group, following in itertools.zip_longest(held, held[1:]):
             group.start_all_gather()
-            if position + 1 < len(held):
-                held[position + 1].start_all_gather()
+            if following is not None:
+                following.start_all_gather()
             group.unshard()
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -342,7 +370,10 @@ class GradientReducer:
         """Values by global name in the dtype that the optimizer updates, unsharded; a collective
         over all ranks.
         """
-        found = {name: param.detach().clone() for name, param in self.ungrouped.items()}
+        found: dict[str, Tensor] = {}
+        for name, param in self.ungrouped.items():
+            values = param.detach()
+            found[name] = values.clone()
         for group in self.groups:
             found.update(group.gather_params())
         return found

@@ -14,7 +14,8 @@ from weft.comm.comm import Comm
 from weft.layout.plan import Plan
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.zero.gradient_reducer import GradientReducer
-from weft.parallel.zero.param_group import ParamGroup, ShardingPolicy
+from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.sharding_policy import ShardingPolicy
 from weft.parallel.zero.unshard_hooks import (
     BlockGroups,
     groups_of,
@@ -27,7 +28,11 @@ DistributedDataParallel.
 """
 
 
-def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) -> GradientReducer:
+def make_gradient_reducer(
+    model: ParallelModel,
+    *,
+    fixed_order: bool = False,
+) -> GradientReducer:
     """The gradient reducer of this rank's part of a model, as the plan's ZeRO stage and dtypes say.
 
     A model on the meta device is materialised group by group, so that under ZeRO 3 no rank ever
@@ -41,23 +46,30 @@ def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) ->
         groups = _bucket_groups_of(model, policy)
     else:
         groups = _block_groups(model, policy)
-    grouped = {name for group in groups for name in group.params}
-    ungrouped = {name: param for name, param in model.params.items() if name not in grouped}
+    grouped: set[str] = set()
+    for group in groups:
+        grouped.update(group.params)
+    ungrouped: dict[str, nn.Parameter] = {}
+    for name, param in model.params.items():
+        if name not in grouped:
+            ungrouped[name] = param
     model.materialize([name for name, param in ungrouped.items() if param.is_meta])
+    split_stages = frozenset(stage for stage, _ in model.plan.table.splits)
     reducer = GradientReducer(
         groups,
         model.comm,
         reduces_every_backward=policy.zero >= 2,
-        split_stages=frozenset(stage for stage, _ in model.plan.table.splits),
+        split_stages=split_stages,
         shared=_shared_params(model),
         ungrouped=ungrouped,
     )
-    chains = []
+    chains: list[list[BlockGroups]] = []
     for stage in model.stages.values():
-        blocks = stage.values()
-        chains.append(
-            [BlockGroups(block, groups_of(block.parameters(), groups)) for block in blocks]
-        )
+        chain: list[BlockGroups] = []
+        for block in stage.values():
+            used = groups_of(block.parameters(), groups)
+            chain.append(BlockGroups(block, used))
+        chains.append(chain)
     register_unshard_hooks(chains)
     return reducer
 
@@ -180,18 +192,29 @@ def _buckets(
     filling: dict[BucketKey, list[str]] = {}
     sizes: Counter[BucketKey] = Counter()
     full: list[tuple[BucketKey, list[str]]] = []
-    for name in reversed(list(params)):
-        param = params[name]
+    for name, param in reversed(list(params.items())):
         num_bytes = param.numel() * param.element_size()
-        key = BucketKey(stage_of[name], reduce_axes[name], param.dtype, param.device)
+        key = BucketKey(
+            stage=stage_of[name],
+            axes=reduce_axes[name],
+            dtype=param.dtype,
+            device=param.device,
+        )
         if key in filling and sizes[key] + num_bytes > bucket_bytes:
-            full.append((key, filling.pop(key)))
+            bucket = (key, filling.pop(key))
+            full.append(bucket)
             sizes[key] = 0
-        filling.setdefault(key, []).append(name)
+        names = filling.setdefault(key, [])
+        names.append(name)
         sizes[key] += num_bytes
     full.extend(filling.items())
-    place = {name: position for position, name in enumerate(params)}
-    return sorted(full, key=lambda bucket: place[bucket[1][-1]])
+    place_of = {name: place for place, name in enumerate(params)}
+
+    def first_place(bucket: tuple[BucketKey, list[str]]) -> int:
+        _, names = bucket
+        return place_of[names[-1]]
+
+    return sorted(full, key=first_place)
 
 
 # ZeRO 1 to 3: blocks
@@ -228,22 +251,24 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
             tied_to_other_rank=name if name in tied else "",
             is_frozen=name in frozen,
         )
-        members.setdefault(key, []).append(name)
-    frozen_policy = replace(policy, zero=3 if policy.zero == 3 else 0, params=policy.compute)
-    groups = []
+        names = members.setdefault(key, [])
+        names.append(name)
+    frozen_policy = replace(
+        policy,
+        zero=3 if policy.zero == 3 else 0,
+        params=policy.compute,
+    )
+    groups: list[ParamGroup] = []
     for key, names in members.items():
         model.materialize([name for name in names if model.params[name].is_meta])
-        params = {name: model.params[name] for name in names}
-        chosen = frozen_policy if key.is_frozen else policy
-        groups.append(
-            ParamGroup(
-                params,
-                model.comm,
-                chosen,
-                axes=key.axes,
-                stage=key.stage,
-            )
+        group = ParamGroup(
+            {name: model.params[name] for name in names},
+            model.comm,
+            frozen_policy if key.is_frozen else policy,
+            axes=key.axes,
+            stage=key.stage,
         )
+        groups.append(group)
     return groups
 
 
@@ -251,9 +276,9 @@ def _shared_params(model: ParallelModel) -> frozenset[str]:
     """Parameters that more than one stage of this rank uses."""
     num_stages: Counter[int] = Counter()
     for stage in model.stages.values():
-        ids = [id(param) for param in stage.parameters()]
+        ids = map(id, stage.parameters())
         num_stages.update(ids)
-    shared = set()
+    shared: set[str] = set()
     for name, param in model.params.items():
         if num_stages[id(param)] > 1:
             shared.add(name)

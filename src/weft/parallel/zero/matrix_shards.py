@@ -12,7 +12,9 @@ ranks it is the one with the least work so far. A matrix that one rank holds is 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,11 +30,14 @@ from weft.parallel.zero.param_entries import ParamEntries, Shape
 from weft.parallel.zero.param_group import ParamGroup
 
 
-def param_entries(model: ParallelModel, reducer: GradientReducer) -> dict[str, ParamEntries]:
+def param_entries(
+    model: ParallelModel,
+    reducer: GradientReducer,
+) -> dict[str, ParamEntries]:
     """Where the entries of every trained parameter of this rank's stages are, also of those that it
     holds none of.
     """
-    found = {}
+    found: dict[str, ParamEntries] = {}
     for group in reducer.trained_groups:
         for place, span in enumerate(group.layout.spans):
             found[span.name] = _entries_of(model, group, place)
@@ -44,12 +49,15 @@ def _entries_of(
     group: ParamGroup,
     place: int,
 ) -> ParamEntries:
-    comm, plan, layout = model.comm, model.plan, group.layout
+    comm = model.comm
+    plan = model.plan
+    mesh = comm.mesh
+    layout = group.layout
     span = layout.spans[place]
     param = model.shards[span.name]
     group_axes = group.axes if group.policy.zero else ()
     spread_over = {*param.shard_axes, *group_axes}
-    axes = tuple(name for name in comm.mesh.wide_axes if name in spread_over)
+    axes = tuple(name for name in mesh.wide_axes if name in spread_over)
     ranks = comm.group(axes)
 
     def boxes_at(index: int) -> tuple[Box, ...]:
@@ -62,11 +70,17 @@ def _entries_of(
             mesh=plan.mesh,
             rank=rank,
         )
-        overlap = layout.overlap(span, comm.mesh.index(rank, group_axes))
-        entries = overlap.in_param
+        group_index = mesh.index(rank, group_axes)
+        entries = layout.overlap(span, group_index).in_param
         return shard.boxes_of_range(entries.start, entries.stop)
 
-    return ParamEntries(param.shape, param.logical, axes, comm.index(axes), boxes_at)
+    return ParamEntries(
+        shape=param.shape,
+        logical=param.logical,
+        axes=axes,
+        index=comm.index(axes),
+        boxes_at=boxes_at,
+    )
 
 
 @dataclass(frozen=True)
@@ -96,9 +110,10 @@ class MatrixPiece:
 
     def view(self, x: Tensor) -> Tensor:
         """The entries in the holder's tensor."""
+        flat = x.view(-1)
         stop = self.start + math.prod(self.box_shape)
-        box = x.view(-1)[self.start : stop]
-        return box.view(self.box_shape)[self.in_box]
+        box = flat[self.start : stop].view(self.box_shape)
+        return box[self.in_box]
 
 
 @dataclass(frozen=True)
@@ -113,26 +128,30 @@ class LogicalMatrix:
     @property
     def shape(self) -> tuple[int, int]:
         """[A, B]."""
-        return self.box.shape[-2], self.box.shape[-1]
+        *_, rows, columns = self.box.shape
+        return rows, columns
 
 
-def _pieces(entries: ParamEntries, matrix: Box, holders: int) -> tuple[MatrixPiece, ...]:
-    found = []
+def _pieces(
+    entries: ParamEntries,
+    matrix: Box,
+    holders: int,
+) -> tuple[MatrixPiece, ...]:
+    found: list[MatrixPiece] = []
     for holder in range(holders):
         start = 0
         for box in entries.boxes_at(holder):
             common = box & matrix
             if common.size:
-                found.append(
-                    MatrixPiece(
-                        holder,
-                        common.shape,
-                        common.within(matrix),
-                        start,
-                        box.shape,
-                        common.within(box),
-                    )
+                piece = MatrixPiece(
+                    holder,
+                    piece_shape=common.shape,
+                    in_matrix=common.within(matrix),
+                    start=start,
+                    box_shape=box.shape,
+                    in_box=common.within(box),
                 )
+                found.append(piece)
             start += box.size
     return tuple(found)
 
@@ -143,18 +162,23 @@ def _assign(
     *,
     splits_stacked: bool,
 ) -> tuple[LogicalMatrix, ...]:
-    """All matrices of these parameters with their owners, the same on every rank."""
+    """All matrices of these parameters with their owners, the same on every rank: the rank that
+    holds most of a matrix, then the one with the least work so far.
+    """
     work = [0] * holders
-    found = []
+    found: list[LogicalMatrix] = []
     for name, entries in params.items():
         for box in entries.matrices(splits_stacked=splits_stacked):
             pieces = _pieces(entries, box, holders)
-            held = [0] * holders
+            held: Counter[int] = Counter()
             for piece in pieces:
                 held[piece.holder] += piece.size
-            owner = min(range(holders), key=lambda rank: (-held[rank], work[rank], rank))
-            work[owner] += box.size * min(box.shape[-2:])
-            found.append(LogicalMatrix(name, box, pieces, owner))
+            preference = [(-held[rank], work[rank], rank) for rank in range(holders)]
+            _, _, owner = min(preference)
+            shorter_side = min(box.shape[-2:])
+            work[owner] += box.size * shorter_side
+            matrix = LogicalMatrix(name, box, pieces, owner)
+            found.append(matrix)
     return tuple(found)
 
 
@@ -202,7 +226,7 @@ class MatrixExchange:
         self.axes = first.axes
         self.index = first.index
         self.comm = comm
-        num_ranks = comm.degree(self.axes) if comm is not None else 1
+        num_ranks = 1 if comm is None else comm.degree(self.axes)
         matrices = _assign(params, num_ranks, splits_stacked=splits_stacked)
         self.own_matrices = tuple(each for each in matrices if each.owner == self.index)
         self.given: list[list[HeldPiece]] = [[] for _ in range(num_ranks)]
@@ -210,20 +234,22 @@ class MatrixExchange:
         self.is_local = True
         for matrix in matrices:
             for piece in matrix.pieces:
+                held = HeldPiece(matrix, piece)
                 if piece.holder == self.index:
-                    self.given[matrix.owner].append(HeldPiece(matrix, piece))
+                    self.given[matrix.owner].append(held)
                 if matrix.owner == self.index:
-                    self.taken[piece.holder].append(HeldPiece(matrix, piece))
+                    self.taken[piece.holder].append(held)
                 if piece.holder != matrix.owner:
                     self.is_local = False
 
     def sent_bytes(self, itemsize: int) -> int:
         """What this rank sends in one step: pieces to owners, and results of its own matrices."""
-        entries = 0
-        for rank, (given, taken) in enumerate(zip(self.given, self.taken, strict=True)):
+        num_entries = 0
+        for rank in range(len(self.given)):
             if rank != self.index:
-                entries += _num_entries(given) + _num_entries(taken)
-        return entries * itemsize
+                num_entries += _num_entries(self.given[rank])
+                num_entries += _num_entries(self.taken[rank])
+        return num_entries * itemsize
 
     def run(
         self,
@@ -239,42 +265,47 @@ class MatrixExchange:
             like: a tensor of the dtype and device of directions.
         """
         parts = [like.new_zeros(0)]
-        for pieces in self.given:
-            for held in pieces:
-                entries = held.piece.view(directions[held.matrix.name])
-                parts.append(entries.reshape(-1))
+        for held in itertools.chain(*self.given):
+            direction = directions[held.matrix.name]
+            entries = held.piece.view(direction)
+            parts.append(entries.reshape(-1))
         received = self._exchange(torch.cat(parts), self.given, self.taken)
         results = self._transform(received, transform)
         returned = self._exchange(results, self.taken, self.given)
         start = 0
-        for pieces in self.given:
-            for held in pieces:
-                stop = start + held.piece.size
-                values = returned[start:stop].view(held.piece.piece_shape)
-                yield TransformedPiece(held.matrix, held.piece, values)
-                start = stop
+        for held in itertools.chain(*self.given):
+            stop = start + held.piece.size
+            values = returned[start:stop].view(held.piece.piece_shape)
+            yield TransformedPiece(held.matrix, held.piece, values)
+            start = stop
 
-    def _transform(self, received: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    def _transform(
+        self,
+        received: Tensor,
+        transform: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """Results of this rank's matrices, cut and ordered as the directions came."""
-        matrices: dict[int, Tensor] = {}
+        taken = list(itertools.chain(*self.taken))
+        gathered: dict[int, Tensor] = {}
         for matrix in self.own_matrices:
-            matrices[id(matrix)] = received.new_empty(matrix.box.shape)
+            gathered[id(matrix)] = received.new_empty(matrix.box.shape)
         start = 0
-        for pieces in self.taken:
-            for held in pieces:
-                stop = start + held.piece.size
-                entries = received[start:stop].view(held.piece.piece_shape)
-                matrices[id(held.matrix)][held.piece.in_matrix] = entries
-                start = stop
+        for held in taken:
+            piece = held.piece
+            stop = start + piece.size
+            entries = received[start:stop].view(piece.piece_shape)
+            gathered[id(held.matrix)][piece.in_matrix] = entries
+            start = stop
+        results: dict[int, Tensor] = {}
         for matrix in self.own_matrices:
-            gathered = matrices[id(matrix)]
-            result = transform(gathered.view(matrix.shape))
-            matrices[id(matrix)] = result.to(received.dtype).reshape(matrix.box.shape)
+            direction = gathered.pop(id(matrix)).view(matrix.shape)
+            result = transform(direction).to(received.dtype)
+            results[id(matrix)] = result.reshape(matrix.box.shape)
         parts = [received.new_zeros(0)]
-        for pieces in self.taken:
-            for held in pieces:
-                entries = matrices[id(held.matrix)][held.piece.in_matrix]
-                parts.append(entries.reshape(-1))
+        for held in taken:
+            result = results[id(held.matrix)]
+            entries = result[held.piece.in_matrix]
+            parts.append(entries.reshape(-1))
         return torch.cat(parts)
 
     def _exchange(

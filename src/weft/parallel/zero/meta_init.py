@@ -12,11 +12,14 @@ from weft.core.mesh import Axis
 from weft.errors import Fault, PlanError
 
 
-def own_modules(block: nn.Module, others: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(
+    block: nn.Module,
+    others: Iterable[nn.Module],
+) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of `block` itself and the modules below it, without `others` and what is below
     them.
     """
-    excluded = {id(other) for other in others} - {id(block)}
+    excluded = set(map(id, others))
     yield "", block
     for name, child in block.named_children():
         if id(child) in excluded:
@@ -26,7 +29,10 @@ def own_modules(block: nn.Module, others: Iterable[nn.Module]) -> Iterator[tuple
             yield full_path, module
 
 
-def own_params(block: nn.Module, others: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:
+def own_params(
+    block: nn.Module,
+    others: Iterable[nn.Module],
+) -> tuple[nn.Parameter, ...]:
     """Parameters that `block` uses itself, outside of `others`, each once."""
     found: dict[int, nn.Parameter] = {}
     for _, module in own_modules(block, others):

@@ -20,7 +20,8 @@ def state_shape(shape: Shape, axes: Literal["rows", "columns"]) -> Shape:
     """Shape of the sums of a parameter's rows, [..., A, 1], or columns, [..., 1, B]."""
     if axes == "rows":
         return (*shape[:-1], 1)
-    return (*shape[:-2], 1, shape[-1])
+    num_columns = shape[-1]
+    return (*shape[:-2], 1, num_columns)
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,13 @@ class ParamEntries:
     def whole(shape: Shape, logical: tuple[DimAxis, ...] = ()) -> ParamEntries:
         """A parameter that one rank holds."""
         box = Box.whole(shape)
-        return ParamEntries(shape, logical, (), 0, lambda _: (box,))
+        return ParamEntries(
+            shape,
+            logical,
+            axes=(),
+            index=0,
+            boxes_at=lambda _: (box,),
+        )
 
     @cached_property
     def own_boxes(self) -> tuple[Box, ...]:
@@ -57,20 +64,24 @@ class ParamEntries:
         flat = x.view(-1)
         start = 0
         for box in self.own_boxes:
-            yield box, flat[start : start + box.size].view(box.shape)
-            start += box.size
+            stop = start + box.size
+            entries = flat[start:stop]
+            yield box, entries.view(box.shape)
+            start = stop
 
     def rows(self, x: Tensor) -> Tensor:
         """Partial sum of x along the last dim, [..., A, 1]."""
-        total = x.new_zeros(state_shape(self.shape, "rows"))
+        shape = state_shape(self.shape, "rows")
+        total = x.new_zeros(shape)
         for box, entries in self.views(x):
-            rows = box.slices[:-1]
-            total[rows] += entries.sum(-1, keepdim=True)
+            *rows, _ = box.slices
+            total[tuple(rows)] += entries.sum(-1, keepdim=True)
         return total
 
     def columns(self, x: Tensor) -> Tensor:
         """Partial sum of x along the last dim but one, [..., 1, B]."""
-        total = x.new_zeros(state_shape(self.shape, "columns"))
+        shape = state_shape(self.shape, "columns")
+        total = x.new_zeros(shape)
         for box, entries in self.views(x):
             *leading, _, columns = box.slices
             place = (*leading, slice(None), columns)
@@ -80,27 +91,39 @@ class ParamEntries:
     def spread(self, x: Tensor) -> Tensor:
         """The numbers of x ([..., A, 1], [..., 1, B]) at each local entry, one-dimensional."""
         expanded = x.expand(self.shape)
-        parts = [expanded[box.slices].reshape(-1) for box in self.own_boxes]
-        return torch.cat(parts) if parts else x.new_zeros(0)
+        parts = [x.new_zeros(0)]
+        for box in self.own_boxes:
+            entries = expanded[box.slices]
+            parts.append(entries.reshape(-1))
+        return torch.cat(parts)
 
     def matrices(self, *, splits_stacked: bool) -> tuple[Box, ...]:
         """The logical matrices of a parameter with two dims or three: each index of the first of
         three dims (experts), and each part of a `Stacked` dim if `splits_stacked`.
         """
-        boxes = [Box.whole(self.shape)]
+        whole = Box.whole(self.shape)
+        boxes = [whole]
         if len(self.shape) == 3:
-            whole = boxes[0]
-            boxes = [_within(whole, 0, index, index + 1) for index in range(self.shape[0])]
+            num_experts = self.shape[0]
+            boxes = [_within(whole, 0, index, index + 1) for index in range(num_experts)]
+        if not splits_stacked:
+            return tuple(boxes)
         for dim, axis in enumerate(self.logical):
-            if isinstance(axis, Stacked) and splits_stacked:
-                parts: list[Box] = []
-                for box in boxes:
-                    parts.extend(_parts(box, dim, axis))
-                boxes = parts
+            if not isinstance(axis, Stacked):
+                continue
+            parts: list[Box] = []
+            for box in boxes:
+                parts.extend(_parts(box, dim, axis))
+            boxes = parts
         return tuple(boxes)
 
 
-def _within(box: Box, dim: int, start: int, stop: int) -> Box:
+def _within(
+    box: Box,
+    dim: int,
+    start: int,
+    stop: int,
+) -> Box:
     """The box with other bounds along one dim."""
     lo = list(box.lo)
     hi = list(box.hi)
@@ -109,9 +132,16 @@ def _within(box: Box, dim: int, start: int, stop: int) -> Box:
     return Box(tuple(lo), tuple(hi))
 
 
-def _parts(box: Box, dim: int, axis: Stacked) -> Iterator[Box]:
+def _parts(
+    box: Box,
+    dim: int,
+    axis: Stacked,
+) -> Iterator[Box]:
     """The parts of a box along a `Stacked` dim."""
+    length = box.hi[dim]
+    sizes = axis.sizes(length) or (length,)
     start = 0
-    for size in axis.sizes(box.hi[dim]) or (box.hi[dim],):
-        yield _within(box, dim, start, start + size)
-        start += size
+    for size in sizes:
+        stop = start + size
+        yield _within(box, dim, start, stop)
+        start = stop

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,41 +24,11 @@ from weft.comm.transport import Work
 from weft.errors import CommError
 from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, TreeSum
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
-
-ZeroStage = Literal[0, 1, 2, 3]
+from weft.parallel.zero.sharding_policy import ShardingPolicy
 
 FIRST_LEAF = Leaf(0, 0)
 WHOLE_SHARD = ""
 """Key of the tree over reduced shards, where every backward is reduced."""
-
-
-@dataclass(frozen=True)
-class ShardingPolicy:
-    """What of a parameter group is sharded over the ranks that would hold copies, and in which
-    dtypes it is held.
-
-    Attributes:
-        zero: 0 nothing is sharded, 1 optimizer states, 2 gradients too, 3 parameters too.
-        params: dtype of the values that the optimizer updates.
-        compute: dtype in which blocks compute and parameters are all-gathered.
-        reduce: dtype in which gradients are accumulated over micro-batches and reduced over ranks.
-        grad_scale: factor of a reduced gradient: 1, or 1 / ranks for the mean.
-        keeps_unsharded_grad: whether unsharded gradients stay allocated between steps and are
-            reduced once a step, in place; else each backward allocates them, and they are reduced
-            whenever they are complete.
-        keeps_sharded_grad: whether reduced gradients stay allocated; else `take_reduced_grads`
-            hands them over.
-        fixed_order: whether gradients are added in the tree of `weft.parallel.zero.fixed_order`.
-    """
-
-    zero: ZeroStage
-    params: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    grad_scale: float = 1.0
-    keeps_unsharded_grad: bool = False
-    keeps_sharded_grad: bool = True
-    fixed_order: bool = False
 
 
 class ParamGroup:
@@ -97,9 +65,13 @@ class ParamGroup:
         self.policy = policy
         self.axes = axes
         self.stage = stage
-        self.index = comm.index(axes) if policy.zero else 0
+        self.index = 0
+        num_shards = 1
+        if policy.zero:
+            self.index = comm.index(axes)
+            num_shards = comm.degree(axes)
         shapes = {name: tuple(param.shape) for name, param in params.items()}
-        self.layout = FlatLayout.of(shapes, comm.degree(axes) if policy.zero else 1)
+        self.layout = FlatLayout.of(shapes, num_shards)
         self.missing = set(self.params)
         self.is_reduced = False
         self.unsharded_grad: Tensor | None = None
@@ -112,7 +84,7 @@ class ParamGroup:
         self._gathering: Work | None = None
         self.unsharded_params: FlatParams | None = None
         self.sharded_param: Tensor | None = None
-        if not self._keeps_params:
+        if not policy.keeps_param_memory:
             self._flatten_params()
         if self.is_trained and policy.keeps_sharded_grad:
             self._allocate_grads()
@@ -134,22 +106,15 @@ class ParamGroup:
         return self.policy.zero == 3 and self.is_sharded
 
     @property
-    def _keeps_params(self) -> bool:
-        """Whether parameters stay in their own memory, because they are neither sharded nor cast."""
-        policy = self.policy
-        return policy.zero == 0 and policy.params == policy.compute == policy.reduce
-
-    @property
     def _shares_param_memory(self) -> bool:
         """Whether the sharded parameter is a view into the unsharded ones."""
-        return self.policy.params == self.policy.compute and not self.reshards
+        has_one_dtype = self.policy.params == self.policy.compute
+        return has_one_dtype and not self.reshards
 
-    @property
-    def _shares_grad_memory(self) -> bool:
-        """Whether the sharded gradient is a view into the unsharded one."""
-        policy = self.policy
-        keeps_both = policy.keeps_unsharded_grad and policy.keeps_sharded_grad
-        return keeps_both and policy.reduce == policy.params
+    def _own_entries(self, unsharded: Tensor) -> Tensor:
+        """This rank's entries of an unsharded flat tensor, as a view."""
+        own_slice = self.layout.shard_slice(self.index)
+        return unsharded[own_slice]
 
     @property
     def _device(self) -> torch.device:
@@ -161,37 +126,32 @@ class ParamGroup:
         them are allocated.
         """
         policy = self.policy
-        if self._shares_param_memory:
-            self.unsharded_params = FlatParams(self.params, self.layout, dtype=policy.compute)
-            self.sharded_param = self.unsharded_params.flat[self.layout.shard_slice(self.index)]
-            return
-        self.sharded_param = self.layout.pack_shard(
+        if not self._shares_param_memory:
+            self.sharded_param = self.layout.pack_shard(
+                self.params,
+                self.index,
+                dtype=policy.params,
+                device=self._device,
+            )
+        self.unsharded_params = FlatParams(
             self.params,
-            self.index,
-            dtype=policy.params,
-            device=self._device,
+            self.layout,
+            dtype=policy.compute,
         )
-        self.unsharded_params = FlatParams(self.params, self.layout, dtype=policy.compute)
-        self.reshard()
-
-    @property
-    def _accumulates_in_place(self) -> bool:
-        """Whether autograd adds to the unsharded gradient itself, whose views are the parameters'
-        `.grad`.
-        """
-        policy = self.policy
-        keeps_both = policy.keeps_unsharded_grad and policy.keeps_sharded_grad
-        return keeps_both and policy.compute == policy.reduce and not policy.fixed_order
+        if self._shares_param_memory:
+            self.sharded_param = self._own_entries(self.unsharded_params.flat)
+        else:
+            self.reshard()
 
     def _allocate_grads(self) -> None:
         policy = self.policy
         if policy.keeps_unsharded_grad:
             self._allocate_unsharded_grad()
-        if self._accumulates_in_place:
+        if policy.accumulates_in_place:
             for name, view in self._grad_views.items():
                 self.params[name].grad = view
-        if self.unsharded_grad is not None and self._shares_grad_memory:
-            self.sharded_grad = self.unsharded_grad[self.layout.shard_slice(self.index)]
+        if self.unsharded_grad is not None and policy.shares_grad_memory:
+            self.sharded_grad = self._own_entries(self.unsharded_grad)
         else:
             self.sharded_grad = torch.zeros(
                 self.layout.shard_length,
@@ -200,7 +160,11 @@ class ParamGroup:
             )
 
     def _allocate_unsharded_grad(self) -> Tensor:
-        grad = torch.zeros(self.layout.length, dtype=self.policy.reduce, device=self._device)
+        grad = torch.zeros(
+            self.layout.length,
+            dtype=self.policy.reduce,
+            device=self._device,
+        )
         self.unsharded_grad = grad
         self._grad_views = self.layout.views(grad)
         return grad
@@ -211,11 +175,12 @@ class ParamGroup:
         """
         if self.sharded_param is None:
             return dict(self.params)
-        found = {}
-        gradients = {}
+        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         if self.sharded_grad is not None:
             gradients = self.layout.shard_views(self.sharded_grad, self.index)
-        for name, entries in self.layout.shard_views(self.sharded_param, self.index).items():
+        values = self.layout.shard_views(self.sharded_param, self.index)
+        for name, entries in values.items():
             if entries.numel() > 0:
                 entries.grad = gradients.get(name)
                 found[name] = entries
@@ -225,12 +190,13 @@ class ParamGroup:
 
     def zero_grad(self) -> None:
         """Set every gradient to 0."""
+        policy = self.policy
         if self.unsharded_grad is not None:
             self.unsharded_grad.zero_()
-        if self.sharded_grad is not None and not self._shares_grad_memory:
+        if self.sharded_grad is not None and not policy.shares_grad_memory:
             self.sharded_grad.zero_()
         self._trees.clear()
-        if self.policy.fixed_order and self.sharded_param is None:
+        if policy.fixed_order and self.sharded_param is None:
             for param in self.params.values():
                 param.grad = None
 
@@ -241,28 +207,30 @@ class ParamGroup:
         Raises:
             CommError: the group was reduced already, and is reduced once a step.
         """
-        if self.is_reduced and self.policy.keeps_unsharded_grad:
+        policy = self.policy
+        if self.is_reduced and policy.keeps_unsharded_grad:
             raise CommError(
                 f"gradient of {name} arrived after its group was reduced: a backward of this step used other parameters "
                 f"than the one before it, or two backwards synchronised; run all but the last under no_sync(), "
                 f"use ZeRO 2, or a schedule whose backward is not split"
             )
-        assert param.grad is not None, "the hook runs after the gradient was accumulated"
+        grad = param.grad
+        assert grad is not None, "the hook runs after the gradient was accumulated"
         self.missing.discard(name)
-        if self.policy.fixed_order and self.policy.keeps_unsharded_grad:
-            self._trees[name].add(self.leaf, param.grad.to(self.policy.reduce))
+        if policy.sums_microbatches:
+            tree = self._trees[name]
+            tree.add(self.leaf, grad.to(policy.reduce))
             param.grad = None
             return not self.missing
         if self.unsharded_grad is None:
             self._allocate_unsharded_grad()
         view = self._grad_views[name]
-        if not self._accumulates_in_place:
-            view.add_(param.grad)
+        if not policy.accumulates_in_place:
+            view.add_(grad)
             param.grad = None
-        elif (
-            param.grad is not view
-        ):  # it was set to None between steps, and autograd allocated a new one
-            view.copy_(param.grad)
+        elif grad is not view:
+            # it was set to None between steps, and autograd allocated a new one
+            view.copy_(grad)
             param.grad = view
         return not self.missing
 
@@ -270,23 +238,29 @@ class ParamGroup:
         """Start the sum over ranks of the unsharded gradient; parameters without a gradient
         contribute zeros.
         """
+        policy = self.policy
         self.wait_reduce()
-        if self._accumulates_in_place:
+        if policy.accumulates_in_place:
             self._zero_unset_grads()
         unsharded = self.unsharded_grad
         if unsharded is None:
             unsharded = self._allocate_unsharded_grad()
-        if self.policy.fixed_order and self.policy.keeps_unsharded_grad:
-            for name, tree in self._trees.items():
-                total = tree.take()
-                if total is not None:
-                    self._grad_views[name].copy_(total)
+        if policy.sums_microbatches:
+            self._take_trees()
         self._reducing = self._start_collective(unsharded)
         self._reducing_leaf = self.leaf
         self.is_reduced = True
-        if not self.policy.keeps_unsharded_grad:
+        if not policy.keeps_unsharded_grad:
             self.unsharded_grad = None
             self._grad_views = {}
+
+    def _take_trees(self) -> None:
+        """Have the sum of all micro-batches in the unsharded gradient."""
+        for name, tree in self._trees.items():
+            total = tree.take()
+            if total is not None:
+                view = self._grad_views[name]
+                view.copy_(total)
 
     def _zero_unset_grads(self) -> None:
         """Set the views of parameters to 0 whose `.grad` was set to None between steps and that
@@ -298,20 +272,22 @@ class ParamGroup:
 
     def _start_collective(self, unsharded: Tensor) -> Work | FixedOrderSum:
         """Reduce-scatter where the group is sharded, else all-reduce."""
-        if self.policy.fixed_order and self.axes and self.comm.degree(self.axes) > 1:
+        comm = self.comm
+        axes = self.axes
+        if self.policy.fixed_order and axes and comm.degree(axes) > 1:
             return FixedOrderSum(
-                self.comm,
+                comm,
                 unsharded,
-                self.axes,
+                axes,
                 is_sharded=self.is_sharded,
                 data_first=self.policy.keeps_unsharded_grad,
             )
-        if self.is_sharded and self._shares_grad_memory:
-            return self.comm.start_reduce_scatter_(unsharded, self.axes)
+        if self.is_sharded and self.policy.shares_grad_memory:
+            return comm.start_reduce_scatter_(unsharded, axes)
         if self.is_sharded:
-            return self.comm.start_reduce_scatter(unsharded, self.axes)
-        if self.axes:
-            return self.comm.start_all_reduce_(unsharded, self.axes)
+            return comm.start_reduce_scatter(unsharded, axes)
+        if axes:
+            return comm.start_all_reduce_(unsharded, axes)
         return Work.done(unsharded)
 
     def is_reduce_completed(self) -> bool:
@@ -324,15 +300,18 @@ class ParamGroup:
             return
         total = self._reducing.wait()
         self._reducing = None
-        if self.policy.fixed_order and not self.policy.keeps_unsharded_grad:
-            self._trees[WHOLE_SHARD].add(self._reducing_leaf, total)
-        elif self.policy.fixed_order and self.sharded_grad is not None:
-            self.sharded_grad.copy_(total)
+        policy = self.policy
+        if policy.sums_reduced:
+            tree = self._trees[WHOLE_SHARD]
+            tree.add(self._reducing_leaf, total)
         elif self.sharded_grad is None:
-            self.sharded_grad = total.to(self.policy.params).mul_(self.policy.grad_scale)
-        elif not self.policy.keeps_unsharded_grad:
-            self.sharded_grad.add_(total, alpha=self.policy.grad_scale)
-        elif not self._shares_grad_memory:
+            grad = total.to(policy.params)
+            self.sharded_grad = grad.mul_(policy.grad_scale)
+        elif policy.fixed_order:
+            self.sharded_grad.copy_(total)
+        elif not policy.keeps_unsharded_grad:
+            self.sharded_grad.add_(total, alpha=policy.grad_scale)
+        elif not policy.shares_grad_memory:
             self.sharded_grad.copy_(total)
 
     def finish_step(self) -> None:
@@ -349,9 +328,10 @@ class ParamGroup:
     def _finish_fixed_order(self) -> None:
         """Have the sum of all micro-batches in the sharded gradient."""
         tree = self._trees.get(WHOLE_SHARD)
-        total = tree.take() if tree is not None else None
-        if total is not None and self.sharded_grad is not None:
-            self.sharded_grad.copy_(total)
+        if tree is not None:
+            total = tree.take()
+            if total is not None and self.sharded_grad is not None:
+                self.sharded_grad.copy_(total)
         if self.sharded_param is None:
             for name, param in self.params.items():
                 param.grad = self._grad_views[name]
@@ -393,13 +373,22 @@ class ParamGroup:
         """The values by parameter name in `policy.params`, unsharded, in new memory; a collective
         over `axes`.
         """
-        if self.sharded_param is None:
-            return {name: param.detach().clone() for name, param in self.params.items()}
-        return self._gather(self.sharded_param)
+        if self.sharded_param is not None:
+            return self._gather(self.sharded_param)
+        found: dict[str, Tensor] = {}
+        for name, param in self.params.items():
+            values = param.detach()
+            found[name] = values.clone()
+        return found
 
     def _gather(self, shard: Tensor) -> dict[str, Tensor]:
-        flat = self.comm.all_gather(shard, self.axes) if self.is_sharded else shard
-        return {name: view.clone() for name, view in self.layout.views(flat).items()}
+        flat = shard
+        if self.is_sharded:
+            flat = self.comm.all_gather(shard, self.axes)
+        found: dict[str, Tensor] = {}
+        for name, view in self.layout.views(flat).items():
+            found[name] = view.clone()
+        return found
 
     def start_unshard(self) -> None:
         """Start the all-gather of the parameters, unless they are allocated."""
@@ -413,13 +402,13 @@ class ParamGroup:
         self.unsharded_params.allocate()
         unsharded = self.unsharded_params.alias()
         if self.sharded_param is not None and not self._shares_param_memory:
-            own_entries = unsharded[self.layout.shard_slice(self.index)]
+            own_entries = self._own_entries(unsharded)
             own_entries.copy_(self.sharded_param)
-        if self.is_sharded:
-            with self._names_in_errors():
-                self._gathering = self.comm.start_all_gather_(unsharded, self.axes)
-        else:
+        if not self.is_sharded:
             self._gathering = Work.done(unsharded)
+            return
+        with self._names_in_errors():
+            self._gathering = self.comm.start_all_gather_(unsharded, self.axes)
 
     def unshard(self) -> None:
         """Have the unsharded parameters allocated and filled."""

@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 
 from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
+from weft.comm.transport import Work
 from weft.core.mesh import Axis
-from weft.errors import DataError, Fault, PlanError
+from weft.errors import DataError, Fault
 from weft.parallel.dp import AXIS as DP
+from weft.parallel.zero.elementwise import elementwise_state_keys
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 
 State = dict[str, Any]
@@ -62,19 +64,23 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         super().__init__(params, kwargs)
         first: Tensor = self.param_groups[0]["params"][0]
-        self._elementwise_keys = elementwise_state_keys(
-            lambda tensors: optimizer(tensors, **kwargs),
-            device=first.device,
-        )
+
+        def make(tensors: list[nn.Parameter]) -> Optimizer:
+            return optimizer(tensors, **kwargs)
+
+        self._elementwise_keys = elementwise_state_keys(make, device=first.device)
         self.comm = comm_or_world(comm, axis=axis, device=first.device)
         self.axis = axis
         self._flat_groups: list[_FlatGroup] = []
-        inner_groups = []
+        inner_groups: list[dict[str, Any]] = []
         for param_group in self.param_groups:
-            flat_groups = self._flatten(param_group["params"])
-            self._flat_groups.extend(flat_groups)
-            shards = [shard for flat_group in flat_groups for shard in flat_group.shards]
-            inner_groups.append({**_settings(param_group), "params": shards})
+            shards: list[nn.Parameter] = []
+            for flat_group in self._flatten(param_group["params"]):
+                self._flat_groups.append(flat_group)
+                shards.extend(flat_group.shards)
+            inner_group = _settings(param_group)
+            inner_group["params"] = shards
+            inner_groups.append(inner_group)
         self.inner = optimizer(inner_groups, **kwargs)
         self._copy_settings_from_inner()
 
@@ -88,9 +94,15 @@ class ShardedOptimizer(Optimizer):
                 runs[-1].append(param)
             else:
                 runs.append([param])
-        num_shards = self.comm.degree(self.axis)
-        index = self.comm.index(self.axis)
-        return [_FlatGroup(run, num_shards=num_shards, index=index) for run in runs]
+        flat_groups: list[_FlatGroup] = []
+        for run in runs:
+            flat_group = _FlatGroup(
+                run,
+                num_shards=self.comm.degree(self.axis),
+                index=self.comm.index(self.axis),
+            )
+            flat_groups.append(flat_group)
+        return flat_groups
 
     def _copy_settings_from_inner(self) -> None:
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -113,10 +125,11 @@ class ShardedOptimizer(Optimizer):
         for flat_group in self._flat_groups:
             flat_group.set_shard_grads()
         self.inner.step()
-        works = []
+        works: list[Work] = []
         for flat_group in self._flat_groups:
             unsharded = flat_group.params_memory.alias()
-            works.append(self.comm.start_all_gather_(unsharded, self.axis))
+            work = self.comm.start_all_gather_(unsharded, self.axis)
+            works.append(work)
         for flat_group, work in zip(self._flat_groups, works, strict=True):
             work.wait()
             flat_group.clear_shard_grads()
@@ -145,11 +158,14 @@ class ShardedOptimizer(Optimizer):
                 elementwise=self._elementwise_keys,
             )
             state_of.update(gathered)
-        states = {}
+        states: dict[int, State] = {}
         for number, param in enumerate(self._all_params()):
-            if state_of.get(id(param)):
-                states[number] = state_of[id(param)]
-        return {**super().state_dict(), "state": states}
+            state = state_of.get(id(param))
+            if state:
+                states[number] = state
+        found = super().state_dict()
+        found["state"] = states
+        return found
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load this rank's shard of a state dict of the plain optimizer over unsharded parameters.
@@ -161,25 +177,31 @@ class ShardedOptimizer(Optimizer):
         groups = state_dict["param_groups"]
         num_given = sum(len(group["params"]) for group in groups)
         if num_given != len(params):
-            raise DataError(
-                Fault(
-                    "state",
-                    "has another number of parameters",
-                    got=str(num_given),
-                    need=str(len(params)),
-                )
+            fault = Fault(
+                "state",
+                "has another number of parameters",
+                got=str(num_given),
+                need=str(len(params)),
             )
-        states = {
-            id(param): state_dict["state"].get(number, {}) for number, param in enumerate(params)
-        }
+            raise DataError(fault)
+        given = state_dict["state"]
+        states: dict[int, State] = {}
+        for number, param in enumerate(params):
+            states[id(param)] = given.get(number, {})
         for flat_group in self._flat_groups:
-            sharded = flat_group.shard_states(states, elementwise=self._elementwise_keys)
+            sharded = flat_group.shard_states(
+                states,
+                elementwise=self._elementwise_keys,
+            )
             self.inner.state.update(sharded)
         for own_group, loaded_group in zip(self.param_groups, groups, strict=True):
             own_group.update(_settings(loaded_group))
 
     def _all_params(self) -> list[nn.Parameter]:
-        return [param for group in self.param_groups for param in group["params"]]
+        found: list[nn.Parameter] = []
+        for group in self.param_groups:
+            found.extend(group["params"])
+        return found
 
 
 class _FlatGroup:
@@ -207,11 +229,15 @@ class _FlatGroup:
             shapes[name] = tuple(param.shape)
         self.params = params
         self.layout = FlatLayout.of(shapes, num_shards)
-        self.params_memory = FlatParams(named, self.layout, dtype=params[0].dtype)
+        self.params_memory = FlatParams(
+            named,
+            self.layout,
+            dtype=params[0].dtype,
+        )
         own_slice = self.layout.shard_slice(index)
         shard = self.params_memory.flat[own_slice]
         views = self.layout.shard_views(shard, index)
-        self.shards = [nn.Parameter(view) for view in views.values()]
+        self.shards = list(map(nn.Parameter, views.values()))
         self.entries: list[slice] = []
         for span in self.layout.spans:
             overlap = self.layout.overlap(span, index)
@@ -220,7 +246,11 @@ class _FlatGroup:
     def set_shard_grads(self) -> None:
         """Set each shard's gradient to a view of its entries of the parameter's gradient."""
         for param, shard, entries in zip(self.params, self.shards, self.entries, strict=True):
-            shard.grad = None if param.grad is None else param.grad.reshape(-1)[entries]
+            if param.grad is None:
+                shard.grad = None
+                continue
+            flat = param.grad.reshape(-1)
+            shard.grad = flat[entries]
 
     def clear_shard_grads(self) -> None:
         """Drop the references to the views."""
@@ -240,21 +270,25 @@ class _FlatGroup:
         """
         found: dict[int, State] = {}
         for param, shard, span in zip(self.params, self.shards, self.layout.spans, strict=True):
-            overlaps = [
-                self.layout.overlap(span, index).in_param for index in range(self.layout.num_shards)
-            ]
-            sizes = [overlap.stop - overlap.start for overlap in overlaps]
+            sizes: list[int] = []
+            for index in range(self.layout.num_shards):
+                entries = self.layout.overlap(span, index).in_param
+                sizes.append(entries.stop - entries.start)
             unsharded: State = {}
             for key, value in state.get(shard, {}).items():
                 if key in elementwise:
-                    unsharded[key] = comm.all_gather(value, axis, sizes=sizes).view(param.shape)
+                    gathered = comm.all_gather(value, axis, sizes=sizes)
+                    unsharded[key] = gathered.view(param.shape)
                 else:
                     unsharded[key] = _copy(value)
             found[id(param)] = unsharded
         return found
 
     def shard_states(
-        self, states: Mapping[int, State], *, elementwise: Collection[str]
+        self,
+        states: Mapping[int, State],
+        *,
+        elementwise: Collection[str],
     ) -> dict[Tensor, State]:
         """The state of each shard, from the states of unsharded parameters by id."""
         found: dict[Tensor, State] = {}
@@ -262,7 +296,8 @@ class _FlatGroup:
             sharded: State = {}
             for key, value in states[id(param)].items():
                 if key in elementwise:
-                    sharded[key] = value.reshape(-1)[entries].clone()
+                    flat = value.reshape(-1)
+                    sharded[key] = flat[entries].clone()
                 else:
                     sharded[key] = _copy(value)
             if sharded:
@@ -270,65 +305,16 @@ class _FlatGroup:
         return found
 
 
-def elementwise_state_keys(
-    make: Callable[[list[nn.Parameter]], Optimizer],
-    *,
-    device: torch.device,
-) -> frozenset[str]:
-    """State keys with a value for each entry, of an optimizer that is seen to update each entry by
-    itself.
-
-    It takes three steps on a parameter, and on the same parameter in two parts.
-
-    Raises:
-        PlanError: the two do not end with the same values.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.rand(3, 4, 3, dtype=torch.float32, generator=generator).to(device)
-    sizes = (5, 7)
-    unsharded = nn.Parameter(start.clone())
-    parts = [nn.Parameter(part.clone()) for part in start.flatten().split(sizes)]
-    try:
-        reference = make([unsharded])
-        sharded = make(parts)
-        for gradient in gradients:
-            unsharded.grad = gradient
-            for part, part_gradient in zip(parts, gradient.flatten().split(sizes), strict=True):
-                part.grad = part_gradient
-            reference.step()
-            sharded.step()
-        joined = torch.cat([part.detach() for part in parts])
-        is_elementwise = torch.allclose(unsharded.detach().flatten(), joined, rtol=1e-5)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # it needs a closure, or other shapes
-        message = str(error).splitlines()[0]
-        raise PlanError(_not_elementwise(f"it raises {message!r}")) from error
-    if not is_elementwise:
-        raise PlanError(_not_elementwise("the same steps in two parts gave other values"))
-    keys = set()
-    for key, value in reference.state[unsharded].items():
-        if isinstance(value, Tensor) and value.shape == unsharded.shape:
-            keys.add(key)
-    return frozenset(keys)
-
-
 def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device
-
-
-def _not_elementwise(got: str) -> Fault:
-    return Fault(
-        "optimizer",
-        "updates a parameter as a whole, so it cannot update a shard of it",
-        got=got,
-        need="one that updates every entry by itself, as SGD and AdamW do",
-    )
+    has_same_dtype = one.dtype == other.dtype
+    has_same_device = one.device == other.device
+    return has_same_dtype and has_same_device
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

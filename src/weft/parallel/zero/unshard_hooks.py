@@ -36,18 +36,20 @@ class BlockGroups:
 
 
 def groups_of(
-    params: Iterable[nn.Parameter], groups: Iterable[ParamGroup]
+    params: Iterable[nn.Parameter],
+    groups: Iterable[ParamGroup],
 ) -> tuple[ParamGroup, ...]:
     """Those of `groups` that hold one of `params` and are freed between uses, each once."""
     group_of_param: dict[int, ParamGroup] = {}
     for group in groups:
         if group.reshards:
-            group_of_param.update((id(param), group) for param in group.params.values())
+            ids = map(id, group.params.values())
+            group_of_param.update(dict.fromkeys(ids, group))
     found: dict[int, ParamGroup] = {}
     for param in params:
-        if id(param) in group_of_param:
-            group = group_of_param[id(param)]
-            found[id(group)] = group
+        holder = group_of_param.get(id(param))
+        if holder is not None:
+            found[id(holder)] = holder
     return tuple(found.values())
 
 
@@ -57,23 +59,29 @@ def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> None:
     """
     in_backward = GroupsInBackward()
     for chain in chains:
+        groups_of_blocks = [block.groups for block in chain]
+        next_groups = [*groups_of_blocks[1:], ()]
+        previous_groups = [(), *groups_of_blocks[:-1]]
         for position, block in enumerate(chain):
             if not block.groups:
                 continue
-            is_first, is_last = position == 0, position == len(chain) - 1
             schedule = PrefetchSchedule(
                 block.groups,
-                next_groups=() if is_last else chain[position + 1].groups,
-                previous_groups=() if is_first else chain[position - 1].groups,
+                next_groups=next_groups[position],
+                previous_groups=previous_groups[position],
                 in_backward=in_backward,
             )
-            block.module.register_forward_pre_hook(schedule.before_forward, with_kwargs=True)
+            block.module.register_forward_pre_hook(
+                schedule.before_forward,
+                with_kwargs=True,
+            )
             block.module.register_forward_hook(schedule.after_forward)
 
 
 def after_this_backward(act: Callable[[], None]) -> None:
     """Call `act` at the end of the backward that is running in this thread."""
-    torch.autograd.Variable._execution_engine.queue_callback(act)
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(act)
 
 
 class GroupsInBackward:

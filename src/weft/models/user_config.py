@@ -1,0 +1,119 @@
+"""The section of the run config that is made from the `Config` of a user's model. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any, ClassVar, Protocol
+
+from pydantic import Field, create_model, model_validator
+
+from weft.config.schema import label_of
+from weft.core.model_config import BlockSpec, LinearShapes, ModelConfig
+from weft.errors import ConfigError, Fault
+from weft.models.field_help import field_descriptions
+from weft.models.user_model import KEY, Model
+
+CONTEXT_FIELDS = ("max_seq_len", "context", "block_size")
+"""Fields that name the longest sequence of a model, if there is one."""
+CHANGED = "the model file has changed since the run started"
+
+
+class ModelParts(Protocol):
+    """What a config needs of its model's modules; in user_family.py, which imports torch."""
+
+    def axis_sizes(self, cfg: Any) -> dict[str, int]: ...
+
+    def block_specs(self, cfg: Any, seq_len: int) -> tuple[BlockSpec, ...]: ...
+
+    def linears(self, cfg: Any) -> LinearShapes: ...
+
+    def user_config(self, cfg: Any) -> Any: ...
+
+
+class UserModelConfig(ModelConfig):
+    """Base of the configs that are made from the `Config` of user models."""
+
+    parts: ClassVar[ModelParts]
+    source_digest: ClassVar[str | None] = None
+    field_names: ClassVar[tuple[str, ...]] = ()
+
+    def axis_sizes(self) -> dict[str, int]:
+        return self.parts.axis_sizes(self)
+
+    def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
+        return self.parts.block_specs(self, seq_len)
+
+    def linears(self) -> LinearShapes:
+        return self.parts.linears(self)
+
+    def check_seq_len(self, seq_len: int) -> Fault | None:
+        """Longer than the context that a field of the config names."""
+        for name in CONTEXT_FIELDS:
+            longest = getattr(self, name, None)
+            if isinstance(longest, int) and seq_len > longest:
+                return Fault(
+                    "data.seq_len",
+                    "longer than the model's context",
+                    got=str(seq_len),
+                    need=f"at most model.{name} = {longest}",
+                    fix=f"set model.{name} to {seq_len} or data.seq_len to {longest}",
+                )
+        return None
+
+    @model_validator(mode="after")
+    def _is_valid_for_its_author(self) -> UserModelConfig:
+        self.parts.user_config(self)
+        stored = getattr(self, "digest", None)
+        if stored is not None and stored != self.source_digest:
+            label = label_of(self.family)
+            raise ValueError(
+                f"{CHANGED} ({label}, now {self.source_digest}): restore it, or start a new run"
+            )
+        return self
+
+
+def config_type(model: Model, parts: ModelParts) -> type[UserModelConfig]:
+    """The section of the run config with the fields of a model's Config.
+
+    Raises:
+        ConfigError: a field's type cannot be a value of a config.
+    """
+    names = tuple(field.name for field in dataclasses.fields(model.Config))
+
+    class OwnConfig(UserModelConfig):
+        pass
+
+    OwnConfig.parts = parts
+    OwnConfig.source_digest = model.digest
+    OwnConfig.field_names = names
+    OwnConfig.family = model.name
+    OwnConfig.kind = model.kind
+    try:
+        fields = _pydantic_fields(model.Config, names)
+        made: Any = create_model("Config", __base__=OwnConfig, **fields)
+        made()
+    except Exception as error:
+        first_line = " ".join(str(error).split())
+        fault = Fault(
+            KEY,
+            f"{model.label}: Config cannot be made from its defaults: {first_line}",
+            need="numbers, texts, booleans, or tuples of them",
+        )
+        raise ConfigError(fault) from error
+    found: type[UserModelConfig] = made
+    return found
+
+
+def _pydantic_fields(config: type, names: tuple[str, ...]) -> dict[str, Any]:
+    """Name -> (type, field) as `create_model` takes them, with the defaults of the dataclass."""
+    descriptions = field_descriptions(config)
+    hints = typing.get_type_hints(config, include_extras=True)
+    defaults = config()
+    fields: dict[str, Any] = {}
+    for name in names:
+        default = getattr(defaults, name)
+        description = descriptions.get(name, "")
+        field = Field(default, description=description)
+        fields[name] = (hints[name], field)
+    return fields
