@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from weft.errors import Fault, PlanError
-from weft.models.common.batch import Batch, Extra
+from weft.models.common.batch import Batch, activation_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def measure_blocks(
                 fix="shapes must not depend on values; create tensors on x.device",
             )
             raise PlanError(fault) from error
-        x = out.x if isinstance(out, Extra) else out
+        x = activation_of(out)
         shape: tuple[int, ...] = ()
         if isinstance(x, Tensor):
             shape = tuple(x.shape)

@@ -42,8 +42,12 @@ class Act(NamedTuple):
         """
         match = re.fullmatch(r"([FBIW])(\d{1,9})\.(\d{1,9})", text)
         if match is None:
-            need = "like F0.3: F, B, I or W, then stage.micro-batch"
-            raise ScheduleError(Fault(KEY, f"cannot read the action {text!r}", need=need))
+            fault = Fault(
+                KEY,
+                f"cannot read the action {text!r}",
+                need="like F0.3: F, B, I or W, then stage.micro-batch",
+            )
+            raise ScheduleError(fault)
         kind, stage, mb = match.groups()
         return Act(cast(Kind, kind), int(stage), int(mb))
 
@@ -74,6 +78,10 @@ def needs(
     next_is_split = (next_stage, mb) in splits
     next_backward = Act("I" if next_is_split else "B", next_stage, mb)
     return own_forward, next_backward
+
+
+_HEADER_LINE = re.compile(r"(microbatches|stage_to_rank|home)((?:\s+\d{1,9})+)")
+_ROW_LINE = re.compile(r"rank\s+(\d{1,9})\s*:(.*)")
 
 
 @dataclass(frozen=True)
@@ -183,26 +191,38 @@ class Table:
         rows: list[tuple[Act, ...]] = []
         for number, line in enumerate(text.splitlines(), start=1):
             content = line.partition("#")[0].strip()
-            header_match = re.fullmatch(
-                r"(microbatches|stage_to_rank|home)((?:\s+\d{1,9})+)", content
-            )
-            row_match = re.fullmatch(r"rank\s+(\d{1,9})\s*:(.*)", content)
+            header_match = _HEADER_LINE.fullmatch(content)
+            row_match = _ROW_LINE.fullmatch(content)
             if header_match:
-                key = header_match[1].replace("home", "stage_to_rank")
+                word, numbers = header_match.groups()
+                key = "stage_to_rank" if word == "home" else word
                 if key in header:
-                    raise ScheduleError(Fault(KEY, f"line {number} repeats {key}", got=repr(line)))
-                numbers = header_match[2].split()
-                header[key] = tuple(map(int, numbers))
+                    raise ScheduleError(
+                        Fault(
+                            KEY,
+                            f"line {number} repeats {key}",
+                            got=repr(line),
+                        )
+                    )
+                header[key] = tuple(map(int, numbers.split()))
             elif row_match and int(row_match[1]) == len(rows):
                 rows.append(parse_row(row_match[2]))
             elif content:
-                what = f"cannot read line {number} of the table"
-                need = f"'microbatches N', 'stage_to_rank 0 1 ...' or 'rank {len(rows)}: F0.0 ...'"
-                raise ScheduleError(Fault(KEY, what, got=repr(line), need=need))
+                fault = Fault(
+                    KEY,
+                    f"cannot read line {number} of the table",
+                    got=repr(line),
+                    need=f"'microbatches N', 'stage_to_rank 0 1 ...' or 'rank {len(rows)}: F0.0 ...'",
+                )
+                raise ScheduleError(fault)
         microbatches = header.get("microbatches", ())
         if len(microbatches) != 1 or "stage_to_rank" not in header:
-            need = "lines 'microbatches N' and 'stage_to_rank 0 1 ...'"
-            raise ScheduleError(Fault(KEY, "the table has no header", need=need))
+            fault = Fault(
+                KEY,
+                "the table has no header",
+                need="lines 'microbatches N' and 'stage_to_rank 0 1 ...'",
+            )
+            raise ScheduleError(fault)
         return Table(tuple(rows), header["stage_to_rank"], microbatches[0])
 
     def to_json(self) -> str:
@@ -243,4 +263,5 @@ def parse_row(text: str) -> tuple[Act, ...]:
     Raises:
         ScheduleError: with the first word that is no action.
     """
-    return tuple(Act.parse(word) for word in text.split())
+    words = text.split()
+    return tuple(map(Act.parse, words))

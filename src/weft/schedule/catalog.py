@@ -86,25 +86,41 @@ class Schedule:
             if not self.faults(ranks=p, chunks=v, microbatches=m):
                 yield p, v, m
 
-    def _range_faults(self, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
+    def _range_faults(
+        self,
+        ranks: int,
+        chunks: int,
+        microbatches: int,
+    ) -> Iterator[Fault]:
         if ranks < 1:
-            yield Fault("mesh", f"a pipeline of {counted(ranks, 'rank')}", need="pp at least 1")
+            yield Fault(
+                "mesh",
+                f"a pipeline of {counted(ranks, 'rank')}",
+                need="pp at least 1",
+            )
         if microbatches < 1:
             micro_batches = counted(microbatches, "micro-batch", "micro-batches")
-            yield Fault("batch", f"a pipeline step of {micro_batches}", need="at least 1")
+            yield Fault(
+                "batch",
+                f"a pipeline step of {micro_batches}",
+                need="at least 1",
+            )
         num_actions = 2 * ranks * chunks * microbatches
         if num_actions > MAX_ACTIONS:
-            got = f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches"
-            need = f"at most {MAX_ACTIONS} forwards and backwards"
-            yield Fault(KEY, "too many actions a step", got, need)
+            yield Fault(
+                KEY,
+                "too many actions a step",
+                got=f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches",
+                need=f"at most {MAX_ACTIONS} forwards and backwards",
+            )
         if chunks not in self.chunks:
-            low = self.chunks[0]
-            high = self.chunks[-1]
+            fewest = self.chunks[0]
+            most = self.chunks[-1]
             yield Fault(
                 "pipeline.chunks",
                 f"{self.name} does not work with {counted(chunks, 'chunk')} a rank",
-                need=str(low) if low == high else f"{low} to {high}",
-                fix=f"--pipeline.chunks {low}",
+                need=str(fewest) if fewest == most else f"{fewest} to {most}",
+                fix=f"--pipeline.chunks {fewest}",
             )
 
 
@@ -149,15 +165,20 @@ def find(name: str, lines: TableLines = ()) -> Schedule:
     Raises:
         ScheduleError: there is no such name or file, or it holds no valid table.
     """
-    if name in SCHEDULES:
-        return SCHEDULES[name]
+    known = SCHEDULES.get(name)
+    if known is not None:
+        return known
     if lines:
         return _of_table(table_of(lines), name)
     if not os.path.exists(name):
-        raise ScheduleError(
-            Fault(KEY, f"no schedule or table file {name!r}", fix=did_you_mean(name, SCHEDULES))
+        fault = Fault(
+            KEY,
+            f"no schedule or table file {name!r}",
+            fix=did_you_mean(name, SCHEDULES),
         )
-    return _of_table(read_table(Path(name)), name)
+        raise ScheduleError(fault)
+    table = read_table(Path(name))
+    return _of_table(table, name)
 
 
 def lines_of(name: str) -> TableLines:
@@ -213,16 +234,21 @@ def make_table(
         ScheduleError: for an unknown name, or with every fault of the sizes.
     """
     schedule = find(name)
-    table = schedule.file_table
-    default_ranks = DEFAULT_RANKS if table is None else table.num_ranks
-    default_microbatches = DEFAULT_MICROBATCHES if table is None else table.microbatches
-    p = default_ranks if ranks is None else ranks
-    m = default_microbatches if microbatches is None else microbatches
-    v = schedule.default_chunks if chunks is None else chunks
-    faults = schedule.faults(ranks=p, chunks=v, microbatches=m)
+    file_table = schedule.file_table
+    if ranks is None:
+        ranks = DEFAULT_RANKS if file_table is None else file_table.num_ranks
+    if microbatches is None:
+        microbatches = DEFAULT_MICROBATCHES if file_table is None else file_table.microbatches
+    if chunks is None:
+        chunks = schedule.default_chunks
+    faults = schedule.faults(
+        ranks=ranks,
+        chunks=chunks,
+        microbatches=microbatches,
+    )
     if faults:
         raise ScheduleError(*faults)
-    return schedule.table(p, v, m)
+    return schedule.table(ranks, chunks, microbatches)
 
 
 def _sizes_text(ranks: int, microbatches: int) -> str:

@@ -47,17 +47,19 @@ class ScheduleCosts:
             match = _WORD.fullmatch(word)
             if match is None or match[1] in times:
                 raise _unreadable(word)
-            numbers = match[2].split(",")
-            times[match[1]] = tuple(_time(number, word) for number in numbers)
+            letter, numbers = match.groups()
+            times[letter] = tuple(_time(number, word) for number in numbers.split(","))
         hop = _time(message, message, key="message", may_be_zero=True)
-        if not times:
+        letters = "".join(sorted(times))
+        if not letters:
             return ScheduleCosts(message=hop)
-        if set(times) == {"F", "B"}:
+        if letters == "BF":
             half = tuple(time / 2 for time in times["B"])
             return ScheduleCosts(times["F"], half, half, hop)
-        if set(times) in ({"F", "I", "W"}, {"F", "B", "W"}):
-            input_grad = times["I"] if "I" in times else times["B"]
-            return ScheduleCosts(times["F"], input_grad, times["W"], hop)
+        if letters == "FIW":
+            return ScheduleCosts(times["F"], times["I"], times["W"], hop)
+        if letters == "BFW":
+            return ScheduleCosts(times["F"], times["B"], times["W"], hop)
         raise _unreadable(" ".join(words))
 
     def of_stages(self, *, num_stages: int, chunks: int) -> StageCosts:
@@ -76,8 +78,12 @@ class ScheduleCosts:
     @property
     def text(self) -> str:
         """In words, with the unit."""
-        parts = f"{_shown(self.input_grad)} input gradient, {_shown(self.weight_grad)} weights"
-        return f"forward {_shown(self.forward)}, backward {parts}, message {float(self.message):g}"
+        forward = _shown(self.forward)
+        input_grad = _shown(self.input_grad)
+        weight_grad = _shown(self.weight_grad)
+        backward = f"{input_grad} input gradient, {weight_grad} weights"
+        message = float(self.message)
+        return f"forward {forward}, backward {backward}, message {message:g}"
 
 
 @dataclass(frozen=True)
@@ -112,14 +118,24 @@ class StageCosts:
         return total
 
 
-def _of_stages(times: Times, num_stages: int, chunks: int) -> Times:
+def _of_stages(
+    times: Times,
+    num_stages: int,
+    chunks: int,
+) -> Times:
     if len(times) == 1:
-        return (times[0] / chunks,) * num_stages
+        (of_rank,) = times
+        of_chunk = of_rank / chunks
+        return (of_chunk,) * num_stages
     if len(times) == num_stages:
         return times
-    got = f"{len(times)} times"
-    need = f"1, or {num_stages}: one a stage"
-    raise ScheduleError(Fault(KEY, "another number of stages", got=got, need=need))
+    fault = Fault(
+        KEY,
+        "another number of stages",
+        got=f"{len(times)} times",
+        need=f"1, or {num_stages}: one a stage",
+    )
+    raise ScheduleError(fault)
 
 
 def _time(

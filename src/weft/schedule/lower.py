@@ -117,7 +117,10 @@ def lower(table: Table) -> Program:
     Raises:
         ScheduleError: when the table deadlocks; `validate` finds the other faults.
     """
-    consumers = {table.source(act): act for act in table.actions}
+    consumers: dict[Act | None, Act] = {}
+    for act in table.actions:
+        source = table.source(act)
+        consumers[source] = act
     rows: list[list[Instruction]] = [[] for _ in table.rows]
     for act in transfer_order(table):
         rank = table.rank_of(act)
@@ -194,8 +197,10 @@ class _RendezvousRun:
 
     def _run(self, act: Act, rank: int) -> None:
         held = self.held[rank]
-        needed = self.program.table.needs(act)
-        missing = [str(need) for need in needed if need not in held]
+        missing: list[str] = []
+        for need in self.program.table.needs(act):
+            if need not in held:
+                missing.append(str(need))
         if missing:
             what = "an action runs before its inputs are there"
             got = f"{self.position(rank)} without {missing}"

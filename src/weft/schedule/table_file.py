@@ -72,34 +72,48 @@ def check_table(table: Table) -> None:
     counts = Counter(table.stage_to_rank)
     if len(set(counts.values())) > 1:
         owned = [str(counts[rank]) for rank in range(table.num_ranks)]
-        got = f"{', '.join(owned[:8])} stages on ranks 0, 1, ..."
-        what = "ranks own different numbers of stages"
-        raise ScheduleError(Fault(KEY, what, got=got, need="the same number on each"))
+        fault = Fault(
+            KEY,
+            "ranks own different numbers of stages",
+            got=f"{', '.join(owned[:8])} stages on ranks 0, 1, ...",
+            need="the same number on each",
+        )
+        raise ScheduleError(fault)
 
 
 def _size_fault(table: Table) -> Fault | None:
     num_actions = sum(map(len, table.rows))
     least = 2 * table.num_stages * table.microbatches
     if num_actions < least:
+        actions = counted(num_actions, "action")
         stages = counted(table.num_stages, "stage")
         micro_batches = counted(table.microbatches, "micro-batch", "micro-batches")
         return Fault(
             KEY,
             "the table lacks actions",
-            got=f"{counted(num_actions, 'action')}, {stages}, {micro_batches}",
+            got=f"{actions}, {stages}, {micro_batches}",
             need=f"at least {least}: a forward and a backward of each",
         )
     num_bytes = len(table.text)
     if num_bytes > MAX_TEXT_BYTES:
-        got = f"{num_actions} actions, {num_bytes} bytes as text"
-        return Fault(KEY, "the table is too large", got=got, need=f"at most {MAX_TEXT_BYTES} bytes")
+        return Fault(
+            KEY,
+            "the table is too large",
+            got=f"{num_actions} actions, {num_bytes} bytes as text",
+            need=f"at most {MAX_TEXT_BYTES} bytes",
+        )
     return None
 
 
 def _from_json(text: str, path: Path) -> Table:
     try:
         fields = parse_json(text)
-        return Table.from_json(json.dumps(fields.get("table", fields)))
+        table_fields = fields.get("table", fields)
+        return Table.from_json(json.dumps(table_fields))
     except (ValueError, KeyError, TypeError, AttributeError):
-        need = "a file of weft schedule --json, or a table as text"
-        raise ScheduleError(Fault(KEY, f"the JSON in {path} is not a table", need=need)) from None
+        fault = Fault(
+            KEY,
+            f"the JSON in {path} is not a table",
+            need="a file of weft schedule --json, or a table as text",
+        )
+        raise ScheduleError(fault) from None

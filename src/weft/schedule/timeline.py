@@ -84,9 +84,12 @@ class Timeline:
         def by_start(span: Span) -> tuple[float, float]:
             return span.start, span.end
 
-        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        rows: list[list[Span]] = []
+        for _ in range(self.num_ranks):
+            rows.append([])
         for span in sorted(self.spans, key=by_start):
-            rows[span.rank].append(span)
+            row = rows[span.rank]
+            row.append(span)
         return tuple(map(tuple, rows))
 
     def actions(self, rank: int) -> tuple[Act, ...]:
@@ -126,8 +129,10 @@ class Timeline:
 
 def lanes_of(timeline: Timeline, rank: int) -> list[str]:
     """The lanes of a rank, kernels first."""
-    found = {span.lane for span in timeline.by_rank[rank]}
-    return [KERNELS, *sorted(found - {KERNELS})]
+    spans = timeline.by_rank[rank]
+    found = {span.lane for span in spans}
+    found.discard(KERNELS)
+    return [KERNELS, *sorted(found)]
 
 
 def makespan(timeline: Timeline) -> float:
@@ -160,8 +165,11 @@ def _union_length(spans: Iterable[Span]) -> float:
 def idle(timeline: Timeline) -> tuple[float, ...]:
     """Time of the makespan in which each rank computes nothing."""
     total = makespan(timeline)
-    computing = busy(timeline.only(kinds=COMPUTE))
-    return tuple(total - rank_busy for rank_busy in computing)
+    computing = timeline.only(kinds=COMPUTE)
+    idle_times: list[float] = []
+    for rank_busy in busy(computing):
+        idle_times.append(total - rank_busy)
+    return tuple(idle_times)
 
 
 def bubble(timeline: Timeline) -> float:

@@ -29,16 +29,17 @@ def v_shaped_table(
     microbatches: int,
 ) -> Table:
     """The V-shaped table with these rows; actions of micro-batches that do not exist are left out."""
-    stage_to_rank = (*range(ranks), *reversed(range(ranks)))
+    downwards = range(ranks)
     rows: list[list[Act]] = []
-    for rank in range(ranks):
-        stages = {"a": rank, "b": 2 * ranks - 1 - rank}
+    for rank in downwards:
+        last_stage = 2 * ranks - 1
+        stages = {"a": rank, "b": last_stage - rank}
         words = row_words(rank)
         row = [act for act in _actions(words, stages) if act.mb < microbatches]
         rows.append(row)
     return Table.of_rows(
         rows,
-        stage_to_rank=stage_to_rank,
+        stage_to_rank=(*downwards, *reversed(downwards)),
         microbatches=microbatches,
     )
 
@@ -73,6 +74,8 @@ def _actions(words: Iterable[str], stages: dict[str, int]) -> Iterator[Act]:
 def _take_oldest(pending_wgrads: list[Act], stage: int | None) -> Act:
     """Remove the oldest pending weight gradient of this stage, or of any for None."""
     for index, act in enumerate(pending_wgrads):
-        if stage is None or act.stage == stage:
-            return pending_wgrads.pop(index)
+        is_asked_for = stage is None or act.stage == stage
+        if is_asked_for:
+            del pending_wgrads[index]
+            return act
     raise AssertionError(f"the row asks for a weight gradient of stage {stage} and none is pending")

@@ -41,7 +41,8 @@ def linearize(table: Table) -> tuple[Act, ...]:
             unblocked = blocked_on.pop(act, ())
             runnable.extend(unblocked)
     if blocked_on:
-        raise ScheduleError(_deadlock_fault(table, blocked_on, next_index))
+        fault = _deadlock_fault(table, blocked_on, next_index)
+        raise ScheduleError(fault)
     return tuple(done)
 
 
@@ -102,11 +103,12 @@ def _action_faults(table: Table) -> Iterator[Fault]:
     if missing:
         yield Fault(KEY, f"the table lacks {_shown(missing)}")
     if surplus:
-        sizes = f"{counted(table.num_stages, 'stage')}, {counted(table.microbatches, 'micro-batch', 'micro-batches')}"
+        stages = counted(table.num_stages, "stage")
+        micro_batches = counted(table.microbatches, "micro-batch", "micro-batches")
         yield Fault(
             KEY,
             f"the table must not hold {_shown(surplus)}",
-            need=f"{sizes}, each backward B, or I and W",
+            need=f"{stages}, {micro_batches}, each backward B, or I and W",
         )
     if repeated:
         yield Fault(KEY, f"the table runs more than once: {_shown(repeated)}")
@@ -141,19 +143,18 @@ def _deadlock_fault(
     """For each blocked rank: the action it is at, what that waits for, and where the rank is that
     would run it.
     """
-    needs_of_rank: dict[int, Act] = {}
+    need_of_rank: dict[int, Act] = {}
     for need, ranks in blocked_on.items():
-        for rank in ranks:
-            needs_of_rank[rank] = need
+        need_of_rank.update(dict.fromkeys(ranks, need))
     positions: dict[int, str] = {}
     rank_to_run: dict[Act, int] = {}
-    for rank in needs_of_rank:
-        left = table.rows[rank][next_index[rank] :]
+    for rank in need_of_rank:
+        first = next_index[rank]
+        left = table.rows[rank][first:]
         positions[rank] = f"rank {rank} is at {left[0]}"
-        for act in left:
-            rank_to_run[act] = rank
+        rank_to_run.update(dict.fromkeys(left, rank))
     lines: list[str] = []
-    for rank, need in sorted(needs_of_rank.items()):
+    for rank, need in sorted(need_of_rank.items()):
         other = "no rank runs it"
         if need in rank_to_run:
             other_rank = rank_to_run[need]

@@ -20,7 +20,7 @@ from weft.testing.comparison import (
     make_input,
 )
 
-MESSAGE_SHAPES = ((4,), (0, 2), (3, 2), (LARGE,), ())
+MESSAGE_SHAPES: tuple[tuple[int, ...], ...] = ((4,), (0, 2), (3, 2), (LARGE,), ())
 
 
 def all_gathers(comm: Comm) -> Iterator[Comparison]:

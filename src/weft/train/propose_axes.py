@@ -29,9 +29,10 @@ from weft.core.shard import DimAxis, Stacked
 from weft.errors import PlanError
 from weft.layout.plan import Plan
 from weft.models.common.attention import Attend
-from weft.models.common.batch import Extra
+from weft.models.common.batch import activation_of
+from weft.models.common.init import path_below
 from weft.models.user_family import LOSS, UserFamily, example, meta_blocks
-from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.autograd.tree import TensorNotes, tensors_in
 from weft.train.model_checks import check_layout
 
 STREAM = ""
@@ -114,18 +115,18 @@ class UseTrace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses = Uses()
-        self._sources: dict[int, tuple[Tensor, frozenset[str]]] = {}
+        self._sources: TensorNotes[frozenset[str]] = TensorNotes()
 
     def sources(self, tensor: Tensor) -> frozenset[str]:
         """Linears, or the stream; empty for constants and parameters."""
-        known = self._sources.get(id(tensor))
+        known = self._sources.get(tensor)
         if known is None:
             return frozenset()
-        return known[1]
+        return known
 
     def set(self, tensor: Tensor, sources: frozenset[str]) -> None:
         """Note the sources of a tensor."""
-        self._sources[id(tensor)] = (tensor, sources)
+        self._sources.set(tensor, sources)
 
     def __torch_dispatch__(
         self,
@@ -181,7 +182,7 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
     trace = UseTrace()
     for name, block in blocks.items():
         for path, module in block.named_modules():
-            full_path = f"{name}.{path}".rstrip(".")
+            full_path = path_below(name, path)
             _watch(full_path, module, trace)
     trace.set(batch.inputs, frozenset({"inputs"}))
     x: Any = batch.inputs
@@ -191,7 +192,7 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
     with torch.no_grad(), trace:
         for name in before_loss:
             out = blocks[name](x, batch)
-            x = out.x if isinstance(out, Extra) else out
+            x = activation_of(out)
             is_last = list(blocks)[-2:] == [name, LOSS]
             _note_outputs(trace, name, x, is_last=is_last)
         if LOSS in blocks:

@@ -157,6 +157,13 @@ class Extra(NamedTuple):
     load: Tensor | None = None
 
 
+def activation_of(out: Any) -> Any:
+    """What a block hands on: its result without the extra losses and loads of an `Extra`."""
+    if isinstance(out, Extra):
+        return out.x
+    return out
+
+
 def drop_batch(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """A forward pre-hook of blocks that are called with (x, batch) and take x alone."""
     return args[:1]

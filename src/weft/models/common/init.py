@@ -32,6 +32,11 @@ def named_parameters(blocks: Blocks) -> dict[str, nn.Parameter]:
     return found
 
 
+def path_below(*names: str) -> str:
+    """The path of a module below others, whose own path may be empty: `layer0.mlp.up`."""
+    return ".".join(filter(None, names))
+
+
 def tie(blocks: Blocks, ties: Mapping[str, str]) -> None:
     """Make each alias the very parameter of its owner; a pair is skipped if alias or owner is not
     in these blocks.
@@ -103,12 +108,11 @@ def draw(
     """
     box = box or Box.whole(shape)
     device = torch.device(device)
-    kind = rule[0]
-    if kind == "ones":
+    if rule[0] == "ones":
         return torch.ones(box.shape, dtype=torch.float32, device=device)
-    if kind == "zeros":
+    if rule[0] == "zeros":
         return torch.zeros(box.shape, dtype=torch.float32, device=device)
-    if kind == "own":
+    if rule[0] == "own":
         whole: Tensor = rule[1](name, seed)
         entries = whole[box.slices]
         return entries.to(device)

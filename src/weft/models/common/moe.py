@@ -66,7 +66,8 @@ class Choice:
         all_masked = torch.ones_like(group_scores, dtype=torch.bool)
         is_masked = all_masked.scatter(-1, allowed, False)
         groups = groups.masked_fill(is_masked.unsqueeze(-1), -torch.inf)
-        return groups.flatten(-2)
+        allowed_scores: Tensor = groups.flatten(-2)
+        return allowed_scores
 
     def weights(self, scores: Tensor, experts: Tensor) -> Tensor:
         """scores[..., E], experts[..., K] -> [..., K]."""

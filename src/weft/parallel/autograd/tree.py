@@ -1,9 +1,9 @@
-"""Leaves of nested tuples, lists and dicts: the arguments and results of functions."""
+"""Tensors among the arguments and results of functions, which are nested tuples, lists and dicts; notes about tensor objects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -42,3 +42,25 @@ def map_leaves(
             mapped.append((key, map_leaves(item, kind, act)))
         return container(mapped)
     return tree
+
+
+class TensorNotes(Generic[T]):
+    """A value for each of some tensor objects, which are kept alive: so their ids stay their own."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[Tensor, T]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._notes
+
+    def get(self, tensor: Tensor) -> T | None:
+        """The value of a tensor; None where it has none."""
+        note = self._notes.get(id(tensor))
+        if note is None:
+            return None
+        _, value = note
+        return value
+
+    def set(self, tensor: Tensor, value: T) -> None:
+        """Note a value, in place of an earlier one."""
+        self._notes[id(tensor)] = (tensor, value)

@@ -27,6 +27,7 @@ from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch
 from weft.models.common.experts import Dispatch, Sorting, sort_by_expert
+from weft.models.common.init import path_below
 from weft.models.common.moe import Balance, MoE
 from weft.models.common.seam import check_replaceable
 from weft.parallel.cp import AXIS as CP
@@ -227,7 +228,7 @@ def transform(
                 mixtures[path] = module
         _check_experts(name, block, mixtures, plan, axes=axes)
         for path, mixture in mixtures.items():
-            _make_parallel(f"{name}.{path}".rstrip("."), mixture, comm)
+            _make_parallel(path_below(name, path), mixture, comm)
     return ()
 
 

@@ -12,6 +12,7 @@ from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import sharded_over
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import drop_batch
+from weft.models.common.init import path_below
 from weft.models.common.layers import RegionOutput
 from weft.models.common.lora import LoraLinear
 from weft.parallel.tp import AXIS
@@ -44,11 +45,6 @@ class ShardedModules:
     def is_in_region(self, path: str) -> bool:
         """Whether the module at `path` is inside a declared region."""
         return is_below_any(path, self.regions)
-
-
-def path_below(*names: str) -> str:
-    """The path of a module below others, whose own path may be empty: `layer0.mlp.up`."""
-    return ".".join(filter(None, names))
 
 
 def is_below_any(path: str, regions: Iterable[str]) -> bool:

@@ -38,7 +38,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.autograd.tree import TensorNotes, tensors_in
 from weft.parallel.tensor.dims import (
     DimFactor,
     Dims,
@@ -177,21 +177,20 @@ class ShardingTrace(TorchDispatchMode):
         self.sequence_parallel = sequence_parallel
         self.findings = Findings()
         self.module = ""
-        self._values: dict[int, tuple[Tensor, Value]] = {}
+        self._values: TensorNotes[Value] = TensorNotes()
         self._readers: dict[int, str] = {}
 
     def value(self, tensor: Tensor) -> Value:
         """What is known of a tensor; of an unknown one, that it is a whole constant."""
-        known = self._values.get(id(tensor))
+        known = self._values.get(tensor)
         if known is not None:
-            _, value = known
-            return value
+            return known
         dims = whole_dims(tensor.shape)
         return Value(dims)
 
     def set(self, tensor: Tensor, value: Value) -> Tensor:
         """Note the value of a tensor."""
-        self._values[id(tensor)] = (tensor, value)
+        self._values.set(tensor, value)
         return tensor
 
     def __torch_dispatch__(
@@ -206,7 +205,7 @@ class ShardingTrace(TorchDispatchMode):
         name = func.overloadpacket.__name__
         tensors = list(tensors_in((args, kwargs)))
         is_constant = name.startswith("new_")
-        are_known = [id(tensor) in self._values for tensor in tensors]
+        are_known = [tensor in self._values for tensor in tensors]
         if is_constant or not any(are_known):
             return func(*args, **kwargs)
         values = list(map(self.value, tensors))
@@ -336,7 +335,8 @@ class ShardingTrace(TorchDispatchMode):
         readers = self.findings.entries.setdefault(first, [])
         if column not in readers:
             readers.append(column)
-        self._values.setdefault(id(x), (x, value))  # keeps x, so that its id stays its own
+        if x not in self._values:  # keeps x, so that its id stays its own
+            self._values.set(x, value)
         return self.enter(x)
 
     def forget_readers(self) -> None:
@@ -346,7 +346,7 @@ class ShardingTrace(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Operations inside are not followed."""
-        values, self._values = self._values, {}
+        values, self._values = self._values, TensorNotes()
         try:
             yield
         finally:

@@ -52,9 +52,10 @@ class TracedRow(nn.Module):
                 trace.use(value.params, partial=True)
         y_shape = (*outer_shape, out_features)
         y = trace.leave(y_shape, x)
-        if self.linear.bias is None:
+        bias: Tensor | None = self.linear.bias
+        if bias is None:
             return y
-        return y + self.linear.bias
+        return y + bias
 
     def _wrong_length(self, num_inputs: int) -> ShardingError:
         trace = self.trace

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend, overrides_forward
-from weft.models.common.batch import Batch, Extra
+from weft.models.common.batch import Batch, activation_of
+from weft.models.common.init import path_below
 from weft.models.common.layers import Loss, RegionInput
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.chain import replace_module
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.tensor.dims import DimFactor, Dims, ShardingError, is_sharded, whole_dim
-from weft.parallel.tensor.sharded_modules import ShardedModules, path_below
+from weft.parallel.tensor.sharded_modules import ShardedModules
 from weft.parallel.tensor.sharding_mode import SEQ_DIM, Findings, ShardingTrace, Value
 from weft.parallel.tensor.stand_ins import (
     SIZES_IN_REGION,
@@ -305,14 +306,14 @@ def _run(
         what = f"cannot be sharded over tp: its forward fails on a rank's shards: {reason}"
         fix = _fix_of_failure(reason, sequence_parallel=trace.sequence_parallel)
         raise PlanError(Fault(trace.module, what, fix=fix)) from error
-    x = out.x if isinstance(out, Extra) else out
-    for tensor in tensors_in(x):  # a loss may read several
+    handed_on: Tensor = activation_of(out)
+    for tensor in tensors_in(handed_on):  # a loss may read several
         value = trace.value(tensor)
         if value.params:
             trace.use(value.params, partial=value.varies)
         if not value.inside:
             trace.set(tensor, Value(value.dims, activation=tensor.is_floating_point()))
-    return x
+    return handed_on
 
 
 def _fix_of_failure(reason: str, *, sequence_parallel: bool) -> str:

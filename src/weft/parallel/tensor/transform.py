@@ -15,13 +15,13 @@ from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked, shard_of, sharded_over
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
-from weft.models.common.init import named_parameters
+from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
 from weft.parallel.tensor.dims import Dim, DimFactor
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
-from weft.parallel.tensor.sharded_modules import ShardedModules, find_sharded_modules, path_below
+from weft.parallel.tensor.sharded_modules import ShardedModules, find_sharded_modules
 from weft.parallel.tensor.sharding_mode import Findings
 from weft.parallel.tensor.trace import BlockRecord, LocalParam, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss

@@ -65,7 +65,8 @@ def elementwise_state_keys(
 
 
 def _parts_of(x: Tensor) -> tuple[Tensor, ...]:
-    return x.flatten().split(PART_SIZES)
+    parts: tuple[Tensor, ...] = x.flatten().split(PART_SIZES)
+    return parts
 
 
 def _not_elementwise(got: str) -> Fault:

@@ -35,21 +35,21 @@ class Leaf:
 
 
 class TreeNode(NamedTuple):
-    """A place in the tree of one stage: leaves are at level 0, the nodes of a level are counted."""
+    """A node of the tree of one stage: leaves are at level 0, the nodes of a level are counted."""
 
     stage: int
     level: int
-    index: int
+    place: int
 
     @property
     def sibling(self) -> TreeNode:
         """The other child of the same parent."""
-        return self._replace(index=self.index ^ 1)
+        return self._replace(place=self.place ^ 1)
 
     @property
     def parent(self) -> TreeNode:
         """The node one level up."""
-        return TreeNode(self.stage, self.level + 1, self.index // 2)
+        return TreeNode(self.stage, self.level + 1, self.place // 2)
 
 
 @dataclass
