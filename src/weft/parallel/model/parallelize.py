@@ -20,8 +20,15 @@ from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
 from weft.parallel.model.chain import ChainSnapshot
+from weft.parallel.model.ties import (
+    CrossStageTie,
+    block_of,
+    completing_stages,
+    cross_stage_ties_of,
+    own_named_parameters,
+    shared_parameters,
+)
 from weft.parallel.recompute.blocks import recompute_block
-from weft.schedule.actions import Act
 
 
 @dataclass(frozen=True)
@@ -103,17 +110,6 @@ class ParallelModel:
         return frozenset(frozen)
 
 
-@dataclass(frozen=True)
-class CrossStageTie:
-    """A tied parameter with copies on two pipeline ranks: both gradients are summed; the owner's
-    copy counts in norms.
-    """
-
-    name: str
-    peer: int
-    is_owner: bool = True
-
-
 def parallelize(
     model: Mapping[str, nn.Module] | nn.ModuleDict,
     plan: Plan,
@@ -150,9 +146,9 @@ def parallelize(
     repeats: Mapping[str, str] = {}
     if isinstance(model, LazyBlocks):
         tied_names = [*named_ties.keys(), *named_ties.values()]
-        repeats = model.repeats(distinct=set(map(_block_of, tied_names)))
+        repeats = model.repeats(distinct=set(map(block_of, tied_names)))
         all_blocks = model.templates(repeats)
-    ties = {**_shared_parameters(all_blocks, repeats), **named_ties}
+    ties = {**shared_parameters(all_blocks, repeats), **named_ties}
     tie(all_blocks, ties)
     whole = named_parameters(all_blocks)
     axes = axes or _known_axes(plan, whole)
@@ -174,7 +170,7 @@ def parallelize(
         chain=chain,
     )
     stages = _stages_of(blocks, plan, rank=here)
-    params = _own_params(blocks, ties)
+    params = own_named_parameters(blocks, ties)
     shards: dict[str, ParamShard] = {}
     for name in params:
         shards[name] = _shard(
@@ -192,14 +188,9 @@ def parallelize(
         stages=stages,
         shards=shards,
         params=params,
-        stage_of=_completing_stages(stages, params, plan.table.rows[here]),
-        cross_stage_ties=_cross_stage_ties(ties, params, block_rank, here),
+        stage_of=completing_stages(stages, params, plan.table.rows[here]),
+        cross_stage_ties=cross_stage_ties_of(ties, params, block_rank, here),
     )
-
-
-def _block_of(param_name: str) -> str:
-    """The block that a global parameter name begins with."""
-    return param_name.partition(".")[0]
 
 
 def _ranks_of_blocks(plan: Plan) -> dict[str, int]:
@@ -227,41 +218,6 @@ def _stages_of(
             modules[name] = recompute_block(name, blocks[name], plan.recompute)
         stages[number] = nn.ModuleDict(modules)
     return stages
-
-
-def _own_params(
-    blocks: Mapping[str, nn.Module],
-    ties: Mapping[str, str],
-) -> dict[str, nn.Parameter]:
-    """Parameters by global name; a tied one under its owner's, where that block lives here, too."""
-    params: dict[str, nn.Parameter] = {}
-    for name, param in named_parameters(blocks).items():
-        owner = ties.get(name)
-        if owner is None or _block_of(owner) not in blocks:
-            params[name] = param
-    return params
-
-
-def _shared_parameters(
-    model: Mapping[str, nn.Module] | nn.ModuleDict,
-    repeats: Mapping[str, str],
-) -> dict[str, str]:
-    """Alias -> owner of parameters that are one object: a layer that is used twice, or weights tied
-    by hand.
-
-    Args:
-        repeats: as in `PlainChain`; such a block shares parameters with no other one.
-    """
-    owners: dict[tuple[str, int], str] = {}
-    found: dict[str, str] = {}
-    for name, param in named_parameters(model).items():
-        block_name = _block_of(name)
-        scope = block_name if block_name in repeats else ""
-        key = (scope, id(param))
-        owner = owners.setdefault(key, name)
-        if owner != name:
-            found[name] = owner
-    return found
 
 
 def _plain_chain(
@@ -471,44 +427,3 @@ def _shard(
         reduce_axes=gradient_axes(plan.mesh, varies=varies, sharded=cut),
         logical=logical,
     )
-
-
-def _completing_stages(
-    stages: Mapping[int, nn.ModuleDict],
-    params: Mapping[str, nn.Parameter],
-    row: Sequence[Act],
-) -> dict[str, int]:
-    """For each parameter, of the stages that use it the one whose last action in `row` is latest;
-    several stages may use a tied one.
-    """
-    last_place: dict[int, int] = {}
-    for place, act in enumerate(row):
-        last_place[act.stage] = place
-    stage_of_param: dict[int, int] = {}
-    for stage in sorted(stages, key=last_place.__getitem__):
-        for param in stages[stage].parameters():
-            stage_of_param[id(param)] = stage
-    found: dict[str, int] = {}
-    for name, param in params.items():
-        found[name] = stage_of_param[id(param)]
-    return found
-
-
-def _cross_stage_ties(
-    ties: Mapping[str, str],
-    params: Mapping[str, nn.Parameter],
-    block_rank: Mapping[str, int],
-    here: int,
-) -> tuple[CrossStageTie, ...]:
-    """Ties of this pipeline rank with another one, in the order of the aliases."""
-    found: list[CrossStageTie] = []
-    for alias, owner in sorted(ties.items()):
-        alias_rank = block_rank[_block_of(alias)]
-        owner_rank = block_rank[_block_of(owner)]
-        if alias_rank == owner_rank:
-            continue
-        if here == owner_rank:
-            found.append(CrossStageTie(name=owner, peer=alias_rank))
-        elif here == alias_rank and alias in params:
-            found.append(CrossStageTie(name=alias, peer=owner_rank, is_owner=False))
-    return tuple(found)

@@ -10,11 +10,8 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.dimension import local_update_axes
-from weft.parallel.model.parallelize import (
-    CrossStageTie,
-    ParallelModel,
-    ParamShard,
-)
+from weft.parallel.model.parallelize import ParallelModel, ParamShard
+from weft.parallel.model.ties import CrossStageTie
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.zero.fixed_order import exact_sum
 from weft.parallel.zero.gradient_reducer import GradientReducer
