@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -17,7 +18,11 @@ from weft.errors import MeshError
 @st.composite
 def meshes(draw: st.DrawFn, most: int = 4) -> Mesh:
     names = draw(st.lists(st.sampled_from(all_axes()), unique=True, max_size=4))
-    return Mesh(tuple((name, draw(st.integers(1, most))) for name in names))
+    axes: list[tuple[str, int]] = []
+    for name in names:
+        degree = draw(st.integers(1, most))
+        axes.append((name, degree))
+    return Mesh(tuple(axes))
 
 
 @given(meshes())
@@ -27,7 +32,9 @@ def test_text_reads_back(mesh: Mesh) -> None:
 
 @given(meshes())
 def test_rank_and_coordinates_are_inverse(mesh: Mesh) -> None:
-    assert [mesh.rank(**mesh.coord(rank)) for rank in range(mesh.size)] == list(range(mesh.size))
+    for rank in range(mesh.size):
+        coord = mesh.coord(rank)
+        assert mesh.rank(**coord) == rank
 
 
 @settings(deadline=None, max_examples=40)
@@ -35,16 +42,19 @@ def test_rank_and_coordinates_are_inverse(mesh: Mesh) -> None:
 def test_groups_hold_every_rank_once_and_differ_only_along_their_axes(
     mesh: Mesh, axes: set[str]
 ) -> None:
-    groups = mesh.groups(tuple(axes))
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
+    axis = tuple(axes)
+    groups = mesh.groups(axis)
+    members = [rank for group in groups for rank in group]
+    assert sorted(members) == list(range(mesh.size))
     for group in groups:
-        assert len(group) == mesh.degree(tuple(axes))
-        fixed = {
-            tuple((axis, i) for axis, i in mesh.coord(rank).items() if axis not in axes)
-            for rank in group
-        }
+        assert len(group) == mesh.degree(axis)
+        fixed = set()
+        for index, rank in enumerate(group):
+            coord = mesh.coord(rank)
+            outside = {name: place for name, place in coord.items() if name not in axes}
+            fixed.add(tuple(outside.items()))
+            assert mesh.index(rank, axis) == index
         assert len(fixed) == 1
-        assert [mesh.index(rank, tuple(axes)) for rank in group] == list(range(len(group)))
 
 
 def test_tensor_parallel_group_differs_only_in_its_tp_coordinate_and_tp_varies_fastest() -> None:
@@ -79,11 +89,11 @@ def test_all_faults_of_a_text_are_reported_together() -> None:
 
 def test_every_mesh_lists_each_mesh_once() -> None:
     found = list(all_meshes(16, ("pp", "dp", "tp")))
-    want = sum(
-        1 for p in range(1, 17) for d in range(1, 17) for t in range(1, 17) if p * d * t <= 16
-    )
-    assert len(found) == len(set(found)) == want
-    assert all(mesh.size == math.prod(degree for _, degree in mesh.axes) for mesh in found)
+    degrees = itertools.product(range(1, 17), repeat=3)
+    expected = [each for each in degrees if math.prod(each) <= 16]
+    assert len(found) == len(set(found)) == len(expected)
+    for mesh in found:
+        assert mesh.size == math.prod(degree for _, degree in mesh.axes)
 
 
 def test_overview_lists_the_groups_of_every_axis() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -51,8 +52,10 @@ def computed_pairs(blocks: SequenceBlocks) -> list[tuple[int, int]]:
 @given(degrees, chunks)
 def test_every_column_lies_on_one_rank(degree: int, chunk: int) -> None:
     length = 2 * degree * chunk
-    own_columns = [columns(length, degree, index) for index in range(degree)]
-    assert sorted(column for own in own_columns for column in own) == list(range(length))
+    found: list[int] = []
+    for index in range(degree):
+        found.extend(columns(length, degree, index))
+    assert sorted(found) == list(range(length))
 
 
 @given(degrees, chunks, masks)
@@ -61,8 +64,13 @@ def test_blocks_hold_every_visible_pair_once_and_no_other(
 ) -> None:
     length = 2 * degree * chunk
     found = computed_pairs(SequenceBlocks(length, degree, mask))
-    visible = [(q, k) for q in range(length) for k in range(length) if mask.allows(q, k)]
-    assert sorted(found) == visible
+    assert sorted(found) == visible_pairs(mask, length)
+
+
+def visible_pairs(mask: AttentionMask, length: int) -> list[tuple[int, int]]:
+    """(query, key) pairs of a sequence that a mask allows."""
+    pairs = itertools.product(range(length), repeat=2)
+    return [pair for pair in pairs if mask.allows(*pair)]
 
 
 @given(degrees, chunks, masks, st.data())
@@ -72,24 +80,30 @@ def test_blocks_hold_every_pair_within_a_document_and_skip_chunks_without_one(
     num_chunks = 1 if degree == 1 else 2 * degree
     length = 2 * degree * chunk
     starts = data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
-    document = [sum(starts[: column + 1]) for column in range(length)]
+    document = list(itertools.accumulate(map(int, starts)))
     size = length // num_chunks
-    by_chunk = [document[number * size : (number + 1) * size] for number in range(num_chunks)]
-    ranges = tuple((min(numbers), max(numbers)) for numbers in by_chunk)
-    blocks = SequenceBlocks(length, degree, mask, documents=(ranges,), has_documents=True)
+    ranges: list[tuple[int, int]] = []
+    for first in range(0, length, size):
+        numbers = document[first : first + size]
+        ranges.append((min(numbers), max(numbers)))
+    blocks = SequenceBlocks(
+        length,
+        degree,
+        mask,
+        documents=(tuple(ranges),),
+        has_documents=True,
+    )
     found = computed_pairs(blocks)
     assert len(found) == len(set(found))
-    visible = {
-        (q, k)
-        for q in range(length)
-        for k in range(length)
-        if mask.allows(q, k) and document[q] == document[k]
-    }
-    assert visible <= set(found), "a pair is lost"
+    computed = set(found)
+    for query, key in visible_pairs(mask, length):
+        if document[query] == document[key]:
+            assert (query, key) in computed, "a pair is lost"
     for query, key in found:
-        query_range, key_range = ranges[query // size], ranges[key // size]
-        assert query_range[0] <= key_range[1]
-        assert key_range[0] <= query_range[1]
+        first_of_query, last_of_query = ranges[query // size]
+        first_of_key, last_of_key = ranges[key // size]
+        assert first_of_query <= last_of_key
+        assert first_of_key <= last_of_query
 
 
 @given(degrees, chunks, masks)
@@ -97,11 +111,16 @@ def test_turns_that_are_left_out_have_no_work_and_the_first_is_a_ranks_own(
     degree: int, chunk: int, mask: AttentionMask
 ) -> None:
     blocks = SequenceBlocks(2 * degree * chunk, degree, mask)
-    assert blocks.ring_turns[0] == 0
-    assert all(before < after for before, after in pairwise(blocks.ring_turns))
+    turns = blocks.ring_turns
+    assert turns[0] == 0
+    assert all(before < after for before, after in pairwise(turns))
     for turn in range(degree):
-        work = [blocks.block_masks(index, (index - turn) % degree) for index in range(degree)]
-        assert any(work) == (turn in blocks.ring_turns)
+        has_work = False
+        for index in range(degree):
+            source = (index - turn) % degree
+            if blocks.block_masks(index, source):
+                has_work = True
+        assert has_work == (turn in turns)
 
 
 def test_a_narrow_window_leaves_turns_out() -> None:

@@ -22,7 +22,7 @@ from weft.testing import movement_checks, reduction_checks
 from weft.testing.comparison import Comparison, groups_of, is_true, make_input, reduce
 
 
-class _Started(NamedTuple):
+class _StartedCollective(NamedTuple):
     """A collective under way, and its expected result."""
 
     what: str
@@ -38,16 +38,16 @@ def overlapping(comm: Comm) -> Iterator[Comparison]:
     groups = list(groups_of(comm))
     if comm.rank % 2 == 0:
         groups.reverse()
-    started: list[_Started] = []
+    started: list[_StartedCollective] = []
     for group in groups:
         axis = group.axis
         inputs = group.inputs(5)
         total = comm.start_all_reduce(x, axis)
         largest = comm.start_all_reduce(x, axis, op="max")
         gathered = comm.start_all_gather(x, axis)
-        started.append(_Started(f"sum {axis}", total, reduce(inputs, "sum")))
-        started.append(_Started(f"max {axis}", largest, reduce(inputs, "max")))
-        started.append(_Started(f"gather {axis}", gathered, torch.cat(inputs)))
+        started.append(_StartedCollective(f"sum {axis}", total, reduce(inputs, "sum")))
+        started.append(_StartedCollective(f"max {axis}", largest, reduce(inputs, "max")))
+        started.append(_StartedCollective(f"gather {axis}", gathered, torch.cat(inputs)))
     for what, work, expected in reversed(started):
         yield Comparison(what, work.wait(), expected)
         yield Comparison(f"{what} again", work.wait(), expected)

@@ -66,7 +66,7 @@ def find_sharded_modules(
         PlanError: a linear sharded along both dims, an embedding sharded along its features, or a
             subclass of them.
     """
-    search = _Search(axes, rule)
+    search = _ModuleSearch(axes, rule)
     for path, module in block.named_modules():
         search.visit(path, module, name=path_below(name, path))
     rows = [path for path in search.rows if not is_below_any(path, search.regions)]
@@ -79,7 +79,7 @@ def find_sharded_modules(
 
 
 @dataclass
-class _Search:
+class _ModuleSearch:
     """What was found of `ShardedModules` so far."""
 
     axes: AxisTable
