@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from weft.comm import backend_policy
-from weft.comm.backend import ProcessGroupBackend
-from weft.comm.collectives import AxisGroup, all_gather, all_reduce_, reduce_scatter, send
+from weft.comm.backend import ABORT_TAG, ProcessGroupBackend
+from weft.comm.collectives import AxisGroup, all_gather, all_reduce_, recv, reduce_scatter, send
 from weft.comm.group_queue import GroupQueue
 from weft.comm.presence import PresenceStore
 from weft.comm.transport import Call
@@ -72,11 +72,11 @@ class Recorded:
         return self._note("end group")
 
     def send(self, xs: list[Tensor], to: int, tag: int) -> Done:
-        return self._note("send")
+        return self._note(f"send {to}")
 
     def recv(self, xs: list[Tensor], source: int, tag: int) -> Done:
-        self.is_aborted = True  # how a group of CPU tensors is closed
-        return self._note("recv")
+        self.is_aborted = tag == ABORT_TAG  # how a group of CPU tensors is closed
+        return self._note(f"recv {source}")
 
     def abort(self) -> None:
         """Of a group on a device."""
@@ -175,13 +175,27 @@ def test_a_digest_that_differs_is_an_error_of_wait(monkeypatch):
 
 
 @pytest.mark.usefixtures("nccl")
-def test_messages_are_grouped_and_not_compared():
+def test_messages_are_launched_together_and_not_compared():
     group = Recorded()
     queue = make_queue(group)
-    pair = AxisGroup("pp", (0, 1), 0, checked=True)
-    call = send(torch.ones(4), pair, 1).call
-    queue.start(call, no_report)
-    assert group.calls == ["start group", "send", "end group"]
+    axis_group = AxisGroup("pp", (0, 1, 2), 1, checked=True)
+    calls = [
+        send(torch.ones(4), axis_group, 2).call,
+        recv(torch.ones(4), axis_group, 0).call,
+        send(torch.ones(4), axis_group, 2).call,
+    ]
+    queue.launch_held([queue.hold(call, no_report) for call in calls])
+    first, second = ["start group", "send 2", "recv 0", "end group"], "send 2"
+    assert group.calls == [*first, "start group", second, "end group"]
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_message_alone_travels_on_the_group_of_its_axis():
+    group = Recorded()
+    queue = make_queue(group)
+    axis_group = AxisGroup("pp", (4, 5, 6), 1, checked=False)
+    queue.start(send(torch.ones(4), axis_group, 2).call, no_report)
+    assert group.calls == ["start group", "send 2", "end group"]
 
 
 @pytest.mark.usefixtures("nccl")

@@ -28,7 +28,7 @@ from tests.device.layouts import Layout
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.comm.planned_groups import planned_groups
-from weft.comm.transport import Call, GroupKey, OnLate
+from weft.comm.transport import Call, OnLate
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.core.mesh import Mesh
@@ -121,19 +121,22 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordingTransport(MetaTransport):
-    """Notes the groups of all calls."""
+    """Notes the groups of all calls, and the calls of tensors on the CPU, which need gloo."""
 
     def __init__(self, size: int, rank: int, *, device: torch.device) -> None:
         super().__init__(size, rank, device=device)
-        self.groups: set[GroupKey] = set()
+        self.groups: set[tuple[int, ...]] = set()
+        self.on_cpu: set[str] = set()
 
     def start(self, call: Call, on_late: OnLate) -> None:
-        self.groups.add(call.group_key)
+        self.groups.add(call.members if call.is_p2p else call.ranks)
+        if call.device.type != "cuda":
+            self.on_cpu.add(call.description)
         super().start(call, on_late)
 
     def not_planned(self, mesh: Mesh) -> list[str]:
         """Groups that are not connected at start."""
-        planned = {(group.is_pair, group.ranks) for group in planned_groups(mesh, self.rank)}
+        planned = {group.ranks for group in planned_groups(mesh, self.rank)}
         return [str(group) for group in self.groups - planned]
 
 
@@ -216,6 +219,7 @@ def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, obj
         "launches": recorder.launches.total(),
         "not_on_device": _not_on_device(step),
         "not_planned": transport.not_planned(mesh),
+        "calls_on_cpu": sorted(transport.on_cpu),
     }
 
 

@@ -116,6 +116,7 @@ def test_a_step_runs_on_one_device(layout, measured):
     assert counts["mixed"] == {}
     assert counts["not_on_device"] == []
     assert counts["not_planned"] == [], "groups that are not connected at start"
+    assert counts["calls_on_cpu"] == [], "calls that connect gloo"
 
 
 @pytest.mark.parametrize("layout", CASES, ids=str)

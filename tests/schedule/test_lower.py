@@ -13,7 +13,15 @@ from tests.schedule.random_table import random_table
 from weft.errors import ScheduleError
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
-from weft.schedule.lower import Program, Recv, Send, check_rendezvous, lower
+from weft.schedule.lower import (
+    Program,
+    Recv,
+    Send,
+    Transfer,
+    check_rendezvous,
+    grouped_transfers,
+    lower,
+)
 from weft.schedule.simulate import action_times, unit_cost
 
 SIZES = [
@@ -292,3 +300,78 @@ def test_a_table_that_deadlocks_is_not_lowered():
     table = Table.parse("microbatches 1\nstage_to_rank 0 1\nrank 0: B0.0 F0.0\nrank 1: F1.0 B1.0\n")
     with pytest.raises(ScheduleError, match="deadlock"):
         lower(table)
+
+
+def play_in_groups(lowered: Program) -> int:
+    """The strictest device: a rank goes on only when all transfers of a group have ended, and those
+    make progress together. Returns the largest number of transfers in a group.
+    """
+    rows = [deque(grouped_transfers(row)) for row in lowered.rows]
+    held: list[set[Act]] = [set() for _ in rows]
+    largest = 0
+    while any(rows):
+        heads = [row[0] if row else () for row in rows]
+        ended = []
+        for rank, part in enumerate(heads):
+            if isinstance(part, Act):
+                if held[rank].issuperset(lowered.table.needs(part)):
+                    held[rank].add(part)
+                    ended.append(rank)
+                continue
+            largest = max(largest, len(part))
+            open_transfers = [each for each in part if not has_ended(each, rank, held)]
+            for each in open_transfers:
+                other = heads[each.peer]
+                if not isinstance(other, Act) and is_in(other, each, rank):
+                    held[rank].add(each.act)
+                    held[each.peer].add(each.act)
+            if part and all(has_ended(each, rank, held) for each in part):
+                ended.append(rank)
+        assert ended, f"blocked: {heads}"
+        for rank in ended:
+            rows[rank].popleft()
+    return largest
+
+
+def has_ended(transfer: Transfer, rank: int, held: list[set[Act]]) -> bool:
+    """Whether both sides hold the tensor."""
+    return transfer.act in held[rank] and transfer.act in held[transfer.peer]
+
+
+def is_in(group: tuple[Transfer, ...], transfer: Transfer, rank: int) -> bool:
+    """Whether a group of the peer has the other side of a transfer."""
+    return any(
+        other.act == transfer.act and other.peer == rank and type(other) is not type(transfer)
+        for other in group
+    )
+
+
+@pytest.mark.parametrize("largest_size", [16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_transfers_between_two_actions_may_be_started_as_one(name, largest_size):
+    """Of sizes with so many ranks x micro-batches."""
+    sizes = [size for size in SIZES if size[0] == name and size[1] * size[3] <= largest_size]
+    assert sizes
+    largest = 0
+    for _, ranks, chunks, microbatches in sizes:
+        lowered = program(name, ranks, microbatches, chunks)
+        largest = max(largest, play_in_groups(lowered))
+    assert largest >= 2
+
+
+@settings(max_examples=60)
+@given(programs())
+def test_grouped_transfers_of_random_tables_never_deadlock(lowered):
+    play_in_groups(lowered)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_a_receive_waits_for_one_action_at_most(name):
+    """In the simulation its tensor is there when the next action of the rank ends."""
+    lowered = program(name, 4, 8)
+    times = action_times(lowered.table, unit_cost)
+    for row in lowered.rows:
+        for place, instruction in enumerate(row):
+            if isinstance(instruction, Recv):
+                after = [act for act in row[place:] if isinstance(act, Act)]
+                assert times[instruction.act].end <= times[after[0]].end

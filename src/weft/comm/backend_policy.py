@@ -9,6 +9,16 @@ Note [Calls on NCCL]
     caller's stream. A signature is compared by an all-reduce of its digest on the device, launched
     before the call, and read by the host in `wait`. Messages are not compared: a check in both
     directions would wait for itself.
+
+Note [Messages on NCCL]
+    Messages travel on the communicator of their axis, whose kernels run one after the other on each
+    rank: a message waits for those before it. Messages in one block of `Comm.grouped_messages` are
+    one kernel, in which all make progress. Programs that cannot deadlock when every message blocks
+    (lowered schedules: Note [Order of transfers] in schedule/lower.py) cannot deadlock here,
+    whatever consecutive messages are grouped: take the first message of the line that is not
+    complete; all before it are, so both of its ranks have launched the groups that hold it.
+    A receive begins when the actions before it have ended, and a lowered schedule has it directly
+    before the action in whose time the tensor arrives: it occupies the device for no longer.
 """
 
 from __future__ import annotations
@@ -28,7 +38,8 @@ class BackendPolicy:
         is_stream_ordered: `wait` orders a stream and does not block the host.
         launches_from_caller: calls are launched by the thread that starts them, never by a worker.
         checks_on_device: signatures are compared by digests that travel with the call.
-        coalesces_messages: a message is launched between the start and the end of a group.
+        messages_on_axis_group: messages travel on the group of their axis, several in one launch;
+            else every ordered pair of ranks has a group of its own.
         connects_at_start: groups are connected before the first call, in the order of the plan.
     """
 
@@ -38,7 +49,7 @@ class BackendPolicy:
     is_stream_ordered: bool
     launches_from_caller: bool
     checks_on_device: bool
-    coalesces_messages: bool
+    messages_on_axis_group: bool
     connects_at_start: bool
 
 
@@ -49,7 +60,7 @@ GLOO = BackendPolicy(
     is_stream_ordered=False,
     launches_from_caller=False,
     checks_on_device=False,
-    coalesces_messages=False,
+    messages_on_axis_group=False,
     connects_at_start=False,
 )
 NCCL = BackendPolicy(
@@ -59,7 +70,7 @@ NCCL = BackendPolicy(
     is_stream_ordered=True,
     launches_from_caller=True,
     checks_on_device=True,
-    coalesces_messages=True,
+    messages_on_axis_group=True,
     connects_at_start=True,
 )
 

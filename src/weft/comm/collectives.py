@@ -301,6 +301,7 @@ def send(x: Tensor, group: AxisGroup, to: int) -> LoweredOp[Tensor]:
         index=0,
         signature=signature_text("send", x.dtype, x.shape),
         input=flat_buffers.flatten(x),
+        members=group.ranks,
         checked=group.checked,
     )
     return LoweredOp(call, lambda: x)
@@ -321,6 +322,7 @@ def recv(out: Tensor, group: AxisGroup, source: int) -> LoweredOp[Tensor]:
         index=1,
         signature=signature_text("recv", out.dtype, out.shape),
         output=output,
+        members=group.ranks,
         checked=group.checked,
     )
     return LoweredOp(call, lambda: _copy_back(out, output))

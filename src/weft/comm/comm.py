@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 from torch import Tensor
@@ -20,7 +20,15 @@ from weft.comm.observe import (
     operation,
     print_late_ranks,
 )
-from weft.comm.transport import Call, PendingCall, Reduce, SharesProcess, Transport, Work
+from weft.comm.transport import (
+    Call,
+    GroupsMessages,
+    PendingCall,
+    Reduce,
+    SharesProcess,
+    Transport,
+    Work,
+)
 from weft.comm.world_stages import world_stages
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis, Mesh, axis_names
@@ -296,6 +304,17 @@ class Comm:
     def start_recv(self, out: Tensor, axis: Axis, *, source: int) -> Work:
         lowered = collectives.recv(out, self._group(axis), source)
         return self._start(lowered)
+
+    def grouped_messages(self) -> AbstractContextManager[None]:
+        """Messages that are started inside the block belong together: none of them waits for another.
+
+        On GPUs they are launched together at its end, and must not be waited for before; messages
+        of one axis that are started one after the other begin one after the other there. So a
+        rank that sends and receives at once must do both in one block. See Note [Calls on NCCL].
+        """
+        if isinstance(self.transport, GroupsMessages):
+            return self.transport.grouped_messages()
+        return nullcontext()
 
     def barrier(self, axis: Axis) -> None:
         """Return when every member has called this."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from weft.comm.backend_policy import policy_of
 from weft.comm.comm import Comm
+from weft.comm.planned_groups import planned_groups
 from weft.comm.process_groups import ProcessTransport
 from weft.core.mesh import Axis, Mesh, axis_names
 
@@ -24,4 +26,6 @@ def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Com
     transport = ProcessTransport.adopt(device=device)
     first_axis = axis_names(axis)[0]
     mesh = Mesh.parse(f"{first_axis}{transport.size}")
+    if policy_of(device.type).connects_at_start:
+        transport.connect_groups(planned_groups(mesh, transport.rank))
     return Comm(mesh, transport.rank, transport)

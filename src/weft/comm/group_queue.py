@@ -6,10 +6,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-
-import torch
 
 from weft.comm.backend import ProcessGroupBackend
 from weft.comm.backend_policy import policy_of
@@ -91,14 +89,26 @@ class GroupQueue:
             group_call = GroupCall(self, call, position=self._num_started, on_late=on_late)
             self._num_started += 1
             if group_call.policy.launches_from_caller:
-                self._launch_on_device(group_call)
+                self._launch_on_device([group_call])
             elif self._backend is None or call.checked or self._num_queued:
                 self._enqueue(group_call)
             else:
                 group_call.launch(self._backend)
             return group_call
 
-    def connect(self, call: Call, device_type: str) -> None:
+    def hold(self, call: Call, on_late: OnLate) -> GroupCall:
+        """A message on a device that `launch_held` will launch."""
+        with self._lock:
+            group_call = GroupCall(self, call, position=self._num_started, on_late=on_late)
+            self._num_started += 1
+            return group_call
+
+    def launch_held(self, group_calls: Sequence[GroupCall]) -> None:
+        """Launch messages together."""
+        with self._lock:
+            self._launch_on_device(group_calls)
+
+    def connect(self, call: Call, device_type: str) -> ProcessGroupBackend:
         """Connect the group for tensors on a device type; blocks until all members have joined.
 
         Args:
@@ -107,16 +117,34 @@ class GroupQueue:
         with self._lock:
             if self._backend is None:
                 self._backend = self._connected(call, device_type)
+            return self._backend
 
-    def _launch_on_device(self, group_call: GroupCall) -> None:
-        call = group_call.call
+    @property
+    def is_connected(self) -> bool:
+        """Whether the members have met."""
+        return self._backend is not None
+
+    def _launch_on_device(self, group_calls: Sequence[GroupCall]) -> None:
+        """Launch one call, or messages together."""
+        first = group_calls[0]
         if self._failure is not None:
-            raise self.diagnose(group_call, None)
+            raise self.diagnose(first, None)
         if self._backend is None:  # not in the plan: the members meet here
-            self._backend = self._connected(call, group_call.device_type)
-        launched = group_call.launch(self._backend)
-        self._on_device.append(DeviceCall(group_call, launched))
+            self._backend = self._connected(first.call, first.device_type)
+        if first.call.is_p2p:
+            self._launch_messages(group_calls, self._backend)
+        else:
+            self._on_device.append(DeviceCall(first, first.launch(self._backend)))
         self._drop_completed()
+
+    def _launch_messages(
+        self, group_calls: Sequence[GroupCall], backend: ProcessGroupBackend
+    ) -> None:
+        calls = [group_call.call for group_call in group_calls]
+        launched_calls = backend.launch_messages(calls)
+        for group_call, launched in zip(group_calls, launched_calls, strict=True):
+            group_call.attach(launched)
+            self._on_device.append(DeviceCall(group_call, launched))
 
     def _drop_completed(self) -> None:
         """Forget the calls on a device that are complete; they complete in the order of their start."""
@@ -304,7 +332,7 @@ class GroupCall:
         self.queue = group_queue
         self.call = call
         self.position = position
-        self.device_type = _device_type(call)
+        self.device_type = call.device.type
         self.policy = policy_of(self.device_type)
         self.done: threading.Event | None = None
         self.error: Exception | None = None
@@ -317,13 +345,16 @@ class GroupCall:
     def launch(self, backend: ProcessGroupBackend) -> BackendCall:
         """Hand the call to the backend."""
         if self.call.checked and self.policy.checks_on_device:
-            device = _device(self.call)
-            self._backend_call = backend.launch_checked(self.call, device)
+            self._backend_call = backend.launch_checked(self.call, self.call.device)
         else:
             self._backend_call = backend.launch(self.call)
         if not self.policy.is_stream_ordered:
             self.queue.in_flight.add(self)
         return self._backend_call
+
+    def attach(self, launched: BackendCall) -> None:
+        """The call was launched with others."""
+        self._backend_call = launched
 
     def wait(self) -> None:
         """Block until the call is complete."""
@@ -333,7 +364,7 @@ class GroupCall:
             if self.done is not None:
                 self.done.wait()  # the worker thread keeps the time-out
             else:
-                assert self._backend_call is not None, "calls that are not queued are launched"
+                assert self._backend_call is not None, "it is waited for inside its group"
                 self.wait_for_backend(self._backend_call)
         finally:
             self.queue.waiting.discard(self)
@@ -368,7 +399,8 @@ class GroupCall:
         if not missing:
             return
         self._is_reported = True
-        key = f"{self.queue.name}/reported/{self.position}"
+        pair = f"{self.call.ranks}/" if self.call.is_p2p else ""
+        key = f"{self.queue.name}/reported/{pair}{self.position}"
         if self.queue.presence.is_first(key):
             self.on_late(self.call, missing, waited_s)
 
@@ -402,13 +434,3 @@ class DeviceCall:
     def is_completed(self) -> bool:
         """Whether the device has completed it."""
         return all(work.is_completed() for work in self._works)
-
-
-def _device(call: Call) -> torch.device:
-    """The device of the tensors of a call; the CPU without any."""
-    tensor = call.output if call.output is not None else call.input
-    return torch.device("cpu") if tensor is None else tensor.device
-
-
-def _device_type(call: Call) -> str:
-    return _device(call).type

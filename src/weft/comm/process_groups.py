@@ -7,9 +7,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -18,13 +19,16 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
-from weft.comm.backend import ProcessGroupBackend, TorchProcessGroup
+from weft.comm.backend import ProcessGroupBackend
+from weft.comm.backend_policy import policy_of
+from weft.comm.device_groups import TorchProcessGroup
 from weft.comm.group_queue import GroupCall, GroupQueue
 from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
+from weft.comm.nccl_groups import NcclGroups
 from weft.comm.planned_groups import PlannedGroup
 from weft.comm.presence import PresenceStore, poll_intervals
 from weft.comm.store_namespace import agree_on_namespace
-from weft.comm.transport import Call, GroupKey, OnLate, Reduce
+from weft.comm.transport import Call, OnLate, Reduce
 from weft.errors import CommError, CommTimeout, Fault, LaunchError
 
 # Note [Groups without a registry]
@@ -52,6 +56,28 @@ _REDUCE_OPS: dict[Reduce, Any] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+
+
+class QueueKey(NamedTuple):
+    """Which queue carries a call.
+
+    Attributes:
+        kind: of a group of ranks; of an ordered pair, for messages; or of the messages of a group,
+            where they travel on its communicator.
+        ranks: world ranks of the group or the pair.
+    """
+
+    kind: Literal["group", "pair", "messages of group"]
+    ranks: tuple[int, ...]
+
+    @staticmethod
+    def of(call: Call) -> QueueKey:
+        """The queue of a call."""
+        if not call.is_p2p:
+            return QueueKey("group", call.ranks)
+        if policy_of(call.device.type).messages_on_axis_group:
+            return QueueKey("messages of group", call.members)
+        return QueueKey("pair", call.ranks)
 
 
 class ProcessTransport:
@@ -111,7 +137,9 @@ class ProcessTransport:
             prefix = agree_on_namespace(shared_store, rank, size, job=job, timeout_s=timeout_s)
             self._store = PrefixStore(prefix, shared_store)
         self._presence = PresenceStore(self._store)
-        self._queues: dict[GroupKey, GroupQueue] = {}
+        self._queues: dict[QueueKey, GroupQueue] = {}
+        self._held: list[GroupCall] | None = None
+        self._nccl: NcclGroups | None = None
         self._closing = threading.Event()
         self._monitor_interval_s = min(MONITOR_INTERVAL_S, late_after_s / 8)
         self._monitor = threading.Thread(
@@ -156,27 +184,63 @@ class ProcessTransport:
         return self._store
 
     def start(self, call: Call, on_late: OnLate) -> GroupCall:
-        """Hand `call` to the queue of its group; each ordered pair has a queue for its messages."""
+        """Hand `call` to the queue of its group."""
         if self._presence.is_closed:
             raise CommError(f"{call.description}: this transport was closed")
-        return self._queue(call).start(call, on_late)
+        key = QueueKey.of(call)
+        group_queue = self._queue(key, call)
+        if self._held is None or key.kind != "messages of group":
+            return group_queue.start(call, on_late)
+        group_call = group_queue.hold(call, on_late)
+        self._held.append(group_call)
+        return group_call
 
-    def _queue(self, call: Call) -> GroupQueue:
-        key = call.group_key
+    @contextmanager
+    def grouped_messages(self) -> Iterator[None]:
+        """Messages on devices that are started inside the block are launched together at its end."""
+        self._held = []
+        try:
+            yield
+            held = self._held
+        finally:
+            self._held = None
+        by_queue: dict[GroupQueue, list[GroupCall]] = {}
+        for group_call in held:
+            by_queue.setdefault(group_call.queue, []).append(group_call)
+        for group_queue, group_calls in by_queue.items():
+            group_queue.launch_held(group_calls)
+
+    def _queue(self, key: QueueKey, call: Call) -> GroupQueue:
         group_queue = self._queues.get(key)
         if group_queue is None:
-            new_queue = self._make_queue(call)
+            new_queue = self._make_queue(key, call)
             group_queue = self._queues.setdefault(key, new_queue)
             self._start_monitor()
         return group_queue
 
     def connect_groups(self, groups: Sequence[PlannedGroup]) -> None:
         """Connect these groups for tensors on this rank's device, one after the other; every rank
-        must call it, with its part of one order of all groups.
+        must call it with its groups of one plan. See Note [Split from the world].
         """
-        for group in groups:
-            example = _call_of(group, self.rank)
-            self._queue(example).connect(example, self.device.type)
+        nccl = self._nccl_groups()
+        with nccl.planned():
+            for group in groups:
+                group_queue = self._queue_of(group)
+                is_alone = len(group.ranks) == 1 and self.size > 1
+                if is_alone or group_queue.is_connected:
+                    nccl.leave_out()
+                else:
+                    group_queue.connect(_call_of(group, self.rank), self.device.type)
+
+    def _queue_of(self, group: PlannedGroup) -> GroupQueue:
+        return self._queue(QueueKey("group", group.ranks), _call_of(group, self.rank))
+
+    def _nccl_groups(self) -> NcclGroups:
+        if self._nccl is None:
+            process_group: Any = dist.ProcessGroupNCCL
+            timeout = timedelta(seconds=self.timeout_s)
+            self._nccl = NcclGroups(process_group, self.device, timeout)
+        return self._nccl
 
     def claim(self, name: str) -> int:
         """The rank that first claimed `name` in this world: this one, or another."""
@@ -198,10 +262,14 @@ class ProcessTransport:
         if self._monitor.ident is None:
             self._monitor.start()
 
-    def _make_queue(self, call: Call) -> GroupQueue:
-        name = group_name(call)
+    def _make_queue(self, key: QueueKey, call: Call) -> GroupQueue:
+        name = group_name(key)
 
         def connect() -> ProcessGroupBackend:
+            if key.kind == "messages of group":
+                group = PlannedGroup(call.axis, call.members)
+                example = _call_of(group, self.rank)
+                return self._queue_of(group).connect(example, self.device.type)
             self._presence.wait_for_members(name, call, timeout_s=self.timeout_s)
             return ProcessGroupBackend(
                 connect_device_type,
@@ -211,9 +279,7 @@ class ProcessTransport:
             )
 
         def connect_device_type(device_type: str) -> TorchProcessGroup:
-            return self._connect(
-                f"{name}/{device_type}", device_type, index=call.index, size=len(call.ranks)
-            )
+            return self._connect(f"{name}/{device_type}", device_type, call)
 
         return GroupQueue(
             name,
@@ -224,31 +290,21 @@ class ProcessTransport:
             announce_after_s=self._monitor_interval_s,
         )
 
-    def _connect(
-        self,
-        prefix: str,
-        device_type: str,
-        *,
-        index: int,
-        size: int,
-    ) -> TorchProcessGroup:
+    def _connect(self, prefix: str, device_type: str, call: Call) -> TorchProcessGroup:
         store = PrefixStore(prefix, self._store)
-        timeout = timedelta(seconds=self.timeout_s)
+        size = len(call.ranks)
         if device_type == "cpu":
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = self._gloo_devices
-            options._timeout = timeout
+            options._timeout = timedelta(seconds=self.timeout_s)
             options._threads = GLOO_THREADS
             polling_store = _PollingStore(store, self._presence, self.timeout_s)
-            return cast(TorchProcessGroup, gloo(polling_store, index, size, options))
+            return cast(TorchProcessGroup, gloo(polling_store, call.index, size, options))
         if device_type == "cuda" and dist.is_nccl_available():
-            nccl: Any = dist.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = timeout
-            process_group = nccl(store, index, size, options)
-            process_group.eager_connect_single_device(self.device)
-            return cast(TorchProcessGroup, process_group)
+            color = min(call.ranks) + 1  # torch rejects 0
+            made = self._nccl_groups().connect(store, index=call.index, size=size, color=color)
+            return cast(TorchProcessGroup, made)
         raise CommError(f"no backend carries tensors on {device_type!r} between processes")
 
 
@@ -265,7 +321,7 @@ def _scatter_options() -> dict[Reduce, Any]:
 def _call_of(group: PlannedGroup, rank: int) -> Call:
     """A call of a group, without tensors: it names the members."""
     return Call(
-        op="send" if group.is_pair else "barrier",
+        op="barrier",
         axis=group.axis,
         ranks=group.ranks,
         index=group.ranks.index(rank),
@@ -273,20 +329,19 @@ def _call_of(group: PlannedGroup, rank: int) -> Call:
     )
 
 
-def group_name(call: Call) -> str:
-    """Name of the group of a call, the same on all members; of bounded length, since keys of the
-    store begin with it.
+def group_name(key: QueueKey) -> str:
+    """Name of a queue, the same on all members; of bounded length, since keys of the store begin
+    with it.
     """
-    kind = "pair" if call.is_p2p else "group"
-    members = "-".join(map(str, call.ranks))
+    members = "-".join(map(str, key.ranks))
     if len(members) <= MAX_NAME_LENGTH:
-        return f"{kind} {members}"
+        return f"{key.kind} {members}"
     digest = hashlib.sha256(members.encode()).hexdigest()
-    return f"{kind} of {len(call.ranks)} from {call.ranks[0]}, {digest[:16]}"
+    return f"{key.kind} of {len(key.ranks)} from {key.ranks[0]}, {digest[:16]}"
 
 
 def _monitor(
-    queues: dict[GroupKey, GroupQueue], closing: threading.Event, interval_s: float
+    queues: dict[QueueKey, GroupQueue], closing: threading.Event, interval_s: float
 ) -> None:
     """Monitor thread of a transport: announces this rank's calls and reports late ranks, until
     `closing` is set.
@@ -301,7 +356,7 @@ def _monitor(
 
 def _close(
     presence: PresenceStore,
-    queues: dict[GroupKey, GroupQueue],
+    queues: dict[QueueKey, GroupQueue],
     rank: int,
     *,
     monitor: threading.Thread,

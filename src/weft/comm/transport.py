@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, runtime_checkable
 
@@ -48,6 +49,7 @@ class Call:
             shape.
         output_split_sizes: elements this rank receives from each member; () likewise.
         root: place of the root in `ranks`, for broadcast, gather and scatter.
+        members: for send and recv: world ranks of the axis in mesh order.
         checked: whether members compare their signatures first, if that costs messages.
     """
 
@@ -78,6 +80,7 @@ class Call:
     output_split_sizes: tuple[int, ...] = ()
     reduce: Reduce = "sum"
     root: int = 0
+    members: tuple[int, ...] = ()
     checked: bool = True
 
     @property
@@ -96,6 +99,12 @@ class Call:
         """`output`, of an operation that has one on this rank."""
         assert self.output is not None, f"{self.op} has an output"
         return self.output
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors; the CPU without any."""
+        tensor = self.output if self.output is not None else self.input
+        return torch.device("cpu") if tensor is None else tensor.device
 
     @property
     def is_p2p(self) -> bool:
@@ -153,6 +162,15 @@ class Transport(Protocol):
         per call, from any thread, when members have not joined the call after some seconds of
         waiting; the call goes on waiting until its time-out.
         """
+        ...
+
+
+@runtime_checkable
+class GroupsMessages(Protocol):
+    """A transport that can launch several messages together."""
+
+    def grouped_messages(self) -> AbstractContextManager[None]:
+        """Messages on devices that are started inside the block are launched together at its end."""
         ...
 
 

@@ -10,9 +10,11 @@ from urllib.parse import urlsplit
 
 import torch
 
+from weft.comm.backend_policy import policy_of
 from weft.comm.comm import Comm
 from weft.comm.interfaces import LOOPBACK, address_toward
 from weft.comm.observe import Observer
+from weft.comm.planned_groups import planned_groups
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
@@ -81,6 +83,8 @@ def open_comm(
         deterministic=deterministic,
     )
     try:
+        if policy_of(device.type).connects_at_start:
+            transport.connect_groups(planned_groups(mesh, world.rank))
         yield Comm(
             mesh,
             world.rank,

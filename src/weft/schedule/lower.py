@@ -19,7 +19,7 @@ Note [Order of transfers]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,6 +134,28 @@ def lower(table: Table) -> Program:
             rows[consumer_rank].append(Recv(act, rank))
     frozen_rows = tuple(map(tuple, rows))
     return Program(table, frozen_rows)
+
+
+def grouped_transfers(row: Sequence[Instruction]) -> tuple[Act | tuple[Transfer, ...], ...]:
+    """A row with the transfers between two actions together.
+
+    They may be started as one: each makes progress, whatever the others wait for. Then every transfer
+    still ends: of the first one in the line that has not, all instructions before it have ended, so
+    both of its ranks have started the transfers that it is among.
+    """
+    parts: list[Act | tuple[Transfer, ...]] = []
+    together: list[Transfer] = []
+    for instruction in row:
+        if not isinstance(instruction, Act):
+            together.append(instruction)
+            continue
+        if together:
+            parts.append(tuple(together))
+            together = []
+        parts.append(instruction)
+    if together:
+        parts.append(tuple(together))
+    return tuple(parts)
 
 
 def check_rendezvous(program: Program) -> None:

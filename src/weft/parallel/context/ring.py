@@ -133,12 +133,13 @@ def _start_messages(
     buffer = torch.empty_like(sent.buffer)
     place = _place_in_cycle(ring.index, step, ring.num_ranks)
     sends_first = place % 2 == 0
-    if sends_first:
-        sending = comm.start_send(sent.buffer, axis, to=target)
-        receiving = comm.start_recv(buffer, axis, source=source)
-    else:
-        receiving = comm.start_recv(buffer, axis, source=source)
-        sending = comm.start_send(sent.buffer, axis, to=target)
+    with comm.grouped_messages():
+        if sends_first:
+            sending = comm.start_send(sent.buffer, axis, to=target)
+            receiving = comm.start_recv(buffer, axis, source=source)
+        else:
+            receiving = comm.start_recv(buffer, axis, source=source)
+            sending = comm.start_send(sent.buffer, axis, to=target)
     return sending, receiving
 
 

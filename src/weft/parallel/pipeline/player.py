@@ -28,7 +28,7 @@ from weft.parallel.autograd.split_backward import SplitBackward
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pp import AXIS as PP
 from weft.schedule.actions import Act, Table
-from weft.schedule.lower import Instruction, Recv, Send, lower
+from weft.schedule.lower import Send, Transfer, grouped_transfers, lower
 from weft.schedule.simulate import ACTIVATION_CHANGE
 
 ActionCallback = Callable[[Act, float, float], None]
@@ -162,9 +162,10 @@ class Player:
             self._params[stage] = tuple(blocks.parameters())
 
     @cached_property
-    def row(self) -> tuple[Instruction, ...]:
-        """This rank's actions, sends and receives."""
-        return lower(self.table).rows[self.rank]
+    def parts(self) -> tuple[Act | tuple[Transfer, ...], ...]:
+        """This rank's actions, and the transfers between them."""
+        row = lower(self.table).rows[self.rank]
+        return grouped_transfers(row)
 
     def play(
         self,
@@ -183,25 +184,32 @@ class Player:
         """
         no_loss = torch.zeros((), dtype=torch.float64, device=self.model.comm.device)
         state = StepState(batches, seed, loss=no_loss)
-        for instruction in self.row:
-            if before_action is not None and isinstance(instruction, Act):
-                before_action(instruction)
-            self._execute(state, instruction)
+        for part in self.parts:
+            if isinstance(part, Act):
+                if before_action is not None:
+                    before_action(part)
+                self._execute(state, part)
+            else:
+                self._start_transfers(state, part)
         for send in state.sends:
             send.work.wait()
         state.check_empty()
         return PlayResult(state.loss, state.loads, tuple(state.losses))
 
-    def _execute(self, state: StepState, instruction: Instruction) -> None:
-        if isinstance(instruction, Send):
-            self._send(state, instruction)
-        elif isinstance(instruction, Recv):
-            self._recv(state, instruction)
-        else:
-            start = time.perf_counter()
-            self._run_action(state, instruction)
-            if self.on_action:
-                self.on_action(instruction, start, time.perf_counter())
+    def _execute(self, state: StepState, act: Act) -> None:
+        start = time.perf_counter()
+        self._run_action(state, act)
+        if self.on_action:
+            self.on_action(act, start, time.perf_counter())
+
+    def _start_transfers(self, state: StepState, transfers: Sequence[Transfer]) -> None:
+        """Sends and receives between two actions: none of them waits for another."""
+        with self.model.comm.grouped_messages():
+            for transfer in transfers:
+                if isinstance(transfer, Send):
+                    self._send(state, transfer)
+                else:
+                    self._recv(state, transfer)
 
     def _run_action(self, state: StepState, act: Act) -> None:
         match act.kind:
@@ -283,7 +291,7 @@ class Player:
             oldest = state.sends.popleft()
             oldest.work.wait()
 
-    def _recv(self, state: StepState, recv: Recv) -> None:
+    def _recv(self, state: StepState, recv: Transfer) -> None:
         plan = self.model.plan
         comm = self.model.comm
         boundary = recv.stage

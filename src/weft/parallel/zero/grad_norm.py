@@ -36,10 +36,12 @@ def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
         if tie.name not in reducer.sharded_params:
             continue  # this shard has no entry of it, on both ranks alike
         own = _gradient(reducer, tie.name)
-        send = comm.start_send(own.clone(), PP, to=tie.peer)
-        sends.append(send)
         like = torch.empty_like(own)
-        other = comm.recv(like, PP, source=tie.peer)
+        with comm.grouped_messages():
+            send = comm.start_send(own.clone(), PP, to=tie.peer)
+            receiving = comm.start_recv(like, PP, source=tie.peer)
+        sends.append(send)
+        other = receiving.wait()
         received.append(_TiedGradient(tie, other))
     for each in received:
         own = _gradient(reducer, each.tie.name)

@@ -167,8 +167,9 @@ def _send_recv(inputs: _Inputs) -> _Made:
     behind = (inputs.index + 1) % inputs.members
 
     def run() -> Tensor:
-        received = inputs.comm.start_recv(out, inputs.axis, source=before)
-        sent = inputs.comm.start_send(x, inputs.axis, to=behind)
+        with inputs.comm.grouped_messages():
+            received = inputs.comm.start_recv(out, inputs.axis, source=before)
+            sent = inputs.comm.start_send(x, inputs.axis, to=behind)
         received.wait()
         sent.wait()
         return out
