@@ -28,7 +28,7 @@ import psutil
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.comm.presence import PresenceStore
-from weft.comm.process_groups import group_name
+from weft.comm.queue_key import QueueKey
 from weft.comm.signature import TEXT_BYTES
 from weft.comm.transport import Call, GroupKey, OnLate
 from weft.config.load import load
@@ -156,8 +156,9 @@ def count(world_size: int) -> StartupCost:
         seconds = time.perf_counter() - start
     store = CountingStore()
     for call in transport.first_calls.values():
-        store.values[f"{group_name(call)}/arrived"] = str(len(call.ranks) - 1).encode()
-        PresenceStore(store).wait_for_members(group_name(call), call, timeout_s=1.0)
+        name = QueueKey.of(call).name
+        store.values[f"{name}/arrived"] = str(len(call.ranks) - 1).encode()
+        PresenceStore(store).wait_for_members(name, call, timeout_s=1.0)
     return StartupCost(
         groups=len(transport.first_calls),
         sockets=sum(len(call.ranks) - 1 for call in transport.first_calls.values()),

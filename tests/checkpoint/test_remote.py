@@ -277,6 +277,9 @@ def test_a_run_whose_out_is_a_url_goes_on_on_another_host(training, tmp_path, ca
     assert training.train(first, "--steps", "2", "--mesh", "dp2") == EXIT_OK
     saves = [event for event in read_events(training.out(first) / EVENTS) if "remote" in event]
     assert saves[-1]["remote"] == f"{training.url}/ckpt/step-000002"
+    copied = list(read_events(tmp_path / "bucket" / "run" / EVENTS))
+    assert copied[-1]["event"] == "end"
+    assert copied == list(read_events(training.out(first) / EVENTS))
     shutil.rmtree(first / "runs")
     resume = ("--resume", "auto", "--mesh", "tp2")
     assert training.train(second, "--steps", "4", *resume) == EXIT_OK

@@ -3,7 +3,7 @@
 URL/ckpt/step-000100/rank-00000.safetensors     as in the run folder
 URL/ckpt/step-000100/manifest.json
 URL/ckpt/step-000100/manifest.json.sha256       written last: without it, or with another one, the copy does not count
-URL/run.toml, plan.json, events.jsonl           after every checkpoint
+URL/run.toml, plan.json, events.jsonl           after every checkpoint, and at the end of the run
 URL/writer.json                                 the process that may write: a later start takes over, and the earlier one stops
 
 Pure: no torch. fsspec is imported late.
@@ -120,7 +120,7 @@ class RemoteFolder:
         manifest = read_manifest(path)
         digest = (path / DIGEST).read_bytes()
         target = (FOLDER, path.name)
-        self._check_writer(nonce)
+        self.check_writer(nonce)
         is_there = self.files.read(*target, DIGEST) == digest
         if is_there and _are_whole(manifest, self.files.sizes(*target)):
             return
@@ -129,7 +129,7 @@ class RemoteFolder:
         for name in manifest.files:
             self.files.put(path / name, *target, name)
         self.files.put(path / MANIFEST, *target, MANIFEST)
-        self._check_writer(nonce)
+        self.check_writer(nonce)
         self.files.write(digest, *target, DIGEST)
 
     def upload_run_files(self, run_folder: Path) -> None:
@@ -199,7 +199,8 @@ class RemoteFolder:
             return stored
         return {}
 
-    def _check_writer(self, nonce: str) -> None:
+    def check_writer(self, nonce: str) -> None:
+        """Raises CheckpointError if the last writer has another nonce."""
         writer = self._writer()
         if writer.get("nonce") == nonce:
             return

@@ -219,6 +219,16 @@ class Saver:
         self.error = broadcast_text(self.comm, self.error)
         self._commit_thread.shutdown()
 
+    def copy_run_files(self) -> str:
+        """Copy the events of a run that has ended to its URL, if it has one; why that failed, or ""."""
+        if self._remote is None:
+            return ""
+        try:
+            self._remote.upload_run_files()
+        except CheckpointError as error:
+            return _fault_text(error)
+        return ""
+
     def close(self) -> None:
         """End without waiting for what is being written."""
         self._commit_thread.shutdown(wait=False, cancel_futures=True)

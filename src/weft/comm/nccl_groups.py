@@ -21,7 +21,7 @@ class NcclGroups:
     """Makes the communicators of this rank's GPU.
 
     Args:
-        process_group: torch.distributed's ProcessGroupNCCL.
+        process_group: torch.distributed's ProcessGroupNCCL; None in a build without it.
         device: of this rank.
         timeout: of a call.
     """

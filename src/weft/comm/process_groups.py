@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -10,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -20,13 +19,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
 from weft.comm.backend import ProcessGroupBackend
-from weft.comm.backend_policy import policy_of
 from weft.comm.device_groups import TorchProcessGroup
 from weft.comm.group_queue import GroupCall, GroupQueue
 from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
 from weft.comm.nccl_groups import NcclGroups
 from weft.comm.planned_groups import PlannedGroup
 from weft.comm.presence import PresenceStore, poll_intervals
+from weft.comm.queue_key import QueueKey
 from weft.comm.store_namespace import agree_on_namespace
 from weft.comm.transport import Call, OnLate, Reduce
 from weft.errors import CommError, CommTimeout, Fault, LaunchError
@@ -47,37 +46,12 @@ MONITOR_INTERVAL_S = 0.25
 """How often the monitor thread looks at the calls of a rank, unless `late_after_s` is short."""
 
 GLOO_THREADS = 2
-MAX_NAME_LENGTH = 40
-"""Characters; longer lists of members are replaced by a hash in the name of a group."""
-
 _REDUCE_OPS: dict[Reduce, Any] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-
-
-class QueueKey(NamedTuple):
-    """Which queue carries a call.
-
-    Attributes:
-        kind: of a group of ranks; of an ordered pair, for messages; or of the messages of a group,
-            where they travel on its communicator.
-        ranks: world ranks of the group or the pair.
-    """
-
-    kind: Literal["group", "pair", "messages of group"]
-    ranks: tuple[int, ...]
-
-    @staticmethod
-    def of(call: Call) -> QueueKey:
-        """The queue of a call."""
-        if not call.is_p2p:
-            return QueueKey("group", call.ranks)
-        if policy_of(call.device.type).messages_on_axis_group:
-            return QueueKey("messages of group", call.members)
-        return QueueKey("pair", call.ranks)
 
 
 class ProcessTransport:
@@ -237,7 +211,7 @@ class ProcessTransport:
 
     def _nccl_groups(self) -> NcclGroups:
         if self._nccl is None:
-            process_group: Any = dist.ProcessGroupNCCL
+            process_group: Any = getattr(dist, "ProcessGroupNCCL", None)  # absent in CPU builds
             timeout = timedelta(seconds=self.timeout_s)
             self._nccl = NcclGroups(process_group, self.device, timeout)
         return self._nccl
@@ -263,7 +237,7 @@ class ProcessTransport:
             self._monitor.start()
 
     def _make_queue(self, key: QueueKey, call: Call) -> GroupQueue:
-        name = group_name(key)
+        name = key.name
 
         def connect() -> ProcessGroupBackend:
             if key.kind == "messages of group":
@@ -327,17 +301,6 @@ def _call_of(group: PlannedGroup, rank: int) -> Call:
         index=group.ranks.index(rank),
         signature="connect",
     )
-
-
-def group_name(key: QueueKey) -> str:
-    """Name of a queue, the same on all members; of bounded length, since keys of the store begin
-    with it.
-    """
-    members = "-".join(map(str, key.ranks))
-    if len(members) <= MAX_NAME_LENGTH:
-        return f"{key.kind} {members}"
-    digest = hashlib.sha256(members.encode()).hexdigest()
-    return f"{key.kind} of {len(key.ranks)} from {key.ranks[0]}, {digest[:16]}"
 
 
 def _monitor(

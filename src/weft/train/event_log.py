@@ -108,6 +108,10 @@ class EventLog:
             self._file.write(to_line(event))
         self._show(event)
 
+    def note_after_end(self, text: str) -> None:
+        """Pass a note to the views; the `end` event stays the last one of the file."""
+        self._show({"event": "note", "text": text})
+
     def _show(self, event: Event) -> None:
         """Pass an event to the views; one whose terminal or pipe is gone gets no more."""
         for view in self.views:

@@ -198,6 +198,9 @@ def run_training(
         text=text,
         **fields,
     )
+    problem = saver.copy_run_files()
+    if problem:
+        log.note_after_end(f"warning: the events of the end are here only: {problem}")
     return outcome
 
 

@@ -1,0 +1,45 @@
+"""`QueueKey`: which queue of a process carries a call, and its name in the store."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, NamedTuple
+
+from weft.comm.backend_policy import policy_of
+from weft.comm.transport import Call
+
+MAX_NAME_LENGTH = 40
+"""Characters; longer lists of members are replaced by a hash in the name of a group."""
+
+
+class QueueKey(NamedTuple):
+    """Which queue carries a call.
+
+    Attributes:
+        kind: of a group of ranks; of an ordered pair, for messages; or of the messages of a group,
+            where they travel on its communicator.
+        ranks: world ranks of the group or the pair.
+    """
+
+    kind: Literal["group", "pair", "messages of group"]
+    ranks: tuple[int, ...]
+
+    @staticmethod
+    def of(call: Call) -> QueueKey:
+        """The queue of a call."""
+        if not call.is_p2p:
+            return QueueKey("group", call.ranks)
+        if policy_of(call.device.type).messages_on_axis_group:
+            return QueueKey("messages of group", call.members)
+        return QueueKey("pair", call.ranks)
+
+    @property
+    def name(self) -> str:
+        """Name of a queue, the same on all members; of bounded length, since keys of the store begin
+        with it.
+        """
+        members = "-".join(map(str, self.ranks))
+        if len(members) <= MAX_NAME_LENGTH:
+            return f"{self.kind} {members}"
+        digest = hashlib.sha256(members.encode()).hexdigest()
+        return f"{self.kind} of {len(self.ranks)} from {self.ranks[0]}, {digest[:16]}"
