@@ -45,7 +45,7 @@ def test_a_run_whose_proof_fails_does_not_start(words, tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert "clip of step 1: clip factor is" in error
     assert "weft prove --full --first 1" in error
-    assert not (tmp_path / "run/events.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_never_proves_nothing(words, tmp_path):

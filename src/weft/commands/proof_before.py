@@ -1,4 +1,4 @@
-"""Proof of a run before its first step: in a forked process, unless this machine has the verdict already."""
+"""Proof of a run before its first step: in a process beside the starting ranks, unless this machine has the verdict."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.prove import prove_config
@@ -17,6 +19,7 @@ from weft.config.run import Run
 from weft.errors import WeftError
 from weft.prove.reduce import reduced
 from weft.prove.verdicts import cache_folder, read_verdict, verdict_key, write_verdict
+from weft.run.worker import end_with_parent
 
 MODE_VARIABLE = "WEFT_PROVE_BEFORE"
 """Environment variable in place of `prove.before = auto`, for machines on which nothing is proved."""
@@ -26,69 +29,57 @@ Verdict = dict[str, Any]
 
 
 class RunningProof:
-    """A proof in a forked process; `wait` returns its verdict."""
+    """A proof in a forked process, while the ranks start.
 
-    def __init__(
-        self,
-        run: Run,
-        key: str,
-        environ: Mapping[str, str],
-    ) -> None:
-        self.key = key
-        self.folder = cache_folder(environ)
+    Note [Proof beside the start of ranks]
+        The process of the proof is forked before the ranks are, by a process that has computed
+        nothing, and inherits the end of a pipe that it holds open until it ends. Its answer is in a
+        file without a name. Ranks inherit both: each waits at the end of the pipe before it opens
+        the run folder, and reads the answer. So all of them start or none does, and a run that does
+        not start leaves no file.
+    """
+
+    def __init__(self, run: Run, key: str, environ: Mapping[str, str]) -> None:
         self.is_required = run.prove.before == "always"
-        self._start_s = time.perf_counter()
-        reader, writer = os.pipe()
+        self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            os.close(reader)
-            _prove_in_child(run, writer)
+            os.close(self._reader)
+            end_with_parent(parent)
+            _prove_in_child(run, self._answer.fileno(), key=key, folder=cache_folder(environ))
         os.close(writer)
-        self._reader = reader
 
     def wait(self) -> Verdict:
-        """The verdict, for the records of the run.
+        """The verdict, for the records of the run; in this process, or in one that it has forked.
 
         Raises:
             WeftError: the layout does not compute what one device computes; or the proof itself
                 failed, and is required.
         """
-        text = self._read()
+        os.read(self._reader, 1)  # its end, when the process of the proof has ended
+        file = self._answer.fileno()
+        text = os.pread(file, os.fstat(file).st_size, 0)
         if not text:
             return self._unknown("the process of the proof ended without a verdict")
         answer = json.loads(text)
         if "failure" in answer:
             return self._unknown(str(answer["failure"]))
         if answer["verdict"] != "equal":
-            raise WeftError(_refusal(answer))
-        verdict = {
-            "verdict": "equal",
-            "key": self.key,
-            "source": "proved",
-            "compared": answer["compared"],
-            "steps": answer["steps"],
-            "seconds": round(time.perf_counter() - self._start_s, 3),
-        }
-        write_verdict(self.folder, verdict)
-        return verdict
+            raise WeftError(str(answer["refusal"]))
+        return dict(answer)
 
-    def _read(self) -> str:
-        """All that the child writes; it is ended if this process is interrupted."""
-        parts = []
-        try:
-            while part := os.read(self._reader, 2**16):
-                parts.append(part)
+    def end(self) -> None:
+        """End the process, if it still runs; called by the process that started it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
-        except BaseException:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            raise
-        finally:
-            os.close(self._reader)
-        return b"".join(parts).decode()
+        os.close(self._reader)
+        self._answer.close()
 
     def _unknown(self, reason: str) -> Verdict:
         """The verdict of a proof that could not be made.
@@ -123,20 +114,37 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
     return RunningProof(run, key, environ)
 
 
-def _prove_in_child(run: Run, writer: int) -> None:
-    """Prove and write the report as JSON; the process ends here."""
+def _prove_in_child(run: Run, file: int, *, key: str, folder: Path) -> NoReturn:
+    """Prove, keep a verdict that is "equal", and write it as JSON; the process ends here."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         try:
-            answer = prove_config(run, steps=STEPS).to_dict()
+            verdict = _proved(run, key)
         except Exception as error:  # noqa: BLE001 - reported by the parent
-            answer = {"failure": f"{type(error).__name__}: {error}"}
-        with os.fdopen(writer, "w", encoding="utf-8") as file:
-            json.dump(answer, file)
+            verdict = {"failure": f"{type(error).__name__}: {error}"}
+        if verdict.get("verdict") == "equal":
+            write_verdict(folder, verdict)
+        os.pwrite(file, json.dumps(verdict).encode(), 0)
         code = 0
     finally:
         os._exit(code)
+
+
+def _proved(run: Run, key: str) -> Verdict:
+    """The verdict of a proof that is made now; with the reason of a refusal where it fails."""
+    start_s = time.perf_counter()
+    answer = prove_config(run, steps=STEPS).to_dict()
+    if answer["verdict"] != "equal":
+        return {"verdict": answer["verdict"], "refusal": _refusal(answer)}
+    return {
+        "verdict": "equal",
+        "key": key,
+        "source": "proved",
+        "compared": answer["compared"],
+        "steps": answer["steps"],
+        "seconds": round(time.perf_counter() - start_s, 3),
+    }
 
 
 def _refusal(answer: Mapping[str, Any]) -> str:

@@ -22,10 +22,10 @@ from weft.commands.comparison import (
     start_prediction,
 )
 from weft.commands.joined import Watch, run_joined
-from weft.commands.proof_before import RunningProof, start_proof
+from weft.commands.proof_before import RunningProof, Verdict, start_proof
 from weft.config.run import Run
 from weft.core.mesh import Mesh
-from weft.errors import EXIT_PREEMPTED, RankError
+from weft.errors import EXIT_OK, EXIT_PREEMPTED, RankError, WeftError
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.failure import describe_error
@@ -34,6 +34,7 @@ from weft.run.launch import Supervision, ignore_board, launch, same_attempt
 from weft.run.numerics import numerics
 from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
+from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
 from weft.train.build import check_initial_parameters
 from weft.train.build_training import build_training
@@ -73,13 +74,34 @@ def train(
         on_event: called on every rank with each event.
     """
     world = detect(os.environ)
-    proof = None
-    if world is None or world.rank == 0:
-        proof = start_proof(run, os.environ)
+    has_rank_0 = world is None or world.rank == 0
+    if world is None and run.transport == "process":
+        import_modules_of_ranks(run.device_mesh)  # once, for the proof and all ranks
+    proof = start_proof(run, os.environ) if has_rank_0 else None
+    with _ended(proof):
+        return _train(
+            run,
+            world,
+            proof,
+            generate_text=generate_text,
+            adapt_attempt=adapt_attempt,
+            on_event=on_event,
+        )
+
+
+def _train(
+    run: Run,
+    world: World | None,
+    proof: RunningProof | Verdict | None,
+    *,
+    generate_text: GenerateText | None,
+    adapt_attempt: Callable[[int, Attempt], Attempt],
+    on_event: OnEvent | None,
+) -> int:
     if starts_new(run.resume, run.out):
         check_initial_parameters(run.model)
-    if isinstance(proof, RunningProof):
-        proof = proof.wait()
+    if world is not None and isinstance(proof, RunningProof):
+        proof = proof.wait()  # ranks of a launcher: rank 0 joins the others after it
     out = Path(run.out) if run.out else None
     stop_request = StopRequest()
     has_rank_0 = world is None or world.rank == 0
@@ -89,9 +111,10 @@ def train(
         mesh=run.device_mesh,
         hardware=run.hardware,
         prediction=prediction,
+        proof=proof,
         deterministic=run.deterministic,
         out=run.out,
-        build=partial(build_training, run, proof=proof, makes_copies=True),
+        build=partial(build_training, run, makes_copies=True),
         generate_text=generate_text,
         on_event=on_event,
     )
@@ -113,7 +136,7 @@ def train(
         _end_event(out),
         stop_request if run.transport == "threads" else nullcontext(),
     ):  # for the main thread only
-        return launch(
+        code = launch(
             main,
             run.device_mesh.size,
             transport=run.transport,
@@ -129,16 +152,19 @@ def train(
                 adapt_attempt=adapt_attempt,
             ),
         )
+    if isinstance(proof, RunningProof):
+        proof.wait()  # raises the refusal with which all ranks have ended
+    return code
 
 
 @contextmanager
-def _ended(prediction: RunningPrediction | None) -> Iterator[None]:
-    """End the process of a prediction when the ranks have ended."""
+def _ended(process: RunningPrediction | RunningProof | Verdict | None) -> Iterator[None]:
+    """End the process of a prediction or proof when the ranks have ended."""
     try:
         yield
     finally:
-        if prediction is not None:
-            prediction.end()
+        if isinstance(process, RunningPrediction | RunningProof):
+            process.end()
 
 
 @contextmanager
@@ -191,6 +217,7 @@ class RankJob:
     Attributes:
         hardware: name or file of a device, for MFU.
         prediction: of the run, read by rank 0.
+        proof: of the run, or its verdict, for the records; None: nothing is proved.
         out: the run folder.
         build: the training run of this rank, from its communication.
         generate_text: called after the last step; None: not.
@@ -200,6 +227,7 @@ class RankJob:
     mesh: Mesh
     hardware: str | None
     prediction: RunningPrediction | None
+    proof: RunningProof | Verdict | None
     deterministic: bool
     out: str | None
     build: Callable[..., Training]
@@ -243,6 +271,7 @@ def train_rank(
     with (
         stop_request,
         open_comm(world, job.mesh, device, deterministic=job.deterministic) as comm,
+        _verdict_of(job.proof) as verdict,
         open_event_log(job.out, world, has_launcher=watch is None) as log,
         heartbeat(log.out),
         nullcontext() if watch is None else _end_event_of_killed_rank_0(job.out, world),
@@ -254,6 +283,7 @@ def train_rank(
             comm,
             stop_requested=lambda: stop_request.requested,
             attempt=world.attempt,
+            proof=verdict,
         )
         sample = None
         if job.generate_text is not None:
@@ -266,6 +296,23 @@ def train_rank(
         outcome = run_training(training, log, at_end=sample, with_more=with_more)
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)
+
+
+@contextmanager
+def _verdict_of(proof: RunningProof | Verdict | None) -> Iterator[Verdict | None]:
+    """The verdict, once it is known. See Note [Proof beside the start of ranks].
+
+    Raises:
+        SystemExit: the run must not start; the process that started the ranks reports why.
+    """
+    if not isinstance(proof, RunningProof):
+        yield proof
+        return
+    try:
+        verdict = proof.wait()
+    except WeftError:
+        raise SystemExit(EXIT_OK) from None
+    yield verdict
 
 
 def _comparison(

@@ -58,9 +58,7 @@ def fork_workers(
     if problem:
         fix = "start the ranks before anything is computed, or start them with torchrun"
         raise LaunchError(Fault("ranks", problem, fix=fix))
-    for name in (*PRELOAD, *_modules_of_dimensions(mesh)):
-        with suppress(ImportError):
-            import_module(name)
+    import_modules_of_ranks(mesh)
     group = WorkerGroup()
     inherited = [] if close is None else [close]
     for rank in range(size):
@@ -76,6 +74,13 @@ def fork_workers(
         group.workers.append(worker)
         inherited.append(worker.pipe)
     return group
+
+
+def import_modules_of_ranks(mesh: Mesh | None) -> None:
+    """Import what every rank of the mesh would import, before it is forked."""
+    for name in (*PRELOAD, *_modules_of_dimensions(mesh)):
+        with suppress(ImportError):
+            import_module(name)
 
 
 def _modules_of_dimensions(mesh: Mesh | None) -> Iterator[str]:
