@@ -41,10 +41,15 @@ Operation = Callable[[Path, State], None]
 def rank_items(state: State, rank: int) -> list[WriteItem]:
     """The rows of every matrix that `rank` holds."""
     lo, hi = span(ROWS, NUM_RANKS, rank)
-    box = Box((lo, 0), (hi, COLUMNS))
+    box = Box(lo=(lo, 0), hi=(hi, COLUMNS))
     items = []
     for name, tensor in state.items():
-        item = WriteItem(f"model/{name}", (ROWS, COLUMNS), box, tensor[lo:hi])
+        item = WriteItem(
+            name=f"model/{name}",
+            shape=(ROWS, COLUMNS),
+            box=box,
+            tensor=tensor[lo:hi],
+        )
         items.append(item)
     return items
 
@@ -86,7 +91,9 @@ def torch_save(folder: Path, state: State) -> None:
 
 def torch_load(folder: Path, state: State) -> None:
     """Read every matrix into new memory."""
-    loaded = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    loaded = {}
+    for name, tensor in state.items():
+        loaded[name] = torch.empty_like(tensor)
     reader = dcp.FileSystemReader(folder / "dcp")
     dcp.load(loaded, storage_reader=reader, no_dist=True)
 
@@ -185,8 +192,9 @@ def main() -> None:
 def print_medians(rounds: Sequence[Round], mib: int) -> None:
     """Median seconds and rate of every operation."""
     for name in OPERATIONS:
-        wall_s = statistics.median(seconds[name].wall for seconds in rounds)
-        cpu_s = statistics.median(seconds[name].cpu for seconds in rounds)
+        seconds = [times[name] for times in rounds]
+        wall_s = statistics.median(each.wall for each in seconds)
+        cpu_s = statistics.median(each.cpu for each in seconds)
         wall_ms = 1e3 * wall_s
         cpu_ms = 1e3 * cpu_s
         rate = mib / wall_s
@@ -199,8 +207,10 @@ def print_ratios(rounds: Sequence[Round]) -> None:
         wall_ratios = []
         cpu_ratios = []
         for seconds in rounds:
-            wall_ratios.append(seconds[left].wall / seconds[right].wall)
-            cpu_ratios.append(seconds[left].cpu / seconds[right].cpu)
+            left_s = seconds[left]
+            right_s = seconds[right]
+            wall_ratios.append(left_s.wall / right_s.wall)
+            cpu_ratios.append(left_s.cpu / right_s.cpu)
         wall = statistics.median(wall_ratios)
         cpu = statistics.median(cpu_ratios)
         print(f"{left} / {right}: time {wall:.2f}, CPU {cpu:.2f}")

@@ -159,7 +159,13 @@ def prefetch_options(prepared: Path) -> list[str]:
     return flags(options)
 
 
-def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -> None:
+def measure_prefetch(
+    folder: Path,
+    steps: int,
+    rounds: int,
+    *,
+    delay_s: float,
+) -> None:
     from weft.config.load import load
     from weft.data.dataset import open_data
     from weft.models import FAMILIES
@@ -202,7 +208,11 @@ def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -
 
 
 def time_steps(
-    train_step: TrainStep, read: Callable[[int], list[Batch]], numbers: range, *, depth: int
+    train_step: TrainStep,
+    read: Callable[[int], list[Batch]],
+    numbers: range,
+    *,
+    depth: int,
 ) -> float:
     """Seconds a step with `depth` steps read ahead."""
     from weft.train.data_loader import prefetch
@@ -217,10 +227,11 @@ def time_steps(
 
 def time_reading(read: Callable[[int], list[Batch]], steps: int) -> float:
     """Seconds a step of reading alone."""
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     for number in range(steps):
         read(number)
-    return (time.perf_counter() - start) / steps
+    elapsed_s = time.perf_counter() - start_s
+    return elapsed_s / steps
 
 
 def print_prefetch(step_s: dict[int, list[float]], *, read_s: float) -> None:

@@ -35,10 +35,12 @@ def main(words: list[str]) -> None:
         return measure(run, comm)
 
     results = run_ranks(run.device_mesh, rank, transport="processes", timeout_s=600)
-    step_ms = results[0]["step"]
+    costs_ms = results[0]
+    step_ms = costs_ms["step"]
     print(f"{run.mesh or 'one rank'}: medians of {NUM_STEPS} steps, CPU ms on rank 0")
-    for name, cost_ms in results[0].items():
-        print(f"  {name:<40} {cost_ms:9.3f}  {100 * cost_ms / step_ms:6.2f}% of a step")
+    for name, cost_ms in costs_ms.items():
+        percent = 100 * cost_ms / step_ms
+        print(f"  {name:<40} {cost_ms:9.3f}  {percent:6.2f}% of a step")
 
 
 def measure(run: Run, comm: Comm) -> dict[str, float]:
@@ -46,7 +48,11 @@ def measure(run: Run, comm: Comm) -> dict[str, float]:
     samples = open_data(run.data, run.model)
     step = build_step(run, comm)
     loader = build_data_loader(
-        samples, comm, run.batch, seed=run.seed, later=run.model.reads_later_targets
+        samples,
+        comm,
+        run.batch,
+        seed=run.seed,
+        later=run.model.reads_later_targets,
     )
     guard = StepGuard(GuardConfig(spike=3.0), loader, comm.mesh)
     digests = StateDigests(step.state(), every=1)

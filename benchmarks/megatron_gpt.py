@@ -46,30 +46,41 @@ class Tokens(nn.Module):
         return KeepAll.apply(self.tok(ids) + self.pos(batch.positions))
 
 
+def of_heads(x):
+    """Sequences, length, heads, size -> (sequences heads), length, size."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
 class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.norm1 = nn.LayerNorm(c.dim, device="meta")
-        self.norm2 = nn.LayerNorm(c.dim, device="meta")
-        self.qkv = nn.Linear(c.dim, 3 * c.dim, device="meta")
-        self.out = nn.Linear(c.dim, c.dim, device="meta")
-        self.up = nn.Linear(c.dim, 4 * c.dim, device="meta")
-        self.down = nn.Linear(4 * c.dim, c.dim, device="meta")
-        self.head_size = c.dim // c.heads
+        dim = c.dim
+        self.norm1 = nn.LayerNorm(dim, device="meta")
+        self.norm2 = nn.LayerNorm(dim, device="meta")
+        self.qkv = nn.Linear(dim, 3 * dim, device="meta")
+        self.out = nn.Linear(dim, dim, device="meta")
+        self.up = nn.Linear(dim, 4 * dim, device="meta")
+        self.down = nn.Linear(4 * dim, dim, device="meta")
+        self.head_size = dim // c.heads
 
     def attend(self, x):
         sequences, length, _ = x.shape
         qkv = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
-        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in qkv.unbind(3))
+        q, k, v = (of_heads(tensor) for tensor in qkv.unbind(3))
         scores = torch.bmm(q, k.transpose(1, 2))
-        shares = KeepAll.apply(torch.softmax(scores, -1))
-        y = torch.bmm(shares, v).unflatten(0, (sequences, -1))
-        return self.out(y.transpose(1, 2).reshape(sequences, length, -1))
+        shares = torch.softmax(scores, -1)
+        shares = KeepAll.apply(shares)
+        y = torch.bmm(shares, v)
+        y = y.unflatten(0, (sequences, -1)).transpose(1, 2)
+        y = y.reshape(sequences, length, -1)
+        return self.out(y)
 
     def forward(self, x, batch):
-        x = x + KeepAll.apply(self.attend(self.norm1(x)))
-        hidden = F.gelu(self.up(self.norm2(x)))
-        return x + KeepAll.apply(self.down(hidden))
+        attended = self.attend(self.norm1(x))
+        x = x + KeepAll.apply(attended)
+        hidden = self.up(self.norm2(x))
+        down = self.down(F.gelu(hidden))
+        return x + KeepAll.apply(down)
 
 
 class Head(nn.Module):

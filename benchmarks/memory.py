@@ -76,8 +76,14 @@ class Setting:
         p = ITEM_BYTES[self.policy.params]
         c = ITEM_BYTES[self.policy.compute]
         r = ITEM_BYTES[self.policy.reduce]
-        master_copy = 0 if self.policy.params == self.policy.compute else p
-        finished_grad = 0 if self.policy.params == self.policy.reduce else p
+        if self.policy.params == self.policy.compute:
+            master_copy = 0
+        else:
+            master_copy = p
+        if self.policy.params == self.policy.reduce:
+            finished_grad = 0
+        else:
+            finished_grad = p
         adam_states = 2 * p
         if self.zero == 0:
             return c + r + finished_grad + master_copy + adam_states
@@ -109,7 +115,13 @@ class Measured:
         return self.tensors / self.num_params
 
 
-def make_plan(mesh: str, fields: Mapping[str, Any], *, seq_len: int, **plan_fields: Any) -> Plan:
+def make_plan(
+    mesh: str,
+    fields: Mapping[str, Any],
+    *,
+    seq_len: int,
+    **plan_fields: Any,
+) -> Plan:
     """A plan of a LLaMA with the config `fields`."""
     config = FAMILIES["llama3"].Config(**fields)
     return Plan(
@@ -207,8 +219,11 @@ class MeasureStates:
 def measure_states(setting: Setting, fields: Mapping[str, Any]) -> Measured:
     """The rank with the most tensor bytes of a run in processes."""
     rank_main = MeasureStates(setting, tuple(fields.items()))
-    ranks = run_ranks(f"dp{setting.degree}", rank_main, transport="processes")
-    return max(ranks, key=lambda measured: measured.tensors)
+    mesh = f"dp{setting.degree}"
+    ranks = run_ranks(mesh, rank_main, transport="processes")
+    most = max(measured.tensors for measured in ranks)
+    (first, *_) = [measured for measured in ranks if measured.tensors == most]
+    return first
 
 
 @dataclass(frozen=True)
@@ -223,7 +238,12 @@ class MeasureLayer:
         family = FAMILIES["llama3"]
         fields = dict(self.fields)
         config = family.Config(**fields)
-        plan = make_plan(comm.mesh.text, fields, seq_len=self.seq_len, recompute=self.recompute)
+        plan = make_plan(
+            comm.mesh.text,
+            fields,
+            seq_len=self.seq_len,
+            recompute=self.recompute,
+        )
         model = build_model(family, config, plan, comm, seed=1)
         layer = model.blocks["layer0"]
         batch = zero_tokens(self.seq_len).columns(index=comm.index("cp"), degree=comm.degree("cp"))
@@ -236,7 +256,11 @@ class MeasureLayer:
         return saved
 
 
-def predicted_layer_bytes(recompute: Recompute, fields: Mapping[str, Any], tokens: int) -> int:
+def predicted_layer_bytes(
+    recompute: Recompute,
+    fields: Mapping[str, Any],
+    tokens: int,
+) -> int:
     """Predicted activation bytes in float32; tests/parallel/test_recompute.py requires equality on one rank."""
     dim = fields["dim"]
     heads = fields["heads"]
@@ -267,7 +291,11 @@ def print_state_table(dim: int) -> None:
                 print_state_row(name, setting, measured)
 
 
-def print_state_row(policy_name: str, setting: Setting, measured: Measured) -> None:
+def print_state_row(
+    policy_name: str,
+    setting: Setting,
+    measured: Measured,
+) -> None:
     predicted = setting.predicted_bytes()
     difference = measured.bytes_per_param / predicted - 1
     cells = [

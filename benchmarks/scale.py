@@ -136,8 +136,14 @@ class StartupCost:
 
 def flags_of(world_size: int) -> dict[str, object]:
     mesh = MESHES[world_size]
-    num_data_ranks = int(mesh.split()[0].removeprefix("dp"))
-    return {**TINY, "mesh": mesh, "batch.global_size": 4 * num_data_ranks, "steps": 2}
+    first_axis = mesh.split()[0]
+    num_data_ranks = int(first_axis.removeprefix("dp"))
+    return {
+        **TINY,
+        "mesh": mesh,
+        "batch.global_size": 4 * num_data_ranks,
+        "steps": 2,
+    }
 
 
 def count(world_size: int) -> StartupCost:
@@ -230,11 +236,14 @@ def sampling(pid: int) -> Iterator[Peaks]:
 def look_once(pid: int, peaks: Peaks) -> None:
     try:
         last = psutil.Process(pid).children()[-1]
-        peaks.threads = max(peaks.threads, last.num_threads())
-        peaks.sockets = max(peaks.sockets, len(last.net_connections()))
-        peaks.memory_mib = max(peaks.memory_mib, last.memory_full_info().uss / 2**20)
+        num_threads = last.num_threads()
+        num_sockets = len(last.net_connections())
+        own_bytes = last.memory_full_info().uss
     except (psutil.Error, IndexError):
         return
+    peaks.threads = max(peaks.threads, num_threads)
+    peaks.sockets = max(peaks.sockets, num_sockets)
+    peaks.memory_mib = max(peaks.memory_mib, own_bytes / 2**20)
 
 
 def main() -> None:

@@ -79,7 +79,12 @@ class Result:
     tokens_per_s: float
 
 
-def agent_words(flags: Sequence[str], *, nodes: str, restarts: int) -> list[str]:
+def agent_words(
+    flags: Sequence[str],
+    *,
+    nodes: str,
+    restarts: int,
+) -> list[str]:
     """The command of one site."""
     rendezvous = (
         "--rdzv-backend",
@@ -140,7 +145,11 @@ def kill(agent: subprocess.Popen[bytes]) -> None:
     agent.wait()
 
 
-def wait_until(condition: Callable[[], bool], what: str, logs: Sequence[Path]) -> float:
+def wait_until(
+    condition: Callable[[], bool],
+    what: str,
+    logs: Sequence[Path],
+) -> float:
     """Wait; returns the seconds.
 
     Raises:
@@ -155,7 +164,13 @@ def wait_until(condition: Callable[[], bool], what: str, logs: Sequence[Path]) -
     return time.monotonic() - start
 
 
-def train(flags: Sequence[str], *, steps: int, folder: Path, held_out: str) -> Result:
+def train(
+    flags: Sequence[str],
+    *,
+    steps: int,
+    folder: Path,
+    held_out: str,
+) -> Result:
     """Train to the end on two sites."""
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
@@ -168,7 +183,13 @@ def train(flags: Sequence[str], *, steps: int, folder: Path, held_out: str) -> R
     logs = [folder / f"{index}.log" for index in range(NUM_SITES)]
     with Hosts(NUM_SITES, rate=RATE, prefix=PREFIX, network=NETWORK) as hosts:
         agents = [
-            hosts.start(index, words, env=ENVIRONMENT, log=log) for index, log in enumerate(logs)
+            hosts.start(
+                index,
+                words,
+                env=ENVIRONMENT,
+                log=log,
+            )
+            for index, log in enumerate(logs)
         ]
         with ended(agents):
             wait_until(lambda: bool(steps_of(out)), "the first step", logs)
@@ -201,7 +222,12 @@ def compare(steps: int, names: Sequence[str], held_out: str) -> None:
     print("|---|---|---|---|---|---|")
     for name in names or SETTINGS:
         with tempfile.TemporaryDirectory(prefix="weft-sites-") as folder:
-            result = train(SETTINGS[name], steps=steps, folder=Path(folder), held_out=held_out)
+            result = train(
+                SETTINGS[name],
+                steps=steps,
+                folder=Path(folder),
+                held_out=held_out,
+            )
         sent = result.sent_bytes / 1e6
         print(
             f"| {name} | {result.loss:.3f} | {result.eval_loss:.3f} | {sent:.1f} MB"
@@ -222,7 +248,13 @@ def outage(steps: int) -> None:
         words = agent_words([*flags, "--save.keep", "3"], nodes="1:2", restarts=5)
         logs = [folder / f"{index}.log" for index in range(NUM_SITES)]
         agents = [
-            hosts.start(index, words, env=ENVIRONMENT, log=log) for index, log in enumerate(logs)
+            hosts.start(
+                index,
+                words,
+                env=ENVIRONMENT,
+                log=log,
+            )
+            for index, log in enumerate(logs)
         ]
         with ended(agents):
             wait_until(lambda: len(steps_of(out)) >= 45, "step 45", logs)
@@ -253,17 +285,22 @@ def starts(out: Path) -> list[tuple[int, str]]:
 def goes_on_with(out: Path, mesh: str, *, more: int = 1) -> bool:
     """Whether the ranks were started again on this mesh, and have made some steps."""
     begun = starts(out)
-    if len(begun) < 2 or begun[-1][1] != mesh:
+    if len(begun) < 2:
         return False
-    place, _ = begun[-1]
-    num_steps = sum(event["event"] == "step" for event in events(out)[place:])
-    return num_steps >= more
+    place, last_mesh = begun[-1]
+    if last_mesh != mesh:
+        return False
+    steps = [event for event in events(out)[place:] if event["event"] == "step"]
+    return len(steps) >= more
 
 
 def resumed(out: Path) -> str:
     """From where the ranks resumed last."""
     found = [event for event in events(out) if event["event"] == "resume"]
-    return f"resumed from step {found[-1]['step']} of {found[-1]['layout']}" if found else "from 0"
+    if not found:
+        return "from 0"
+    last = found[-1]
+    return f"resumed from step {last['step']} of {last['layout']}"
 
 
 def main() -> None:
@@ -272,7 +309,11 @@ def main() -> None:
     parser.add_argument("what", choices=("compare", "outage"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--only", nargs="*", default=(), choices=tuple(SETTINGS))
-    parser.add_argument("--held-out", default="src/weft/train/*.py", help="text to evaluate on")
+    parser.add_argument(
+        "--held-out",
+        default="src/weft/train/*.py",
+        help="text to evaluate on",
+    )
     given = parser.parse_args()
     problem = unavailable()
     if problem:

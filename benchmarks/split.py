@@ -49,7 +49,11 @@ class CpuTimer:
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
 
-    def measure(self, name: str, operation: Callable[[], Tensor | None]) -> Tensor | None:
+    def measure(
+        self,
+        name: str,
+        operation: Callable[[], Tensor | None],
+    ) -> Tensor | None:
         start = time.process_time()
         result = operation()
         seconds = time.process_time() - start
@@ -120,10 +124,24 @@ def measure_whole(layers: Layers, timer: CpuTimer) -> None:
     timer.measure("B", lambda: out.backward(layers.grad))
 
 
-def measure_split(layers: Layers, split: SplitBackward, timer: CpuTimer) -> None:
+def measure_split(
+    layers: Layers,
+    split: SplitBackward,
+    timer: CpuTimer,
+) -> None:
     out = timer.measure("split F", lambda: layers.forward_under(split))
     timer.measure("I", lambda: out.backward(layers.grad))
     timer.measure("W", split.backward_weights)
+
+
+def print_size(size, ms):
+    """Times of the operations, and of the split backward relative to the whole one."""
+    split_ms = ms["split F"] + ms["I"] + ms["W"]
+    whole_ms = ms["F"] + ms["B"]
+    ratio = split_ms / whole_ms
+    operations = ", ".join(f"{name} {value:.1f}" for name, value in ms.items())
+    title = f"dim {size.dim}, {NUM_SEQUENCES} x {size.length} tokens"
+    print(f"{title}: {operations} ms of CPU; split / whole {ratio:.3f}")
 
 
 def main() -> None:
@@ -135,11 +153,7 @@ def main() -> None:
     keep_freed_memory()
     for size in SIZES:
         ms = measure(size, args.rounds)
-        split_ms = ms["split F"] + ms["I"] + ms["W"]
-        whole_ms = ms["F"] + ms["B"]
-        operations = ", ".join(f"{name} {value:.1f}" for name, value in ms.items())
-        title = f"dim {size.dim}, {NUM_SEQUENCES} x {size.length} tokens"
-        print(f"{title}: {operations} ms of CPU; split / whole {split_ms / whole_ms:.3f}")
+        print_size(size, ms)
 
 
 if __name__ == "__main__":

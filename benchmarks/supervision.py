@@ -57,7 +57,13 @@ def board_of(out: Path) -> StatusBoard:
         time.sleep(POLL_S)
 
 
-def wait_for_step(board: StatusBoard, rank: int, *, attempt: int, above: int) -> int:
+def wait_for_step(
+    board: StatusBoard,
+    rank: int,
+    *,
+    attempt: int,
+    above: int,
+) -> int:
     """The step of a rank, once it has passed `above` steps in this attempt."""
     while True:
         found = board.read(rank)
@@ -79,7 +85,12 @@ def faults(count: int, mesh: str, seed: int) -> dict[str, object]:
             start = 0
             for attempt in range(count):
                 rank = chance.randrange(board.num_ranks)
-                wait_for_step(board, rank, attempt=attempt, above=start + MIN_PROGRESS)
+                wait_for_step(
+                    board,
+                    rank,
+                    attempt=attempt,
+                    above=start + MIN_PROGRESS,
+                )
                 time.sleep(chance.random() * 0.3)
                 kind = chance.choice(("SIGKILL", "SIGSTOP"))
                 step = board.read(rank).step
@@ -139,7 +150,8 @@ def cost(steps: int, mesh: str) -> dict[str, object]:
                 event["step_s"] for event in read_events(out / EVENTS) if event["event"] == "step"
             ]
             result[f"ms a step, snapshot every {every}"] = round(
-                1e3 * statistics.mean(times[10:]), 2
+                1e3 * statistics.mean(times[10:]),
+                2,
             )
     return result
 

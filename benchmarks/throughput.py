@@ -55,7 +55,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=8, help="sequences of a step on each rank")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=8,
+        help="sequences of a step on each rank",
+    )
     parser.add_argument("--rounds", type=int, default=8)
     return parser.parse_args()
 
@@ -73,10 +78,13 @@ def model_config(args: argparse.Namespace) -> llama3.Config:
 
 
 def global_batch(args: argparse.Namespace, num_ranks: int) -> Batch:
-    shape = (args.sequences * num_ranks, args.seq_len + 1)
+    num_sequences = args.sequences * num_ranks
+    shape = (num_sequences, args.seq_len + 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCAB, shape, generator=generator)
-    return token_batch(tokens[:, :-1], tokens[:, 1:])
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    return token_batch(inputs, targets)
 
 
 def make_mesh(num_ranks: int) -> Mesh:
@@ -86,7 +94,12 @@ def make_mesh(num_ranks: int) -> Mesh:
 
 def torch_step(args: argparse.Namespace, world: World) -> Step:
     """A plain training loop, with DistributedDataParallel on several ranks."""
-    blocks = plain_model(FAMILIES["llama3"], model_config(args), seed=SEED, dtype=torch.float32)
+    blocks = plain_model(
+        FAMILIES["llama3"],
+        model_config(args),
+        seed=SEED,
+        dtype=torch.float32,
+    )
     net: nn.Module = PlainModel(blocks)
     if world.size > 1:
         net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
@@ -132,18 +145,32 @@ def compare(args: argparse.Namespace, folder: str, world: World) -> None:
     """Time both sides on this rank; rank 0 prints the result."""
     if world.size > 1:
         store = dist.FileStore(f"{folder}/torch{world.size}", world.size)
-        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+        )
     with open_comm(world, make_mesh(world.size), torch.device("cpu")) as comm:
         comm.checked = False
         steps = {"torch": torch_step(args, world), "weft": weft_step(args, world, comm)}
         step_s = time_in_turns(steps, comm, args.rounds)
     if world.rank == 0:
-        print_result(args, world.size, torch_s=step_s["torch"], weft_s=step_s["weft"])
+        print_result(
+            args,
+            world.size,
+            torch_s=step_s["torch"],
+            weft_s=step_s["weft"],
+        )
     if world.size > 1:
         dist.destroy_process_group()
 
 
-def time_in_turns(steps: dict[str, Step], comm: Comm, rounds: int) -> dict[str, list[float]]:
+def time_in_turns(
+    steps: dict[str, Step],
+    comm: Comm,
+    rounds: int,
+) -> dict[str, list[float]]:
     """Seconds a step of every measured turn."""
     step_s: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(rounds + 1):
@@ -165,7 +192,11 @@ def time_turn(step: Step, comm: Comm) -> float:
 
 
 def print_result(
-    args: argparse.Namespace, num_ranks: int, *, torch_s: list[float], weft_s: list[float]
+    args: argparse.Namespace,
+    num_ranks: int,
+    *,
+    torch_s: list[float],
+    weft_s: list[float],
 ) -> None:
     tokens = args.sequences * args.seq_len * num_ranks
     title = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"

@@ -12,6 +12,7 @@ import argparse
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import nn
 
@@ -58,11 +59,22 @@ def times_ms(mesh: str, *, layers: int, sequence_parallel: bool) -> list[float]:
     return times
 
 
-def best_ms(mesh: str, *, layers: int, sequence_parallel: bool = False) -> list[float]:
+def best_ms(
+    mesh: str,
+    *,
+    layers: int,
+    sequence_parallel: bool = False,
+) -> list[float]:
     """The smallest of several measurements, for each rank."""
     runs = []
     for _ in range(REPEATS):
-        runs.append(times_ms(mesh, layers=layers, sequence_parallel=sequence_parallel))
+        runs.append(
+            times_ms(
+                mesh,
+                layers=layers,
+                sequence_parallel=sequence_parallel,
+            )
+        )
     return [min(of_rank) for of_rank in zip(*runs, strict=True)]
 
 
@@ -84,16 +96,18 @@ def build_rank(preset: str, mesh: str, make: Callable[[], Blocks]) -> None:
 
 def cost_of(preset: str, mesh: str, make: Callable[[], Blocks]) -> str:
     """Smallest CPU time of several builds, and the peak of Python memory of one."""
-    times = []
+    times_s = []
     for _ in range(REPEATS):
-        start = time.process_time()
+        start_s = time.process_time()
         build_rank(preset, mesh, make)
-        times.append(time.process_time() - start)
+        times_s.append(time.process_time() - start_s)
     tracemalloc.start()
     build_rank(preset, mesh, make)
-    _, peak = tracemalloc.get_traced_memory()
+    _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return f"{min(times) * 1e3:.0f} ms, {peak / 2**20:.1f} MiB"
+    fastest_ms = 1e3 * min(times_s)
+    peak_mib = peak_bytes / 2**20
+    return f"{fastest_ms:.0f} ms, {peak_mib:.1f} MiB"
 
 
 def print_large() -> None:
@@ -103,8 +117,9 @@ def print_large() -> None:
     print("|---|---|---|---|")
     for preset, mesh in LARGE:
         config = PRESETS[preset]
-        whole = cost_of(preset, mesh, lambda: meta_modules(lambda: FAMILY.blocks(config)))  # noqa: B023
-        lazy = cost_of(preset, mesh, lambda: lazy_blocks(FAMILY, config))  # noqa: B023
+        make_blocks = partial(FAMILY.blocks, config)
+        whole = cost_of(preset, mesh, partial(meta_modules, make_blocks))
+        lazy = cost_of(preset, mesh, partial(lazy_blocks, FAMILY, config))
         print(f"| {preset} | {mesh} | {whole} | {lazy} |", flush=True)
 
 
@@ -114,7 +129,11 @@ def print_threads() -> None:
     for layers in (4, 32, 100):
         whole, _ = best_ms("dp2", layers=layers)
         for sequence_parallel in (False, True):
-            first, second = best_ms("tp2", layers=layers, sequence_parallel=sequence_parallel)
+            first, second = best_ms(
+                "tp2",
+                layers=layers,
+                sequence_parallel=sequence_parallel,
+            )
             words = ", sequence parallel" if sequence_parallel else ""
             print(
                 f"{layers} layers{words}: {first:.0f} ms, second rank {second:.0f}; dp2 {whole:.0f}"
@@ -123,7 +142,12 @@ def print_threads() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["threads", "large"], nargs="?", default="threads")
+    parser.add_argument(
+        "what",
+        choices=["threads", "large"],
+        nargs="?",
+        default="threads",
+    )
     if parser.parse_args().what == "large":
         print_large()
     else:

@@ -21,7 +21,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-hypothesis.settings.register_profile("weft", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile(
+    "weft",
+    deadline=None,
+    derandomize=True,
+    database=None,
+)
 hypothesis.settings.load_profile("weft")
 
 

@@ -20,13 +20,20 @@ class Live(TorchDispatchMode):
         super().__init__()
         self._made: dict[int, StorageWeakRef] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 self._made.setdefault(
-                    storage._cdata, StorageWeakRef(storage)
+                    storage._cdata,
+                    StorageWeakRef(storage),
                 )  # no other object gets its id while it is held
         return out
 
@@ -38,4 +45,6 @@ class Live(TorchDispatchMode):
 
 def _size(storage: StorageWeakRef) -> int:
     found = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-    return 0 if found is None else found.nbytes()
+    if found is None:
+        return 0
+    return found.nbytes()

@@ -60,7 +60,12 @@ def whole_batches(run: Run, numbers: Sequence[int]) -> list[Batch]:
     samples = open_data(run.data, run.model)
     batches = []
     for number in numbers:
-        chosen = samples_of(samples, number, global_size=run.batch.global_size, seed=run.seed)
+        chosen = samples_of(
+            samples,
+            number,
+            global_size=run.batch.global_size,
+            seed=run.seed,
+        )
         batches.append(whole_batch(samples, chosen, later=False))
     return batches
 
@@ -88,13 +93,24 @@ def one_device_losses(run: Run, numbers: Sequence[int]) -> list[float]:
     return [trace.loss for trace in traces]
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, block: str, factor: float, token: int = MARKER) -> None:
+def spoil(
+    monkeypatch: pytest.MonkeyPatch,
+    block: str,
+    factor: float,
+    token: int = MARKER,
+) -> None:
     """Multiply what `block` returns for micro-batches with `token`, in every run from here on."""
     build_step = build.build_step
 
-    def hook(_module: nn.Module, args: tuple[Tensor, Batch], output: Tensor) -> Tensor:
+    def hook(
+        _module: nn.Module,
+        args: tuple[Tensor, Batch],
+        output: Tensor,
+    ) -> Tensor:
         has_token = bool((args[1].inputs == token).any())
-        return output * factor if has_token else output
+        if has_token:
+            return output * factor
+        return output
 
     def spoiled(*args: Any, **options: Any) -> Any:
         step = build_step(*args, **options)

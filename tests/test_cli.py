@@ -43,7 +43,11 @@ HELP_COMMANDS = (*([name] for name in COMMANDS), ["data", "prepare"], ["data", "
 
 
 @pytest.mark.parametrize("words", HELP_COMMANDS, ids=" ".join)
-def test_help_fits_80_columns_and_names_empty_defaults(words, capsys, monkeypatch):
+def test_help_fits_80_columns_and_names_empty_defaults(
+    words,
+    capsys,
+    monkeypatch,
+):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*words, "--help"]) == EXIT_OK
     shown = capsys.readouterr().out
@@ -53,7 +57,11 @@ def test_help_fits_80_columns_and_names_empty_defaults(words, capsys, monkeypatc
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_the_help_of_train_shows_every_key_of_the_model_at_hand(model, capsys, monkeypatch):
+def test_the_help_of_train_shows_every_key_of_the_model_at_hand(
+    model,
+    capsys,
+    monkeypatch,
+):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--model.name", model, "--help"]) == EXIT_OK
     shown = capsys.readouterr().out
@@ -190,7 +198,8 @@ def test_train_gets_the_checked_run_with_a_new_folder(trained, capsys):
 
 
 def test_folders_of_runs_in_the_same_second_differ(trained, tmp_path):
-    model, now = load([], FAMILIES).model, datetime(2031, 1, 2, 3, 4, 5)
+    model = load([], FAMILIES).model
+    now = datetime(2031, 1, 2, 3, 4, 5)
     first = new_run_folder(model, now)
     assert str(first) == "runs/llama3-tiny-20310102-030405"
     first.mkdir(parents=True)
@@ -217,7 +226,13 @@ def raiser(error):
         ),
     ],
 )
-def test_an_error_while_training_is_an_exit_code_and_one_line(trained, error, code, line, capsys):
+def test_an_error_while_training_is_an_exit_code_and_one_line(
+    trained,
+    error,
+    code,
+    line,
+    capsys,
+):
     trained.answer = raiser(error)
     assert main(["train", "--device", "auto"]) == code
     assert capsys.readouterr().err == line
@@ -231,6 +246,11 @@ def test_an_unexpected_error_keeps_its_traceback(trained):
 
 def test_a_pipe_that_is_closed_early_is_no_error():
     command = f"{sys.executable} -m weft train --help | head -n 1"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stdout.startswith("usage: weft train")
     assert done.stderr == ""

@@ -64,14 +64,20 @@ def _local_stages(training: Training, *, chunks: int) -> list[PipelineStage]:
     """This rank's stages: every `size`-th of all stages."""
     size = training.size
     comm = training.comm
+    num_ranks = comm.mesh.size
+    num_stages = num_ranks * chunks
     blocks = training.plain_blocks()
     example = training.batch.rows(slice(0, _micro_size(training)))
-    all_stages = make_stages(size.config.block_specs(size.seq_len), comm.mesh.size * chunks)
+    specs = size.config.block_specs(size.seq_len)
+    all_stages = make_stages(specs, num_stages)
     local = []
-    for index in range(comm.rank, len(all_stages), comm.mesh.size):
-        names = [name for name in all_stages[index].blocks if name != "loss"]
-        module = _StageModule({name: blocks[name] for name in names}, example)
-        stage = PipelineStage(module, index, len(all_stages), torch.device("cpu"))
+    for index in range(comm.rank, num_stages, num_ranks):
+        own_blocks = {}
+        for name in all_stages[index].blocks:
+            if name != "loss":
+                own_blocks[name] = blocks[name]
+        module = _StageModule(own_blocks, example)
+        stage = PipelineStage(module, index, num_stages, torch.device("cpu"))
         local.append(stage)
     return local
 
@@ -99,10 +105,16 @@ def _pipelining_step(training: Training, *, chunks: int) -> Step:
     def step() -> float:
         optimizer.zero_grad()
         losses: list[Tensor] = []
-        inputs = (batch.inputs,) if rank == 0 else ()
+        if rank == 0:
+            inputs = (batch.inputs,)
+        else:
+            inputs = ()
         target = batch.targets if rank == last_rank else None
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
-        local_loss = torch.stack(losses).sum().detach() if losses else torch.zeros(())
+        if losses:
+            local_loss = torch.stack(losses).sum().detach()
+        else:
+            local_loss = torch.zeros(())
         total_loss = _clip_over_stages(params, local_loss)
         optimizer.step()
         return total_loss
@@ -113,10 +125,12 @@ def _pipelining_step(training: Training, *, chunks: int) -> Step:
 def _clip_over_stages(params: list[Tensor], local_loss: Tensor) -> float:
     """Clip by the norm over all ranks, which hold different parameters; returns the sum of the ranks' losses."""
     gradients = [param.grad for param in params]
-    squared_norm = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    norms = torch.stack(torch._foreach_norm(gradients))
+    squared_norm = norms.square().sum()
     totals = torch.stack((squared_norm, local_loss))
     dist.all_reduce(totals)
-    norm = totals[0].sqrt()
-    scale = (CLIP / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale)
-    return totals[1].item()
+    total_squared_norm, loss = totals
+    norm = total_squared_norm.sqrt()
+    scale = CLIP / (norm + 1e-6)
+    torch._foreach_mul_(gradients, scale.clamp(max=1.0))
+    return loss.item()

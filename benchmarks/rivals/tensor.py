@@ -61,7 +61,10 @@ def _dtensor_step(training: Training, *, outside: Replicate | Shard) -> Step:
             loss.backward()
         _clip(sharded, replicated)
         optimizer.step()
-        whole_loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        if isinstance(loss, DTensor):
+            whole_loss = loss.full_tensor()
+        else:
+            whole_loss = loss
         return whole_loss.item()
 
     return step

@@ -98,10 +98,16 @@ def _time_turn(step: Step, comm: Comm, num_steps: int) -> Turn:
     local = torch.tensor([[clock_s, cpu_s]], dtype=torch.float64)
     per_step = comm.all_gather(local, all_axes) / num_steps
     clock_by_rank, cpu_by_rank = per_step.unbind(1)
-    return Turn(clock_by_rank.max().item(), cpu_by_rank.sum().item(), loss)
+    slowest_s = clock_by_rank.max().item()
+    total_cpu_s = cpu_by_rank.sum().item()
+    return Turn(slowest_s, total_cpu_s, loss)
 
 
-def format_report(title: str, tokens: int, timings: Mapping[str, Timings]) -> str:
+def format_report(
+    title: str,
+    tokens: int,
+    timings: Mapping[str, Timings],
+) -> str:
     """One line for each side of weft with its speed-ups over the first side, which is torch."""
     torch_name, *weft_names = timings
     torch_side = timings[torch_name]

@@ -49,8 +49,20 @@ class Size:
         return self.sequences * self.seq_len
 
 
-def _llama(layers: int, dim: int, ffn: int, heads: int) -> llama3.Config:
-    return llama3.Config(layers=layers, dim=dim, heads=heads, kv_heads=heads, ffn=ffn, vocab=256)
+def _llama(
+    layers: int,
+    dim: int,
+    ffn: int,
+    heads: int,
+) -> llama3.Config:
+    return llama3.Config(
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        kv_heads=heads,
+        ffn=ffn,
+        vocab=256,
+    )
 
 
 SMALL = _llama(layers=6, dim=384, ffn=1024, heads=6)
@@ -70,17 +82,21 @@ class Training:
     @property
     def batch(self) -> Batch:
         """The global batch, the same every step."""
-        shape = (self.size.sequences, self.size.seq_len + 1)
+        size = self.size
+        shape = (size.sequences, size.seq_len + 1)
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, self.size.config.vocab, shape, generator=generator)
-        return token_batch(tokens[:, :-1], tokens[:, 1:])
+        tokens = torch.randint(0, size.config.vocab, shape, generator=generator)
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
+        return token_batch(inputs, targets)
 
     @property
     def local_rows(self) -> Batch:
         """This rank's sequences under data parallelism."""
         num_rows = self.size.sequences // self.comm.mesh.size
         start = self.comm.rank * num_rows
-        return self.batch.rows(slice(start, start + num_rows))
+        stop = start + num_rows
+        return self.batch.rows(slice(start, stop))
 
     def columns(self, rank: int) -> Batch:
         """The positions of all sequences that `rank` holds under context parallelism."""
@@ -88,9 +104,20 @@ class Training:
 
     def plain_blocks(self) -> dict[str, nn.Module]:
         """The blocks on one device with their initial values, for torch's wrappers."""
-        return plain_model(FAMILIES["llama3"], self.size.config, seed=SEED, dtype=torch.float32)
+        return plain_model(
+            FAMILIES["llama3"],
+            self.size.config,
+            seed=SEED,
+            dtype=torch.float32,
+        )
 
-    def weft_step(self, *, micro_size: int, chunks: int = 1, **fields: Any) -> Step:
+    def weft_step(
+        self,
+        *,
+        micro_size: int,
+        chunks: int = 1,
+        **fields: Any,
+    ) -> Step:
         """A step of weft's trainer under a plan with `fields` and micro-batches of `micro_size` sequences a rank."""
         plan = self._plan(micro_size, chunks, fields)
         plan.check()
@@ -99,7 +126,12 @@ class Training:
         local_batches = micro_batches(self.batch, plan, self.comm.rank)
         return lambda: train_step(local_batches, lr=OPTIM.lr).loss
 
-    def _plan(self, micro_size: int, chunks: int, fields: Mapping[str, Any]) -> Plan:
+    def _plan(
+        self,
+        micro_size: int,
+        chunks: int,
+        fields: Mapping[str, Any],
+    ) -> Plan:
         size = self.size
         mesh = self.comm.mesh
         num_stages = mesh.degree("pp") * chunks

@@ -21,7 +21,10 @@ from weft.checkpoint.write import start_write
 from weft.checkpoint.write_item import WriteItem
 from weft.core.axes import Box
 
-RANKS, ROWS, COLUMNS, TENSORS = 2, 256, 512, 4
+RANKS = 2
+ROWS = 256
+COLUMNS = 512
+TENSORS = 4
 """Four float32 tensors of half a MiB."""
 
 
@@ -32,17 +35,21 @@ def value_of(step: int, index: int) -> int:
 
 def saved(run: Path, step: int) -> None:
     """A checkpoint of rows that two ranks share."""
-    final, half = checkpoint_path(run, step), ROWS // RANKS
+    final = checkpoint_path(run, step)
+    half = ROWS // RANKS
     tmp = temporary_path(final)
     writings = []
     for rank in range(RANKS):
-        box = Box((rank * half, 0), ((rank + 1) * half, COLUMNS))
+        box = Box(
+            lo=(rank * half, 0),
+            hi=((rank + 1) * half, COLUMNS),
+        )
         held = [
             WriteItem(
-                f"model/t{index}",
-                (ROWS, COLUMNS),
-                box,
-                torch.full(box.shape, float(value_of(step, index))),
+                name=f"model/t{index}",
+                shape=(ROWS, COLUMNS),
+                box=box,
+                tensor=torch.full(box.shape, float(value_of(step, index))),
             )
             for index in range(TENSORS)
         ]

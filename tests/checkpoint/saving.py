@@ -20,7 +20,8 @@ from weft.train.step import TrainStep
 def save(step: TrainStep, final: Path, run: Run, *, done: int = 0) -> None:
     """Write the checkpoint `final` behind `done` steps from all ranks, and return when it is there."""
     comm = step.model.comm
-    tmp, everyone = temporary_path(final), tuple(name for name, _ in comm.mesh.axes)
+    tmp = temporary_path(final)
+    everyone = tuple(name for name, _ in comm.mesh.axes)
     start_write(tmp, comm.rank, snapshot(write_items(step.state()))).wait()
     comm.barrier(everyone)
     if comm.rank == 0:

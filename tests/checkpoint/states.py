@@ -70,8 +70,14 @@ def cut(box: Box, chance: random.Random) -> tuple[Box, ...]:
         )
     dim = chance.choice([dim for dim, length in enumerate(box.shape) if length > 1])
     at = chance.randrange(box.lo[dim] + 1, box.hi[dim])
-    left = Box(box.lo, (*box.hi[:dim], at, *box.hi[dim + 1 :]))
-    right = Box((*box.lo[:dim], at, *box.lo[dim + 1 :]), box.hi)
+    left = Box(
+        lo=box.lo,
+        hi=(*box.hi[:dim], at, *box.hi[dim + 1 :]),
+    )
+    right = Box(
+        lo=(*box.lo[:dim], at, *box.lo[dim + 1 :]),
+        hi=box.hi,
+    )
     return (*cut(left, chance), *cut(right, chance))
 
 
@@ -82,12 +88,24 @@ def held_by(state: State, *, ranks: int, seed: int) -> list[list[WriteItem]]:
     for name, tensor in state.items():
         for box in cut(Box.whole(tensor.shape), chance):
             chance.choice(hands).append(
-                WriteItem(name, tuple(tensor.shape), box, tensor[box.slices])
+                WriteItem(
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    box=box,
+                    tensor=tensor[box.slices],
+                )
             )
     return hands
 
 
-def save(run: Path, state: State, *, step: int = 1, ranks: int = 2, seed: int = 0) -> Path:
+def save(
+    run: Path,
+    state: State,
+    *,
+    step: int = 1,
+    ranks: int = 2,
+    seed: int = 0,
+) -> Path:
     """A checkpoint of `run`, written by `ranks` ranks."""
     final = checkpoint_path(run, step)
     tmp = temporary_path(final)

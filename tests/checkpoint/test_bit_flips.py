@@ -51,9 +51,14 @@ def places(path: Path, kind: str) -> list[tuple[Path, int, int]]:
     return found
 
 
-def random_bits(path: Path, count: int, seed: int) -> Iterator[tuple[str, Path, int]]:
+def random_bits(
+    path: Path,
+    count: int,
+    seed: int,
+) -> Iterator[tuple[str, Path, int]]:
     """Bits of all kinds in turn: kind, file, number of the bit."""
-    chance, by_kind = random.Random(seed), {kind: places(path, kind) for kind in KINDS}
+    chance = random.Random(seed)
+    by_kind = {kind: places(path, kind) for kind in KINDS}
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
         file, start, stop = chance.choice([place for place in by_kind[kind] if place[1] < place[2]])
@@ -62,7 +67,8 @@ def random_bits(path: Path, count: int, seed: int) -> Iterator[tuple[str, Path, 
 
 def test_a_thousand_of_a_thousand_flipped_bits_of_every_kind_are_found(path):
     assert whole(path)
-    found, missed = Counter[str](), []
+    found = Counter[str]()
+    missed = []
     for kind, file, bit in random_bits(path, 1000, seed=20):
         content = file.read_bytes()
         flipped = bytearray(content)

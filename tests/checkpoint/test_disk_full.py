@@ -30,7 +30,9 @@ def small_disk(tmp_path):
     where = tmp_path / "small"
     where.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where],
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
@@ -42,7 +44,10 @@ def small_disk(tmp_path):
 
 def big(num_bytes: int = 3 * TWO_MIB) -> WriteItem:
     return WriteItem(
-        "model/big", (num_bytes // 4,), Box((0,), (num_bytes // 4,)), torch.ones(num_bytes // 4)
+        name="model/big",
+        shape=(num_bytes // 4,),
+        box=Box((0,), (num_bytes // 4,)),
+        tensor=torch.ones(num_bytes // 4),
     )
 
 
@@ -95,7 +100,8 @@ def test_a_limit_on_the_length_of_files_is_a_full_disk_too(tmp_path):
 def test_an_error_of_any_one_disk_call_of_a_save_harms_nothing(tmp_path, code):
     """Every flush of the save fails in turn: in a rank, in the commit, until none is left to fail."""
     path = save(tmp_path, small_state(), step=1)
-    real, errors = os.fsync, list[str]()
+    real = os.fsync
+    errors = list[str]()
     for fail_at in range(100):
         calls = 0
 

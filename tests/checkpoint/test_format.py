@@ -32,7 +32,11 @@ def test_every_data_file_is_a_safetensors_file_whose_names_say_the_box(tmp_path)
     for rank, held in enumerate(hands):
         loaded = safetensors.torch.load_file(path / f"rank-{rank:05d}.safetensors")
         titled = {
-            FileEntry(piece.name, piece.box, "bool").title: piece.tensor
+            FileEntry(
+                name=piece.name,
+                box=piece.box,
+                dtype="bool",
+            ).title: piece.tensor
             for piece in held
             if piece.box.size
         }
@@ -41,14 +45,32 @@ def test_every_data_file_is_a_safetensors_file_whose_names_say_the_box(tmp_path)
 
 
 def test_a_title_is_name_and_box():
-    assert FileEntry("model/a", Box((0, 2), (4, 3)), "float32").title == "model/a[0:4,2:3]"
-    assert FileEntry("optim/step/a", Box((), ()), "int64").title == "optim/step/a[]"
+    assert (
+        FileEntry(
+            name="model/a",
+            box=Box((0, 2), (4, 3)),
+            dtype="float32",
+        ).title
+        == "model/a[0:4,2:3]"
+    )
+    assert (
+        FileEntry(
+            name="optim/step/a",
+            box=Box((), ()),
+            dtype="int64",
+        ).title
+        == "optim/step/a[]"
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.integers(1, 9)), max_size=12))
 def test_pieces_follow_without_a_gap_and_each_starts_at_a_multiple_of_its_entries(sizes):
     slots = [
-        FileEntry(f"model/t{i}", Box((0,), (length,)), dtype)
+        FileEntry(
+            name=f"model/t{i}",
+            box=Box((0,), (length,)),
+            dtype=dtype,
+        )
         for i, (dtype, length) in enumerate(sizes)
     ]
     slots.sort(key=write_order)
@@ -63,7 +85,15 @@ def test_pieces_follow_without_a_gap_and_each_starts_at_a_multiple_of_its_entrie
 
 
 def test_equal_checkpoints_have_equal_bytes(tmp_path):
-    first, second = (save(tmp_path / name, small_state(), ranks=2, seed=1) for name in "ab")
+    first, second = (
+        save(
+            tmp_path / name,
+            small_state(),
+            ranks=2,
+            seed=1,
+        )
+        for name in "ab"
+    )
     for file in sorted(first.iterdir()):
         assert file.read_bytes() == (second / file.name).read_bytes(), file.name
 
@@ -117,16 +147,24 @@ def counted(whole: Box, boxes) -> np.ndarray:
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 2**32))
 def test_boxes_cover_a_whole_exactly_where_counting_says_so(shape, seed):
     chance = random.Random(seed)
-    whole = Box(tuple(chance.randrange(3) for _ in shape), ())
-    whole = Box(whole.lo, tuple(lo + length for lo, length in zip(whole.lo, shape, strict=True)))
-    boxes = list(cut(whole, chance)) if whole.size else []
+    whole = Box(lo=tuple(chance.randrange(3) for _ in shape), hi=())
+    whole = Box(
+        lo=whole.lo,
+        hi=tuple(lo + length for lo, length in zip(whole.lo, shape, strict=True)),
+    )
+    if whole.size:
+        boxes = list(cut(whole, chance))
+    else:
+        boxes = []
     if boxes and chance.random() < 0.7:
         index = chance.randrange(len(boxes))
-        boxes = (
-            boxes[:index] + boxes[index + 1 :] if chance.random() < 0.5 else [*boxes, boxes[index]]
-        )
+        if chance.random() < 0.5:
+            boxes = boxes[:index] + boxes[index + 1 :]
+        else:
+            boxes = [*boxes, boxes[index]]
     chance.shuffle(boxes)
-    flaw, times = coverage_flaw(whole, boxes), counted(whole, boxes)
+    flaw = coverage_flaw(whole, boxes)
+    times = counted(whole, boxes)
     assert (flaw is None) == bool((times == 1).all())
     if flaw:
         inside = times[flaw.box.within(whole)]
@@ -136,7 +174,9 @@ def test_boxes_cover_a_whole_exactly_where_counting_says_so(shape, seed):
 
 def test_a_grid_of_thousands_of_pieces_is_judged_in_a_moment():
     whole = Box.whole((300, 300))
-    boxes = [Box((i, j), (i + 5, j + 5)) for i, j in itertools.product(range(0, 300, 5), repeat=2)]
+    boxes = [
+        Box(lo=(i, j), hi=(i + 5, j + 5)) for i, j in itertools.product(range(0, 300, 5), repeat=2)
+    ]
     assert coverage_flaw(whole, boxes) is None
     assert str(coverage_flaw(whole, boxes[:-1])) == "entries [295:300, 295:300] are in no piece"
     assert (

@@ -29,13 +29,24 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
     """
     command = [sys.executable, "-m", "tests.checkpoint.doomed"]
     server = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
-    chance, newest, torn, save_s = random.Random(11), 0, 0, 0.01
+    chance = random.Random(11)
+    newest = 0
+    torn = 0
+    save_s = 0.01
     try:
         for _ in range(kills):
             acknowledged, save_s = one_kill(
-                server, run, newest, saves=chance.randrange(3), after_s=chance.random() * save_s
+                server,
+                run,
+                newest,
+                saves=chance.randrange(3),
+                after_s=chance.random() * save_s,
             )
             torn += any(path.name.startswith(".tmp-") for path in (run / "ckpt").iterdir())
             newest = check(run, acknowledged)
@@ -47,7 +58,12 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
 
 
 def one_kill(
-    server: subprocess.Popen[str], run: Path, newest: int, *, saves: int, after_s: float
+    server: subprocess.Popen[str],
+    run: Path,
+    newest: int,
+    *,
+    saves: int,
+    after_s: float,
 ) -> tuple[int, float]:
     """Start a saver, hear of `saves` commits, and kill it `after_s` into the next save.
 

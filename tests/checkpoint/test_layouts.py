@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from weft.testing import run_ranks
 from weft.train.build import build_step
 from weft.train.step import TrainStep
 
-FAMILY, LR, NUM_STEPS = "deepseek", 1e-2, 2
+FAMILY = "deepseek"
+LR = 1e-2
+NUM_STEPS = 2
 
 LAYOUTS = (
     Case("", FAMILY, microbatches=1),
@@ -58,7 +61,8 @@ def run_of(case: Case, number: int) -> Run:
 def trained(case: Case, number: int, comm: Comm) -> TrainStep:
     step = build_step(run_of(case, number), comm)
     for batch in batches(case)[:NUM_STEPS]:
-        step(micro_batches(batch, step.model.plan, comm.rank), lr=LR)
+        own = micro_batches(batch, step.model.plan, comm.rank)
+        step(own, lr=LR)
     return step
 
 
@@ -66,51 +70,55 @@ def parameters(step: TrainStep) -> list[Entries]:
     """Whole pieces by global name: gathered by the code that `weft prove` uses, not by the one that
     saves.
     """
-    found, pieces = step.grads.full_parameters(), step.model.shards
-    found |= {name: param.clone() for name, param in step.model.params.items() if name not in found}
-    return [
-        Entries(f"model/{pieces[name].owner}", pieces[name].box, value)
-        for name, value in found.items()
-    ]
+    found = step.grads.full_parameters()
+    for name, param in step.model.params.items():
+        if name not in found:
+            found[name] = param.clone()
+    entries = []
+    for name, values in found.items():
+        shard = step.model.shards[name]
+        entries.append(Entries(f"model/{shard.owner}", shard.box, values))
+    return entries
 
 
 def moments(step: TrainStep) -> list[Entries]:
     """What the optimizer remembers of the entries here, box by box."""
     found = []
     for part in param_states(step.state()):
+        owner = part.param.owner
+        sizes = [box.size for box in part.boxes]
         for section, tensor in part.tensors.items():
-            if section != "model":
-                flat = tensor.reshape(-1).split([box.size for box in part.boxes])
-                found += [
-                    Entries(f"{section}/{part.param.owner}", box, values.reshape(box.shape).clone())
-                    for box, values in zip(part.boxes, flat, strict=True)
-                ]
+            if section == "model":
+                continue
+            of_boxes = tensor.reshape(-1).split(sizes)
+            for box, values in zip(part.boxes, of_boxes, strict=True):
+                shaped = values.reshape(box.shape).clone()
+                found.append(Entries(f"{section}/{owner}", box, shaped))
         for section, number in part.whole.items():
-            found.append(Entries(f"{section}/{part.param.owner}", Box((), ()), number.clone()))
+            found.append(Entries(f"{section}/{owner}", Box((), ()), number.clone()))
     return found
 
 
 def assemble(ranks: list[list[Entries]]) -> dict[str, Tensor]:
     """Whole tensors out of what the ranks hold; copies are equal, and no entry is missing."""
-    every = [entries for rank in ranks for entries in rank]
     shapes: dict[str, tuple[int, ...]] = {}
-    for entries in every:
-        shapes[entries.name] = tuple(
-            map(max, shapes.get(entries.name, entries.box.hi), entries.box.hi)
-        )
-    whole = {
-        entries.name: torch.full(shapes[entries.name], float("nan"), dtype=entries.values.dtype)
-        for entries in every
-    }
-    for entries in every:
-        there = whole[entries.name][entries.box.slices]
-        assert bool((there.isnan() | (there == entries.values)).all()), (
-            f"copies of {entries.name} differ"
-        )
-        whole[entries.name][entries.box.slices] = entries.values
-    assert not any(bool(tensor.isnan().any()) for tensor in whole.values()), (
-        "every entry lies on some rank"
-    )
+    dtypes: dict[str, torch.dtype] = {}
+    for entries in itertools.chain(*ranks):
+        end = entries.box.hi
+        largest = shapes.get(entries.name, end)
+        shapes[entries.name] = tuple(map(max, largest, end))
+        dtypes[entries.name] = entries.values.dtype
+    whole = {}
+    for name, shape in shapes.items():
+        whole[name] = torch.full(shape, float("nan"), dtype=dtypes[name])
+    for entries in itertools.chain(*ranks):
+        name = entries.name
+        there = whole[name][entries.box.slices]
+        is_same = there.isnan() | (there == entries.values)
+        assert bool(is_same.all()), f"copies of {name} differ"
+        whole[name][entries.box.slices] = entries.values
+    for name, tensor in whole.items():
+        assert not bool(tensor.isnan().any()), f"some entry of {name} lies on no rank"
     return whole
 
 
@@ -121,7 +129,11 @@ def saved(tmp_path_factory) -> tuple[Path, list[dict[str, Tensor]]]:
     truth = []
     for number, case in enumerate(LAYOUTS):
 
-        def rank(comm: Comm, case: Case = case, number: int = number) -> list[Entries]:
+        def rank(
+            comm: Comm,
+            case: Case = case,
+            number: int = number,
+        ) -> list[Entries]:
             step = trained(case, number, comm)
             save(step, folder / f"step-{number:06d}", run_of(case, number))
             return parameters(step) + moments(step)
@@ -152,22 +164,21 @@ def test_what_any_layout_saved_this_one_loads_to_the_last_bit(case, saved):
     checkpoints = [open_checkpoint(folder / f"step-{number:06d}") for number in range(len(LAYOUTS))]
 
     def rank(comm: Comm) -> tuple[list[Entries], list[str]]:
-        step, wrong = build_step(run_of(case, 99), comm), []
+        step = build_step(run_of(case, 99), comm)
+        wrong = []
         for number, right in enumerate(truth):
             step.restore(checkpoints[number])
             here = parameters(step) + moments(step)
-            differ = [
-                entries.name
-                for entries in here
-                if not torch.equal(right[entries.name][entries.box.slices], entries.values)
-            ]
-            wrong += [f"{LAYOUTS[number]} -> {case}: {name}" for name in differ]
+            for entries in here:
+                expected = right[entries.name][entries.box.slices]
+                if not torch.equal(expected, entries.values):
+                    wrong.append(f"{LAYOUTS[number]} -> {case}: {entries.name}")
         return here, wrong
 
     ranks = run_ranks(case.mesh, rank)
-    assert not [name for _, wrong in ranks for name in wrong]
+    for _, wrong in ranks:
+        assert wrong == []
     last = assemble([here for here, _ in ranks])
-    assert last.keys() == truth[-1].keys()
-    assert all(torch.equal(last[name], right) for name, right in truth[-1].items()), (
-        "and nothing is left out"
-    )
+    assert last.keys() == truth[-1].keys(), "nothing is left out"
+    for name, right in truth[-1].items():
+        assert torch.equal(last[name], right)

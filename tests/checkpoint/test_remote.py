@@ -73,7 +73,13 @@ def bucket(monkeypatch) -> RemoteFolder:
     BreakingFileSystem.requests.clear()
     BreakingFileSystem.break_at = None
     monkeypatch.setattr(remote_files, "PAUSE_S", 0.0)
-    return RemoteFolder(RemoteFiles(url=URL, fs=BreakingFileSystem(), root="/bucket/run"))
+    return RemoteFolder(
+        RemoteFiles(
+            url=URL,
+            fs=BreakingFileSystem(),
+            root="/bucket/run",
+        )
+    )
 
 
 def save(run_folder: Path, step: int) -> Path:
@@ -86,7 +92,8 @@ def requests_of(kind: str) -> list[str]:
 
 
 def test_a_copy_is_downloaded_bit_by_bit_on_another_host(bucket, tmp_path):
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     path = save(here, 3)
     bucket.upload(path, nonce=bucket.claim(here))
     assert bucket.fetch(there) == 3
@@ -152,7 +159,8 @@ def test_a_torn_or_damaged_copy_does_not_count(bucket, tmp_path):
 
 
 def test_only_missing_files_are_downloaded(bucket, tmp_path):
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     bucket.upload(save(here, 5), nonce=bucket.claim(here))
     BreakingFileSystem.requests.clear()
     BreakingFileSystem.break_at = 1
@@ -177,7 +185,11 @@ def test_old_copies_are_removed(bucket, tmp_path, monkeypatch):
     assert bucket.steps() == [4, 3]
 
 
-def test_copies_of_steps_that_are_trained_again_do_not_count(bucket, tmp_path, monkeypatch):
+def test_copies_of_steps_that_are_trained_again_do_not_count(
+    bucket,
+    tmp_path,
+    monkeypatch,
+):
     here = here_with_folder(tmp_path / "here")
     nonce = bucket.claim(here)
     for step in (1, 2, 3):
@@ -191,7 +203,8 @@ def test_copies_of_steps_that_are_trained_again_do_not_count(bucket, tmp_path, m
 
 
 def test_an_earlier_writer_stops_when_a_later_start_has_taken_over(bucket, tmp_path):
-    first, second = here_with_folder(tmp_path / "a"), here_with_folder(tmp_path / "b")
+    first = here_with_folder(tmp_path / "a")
+    second = here_with_folder(tmp_path / "b")
     nonce = bucket.claim(first)
     bucket.upload(save(first, 1), nonce=nonce)
     bucket.claim(second)
@@ -202,7 +215,8 @@ def test_an_earlier_writer_stops_when_a_later_start_has_taken_over(bucket, tmp_p
 
 def test_checkpoints_of_a_host_that_another_one_has_overtaken_are_set_aside(bucket, tmp_path):
     """The run was at step 3 here, went on elsewhere from step 1, and comes back."""
-    here, there = here_with_folder(tmp_path / "here"), tmp_path / "there"
+    here = here_with_folder(tmp_path / "here")
+    there = tmp_path / "there"
     bucket.upload(save(here, 1), nonce=bucket.claim(here))
     save(here, 3)
     assert bucket.fetch(here) == 1
@@ -272,8 +286,14 @@ def training(tmp_path, monkeypatch) -> HostFolder:
     return HostFolder(monkeypatch.chdir, f"file://{tmp_path}/bucket/run")
 
 
-def test_a_run_whose_out_is_a_url_goes_on_on_another_host(training, tmp_path, capsys):
-    first, second, alone = tmp_path / "first", tmp_path / "second", tmp_path / "alone"
+def test_a_run_whose_out_is_a_url_goes_on_on_another_host(
+    training,
+    tmp_path,
+    capsys,
+):
+    first = tmp_path / "first"
+    second = tmp_path / "second"
+    alone = tmp_path / "alone"
     assert training.train(first, "--steps", "2", "--mesh", "dp2") == EXIT_OK
     saves = [event for event in read_events(training.out(first) / EVENTS) if "remote" in event]
     assert saves[-1]["remote"] == f"{training.url}/ckpt/step-000002"
@@ -297,7 +317,10 @@ def test_a_run_whose_out_is_a_url_goes_on_on_another_host(training, tmp_path, ca
 
 
 def test_uploads_that_fail_are_told_and_end_the_run_with_an_error(
-    training, tmp_path, capsys, monkeypatch
+    training,
+    tmp_path,
+    capsys,
+    monkeypatch,
 ):
     host = tmp_path / "host"
     assert training.train(host, "--steps", "1") == EXIT_OK
@@ -330,7 +353,12 @@ def test_a_proof_that_repeats_a_run_leaves_its_url_alone(tmp_path, makes_copies)
     (tmp_path / "run").mkdir()
 
     def build(comm: Comm) -> None:
-        build_training(run, comm, stop_requested=lambda: False, makes_copies=makes_copies)
+        build_training(
+            run,
+            comm,
+            stop_requested=lambda: False,
+            makes_copies=makes_copies,
+        )
 
     run_ranks("", build)
     assert (tmp_path / "bucket").exists() == makes_copies

@@ -43,7 +43,13 @@ def run_of(case: Case, **updates: object) -> Run:
     return case.run.model_copy(update=updates)
 
 
-def trained(run: Run, case: Case, comm: Comm, *, steps: int = 1) -> TrainStep:
+def trained(
+    run: Run,
+    case: Case,
+    comm: Comm,
+    *,
+    steps: int = 1,
+) -> TrainStep:
     step = build_step(run, comm)
     for batch in batches(case)[:steps]:
         step(micro_batches(batch, step.model.plan, comm.rank), lr=LR)
@@ -55,28 +61,33 @@ def test_every_entry_is_written_by_one_rank(case, monkeypatch):
     monkeypatch.setattr(state, "MIN_SHARED_ENTRIES", 64)
 
     def rank(comm: Comm) -> list[tuple[str, tuple[int, ...], Box]]:
-        return [
-            (piece.name, piece.shape, piece.box)
-            for piece in write_items(build_step(run_of(case), comm).state())
-        ]
+        step = build_step(run_of(case), comm)
+        pieces = write_items(step.state())
+        return [(piece.name, piece.shape, piece.box) for piece in pieces]
 
-    every = [piece for pieces in run_ranks(case.mesh, rank) for piece in pieces]
-    shapes = {name: shape for name, shape, _ in every}
+    shapes = {}
+    boxes = {}
+    for pieces in run_ranks(case.mesh, rank):
+        for name, shape, box in pieces:
+            shapes[name] = shape
+            boxes.setdefault(name, []).append(box)
     assert {name.split("/")[0] for name in shapes} == {"model", "optim"}
     for name, shape in shapes.items():
-        boxes = [box for other, _, box in every if other == name]
-        assert coverage_flaw(Box.whole(shape), boxes) is None, name
+        assert coverage_flaw(Box.whole(shape), boxes[name]) is None, name
 
 
 def test_a_tied_parameter_is_stored_once_under_its_owners_name():
     case = Case("pp2", grouped=True)  # embedding on the first rank, head on the last
 
     def rank(comm: Comm) -> list[str]:
-        return [piece.name for piece in write_items(build_step(run_of(case), comm).state())]
+        step = build_step(run_of(case), comm)
+        return [piece.name for piece in write_items(step.state())]
 
     first, last = run_ranks(case.mesh, rank)
     assert "model/embed.tok.weight" in first
-    assert not any("head.weight" in name or "embed" in name for name in last)
+    for name in last:
+        assert "head.weight" not in name
+        assert "embed" not in name
 
 
 def test_ranks_that_hold_copies_share_the_work(monkeypatch):
@@ -126,7 +137,8 @@ def test_masters_are_stored_and_compute_copies_follow_them(zero, tmp_path):
         other = build_step(run.model_copy(update={"seed": 99}), comm)
         other.restore(open_checkpoint(tmp_path / "step-000001"))
         batch = micro_batches(batches(case)[1], step.model.plan, comm.rank)
-        one, two = step(batch, lr=LR), other(batch, lr=LR)
+        one = step(batch, lr=LR)
+        two = other(batch, lr=LR)
         return [one.loss == two.loss, one.grad_norm == two.grad_norm]
 
     assert run_ranks("dp2", rank) == [[True, True]] * 2
@@ -137,7 +149,12 @@ def test_masters_are_stored_and_compute_copies_follow_them(zero, tmp_path):
 def test_the_loss_scale_comes_back(tmp_path):
     case = Case("", family="gpt2")
     run = run_of(
-        case, precision=PrecisionConfig(params="float32", compute="float16", reduce="float32")
+        case,
+        precision=PrecisionConfig(
+            params="float32",
+            compute="float16",
+            reduce="float32",
+        ),
     )
 
     def rank(comm: Comm) -> tuple[object, object]:
@@ -154,11 +171,15 @@ def test_the_loss_scale_comes_back(tmp_path):
 
 def refusal(case: Case, saved: Run, other: Run, folder: Path) -> str:
     """What all ranks say of a checkpoint of `saved` in a run of `other`."""
+    path = folder / "step-000000"
 
     def rank(comm: Comm) -> str:
-        save(build_step(saved, comm), folder / "step-000000", saved)
+        written = build_step(saved, comm)
+        save(written, path, saved)
+        step = build_step(other, comm)
+        checkpoint = open_checkpoint(path)
         with pytest.raises(CheckpointError) as error:
-            build_step(other, comm).restore(open_checkpoint(folder / "step-000000"))
+            step.restore(checkpoint)
         return str(error.value)
 
     told = run_ranks(case.mesh, rank)
@@ -182,14 +203,16 @@ def test_another_type_of_parameters_is_rejected(tmp_path):
 
 
 def test_missing_and_additional_tensors_are_named(tmp_path):
-    deep, flat = Case("pp2", layers=4), Case("pp2", layers=3)
+    deep = Case("pp2", layers=4)
+    flat = Case("pp2", layers=3)
     assert "model/layer3." in refusal(flat, deep.run, flat.run, tmp_path / "more")
     assert "model/layer3." in refusal(flat, flat.run, deep.run, tmp_path / "less")
 
 
 def test_another_shape_is_named(tmp_path):
     case = Case("tp2", family="gpt2")
-    wide = case.run.model_copy(update={"model": case.run.model.model_copy(update={"ffn": 64})})
+    wide_model = case.run.model.model_copy(update={"ffn": 64})
+    wide = case.run.model_copy(update={"model": wide_model})
     told = refusal(case, case.run, wide, tmp_path)
     assert re.search(r"model/layer0\.mlp\S+: is stored with another shape", told)
 
@@ -214,7 +237,8 @@ def test_what_one_rank_finds_damaged_all_ranks_raise(tmp_path):
 
 
 def test_a_model_without_a_trainer_and_a_start_from_parameters_alone(tmp_path):
-    saved, other = Case("pp2 tp2", family="gpt2"), Case("dp2 tp2", family="gpt2", zero=3)
+    saved = Case("pp2 tp2", family="gpt2")
+    other = Case("dp2 tp2", family="gpt2", zero=3)
 
     def write(comm: Comm) -> None:
         save(trained(saved.run, saved, comm), tmp_path / "step-000001", saved.run)

@@ -56,11 +56,15 @@ class Stretch:
     def __call__(self, comm: Comm) -> tuple[list[tuple[float, float]], list[Entries], object]:
         step = build_step(self.run, comm)
         if self.load:
-            step.restore(open_checkpoint(self.load))
-        told = [train(step, self.case, index) for index in range(self.first, self.last)]
+            checkpoint = open_checkpoint(self.load)
+            step.restore(checkpoint)
+        told = []
+        for index in range(self.first, self.last):
+            told.append(train(step, self.case, index))
         if self.save:
             save(step, self.save, self.run, done=self.last)
-        return told, parameters(step) + moments(step), step.loss_scale
+        held = parameters(step) + moments(step)
+        return told, held, step.loss_scale
 
 
 def train(step: TrainStep, case: Case, index: int) -> tuple[float, float]:
@@ -91,7 +95,8 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_ten_steps_are_five_and_five_to_the_last_bit(name, tmp_path):
     case, updates = SAME[name]
-    run, path = run_of(case, **updates), tmp_path / "step-000005"
+    run = run_of(case, **updates)
+    path = tmp_path / "step-000005"
     straight = run_ranks(case.mesh, Stretch(case, run, 0, 10))
     before = run_ranks(case.mesh, Stretch(case, run, 0, 5, save=path))
     other_seed = run.model_copy(update={"seed": 12345})  # nothing may come from starting values
@@ -100,7 +105,8 @@ def test_ten_steps_are_five_and_five_to_the_last_bit(name, tmp_path):
         assert whole[0] == one[0] + two[0]
         assert whole[2] == two[2], "the loss scale"
         for right, found in zip(whole[1], two[1], strict=True):
-            assert (right.name, right.box) == (found.name, found.box)
+            assert right.name == found.name
+            assert right.box == found.box
             assert torch.equal(right.values, found.values), right.name
 
 
@@ -112,7 +118,10 @@ def test_another_layout_continues_within_rounding(tmp_path):
     )
     told: list[tuple[float, float]] = []
     for number, case in enumerate(legs):
-        load = tmp_path / f"step-{3 * number:06d}" if number else None
+        if number:
+            load = tmp_path / f"step-{3 * number:06d}"
+        else:
+            load = None
         stretch = Stretch(
             case,
             case.run,
@@ -167,9 +176,15 @@ def saver_of(
     )
 
 
-def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> list[dict[str, Any]]:
+def play(
+    step: TrainStep,
+    case: Case,
+    saver: Saver,
+    steps: Sequence[int],
+) -> list[dict[str, Any]]:
     """Steps as the loop plays them."""
-    events, every = [], batches(case)
+    events = []
+    every = batches(case)
     for index in steps:
         batch = micro_batches(every[index % len(every)], step.model.plan, step.model.comm.rank)
         report = step(batch, lr=LR, status=saver.status)
@@ -207,7 +222,9 @@ def test_checkpoints_come_during_training_and_the_oldest_are_removed(tmp_path):
 def test_what_is_saved_is_the_end_of_the_step_whatever_training_does_meanwhile(
     tmp_path, monkeypatch
 ):
-    case, may_write, right = Case("dp2", zero=1), Event(), save_write._write_rank
+    case = Case("dp2", zero=1)
+    may_write = Event()
+    right = save_write._write_rank
 
     def later(*args: Any) -> None:
         assert may_write.wait(30)
@@ -235,7 +252,9 @@ def test_what_is_saved_is_the_end_of_the_step_whatever_training_does_meanwhile(
 
 
 def test_nothing_is_committed_before_all_ranks_have_written(tmp_path, monkeypatch):
-    case, may_write, right = Case("dp2", family="gpt2", layers=2), Event(), save_write._write_rank
+    case = Case("dp2", family="gpt2", layers=2)
+    may_write = Event()
+    right = save_write._write_rank
 
     def later(tmp: Path, rank: int, held: Any) -> None:
         assert rank == 0 or may_write.wait(30)
@@ -249,9 +268,12 @@ def test_nothing_is_committed_before_all_ranks_have_written(tmp_path, monkeypatc
         assert play(step, case, saver, range(9)) == []
         before = [path for _, path in checkpoints(tmp_path)]
         may_write.set()
-        return before, [(event["event"], event["step"]) for event in saver.finish(9, save=False)]
+        events = saver.finish(9, save=False)
+        return before, [(event["event"], event["step"]) for event in events]
 
-    assert run_ranks(case.mesh, rank) == [([], [("save", 5)]), ([], [])]
+    first, second = run_ranks(case.mesh, rank)
+    assert first == ([], [("save", 5)])
+    assert second == ([], [])
 
 
 def test_a_disk_error_of_one_rank_fails_the_save_and_nothing_else(tmp_path, monkeypatch):
@@ -291,13 +313,16 @@ def test_all_ranks_leave_after_the_step_in_which_one_was_asked_to(tmp_path):
     case = Case("dp3", family="gpt2", microbatches=2)
 
     def rank(comm: Comm) -> list[tuple[str, int]]:
+        is_asked = comm.rank == 2
         step = build_step(case.run, comm)
         stop = Asked()
         saver = saver_of(step, tmp_path, case.run, every=0, stop=stop)
         play(step, case, saver, range(2))
-        stop.requested = comm.rank == 2
-        assert bool(saver.status() & StatusFlag.STOP_REQUESTED) == (comm.rank == 2)
-        events = play(step, case, saver, range(2, 1000)) + list(saver.finish(3, save=True))
+        stop.requested = is_asked
+        has_flag = bool(saver.status() & StatusFlag.STOP_REQUESTED)
+        assert has_flag == is_asked
+        events = play(step, case, saver, range(2, 1000))
+        events += saver.finish(3, save=True)
         return [(event["event"], event["step"]) for event in events]
 
     assert run_ranks(case.mesh, rank) == [[("save", 3)], [], []]
@@ -331,7 +356,8 @@ def test_views_count_on_from_the_checkpoint():
     progress.update({"event": "run", "steps": 100, "start_step": 50})
     assert progress.num_done == 50
     progress.update({"event": "step", "step": 51, "loss": 1.0, "step_s": 2.0})
-    assert (progress.num_done, progress.left_s) == (51, 98.0)
+    assert progress.num_done == 51
+    assert progress.left_s == 98.0
 
 
 def test_what_happens_to_checkpoints_is_one_line_each():
@@ -459,10 +485,8 @@ def test_another_run_folder_begins_with_the_checkpoints_of_one(place, capsys):
     words = ("--resume", str(place[0] / "run" / "ckpt" / "step-000004"), "--steps", "5")
     assert weft(*place[1], "--out", str(out), *words) == EXIT_OK
     (step,) = step_history(events_of(out))
-    assert (step["step"], step["loss"]) == (
-        5,
-        step_history(events_of(place[0] / "run"))[-1]["loss"],
-    )
+    assert step["step"] == 5
+    assert step["loss"] == step_history(events_of(place[0] / "run"))[-1]["loss"]
     capsys.readouterr()
     assert prove(out) != EXIT_OK
     assert "starts after step 4" in capsys.readouterr().err
@@ -569,7 +593,12 @@ def spoilt(place):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_resumed_is_one_line_before_the_start(case, spoilt, capsys, monkeypatch):
+def test_what_cannot_be_resumed_is_one_line_before_the_start(
+    case,
+    spoilt,
+    capsys,
+    monkeypatch,
+):
     def nothing_starts(*args: object) -> None:
         raise AssertionError("a rank was started")
 
@@ -591,7 +620,10 @@ def test_it_is_reported_before_torch_is_imported(spoilt):
     words = ["train", *TINY, *spoilt[1], "--resume", f"{spoilt[0]}/short/ckpt/step-000005"]
     program = f"import sys; from weft.cli import main; code = main({words}); sys.exit(99 if 'torch' in sys.modules else code)"
     ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ran.returncode, len(ran.stderr.splitlines())) == (EXIT_USER, 1), ran.stderr
 
@@ -615,7 +647,8 @@ def test_other_data_is_rejected(place, capsys):
 
 
 def test_a_full_disk_delays_the_lines_of_events_and_loses_none(tmp_path, monkeypatch):
-    right, room = os.write, [10_000]
+    right = os.write
+    room = [10_000]
 
     def write(file: int, data: bytes) -> int:
         taken = min(len(data), room[0])

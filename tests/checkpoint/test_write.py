@@ -31,9 +31,19 @@ from weft.errors import CheckpointError
 WHOLE = Box((0, 0), (4, 6))
 
 
-def held(name: str = "model/a", lo=(0, 0), hi=(4, 6), dtype=torch.float32) -> WriteItem:
+def held(
+    name: str = "model/a",
+    lo=(0, 0),
+    hi=(4, 6),
+    dtype=torch.float32,
+) -> WriteItem:
     box = Box(tuple(lo), tuple(hi))
-    return WriteItem(name, (4, 6), box, torch.zeros(box.shape, dtype=dtype))
+    return WriteItem(
+        name=name,
+        shape=(4, 6),
+        box=box,
+        tensor=torch.zeros(box.shape, dtype=dtype),
+    )
 
 
 def written(tmp: Path, *ranks: list[WriteItem]) -> None:
@@ -107,7 +117,11 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
         ),
     ],
 )
-def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path, pieces, words):
+def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(
+    tmp_path,
+    pieces,
+    words,
+):
     final = checkpoint_path(tmp_path, 1)
     written(temporary_path(final), *([piece] for piece in pieces))
     with rejected(words):
@@ -150,7 +164,10 @@ def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fi
     ]
     parameter = torch.nn.Parameter(torch.ones(3))
     written(
-        temporary_path(final), pieces, [], [WriteItem("model/p", (3,), Box((0,), (3,)), parameter)]
+        temporary_path(final),
+        pieces,
+        [],
+        [WriteItem("model/p", (3,), Box((0,), (3,)), parameter)],
     )
     commit(temporary_path(final), final, facts_of(), ranks=3)
     source = open_checkpoint(final).section("model")
@@ -173,7 +190,12 @@ def test_a_snapshot_does_not_see_what_training_does_next():
 def test_a_snapshot_of_a_device_is_on_the_cpu_and_complete_when_it_returns(tmp_path):
     tensors = [torch.full((1 << 20,), float(index), device="cuda") for index in range(8)]
     pieces = [
-        WriteItem(f"model/t{i}", (1 << 20,), Box((0,), (1 << 20,)), tensor)
+        WriteItem(
+            name=f"model/t{i}",
+            shape=(1 << 20,),
+            box=Box((0,), (1 << 20,)),
+            tensor=tensor,
+        )
         for i, tensor in enumerate(tensors)
     ]
     taken = snapshot(pieces)
@@ -194,9 +216,19 @@ def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_pat
 
     monkeypatch.setattr(write, "block_crcs", blocks)
     monkeypatch.setattr(
-        write.threading.Thread, "start", lambda self: None
+        write.threading.Thread,
+        "start",
+        lambda self: None,
     )  # until `writing` has its name
-    pieces = [WriteItem(f"model/{name}", (4,), Box((0,), (4,)), torch.zeros(4)) for name in "abc"]
+    pieces = [
+        WriteItem(
+            name=f"model/{name}",
+            shape=(4,),
+            box=Box((0,), (4,)),
+            tensor=torch.zeros(4),
+        )
+        for name in "abc"
+    ]
     writing = start_write(tmp_path / "tmp", 0, pieces)
     writing._run()
     assert seen == [
@@ -252,7 +284,9 @@ def test_everything_is_on_the_disk_before_the_rename_and_the_name_is_after_it(
     tmp_path, monkeypatch
 ):
     final = checkpoint_path(tmp_path, 7)
-    tmp, synced, at_rename = temporary_path(final), [], []
+    tmp = temporary_path(final)
+    synced = []
+    at_rename = []
 
     def tell(name, first, *rest):
         if name == "fsync":
@@ -288,8 +322,10 @@ def test_at_every_moment_of_a_save_and_a_removal_there_is_a_whole_newest_checkpo
     """The disk is copied before every call that changes it: each copy is what a crash there would
     leave.
     """
-    run, copies = tmp_path / "run", []
-    old, new = small_state(1), small_state(2)
+    run = tmp_path / "run"
+    copies = []
+    old = small_state(1)
+    new = small_state(2)
     save(run, small_state(0), step=10)
     save(run, old, step=20)
 
@@ -320,7 +356,8 @@ def test_at_every_moment_of_a_save_and_a_removal_there_is_a_whole_newest_checkpo
         for name, tensor in state.items():
             section, _, parameter = name.rpartition("/")
             assert same_bits(
-                checkpoint.section(section).read(parameter, Box.whole(tensor.shape)), tensor
+                checkpoint.section(section).read(parameter, Box.whole(tensor.shape)),
+                tensor,
             )
         remove_leftovers(at)
         assert all(path.name.startswith("step-") for path in (at / "ckpt").iterdir())
@@ -343,7 +380,15 @@ def test_an_error_in_the_background_is_kept_until_it_is_asked_for(tmp_path, monk
         raise MemoryError("no more")
 
     monkeypatch.setattr(write, "_write_rank", broken)
-    writing = start_write(tmp_path / "tmp", 0, held_by(small_state(), ranks=1, seed=0)[0])
+    writing = start_write(
+        tmp_path / "tmp",
+        0,
+        held_by(
+            small_state(),
+            ranks=1,
+            seed=0,
+        )[0],
+    )
     with pytest.raises(MemoryError, match="no more"):
         writing.wait()
     assert writing.done()

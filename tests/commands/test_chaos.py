@@ -19,9 +19,27 @@ from weft.commands.chaos_report import (
 )
 from weft.run.fault_plan import PlannedFault
 
-KILL = PlannedFault(0, "kill", "forward", rank=1, step=4)
-CLOCK = PlannedFault(1, "clock", "data", rank=0, step=8)
-STOP = PlannedFault(2, "stop", "save", rank=2, step=12)
+KILL = PlannedFault(
+    number=0,
+    kind="kill",
+    phase="forward",
+    rank=1,
+    step=4,
+)
+CLOCK = PlannedFault(
+    number=1,
+    kind="clock",
+    phase="data",
+    rank=0,
+    step=8,
+)
+STOP = PlannedFault(
+    number=2,
+    kind="stop",
+    phase="save",
+    rank=2,
+    step=12,
+)
 LEDGER = [
     {"attempt": 0, "resumed_at_s": 1.0, "step": 1},
     {"attempt": 0, "fault": 0, "at_s": 2.0, "num_done": 3},
@@ -36,17 +54,34 @@ RESTART = {"event": "restart", "attempt": 1, "source": "memory", "reason": "rank
 def report_of(*outcomes: FaultOutcome, num_unexplained: int = 0, **fields: Any):
     known = {"end": "finished", "is_identical": True, "restarts": (RESTART,), "seconds": 1.0}
     trial = TrialResult(
-        "dp3", 3, 20, outcomes, num_unexplained=num_unexplained, **{**known, **fields}
+        layout="dp3",
+        num_ranks=3,
+        steps=20,
+        outcomes=outcomes,
+        num_unexplained=num_unexplained,
+        **{**known, **fields},
     )
-    return ChaosReport(len(outcomes), 0, (trial,))
+    return ChaosReport(
+        num_faults=len(outcomes),
+        seed=0,
+        trials=(trial,),
+    )
 
 
 def test_times_and_lost_steps_are_those_between_injection_detection_and_the_next_step():
     kill, clock, stop = outcomes_of((KILL, CLOCK, STOP), LEDGER, [RESTART], end="failed")
-    assert (kill.detection_s, kill.recovery_s, kill.steps_lost) == (0.25, 0.75, 1)
-    assert (kill.is_survived, kill.source, kill.reason) == (True, "memory", "rank 1: killed")
-    assert (clock.is_injected, clock.is_restarted, clock.detection_s) == (True, False, None)
-    assert (stop.is_injected, stop.is_survived, stop.is_restarted) == (True, False, False)
+    assert kill.detection_s == 0.25
+    assert kill.recovery_s == 0.75
+    assert kill.steps_lost == 1
+    assert kill.is_survived is True
+    assert kill.source == "memory"
+    assert kill.reason == "rank 1: killed"
+    assert clock.is_injected is True
+    assert clock.is_restarted is False
+    assert clock.detection_s is None
+    assert stop.is_injected is True
+    assert stop.is_survived is False
+    assert stop.is_restarted is False
     (later,) = outcomes_of((PlannedFault(9, "kill", "end", 0, 90),), LEDGER, [], end="failed")
     assert not later.is_injected
 
@@ -59,12 +94,25 @@ def test_a_restart_after_a_fault_that_should_be_tolerated_is_needless():
 
 
 def test_a_flipped_bit_without_effect_is_not_the_cause_of_a_later_restart():
-    flipped = PlannedFault(0, "corrupted_message", "reduce", rank=0, step=4)
+    flipped = PlannedFault(
+        number=0,
+        kind="corrupted_message",
+        phase="reduce",
+        rank=0,
+        step=4,
+    )
     later = {**LEDGER[1], "fault": 1, "at_s": 2.2}
-    stop = PlannedFault(1, "stop", "data", rank=0, step=8)
+    stop = PlannedFault(
+        number=1,
+        kind="stop",
+        phase="data",
+        rank=0,
+        step=8,
+    )
     ledger = [*LEDGER[:2], later, *LEDGER[2:4]]
     first, second = outcomes_of((flipped, stop), ledger, [RESTART], end="finished")
-    assert (first.is_survived, first.is_restarted) == (True, False)
+    assert first.is_survived is True
+    assert first.is_restarted is False
     assert second.detection_s == pytest.approx(0.05)
 
 
@@ -76,7 +124,9 @@ def test_claims_and_the_table():
     assert "| kill | 1 | 1 | 1 | 0.25, 0.25 | 0.75, 0.75 | 1, 1 |" in report.lines(claims)
     found = json.loads(json.dumps(report.to_json(claims)))
     assert found["detection_s"] == {"median": 0.25, "max": 0.25}
-    assert (found["injected"], found["survived"], found["hung"]) == (1, 1, 0)
+    assert found["injected"] == 1
+    assert found["survived"] == 1
+    assert found["hung"] == 0
     assert not report_of(kill, is_identical=False).holds("bit_identical")
     assert not report_of(kill, end="hung").holds("no_hang")
     assert not report_of(FaultOutcome(KILL)).holds("injected")
@@ -133,6 +183,7 @@ def test_faults_leave_every_bit_as_without_them(layouts, kinds):
     survived = (found["injected"], found["survived"], found["hung"])
     assert survived == (num_faults, num_faults, 0)
     assert done.returncode == 0
-    kills, clocks = found["kinds"]["kill"], found["kinds"]["clock"]
+    kills = found["kinds"]["kill"]
+    clocks = found["kinds"]["clock"]
     assert kills["restarted"] == kills["injected"] > 0
     assert clocks["restarted"] == 0

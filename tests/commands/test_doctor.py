@@ -45,9 +45,13 @@ def test_doctor_takes_no_arguments(capsys):
 
 def test_doctor_works_without_torch_and_says_how_to_install_it():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT_TORCH],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert (done.returncode, done.stderr) == (EXIT_FAILED, "")
+    assert done.returncode == EXIT_FAILED
+    assert done.stderr == ""
     others = done.stdout.splitlines()
     last = next(line for line in others if line.startswith("FAIL  torch "))
     found = others[: others.index(last)]

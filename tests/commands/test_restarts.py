@@ -42,7 +42,11 @@ def test_a_fresh_start_stays_one(out, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_restart_resumes_from_the_newest_checkpoint_of_its_own_folder(out, monkeypatch, variable):
+def test_a_restart_resumes_from_the_newest_checkpoint_of_its_own_folder(
+    out,
+    monkeypatch,
+    variable,
+):
     monkeypatch.setenv(variable, "1")
     assert adapted().resume == "auto"
     assert adapted("--resume", "other/ckpt/step-000005").resume == "auto"
@@ -64,10 +68,12 @@ def test_an_elastic_run_shrinks_to_its_ranks_and_returns_to_its_mesh(monkeypatch
     words = ("--mesh", "dp4", "--run.elastic", "True")
     set_world(monkeypatch, 2)
     small = adapted(*words)
-    assert (small.mesh, small.run.full_mesh) == ("dp2", "dp4")
+    assert small.mesh == "dp2"
+    assert small.run.full_mesh == "dp4"
     set_world(monkeypatch, 4)
     again = adapted("--mesh", "dp2", "--run.elastic", "True", "--run.full_mesh", "dp4")
-    assert (again.mesh, again.run.full_mesh) == ("dp4", "")
+    assert again.mesh == "dp4"
+    assert again.run.full_mesh == ""
     assert small.batch == again.batch
 
 
@@ -83,7 +89,9 @@ def test_without_elastic_fewer_ranks_are_rejected_in_a_line_that_names_the_key(m
 def test_elastic_local_ranks_are_as_many_as_nproc(transport):
     words = ("--mesh", "dp4", "--nproc", "2", "--run.elastic", "True", "--transport", transport)
     small = adapted(*words)
-    assert (small.mesh, small.run.full_mesh, small.transport) == ("dp2", "dp4", transport)
+    assert small.mesh == "dp2"
+    assert small.run.full_mesh == "dp4"
+    assert small.transport == transport
 
 
 def test_restarts_that_the_agent_does_not_make_are_noted(monkeypatch):

@@ -33,19 +33,30 @@ def test_schedule_clips_rows_and_wraps_text_at_the_columns_of_the_screen(monkeyp
     assert all(row.endswith("…") for row in rows)
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def read_json(file):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
 def test_schedule_writes_svg_and_json(tmp_path, capsys):
-    picture, numbers = tmp_path / "zbv.svg", tmp_path / "zbv.json"
-    assert cli.main(["schedule", "zbv", "--svg", str(picture), "--json", str(numbers)]) == EXIT_OK
-    assert capsys.readouterr().out.splitlines() == [f"wrote {picture}", f"wrote {numbers}"]
+    picture = tmp_path / "zbv.svg"
+    numbers = tmp_path / "zbv.json"
+    words = ["schedule", "zbv", "--svg", str(picture), "--json", str(numbers)]
+    assert cli.main(words) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert shown.splitlines() == [f"wrote {picture}", f"wrote {numbers}"]
     table = make_table("zbv", ranks=4, microbatches=8)
     root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
-    tooltips = root.findall(".//{http://www.w3.org/2000/svg}title")
+    tooltips = root.findall(f".//{SVG}title")
     assert len(tooltips) == len(list(table.actions))
-    fields = json.loads(numbers.read_text(encoding="utf-8"))
+    fields = read_json(numbers)
     assert Table.from_json(json.dumps(fields["table"])) == table
     timeline = Timeline.from_json(json.dumps(fields["timeline"]))
     assert timeline.unit == "units"
-    assert fields["bubble"] == pytest.approx(float(bubble(simulate(table))))
+    expected_bubble = float(bubble(simulate(table)))
+    assert fields["bubble"] == pytest.approx(expected_bubble)
 
 
 def test_schedule_names_the_option_whose_file_cannot_be_written(tmp_path, capsys):
@@ -74,42 +85,56 @@ def test_a_comparison_is_one_line_a_schedule_in_80_columns(capsys):
     words = ["schedule", *COMPARED, "--compare", "--ranks", "4", "--microbatches", "8"]
     assert cli.main(words) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    assert [line.split()[0] for line in lines[3:9]] == COMPARED
+    assert max(map(len, lines)) <= 80
+    names = [line.split()[0] for line in lines[3:9]]
+    assert names == COMPARED
     assert lines[4].split() == ["1f1b", "1", "27.3%", "33", "4", "4", "3", "2", "1", "48"]
 
 
+DOCS = Path(__file__).parents[2] / "docs"
+
+
 def test_the_comparison_of_the_page_is_what_the_command_prints(capsys):
-    page = Path(__file__).parents[2] / "docs" / "schedules.md"
-    text = page.read_text(encoding="utf-8")
-    (command, shown) = re.search(r"```console\n\$ weft (.*?)\n(.*?)```", text, re.DOTALL).groups()
+    text = (DOCS / "schedules.md").read_text(encoding="utf-8")
+    console = re.search(r"```console\n\$ weft (.*?)\n(.*?)```", text, re.DOTALL)
+    command, shown = console.groups()
     assert cli.main(command.split()) == EXIT_OK
     assert capsys.readouterr().out == shown
 
 
 def test_a_comparison_as_svg_has_one_time_scale_and_as_json_all_figures(tmp_path, capsys):
-    picture, numbers = tmp_path / "x.svg", tmp_path / "x.json"
+    picture = tmp_path / "x.svg"
+    numbers = tmp_path / "x.json"
     words = ["schedule", "--compare", "gpipe", "zbv", "--svg", str(picture), "--json", str(numbers)]
     assert cli.main(words) == EXIT_OK
     capsys.readouterr()
     root = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
-    space = "{http://www.w3.org/2000/svg}"
     widths = {}
-    for group in root.findall(f"{space}g"):
-        name = group.find(f"{space}title").text.partition(":")[0]
-        widths.setdefault(name, []).append(float(group.find(f"{space}rect").get("width")))
+    for group in root.findall(f"{SVG}g"):
+        tooltip = group.find(f"{SVG}title").text
+        name = tooltip.partition(":")[0]
+        width = group.find(f"{SVG}rect").get("width")
+        widths.setdefault(name, []).append(float(width))
     of_gpipe, of_zbv = widths["F0.0"]
     assert of_gpipe == pytest.approx(2 * of_zbv, abs=0.02), "a chunk is half a stage"
-    fields = json.loads(numbers.read_text(encoding="utf-8"))
-    assert [each["name"] for each in fields["schedules"]] == ["gpipe", "zbv"]
-    assert [each["makespan"] for each in fields["schedules"]] == [33, 25.5]
-    assert [each["messages"] for each in fields["schedules"]] == [48, 96]
+    gpipe, zbv = read_json(numbers)["schedules"]
+    assert gpipe["name"] == "gpipe"
+    assert gpipe["makespan"] == 33
+    assert gpipe["messages"] == 48
+    assert zbv["name"] == "zbv"
+    assert zbv["makespan"] == 25.5
+    assert zbv["messages"] == 96
 
 
 @pytest.mark.slow
-def test_a_comparison_with_a_config_has_the_bytes_of_the_run(tmp_path, capsys, monkeypatch):
+def test_a_comparison_with_a_config_has_the_bytes_of_the_run(
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
-    config, numbers = Path("run.toml"), Path("x.json")
+    config = Path("run.toml")
+    numbers = Path("x.json")
     config.write_text('mesh = "pp2"\n[batch]\nglobal_size = 8\nmicro_size = 1\n', encoding="utf-8")
     words = ["schedule", "gpipe", "1f1b", "--compare", "--config", str(config)]
     assert cli.main([*words, "--json", str(numbers)]) == EXIT_OK
@@ -173,5 +198,6 @@ def test_schedule_reports_wrong_words_in_one_line(words, error, capsys):
 def test_pictures_of_the_documentation_are_what_the_command_writes(tmp_path, name):
     picture = tmp_path / "picture.svg"
     assert cli.main(["schedule", name, "--svg", str(picture)]) == EXIT_OK
-    documented = Path(__file__).parents[2] / "docs" / "pictures" / f"{name}.svg"
-    assert picture.read_text(encoding="utf-8") == documented.read_text(encoding="utf-8")
+    documented = DOCS / "pictures" / f"{name}.svg"
+    written = picture.read_text(encoding="utf-8")
+    assert written == documented.read_text(encoding="utf-8")

@@ -51,14 +51,19 @@ def status_of(folder: Path) -> RunStatus:
 )
 def test_an_ended_run_shows_how_it_ended(tmp_path, end, state, text):
     found = status_of(write(tmp_path / "run", STEP, {"event": "end", **end}))
-    assert (found.state, found.text) == (state, text.format(folder=tmp_path / "run"))
-    assert (found.step, found.steps, found.loss, found.tokens_per_s) == (7, 20, 2.5, 1234.0)
+    assert found.state == state
+    assert found.text == text.format(folder=tmp_path / "run")
+    assert found.step == 7
+    assert found.steps == 20
+    assert found.loss == 2.5
+    assert found.tokens_per_s == 1234.0
 
 
 def test_a_run_without_an_end_whose_launcher_is_gone_has_failed(tmp_path):
     found = status_of(write(tmp_path / "run", STEP))
     again = AGAIN.format(folder=tmp_path / "run")
-    assert (found.state, found.text) == ("failed", f"{NO_END}\n  {again}")
+    assert found.state == "failed"
+    assert found.text == f"{NO_END}\n  {again}"
 
 
 def test_no_run_is_one_line(tmp_path):
@@ -87,13 +92,21 @@ def test_a_running_run_shows_its_ranks(tmp_path, capsys):
         line.startswith(f"  rank {rank} (dp{rank})  pid {os.getpid()}  step 8, backward, ")
         for rank, line in enumerate(ranks)
     ] == [True, True]
-    assert (found["state"], found["pid"], len(found["ranks"])) == ("running", os.getpid(), 2)
+    assert found["state"] == "running"
+    assert found["pid"] == os.getpid()
+    assert len(found["ranks"]) == 2
 
 
 def test_a_stuck_run_names_the_culprit(tmp_path):
     folder = write(tmp_path / "run", STEP)
     board = StatusBoard.create(board_path(tmp_path), 2)
-    call = Call("all_reduce", "dp", (0, 1), 0, "all_reduce(sum) float32[4]")
+    call = Call(
+        op="all_reduce",
+        axis="dp",
+        ranks=(0, 1),
+        index=0,
+        signature="all_reduce(sum) float32[4]",
+    )
     for rank in range(2):
         status = board.rank(rank)
         status.begin(attempt=0)
@@ -132,7 +145,13 @@ def test_a_run_is_not_stuck_before_its_timeout(tmp_path):
     with (folder / "run.toml").open("a") as file:
         file.write("[run]\ntimeout_s = 60.0\n")
     board = StatusBoard.create(board_path(tmp_path), 2)
-    call = Call("all_reduce", "dp", (0, 1), 0, "all_reduce(sum) float32[4]")
+    call = Call(
+        op="all_reduce",
+        axis="dp",
+        ranks=(0, 1),
+        index=0,
+        signature="all_reduce(sum) float32[4]",
+    )
     ranks = [board.rank(0), board.rank(1)]
     for status in ranks:
         status.begin(attempt=0)
@@ -216,7 +235,11 @@ def _of_another_user(place: Path) -> Path:
         _of_another_user,
     ],
 )
-def test_a_board_that_no_launcher_of_the_owner_has_made_is_not_read(tmp_path, monkeypatch, make):
+def test_a_board_that_no_launcher_of_the_owner_has_made_is_not_read(
+    tmp_path,
+    monkeypatch,
+    make,
+):
     """A run.lock by another hand cannot make `weft status` open a file of another place."""
     folder = write(tmp_path / "run", STEP)
     path = make(tmp_path)
@@ -234,4 +257,6 @@ def test_a_board_that_no_launcher_of_the_owner_has_made_is_not_read(tmp_path, mo
     with acquire(folder):
         publish_status_board(folder, path)
         found = status_of(folder)
-    assert (found.state, found.pid, found.ranks) == ("running", os.getpid(), ())
+    assert found.state == "running"
+    assert found.pid == os.getpid()
+    assert found.ranks == (())

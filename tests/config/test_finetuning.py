@@ -60,7 +60,9 @@ def test_keys_that_the_user_sets_win_in_a_file_and_as_flags(folder, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text("[optim]\nweight_decay = 0.05\n")
     run = read(str(config), "--model.from_hf", folder, "--optim.lr", "1e-4", "--data.seq_len", "16")
-    assert (run.optim.lr, run.optim.min_lr, run.optim.weight_decay) == (1e-4, 2e-6, 0.05)
+    assert run.optim.lr == 1e-4
+    assert run.optim.min_lr == 2e-6
+    assert run.optim.weight_decay == 0.05
     assert run.data.seq_len == 16
     (note,) = [note for note in training_notes(run) if "fine-tuning" in note]
     assert note == "fine-tuning defaults: --optim.min_lr 2e-06"

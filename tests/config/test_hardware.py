@@ -43,7 +43,9 @@ def test_every_published_figure_names_its_source_and_none_is_measured() -> None:
 
 def test_a_hardware_file_is_read_as_it_stands(tmp_path: Path) -> None:
     device = find_hardware(laptop(tmp_path))
-    assert (device.label, device.node, device.memory_bytes) == ("A laptop", 2, 16 * 10**9)
+    assert device.label == "A laptop"
+    assert device.node == 2
+    assert device.memory_bytes == 16 * 10**9
     assert device.price_usd_h == 0.5
     assert device.power_w is None
     assert device.efficiency == Efficiency(gemm=0.9, launch_s=0.0, source="24 runs")
@@ -97,11 +99,16 @@ COLUMNS = ("memory_gb", "bf16_tflops", "hbm_tb_s", "link_gb_s", "network_gb_s", 
 
 
 def test_the_page_has_the_published_figures_of_every_device() -> None:
-    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    printed = {row[0]: row[1:] for row in rows if row[0] in hardware_table()}
-    assert printed.keys() == hardware_table().keys()
-    for name, device in hardware_table().items():
-        assert printed[name] == [f"{getattr(device, column):g}" for column in COLUMNS]
+    table = hardware_table()
+    printed = {}
+    for line in PAGE.splitlines():
+        name, *figures = line.strip("| ").split(" | ")
+        if line.startswith("| ") and name in table:
+            printed[name] = figures
+    assert printed.keys() == table.keys()
+    for name, device in table.items():
+        figures = [f"{getattr(device, column):g}" for column in COLUMNS]
+        assert printed[name] == figures
 
 
 def test_the_hardware_file_of_the_page_is_valid(tmp_path: Path) -> None:

@@ -37,7 +37,8 @@ def test_a_run_never_changes():
 
 
 @pytest.mark.parametrize(
-    "preset", [name for family in FAMILIES.values() for name in family.PRESETS]
+    "preset",
+    [name for family in FAMILIES.values() for name in family.PRESETS],
 )
 def test_every_preset_fits_by_default(preset):
     assert validation_faults("--model.preset", preset) == []
@@ -58,7 +59,9 @@ def test_a_run_counts_its_micro_batches_and_stages():
         "--pipeline.chunks",
         "2",
     )
-    assert (run.num_data_ranks, run.num_micro, run.num_stages) == (2, 4, 4)
+    assert run.num_data_ranks == 2
+    assert run.num_micro == 4
+    assert run.num_stages == 4
 
 
 @given(
@@ -67,7 +70,12 @@ def test_a_run_counts_its_micro_batches_and_stages():
     groups=st.integers(1, 3),
     ffn=st.integers(1, 60),
 )
-def test_tp_is_rejected_exactly_where_it_does_not_divide(degree, kv_heads, groups, ffn):
+def test_tp_is_rejected_exactly_where_it_does_not_divide(
+    degree,
+    kv_heads,
+    groups,
+    ffn,
+):
     heads = kv_heads * groups
     words = [
         "--model.dim",
@@ -87,8 +95,16 @@ def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_no_fault():
     assert validation_faults("--mesh", "tp2", "--model.vocab", "257") == []
 
 
-@given(ranks=st.integers(1, 9), micro=st.integers(1, 9), size=st.integers(1, 99))
-def test_a_batch_is_rejected_exactly_where_it_does_not_divide(ranks, micro, size):
+@given(
+    ranks=st.integers(1, 9),
+    micro=st.integers(1, 9),
+    size=st.integers(1, 99),
+)
+def test_a_batch_is_rejected_exactly_where_it_does_not_divide(
+    ranks,
+    micro,
+    size,
+):
     words = [
         "--mesh",
         f"dp{ranks}",
@@ -122,7 +138,11 @@ def test_a_sequence_is_rejected_exactly_where_its_parts_are_unequal(length, degr
     chunks=st.integers(1, 3),
     counts=st.lists(st.integers(1, 4), min_size=1, max_size=6),
 )
-def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks, chunks, counts):
+def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(
+    ranks,
+    chunks,
+    counts,
+):
     layers = 12
     words = [
         "--model.layers",
@@ -237,7 +257,8 @@ def test_faults_of_independent_parts_are_reported_together():
     st.sampled_from(["optim", "optim.lr", "mesh", "mes"]),
 )
 def test_a_check_is_skipped_where_a_key_that_it_reads_is_at_fault(reads, key):
-    known, found = Fault(key, "bad"), Fault("x", "found")
+    known = Fault(key, "bad")
+    found = Fault("x", "found")
     check = Check((reads,), lambda: [found])
     reported = run_checks(read(), lambda run: [check], known=[known])
     is_blind = f"{key}.".startswith(f"{reads}.") or f"{reads}.".startswith(f"{key}.")

@@ -53,11 +53,16 @@ def conversations(number: int = 12) -> list[dict[str, Any]]:
         messages = []
         if index % 3 == 0:
             messages.append({"role": "system", "content": "answer briefly ü"})
-        for turn in range(1 + index % 3):
-            asked = " ".join(words[(index + turn) % 9 : (index + turn) % 9 + 3])
-            answer = " ".join(words[(2 * index + turn) % 7 :][: 2 + (index + turn) % 5])
+        num_turns = 1 + index % 3
+        for turn in range(num_turns):
+            start = (index + turn) % 9
+            asked = " ".join(words[start : start + 3])
+            answer_start = (2 * index + turn) % 7
+            num_words = 2 + (index + turn) % 5
+            answer = " ".join(words[answer_start : answer_start + num_words])
+            smiley = "😀" if index % 2 else ""
             messages.append({"role": "user", "content": f"{asked}?"})
-            messages.append({"role": "assistant", "content": f"{answer} é{'😀' * (index % 2)}."})
+            messages.append({"role": "assistant", "content": f"{answer} é{smiley}."})
         records.append({"messages": messages})
     return records
 

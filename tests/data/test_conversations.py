@@ -52,7 +52,10 @@ def test_tokens_and_masks_of_marked_templates_are_those_of_transformers(tmp_path
     found = masked_documents(opened(tmp_path, records, seq_len=128))
     for record, (tokens, mask) in zip(records, found, strict=True):
         expected = reference.apply_chat_template(
-            record["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            record["messages"],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         assert tokens == expected["input_ids"]
         assert mask == expected["assistant_masks"]
@@ -73,36 +76,47 @@ def test_without_marks_answers_are_what_completion_only_masking_finds(tmp_path):
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = reference.apply_chat_template(
-                    messages[:index], add_generation_prompt=True, return_dict=True
+                    messages[:index],
+                    add_generation_prompt=True,
+                    return_dict=True,
                 )["input_ids"]
                 whole = reference.apply_chat_template(messages[: index + 1], return_dict=True)
-                start, stop = len(prompt), len(whole["input_ids"])
+                start = len(prompt)
+                stop = len(whole["input_ids"])
                 expected[start:stop] = [1] * (stop - start)
         assert tokens == reference.apply_chat_template(messages, return_dict=True)["input_ids"]
         assert mask == expected
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
-def test_prompt_and_completion_are_masked_as_trl_does(tmp_path, tok, as_messages):
+def test_prompt_and_completion_are_masked_as_trl_does(
+    tmp_path,
+    tok,
+    as_messages,
+):
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(tok)
     records = []
     for index in range(6):
-        prompt, answer = f"what is {index}?", f" it is {index} and é"
+        prompt = f"what is {index}?"
+        answer = f" it is {index} and é"
         if as_messages:
             prompt = [{"role": "user", "content": prompt}]
             answer = [{"role": "assistant", "content": answer}]
         records.append({"prompt": prompt, "completion": answer})
     for record, (tokens, mask) in zip(
-        records, masked_documents(opened(tmp_path, records)), strict=True
+        records,
+        masked_documents(opened(tmp_path, records)),
+        strict=True,
     ):
         if as_messages:
             prompt = reference.apply_chat_template(
                 record["prompt"], add_generation_prompt=True, return_dict=True
             )["input_ids"]
             whole = reference.apply_chat_template(
-                record["prompt"] + record["completion"], return_dict=True
+                record["prompt"] + record["completion"],
+                return_dict=True,
             )["input_ids"]
         else:
             prompt = reference(record["prompt"])["input_ids"]
@@ -135,7 +149,10 @@ def test_parquet_and_gzip_hold_the_same_records(tmp_path, tok):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text))
     for name in ("a.parquet", "a.jsonl.gz"):
         options = DataConfig(
-            source=str(tmp_path / name), format="chat", tokenizer=str(tok), seq_len=96
+            source=str(tmp_path / name),
+            format="chat",
+            tokenizer=str(tok),
+            seq_len=96,
         )
         assert masked_documents(open_data(options, MODEL)) == expected
 
@@ -167,11 +184,17 @@ def test_rows_keep_conversations_apart_and_whole(tmp_path, tok):
 
 @given(lengths=st.lists(st.integers(1, 16), min_size=1, max_size=60))
 def test_rows_hold_every_item_once_within_their_capacity(lengths):
-    rows = pack_rows(np.array(lengths), 16)
-    packed = [rows[row].tolist() for row in range(len(rows))]
-    assert sorted(item for row in packed for item in row) == list(range(len(lengths)))
-    assert all(sum(lengths[item] for item in row) <= 16 for row in packed)
-    assert len(packed) <= 2 * -(-sum(lengths) // 16)
+    capacity = 16
+    rows = pack_rows(np.array(lengths), capacity)
+    items = []
+    for row in range(len(rows)):
+        in_row = rows[row].tolist()
+        used = sum(lengths[item] for item in in_row)
+        assert used <= capacity
+        items += in_row
+    assert sorted(items) == list(range(len(lengths)))
+    fewest_rows = -(-sum(lengths) // capacity)
+    assert len(rows) <= 2 * fewest_rows
 
 
 def test_the_drawing_of_rows_is_what_is_packed():
@@ -202,7 +225,11 @@ def test_truncation_is_counted_and_reported(tmp_path, tok):
 
 
 @pytest.mark.parametrize("kind", ["chat", "preference"])
-def test_prepared_records_are_those_that_are_encoded_at_the_start(tmp_path, tok, kind):
+def test_prepared_records_are_those_that_are_encoded_at_the_start(
+    tmp_path,
+    tok,
+    kind,
+):
     records = conversations()
     if kind == "preference":
         records = [
@@ -217,7 +244,9 @@ def test_prepared_records_are_those_that_are_encoded_at_the_start(tmp_path, tok,
         format="auto",
     )
     meta = prepare(options, tmp_path / "prepared")
-    assert (meta.format, meta.record_format, meta.num_changed) == (2, kind, 0)
+    assert meta.format == 2
+    assert meta.record_format == kind
+    assert meta.num_changed == 0
     assert list(open_prepared(tmp_path / "prepared").damage()) == []
     source = DataConfig(source=str(tmp_path / "prepared"), seq_len=96)
     stored = open_data(source, MODEL)
@@ -249,7 +278,11 @@ def test_a_tokenizer_that_changes_the_text_is_reported(tmp_path):
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.save(str(file))
     (tmp_path / "a.txt").write_text("the cat\n\nThe Mat\n\nA b\n")
-    options = PrepareOptions((str(tmp_path / "a.txt"),), tokenizer=str(file), split_on="blank")
+    options = PrepareOptions(
+        (str(tmp_path / "a.txt"),),
+        tokenizer=str(file),
+        split_on="blank",
+    )
     meta = prepare(options, tmp_path / "out")
     assert meta.num_changed == 2
     assert meta.first_changed == "document 2: 'The Mat\\n' becomes 'the mat\\n' at character 0"

@@ -55,9 +55,15 @@ def complaint(source: str, **reading: Any) -> str:
 
 
 def test_a_source_names_path_configuration_and_split() -> None:
-    assert HubDataset.parse("hf:allenai/c4") == HubDataset("allenai/c4", None, "train")
+    assert HubDataset.parse("hf:allenai/c4") == HubDataset(
+        path="allenai/c4",
+        config=None,
+        split="train",
+    )
     assert HubDataset.parse("hf:allenai/c4,en:validation") == HubDataset(
-        "allenai/c4", "en", "validation"
+        path="allenai/c4",
+        config="en",
+        split="validation",
     )
     with pytest.raises(DataError, match=r"names no data set \(got 'hf::test'; need hf:PATH"):
         HubDataset.parse("hf::test")

@@ -18,21 +18,31 @@ from weft.train.event_lines import read_events
 
 
 @settings(max_examples=30)
-@given(weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7), size=st.integers(1, 3 * CYCLE))
+@given(
+    weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7),
+    size=st.integers(1, 3 * CYCLE),
+)
 def test_every_source_is_within_one_of_its_share_after_any_number_of_samples(weights, size):
     turns = make_mixture_sampler(weights)
     sources, own = turns.at(np.arange(size))
+    num_samples = np.arange(1, size + 1)
     for source, share in enumerate(turns.shares):
-        counted = np.cumsum(sources == source)
-        assert np.abs(counted - share * np.arange(1, size + 1)).max() < 1
-        assert own[sources == source].tolist() == list(range(int(counted[-1])))
+        is_own = sources == source
+        counted = np.cumsum(is_own)
+        expected = share * num_samples
+        assert np.abs(counted - expected).max() < 1
+        total = int(counted[-1])
+        assert own[is_own].tolist() == list(range(total))
 
 
 @given(weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7))
 def test_shares_are_the_weights_to_a_thousandth(weights):
     shares = make_mixture_sampler(weights).shares
     assert sum(shares) == pytest.approx(1)
-    assert np.abs(np.array(shares) - np.array(weights) / sum(weights)).max() < 1 / CYCLE + 1e-9
+    total = sum(weights)
+    for share, weight in zip(shares, weights, strict=True):
+        error = abs(share - weight / total)
+        assert error < 1 / CYCLE + 1e-9
 
 
 def test_the_order_of_sources_is_written_down():
@@ -52,14 +62,27 @@ def mixed(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 121)
     (tmp_path / "b.txt").write_text("b" * 37)
     return open_data(
-        DataConfig(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4), gpt2.Config()
+        DataConfig(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4),
+        gpt2.Config(),
     )
 
 
 def test_each_source_walks_through_its_own_epochs(mixed):
-    walk = np.concatenate([samples_of(mixed, step, global_size=12, seed=7) for step in range(12)])
-    first, second = walk[walk < 30], walk[walk >= 30] - 30
-    assert (len(first), len(second)) == (108, 36)
+    walk = np.concatenate(
+        [
+            samples_of(
+                mixed,
+                step,
+                global_size=12,
+                seed=7,
+            )
+            for step in range(12)
+        ]
+    )
+    first = walk[walk < 30]
+    second = walk[walk >= 30] - 30
+    assert len(first) == 108
+    assert len(second) == 36
     for own, size in ((first, 30), (second, 9)):
         epochs = [
             own[start : start + size].tolist() for start in range(0, len(own) - size + 1, size)
@@ -88,7 +111,8 @@ def test_every_layout_reads_the_same_mixture(mixed):
 def test_exact_shares_are_reported(mixed):
     facts = mixed.facts()
     assert list(facts["shares"].values()) == [0.75, 0.25]
-    assert (facts["samples"], facts["tokens"]) == (39, 158)
+    assert facts["samples"] == 39
+    assert facts["tokens"] == 158
     assert "75.0%" in facts["source"]
 
 
@@ -156,6 +180,7 @@ def test_a_run_that_is_resumed_continues_with_the_same_mixture(tmp_path):
         )
         == 0
     )
-    straight, broken = losses("straight"), losses("broken")
+    straight = losses("straight")
+    broken = losses("broken")
     assert len(set(straight)) == 4
     assert broken == pytest.approx(straight, rel=1e-5)

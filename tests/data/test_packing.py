@@ -29,18 +29,28 @@ LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 def test_a_window_is_packed_as_a_look_at_every_token_says(lengths, window):
     owner = np.repeat(np.arange(len(lengths)), lengths)
     start, length = window
-    if start + length >= len(owner):
+    stop = start + length
+    if stop >= len(owner):
         return
-    found = pack(np.cumsum([0, *lengths]), start, length)
-    mine, after = owner[start : start + length], owner[start + 1 : start + length + 1]
-    assert (np.diff(found.documents) == (np.diff(mine) > 0)).all()
+    bounds = np.cumsum([0, *lengths])
+    found = pack(bounds, start, length)
+    mine = owner[start:stop]
+    after = owner[start + 1 : stop + 1]
+    begins = np.diff(mine) > 0
+    assert (np.diff(found.documents) == begins).all()
     assert found.documents[0] == 0
-    assert found.positions.tolist() == [sum(mine[:place] == mine[place]) for place in range(length)]
-    assert found.is_last.tolist() == (mine != after).tolist()
+    positions = [sum(mine[:place] == mine[place]) for place in range(length)]
+    assert found.positions.tolist() == positions
+    is_last = mine != after
+    assert found.is_last.tolist() == is_last.tolist()
 
 
 @pytest.mark.parametrize("block", [1, 3, 512])
-def test_bounds_on_the_disk_are_found_as_in_memory(tmp_path, monkeypatch, block):
+def test_bounds_on_the_disk_are_found_as_in_memory(
+    tmp_path,
+    monkeypatch,
+    block,
+):
     monkeypatch.setattr(bounds_module, "BLOCK", block)
     inside = np.cumsum(np.random.default_rng(3).integers(0, 4, 200))
     inside.astype("<i8").tofile(tmp_path / "a.idx")
@@ -80,17 +90,32 @@ def test_the_drawing_of_the_note_is_what_is_made():
 @pytest.fixture
 def folder(tmp_path):
     """Documents of 1 to 40 bytes."""
-    texts = ["abcdefgh"[number % 8] * (1 + number * 7 % 40) for number in range(60)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepare(PrepareOptions((f"{tmp_path}/a.jsonl",), valid=0.2), tmp_path / "folder")
+    lines = []
+    for number in range(60):
+        letter = "abcdefgh"[number % 8]
+        length = 1 + number * 7 % 40
+        text = letter * length
+        lines.append(json.dumps({"text": text}) + "\n")
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(lines))
+    options = PrepareOptions((str(file),), valid=0.2)
+    prepare(options, tmp_path / "folder")
     return str(tmp_path / "folder")
 
 
 def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
     plain = open_data(DataConfig(source=folder, seq_len=16), gpt2.Config())
-    packed = open_data(DataConfig(source=folder, seq_len=16, packing="documents"), gpt2.Config())
+    packed = open_data(
+        DataConfig(
+            source=folder,
+            seq_len=16,
+            packing="documents",
+        ),
+        gpt2.Config(),
+    )
     numbers = np.arange(plain.num_samples)
-    whole, found = plain.read(numbers), packed.read(numbers)
+    whole = plain.read(numbers)
+    found = packed.read(numbers)
     assert packed.num_samples == plain.num_samples
     assert np.array_equal(found.inputs, whole.inputs)
     stays = found.targets != IGNORE
@@ -103,7 +128,14 @@ def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
 
 
 def test_samples_read_one_by_one_are_those_read_together(folder):
-    samples = open_data(DataConfig(source=folder, seq_len=16, packing="documents"), gpt2.Config())
+    samples = open_data(
+        DataConfig(
+            source=folder,
+            seq_len=16,
+            packing="documents",
+        ),
+        gpt2.Config(),
+    )
     together = samples.read(np.arange(20))
     for number in range(20):
         alone = samples.read(np.array([number]))
@@ -115,7 +147,8 @@ def test_text_files_are_documents_without_being_prepared(tmp_path):
     for name, text in {"a": "aaaaa", "b": "", "c": "ccc"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     found = open_data(
-        DataConfig(source=str(tmp_path), seq_len=7, packing="documents"), gpt2.Config()
+        DataConfig(source=str(tmp_path), seq_len=7, packing="documents"),
+        gpt2.Config(),
     ).read(np.array([0]))
     assert found.documents.tolist() == [[0, 0, 0, 0, 0, 1, 1]]
     assert found.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
@@ -159,20 +192,25 @@ def test_a_document_is_computed_as_if_it_stood_alone(folder):
     from weft.models.common.batch import Batch, chain, token_batch
     from weft.prove.oracle import plain_model
 
-    run = load(
-        [*MODEL, "--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"],
-        FAMILIES,
-    )
-    arrays = open_data(run.data, run.model).read(np.arange(6))
+    words = ["--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"]
+    run = load([*MODEL, *words], FAMILIES)
+    samples = open_data(run.data, run.model)
+    arrays = samples.read(np.arange(6))
     blocks = plain_model(FAMILIES["llama3"], run.model, seed=1, dtype=torch.float64)
-    present = {name: array for name, array in vars(arrays).items() if array is not None}
-    batch = Batch(**{name: torch.from_numpy(array) for name, array in present.items()})
+    tensors = {}
+    for name, array in vars(arrays).items():
+        if array is not None:
+            tensors[name] = torch.from_numpy(array)
+    batch = Batch(**tensors)
     together = chain(blocks, batch.inputs, batch).x
     alone = torch.zeros((), dtype=torch.float64)
-    for row in range(6):
-        for document in range(int(arrays.documents[row].max()) + 1):
-            mine = torch.from_numpy(arrays.documents[row] == document)
-            piece = token_batch(batch.inputs[row, mine][None], batch.targets[row, mine][None])
-            assert piece.positions.equal(batch.positions[row, mine][None])
+    for row, documents in enumerate(arrays.documents):
+        for document in range(int(documents.max()) + 1):
+            mine = torch.from_numpy(documents == document)
+            inputs = batch.inputs[row, mine]
+            targets = batch.targets[row, mine]
+            positions = batch.positions[row, mine]
+            piece = token_batch(inputs[None], targets[None])
+            assert piece.positions.equal(positions[None])
             alone += chain(blocks, piece.inputs, piece).x
     assert abs(together - alone) < 1e-9 * abs(alone)

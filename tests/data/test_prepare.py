@@ -54,11 +54,9 @@ def write_lines(file, texts=TEXTS, field="text"):
 def documents_of(folder, split="train"):
     """The documents of a prepared folder, as text."""
     found = open_prepared(folder)
-    stream, bounds, tokenizer = (
-        found.stream(split, vocab=found.meta.vocab),
-        found.bounds(split),
-        found.tokenizer(),
-    )
+    stream = found.stream(split, vocab=found.meta.vocab)
+    bounds = found.bounds(split)
+    tokenizer = found.tokenizer()
     return [tokenizer.decode(stream.read(*pair).tolist()) for pair in pairwise(bounds[:])]
 
 
@@ -77,9 +75,14 @@ def test_every_line_is_a_document_of_its_own(tmp_path, name):
 
 
 @pytest.mark.parametrize("num_small", [0, 2000])
-def test_a_huge_cell_of_a_parquet_file_is_rejected(tmp_path, monkeypatch, num_small):
+def test_a_huge_cell_of_a_parquet_file_is_rejected(
+    tmp_path,
+    monkeypatch,
+    num_small,
+):
     """Alone in its row group the metadata gives it away; among many its length is looked at."""
-    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
     monkeypatch.setattr(rows, "MAX_LINE_BYTES", 10_000)
     texts = ["small"] * num_small + ["x" * 10_001]
     table = arrow.table({"text": texts})
@@ -89,7 +92,8 @@ def test_a_huge_cell_of_a_parquet_file_is_rejected(tmp_path, monkeypatch, num_sm
 
 
 def test_every_row_of_a_parquet_file_is_a_document(tmp_path):
-    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
     table = arrow.table({"body": [*TEXTS, None, ""], "id": list(range(62))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     assert documents_of(made(tmp_path, str(tmp_path / "a.parquet"), text_field="body")) == TEXTS
@@ -106,7 +110,8 @@ def test_every_text_file_is_a_document_and_no_byte_is_lost(tmp_path):
         b"".join(contents), np.uint8
     ).astype("<u2").tobytes()
     assert found.bounds("train")[:].tolist() == np.cumsum([0, *map(len, contents)]).tolist()
-    assert (found.meta.files, found.meta.input_bytes) == (4, sum(map(len, contents)))
+    assert found.meta.files == 4
+    assert found.meta.input_bytes == sum(map(len, contents))
 
 
 def test_blank_lines_part_the_documents_of_a_text_file(tmp_path, monkeypatch):
@@ -134,13 +139,16 @@ def test_a_tokenizer_ends_each_document_with_its_own_token(tmp_path, bpe):
     assert documents_of(folder) == [f"{text}<|endoftext|>" for text in TEXTS]
     assert (folder / "tokenizer.json").read_bytes() == bpe.read_bytes()
     meta = open_prepared(folder).meta
-    assert (meta.vocab, meta.end, meta.dtype) == (VOCAB, 0, "uint16")
+    assert meta.vocab == VOCAB
+    assert meta.end == 0
+    assert meta.dtype == "uint16"
 
 
 def test_a_bpe_is_trained_on_the_inputs(tmp_path):
     paths = [str(path) for path in list(stdlib_files())[:12]]
     folder = made(tmp_path, *paths, tokenizer="train", vocab=VOCAB)
-    meta, part = open_prepared(folder).meta, open_prepared(folder).meta.splits["train"]
+    meta = open_prepared(folder).meta
+    part = open_prepared(folder).meta.splits["train"]
     assert meta.vocab == VOCAB
     assert part.tokens < 0.8 * meta.input_bytes
     with open(paths[0]) as file:
@@ -149,7 +157,16 @@ def test_a_bpe_is_trained_on_the_inputs(tmp_path):
 
 def test_the_same_recipe_makes_the_same_bytes(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", TEXTS * 4)
-    folders = [made(tmp_path, source, tokenizer="train", vocab=270, valid=0.3) for _ in range(2)]
+    folders = [
+        made(
+            tmp_path,
+            source,
+            tokenizer="train",
+            vocab=270,
+            valid=0.3,
+        )
+        for _ in range(2)
+    ]
     for name in ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.json", "meta.json"):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
 
@@ -159,7 +176,9 @@ def test_the_meta_file_counts_what_is_there(tmp_path):
     part = open_prepared(made(tmp_path, write_lines(tmp_path / "a.jsonl", texts))).meta.splits[
         "train"
     ]
-    assert (part.documents, part.tokens, part.longest) == (3, 14, 7)
+    assert part.documents == 3
+    assert part.tokens == 14
+    assert part.longest == 7
 
 
 def test_large_vocabularies_are_kept_in_32_bits(tmp_path, monkeypatch):
@@ -186,22 +205,32 @@ def test_a_text_that_is_cut_is_the_same_text(text, limit):
     )
 )
 def test_the_tokens_of_pieces_are_those_of_the_whole(bpe, lines):
-    text, tokenizer = "\n".join(lines), open_tokenizer(str(bpe))
+    text = "\n".join(lines)
+    tokenizer = open_tokenizer(str(bpe))
     parts = list(split_text(text, limit=40))
     assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
 @given(
-    words=st.lists(st.sampled_from(["a", " ", "  ", "über", "42", "!?"]), min_size=20, max_size=60)
+    words=st.lists(
+        st.sampled_from(["a", " ", "  ", "über", "42", "!?"]),
+        min_size=20,
+        max_size=60,
+    )
 )
 def test_the_tokens_of_one_long_line_are_those_of_the_whole(bpe, words):
-    text, tokenizer = " ".join(words), open_tokenizer(str(bpe))
+    text = " ".join(words)
+    tokenizer = open_tokenizer(str(bpe))
     parts = list(split_text(text, limit=17))
     assert [token for part in parts for token in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("read_bytes", [1, 5, 1000])
-def test_pieces_do_not_depend_on_how_a_file_is_read(tmp_path, monkeypatch, read_bytes):
+def test_pieces_do_not_depend_on_how_a_file_is_read(
+    tmp_path,
+    monkeypatch,
+    read_bytes,
+):
     monkeypatch.setattr(documents, "READ_BYTES", read_bytes)
     monkeypatch.setattr(split_text, "__kwdefaults__", {"limit": 16})
     text = "héllo wörld\n" * 9 + "ein langes\n\nEnde"
@@ -220,7 +249,8 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         tracemalloc.stop()
         return found
 
-    small, large = peak(60_000), peak(240_000)
+    small = peak(60_000)
+    large = peak(240_000)
     assert large < 1.1 * small
 
 
@@ -228,7 +258,11 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 
 
 @pytest.mark.parametrize("batch_chars", [1, 100, 10**6])
-def test_the_split_is_a_function_of_seed_and_number_alone(tmp_path, monkeypatch, batch_chars):
+def test_the_split_is_a_function_of_seed_and_number_alone(
+    tmp_path,
+    monkeypatch,
+    batch_chars,
+):
     monkeypatch.setattr(prepare, "BATCH_CHARS", batch_chars)
     valid = is_valid(range(60), share=0.2, seed=3)
     assert valid == is_valid(range(30), share=0.2, seed=3) + is_valid(
@@ -244,8 +278,22 @@ def test_the_split_is_a_function_of_seed_and_number_alone(tmp_path, monkeypatch,
 
 
 def test_as_many_documents_as_asked_for_are_kept_for_validation():
-    assert sum(is_valid(range(100_000), share=0.01, seed=1)) == pytest.approx(1000, rel=0.1)
-    assert is_valid(range(99), share=0.5, seed=1) != is_valid(range(99), share=0.5, seed=2)
+    assert sum(
+        is_valid(
+            range(100_000),
+            share=0.01,
+            seed=1,
+        )
+    ) == pytest.approx(1000, rel=0.1)
+    assert is_valid(
+        range(99),
+        share=0.5,
+        seed=1,
+    ) != is_valid(
+        range(99),
+        share=0.5,
+        seed=2,
+    )
     assert not is_valid([0], share=0.999, seed=1)[0]
 
 
@@ -253,47 +301,58 @@ def test_as_many_documents_as_asked_for_are_kept_for_validation():
 
 
 def test_a_prepared_folder_has_its_tokenizer_and_its_facts(tmp_path, bpe):
-    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
+    folder = made(
+        tmp_path,
+        write_lines(tmp_path / "a.jsonl"),
+        tokenizer=str(bpe),
+        valid=0.2,
+    )
     data = DataConfig(source=str(folder), seq_len=8)
     facts = open_data(data, gpt2.Config(vocab=VOCAB)).facts()
     part = open_prepared(folder).meta.splits["train"]
-    assert (facts["tokens"], facts["documents"], facts["sha256"]) == (
-        part.tokens,
-        part.documents,
-        part.sha256[:12],
-    )
+    assert facts["tokens"] == part.tokens
+    assert facts["documents"] == part.documents
+    assert facts["sha256"] == part.sha256[:12]
     assert tokenizer_of(data).name == str(folder / "tokenizer.json")
     named = open_data(
-        DataConfig(source=str(folder / "valid.bin"), seq_len=8), gpt2.Config(vocab=VOCAB)
+        DataConfig(source=str(folder / "valid.bin"), seq_len=8),
+        gpt2.Config(vocab=VOCAB),
     ).facts()
     assert named["tokens"] == open_prepared(folder).meta.splits["valid"].tokens
 
 
 def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
     texts = [*TEXTS, "long " * documents.CHUNK_CHARS, "", "the end"]
-    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl", texts), tokenizer=str(bpe))
-    model, data = (
-        gpt2.Config(vocab=VOCAB),
-        DataConfig(source=f"{tmp_path}/a.jsonl", tokenizer=str(bpe), seq_len=8),
-    )
-    here, there = (
-        open_data(data, model),
-        open_data(data.model_copy(update={"source": str(folder)}), model),
-    )
-    numbers = np.arange(here.num_samples)
+    file = tmp_path / "a.jsonl"
+    folder = made(tmp_path, write_lines(file, texts), tokenizer=str(bpe))
+    model = gpt2.Config(vocab=VOCAB)
+    of_texts = DataConfig(source=str(file), tokenizer=str(bpe), seq_len=8)
+    of_folder = of_texts.model_copy(update={"source": str(folder)})
+    here = open_data(of_texts, model)
+    there = open_data(of_folder, model)
     assert here.num_samples == there.num_samples
-    assert np.array_equal(here.read(numbers).inputs, there.read(numbers).inputs)
-    assert np.array_equal(here.stream.document_bounds, there.stream.document_bounds[:])
+    numbers = np.arange(here.num_samples)
+    inputs_here = here.read(numbers).inputs
+    inputs_there = there.read(numbers).inputs
+    assert np.array_equal(inputs_here, inputs_there)
+    bounds_there = there.stream.document_bounds[:]
+    assert np.array_equal(here.stream.document_bounds, bounds_there)
 
 
 def test_raw_text_mixed_with_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bpe):
-    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
+    folder = made(
+        tmp_path,
+        write_lines(tmp_path / "a.jsonl"),
+        tokenizer=str(bpe),
+        valid=0.2,
+    )
     sizes = ["--model.vocab", str(VOCAB), "--data.seq_len", "8"]
     mixed = load(["--data.mix", f"{folder}=1", f"{tmp_path}/a.jsonl=1", *sizes], FAMILIES)
     whole = open_source(f"{tmp_path}/a.jsonl", DataConfig(tokenizer=str(bpe)), vocab=VOCAB)
     assert len(open_data(mixed.data, mixed.model).parts[1].stream) == len(whole)
     run = load(
-        ["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes], FAMILIES
+        ["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes],
+        FAMILIES,
     )
     assert len(open_validation(run.data, run.model, source=run.eval.source).stream) == len(whole)
 
@@ -396,17 +455,20 @@ def place(tmp_path_factory):
     (tmp / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     (tmp / "b.parquet").write_text("PAR?")
     (tmp / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 99)[:-12])
-    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arrow = pytest.importorskip("pyarrow")
     parquet.write_table(arrow.table({"body": ["a"], "id": [1]}), tmp / "a.parquet")
     return tmp
 
 
 @pytest.mark.parametrize("case", PREPARE)
-def test_what_cannot_be_prepared_is_reported_in_one_line_and_leaves_nothing(case, place, capsys):
-    words, line = (
-        [word.format(tmp=place) for word in PREPARE[case][0]],
-        PREPARE[case][1].format(tmp=place),
-    )
+def test_what_cannot_be_prepared_is_reported_in_one_line_and_leaves_nothing(
+    case,
+    place,
+    capsys,
+):
+    words = [word.format(tmp=place) for word in PREPARE[case][0]]
+    line = PREPARE[case][1].format(tmp=place)
     before = sorted(place.iterdir())
     assert rejected(["data", "prepare", *words], capsys).startswith(line)
     assert sorted(place.iterdir()) == before
@@ -446,8 +508,17 @@ def test_a_folder_that_is_not_whole_is_rejected(case, tmp_path, bpe, capsys):
         assert line in rejected(["data", "show", str(folder)], capsys)
 
 
-def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, capsys):
-    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
+def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(
+    tmp_path,
+    bpe,
+    capsys,
+):
+    folder = made(
+        tmp_path,
+        write_lines(tmp_path / "a.jsonl"),
+        tokenizer=str(bpe),
+        valid=0.2,
+    )
     assert main(["data", "show", str(folder), "--verify", "True", "--tokens", "5"]) == EXIT_OK
     told = capsys.readouterr().out
     assert "300 tokens, stored as uint16" in told
@@ -579,7 +650,12 @@ RUNS = {
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_what_cannot_be_trained_on_is_reported_in_one_line(case, tmp_path, bpe, capsys):
+def test_what_cannot_be_trained_on_is_reported_in_one_line(
+    case,
+    tmp_path,
+    bpe,
+    capsys,
+):
     names = {
         "tmp": tmp_path,
         "folder": made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe)),
@@ -589,14 +665,22 @@ def test_what_cannot_be_trained_on_is_reported_in_one_line(case, tmp_path, bpe, 
     (tmp_path / "a.bin").write_bytes(bytes(64))
     if case == "tokenizers":
         prepare.prepare(PrepareOptions((f"{tmp_path}/a.jsonl",)), tmp_path / "second")
-    words, line = ([word.format(**names) for word in RUNS[case][0]], RUNS[case][1].format(**names))
+    words = [word.format(**names) for word in RUNS[case][0]]
+    line = RUNS[case][1].format(**names)
     assert rejected(["train", "--out", f"{tmp_path}/run", *words], capsys).startswith(line)
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)]
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)],
 )
-def test_what_is_cut_short_leaves_nothing(tmp_path, monkeypatch, capsys, error, code):
+def test_what_is_cut_short_leaves_nothing(
+    tmp_path,
+    monkeypatch,
+    capsys,
+    error,
+    code,
+):
     def end(_self):
         raise error
 
@@ -634,7 +718,8 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_not_a_crash(tmp_pat
 def test_a_tokenizer_knows_its_end_and_its_highest_id(bpe):
     tokenizer = open_tokenizer(str(bpe.parent))
     assert isinstance(tokenizer, FileTokenizer)
-    assert (tokenizer.vocab, tokenizer.end) == (VOCAB, 0)
+    assert tokenizer.vocab == VOCAB
+    assert tokenizer.end == 0
     assert tokenizer.decode([*tokenizer.encode("héllo"), 0, VOCAB + 5]) == "héllo<|endoftext|>"
     assert tokenizer.encode_batch(["a b", ""]) == [tokenizer.encode("a b"), []]
     assert open_tokenizer("bytes").decode([104, 105, 999]) == "hi?"

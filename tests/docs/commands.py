@@ -87,13 +87,28 @@ class CommandServer:
         done = self._programs.run(code, *words)
         return Result(done.returncode, done.stdout + done.stderr)
 
-    def _run_weft(self, command: Command, folder: Path) -> subprocess.CompletedProcess[str] | None:
+    def _run_weft(
+        self,
+        command: Command,
+        folder: Path,
+    ) -> subprocess.CompletedProcess[str] | None:
         words = command.words[1:]
         if command.program == "weft":
-            return self._programs.run(WEFT, *words, folder=folder, timeout=TIMEOUT_S)
+            return self._programs.run(
+                WEFT,
+                *words,
+                folder=folder,
+                timeout=TIMEOUT_S,
+            )
         if command.program == "torchrun":
             torchrun = "torch.distributed.run"
-            return self._programs.run("", *words, module=torchrun, folder=folder, timeout=TIMEOUT_S)
+            return self._programs.run(
+                "",
+                *words,
+                module=torchrun,
+                folder=folder,
+                timeout=TIMEOUT_S,
+            )
         return None
 
     def close(self) -> None:

@@ -113,7 +113,11 @@ def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
     shutil.copytree(hugging_face_folder, tmp_path / "Llama-3.2-1B")
     write_jsonl(tmp_path / "chat.jsonl", conversations(12))
     pairs = [
-        {"prompt": f"{number} and {number} are", "chosen": f" {2 * number}", "rejected": " many"}
+        {
+            "prompt": f"{number} and {number} are",
+            "chosen": f" {2 * number}",
+            "rejected": " many",
+        }
         for number in range(8)
     ]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
@@ -126,7 +130,15 @@ def has_slurm() -> bool:
     """Whether a Slurm controller answers."""
     if shutil.which("sinfo") is None:
         return False
-    return subprocess.run(["sinfo"], capture_output=True, check=False, timeout=60).returncode == 0
+    return (
+        subprocess.run(
+            ["sinfo"],
+            capture_output=True,
+            check=False,
+            timeout=60,
+        ).returncode
+        == 0
+    )
 
 
 def is_run(command: Command) -> bool:
@@ -141,7 +153,11 @@ def marked(pages: Sequence[str]) -> list[object]:
     return [pytest.param(page, marks=slow if page in SLOW_PAGES else ()) for page in pages]
 
 
-def run_page(commands: Sequence[Command], folder: Path, server: CommandServer) -> None:
+def run_page(
+    commands: Sequence[Command],
+    folder: Path,
+    server: CommandServer,
+) -> None:
     assert commands
     for command in commands:
         result = server.run(command, folder)
@@ -150,7 +166,11 @@ def run_page(commands: Sequence[Command], folder: Path, server: CommandServer) -
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", marked(PAGES))
-def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: CommandServer) -> None:
+def test_commands_of_a_page_run_in_order(
+    page: str,
+    folder: Path,
+    server: CommandServer,
+) -> None:
     """Without those of torchrun, whose ranks import torch again."""
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     commands = [command for command in commands if command.program != "torchrun"]
@@ -161,7 +181,9 @@ def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: Comman
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", ["README.md", "docs/faults.md", "docs/generate.md"])
 def test_commands_of_a_page_run_in_order_with_torchrun(
-    page: str, folder: Path, server: CommandServer
+    page: str,
+    folder: Path,
+    server: CommandServer,
 ) -> None:
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     assert any(command.program == "torchrun" for command in commands)
@@ -193,7 +215,13 @@ def test_make_targets_in_pages_exist() -> None:
 
 def test_make_train_runs_commands_that_work(server: CommandServer, tmp_path: Path) -> None:
     arguments = ["make", "--dry-run", "train", "OUT=runs/train", "ARGS=--steps 2"]
-    recipe = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    recipe = subprocess.run(
+        arguments,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     lines = [line for line in recipe.splitlines() if line.startswith(".venv/bin/weft ")]
     assert len(lines) == 2
     for line in lines:

@@ -69,7 +69,8 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> No
     script = tmp_path / "cells.py"
     script.write_text("\n\n".join(sources), encoding="utf-8")
     done = programs().run(script=script, folder=tmp_path, timeout=110)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr == ""
     found = re.search(r"finished: loss ([\d.]+) -> ([\d.]+)\non one device: ([\d.]+)", done.stdout)
     assert found is not None
     first, last, alone = map(float, found.groups())

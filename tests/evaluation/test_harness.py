@@ -30,11 +30,13 @@ class Request:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
-    (folder / "t.txt").write_text(TEXT)
-    source = ["--data.source", str(folder / "t.txt"), "--steps", "40", "--out", str(folder / "run")]
+    text = folder / "t.txt"
+    out = folder / "run"
+    text.write_text(TEXT)
+    source = ["--data.source", str(text), "--steps", "40", "--out", str(out)]
     rate = ["--optim.lr", "0.03", "--optim.warmup", "0"]
     assert main(["train", *TINY, *source, *rate]) == 0
-    return folder / "run"
+    return out
 
 
 @pytest.fixture
@@ -56,52 +58,71 @@ def logprobs(model, tokens):
     """log p of each token after the first, one forward a prefix."""
     scores = []
     for stop in range(1, len(tokens)):
-        last = model._logits(tuple(tokens[:stop]))[-1].log_softmax(-1)
-        scores.append(float(last[tokens[stop]]))
+        logits = model._logits(tuple(tokens[:stop]))
+        last = logits[-1].log_softmax(-1)
+        following = tokens[stop]
+        scores.append(float(last[following]))
     return scores
 
 
+def score(model, context, continuation):
+    """Log-likelihood of a continuation, and whether it is the likeliest."""
+    request = Request((context, continuation))
+    (scored,) = model.loglikelihood([request])
+    return scored
+
+
+def generated(model, context, **options):
+    (text,) = model.generate_until([Request((context, options))])
+    return text
+
+
 def test_a_continuation_is_scored_after_its_context(model):
-    ((score, greedy),) = model.loglikelihood([Request(("the cat", " sat"))])
-    expected = logprobs(model, list(b"the cat sat"))[-4:]
-    assert score == pytest.approx(sum(expected), rel=1e-5)
-    likeliest = model.generate_until([Request(("the cat", {"until": [], "max_gen_toks": 2}))])[0]
-    ((_, is_greedy),) = model.loglikelihood([Request(("the cat", likeliest))])
+    logprob, is_greedy = score(model, "the cat", " sat")
+    assert isinstance(is_greedy, bool)
+    *_, space, s, a, t = logprobs(model, list(b"the cat sat"))
+    assert logprob == pytest.approx(space + s + a + t, rel=1e-5)
+    likeliest = generated(model, "the cat", until=[], max_gen_toks=2)
+    _, is_greedy = score(model, "the cat", likeliest)
     assert is_greedy
-    assert isinstance(greedy, bool)
-    ((trailing, _),) = model.loglikelihood([Request(("the cat ", "sat"))])
-    assert trailing == pytest.approx(score, rel=1e-6)
-    ((alone, _),) = model.loglikelihood([Request(("", "sat"))])
-    assert alone == pytest.approx(sum(logprobs(model, [0, *b"sat"])), rel=1e-5)
+    trailing, _ = score(model, "the cat ", "sat")
+    assert trailing == pytest.approx(logprob, rel=1e-6)
+    alone, _ = score(model, "", "sat")
+    expected = logprobs(model, [0, *b"sat"])
+    assert alone == pytest.approx(sum(expected), rel=1e-5)
 
 
 def test_rolling_scores_every_token_once(model):
     tokens = list(range(40))
     windows = rolling_windows(tokens, prefix=99, length=16)
-    scored = [token for window in windows for token in window.tokens[-window.num_scored :]]
+    scored = []
+    for window in windows:
+        assert len(window.tokens) <= 17
+        scored += window.tokens[-window.num_scored :]
     assert scored == tokens
     assert windows[0].tokens[0] == 99
-    assert all(len(window.tokens) <= 17 for window in windows)
-    (short,) = model.loglikelihood_rolling([Request(("the cat",))])
-    assert short == pytest.approx(sum(logprobs(model, [0, *b"the cat"])), rel=1e-5)
-    (empty,) = model.loglikelihood_rolling([Request(("",))])
+    texts = ("the cat", "", TEXT[:60])
+    short, empty, long = model.loglikelihood_rolling([Request((text,)) for text in texts])
+    expected = logprobs(model, [0, *b"the cat"])
+    assert short == pytest.approx(sum(expected), rel=1e-5)
     assert empty == 0.0
-    (long,) = model.loglikelihood_rolling([Request((TEXT[:60],))])
     assert math.isfinite(long)
     assert long < short
 
 
 def test_generation_is_greedy_and_ends_at_a_stop_text(model):
-    (text,) = model.generate_until([Request(("the ", {"until": [], "max_gen_toks": 6}))])
+    text = generated(model, "the ", until=[], max_gen_toks=6)
     tokens = list(b"the ")
     for _ in range(6):
-        tokens.append(int(torch.argmax(model._logits(tuple(tokens))[-1])))
+        logits = model._logits(tuple(tokens))
+        likeliest = torch.argmax(logits[-1])
+        tokens.append(int(likeliest))
     assert text == model.tokenizer.decode(tokens[4:])
     stop = text[2]
-    (cut,) = model.generate_until([Request(("the ", {"until": [stop], "max_gen_toks": 6}))])
+    cut = generated(model, "the ", until=[stop], max_gen_toks=6)
     assert cut == text[: text.index(stop)]
     with pytest.raises(UserError, match="likeliest tokens alone"):
-        model.generate_until([Request(("the ", {"do_sample": True}))])
+        generated(model, "the ", do_sample=True)
 
 
 def test_without_the_library_one_line_says_how_to_install_it(run, monkeypatch):

@@ -86,10 +86,12 @@ def test_cache_grows_with_the_text(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh"), [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")]
+    ("family", "mesh"),
+    [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")],
 )
 def test_finished_rows_leave_the_batch(family: str, mesh: str):
-    config, lengths = config_of(family), (2, 6, 1, 4)
+    config = config_of(family)
+    lengths = (2, 6, 1, 4)
     texts, _ = Generation(num_tokens=max(lengths), sampling=DRAWN).reference(config)
 
     def act(decoder: Decoder) -> list[list[int]]:
@@ -119,7 +121,11 @@ def test_cache_memory_is_that_of_its_cells():
         decoder.read([(1,), (2,)])
         return tuple(each.num_bytes for each in decoder.caches)
 
-    both, batch, kv_heads, head_size, float64 = 2, 2, 4, 4, 8
+    both = 2
+    batch = 2
+    kv_heads = 4
+    head_size = 4
+    float64 = 8
     for degree, mesh in ((1, ""), (2, "tp2")):
         one = both * batch * (kv_heads // degree) * cache.BLOCK * head_size * float64
         assert on_ranks(config, mesh, act) == [(one,) * 3] * degree

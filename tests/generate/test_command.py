@@ -49,10 +49,14 @@ def objects(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("llama3", "pp2 tp2"), ("qwen3-moe", "ep2"), ("deepseek", "ep2 tp2")]
+    ("name", "mesh"),
+    [("llama3", "pp2 tp2"), ("qwen3-moe", "ep2"), ("deepseek", "ep2 tp2")],
 )
 def test_every_layout_prints_the_same(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str, mesh: str
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    mesh: str,
 ):
     asked = (folder / name, "--prompt", "def ", "--samples", "3")
     assert objects(capsys, *asked, "--mesh", mesh) == objects(capsys, *asked)
@@ -69,7 +73,8 @@ def test_processes_generate_what_threads_generate(folder: Path, capsys: pytest.C
 def test_a_checkpoint_generates_what_its_run_generates(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
-    run, prompt = folder / "llama3", ("--prompt", "x")
+    run = folder / "llama3"
+    prompt = ("--prompt", "x")
     assert objects(capsys, run / "ckpt" / "step-000003", *prompt) == objects(capsys, run, *prompt)
 
 
@@ -77,19 +82,19 @@ def test_a_json_object_holds_the_text_and_its_facts(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     first, second = objects(capsys, folder / "llama3", "--prompt", "a", "--samples", "2")
-    assert (first["prompt"], first["sample"], second["sample"], first["end"]) == (
-        "a",
-        0,
-        1,
-        "length",
-    )
+    assert first["prompt"] == "a"
+    assert first["sample"] == 0
+    assert second["sample"] == 1
+    assert first["end"] == "length"
     assert bytes(first["tokens"]).decode(errors="replace") == first["text"]  # type: ignore[arg-type]
     assert first["tokens"] != second["tokens"]
     assert first["seed"] == 4
 
 
 def test_a_text_depends_on_its_own_prompt_and_sample_alone(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     file = tmp_path / "prompts.jsonl"
     file.write_text('"ab"\n{"prompt": "a longer one"}\n\n')
@@ -100,7 +105,9 @@ def test_a_text_depends_on_its_own_prompt_and_sample_alone(
 
 
 def test_text_output_is_prompt_and_continuation(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     (tmp_path / "prompt.txt").write_text("def f(x):\n    ")
     (found,) = objects(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt")
@@ -119,7 +126,14 @@ def test_several_texts_are_numbered(folder: Path, capsys: pytest.CaptureFixture[
 
 def test_greedy_texts_of_one_prompt_are_equal(folder: Path, capsys: pytest.CaptureFixture[str]):
     one, other = objects(
-        capsys, folder / "llama3", "--prompt", "a", "--samples", "2", "--temperature", "0"
+        capsys,
+        folder / "llama3",
+        "--prompt",
+        "a",
+        "--samples",
+        "2",
+        "--temperature",
+        "0",
     )
     assert one["tokens"] == other["tokens"]
 
@@ -137,7 +151,8 @@ def test_the_end_of_learned_positions_is_noted(folder: Path, capsys: pytest.Capt
     code = main(["generate", str(folder / "gpt2"), "--prompt", "a" * 10, *FAST, "--json"])
     out, err = capsys.readouterr()
     assert code == EXIT_OK
-    assert (json.loads(out)["end"], len(json.loads(out)["tokens"])) == ("context", 6)
+    assert json.loads(out)["end"] == "context"
+    assert len(json.loads(out)["tokens"]) == 6
     assert (
         "note: a prompt of 10 tokens and 8 more pass the model's 16 positions: texts end there"
         in err
@@ -163,7 +178,8 @@ def test_generation_uses_the_compute_dtype_and_no_training_blocks(tmp_path: Path
     )
     write_checkpoint(tmp_path / "run", write_run(tmp_path / "run", *words))
     job = make_job(Request(prompt="x"), find_model(str(tmp_path / "run")))
-    assert (job.plan.compute, job.plan.params) == ("bfloat16", "bfloat16")
+    assert job.plan.compute == "bfloat16"
+    assert job.plan.params == "bfloat16"
     assert not any(block.startswith("mtp") for stage in job.plan.stages for block in stage.blocks)
     asked = make_job(Request(prompt="x", dtype="float32"), find_model(str(tmp_path / "run")))
     assert asked.plan.compute == "float32"

@@ -68,10 +68,18 @@ def test_each_piece_is_returned_as_soon_as_it_is_final():
     assert pieces_of(BYTES, "a\N{SNOWMAN}b".encode()) == ["a", "", "", "\N{SNOWMAN}", "b", ""]
 
 
-@given(st.text("ab\N{SNOWMAN}", max_size=12), st.text("ab\N{SNOWMAN}", min_size=1, max_size=3))
+@given(
+    st.text("ab\N{SNOWMAN}", max_size=12),
+    st.text(
+        "ab\N{SNOWMAN}",
+        min_size=1,
+        max_size=3,
+    ),
+)
 @example("aab", "ab")
 def test_no_part_of_the_stop_text_is_returned(text: str, stop: str):
-    generated, before = GeneratedText(BYTES, stop=stop), ""
+    generated = GeneratedText(BYTES, stop=stop)
+    before = ""
     for token in text.encode():
         generated.add(token)
         assert generated.text.startswith(before), "text that was returned does not change"
@@ -80,7 +88,8 @@ def test_no_part_of_the_stop_text_is_returned(text: str, stop: str):
             break
     generated.finish("length")
     before, found, _ = text.partition(stop)
-    assert (generated.text, generated.finish_reason) == (before, "stop" if found else "length")
+    assert generated.text == before
+    assert generated.finish_reason == ("stop" if found else "length")
     assert stop not in generated.text
 
 
@@ -88,7 +97,8 @@ def test_the_end_token_is_no_part_of_the_text():
     generated = GeneratedText(BYTES, end_tokens=frozenset({0}))
     for token in b"ab\x00":
         generated.add(token)
-    assert (generated.text, generated.finish_reason) == ("ab", "end of text")
+    assert generated.text == "ab"
+    assert generated.finish_reason == "end of text"
 
 
 @pytest.mark.parametrize(

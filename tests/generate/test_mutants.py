@@ -40,7 +40,12 @@ def keys_are_kept_one_cell_too_early(patch: pytest.MonkeyPatch) -> None:
     """Each new token overwrites the one before it, and its own cell stays empty."""
     right = KVCache.put
 
-    def put(self: KVCache, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+    def put(
+        self: KVCache,
+        k: Tensor,
+        v: Tensor,
+        batch: DecodeBatch,
+    ) -> tuple[Tensor, Tensor]:
         if not later(batch):
             return right(self, k, v, batch)
         earlier = tuple(position - 1 for position in batch.first_positions)
@@ -77,9 +82,15 @@ def patch_positions(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor
     """Change what blocks see of positions, not what the cache sees."""
     right = cache.decode_batch
 
-    def decode_batch(tokens: Tensor, first_positions: Sequence[int], **rest: Any) -> DecodeBatch:
+    def decode_batch(
+        tokens: Tensor,
+        first_positions: Sequence[int],
+        **rest: Any,
+    ) -> DecodeBatch:
         batch = right(tokens, first_positions, **rest)
-        return replace(batch, positions=change(batch.positions)) if later(batch) else batch
+        if later(batch):
+            return replace(batch, positions=change(batch.positions))
+        return batch
 
     patch.setattr(decode, "decode_batch", decode_batch)
 
@@ -99,9 +110,16 @@ def rows_see_each_others_cells(patch: pytest.MonkeyPatch) -> None:
 def patch_cells(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     right = KVCache.put
 
-    def put(self: KVCache, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
+    def put(
+        self: KVCache,
+        k: Tensor,
+        v: Tensor,
+        batch: DecodeBatch,
+    ) -> tuple[Tensor, Tensor]:
         keys, values = right(self, k, v, batch)
-        return (change(keys), change(values)) if later(batch) else (keys, values)
+        if later(batch):
+            return (change(keys), change(values))
+        return (keys, values)
 
     patch.setattr(KVCache, "put", put)
 
@@ -132,7 +150,9 @@ def cells_are_lost_where_the_cache_grows(patch: pytest.MonkeyPatch) -> None:
         cache,
         "_grow",
         lambda old, new, stop: right(
-            None if old is not None and old.shape[2] < stop else old, new, stop
+            None if old is not None and old.shape[2] < stop else old,
+            new,
+            stop,
         ),
     )
 
@@ -144,7 +164,12 @@ def latent_attention_loses_its_scale_behind_the_prompt(patch: pytest.MonkeyPatch
 
     class Wrong:
         @staticmethod
-        def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
+        def scaled_dot_product_attention(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            **rest: Any,
+        ) -> Tensor:
             return right(q, k, v, **{**rest, "scale": v.shape[-1] ** -0.5})
 
     patch.setattr(cache, "F", Wrong)

@@ -14,11 +14,17 @@ from weft.generate.output import BOLD, PLAIN, JsonOutput, OutputText, TextOutput
 
 
 def output_text(prompt: str) -> OutputText:
-    return OutputText(prompt, 0, [], GeneratedText(ByteTokenizer(), stop="!"))
+    return OutputText(
+        prompt=prompt,
+        sample=0,
+        tokens=[],
+        generated=GeneratedText(ByteTokenizer(), stop="!"),
+    )
 
 
 def test_the_first_text_streams_and_the_others_wait():
-    one, two = output_text("a"), output_text("b")
+    one = output_text("a")
+    two = output_text("b")
     pieces: list[str] = []
     screen = TextOutput([one, two], write=pieces.append)
     for first, second in zip(b"xyz", b"uv!", strict=True):

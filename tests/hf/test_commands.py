@@ -66,7 +66,8 @@ def test_an_imported_run_trains_from_its_values_and_is_exported(life: Path):
     assert len(losses(life / "run")) == 2
     assert checkpoint_path(life / "run", 0).is_dir()
     assert checkpoint_path(life / "run", 2).is_dir()
-    before, after = HfFolder(life / "hf", LLAMA), HfFolder(life / "out", config_of(life / "out"))
+    before = HfFolder(life / "hf", LLAMA)
+    after = HfFolder(life / "out", config_of(life / "out"))
     trained = open_checkpoint(checkpoint_path(life / "run", 2)).section("model")
     for name, shape in before.shapes.items():
         box = Box.whole(shape)
@@ -95,7 +96,9 @@ def test_a_run_that_starts_from_the_folder_is_the_run_that_starts_from_its_impor
 
 
 def test_a_type_and_files_of_a_size_may_be_asked_for(
-    life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    life: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
     words = ("--dtype", "float16", "--max_shard_bytes", "9000", "--compare", "False")
     checkpoint = str(checkpoint_path(life / "run", 2))
@@ -109,9 +112,13 @@ def test_a_type_and_files_of_a_size_may_be_asked_for(
 
 
 def test_adapters_of_a_folder_with_values_are_merged_on_export_or_written_alone(
-    life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    life: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ):
-    run, merged, alone = str(tmp_path / "run"), tmp_path / "merged", tmp_path / "alone"
+    run = str(tmp_path / "run")
+    merged = tmp_path / "merged"
+    alone = tmp_path / "alone"
     data = (
         "--data.source",
         str(life / "text.txt"),
@@ -122,7 +129,8 @@ def test_adapters_of_a_folder_with_values_are_merged_on_export_or_written_alone(
     )
     assert main(["train", *data, *TRAIN, "--lora.rank", "2", "--lora.targets", "q"]) == 0
     assert main(["export", run, str(merged), "--compare", "False"]) == 0
-    before, after = HfFolder(life / "hf", LLAMA), HfFolder(merged, LLAMA)
+    before = HfFolder(life / "hf", LLAMA)
+    after = HfFolder(merged, LLAMA)
     for name, shape in before.shapes.items():
         values = (each.read(name, Box.whole(shape)).float() for each in (before, after))
         assert torch.equal(*values) != name.endswith("attn.q.weight"), name
@@ -236,7 +244,9 @@ def fresh(tmp_path: Path, fast_disk: None) -> Path:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_error_is_reported_in_one_line(
-    fresh: Path, capsys: pytest.CaptureFixture[str], name: str
+    fresh: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ):
     harm, words, message = FAULTS[name]
     harm(fresh)
@@ -285,7 +295,8 @@ def test_a_run_that_continues_from_a_checkpoint_does_not_look_at_its_folder(
     life: Path, tmp_path: Path
 ):
     write(tmp_path / "hf", LLAMA, small(LLAMA))
-    run, data = str(tmp_path / "run"), ("--data.source", str(life / "text.txt"))
+    run = str(tmp_path / "run")
+    data = ("--data.source", str(life / "text.txt"))
     anew = (
         "train",
         "--model.from_hf",
@@ -323,7 +334,11 @@ def test_errors_are_reported_within_two_seconds_and_without_torch(fresh: Path):
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == 3

@@ -518,12 +518,10 @@ def test_keys_that_change_no_logit_pass(tmp_path: Path):
 
 def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     fields = described(folder_with(tmp_path, LLAMA)).fields
-    assert (fields["kv_heads"], fields["norm_eps"], fields["rope_theta"], fields["tied"]) == (
-        4,
-        1e-6,
-        1e4,
-        False,
-    )
+    assert fields["kv_heads"] == 4
+    assert fields["norm_eps"] == 1e-6
+    assert fields["rope_theta"] == 1e4
+    assert fields["tied"] is False
     assert (
         described(folder_with(tmp_path, {**DEEPSEEK, "q_lora_rank": None})).fields["q_lora_rank"]
         == 0
@@ -589,11 +587,9 @@ def test_gemma3s_two_kinds_of_layers_are_read_in_every_spelling(
     tmp_path: Path, spelling: dict[str, Any]
 ):
     fields = described(folder_with(tmp_path, {**GEMMA3, **spelling})).fields
-    assert (fields["rope_theta"], fields["rope_local_theta"], fields["global_every"]) == (
-        5e5,
-        2e4,
-        2,
-    )
+    assert fields["rope_theta"] == 5e5
+    assert fields["rope_local_theta"] == 2e4
+    assert fields["global_every"] == 2
 
 
 def test_a_window_of_null_is_no_window(tmp_path: Path):
@@ -615,7 +611,8 @@ def test_yarn_without_mscales_scales_what_it_rotates_alone(tmp_path: Path):
         }
     }
     fields = described(folder_with(tmp_path, {**DEEPSEEK, **yarn})).fields
-    assert (fields["rope_scaling_mscale"], fields["rope_scaling_mscale_all_dim"]) == (1.0, 0.0)
+    assert fields["rope_scaling_mscale"] == 1.0
+    assert fields["rope_scaling_mscale_all_dim"] == 0.0
 
 
 def test_configs_that_transformers_cannot_compute_are_not_written():
@@ -634,12 +631,15 @@ def test_original_keys_that_change_no_logit_are_kept():
         "transformers_version": "4.0",
         "rope_scaling": {"type": "linear"},
     }
-    written = config_json(FAMILIES["llama3"].hf, config, dtype="float32", original=kept)
-    assert (written["eos_token_id"], written["hidden_size"], written["rope_scaling"]) == (
-        7,
-        config.dim,
-        None,
+    written = config_json(
+        FAMILIES["llama3"].hf,
+        config,
+        dtype="float32",
+        original=kept,
     )
+    assert written["eos_token_id"] == 7
+    assert written["hidden_size"] == config.dim
+    assert written["rope_scaling"] is None
     assert "transformers_version" not in written
 
 
@@ -660,11 +660,9 @@ def test_a_family_is_known_by_its_type_where_no_architecture_is_named(tmp_path: 
 def test_from_hf_sets_the_model_and_suggests_fields_that_the_folder_does_not_decide(tmp_path: Path):
     folder = str(folder_with(tmp_path, {**DEEPSEEK, "num_nextn_predict_layers": 1}))
     run = try_load(["--model.from_hf", folder, "--model.balance_loss", "0"], FAMILIES).run
-    assert (run.model.name, run.model.preset, run.model.architecture["dim"]) == (
-        "deepseek",
-        None,
-        64,
-    )
+    assert run.model.name == "deepseek"
+    assert run.model.preset is None
+    assert run.model.architecture["dim"] == 64
     assert run.model.architecture["balance_loss"] == 0
     assert run.model.architecture["mtp_depth"] == 0, "there are no tensors for it"
 
@@ -680,7 +678,9 @@ def test_from_hf_sets_the_model_and_suggests_fields_that_the_folder_does_not_dec
     ],
 )
 def test_flags_that_contradict_the_folder_are_faults(
-    tmp_path: Path, words: list[str], keys: list[str]
+    tmp_path: Path,
+    words: list[str],
+    keys: list[str],
 ):
     loaded = try_load(["--model.from_hf", str(folder_with(tmp_path, LLAMA)), *words], FAMILIES)
     assert [fault.key for fault in loaded.faults] == keys
@@ -712,11 +712,10 @@ def test_text_is_read_with_the_tokenizer_of_the_folder_unless_another_is_named(t
 
 
 def test_another_folder_on_the_command_line_takes_the_place_of_that_in_the_file(tmp_path: Path):
-    first, second = (
-        folder_with(tmp_path / "a", LLAMA),
-        folder_with(tmp_path / "b", {**GPT2, "n_layer": 3}),
-    )
+    first = folder_with(tmp_path / "a", LLAMA)
+    second = folder_with(tmp_path / "b", {**GPT2, "n_layer": 3})
     (tmp_path / "run.toml").write_text(f'[model]\nfrom_hf = "{first}"\nlayers = 2\n')
     loaded = try_load([str(tmp_path / "run.toml"), "--model.from_hf", str(second)], FAMILIES)
     assert not loaded.faults
-    assert (loaded.run.model.name, loaded.run.model.architecture["layers"]) == ("gpt2", 3)
+    assert loaded.run.model.name == "gpt2"
+    assert loaded.run.model.architecture["layers"] == 3

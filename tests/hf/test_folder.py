@@ -31,6 +31,7 @@ from weft.config.hf.mapping import WeightRule
 from weft.config.hf.read_config import hf_mappings
 from weft.config.hf.safetensors_files import TensorEntry
 from weft.core.axes import Box
+from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError
 from weft.hf import folder as hf_folder
 from weft.hf.folder import HfFolder, slabs
@@ -52,7 +53,11 @@ def equal(source: HfFolder | Memory, values: Memory) -> bool:
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 5000], ids=["one file", "shards"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tensors_are_read_as_written_bit_by_bit(tmp_path: Path, name: str, max_shard_bytes: int):
+def test_tensors_are_read_as_written_bit_by_bit(
+    tmp_path: Path,
+    name: str,
+    max_shard_bytes: int,
+):
     cfg = CONFIGS[name]
     values = random_values(cfg)
     folder = write(tmp_path / "hf", cfg, values, max_shard_bytes=max_shard_bytes)
@@ -90,7 +95,10 @@ def test_any_box_has_the_stored_values(tmp_path_factory: pytest.TempPathFactory,
             sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
             for n in values.shapes[chosen]
         ]
-        box = Box(tuple(lo for lo, _ in spans), tuple(hi for _, hi in spans))
+        box = Box(
+            lo=tuple(lo for lo, _ in spans),
+            hi=tuple(hi for _, hi in spans),
+        )
         found = source.read(chosen, box)
         assert torch.equal(found, values.tensors[chosen][box.slices])
         assert found.is_contiguous()
@@ -111,24 +119,32 @@ def test_published_and_packed_experts_are_the_same_model(tmp_path: Path):
 def test_every_rule_of_every_family_is_used(tmp_path: Path):
     used: dict[str, set[WeightRule]] = {name: set() for name in hf_mappings(FAMILIES)}
     for name, cfg in CONFIGS.items():
-        for is_packed in (False, True) if "experts" in cfg.axis_sizes() else (False,):
-            folder = write(tmp_path / f"{name}{is_packed}", cfg, random_values(cfg))
-            if is_packed:
-                pack_experts(folder, 4)
-            matched = match_folder(folder, cfg)
-            expanded = {
-                source.rule for source in (*matched.params.values(), *matched.aliases.values())
-            }
-            mapping = mapping_of(cfg.family).weights
-            indices = mapping.index_sets(cfg)
-            for rule in (*mapping.rules, *mapping.packed):
-                if expanded & set(rule.expand(indices)):
-                    used[cfg.family].add(rule)
+        folders = [write(tmp_path / name, cfg, random_values(cfg))]
+        if "experts" in cfg.axis_sizes():
+            packed = write(tmp_path / f"{name}-packed", cfg, random_values(cfg))
+            pack_experts(packed, 4)
+            folders.append(packed)
+        for folder in folders:
+            used[cfg.family] |= rules_used(folder, cfg)
     for name, mapping in hf_mappings(FAMILIES).items():
         rules = (*mapping.weights.rules, *mapping.weights.packed)
         unused = {rule.param for rule in rules if rule not in used[name]}
         is_always_tied = name == "gpt2"  # there the head is never a tensor of its own
         assert unused == ({"head.proj.weight"} if is_always_tied else set())
+
+
+def rules_used(folder: Path, cfg: ModelConfig) -> set[WeightRule]:
+    """Rules of the family that some parameter of the folder is read by."""
+    matched = match_folder(folder, cfg)
+    sources = (*matched.params.values(), *matched.aliases.values())
+    expanded = {source.rule for source in sources}
+    mapping = mapping_of(cfg.family).weights
+    indices = mapping.index_sets(cfg)
+    used = set()
+    for rule in (*mapping.rules, *mapping.packed):
+        if expanded & set(rule.expand(indices)):
+            used.add(rule)
+    return used
 
 
 def put(
@@ -195,7 +211,8 @@ def test_the_layer_that_predicts_the_second_next_token_is_found_by_its_tensors_a
     HfFolder(folder, cfg).check_aliases()
     without = HfFolder(folder, DEEPSEEK)
     assert equal(
-        without, Memory({n: t for n, t in values.tensors.items() if not n.startswith("mtp")})
+        without,
+        Memory({n: t for n, t in values.tensors.items() if not n.startswith("mtp")}),
     )
     edit(
         folder,
@@ -208,13 +225,15 @@ def test_the_layer_that_predicts_the_second_next_token_is_found_by_its_tensors_a
 
 
 def test_a_header_of_odd_length_is_no_matter(tmp_path: Path):
-    folder = write(tmp_path / "hf", LLAMA, values := random_values(LLAMA))
+    values = random_values(LLAMA)
+    folder = write(tmp_path / "hf", LLAMA, values)
     path = folder / "model.safetensors"
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    path.write_bytes(
-        (length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :]
-    )
+    header = data[8 : 8 + length]
+    content = data[8 + length :]
+    longer = (length + 1).to_bytes(8, "little")
+    path.write_bytes(longer + header + b" " + content)
     assert equal(HfFolder(folder, LLAMA), values)
 
 
@@ -286,7 +305,13 @@ def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mo
         assert equal(HfFolder(folder, cfg), values)
 
         again = Watched(values)
-        facts = Facts(step=0, seed=1, family=cfg.family, architecture=cfg.model_dump(), plan={})
+        facts = Facts(
+            step=0,
+            seed=1,
+            family=cfg.family,
+            architecture=cfg.model_dump(),
+            plan={},
+        )
         manifest = import_params(tmp_path / f"run {name}", again, facts, chunk_bytes=8192)
         assert 0 < again.most <= 8192 + 4 * 256
         assert len(manifest.files) > 4
@@ -302,18 +327,23 @@ def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mo
 def test_slabs_make_up_a_tensor(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hf_folder, "SLAB_ENTRIES", 20)
     for shape in ((), (0,), (0, 7), (64,), (9, 7), (3, 50), (5, 2, 3), (2, 3, 50), (2, 30, 2)):
-        count, entries = torch.zeros(shape), torch.arange(torch.Size(shape).numel()).view(shape)
+        count = torch.zeros(shape)
+        num_entries = torch.Size(shape).numel()
+        entries = torch.arange(num_entries).view(shape)
+        parts = []
         for box in slabs(shape):
-            count[box.slices] += 1
             assert box.size <= 20
+            count[box.slices] += 1
+            parts.append(entries[box.slices].flatten())
         assert torch.equal(count, torch.ones(shape))
-        in_order = torch.cat([entries[box.slices].flatten() for box in slabs(shape)])
+        in_order = torch.cat(parts)
         assert torch.equal(in_order, entries.flatten()), "as it lies in a file"
 
 
 def test_a_folder_reads_only_what_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = write(tmp_path / "hf", GPT2, random_values(GPT2))
-    source, read = HfFolder(folder, GPT2), []
+    source = HfFolder(folder, GPT2)
+    read = []
     mapped = type(source._files).read
 
     def watch(self: object, entry: TensorEntry, box: Box) -> Tensor:

@@ -68,7 +68,8 @@ def test_it_continues_on_any_layout(case: Case, written: tuple[Path, tuple[float
     path, right = written
 
     def rank(comm: Comm) -> tuple[float, float]:
-        step, checkpoint = build_step(run_of(case, seed=99), comm), open_checkpoint(path)
+        step = build_step(run_of(case, seed=99), comm)
+        checkpoint = open_checkpoint(path)
         step.restore(checkpoint)
         for piece in write_items(step.state()):
             section, _, name = piece.name.rpartition("/")
@@ -95,7 +96,9 @@ def test_optimizer_state_is_stored_of_adapters_alone(
 
 
 @pytest.mark.parametrize(
-    "case", [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)], ids=str
+    "case",
+    [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)],
+    ids=str,
 )
 def test_new_adapters_extend_a_base_that_old_ones_were_merged_into(
     case: Case, written: tuple[Path, tuple[float, float]]
@@ -105,10 +108,8 @@ def test_new_adapters_extend_a_base_that_old_ones_were_merged_into(
     run = run_of(case, lora=LoraConfig(rank=3, base=str(path)))
 
     def rank(comm: Comm) -> None:
-        step, old = (
-            build_step(run, comm),
-            merge_adapters(open_checkpoint(path).section("model"), LORA),
-        )
+        step = build_step(run, comm)
+        old = merge_adapters(open_checkpoint(path).section("model"), LORA)
         for piece in write_items(step.state()):
             section, _, name = piece.name.rpartition("/")
             if section == "model" and adapted_linear(name) is None:
@@ -141,7 +142,8 @@ def test_the_base_is_stored_in_the_type_of_compute(zero: int, tmp_path: Path) ->
 def test_commands_from_a_base_to_both_exports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base, out = str(tmp_path / "base"), str(tmp_path / "out")
+    base = str(tmp_path / "base")
+    out = str(tmp_path / "out")
     short = (*TINY, "--steps", "2", "--save.every", "2")
     assert main(["train", *short, "--out", base]) == EXIT_OK
     adapters = ("--lora.rank", "2", "--lora.alpha", "4", "--lora.targets", "q", "down")
@@ -153,17 +155,16 @@ def test_commands_from_a_base_to_both_exports(
     assert main(["export", out, str(tmp_path / "merged"), "--compare", "False"]) == EXIT_OK
     capsys.readouterr()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (
-        2,
-        4,
-        ["down_proj", "q_proj"],
-    )
+    assert config["r"] == 2
+    assert config["lora_alpha"] == 4
+    assert config["target_modules"] == ["down_proj", "q_proj"]
     assert (tmp_path / "merged" / "model.safetensors").is_file()
     first, last = (newest(Path(each)) for each in (base, out))
     for name, shape in first.section("model").shapes.items():
         whole = Box.whole(shape)
         assert torch.equal(
-            last.section("model").read(name, whole), first.section("model").read(name, whole)
+            last.section("model").read(name, whole),
+            first.section("model").read(name, whole),
         ), name
     for words, message in (
         (("--lora.alpha", "8"), "error: lora.alpha: differs from the checkpoint"),
@@ -183,7 +184,8 @@ def test_commands_from_a_base_to_both_exports(
     ):
         assert rejected(["train", *short, *words], capsys).startswith(message)
     assert rejected(
-        ["export", base, str(tmp_path / "none"), "--adapters", "True"], capsys
+        ["export", base, str(tmp_path / "none"), "--adapters", "True"],
+        capsys,
     ).endswith(
         "has no adapters to write. Fix: export the model itself, or train with --lora.rank 8"
     )
@@ -225,7 +227,10 @@ def rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_reported_in_one_line(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     assert message in rejected(["train", *TINY, "--out", str(tmp_path / "out"), *words], capsys)
 
@@ -244,8 +249,12 @@ def test_bad_input_is_reported_in_one_line(
     ],
 )
 def test_models_without_such_linears_are_rejected(
-    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     assert message in rejected(
-        ["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words], capsys
+        ["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words],
+        capsys,
     )

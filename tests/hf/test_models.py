@@ -46,7 +46,8 @@ def test_in_and_out_gives_the_same_bytes_and_the_same_logits(tmp_path: Path, nam
     )
     assert done.is_equal
     assert "largest logit difference to transformers: " in done.lines[1]
-    theirs, ours = tensors_in(folder), tensors_in(tmp_path / "ours")
+    theirs = tensors_in(folder)
+    ours = tensors_in(tmp_path / "ours")
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
@@ -93,7 +94,8 @@ def test_transformers_loads_both_layouts_of_experts(tmp_path: Path):
     packed = written("qwen3-moe", tmp_path / "packed")
     pack_experts(packed, 4)
     run = run_of(packed)
-    plain, stacked = HfFolder(folder, run.model), HfFolder(packed, run.model)
+    plain = HfFolder(folder, run.model)
+    stacked = HfFolder(packed, run.model)
     assert compare_logits(folder, stacked, run.model).is_equal
     assert compare_logits(packed, plain, run.model).is_equal
 
@@ -109,7 +111,8 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
     side = layers.MtpLayer(main.config, type(last), type(last.input_layernorm), 1)
     side.apply(main._init_weights)
     shaken(side)
-    folder, head = tmp_path / "theirs", "model.layers.2."
+    folder = tmp_path / "theirs"
+    head = "model.layers.2."
     published = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}
     own = {head + _renamed(name, published): tensor for name, tensor in side.state_dict().items()}
     own |= {
@@ -123,16 +126,23 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
         ),
     )
     run = run_of(folder, "--model.balance_loss", "0")
-    assert (run.model.architecture["mtp_depth"], run.model.architecture["mtp_loss"]) == (1, 0.3)
+    assert run.model.architecture["mtp_depth"] == 1
+    assert run.model.architecture["mtp_loss"] == 0.3
 
-    source, batch = HfFolder(folder, run.model), with_later_targets(make_batch(61))
+    source = HfFolder(folder, run.model)
+    batch = with_later_targets(make_batch(61))
     source.check_aliases()
     with torch.no_grad():
         ours = forward(load_model(source, run.model, dtypes={}), batch)
         hidden = main.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
         turns = main.model.rotary_emb(hidden, batch.positions)
         joined = side(
-            main.model.embed_tokens(batch.next_inputs), hidden, turns, None, batch.positions, None
+            main.model.embed_tokens(batch.next_inputs),
+            hidden,
+            turns,
+            None,
+            batch.positions,
+            None,
         )
         theirs = _summed(main.lm_head(hidden), batch.targets) + 0.3 * _summed(
             main.lm_head(joined), batch.later_targets
@@ -142,26 +152,38 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
 
 def _renamed(name: str, heads: dict[str, str]) -> str:
     return next(
-        (new + name.removeprefix(old) for old, new in heads.items() if name.startswith(old)), name
+        (new + name.removeprefix(old) for old, new in heads.items() if name.startswith(old)),
+        name,
     )
 
 
 def _summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=-100,
+        reduction="sum",
     )
 
 
 def exchange_rules(family: str, first: str, second: str) -> HFMapping:
     """The mapping of a family with the tensors of two rules exchanged."""
     mapping = FAMILIES[family].hf
-    rules = {rule.param.rpartition("}.")[2]: rule for rule in mapping.weights.rules}
-    swapped = {rules[first]: rules[second], rules[second]: rules[first]}
+    rules = {}
+    for rule in mapping.weights.rules:
+        name = rule.param.rpartition("}.")[2]
+        rules[name] = rule
+    swapped = {
+        rules[first]: rules[second],
+        rules[second]: rules[first],
+    }
     changed = []
     for rule in mapping.weights.rules:
         other = swapped.get(rule, rule)
-        changed.append(replace(rule, tensor=other.tensor, slice=other.slice))
-    return replace(mapping, weights=replace(mapping.weights, rules=tuple(changed)))
+        exchanged = replace(rule, tensor=other.tensor, slice=other.slice)
+        changed.append(exchanged)
+    weights = replace(mapping.weights, rules=tuple(changed))
+    return replace(mapping, weights=weights)
 
 
 def drop_transposition(family: str, param: str) -> HFMapping:
@@ -186,7 +208,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_mapping_is_found_by_the_logits_both_ways(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ):
     family, mapping = BROKEN[name]
     folder = written(family, tmp_path / "theirs")
@@ -208,10 +232,13 @@ def test_a_broken_mapping_is_found_by_the_logits_both_ways(
 
 
 def test_the_commands_report_and_fail_if_the_models_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     folder = written("llama3", tmp_path / "theirs")
-    run, ours = str(tmp_path / "run"), str(tmp_path / "ours")
+    run = str(tmp_path / "run")
+    ours = str(tmp_path / "ours")
     assert main(["import", str(folder), "--out", run]) == 0
     message = capsys.readouterr().out.splitlines()
     assert "parameters" in message[0]
@@ -224,7 +251,8 @@ def test_the_commands_report_and_fail_if_the_models_differ(
     assert "not compared: transformers is not installed" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setattr(
-        "weft.hf.check_logits.hf_logits", lambda folder, tokens: torch.zeros(2, 32, 61)
+        "weft.hf.check_logits.hf_logits",
+        lambda folder, tokens: torch.zeros(2, 32, 61),
     )
     assert main(["export", run, str(tmp_path / "wrong")]) == 1
 

@@ -135,7 +135,8 @@ def test_a_rule_that_is_dropped_or_doubled_is_found(tmp_path: Path):
                 match_tensors(less, cfg, listed, ties=ties, folder="hf")
             if rule.param.format_map(_First()) not in ties:
                 more = replace(
-                    mapping, rules=(*mapping.rules, replace(rule, param=f"{rule.param}.again"))
+                    mapping,
+                    rules=(*mapping.rules, replace(rule, param=f"{rule.param}.again")),
                 )
                 with pytest.raises(CheckpointError, match="not used exactly once"):
                     match_tensors(more, cfg, listed, ties=ties, folder="hf")
@@ -188,7 +189,11 @@ def damaged(folder: Path, name: str) -> None:
         ("pickled", "holds no weights.*Fix: save it as safetensors"),
     ],
 )
-def test_damage_is_reported_with_its_file(tmp_path: Path, name: str, message: str):
+def test_damage_is_reported_with_its_file(
+    tmp_path: Path,
+    name: str,
+    message: str,
+):
     folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA), max_shard_bytes=5000)
     damaged(folder, name)
     with pytest.raises(CheckpointError, match=message):

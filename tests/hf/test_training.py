@@ -42,18 +42,25 @@ UNBALANCED = {
 }
 
 
-def ours_after_steps(run: Run, start: Path, folder: Path, batches: list[Batch]) -> Path:
+def ours_after_steps(
+    run: Run,
+    start: Path,
+    folder: Path,
+    batches: list[Batch],
+) -> Path:
     """The steps on the run's layout, ranks as threads, from the imported checkpoint; then the
     export.
     """
-    plan, final = plan_of(run), checkpoint_path(folder.parent / "trained", STEPS)
+    plan = plan_of(run)
+    final = checkpoint_path(folder.parent / "trained", STEPS)
 
     def rank(comm: Comm) -> None:
         step = build_step(run, comm)
         load_parameters(step.state(), open_checkpoint(start).section("model"))
         for index, batch in enumerate(batches):
             step(
-                micro_batches(batch, plan, comm.rank), lr=learning_rate(index, run.optim, run.steps)
+                micro_batches(batch, plan, comm.rank),
+                lr=learning_rate(index, run.optim, run.steps),
             )
         save(step, final, run)
 
@@ -62,7 +69,10 @@ def ours_after_steps(run: Run, start: Path, folder: Path, batches: list[Batch]) 
 
 
 def theirs_after_steps(
-    folder: Path, run: Run, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    run: Run,
+    batches: list[Batch],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> nn.Module:
     """The same steps with transformers and torch.optim.AdamW on one process."""
     model = loaded(folder, torch.float64)
@@ -79,7 +89,12 @@ def theirs_after_steps(
         {"params": decayed, "weight_decay": run.optim.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=run.optim.betas, eps=run.optim.eps)
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=LR,
+        betas=run.optim.betas,
+        eps=run.optim.eps,
+    )
     for batch in batches:
         logits = model(input_ids=batch.inputs, use_cache=False).logits
         F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100).backward()
@@ -92,7 +107,9 @@ def theirs_after_steps(
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_three_steps_on_a_layout_are_three_steps_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ):
     folder = written(name, tmp_path / "theirs", dtype=torch.float64)
     wide = [
@@ -170,7 +187,8 @@ def test_each_rank_starts_from_its_own_boxes_under_zero_3(
     run = run.model_copy(
         update={"precision": run.precision.model_copy(update={"reduce": "float64"})}
     )
-    whole, plain = HfFolder(folder, run.model), HfFolder.read
+    whole = HfFolder(folder, run.model)
+    plain = HfFolder.read
     read: dict[str, int] = {}
 
     def counted(self: HfFolder, name: str, box: Box) -> Tensor:

@@ -204,7 +204,10 @@ VALUES: dict[str, tuple[str, ...]] = {
 def config_values() -> Iterator[Case]:
     for key, values in VALUES.items():
         for value in values:
-            given = value.split(" ") if key in ("optim.betas", "pipeline.split") else [value]
+            if key in ("optim.betas", "pipeline.split"):
+                given = value.split(" ")
+            else:
+                given = [value]
             yield Case(f"{key} {value[:20]!r}", ("train", f"--{key}", *given), "", faults=4)
     for line in ("rope_theta", "steps", "model.layers"):
         yield Case(f"{line} without a value", ("train", f"--{line}"))
@@ -299,7 +302,10 @@ def data_files() -> Iterator[Case]:
         change = write("data.jsonl", content)
         yield Case(f"train, {name}", ("train", "--data.source", "data.jsonl"), line, change)
         yield Case(
-            f"prepare, {name}", ("data", "prepare", "data.jsonl", "--out", "new"), line, change
+            f"prepare, {name}",
+            ("data", "prepare", "data.jsonl", "--out", "new"),
+            line,
+            change,
         )
     yield Case(
         "a line of 100 MiB",
@@ -392,7 +398,10 @@ def data_files() -> Iterator[Case]:
         "images cut", images, "m/train", _images(b"\0\0\x08\x03\0\0\xff\xff\0\0\0\x1c\0\0\0\x1c")
     )
     yield Case(
-        "images of 2^96 bytes", images, "is truncated", _images(b"\0\0\x08\x03" + b"\xff" * 12)
+        "images of 2^96 bytes",
+        images,
+        "is truncated",
+        _images(b"\0\0\x08\x03" + b"\xff" * 12),
     )
 
 
@@ -689,13 +698,19 @@ def hf_folders() -> Iterator[Case]:
         yield Case(f"{small} a link out", IMPORT, "leads out", link(f"hf/{small}", "/etc/passwd"))
         yield Case(f"{small} a pipe", IMPORT, "is no regular file", fifo(f"hf/{small}"))
         yield Case(
-            f"{small} not UTF-8", IMPORT, "is not UTF-8", write(f"hf/{small}", b"\xff\xfe\xff")
+            f"{small} not UTF-8",
+            IMPORT,
+            "is not UTF-8",
+            write(f"hf/{small}", b"\xff\xfe\xff"),
         )
     tokenizer = "hf/tokenizer.json"
     yield Case("tokenizer garbage", IMPORT, "is not a tokenizer", write(tokenizer, "{}"))
     yield Case("tokenizer nested", IMPORT, "is not a tokenizer", write(tokenizer, "[" * DEEP))
     yield Case(
-        "tokenizer too large", IMPORT, "has more tokens", write(tokenizer, tokenizer_text(40))
+        "tokenizer too large",
+        IMPORT,
+        "has more tokens",
+        write(tokenizer, tokenizer_text(40)),
     )
     yield from _weights()
     yield from _indexes()
@@ -778,7 +793,11 @@ def _weights() -> Iterator[Case]:
         yield Case(f"header, {name}", IMPORT, "", forged)
     for length in (2**60, 2**63, 26_000_000, 0):
         yield Case(
-            f"header of {length} bytes", IMPORT, "", _file(b"{}", data, length=length), faults=3
+            f"header of {length} bytes",
+            IMPORT,
+            "",
+            _file(b"{}", data, length=length),
+            faults=3,
         )
     yield Case("weights empty", IMPORT, "is no safetensors file", write(WEIGHTS, b""))
     yield Case("weights of 7 bytes", IMPORT, "is no safetensors file", write(WEIGHTS, b"1234567"))
@@ -847,7 +866,8 @@ def checkpoints() -> Iterator[Case]:
         "a piece at -1": lambda m: m["tensors"][name]["pieces"][0].update(at=-1),
         "a piece at 10^18": lambda m: m["tensors"][name]["pieces"][0].update(at=10**18),
         "a piece of two dims": lambda m: m["tensors"][name]["pieces"][0].update(
-            lo=[0, 0], hi=[1, 1]
+            lo=[0, 0],
+            hi=[1, 1],
         ),
         "a dtype": lambda m: m["tensors"][name].update(dtype="object"),
         "no crc": lambda m: m["tensors"][name]["pieces"][0].update(crc32=[]),
@@ -883,7 +903,10 @@ def checkpoints() -> Iterator[Case]:
     for case, (change, line) in files.items():
         yield Case(f"resume, {case}", resume, line, change, faults=2)
         yield Case(
-            f"generate, {case}", generate, line if "manifest missing" not in case else "", change
+            f"generate, {case}",
+            generate,
+            line if "manifest missing" not in case else "",
+            change,
         )
     flipped = flip(data_file, 3000)
     export = ("export", "run", "new", "--compare", "False")

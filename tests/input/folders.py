@@ -81,8 +81,17 @@ def tensors() -> tuple[dict[str, Any], bytes]:
     return header, data
 
 
-def write_safetensors(path: Path, header: Any, data: bytes, *, length: int | None = None) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+def write_safetensors(
+    path: Path,
+    header: Any,
+    data: bytes,
+    *,
+    length: int | None = None,
+) -> None:
+    if isinstance(header, bytes):
+        text = header
+    else:
+        text = json.dumps(header).encode()
     size = (len(text) if length is None else length).to_bytes(8, "little")
     path.write_bytes(size + text + data)
 

@@ -96,7 +96,10 @@ def _child(words: list[str], folder: str, files: dict[str, Path]) -> None:
 
         code = main(words)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        if isinstance(end.code, int):
+            code = end.code
+        else:
+            code = 1
     except BaseException:  # noqa: BLE001 - the report is the traceback
         import traceback
 

@@ -103,7 +103,12 @@ def listing(folder: Path) -> list[tuple[str, int, int]]:
     return sorted(found)
 
 
-def problems(case: Case, report: dict[str, Any], folder: Path, start_s: float) -> Iterator[str]:
+def problems(
+    case: Case,
+    report: dict[str, Any],
+    folder: Path,
+    start_s: float,
+) -> Iterator[str]:
     """What the answer to a bad input lacks."""
     lines = report["err"].splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
@@ -151,7 +156,11 @@ def is_inside(path: str, case: Case, folder: Path) -> bool:
     ],
 )
 def test_bad_input_is_one_line(
-    group: str, half: int, server: Server, base: Path, tmp_path: Path
+    group: str,
+    half: int,
+    server: Server,
+    base: Path,
+    tmp_path: Path,
 ) -> None:
     """Every second case of a group; the others run with the slow tests."""
     wrong = []

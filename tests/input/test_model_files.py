@@ -173,7 +173,11 @@ def test_a_run_resumes_with_the_file_that_it_was_trained_with(tmp_path: Path) ->
     (tmp_path / "my_model.py").write_text(GOOD)
     section = load([str(tmp_path / "my_model.py")], FAMILIES).model
     run = {"model": {"digest": "0123456789abcdef"}}
-    facts = SimpleNamespace(run=run, family=section.name, architecture=section.architecture)
+    facts = SimpleNamespace(
+        run=run,
+        family=section.name,
+        architecture=section.architecture,
+    )
     (fault,) = _model_changes(section, facts, path)
     assert "the model file has changed since" in str(fault)
     assert f"a copy is {tmp_path}/run/model.py" in str(fault)

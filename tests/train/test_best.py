@@ -43,7 +43,11 @@ def trained(out, words, losses):
         class Scripted(type(evaluation)):
             def __call__(self):
                 report = evaluate(self)
-                return type(report)(loss=next(reports), targets=report.targets, seconds=0.0)
+                return type(report)(
+                    loss=next(reports),
+                    targets=report.targets,
+                    seconds=0.0,
+                )
 
         evaluation.__class__ = Scripted
         with EventLog(out if comm.rank == 0 else None) as log:
@@ -75,7 +79,8 @@ def test_the_best_checkpoint_survives_and_is_found_by_name(tmp_path, capsys):
     events = trained(out, words, losses)
     assert best_step(out) == 2
     assert sorted(step for step, _ in checkpoints(out)) == [2, 5]
-    assert (events[-1]["best_step"], events[-1]["best_loss"]) == (2, 1.5)
+    assert events[-1]["best_step"] == 2
+    assert events[-1]["best_loss"] == 1.5
     assert main(["eval", f"{out}/best", "--transport", "threads", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"].endswith("ckpt/step-000002")
@@ -88,7 +93,9 @@ def test_training_stops_early_and_a_resume_stays_stopped(tmp_path):
     words = "--steps 9 --save.best True --eval.patience 2"
     events = trained(out, words, [3.0, 2.0, 2.5, 2.5, 1.0])
     end = events[-1]
-    assert (end["status"], end["reason"], end["steps"]) == ("finished", "early_stop", 4)
+    assert end["status"] == "finished"
+    assert end["reason"] == "early_stop"
+    assert end["steps"] == 4
     assert end["text"] == (
         "stopped early after step 4: no lower loss in 2 evaluations; "
         "the lowest was 2.0000 nats after step 2"

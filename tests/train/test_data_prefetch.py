@@ -22,7 +22,8 @@ def test_results_come_in_order_and_all_of_them(most):
 
 @pytest.mark.parametrize("most", [1, 3])
 def test_no_more_is_read_than_may_wait(most):
-    read, room = [], threading.Semaphore(0)
+    read = []
+    room = threading.Semaphore(0)
 
     def note(step):
         read.append(step)

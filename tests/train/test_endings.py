@@ -45,12 +45,10 @@ def test_a_run_saves_after_its_last_step_by_default_and_says_where(tmp_path, cap
     assert list(checkpoints(out)) == [(3, path)]
     assert f"saved step 3: {path}" in capsys.readouterr().out
     end = events_of(out)[-1]
-    assert (end["event"], end["status"], end["steps"], end["checkpoint"]) == (
-        "end",
-        "finished",
-        3,
-        str(path),
-    )
+    assert end["event"] == "end"
+    assert end["status"] == "finished"
+    assert end["steps"] == 3
+    assert end["checkpoint"] == str(path)
 
 
 def test_at_end_false_saves_nothing_after_the_last_step(tmp_path):
@@ -63,7 +61,11 @@ def test_at_end_false_saves_nothing_after_the_last_step(tmp_path):
     ("error", "status"),
     [(RuntimeError("out of memory"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
-def test_an_exception_that_leaves_the_event_log_is_its_last_line(tmp_path, error, status):
+def test_an_exception_that_leaves_the_event_log_is_its_last_line(
+    tmp_path,
+    error,
+    status,
+):
     def step_and_fail():
         with EventLog(tmp_path) as log:
             log.emit({"event": "step", "step": 4})
@@ -72,7 +74,9 @@ def test_an_exception_that_leaves_the_event_log_is_its_last_line(tmp_path, error
     with pytest.raises(type(error)):
         step_and_fail()
     *_, end = events_of(tmp_path)
-    assert (end["event"], end["status"], end["steps"]) == ("end", status, 4)
+    assert end["event"] == "end"
+    assert end["status"] == status
+    assert end["steps"] == 4
     assert end["error"].startswith(type(error).__name__)
 
 
@@ -93,7 +97,12 @@ def test_the_end_of_a_killed_run_is_appended_behind_the_last_complete_line(tmp_p
         '{"event":"end","status":"stopped"}\n'
         '{"event":"step","step":7,"loss":1.0,"grad_norm":1.0}\n{"event":"st'
     )
-    assert append_end_event(tmp_path, "failed", error="rank 1 was killed", seconds=2.5)
+    assert append_end_event(
+        tmp_path,
+        "failed",
+        error="rank 1 was killed",
+        seconds=2.5,
+    )
     assert events_of(tmp_path)[1:] == [
         step_event(7),
         {
@@ -119,7 +128,9 @@ def test_the_root_cause_replaces_the_error_of_a_failed_rank_0(tmp_path):
     append_end_event(tmp_path, "failed", error="rank 1 was killed", seconds=9.0)
     step, end = events_of(tmp_path)
     assert step == step_event(2)
-    assert (end["status"], end["steps"], end["error"]) == ("failed", 2, "rank 1 was killed")
+    assert end["status"] == "failed"
+    assert end["steps"] == 2
+    assert end["error"] == "rank 1 was killed"
     assert end["seconds"] < 9.0
 
 
@@ -134,7 +145,8 @@ def write_two_steps_and_wait(out: Path) -> None:
 
 def start_writer(out: Path) -> multiprocessing.Process:
     writer = multiprocessing.get_context("spawn").Process(
-        target=write_two_steps_and_wait, args=(out,)
+        target=write_two_steps_and_wait,
+        args=(out,),
     )
     writer.start()
     while not (out / "ready").exists():
@@ -152,7 +164,9 @@ def test_another_rank_ends_the_run_of_a_killed_rank_0_only(tmp_path):
     assert end_run_of_dead_writer(tmp_path, error="lost rank 0")
     assert not end_run_of_dead_writer(tmp_path, error="a second rank")
     *_, end = events_of(tmp_path)
-    assert (end["event"], end["status"], end["steps"]) == ("end", "failed", 2)
+    assert end["event"] == "end"
+    assert end["status"] == "failed"
+    assert end["steps"] == 2
     assert end["error"] == "lost rank 0"
 
 

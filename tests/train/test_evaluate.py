@@ -51,7 +51,8 @@ def source(tmp_path_factory):
 def run_of(source, words, family="llama3"):
     data = ["--data.source", f"{source}/train.txt", "--eval.source", f"{source}/valid.txt"]
     return load(
-        [*data, *SIZES.split(), *FLOAT64.split(), *MODEL[family].split(), *words.split()], FAMILIES
+        [*data, *SIZES.split(), *FLOAT64.split(), *MODEL[family].split(), *words.split()],
+        FAMILIES,
     )
 
 
@@ -106,7 +107,8 @@ def alone(source, family):
     ],
 )
 def test_the_loss_is_the_same_under_any_layout(source, words):
-    expected, found = alone(source, "llama3"), losses(run_of(source, words))
+    expected = alone(source, "llama3")
+    found = losses(run_of(source, words))
     assert found == pytest.approx(expected, rel=1e-9)
     assert found[-1] == expected[-1]
 
@@ -130,9 +132,16 @@ def test_it_is_the_mean_over_the_whole_source_of_the_plain_model(source, family)
     samples = open_validation(run.data, run.model, source=run.eval.source)
     assert samples.num_samples % run.batch.global_size
     batch = whole_batch(
-        samples, np.arange(samples.num_samples), later=run.model.reads_later_targets
+        samples,
+        np.arange(samples.num_samples),
+        later=run.model.reads_later_targets,
     )
-    blocks = plain_model(FAMILIES[family], run.model, seed=run.seed, dtype=torch.float64)
+    blocks = plain_model(
+        FAMILIES[family],
+        run.model,
+        seed=run.seed,
+        dtype=torch.float64,
+    )
     with torch.no_grad():
         mean = chain(blocks, batch.inputs, batch).x.item() / batch.num_targets().item()
     found = alone(source, family)
@@ -145,10 +154,8 @@ def test_training_does_not_notice(source):
     run = run_of(source, "--mesh dp2 --parallel.zero 3")
 
     def rank(comm: Comm):
-        step, feed = (
-            build_step(run, comm),
-            loader_of(run, comm, open_data(run.data, run.model)),
-        )
+        step = build_step(run, comm)
+        feed = loader_of(run, comm, open_data(run.data, run.model))
         return [step(feed.batches(number), lr=0.01).loss for number in range(2)]
 
     with_evaluations = losses(run)
@@ -171,13 +178,21 @@ def test_a_sample_that_is_none_has_no_targets(source):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["gpipe", "1f1b", "zero_bubble", "zbv", "dual_pipe_v", "interleaved"]
+    "schedule",
+    ["gpipe", "1f1b", "zero_bubble", "zbv", "dual_pipe_v", "interleaved"],
 )
 def test_the_forwards_of_every_schedule_are_all_there(schedule):
     from weft.schedule.catalog import make_table
     from weft.schedule.lower import check_rendezvous, lower
 
-    table = forward_table(make_table(schedule, ranks=4, microbatches=8, chunks=None))
+    table = forward_table(
+        make_table(
+            schedule,
+            ranks=4,
+            microbatches=8,
+            chunks=None,
+        )
+    )
     acts = [act for row in table.rows for act in row]
     assert {(act.stage, act.mb) for act in acts} == {
         (s, m) for s in range(table.num_stages) for m in range(8)
@@ -192,7 +207,8 @@ def test_the_events_and_lines_of_a_run_agree(tmp_path, capsys):
         for number in range(60)
     )
     (tmp_path / "a.jsonl").write_text(rows)
-    prepared, out = str(tmp_path / "prepared"), str(tmp_path / "run")
+    prepared = str(tmp_path / "prepared")
+    out = str(tmp_path / "run")
     assert (
         main(["data", "prepare", f"{tmp_path}/a.jsonl", "--out", prepared, "--valid", "0.2"]) == 0
     )

@@ -61,7 +61,10 @@ def test_step_k_trains_on_the_kth_batch_that_is_not_left_out(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rolled_back_run_equals_one_device_without_the_samples_also_after_a_resume(
-    layout: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = run_of(text)
     bad = bad_batch(run)
@@ -87,7 +90,10 @@ def test_a_rolled_back_run_equals_one_device_without_the_samples_also_after_a_re
 
 
 def test_the_record_of_a_failed_step_names_the_samples_with_the_bad_value(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = run_of(text)
     bad = bad_batch(run)
@@ -104,7 +110,9 @@ def test_the_record_of_a_failed_step_names_the_samples_with_the_bad_value(
     ]
     assert record["suspects"] == marked
     assert record["places"][0]["tokens"][0] == marked[0] * run.data.seq_len
-    assert (record["step"], record["batch"], record["action"]) == (bad + 1, bad, "stop")
+    assert record["step"] == bad + 1
+    assert record["batch"] == bad
+    assert record["action"] == "stop"
     assert record["value"]["block"] == "layer1"
     names = " ".join(map(str, marked))
     message = capsys.readouterr().err
@@ -115,7 +123,9 @@ def test_the_record_of_a_failed_step_names_the_samples_with_the_bad_value(
 
 
 def test_skip_leaves_out_the_update_alone(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = run_of(text)
     bad = bad_batch(run)
@@ -150,7 +160,10 @@ def test_a_run_that_fails_again_and_again_stops_and_saves_nothing_bad(
 
 
 def test_a_spike_is_reported_and_training_goes_on(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     bad = bad_batch(run_of(text))
     spoil(monkeypatch, "loss", 100.0)
@@ -158,12 +171,16 @@ def test_a_spike_is_reported_and_training_goes_on(
     keys = ("--guard.spike", "3", "--mesh", "dp2", "--steps", str(bad + 3))
     assert main(["train", *words_of(text, out, *keys)]) == EXIT_OK
     (guard,) = [event for event in events_of(out) if event["event"] == "guard"]
-    assert (guard["kind"], guard["action"], guard["step"]) == ("spike", "report", bad + 1)
+    assert guard["kind"] == "spike"
+    assert guard["action"] == "report"
+    assert guard["step"] == bad + 1
     assert f"guard: step {bad + 1}: the loss is" in capsys.readouterr().out
 
 
 def test_a_rollback_from_a_spike_leaves_out_all_batches_since_the_checkpoint(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = run_of(text)
     bad = bad_batch(run)
@@ -198,7 +215,11 @@ def test_spikes_need_a_factor_above_one(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_state_of_guards_survives_a_checkpoint() -> None:
-    state = GuardState((3, 9), tuple(float(number) for number in range(WINDOW)), 2)
+    state = GuardState(
+        skipped_batches=(3, 9),
+        losses=tuple(float(number) for number in range(WINDOW)),
+        failures=2,
+    )
     position = state.position(12, global_size=4)
     assert position["samples"] == 14 * 4
     assert GuardState.of_position(json.loads(json.dumps(position))) == state

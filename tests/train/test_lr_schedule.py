@@ -62,7 +62,8 @@ def test_rate_is_positive_at_most_the_peak_and_falls_after_the_warm_up(run):
     chosen, total = run
     rates = [learning_rate(step, chosen, total) for step in range(total + 5)]
     assert all(0 < rate <= chosen.lr * (1 + 1e-12) for rate in rates[:total])
-    warm, cold = rates[: chosen.warmup], rates[chosen.warmup :]
+    warm = rates[: chosen.warmup]
+    cold = rates[chosen.warmup :]
     assert warm == sorted(warm)
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(cold))
 
@@ -70,7 +71,10 @@ def test_rate_is_positive_at_most_the_peak_and_falls_after_the_warm_up(run):
 @given(runs())
 def test_decay_ends_at_the_least_rate_and_stays(run):
     chosen, total = run
-    end = chosen.lr if chosen.decay == "constant" else min(chosen.min_lr, chosen.lr)
+    if chosen.decay == "constant":
+        end = chosen.lr
+    else:
+        end = min(chosen.min_lr, chosen.lr)
     after = max(total, chosen.warmup)
     assert [learning_rate(after + late, chosen, total) for late in (0, 1, 1000)] == pytest.approx(
         [end] * 3, abs=1e-12
@@ -82,7 +86,15 @@ def test_one_step_runs_at_the_peak():
 
 
 def test_least_rate_above_the_peak_does_not_heat_the_run():
-    assert learning_rate(99, optim(lr=0.01, warmup=0, decay="linear"), 100) == pytest.approx(0.01)
+    assert learning_rate(
+        99,
+        optim(
+            lr=0.01,
+            warmup=0,
+            decay="linear",
+        ),
+        100,
+    ) == pytest.approx(0.01)
 
 
 def test_cooldown_that_begins_within_the_warm_up_begins_at_its_end():

@@ -48,6 +48,9 @@ def test_values_are_drawn_again_afterwards():
 
 def test_making_skeletons_imports_no_compiler():
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -32,12 +32,21 @@ from weft.train.step import TrainStep
 Spoil = Callable[[TrainStep], None]
 
 
-def message_of_step(case: Case, spoil: Spoil, comm: Comm, **plan_updates: Any) -> str:
+def message_of_step(
+    case: Case,
+    spoil: Spoil,
+    comm: Comm,
+    **plan_updates: Any,
+) -> str:
     """The error of one step after `spoil`, which must leave the parameters as they are."""
     plan = case.plan.model_copy(update=plan_updates)
     model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
     decay_names = matrices(model.params)
-    step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, decay_names), clip=CLIP)
+    step = TrainStep(
+        model,
+        make_optimizer=lambda tensors: adamw(tensors, decay_names),
+        clip=CLIP,
+    )
     spoil(step)
     before = {name: tensor.clone() for name, tensor in step.grads.sharded_params.items()}
     with pytest.raises(NonFiniteError) as error:
@@ -101,7 +110,8 @@ OUTPUTS = {
 def test_a_nan_in_the_forward_names_the_first_block_and_rank_on_all_ranks(name: str) -> None:
     case, param, rank, where = OUTPUTS[name]
     messages = run_ranks(
-        case.mesh, lambda comm: message_of_step(case, poison(param, rank=rank), comm)
+        case.mesh,
+        lambda comm: message_of_step(case, poison(param, rank=rank), comm),
     )
     assert len(set(messages)) == 1, "every rank raises the same"
     assert f"first in the output of {where}" in messages[0]
@@ -160,7 +170,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def test_a_diverging_run_stops_with_exit_1_and_keeps_its_last_finite_checkpoint(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
     events = diverge(text, out, "--optim.lr", "1e30")
@@ -170,11 +182,9 @@ def test_a_diverging_run_stops_with_exit_1_and_keeps_its_last_finite_checkpoint(
     assert f"step {last_step + 1}: the loss is " in message
     assert "Stopped before the update" in message
     assert f"The newest checkpoint is {newest}" in message
-    assert (events[-1]["event"], events[-1]["status"], events[-1]["steps"]) == (
-        "end",
-        "failed",
-        last_step,
-    )
+    assert events[-1]["event"] == "end"
+    assert events[-1]["status"] == "failed"
+    assert events[-1]["steps"] == last_step
     assert next(checkpoints(out)) == (last_step, newest)
     section = open_checkpoint(newest).section("model")
     for name, shape in section.shapes.items():
@@ -218,7 +228,8 @@ def checkpoint_folders(run_folder: Path, *steps: int) -> None:
 
 def test_the_advice_names_an_older_checkpoint_than_that_of_the_failed_step(tmp_path: Path) -> None:
     checkpoint_folders(tmp_path, 2, 4)
-    older, newest = checkpoint_path(tmp_path, 2), checkpoint_path(tmp_path, 4)
+    older = checkpoint_path(tmp_path, 2)
+    newest = checkpoint_path(tmp_path, 4)
     command = f"weft train {tmp_path}/run.toml --resume"
     assert non_finite_advice(tmp_path, 4, peak_lr=1e-3) == (
         f"The newest checkpoint is {newest}, whose parameters already give this non-finite result. "

@@ -44,7 +44,10 @@ def every_pair() -> list[Any]:
     pairs = []
     for name in OPTIMS:
         for layout in LAYOUTS:
-            marks = () if layout in QUICK[name] else (pytest.mark.slow,)
+            if layout in QUICK[name]:
+                marks = ()
+            else:
+                marks = (pytest.mark.slow,)
             pairs.append(pytest.param(layout, name, marks=marks))
     return pairs
 

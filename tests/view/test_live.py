@@ -101,15 +101,27 @@ class Terminal:
 
     def _type(self, text: str) -> None:
         line = self.rows[self.row] + text
-        pieces = [line[start : start + self.width] for start in range(0, len(line), self.width)]
+        pieces = []
+        for start in range(0, len(line), self.width):
+            piece = line[start : start + self.width]
+            pieces.append(piece)
         self.rows[self.row :] = pieces
         self.row += len(pieces) - 1
 
 
-def live(width: int, height: int = 24, **options) -> tuple[LiveView, io.StringIO]:
+def live(
+    width: int,
+    height: int = 24,
+    **options,
+) -> tuple[LiveView, io.StringIO]:
     file = TerminalFile()
     console = Console(
-        file=file, force_terminal=True, width=width, height=height, _environ={}, **options
+        file=file,
+        force_terminal=True,
+        width=width,
+        height=height,
+        _environ={},
+        **options,
     )
     return LiveView(console, now=iter(range(10**6)).__next__), file
 
@@ -190,14 +202,31 @@ def test_an_ascii_terminal_gets_ascii():
 
 def test_the_panel_is_redrawn_at_most_once_a_frame():
     file = TerminalFile()
-    view = LiveView(Console(file=file, force_terminal=True, width=80), now=lambda: 0.0)
+    view = LiveView(
+        Console(
+            file=file,
+            force_terminal=True,
+            width=80,
+        ),
+        now=lambda: 0.0,
+    )
     show(view, RUN, *(step(k) for k in range(1, 101)))
     assert file.getvalue().count("nats") == 1, "one frame, at the end"
 
 
 def test_a_nan_loss_is_shown():
     view, file = live(80)
-    show(view, RUN, step(1), step(2, loss=float("nan")), step(3, loss="NaN", grad_norm="Infinity"))
+    show(
+        view,
+        RUN,
+        step(1),
+        step(2, loss=float("nan")),
+        step(
+            3,
+            loss="NaN",
+            grad_norm="Infinity",
+        ),
+    )
     loss_row = next(row for row in Terminal(80).read(file.getvalue()) if row.startswith(" loss"))
     assert loss_row == " loss       nan nats  ▁??"
 
@@ -282,7 +311,8 @@ def test_a_resumed_run_counts_from_its_start_step():
     progress.update({**RUN, "start_step": 150})
     assert progress.num_done == 150
     progress.update(step(151))
-    assert (progress.num_done, progress.left_s) == (151, pytest.approx(49 * 0.2))
+    assert progress.num_done == 151
+    assert progress.left_s == pytest.approx(49 * 0.2)
 
 
 @pytest.mark.parametrize(

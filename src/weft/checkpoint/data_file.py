@@ -72,7 +72,8 @@ def lay_out(entries: Sequence[FileEntry]) -> FileLayout:
     starts = []
     end = 0
     for entry in entries:
-        start, end = end, end + entry.num_bytes
+        start = end
+        end = end + entry.num_bytes
         starts.append(start)
         safetensors_dtype, _ = DTYPES[entry.dtype]
         header_entries[entry.title] = {
@@ -131,7 +132,8 @@ class MappedFile:
                 )
             ) from None
         if len(self._bytes) != facts.num_bytes:
-            got, need = counted(len(self._bytes), "byte"), f"{facts.num_bytes}"
+            got = counted(len(self._bytes), "byte")
+            need = f"{facts.num_bytes}"
             what = "its length differs from the length that was written"
             raise CheckpointError(
                 Fault(

@@ -29,7 +29,9 @@ BEST = "best.json"
 BEST_NAME = "best"
 """Last part of the path RUN/best, by which commands find the best checkpoint of a run."""
 MAX_BEST_BYTES = 4096
-TEMPORARY_PREFIX, REMOVED_PREFIX, ASIDE_PREFIX = ".tmp-", ".old-", "aside-"
+TEMPORARY_PREFIX = ".tmp-"
+REMOVED_PREFIX = ".old-"
+ASIDE_PREFIX = "aside-"
 _NAME = re.compile(r"step-(\d{6,})")
 
 

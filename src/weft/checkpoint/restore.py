@@ -246,7 +246,8 @@ def _check_optimizer(state: TrainState, manifest: Manifest) -> None:
                 "resume with the optimizer, options and groups that wrote it, "
                 "or --optim.on_change fresh"
             )
-            got, need = _key_list(found), _key_list(needed)
+            got = _key_list(found)
+            need = _key_list(needed)
             raise CheckpointError(Fault("optim", what, got=got, need=need, fix=fix))
 
 

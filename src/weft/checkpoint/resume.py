@@ -211,13 +211,18 @@ def _optimizer_changes(
     """Another optimizer than that of the checkpoint, whose state would not fit."""
     if not is_other_optimizer(config, facts) or _value(config, "optim.on_change") == "fresh":
         return
-    stored, current = facts.run["optim"], config["optim"]
+    stored = facts.run["optim"]
+    current = config["optim"]
     fresh = "--optim.on_change fresh to begin with fresh optimizer state"
     if stored["name"] != current["name"]:
-        key, got, need = "optim.name", current["name"], stored["name"]
+        key = "optim.name"
+        got = current["name"]
+        need = stored["name"]
         fix = f"--optim.name {need}, or {fresh}"
     else:
-        key, got, need = "optim.groups", "other optimizers of some parameters", "the same groups"
+        key = "optim.groups"
+        got = "other optimizers of some parameters"
+        need = "the same groups"
         fix = f"the groups of its run.toml, or {fresh}"
     what = f"differs from the checkpoint {path}"
     yield Fault(
@@ -251,7 +256,8 @@ def _key_changes(
     if has_lora:
         keys += SAME_KEYS_WITH_LORA
     for key in keys:
-        stored, current = _value(facts.run, key), _value(config, key)
+        stored = _value(facts.run, key)
+        current = _value(config, key)
         if stored is not None and stored != current:
             if isinstance(stored, list):
                 words = " ".join(str(item) for item in stored)

@@ -26,7 +26,8 @@ def stored_section(wanted: str, stored: Collection[str]) -> str | None:
         return wanted
     match = SITE_SECTION.fullmatch(wanted)
     if match is not None:
-        index, section = int(match[1]), match[2]
+        index = int(match[1])
+        section = match[2]
         if section == "model":
             return section
         num_sites = num_stored_sites(stored)

@@ -147,7 +147,8 @@ class ParamState:
 
     def write_items(self) -> Iterator[WriteItem]:
         """The pieces of this parameter that this rank writes."""
-        owner, shape = self.param.owner, self.param.shape
+        owner = self.param.owner
+        shape = self.param.shape
         start, stop = self.write_range
         for section, tensor in self.tensors.items():
             entries = tensor.detach().reshape(-1)[start - self.lo : stop - self.lo]
@@ -216,7 +217,8 @@ def _outer_state(
     tensors: Mapping[str, Tensor],
 ) -> ParamState:
     """What all sites have in common of some entries of a parameter."""
-    model, comm = state.model, state.model.comm
+    model = state.model
+    comm = state.model.comm
     axes = local_update_axes()
     return ParamState(
         param=model.shards[piece.name],
@@ -302,7 +304,8 @@ def _param_state(
     hi: int,
     sharded_axes: tuple[str, ...] = (),
 ) -> ParamState:
-    param, comm = model.shards[name], model.comm
+    param = model.shards[name]
+    comm = model.comm
     distinct_axes = (PP, *param.shard_axes, *sharded_axes)
     replica_axes = tuple(axis for axis, _ in comm.mesh.axes if axis not in distinct_axes)
     return ParamState(

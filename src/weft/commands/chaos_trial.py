@@ -109,7 +109,8 @@ def _run(words: Sequence[str], out: Path, plan: FaultPlan | None) -> str:
 
 def _wait(process: BaseProcess, out: Path) -> bool:
     """Wait for a run; whether it has written no event for HANG_S."""
-    size, changed_s = -1, time.monotonic()
+    size = -1
+    changed_s = time.monotonic()
     while process.is_alive():
         process.join(POLL_S)
         events = out / EVENTS
@@ -118,7 +119,8 @@ def _wait(process: BaseProcess, out: Path) -> bool:
         else:
             new_size = 0
         if new_size != size:
-            size, changed_s = new_size, time.monotonic()
+            size = new_size
+            changed_s = time.monotonic()
         elif time.monotonic() - changed_s > HANG_S:
             return True
     return False

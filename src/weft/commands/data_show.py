@@ -134,7 +134,8 @@ def _stored_documents(
     bounds = prepared.bounds(split)
     stream = prepared.stream(split, vocab=prepared.meta.vocab)
     for document in range(first, min(first + number, len(bounds) - 1)):
-        start, stop = bounds[document], bounds[document + 1]
+        start = bounds[document]
+        stop = bounds[document + 1]
         if prepared.meta.record_format == TEXT:
             mask = np.ones(stop - start, dtype=np.uint8)
         else:

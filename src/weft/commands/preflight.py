@@ -214,7 +214,8 @@ def _elastic_layout(
 
 def training_notes(run: Run) -> tuple[str, ...]:
     """Remarks on the environment, and on what a new run trains."""
-    model, lora = run.model, run.lora
+    model = run.model
+    lora = run.lora
     found = list(environment.notes(run.device_mesh, run.device))
     if run.run.full_mesh:
         found.append(elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh)))

@@ -124,20 +124,20 @@ def _take_switch(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     return [name, value], [*before, *after]
 
 
-def _check_loss(run: Run) -> None:
+def _check_loss(loss: str) -> None:
     """Reject a loss that the reference on one device does not compute.
 
     Raises:
         UserError: it does not.
     """
-    if run.loss != CROSS_ENTROPY:
+    if loss != CROSS_ENTROPY:
         what = "the reference on one device computes the cross entropy alone"
         fix = "prove the layout with --loss cross_entropy and text"
         raise UserError(
             Fault(
                 "loss",
                 what,
-                got=run.loss,
+                got=loss,
                 need=CROSS_ENTROPY,
                 fix=fix,
             )
@@ -153,7 +153,7 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
     Raises:
         UserError: the reference on one device does not compute the run's loss.
     """
-    _check_loss(run)
+    _check_loss(run.loss)
     from weft.prove.proof import Subject, prove  # late: it imports torch
     from weft.prove.shrink import smallest_case
 
@@ -195,7 +195,7 @@ def prove_folder(
         UserError: the folder has no recorded run, or its config is not possible any more.
     """
     run = load([str(first_config_path(folder))], FAMILIES)
-    _check_loss(run)
+    _check_loss(run.loss)
     steps = recorded_steps(folder)
     if local_update_axis(run.device_mesh) is not None:
         what = "sites train apart, so the recorded steps are not those of one device"

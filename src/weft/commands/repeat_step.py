@@ -75,7 +75,8 @@ class Repetition:
 
     def lines(self) -> Iterator[str]:
         """Repeat the step, and compare it with the record."""
-        step, mesh = self.step, self.layout.mesh
+        step = self.step
+        mesh = self.layout.mesh
         if mesh.size > 1:
             where = f"on {mesh}, ranks as threads"
         else:
@@ -94,7 +95,8 @@ class Repetition:
     def _start_text(self) -> str:
         step = self.step
         source = str(step.checkpoint) if step.checkpoint else "the initial parameters"
-        first, last = step.num_done + 1, step.number - 1
+        first = step.num_done + 1
+        last = step.number - 1
         if first > last:
             return source
         if first == last:
@@ -104,7 +106,8 @@ class Repetition:
         return f"{source} ({between} first)"
 
     def _verdict(self, repeated: RepeatedStep) -> str:
-        step, dtype = self.step, self.layout.dtype
+        step = self.step
+        dtype = self.layout.dtype
         if step.loss is None or step.grad_norm is None:
             return "the run has no result of this step to compare with"
         is_recorded_finite = math.isfinite(step.loss) and math.isfinite(step.grad_norm)

@@ -138,7 +138,8 @@ def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
     record = _record_of(records, number)
     last = max([0, *steps, *(record["step"] for record in records)])
     if record is None and number not in steps:
-        got, need = f"step {number}", f"1 to {last}"
+        got = f"step {number}"
+        need = f"1 to {last}"
         raise DataError(
             Fault(
                 "step",

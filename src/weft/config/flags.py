@@ -129,7 +129,8 @@ def read_config(argv: Sequence[str], of: type[ConfigT]) -> ConfigT:
     Raises:
         ConfigError: with every fault.
     """
-    words, known = split(argv), keys_of(of)
+    words = split(argv)
+    known = keys_of(of)
     given = read(words, known)
     loose = [
         Fault(word, "belongs to no flag", fix="flags begin with two dashes") for word in words.loose
@@ -199,7 +200,8 @@ def _unreadable(
 ) -> Fault:
     what, got = "has no value", "nothing after the flag"
     if words:
-        what, got = "wrong type", repr(" ".join(words))
+        what = "wrong type"
+        got = repr(" ".join(words))
     return Fault(
         name,
         what,

@@ -278,7 +278,8 @@ def read_fields(path: str) -> dict[str, Any]:
         fix = f"weft bench compute --write {path}" if error.is_missing else ""
         raise ConfigError(error.fault("hardware", fix=fix)) from None
     except ValueError as error:
-        got, need = str(error), "a hardware file"
+        got = str(error)
+        need = "a hardware file"
         raise ConfigError(
             Fault(
                 "hardware",

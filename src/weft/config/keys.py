@@ -248,7 +248,8 @@ def _fault_of(
     item: Any,
     field: FieldInfo | None,
 ) -> Fault:
-    kind, value = item["type"], item["input"]
+    kind = item["type"]
+    value = item["input"]
     if field is None or kind in ("value_error", "assertion_error"):
         message = item["msg"].removeprefix("Value error, ")
         what, _, remedy = message.partition("; try ")

@@ -120,11 +120,9 @@ def layout_request(
 
 def batch_divides(mesh: Mesh, batch: BatchConfig) -> Iterator[Fault]:
     """The global batch is a whole number of micro-batches on every data rank."""
-    ranks, micro_size, global_size = (
-        mesh.degree(sequence_axes()),
-        batch.micro_size,
-        batch.global_size,
-    )
+    ranks = mesh.degree(sequence_axes())
+    micro_size = batch.micro_size
+    global_size = batch.global_size
     unit = ranks * micro_size
     data_ranks = counted(ranks, "data rank")
     if global_size % unit:

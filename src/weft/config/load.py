@@ -191,7 +191,8 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
         families,
     )
     if folder_faults or choice_faults:
-        words, folder = flags.without(words, "model."), NO_FOLDER
+        words = flags.without(words, "model.")
+        folder = NO_FOLDER
     if folder_faults or choice_faults or not model.keeps_file:
         file = {key: value for key, value in file.items() if not key.startswith("model.")}
     return _Sources(

@@ -65,7 +65,8 @@ def mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
     """The mesh with other degrees; a new data axis stands after the pipeline axis, outside all
     others but those of local updates, which stay in the mesh with one rank, too.
     """
-    data, pipeline = data_axis(), pipeline_axis()
+    data = data_axis()
+    pipeline = pipeline_axis()
     degrees = dict(mesh.axes)
     names = list(degrees)
     if data not in names:

@@ -44,8 +44,12 @@ def config_checks(run: Run) -> tuple[Check, ...]:
     """The rules for combinations of keys, bound to the sections of this run; a fault keeps its own
     fix where no suggestion removes it.
     """
-    mesh, model, data = run.device_mesh, run.model, run.data
-    batch, pipeline, parallel = run.batch, run.pipeline, run.parallel
+    mesh = run.device_mesh
+    model = run.model
+    data = run.data
+    batch = run.batch
+    pipeline = run.pipeline
+    parallel = run.parallel
     seq_len = data.seq_len
     lengths = partial(
         suggestions.lengths,

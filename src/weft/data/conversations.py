@@ -294,7 +294,8 @@ class ConversationSamples:
 
     def facts(self) -> dict[str, object]:
         """Source, sizes, what is cut or left out, and a hash of tokens, masks and rows."""
-        stream, table = self.data.stream, self.table
+        stream = self.data.stream
+        table = self.table
         name = "pairs" if self.has_pairs else "conversations"
         num_documents = len(stream.document_bounds) - 1
         facts: dict[str, object] = {

@@ -77,7 +77,8 @@ class Rows:
         return len(self.bounds) - 1
 
     def __getitem__(self, row: int) -> Ints:
-        start, stop = self.bounds[row], self.bounds[row + 1]
+        start = self.bounds[row]
+        stop = self.bounds[row + 1]
         return self.items[start:stop]
 
 

@@ -292,7 +292,8 @@ def _read_meta(file: Path) -> PreparedMeta:
         )
     max_vocab = 2 ** (8 * np.dtype(meta.dtype).itemsize)
     if meta.vocab > max_vocab or (meta.end or 0) >= meta.vocab:
-        got, need = f"vocab {meta.vocab}, end {meta.end}", f"end < vocab <= {max_vocab}"
+        got = f"vocab {meta.vocab}, end {meta.end}"
+        need = f"end < vocab <= {max_vocab}"
         raise DataError(
             Fault(
                 KEY,

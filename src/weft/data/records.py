@@ -212,7 +212,8 @@ class RecordReader:
         answer_name: str,
         where: str,
     ) -> AnswerText:
-        prompt, answer = fields["prompt"], fields[answer_name]
+        prompt = fields["prompt"]
+        answer = fields[answer_name]
         if isinstance(prompt, list) and isinstance(answer, list):
             return self._completion_messages(fields, answer_name, where)
         prompt = check_text(prompt, "prompt", where)

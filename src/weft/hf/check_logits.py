@@ -21,7 +21,9 @@ from weft.models.common.batch import forward, token_batch, with_later_targets
 from weft.models.common.init import named_parameters, tie
 from weft.view.quantity import memory
 
-NUM_SEQUENCES, SEQ_LEN, SEED = 2, 32, 0
+NUM_SEQUENCES = 2
+SEQ_LEN = 32
+SEED = 0
 TOLERANCE = 1e-3
 """Largest difference of logits, relative to the largest logit, that float32 explains.
 
@@ -74,19 +76,24 @@ def compare_logits(
     """
     if importlib.util.find_spec("transformers") is None:
         return LogitsComparison(reason="transformers is not installed")
-    need = 2 * 4 * sum(Box.whole(shape).size for shape in source.shapes.values())
-    free = psutil.virtual_memory().available
-    if need > MEMORY_SHARE * free:
-        sizes = f"{memory(need)} in float32, {memory(free)} are free"
+    num_entries = sum(Box.whole(shape).size for shape in source.shapes.values())
+    need_bytes = 2 * 4 * num_entries
+    free_bytes = psutil.virtual_memory().available
+    if need_bytes > MEMORY_SHARE * free_bytes:
+        sizes = f"{memory(need_bytes)} in float32, {memory(free_bytes)} are free"
         return LogitsComparison(reason=f"both models take {sizes}")
     seq_len = min(SEQ_LEN, getattr(cfg, "max_seq_len", SEQ_LEN))
+    vocab = cfg.axis_sizes()["vocab"]
     generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(cfg.axis_sizes()["vocab"], (NUM_SEQUENCES, seq_len), generator=generator)
+    tokens = torch.randint(vocab, (NUM_SEQUENCES, seq_len), generator=generator)
     with torch.no_grad():
         expected = hf_logits(folder, tokens)
         found = weft_logits(source, cfg, tokens, dtypes=dtypes or {})
-    difference = (found - expected).abs().max().item()
-    return LogitsComparison(difference=difference, largest=expected.abs().max().item())
+    difference = (found - expected).abs().max()
+    return LogitsComparison(
+        difference=difference.item(),
+        largest=expected.abs().max().item(),
+    )
 
 
 def hf_logits(folder: Path, tokens: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ def export_hf(
     """
     reject_existing(folder)
     model = _open_model(checkpoint)
-    source, cfg = model.source, model.cfg
+    source = model.source
+    cfg = model.cfg
     texts = read_sidecars(sidecar_folders)
     original = json.loads(texts.pop(CONFIG, "{}"))
     faults = tuple(unwritable(cfg, FAMILIES))

@@ -106,12 +106,17 @@ class HfFolder:
         """
         for alias, source in self.aliases.items():
             owner = self.ties[alias]
-            if not self._equals(source, owner):
-                tensor = source.rule.tensor
-                owner_tensor = self.sources[owner].rule.tensor
-                what = f"{tensor} differs from {owner_tensor}, and the model ties them"
-                fix = "set tie_word_embeddings as the weights are"
-                raise CheckpointError(Fault(str(self.folder), what, fix=fix))
+            if self._equals(source, owner):
+                continue
+            tensor = source.rule.tensor
+            owner_tensor = self.sources[owner].rule.tensor
+            raise CheckpointError(
+                Fault(
+                    str(self.folder),
+                    f"{tensor} differs from {owner_tensor}, and the model ties them",
+                    fix="set tie_word_embeddings as the weights are",
+                )
+            )
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that the files hold the parameters of a model with these whole shapes.

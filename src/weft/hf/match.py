@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -143,20 +143,17 @@ class _Matching:
         for rule in rules:
             tensors = self._tensor_names(rule)
             absent = [tensor for tensor in tensors if tensor not in self.entries]
-            missing.update(dict.fromkeys(absent))
             if absent:
+                missing.update(dict.fromkeys(absent))
                 continue
-            fault = _misfit(rule, [self.entries[tensor] for tensor in tensors], tensors)
+            entries = [self.entries[tensor] for tensor in tensors]
+            fault = _misfit(rule, entries, tensors)
             if fault is None:
-                found[rule.param] = param_source(rule, tensors, self.entries[tensors[0]].shape)
+                found[rule.param] = param_source(rule, tensors, entries[0].shape)
             else:
                 self.faults.append(fault)
         if missing:
-            if len(missing) > 1:
-                count = f"{len(missing)} tensors are"
-            else:
-                count = "1 tensor is"
-            self.faults.append(Fault(self.folder, f"{count} missing", need=list_some(missing)))
+            self.faults.append(_missing_fault(missing, self.folder))
         return found
 
     def check_all_used(
@@ -218,6 +215,17 @@ def _select_rules(
             if rule.tensor in entries:
                 rules[rule.param] = rule
     return list(rules.values())
+
+
+def _missing_fault(missing: Collection[str], folder: str) -> Fault:
+    count = "1 tensor is"
+    if len(missing) > 1:
+        count = f"{len(missing)} tensors are"
+    return Fault(
+        folder,
+        f"{count} missing",
+        need=list_some(missing),
+    )
 
 
 def _misfit(

@@ -137,7 +137,9 @@ def unexpected_keys(cfg: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
         return ()
     found = []
     for target in adapter_targets(cfg, lora):
-        found += [linear for linear in target.linears if ".mlp." in linear]
+        for linear in target.linears:
+            if ".mlp." in linear:
+                found.append(linear)
     return tuple(found)
 
 

@@ -135,7 +135,8 @@ class ParamSource:
             )
             return
         inner = Box(lo=box.lo[1:], hi=box.hi[1:])
-        first, last = box.lo[0], box.hi[0]
+        first = box.lo[0]
+        last = box.hi[0]
         for row, placement in enumerate(self.placements[first:last]):
             yield Copy(
                 source=placement.tensor,

@@ -181,8 +181,10 @@ def _header(tensors: Sequence[TypedTensor]) -> bytes:
         }
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    num_spaces = -len(text) % ALIGNMENT
+    padded = text + b" " * num_spaces
+    length = len(padded).to_bytes(8, "little")
+    return length + padded
 
 
 def assemble(tensor: HFTensor, source: Source, box: Box) -> Tensor:

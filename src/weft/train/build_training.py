@@ -90,7 +90,8 @@ def build_training(
         samples=samples,
         writes_references=True,
     )
-    step, start = steps.step, steps.start
+    step = steps.step
+    start = steps.start
     if attempt is not None:
         report_blocks(step.model.blocks, attempt.status.on_block)
     set_aside_paths = _clean_folder(run_folder, comm, above=start.num_done)
@@ -243,7 +244,8 @@ def _start_events(
         new_run: the `run` event.
         resumes: whether the config names a checkpoint.
     """
-    start, step_range = steps.start, steps.step_range
+    start = steps.start
+    step_range = steps.step_range
     events: list[Event] = []
     restart = attempt.restart if attempt else None
     if restart is not None:
@@ -345,7 +347,8 @@ def _build_guard(
     run_folder: Path,
 ) -> StepGuard:
     """The guard of this run's steps, with what its run folder records; every rank must call it."""
-    start, comm = steps.start, steps.step.model.comm
+    start = steps.start
+    comm = steps.step.model.comm
     next_batch = batch_of_step(start.num_done, start.guard.skipped_batches)
     local: dict[str, Any] = {}
     if comm.rank == 0:

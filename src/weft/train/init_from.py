@@ -126,7 +126,8 @@ def initialize_from(
     shapes = source.shapes
     for name in names:
         param = model.params[name]
-        owner, shape = model.shards[name].owner, model.shards[name].shape
+        owner = model.shards[name].owner
+        shape = model.shards[name].shape
         if shapes[owner] != shape:
             what = "is stored with another shape"
             raise CheckpointError(

@@ -128,7 +128,8 @@ def run_training(
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
         WeftError: the last checkpoint could not be saved.
     """
-    step_range, saver = training.step_range, training.saver
+    step_range = training.step_range
+    saver = training.saver
     for name, text in training.files.items():
         log.write_versioned(name, text)
     for event in training.opening_events:

@@ -144,7 +144,8 @@ class _LogprobRecorder:
 
     def logprobs(self, chosen: np.ndarray) -> Logprobs:
         """logprobs_GS of a global batch of these samples."""
-        comm, loader = self.model.comm, self.loader
+        comm = self.model.comm
+        loader = self.loader
         seq_len = self.model.plan.seq_len
         micro_batches = loader.micro_batches(chosen)
         losses: dict[int, Tensor] = {}

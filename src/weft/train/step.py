@@ -178,7 +178,8 @@ class TrainStep:
         optimizer = self.optimizer
         if not isinstance(optimizer, NamedOptimizer):
             what = "an optimizer whose state has no parameter names cannot be saved"
-            got, need = type(optimizer).__qualname__, "a weft.train.optim.NamedOptimizer"
+            got = type(optimizer).__qualname__
+            need = "a weft.train.optim.NamedOptimizer"
             raise CheckpointError(Fault("optim", what, got=got, need=need))
         return TrainState(
             model=self.model,

@@ -52,8 +52,11 @@ def marked_text(
 
 def _printable(text: str) -> str:
     """The text with control characters, but line ends, written out."""
-    shown = []
+    shown = ""
     for char in text.expandtabs(4):
-        is_shown = char.isprintable() or char == "\n"
-        shown.append(char if is_shown else char.encode("unicode_escape").decode())
-    return "".join(shown)
+        if char.isprintable() or char == "\n":
+            shown += char
+        else:
+            escaped = char.encode("unicode_escape")
+            shown += escaped.decode()
+    return shown

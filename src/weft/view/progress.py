@@ -224,7 +224,13 @@ def _save_text(event: Event) -> str:
     size = memory(event["bytes"])
     stall = short_time(event["stall_s"])
     write = short_time(event["write_s"])
-    return f"saved step {step}: {path}, {size}, training stalled {stall}, written in {write}"
+    parts = [
+        f"saved step {step}: {path}",
+        size,
+        f"training stalled {stall}",
+        f"written in {write}",
+    ]
+    return ", ".join(parts)
 
 
 def _save_failed_text(event: Event) -> str:

@@ -114,13 +114,24 @@ def picture(timeline: Timeline, *, width: int = 240) -> Picture:
     second chunk.
     """
     computed = timeline.only(kinds=COMPUTE)
-    rows = [computed.actions(rank) for rank in range(timeline.num_ranks)]
-    labels = action_labels(rows)
-    fitting = _fitting_column_time(computed.spans, labels)
-    column_time = float(max(fitting, makespan(computed) / width))
+    actions = [computed.actions(rank) for rank in range(timeline.num_ranks)]
+    labels = action_labels(actions)
+    length = makespan(computed)
+    starts = [span.start for span in computed.spans]
+    first_start = min(starts, default=0)
+    fitting_time = _fitting_column_time(computed.spans, labels)
+    columns = _Columns(
+        first_start=first_start,
+        column_time=float(max(fitting_time, length / width)),
+    )
+    num_columns = columns.at(first_start + length)
+    rows: list[tuple[Cell, ...]] = []
+    for spans in computed.by_rank:
+        cells = _row_cells(spans, labels, columns, num_columns)
+        rows.append(tuple(cell for cell in cells if cell.text))
     return Picture(
-        rows=_cells(computed, labels, column_time),
-        footer=(legend(rows), figures(computed)),
+        rows=tuple(rows),
+        footer=(legend(actions), figures(computed)),
     )
 
 
@@ -131,8 +142,9 @@ def action_labels(rows: Sequence[Sequence[Act]]) -> dict[str, str]:
     for row in rows:
         stages = _stages(row)
         for act in row:
-            kind = "" if act.kind == "F" else act.kind
-            label = f"{kind}{act.mb}"
+            label = str(act.mb)
+            if act.kind != "F":
+                label = f"{act.kind}{label}"
             if has_chunks:
                 chunk = stages.index(act.stage)
                 label += _letter(chunk)
@@ -169,9 +181,11 @@ def figures(timeline: Timeline) -> str:
         held.append(peak_activations(actions))
     percent = 100 * float(bubble(timeline))
     length = float(makespan(timeline))
-    length_text = f"{length:.4g} {timeline.unit} ({timeline.origin})"
-    held_text = f"activations held at once{_by_rank(held)}"
-    return f"{percent:.1f}% bubble, {length_text}; {held_text}"
+    parts = [
+        f"{percent:.1f}% bubble",
+        f"{length:.4g} {timeline.unit} ({timeline.origin})",
+    ]
+    return f"{', '.join(parts)}; activations held at once{_by_rank(held)}"
 
 
 def _by_rank(numbers: Sequence[int]) -> str:
@@ -210,35 +224,42 @@ def _fitting_column_time(spans: Sequence[Span], labels: dict[str, str]) -> float
     return min(times, default=1)
 
 
-def _cells(
-    timeline: Timeline,
+@dataclass(frozen=True)
+class _Columns:
+    """From times to columns.
+
+    Attributes:
+        column_time: the time that a column stands for.
+    """
+
+    first_start: float
+    column_time: float
+
+    def at(self, time: float) -> int:
+        """The column of a time."""
+        since_start = float(time - self.first_start)
+        return int(since_start / self.column_time + ROUNDING)
+
+
+def _row_cells(
+    spans: Sequence[Span],
     labels: dict[str, str],
-    column_time: float,
-) -> tuple[tuple[Cell, ...], ...]:
-    starts = [span.start for span in timeline.spans]
-    first_start = min(starts, default=0)
-    last_end = first_start + makespan(timeline)
-
-    def column(time: float) -> int:
-        since_start = float(time - first_start)
-        return int(since_start / column_time + ROUNDING)
-
-    def row_cells(spans: Sequence[Span]) -> Iterator[Cell]:
-        reached = 0
-        for span in spans:
-            start = max(column(span.start), reached)
-            end = max(column(span.end), start)
-            yield Cell(_filled("", start - reached, IDLE))
-            text = _filled(labels[span.name], end - start, "─")
-            yield Cell(text, span.kind)
-            reached = end
-        yield Cell(_filled("", column(last_end) - reached, IDLE))
-
-    rows: list[tuple[Cell, ...]] = []
-    for spans in timeline.by_rank:
-        cells = [cell for cell in row_cells(spans) if cell.text]
-        rows.append(tuple(cells))
-    return tuple(rows)
+    columns: _Columns,
+    num_columns: int,
+) -> Iterator[Cell]:
+    """The row of a rank: its actions, and the idle time between them; some cells are empty."""
+    reached = 0
+    for span in spans:
+        start = max(columns.at(span.start), reached)
+        end = max(columns.at(span.end), start)
+        yield Cell(_filled("", start - reached, IDLE))
+        label = labels[span.name]
+        yield Cell(
+            text=_filled(label, end - start, "─"),
+            kind=span.kind,
+        )
+        reached = end
+    yield Cell(_filled("", num_columns - reached, IDLE))
 
 
 def _filled(label: str, length: int, filling: str) -> str:
