@@ -332,3 +332,12 @@ class RemoteCopies:
         self._remote.upload_run_files(self._run_folder)
         self._remote.prune(self._keep)
         return f"{self._remote.files.url}/{FOLDER}/{path.name}"
+
+    def upload_run_files(self) -> None:
+        """Copy config, plan and events of the run, at its end.
+
+        Raises:
+            CheckpointError: it fails again and again, or another writer has taken over.
+        """
+        self._remote.check_writer(self._nonce)
+        self._remote.upload_run_files(self._run_folder)
