@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, str, str]] = {
     "an import that is missing": ("import torch\n", "import no_such_thing\n", "No module named"),
     "no blocks": ("def blocks", "def stages", "defines no blocks"),
     "blocks raises": ("def blocks(c):", "def blocks(c):\n    c.no_field", "blocks(config) raises"),
-    "no frozen dataclass": ("(frozen=True)", "", "is not a frozen dataclass"),
+    "no dataclass": ("@dataclass(frozen=True)\n", "", "is not a dataclass"),
     "a field without a default": ("vocab: int = 256", "vocab: int", "raises on import"),
     "a field of weft's": ("dim: int = 8", "dim: int = 8\n    preset: int = 1", "weft uses itself"),
     "a changed attribute": (FORWARD, f"self.calls += 1; {FORWARD}", "calls: keeps state outside"),

@@ -76,3 +76,15 @@ def test_buffers_that_depend_on_parameters_or_draws_have_their_values(
     assert layer.proj.weight.is_meta
     assert not layer.scale.is_meta
     assert layer.scale.equal(whole.scale)
+
+
+def test_a_config_that_blocks_change_is_changed_for_them_alone(tmp_path: Path) -> None:
+    """Its dataclass needs not be frozen: every use of it has one of its own."""
+    path = tmp_path / "model.py"
+    text = MODEL.format(line="c.dim += 1").replace("(frozen=True)", "")
+    path.write_text(text, encoding="utf-8")
+    family = FAMILIES[str(path)]
+    config = family.Config()
+    shapes = [family.blocks(config)["embed"].weight.shape for _ in range(2)]
+    assert shapes == [(256, 4), (256, 4)]
+    assert config.dim == 4

@@ -85,7 +85,7 @@ class UserFamily:
         return self.model.text
 
     def user_config(self, cfg: Any) -> Any:
-        """The user's own Config with the values of a section."""
+        """A new Config of the user with the values of a section; what changes it, changes no other."""
         values = {name: getattr(cfg, name) for name in cfg.field_names}
         return self.model.Config(**values)
 

@@ -1,6 +1,6 @@
 """A user's model: what its file or value contains, and the check of it. Imports no torch.
 
-Config             frozen dataclass; its fields become --model.* flags
+Config             dataclass; its fields become --model.* flags
 blocks(config)     modules by name, in order; each is called with (x) or (x, batch)
 AXES               pattern of parameter names -> logical axis of each dimension; or a function of the config
 TIES               alias -> owner of tied parameters; or a function of the config. Optional
@@ -44,7 +44,7 @@ class Model:
     """A user's model as a value, for `weft.train(model=...)`: what a model file contains.
 
     Attributes:
-        Config: frozen dataclass with a default for every field.
+        Config: dataclass with a default for every field.
         blocks: (config) -> modules by name in order, or an nn.Sequential.
         AXES: pattern of parameter names -> logical axis of each dimension, or (config) -> such a
             table.
@@ -180,13 +180,11 @@ def _faults(found: Mapping[str, Any], name: str) -> Iterator[Fault]:
     if not callable(found.get("blocks")):
         yield _no_blocks(name)
     config = found["Config"]
-    settings = getattr(config, "__dataclass_params__", None)
-    is_frozen = settings is not None and settings.frozen
-    if not isinstance(config, type) or not is_frozen:
+    if not isinstance(config, type) or not dataclasses.is_dataclass(config):
         yield Fault(
             KEY,
-            f"{name}: Config is not a frozen dataclass",
-            fix="@dataclass(frozen=True) above class Config",
+            f"{name}: Config is not a dataclass",
+            fix="@dataclass above class Config",
         )
         return
     yield from _field_faults(config, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,12 +33,12 @@ class NumberTypes:
             _dtype(precision.reduce),
         )
 
-    @property
+    @cached_property
     def eps(self) -> float:
         """The coarsest unit of rounding."""
         return max(torch.finfo(each).eps for each in (self.params, self.compute, self.reduce))
 
-    @property
+    @cached_property
     def is_exact(self) -> bool:
         """Whether everything is float64."""
         return self.eps == torch.finfo(torch.float64).eps

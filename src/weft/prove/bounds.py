@@ -81,6 +81,13 @@ class Bounds:
 
     def bound(self, key: TensorKey) -> float:
         """Largest relative difference that rounding explains."""
+        found = self._bounds.get(key)
+        if found is None:
+            found = self._bound(key)
+            self._bounds[key] = found
+        return found
+
+    def _bound(self, key: TensorKey) -> float:
         if key.phase == "batch":
             return 0.0
         if self.types.is_exact:
@@ -124,6 +131,10 @@ class Bounds:
     def largest_updates(self, step: int) -> float:
         """Of one entry, summed over the steps so far."""
         return MOST_RATES * sum(lr for number, lr in self.plain.lrs.items() if number <= step)
+
+    @cached_property
+    def _bounds(self) -> dict[TensorKey, float]:
+        return {}
 
     @cached_property
     def _undetermined(self) -> dict[tuple[str, int], Tensor | None]:
@@ -183,7 +194,8 @@ class Bounds:
         found: dict[tuple[int, Phase, str], float] = {}
         for key, largest in self._largest.items():
             kind = (key.step, key.phase, _kind(key))
-            found[kind] = max(found.get(kind, 0.0), largest)
+            largest_before = found.get(kind, 0.0)
+            found[kind] = max(largest_before, largest)
         return found
 
 

@@ -269,9 +269,12 @@ class PlainOuterStep:
 def _int8(x: Tensor) -> Tensor:
     """One scale for each row of the last dim."""
     rows = x.reshape(-1, x.shape[-1])
-    scales = (rows.abs().amax(1, keepdim=True) / MOST).float().to(x.dtype)
-    steps = torch.where(scales > 0, rows / scales, torch.zeros_like(rows))
-    return (steps.round().clamp(-MOST, MOST) * scales).view(x.shape)
+    largest = rows.abs().amax(1, keepdim=True)
+    scales = (largest / MOST).float().to(x.dtype)  # they are sent in float32
+    is_zero = scales == 0
+    steps = (rows / scales).masked_fill(is_zero, 0.0)
+    rounded = steps.round().clamp(-MOST, MOST)
+    return (rounded * scales).view(x.shape)
 
 
 WIRES: Mapping[str, Callable[[Tensor], Tensor]] = {

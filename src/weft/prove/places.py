@@ -116,11 +116,14 @@ class RankPlaces:
 
     def rows(self, micro_batch: int) -> tuple[int, ...]:
         """Sequences of the global batch in a micro-batch."""
-        degree = self.mesh.degree(sequence_axes()) // self.num_runs
-        run, index = divmod(self.mesh.index(self.rank, sequence_axes()), degree)
-        num_sequences = self.plan.global_size // self.num_runs
-        start = run * num_sequences + (micro_batch * degree + index) * self.plan.micro_size
-        return tuple(range(start, start + self.plan.micro_size))
+        num_data_ranks = self.mesh.degree(sequence_axes())
+        data_rank = self.mesh.index(self.rank, sequence_axes())
+        ranks_of_run = num_data_ranks // self.num_runs
+        run, index = divmod(data_rank, ranks_of_run)
+        first_of_run = run * (self.plan.global_size // self.num_runs)
+        size = self.plan.micro_size
+        start = first_of_run + (micro_batch * ranks_of_run + index) * size
+        return tuple(range(start, start + size))
 
     def columns(self) -> tuple[int, ...] | None:
         """Positions of every sequence: chunks `i` and `2c - 1 - i` of `2c` on rank i of c."""
