@@ -26,7 +26,8 @@ from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.errors import UserError
 from weft.models import FAMILIES
-from weft.planner.rank_step import ActionKey, RankStep, measure_rank
+from weft.planner.played_actions import ActionKey
+from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.step_memory import StepMemory, step_memory
 
 GIB = 2**30

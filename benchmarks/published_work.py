@@ -25,7 +25,8 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.planner.condensed import Condenser
 from weft.planner.measure import RoleCosts, measure
-from weft.planner.rank_step import ActionKey, RankStep, action_keys
+from weft.planner.played_actions import ActionKey, action_keys
+from weft.planner.rank_step import RankStep
 from weft.planner.recorder import Ended, Event, RecordedRegion, Started
 
 SHORT, LONG = 2, 3

@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.pipeline_time import ClassCosts, PipelineOrder, StageMessage, pipeline_order, play
-from weft.planner.rank_step import action_keys, played_microbatches, thinned
-from weft.planner.region_time import CommOp, Compute, RegionCosts, Start, WaitForCarried, WaitForOwn
+from weft.planner.played_actions import action_keys, played_microbatches, thinned
+from weft.planner.region_costs import (
+    CommOp,
+    Compute,
+    RegionCosts,
+    Start,
+    WaitForCarried,
+    WaitForOwn,
+)
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
 from weft.schedule.simulate import UNIT_COSTS, action_times

@@ -13,8 +13,10 @@ from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.planner.kernels import KernelLaunch
+from weft.planner.link_replay import LinkMessage
 from weft.planner.recorder import Ended, Event, RecordedRegion, Started
-from weft.planner.region_time import CostTable, LinkMessage, RegionTime, region_time, replay
+from weft.planner.region_costs import CostTable
+from weft.planner.region_time import RegionTime, region_time, replay
 from weft.planner.speeds import Speeds
 
 H100 = find_hardware("h100")

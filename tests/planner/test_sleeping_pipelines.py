@@ -13,7 +13,7 @@ from weft.comm.comm import Comm
 from weft.parallel.model.parallelize import parallelize
 from weft.parallel.pipeline.player import Player, StepState
 from weft.planner.pipeline_time import ClassCosts, StageMessage, pipeline_order, play
-from weft.planner.region_time import Compute, RegionCosts
+from weft.planner.region_costs import Compute, RegionCosts
 from weft.schedule.actions import Act
 from weft.schedule.simulate import UNIT_COSTS
 from weft.schedule.timeline import COMPUTE, Span, Timeline, bubble, makespan

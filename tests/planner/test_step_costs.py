@@ -21,7 +21,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import Batch
 from weft.models.common.moe import Choice, MoE, Router
 from weft.parallel.expert.dispatch import even_load, first_rank_load
-from weft.planner import rank_step
+from weft.planner import played_actions, rank_step
 from weft.planner.rank_step import RankStep, measure_rank, record_step
 from weft.planner.step_memory import step_memory
 from weft.planner.step_traffic import step_traffic
@@ -247,7 +247,7 @@ def test_three_micro_batches_stand_for_all(name: str, monkeypatch: pytest.Monkey
     run = run_of(f"{flags} --batch.global_size 16")
     for rank in range(run.device_mesh.size):
         short = measure_rank(run, rank)
-        monkeypatch.setattr(rank_step, "MOST_PLAYED", 99)
+        monkeypatch.setattr(played_actions, "MOST_PLAYED", 99)
         whole = measure_rank(run, rank)
         monkeypatch.undo()
         assert (

@@ -13,17 +13,12 @@ from weft.cli import main
 from weft.comm.observe import Operation
 from weft.comm.signature import MemberCall, Signature, calls_agree
 from weft.core.mesh import Mesh
+from weft.planner.call_mismatch import Mismatch
 from weft.planner.measure import measure
 from weft.planner.rank_calls import CallEvent, RankCalls, group_of, recorded_coordinates
 from weft.planner.recorder import Ended, Started
 from weft.planner.rendezvous import find_deadlock
-from weft.planner.world_check import (
-    Deadlock,
-    Mismatch,
-    RecordedWorld,
-    check_recorded,
-    record_world,
-)
+from weft.planner.world_check import Deadlock, RecordedWorld, check_recorded, record_world
 from weft.schedule.lower import Program, Send
 from weft.train.step import TrainStep
 

@@ -24,16 +24,12 @@ from weft.planner.candidates import DEFAULT_SCHEDULE, MICRO_SIZES, Layout
 from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import block_kinds, role_costs
 from weft.planner.pipeline_time import PipelineOrder, pipeline_order
+from weft.planner.played_actions import action_keys, played_microbatches, thinned
 from weft.planner.predict import Prediction, predict_measured
-from weft.planner.rank_step import (
-    RankStep,
-    action_keys,
-    measure_rank,
-    played_microbatches,
-    thinned,
-)
+from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.recorder import RecordedRegion, Started
-from weft.planner.region_time import CostTable, replay
+from weft.planner.region_costs import CostTable
+from weft.planner.region_time import replay
 from weft.planner.repeated import can_be_repeated, measure_repeated
 from weft.planner.speeds import Speeds
 from weft.planner.step_memory import boundary_bytes

@@ -14,12 +14,8 @@ from weft.models.common.lazy_blocks import LazyBlocks
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, even_load, first_rank_load
 from weft.planner.overlap import StepOverlap, step_overlap
-from weft.planner.rank_step import (
-    RankStep,
-    action_keys,
-    measure_rank,
-    played_microbatches,
-)
+from weft.planner.played_actions import action_keys, played_microbatches
+from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.step_memory import StepMemory, step_memory
 from weft.planner.step_traffic import TrafficByOperation, step_traffic
 from weft.train.build import family_of
@@ -147,9 +143,14 @@ def block_kinds(run: Run) -> Mapping[str, str]:
     """
     family = family_of(run.model, run.lora)
     blocks = lazy_blocks(family, run.model)
-    ties = family.ties(run.model)
-    tied = {name.partition(".")[0] for name in (*ties, *ties.values())}
-    repeats = blocks.repeats(distinct=tied) if isinstance(blocks, LazyBlocks) else {}
+    tied: set[str] = set()
+    for alias, owner in family.ties(run.model).items():
+        for name in (alias, owner):
+            block, _, _ = name.partition(".")
+            tied.add(block)
+    repeats: Mapping[str, str] = {}
+    if isinstance(blocks, LazyBlocks):
+        repeats = blocks.repeats(distinct=tied)
     return {name: repeats.get(name, name) for name in blocks}
 
 
@@ -157,10 +158,13 @@ def row_signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
     """Rows with equal signatures have equal regions: equal blocks in each chunk, the same ends of
     the pipeline, and the same kinds of actions.
     """
-    stages = plan.table.stages(row)
     last = plan.table.num_stages - 1
-    chunks = [tuple(kinds[name] for name in plan.stages[stage].blocks) for stage in stages]
-    ends = [(stage == 0, stage == last) for stage in stages]
+    chunks: list[tuple[str, ...]] = []
+    ends: list[tuple[bool, bool]] = []
+    for stage in plan.table.stages(row):
+        blocks = plan.stages[stage].blocks
+        chunks.append(tuple(kinds[name] for name in blocks))
+        ends.append((stage == 0, stage == last))
     keys = frozenset(action_keys(plan.table, row).values())
     return tuple(chunks), tuple(ends), keys
 

@@ -18,7 +18,8 @@ from weft.comm.transport import Op
 from weft.core.dimension import pipeline_axis
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.kernels import KernelLaunch
-from weft.planner.rank_step import RankStep, action_keys
+from weft.planner.played_actions import action_keys
+from weft.planner.rank_step import RankStep
 from weft.planner.recorder import RecordedRegion, Started
 from weft.planner.step_memory import boundary_bytes
 from weft.schedule.actions import Act, Table

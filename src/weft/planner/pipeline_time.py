@@ -14,16 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weft.parallel.pipeline.player import MAX_SENDS
-from weft.planner.rank_step import ActionKey, action_keys
-from weft.planner.region_time import (
-    Carried,
-    Link,
-    LinkMessage,
-    RegionCosts,
-    RegionTime,
-    replay,
-    whole_ticks,
-)
+from weft.planner.link_replay import Carried, LinkMessage, whole_ticks
+from weft.planner.played_actions import ActionKey, action_keys
+from weft.planner.region_costs import Link, RegionCosts
+from weft.planner.region_time import RegionTime, replay
 from weft.schedule.actions import Act, Table
 from weft.schedule.lower import transfer_order
 

@@ -10,7 +10,8 @@ from weft.comm.observe import Operation
 from weft.comm.world_stages import world_stages
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
-from weft.planner.rank_step import ActionKey, RankStep, action_keys
+from weft.planner.played_actions import ActionKey, action_keys
+from weft.planner.rank_step import RankStep
 from weft.planner.recorder import Ended, RecordedRegion, Started
 from weft.schedule.lower import Recv, Send, lower
 

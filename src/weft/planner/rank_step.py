@@ -1,11 +1,6 @@
 """One rank's training step on the meta device: the real model, transforms, schedule row, reduction and optimizer.
 
-Note [A step in regions]
-    The step is recorded as regions: each action of the schedule's row, and what lies between and
-    after them. What an action does depends on its kind, its stage, and on whether its micro-batch
-    is the first, a middle or the last one (gradients are allocated by the first backward and
-    reduced by the last). So of a step of many micro-batches three are played, and every other
-    action is one that was recorded.
+See Note [A step in regions] in `played_actions`.
 """
 
 from __future__ import annotations
@@ -13,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +28,7 @@ from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_l
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero.param_group import ParamGroup
+from weft.planner.played_actions import ActionKey, action_keys, played_microbatches, thinned
 from weft.planner.recorder import (
     CallRecorder,
     Parts,
@@ -43,29 +39,11 @@ from weft.planner.recorder import (
 )
 from weft.run.rank_status import Phase
 from weft.schedule.actions import Act, Table
-from weft.schedule.simulate import ACTIVATION_CHANGE
 from weft.train.build import build_step
 from weft.train.step import TrainStep
 from weft.train.step_phases import report_blocks
 
 META = torch.device("meta")
-MOST_PLAYED = 3
-"""Micro-batches that are played of a longer step; see Note [A step in regions]."""
-
-Place = Literal["first", "middle", "last"]
-
-
-@dataclass(frozen=True)
-class ActionKey:
-    """What decides the costs of an action on its rank; see Note [A step in regions].
-
-    Attributes:
-        chunk: place of its stage among the stages of the rank.
-    """
-
-    kind: str
-    chunk: int
-    place: Place
 
 
 @dataclass(frozen=True)
@@ -121,64 +99,6 @@ class RankStep:
     num_dispatches: int
     outer_bytes: int = 0
     checkpoint_bytes: float = 0.0
-
-
-def played_microbatches(table: Table, row: int) -> tuple[int, ...]:
-    """Micro-batches that stand for all on a pipeline coordinate: all of a short step, else those of
-    the first and the last action of each stage and direction, and others until every key of its
-    actions is there.
-    """
-    if table.microbatches <= MOST_PLAYED:
-        return tuple(range(table.microbatches))
-    chosen: set[int] = set()
-    middle: dict[int, set[ActionKey]] = {}
-    for act, key in action_keys(table, row).items():
-        if key.place == "middle":
-            middle.setdefault(act.mb, set()).add(key)
-        else:
-            chosen.add(act.mb)
-    missing = set().union(*middle.values())
-    for mb in chosen:
-        missing -= middle.get(mb, set())
-    while missing:
-        best = max(sorted(middle), key=lambda mb: len(middle[mb] & missing))
-        chosen.add(best)
-        missing -= middle[best]
-    return tuple(sorted(chosen))
-
-
-def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
-    """The table with these micro-batches alone, numbered from 0; the order of actions stays."""
-    numbers = {mb: number for number, mb in enumerate(chosen)}
-    rows = []
-    for row in table.rows:
-        kept = [Act(act.kind, act.stage, numbers[act.mb]) for act in row if act.mb in numbers]
-        rows.append(kept)
-    return Table.of_rows(rows, stage_to_rank=table.stage_to_rank, microbatches=len(chosen))
-
-
-def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:
-    """The key of each action of a row, in order; equal keys are one object."""
-    made: dict[ActionKey, ActionKey] = {}
-    chunks = {stage: chunk for chunk, stage in enumerate(table.stages(row))}
-    actions = table.rows[row]
-    first: dict[tuple[int, bool], Act] = {}
-    last: dict[tuple[int, bool], Act] = {}
-    for act in actions:
-        direction = act.stage, ACTIVATION_CHANGE[act.kind] < 0
-        first.setdefault(direction, act)
-        last[direction] = act
-    keys = {}
-    for act in actions:
-        direction = act.stage, ACTIVATION_CHANGE[act.kind] < 0
-        place: Place = "middle"
-        if act == last[direction]:
-            place = "last"
-        elif act == first[direction]:
-            place = "first"
-        key = ActionKey(act.kind, chunks[act.stage], place)
-        keys[act] = made.setdefault(key, key)
-    return keys
 
 
 def example_batch(run: Run, plan: Plan, comm: Comm) -> Batch:

@@ -11,7 +11,8 @@ import torch
 
 from weft.layout.plan import Plan
 from weft.parallel.pipeline.player import MAX_SENDS
-from weft.planner.rank_step import KeptBytes, RankStep, action_keys
+from weft.planner.played_actions import action_keys
+from weft.planner.rank_step import KeptBytes, RankStep
 from weft.planner.recorder import Parts, RecordedRegion
 from weft.schedule.actions import Act
 from weft.schedule.lower import Instruction, Recv, Transfer

@@ -24,7 +24,8 @@ from weft.planner.pipeline_time import (
     pipeline_order,
     play,
 )
-from weft.planner.region_time import CostTable, RegionCosts, link_of, replay
+from weft.planner.region_costs import CostTable, RegionCosts, link_of
+from weft.planner.region_time import replay
 from weft.planner.speeds import Speeds
 from weft.planner.step_memory import boundary_bytes
 from weft.planner.step_timeline import PhaseSpan, step_timeline

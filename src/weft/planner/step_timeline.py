@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weft.core.dimension import pipeline_axis
+from weft.planner.link_replay import OpSpan
 from weft.planner.pipeline_time import PlayedActions
-from weft.planner.region_time import OpSpan, RegionTime
+from weft.planner.region_time import RegionTime
 from weft.schedule.timeline import Span, Timeline
 
 

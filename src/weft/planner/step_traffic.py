@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from weft.comm.observe import Operation, Traffic
 from weft.comm.transport import Op
 from weft.core.dimension import pipeline_axis
-from weft.planner.rank_step import RankStep, action_keys
+from weft.planner.played_actions import action_keys
+from weft.planner.rank_step import RankStep
 from weft.planner.step_memory import boundary_bytes
 from weft.schedule.actions import Act
 from weft.schedule.lower import Send

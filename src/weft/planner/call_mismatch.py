@@ -1,0 +1,177 @@
+"""Differences between the calls of members of a group, in one action or phase of a recorded world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from weft.comm.observe import Operation
+from weft.comm.signature import MemberCall, calls_agree
+from weft.core.mesh import Mesh
+from weft.planner.rank_calls import CallEvent, group_of
+from weft.planner.recorder import Started
+
+MOST_MEMBERS = 4
+"""Ranks that are listed of a group."""
+Calls = Mapping[int, Sequence[CallEvent]]
+"""World rank -> its calls in an action or phase."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Two members of a group that call different things.
+
+    Attributes:
+        axis: of the group.
+        region: action or phase.
+        position: of the call among those of this group in the region, from 1.
+        ranks: world ranks.
+        coordinates: of both.
+        calls: what each of them calls.
+    """
+
+    axis: str
+    region: str
+    position: int
+    ranks: tuple[int, int]
+    coordinates: tuple[str, str]
+    calls: tuple[str, str]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For a reader."""
+        lines = [f"over {self.axis}, call {self.position} in {self.region} differs:"]
+        for member, rank in enumerate(self.ranks):
+            place = self.coordinates[member]
+            call = self.calls[member]
+            lines.append(f"  rank {rank} ({place}): {call}")
+        return tuple(lines)
+
+
+def rank_text(mesh: Mesh, rank: int) -> str:
+    """`rank 3 (dp1 tp1)`."""
+    coordinates = mesh.coord_text(rank)
+    return f"rank {rank} ({coordinates})"
+
+
+def call_text(op: Operation) -> str:
+    """The call of a member, with the first ranks of its group."""
+    separator = " -> " if op.is_p2p else " "
+    shown = op.group[:MOST_MEMBERS]
+    ranks = separator.join(map(str, shown))
+    if len(shown) < len(op.group):
+        ranks = f"{ranks} ..."
+    call = op.signature.text or op.op
+    return f"{call} over {op.axis}, ranks {ranks}"
+
+
+def wrong_groups(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
+    """Calls over other ranks than those of their axis."""
+    expected: dict[str, tuple[int, ...] | None] = {}
+    for rank, events in calls.items():
+        expected.clear()
+        position: dict[str, int] = {}
+        for op in _started(events):
+            position[op.axis] = position.get(op.axis, 0) + 1
+            if op.axis not in expected:
+                expected[op.axis] = group_of(mesh, rank, op.axis)
+            group = expected[op.axis]
+            if group is None or _is_group(op, group, rank):
+                continue
+            other = next(member for member in (*group, *op.group) if member != rank)
+            right = " ".join(map(str, group[:8]))
+            yield Mismatch(
+                axis=op.axis,
+                region=region,
+                position=position[op.axis],
+                ranks=(rank, other),
+                coordinates=(mesh.coord_text(rank), mesh.coord_text(other)),
+                calls=(call_text(op), f"is of the group {right} over {op.axis}"),
+            )
+            break
+
+
+def _is_group(op: Operation, group: tuple[int, ...], rank: int) -> bool:
+    if op.is_p2p:
+        return rank in op.group and set(op.group) <= set(group)
+    return op.group == group
+
+
+def mismatches_of(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
+    """The first difference between two recorded members of each group."""
+    for group, of_rank in _by_group(calls).items():
+        members: list[_Member] = []
+        for rank in group.ranks:
+            if rank in calls:
+                ops = of_rank.get(rank, [])
+                members.append(_Member(rank, ops))
+        first = members[0]
+        for other in members[1:]:
+            found = _first_difference(mesh, region, group.ranks, first, other)
+            if found is not None:
+                yield found
+                break
+
+
+@dataclass(frozen=True)
+class _MemberGroup:
+    """Ranks whose calls are matched in order; of a message its source and destination."""
+
+    is_p2p: bool
+    ranks: tuple[int, ...]
+
+
+def _by_group(calls: Calls) -> dict[_MemberGroup, dict[int, list[Operation]]]:
+    """What each rank calls over each group, in order."""
+    of_group: dict[_MemberGroup, dict[int, list[Operation]]] = {}
+    for rank, events in calls.items():
+        for op in _started(events):
+            group = _MemberGroup(op.is_p2p, op.group)
+            of_rank = of_group.setdefault(group, {})
+            ops = of_rank.setdefault(rank, [])
+            ops.append(op)
+    return of_group
+
+
+def _started(events: Iterable[CallEvent]) -> Iterator[Operation]:
+    return (event.op for event in events if isinstance(event, Started))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What a rank calls over a group, in order."""
+
+    rank: int
+    ops: Sequence[Operation]
+
+    def call(self, index: int, group: tuple[int, ...]) -> MemberCall:
+        return MemberCall(group.index(self.rank), self.ops[index].signature)
+
+    def text(self, index: int) -> str:
+        if index < len(self.ops):
+            return call_text(self.ops[index])
+        return f"makes {len(self.ops)} calls, no other one"
+
+
+def _first_difference(
+    mesh: Mesh,
+    region: str,
+    group: tuple[int, ...],
+    one: _Member,
+    other: _Member,
+) -> Mismatch | None:
+    shorter, longer = sorted((len(one.ops), len(other.ops)))
+    index = 0
+    while index < shorter and calls_agree(one.call(index, group), other.call(index, group)):
+        index += 1
+    if index == longer:
+        return None
+    ops = one.ops if len(one.ops) > index else other.ops
+    return Mismatch(
+        axis=ops[index].axis,
+        region=region,
+        position=index + 1,
+        ranks=(one.rank, other.rank),
+        coordinates=(mesh.coord_text(one.rank), mesh.coord_text(other.rank)),
+        calls=(one.text(index), other.text(index)),
+    )
