@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +22,10 @@ import numpy as np
 
 from weft.data.chat_template import FILE as TEMPLATE_FILE
 from weft.data.chat_template import TOKENIZER_CONFIG
-from weft.data.documents import ReadOptions, SplitOn, TextChunk, read_documents
-from weft.data.files import KEY, TOKEN_SUFFIX, find_files
-from weft.data.hub import SCHEME, HubDataset
+from weft.data.documents import ReadOptions, SplitOn, TextChunk
+from weft.data.files import KEY
+from weft.data.hub import HubDataset
+from weft.data.inputs import Input, find_inputs, num_bytes_of, read_all
 from weft.data.order import uniform_draws
 from weft.data.prepared import (
     FORMAT,
@@ -51,7 +52,6 @@ MAX_TRAINING_CHARS = 2**26
 """Characters at most that a BPE is trained on, sampled uniformly from all of them."""
 UINT16_IDS = 2**16
 
-Input = Path | HubDataset
 Progress = Callable[[str, int, int], None]
 """Called with the name of the activity, bytes done, and bytes in total."""
 
@@ -132,32 +132,6 @@ def prepare(
     return meta
 
 
-def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
-    """All files and data sets that the sources name, each once, in their order.
-
-    Raises:
-        DataError: a source that names none, or token files.
-    """
-    inputs: dict[Input, None] = {}
-    for source in sources:
-        if source.startswith(SCHEME):
-            inputs[HubDataset.parse(source)] = None
-            continue
-        files = find_files(source)
-        inputs.update(dict.fromkeys(files))
-    for file in inputs:
-        if isinstance(file, Path) and file.suffix == TOKEN_SUFFIX:
-            raise DataError(
-                Fault(
-                    KEY,
-                    "holds tokens already",
-                    got=str(file),
-                    need="text, JSONL or parquet",
-                )
-            )
-    return tuple(inputs)
-
-
 def is_valid(numbers: Iterable[int], *, share: float, seed: int) -> list[bool]:
     """Whether the documents with these numbers are kept for validation; number 0 never is, so that
     training has some.
@@ -169,33 +143,12 @@ def is_valid(numbers: Iterable[int], *, share: float, seed: int) -> list[bool]:
     return kept
 
 
-def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChunk]:
-    """The chunks of all inputs; `at` counts from the beginning of the first."""
-    bytes_before = 0
-    for source in inputs:
-        if isinstance(source, HubDataset):
-            chunks = source.documents(options)
-        else:
-            chunks = read_documents(source, options)
-        for chunk in chunks:
-            at = bytes_before + chunk.at
-            yield replace(chunk, at=at)
-        bytes_before += _num_bytes(source)
-
-
-def _num_bytes(source: Input) -> int:
-    if isinstance(source, HubDataset):
-        return source.num_bytes
-    return source.stat().st_size
-
-
 def _write_folder(
     folder: Path,
     options: PrepareOptions,
     inputs: Sequence[Input],
     progress: Progress,
 ) -> PreparedMeta:
-    total_bytes = sum(_num_bytes(source) for source in inputs)
     tokenizer = _make_tokenizer(folder, options, inputs, progress)
     round_trip = RoundTrip(tokenizer)
     dtype: TokenDtype = "uint16" if tokenizer.vocab <= UINT16_IDS else "uint32"
@@ -207,11 +160,12 @@ def _write_folder(
             tokenizer,
             folder=_tokenizer_folder(options.tokenizer),
         )
-    num_shared = 0
+    total_bytes = sum(num_bytes_of(source) for source in inputs)
 
     def report(done_bytes: int) -> None:
         progress("tokens", done_bytes, total_bytes)
 
+    num_shared = 0
     with ExitStack() as stack:
         writers: dict[Split, TokenWriter] = {}
         for split in SPLITS:
@@ -234,18 +188,11 @@ def _write_folder(
                 options=options,
                 report=report,
             )
-    if not writers["train"].num_tokens:
-        files = counted(len(inputs), "file")
-        raise DataError(
-            Fault(
-                KEY,
-                "is empty",
-                got=f"no text in {files}",
-                need="some text",
-            )
-        )
+    _check_has_tokens(writers["train"], inputs)
+    record_format = None
     if reader is not None:
         _store_template(folder, reader)
+        record_format = reader.format
     meta = PreparedMeta(
         format=FORMAT if reader is None else RECORDS_FORMAT,
         dtype=dtype,
@@ -261,14 +208,29 @@ def _write_folder(
         valid=options.valid,
         seed=options.seed,
         splits={split: writer.info() for split, writer in writers.items()},
-        record_format=(reader.format if reader else None) or "text",
+        record_format=record_format or "text",
         num_shared=num_shared,
         num_changed=round_trip.num_different,
         first_changed=round_trip.first,
         blocks=_all_block_checksums(folder),
     )
-    _write_synced(folder / META, (meta.model_dump_json(indent=1) + "\n").encode())
+    text = meta.model_dump_json(indent=1)
+    _write_synced(folder / META, f"{text}\n".encode())
     return meta
+
+
+def _check_has_tokens(writer: TokenWriter, inputs: Sequence[Input]) -> None:
+    if writer.num_tokens:
+        return
+    files = counted(len(inputs), "file")
+    raise DataError(
+        Fault(
+            KEY,
+            "is empty",
+            got=f"no text in {files}",
+            need="some text",
+        )
+    )
 
 
 def _tokenizer_folder(name: str) -> Path | None:
@@ -337,7 +299,7 @@ def _encode_records(
                 )
             num_records += 1
             report(bytes_before + record.at)
-        bytes_before += _num_bytes(source)
+        bytes_before += num_bytes_of(source)
     return num_shared
 
 
@@ -432,7 +394,7 @@ def _training_texts(
     progress: Progress,
 ) -> Iterator[str]:
     """Every chunk, or a uniform sample of them where there are many; a function of the options."""
-    total_bytes = max(sum(_num_bytes(source) for source in inputs), 1)
+    total_bytes = max(sum(num_bytes_of(source) for source in inputs), 1)
     share = MAX_TRAINING_CHARS / total_bytes
     for number, chunk in enumerate(_chunks_to_train_on(options, inputs)):
         draw = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -149,18 +149,14 @@ def build_training(
         set_aside_paths=set_aside_paths,
         attempt=attempt,
     )
-    group_notes = optimizer_group_notes(step, run.optim)
-    if not start.num_done:
-        opening_events.extend(group_notes)
-    truncation = truncation_note(steps.samples.facts(), seq_len=run.data.seq_len)
-    if truncation is not None and not is_restart(attempt):
-        opening_events.append({**note_event(truncation), "kind": "truncation"})
-    if run.run.full_mesh:
-        text = elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh))
-        opening_events.append({**note_event(text), "kind": "elastic", "mesh": run.mesh})
-    opening_events.extend(snapshots.notes)
-    if proof:
-        opening_events.append(proof_event(proof))
+    notes = _opening_notes(
+        run,
+        steps,
+        attempt=attempt,
+        proof=proof,
+        snapshot_notes=snapshots.notes,
+    )
+    opening_events.extend(notes)
     return Training(
         step=step,
         loader=steps.loader,
@@ -182,6 +178,38 @@ def build_training(
         },
         opening_events=tuple(opening_events),
     )
+
+
+def _opening_notes(
+    run: Run,
+    steps: RunSteps,
+    *,
+    attempt: Attempt | None,
+    proof: Mapping[str, Any] | None,
+    snapshot_notes: Iterable[Event],
+) -> Iterator[Event]:
+    """Notes before the first step: groups of the optimizer, texts that are cut, an elastic mesh,
+    snapshots, the proof.
+    """
+    group_notes = optimizer_group_notes(steps.step, run.optim)
+    if not steps.start.num_done:
+        yield from group_notes
+    truncation = truncation_note(steps.samples.facts(), seq_len=run.data.seq_len)
+    if truncation is not None and not is_restart(attempt):
+        yield {
+            **note_event(truncation),
+            "kind": "truncation",
+        }
+    if run.run.full_mesh:
+        text = elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh))
+        yield {
+            **note_event(text),
+            "kind": "elastic",
+            "mesh": run.mesh,
+        }
+    yield from snapshot_notes
+    if proof:
+        yield proof_event(proof)
 
 
 def _build_evaluator(

@@ -128,69 +128,30 @@ def run_training(
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
         WeftError: the last checkpoint could not be saved.
     """
-    step_range = training.step_range
-    saver = training.saver
     for name, text in training.files.items():
         log.write_versioned(name, text)
     for event in training.opening_events:
         log.emit(event)
-    num_done = step_range.start
-    try:
-        for event in step_events(
-            training.step,
-            training.loader,
-            step_range,
-            evaluator=training.evaluator,
-            saver=saver,
-            guard=training.guard,
-            digests=training.digests,
-            stragglers=training.stragglers,
-            on_phase=training.on_phase,
-            snapshots=training.snapshots,
-        ):
-            for logged in (event,) if with_more is None else with_more(event):
-                log.emit(logged)
-            if event["event"] in STEP_COUNTING:
-                num_done = int(event["step"])
-    except GuardError as error:
-        for event in saver.finish(num_done, save=False):
-            log.emit(event)
-        if isinstance(error, CorruptionError):
-            how = restart_note(training.run_folder)
-            raise CorruptionError(f"{error}. Stopped, and saved nothing. {how}") from None
-        if not isinstance(error, NonFiniteError):
-            raise
-        replay = f"weft replay {shlex.quote(str(training.run_folder))} --step {num_done + 1}"
-        raise NonFiniteError(
-            f"{error}. Stopped before the update. Repeat the step on one device: {replay}. "
-            f"{non_finite_advice(training.run_folder, num_done, peak_lr=training.peak_lr)}"
-        ) from None
+    num_done = _run_steps(training, log, with_more)
     training.step.finish()
-    if training.evaluator:
+    history = EvalHistory()
+    if training.evaluator is not None:
         history = training.evaluator.history
-    else:
-        history = EvalHistory()
-    is_finished = num_done >= step_range.total or history.is_exhausted
+    num_steps = training.step_range.total
+    is_finished = num_done >= num_steps or history.is_exhausted
     outcome: Outcome = "finished" if is_finished else "stopped"
-    is_saved = training.save_at_end or outcome == "stopped"
-    report_phase = training.on_phase or ignore_phase
-    report_phase(num_done, "save")
-    for event in saver.finish(num_done, save=is_saved):
-        log.emit(event)
-    report_phase(num_done, "end")
-    if is_saved and saver.error:
-        raise WeftError(f"{outcome} after step {num_done}, which could not be saved: {saver.error}")
-    if at_end is not None and outcome == "finished":
+    _save_last(training, log, num_done, outcome)
+    if at_end is not None and is_finished:
         log.emit(at_end())
     newest = newest_path(training.run_folder)
     fields: Event = {}
     if history.best is not None:
-        fields = {"best_step": history.best.step, "best_loss": history.best.loss}
-    if outcome == "stopped":
+        fields["best_step"] = history.best.step
+        fields["best_loss"] = history.best.loss
+    text = ""
+    if not is_finished:
         text = stop_note(num_done, training.run_folder)
-    else:
-        text = ""
-    if outcome == "finished" and num_done < step_range.total:
+    elif num_done < num_steps:
         text = history.stop_text(num_done)
         fields["reason"] = "early_stop"
     log.end(
@@ -199,10 +160,86 @@ def run_training(
         text=text,
         **fields,
     )
-    problem = saver.copy_run_files()
+    problem = training.saver.copy_run_files()
     if problem:
         log.note_after_end(f"warning: the events of the end are here only: {problem}")
     return outcome
+
+
+def _run_steps(
+    training: Training,
+    log: EventLog,
+    with_more: Callable[[Event], Iterable[Event]] | None,
+) -> int:
+    """Train, and log the events; the number of steps that are done.
+
+    Raises:
+        GuardError: a guard stopped the run.
+    """
+    num_done = training.step_range.start
+    events = step_events(
+        training.step,
+        training.loader,
+        training.step_range,
+        evaluator=training.evaluator,
+        saver=training.saver,
+        guard=training.guard,
+        digests=training.digests,
+        stragglers=training.stragglers,
+        on_phase=training.on_phase,
+        snapshots=training.snapshots,
+    )
+    try:
+        for event in events:
+            logged: Iterable[Event] = (event,)
+            if with_more is not None:
+                logged = with_more(event)
+            for each in logged:
+                log.emit(each)
+            if event["event"] in STEP_COUNTING:
+                num_done = int(event["step"])
+    except GuardError as error:
+        for event in training.saver.finish(num_done, save=False):
+            log.emit(event)
+        raise _with_advice(error, training, num_done) from None
+    return num_done
+
+
+def _with_advice(error: GuardError, training: Training, num_done: int) -> GuardError:
+    """The error that stopped the run after `num_done` steps, with how to go on."""
+    folder = training.run_folder
+    if isinstance(error, CorruptionError):
+        how = restart_note(folder)
+        return CorruptionError(f"{error}. Stopped, and saved nothing. {how}")
+    if isinstance(error, NonFiniteError):
+        replay = f"weft replay {shlex.quote(str(folder))} --step {num_done + 1}"
+        advice = non_finite_advice(folder, num_done, peak_lr=training.peak_lr)
+        return NonFiniteError(
+            f"{error}. Stopped before the update. Repeat the step on one device: {replay}. {advice}"
+        )
+    return error
+
+
+def _save_last(
+    training: Training,
+    log: EventLog,
+    num_done: int,
+    outcome: Outcome,
+) -> None:
+    """Save the last step, where the run does or was asked to stop.
+
+    Raises:
+        WeftError: it could not be saved.
+    """
+    saver = training.saver
+    is_saved = training.save_at_end or outcome == "stopped"
+    report_phase = training.on_phase or ignore_phase
+    report_phase(num_done, "save")
+    for event in saver.finish(num_done, save=is_saved):
+        log.emit(event)
+    report_phase(num_done, "end")
+    if is_saved and saver.error:
+        raise WeftError(f"{outcome} after step {num_done}, which could not be saved: {saver.error}")
 
 
 def step_events(

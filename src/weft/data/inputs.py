@@ -1,0 +1,61 @@
+"""Inputs of a preparation: files, and data sets of the Hugging Face hub, found by name and read as documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from weft.data.documents import ReadOptions, TextChunk, read_documents
+from weft.data.files import KEY, TOKEN_SUFFIX, find_files
+from weft.data.hub import SCHEME, HubDataset
+from weft.errors import DataError, Fault
+
+Input = Path | HubDataset
+
+
+def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
+    """All files and data sets that the sources name, each once, in their order.
+
+    Raises:
+        DataError: a source that names none, or token files.
+    """
+    inputs: dict[Input, None] = {}
+    for source in sources:
+        if source.startswith(SCHEME):
+            inputs[HubDataset.parse(source)] = None
+            continue
+        files = find_files(source)
+        inputs.update(dict.fromkeys(files))
+    for file in inputs:
+        if isinstance(file, Path) and file.suffix == TOKEN_SUFFIX:
+            raise DataError(
+                Fault(
+                    KEY,
+                    "holds tokens already",
+                    got=str(file),
+                    need="text, JSONL or parquet",
+                )
+            )
+    return tuple(inputs)
+
+
+def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChunk]:
+    """The chunks of all inputs; `at` counts from the beginning of the first."""
+    bytes_before = 0
+    for source in inputs:
+        if isinstance(source, HubDataset):
+            chunks = source.documents(options)
+        else:
+            chunks = read_documents(source, options)
+        for chunk in chunks:
+            at = bytes_before + chunk.at
+            yield replace(chunk, at=at)
+        bytes_before += num_bytes_of(source)
+
+
+def num_bytes_of(source: Input) -> int:
+    """Size of an input, for the progress."""
+    if isinstance(source, HubDataset):
+        return source.num_bytes
+    return source.stat().st_size
