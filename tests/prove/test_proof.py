@@ -17,12 +17,12 @@ from weft.models.common.batch import with_later_targets
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
-from weft.prove.arithmetic import perturbations
+from weft.prove.arithmetic import Perturbation, perturbations
 from weft.prove.failure import is_fault_of_the_layout
 from weft.prove.html import page
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.plant import planted
-from weft.prove.proof import Subject, reference_bounds
+from weft.prove.proof import Subject, reference, reference_bounds
 from weft.prove.shrink import smallest_case
 from weft.train import data_loader
 from weft.train.step import TrainStep
@@ -74,6 +74,34 @@ def test_a_matrix_of_updates_alone_differs_by_their_signs():
     """
     report = report_of(f"{SMALL_ADAPTERS} --mesh 'dp2 tp2' --seed 3632", steps=3)
     assert report.holds, "\n".join(report.lines())
+
+
+ROUTED = (
+    "--model.name deepseek --mesh 'ep2 tp4' --seed 666 --model.balance_rate 0.05 "
+    "--model.balance_loss 0.3 --model.mtp_depth 1 --data.seq_len 16 --data.packing documents "
+    "--optim.name adafactor --optim.warmup 0 --precision.compute float16 --steps 6"
+)
+
+
+@pytest.mark.slow
+def test_rounding_inside_blocks_is_no_difference():
+    """The gradient of a router multiplies outputs of experts, which tensor parallelism sums from
+    rounded parts; noise between blocks alone moves it eight times less.
+    """
+    report = report_of(ROUTED, steps=2)
+    assert report.holds, "\n".join(report.lines())
+
+
+def test_noise_reaches_the_modules_inside_blocks():
+    subject = Subject.of(small_run("--mesh dp2"), steps=1)
+    outputs = []
+    for is_inside in (False, True):
+        perturbation = Perturbation(noise_seed=2, is_inside_blocks=is_inside)
+        trace = reference(subject, perturbation=perturbation).run_all(1)
+        outputs.append(trace.values[1, "forward", "layer0.output"])
+    plain = reference(subject).run_all(1).values[1, "forward", "layer0.output"]
+    between, inside = ((each - plain).abs().max() for each in outputs)
+    assert between < inside < 1e-5 * plain.abs().max()
 
 
 def test_signs_are_drawn_where_rounding_decides_them_and_a_matrix_starts_at_zero():

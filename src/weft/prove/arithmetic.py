@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -62,6 +62,7 @@ class Perturbation:
     Attributes:
         noise_seed: activations at block boundaries, and their gradients, are multiplied by 1 plus or
             minus one unit of the last place; None: not.
+        is_inside_blocks: whether the outputs of all modules inside the blocks are, too.
         is_reversed: micro-batches are added in reverse order.
         micro_size: sequences a micro-batch; 0: as configured.
         free_signs: (parameter, step) -> the entries whose gradient rounding may give either sign: it
@@ -69,6 +70,7 @@ class Perturbation:
     """
 
     noise_seed: int | None = None
+    is_inside_blocks: bool = False
     is_reversed: bool = False
     micro_size: int = 0
     free_signs: Callable[[str, int], Tensor | None] | None = None
@@ -101,5 +103,5 @@ def perturbations(run: Run) -> Sequence[Perturbation]:
     smaller = 1 if run.batch.micro_size > 1 else 2
     return (
         Perturbation(noise_seed=1, is_reversed=True),
-        replace(Perturbation(noise_seed=2), micro_size=smaller),
+        Perturbation(noise_seed=2, is_inside_blocks=True, micro_size=smaller),
     )

@@ -3,8 +3,9 @@
 Note [Bounds]
     A layout adds the same terms in another order, and rounds at other places. How far that moves a
     tensor depends on the tensor, the step and the number types. So in float32 and 16 bits the
-    reference runs again, with noise of one unit of the last place at every block boundary and other
-    micro-batches: each tensor may differ by FACTOR times as much as its perturbed versions, and by
+    reference runs again, with noise of one unit of the last place at every block boundary, and once
+    at every module inside the blocks (where tensor parallelism rounds the parts of a sum), and with
+    other micro-batches: each tensor may differ by FACTOR times as much as its perturbed versions, and by
     FLOOR units of rounding. Perturbed runs drift apart step by step, as layouts do, and the bound
     grows with them. In float64 nothing drifts in a few steps: the bound is 1e-9, but for tensors that
     optimizers of signs and ratios (Lion, Adafactor) make of rounding noise: a gradient that is zero

@@ -82,6 +82,8 @@ class Reference:
         ties = family.ties(run.model)
         self.blocks = dict(family.blocks(run.model))
         tie(self.blocks, ties)
+        if perturbation.is_inside_blocks:
+            self._perturb_modules()
         self.params = _owned_parameters(self.blocks, ties)
         self.values = self._initial_values(family, source)
         for name, param in self.params.items():
@@ -91,6 +93,21 @@ class Reference:
         }
         self.optimizer = PlainOptimizer(self.trained, run.optim, family.axes(run.model))
         self.trace = ReferenceTrace(tuple(self.blocks), keeps_tensors=records)
+
+    def _perturb_modules(self) -> None:
+        """Add noise to the outputs of all modules that consist of no others."""
+
+        def perturb(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            is_activation = isinstance(output, Tensor) and output.dim() > 0
+            return self.perturbed(output) if is_activation else output
+
+        seen: set[int] = set()
+        for block in self.blocks.values():
+            for module in block.modules():
+                is_leaf = next(module.children(), None) is None
+                if is_leaf and id(module) not in seen:
+                    seen.add(id(module))
+                    module.register_forward_hook(perturb)
 
     def _initial_values(self, family: Family, source: Source | None) -> dict[str, Tensor]:
         """Initial values in the dtype of parameters: stored ones, else drawn."""

@@ -9,7 +9,9 @@ from weft.prove.mutants import (
     context_faults,
     data_faults,
     expert_faults,
+    gather_faults,
     gradient_faults,
+    norm_faults,
     optimizer_faults,
     order_faults,
     pipeline_faults,
@@ -21,6 +23,8 @@ from weft.prove.mutants.fault import Mutant
 
 LISTS: tuple[Sequence[Mutant], ...] = (
     gradient_faults.MUTANTS,
+    norm_faults.MUTANTS,
+    gather_faults.MUTANTS,
     tensor_faults.MUTANTS,
     pipeline_faults.MUTANTS,
     context_faults.MUTANTS,
