@@ -80,15 +80,19 @@ def case_of(row: Row) -> Case:
 
 def acts(row: Row) -> bool:
     """Whether the row is small enough, and no choice of it stands for nothing: one row, one layout."""
-    axes = [axis for axis in row["nesting"].split() if row[axis] > 1]
-    return (
-        Mesh(tuple((axis, row[axis]) for axis in axes)).size <= MOST_RANKS
-        and row["dp"] * row["ep"] * row["microbatches"] * row["micro_size"] <= MOST_SEQUENCES
-        and (row["tp"] > 1 or not row["sequence"])
-        and (row["cp"] > 1 or row["context"] == "ring")
-        and (len(axes) > 1 or row["nesting"] == CHOICES["nesting"][0])
-        and (row["ep"] == 1 or row["model"] in EXPERT_MODELS)
+    nesting = row["nesting"].split()
+    axes = [axis for axis in nesting if row[axis] > 1]
+    mesh = Mesh(tuple((axis, row[axis]) for axis in axes))
+    num_sequences = row["dp"] * row["ep"] * row["microbatches"] * row["micro_size"]
+    is_small = mesh.size <= MOST_RANKS and num_sequences <= MOST_SEQUENCES
+    conditions = (
+        is_small,
+        row["tp"] > 1 or not row["sequence"],
+        row["cp"] > 1 or row["context"] == "ring",
+        len(axes) > 1 or row["nesting"] == CHOICES["nesting"][0],
+        row["ep"] == 1 or row["model"] in EXPERT_MODELS,
     )
+    return all(conditions)
 
 
 def is_valid(row: Row) -> bool:

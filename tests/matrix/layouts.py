@@ -208,10 +208,17 @@ def packed(batch: Batch, generator: torch.Generator) -> Batch:
 
 def adamw(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> torch.optim.Optimizer:
     """torch's AdamW, decay on matrices only."""
-    matrices = [tensor for name, tensor in tensors.items() if name in decayed]
-    vectors = [tensor for name, tensor in tensors.items() if name not in decayed]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=LR)
+    matrices: list[Tensor] = []
+    vectors: list[Tensor] = []
+    for name, tensor in tensors.items():
+        group = matrices if name in decayed else vectors
+        group.append(tensor)
+    groups: list[dict[str, object]] = []
+    if matrices:
+        groups.append({"params": matrices, "weight_decay": 0.1})
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
+    return torch.optim.AdamW(groups, lr=LR)
 
 
 @cache

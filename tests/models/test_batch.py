@@ -29,10 +29,16 @@ class Add(nn.Module):
         self.number, self.loss, self.load = number, loss, load
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor | Extra:
+        total = x + self.number
         if self.loss is None and self.load is None:
-            return x + self.number
-        loss = None if self.loss is None else x.sum() * self.loss
-        return Extra(x + self.number, loss, None if self.load is None else torch.tensor(self.load))
+            return total
+        loss = None
+        if self.loss is not None:
+            loss = x.sum() * self.loss
+        load = None
+        if self.load is not None:
+            load = torch.tensor(self.load)
+        return Extra(total, loss, load)
 
 
 def batch_of(x: Tensor) -> Batch:
@@ -52,7 +58,8 @@ def test_a_chain_hands_on_x_and_sums_losses_and_keeps_loads_by_name():
     out = chain(BLOCKS, x, batch_of(x))
     assert out.x.tolist() == [10.0, 10.0]
     assert out.loss == 10 * 2 + 100 * 6
-    assert {name: load.tolist() for name, load in out.loads.items()} == {"b": [1, 2], "d": [3, 4]}
+    loads = {name: load.tolist() for name, load in out.loads.items()}
+    assert loads == {"b": [1, 2], "d": [3, 4]}
 
 
 def test_a_chain_of_plain_blocks_has_neither():
@@ -85,23 +92,45 @@ def test_later_targets_are_the_targets_after_and_next_inputs_the_inputs_after():
 
 
 def test_nothing_is_predicted_beyond_a_document():
-    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 4, 4]])
-    ends = torch.tensor([[2, IGNORE, 4, 5, IGNORE, 7], [12, IGNORE, 14, 99, 16, IGNORE]])
+    documents = torch.tensor(
+        [
+            [0, 0, 1, 1, 1, 2],
+            [5, 5, 5, 5, 4, 4],
+        ]
+    )
+    ends = torch.tensor(
+        [
+            [2, IGNORE, 4, 5, IGNORE, 7],
+            [12, IGNORE, 14, 99, 16, IGNORE],
+        ]
+    )
     batch = with_later_targets(Batch(INPUTS, ends, INPUTS, documents))
-    assert batch.next_inputs.tolist() == [[2, 0, 4, 5, 0, 7], [12, 13, 14, 99, 16, 0]]
-    later = [[IGNORE, IGNORE, 5, IGNORE, IGNORE, IGNORE], [IGNORE, 14, 99, IGNORE, IGNORE, IGNORE]]
-    assert batch.later_targets.tolist() == later
+    assert batch.next_inputs.tolist() == [
+        [2, 0, 4, 5, 0, 7],
+        [12, 13, 14, 99, 16, 0],
+    ]
+    assert batch.later_targets.tolist() == [
+        [IGNORE, IGNORE, 5, IGNORE, IGNORE, IGNORE],
+        [IGNORE, 14, 99, IGNORE, IGNORE, IGNORE],
+    ]
 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_shortest_sequences_have_later_targets_too(width: int):
-    batch = with_later_targets(token_batch(INPUTS[:, :width], TARGETS[:, :width]))
-    assert batch.later_targets[:, -1].tolist() == [IGNORE, IGNORE]
-    assert batch.next_inputs.shape == batch.later_targets.shape == (2, width)
+    inputs = INPUTS[:, :width]
+    targets = TARGETS[:, :width]
+    batch = with_later_targets(token_batch(inputs, targets))
+    last_targets = batch.later_targets[:, -1]
+    assert last_targets.tolist() == [IGNORE, IGNORE]
+    assert batch.next_inputs.shape == (2, width)
+    assert batch.later_targets.shape == (2, width)
 
 
 def test_rows_and_maps_take_every_field_along():
-    batch = Batch(*(INPUTS + number for number, _ in enumerate(fields(Batch))))
+    values = [INPUTS + number for number, _ in enumerate(fields(Batch))]
+    batch = Batch(*values)
     row = batch.rows(slice(1, 2))
-    assert all(torch.equal(getattr(row, name), x[1:]) for name, x in vars(batch).items())
-    assert token_batch(INPUTS, TARGETS).rows(slice(0, 1)).later_targets is None
+    for name, x in vars(batch).items():
+        assert torch.equal(getattr(row, name), x[1:])
+    plain_row = token_batch(INPUTS, TARGETS).rows(slice(0, 1))
+    assert plain_row.later_targets is None

@@ -55,9 +55,13 @@ def zeros_batch(num: int, seq: int) -> Batch:
 
 def turned_pairs(x: Tensor, rope: Rope, position: int) -> Tensor:
     """Neighbours (2i, 2i + 1) turned by the angle of frequency i, as DeepSeek's paper has it."""
-    cos, sin = (turn.double().flatten() for turn in rope(torch.tensor([[position]])))
+    cos, sin = rope(torch.tensor([[position]]))
+    cos = cos.double().flatten()
+    sin = sin.double().flatten()
+    left, right = x[0::2], x[1::2]
     out = torch.empty_like(x)
-    out[0::2], out[1::2] = x[0::2] * cos - x[1::2] * sin, x[1::2] * cos + x[0::2] * sin
+    out[0::2] = left * cos - right * sin
+    out[1::2] = right * cos + left * sin
     return out
 
 
@@ -66,19 +70,27 @@ def written_out(attn: LatentAttention, x_SD: Tensor) -> Tensor:
     num_heads = attn.o.weight.shape[1] // attn.v_size
     outputs = []
     for s, x in enumerate(x_SD):
-        query = attn.q_b(attn.q_a_norm(attn.q_a(x))) if attn.q_lora_rank else attn.q(x)
+        if attn.q_lora_rank:
+            latent = attn.q_a_norm(attn.q_a(x))
+            query = attn.q_b(latent)
+        else:
+            query = attn.q(x)
         heads = []
         for h, q in enumerate(query.chunk(num_heads)):
-            q_nope, q_rope = q[:7], turned_pairs(q[7:], attn.rope, s)
-            scores, values = [], []
+            q_nope = q[:7]
+            q_rope = turned_pairs(q[7:], attn.rope, s)
+            scores = []
+            values = []
             for t in range(s + 1):
                 latent, k_rope = attn.kv_a(x_SD[t]).split((9, 6))
-                k_nope, v = (
-                    attn.kv_b(attn.kv_a_norm(latent)).chunk(num_heads)[h].split((7, attn.v_size))
-                )
-                scores.append(0.3 * (q_nope @ k_nope + q_rope @ turned_pairs(k_rope, attn.rope, t)))
+                keys_and_values = attn.kv_b(attn.kv_a_norm(latent))
+                of_head = keys_and_values.chunk(num_heads)[h]
+                k_nope, v = of_head.split((7, attn.v_size))
+                dot = q_nope @ k_nope + q_rope @ turned_pairs(k_rope, attn.rope, t)
+                scores.append(0.3 * dot)
                 values.append(v)
-            heads.append(torch.stack(scores).softmax(0) @ torch.stack(values))
+            weights = torch.stack(scores).softmax(0)
+            heads.append(weights @ torch.stack(values))
         outputs.append(attn.o(torch.cat(heads)))
     return torch.stack(outputs)
 
@@ -86,41 +98,51 @@ def written_out(attn: LatentAttention, x_SD: Tensor) -> Tensor:
 @pytest.mark.parametrize(("q_lora_rank", "v_head_dim"), [(10, 5), (0, 5), (10, 13), (10, 16)])
 def test_latent_attention_is_the_papers_written_out(q_lora_rank: int, v_head_dim: int):
     """Heads of v are narrower than those of q and k, as wide, or wider."""
-    attn, x = make_attention(q_lora_rank=q_lora_rank, v_head_dim=v_head_dim), torch.randn(2, 5, 24)
+    attn = make_attention(q_lora_rank=q_lora_rank, v_head_dim=v_head_dim)
+    x = torch.randn(2, 5, 24)
     out = attn(x, zeros_batch(2, 5))
     for b in range(2):
-        torch.testing.assert_close(out[b], written_out(attn, x[b]), **EXACT)
+        expected = written_out(attn, x[b])
+        torch.testing.assert_close(out[b], expected, **EXACT)
 
 
 def test_latent_attention_whose_heads_are_cut_sums_to_the_whole():
-    whole, x = make_attention(), torch.randn(2, 5, 24)
+    whole = make_attention()
+    x = torch.randn(2, 5, 24)
+    batch = zeros_batch(2, 5)
     total = torch.zeros_like(x)
     for half in (0, 1):
-        cut = (
-            make_attention()
-        )  # built whole, like a rank's: only the weights that belong to heads are cut
+        # built whole, like a rank's: only the weights that belong to heads are cut
+        cut = make_attention()
         cut.load_state_dict(whole.state_dict())
         for name, dim in (("q_b", 0), ("kv_b", 0), ("o", 1)):
-            weight = getattr(whole, name).weight.detach().chunk(2, dim)[half]
-            getattr(cut, name).weight = torch.nn.Parameter(weight)
-        total = total + cut(x, zeros_batch(2, 5))
-    torch.testing.assert_close(total, whole(x, zeros_batch(2, 5)), **EXACT)
+            weight = getattr(whole, name).weight.detach()
+            own_half = weight.chunk(2, dim)[half]
+            getattr(cut, name).weight = torch.nn.Parameter(own_half)
+        total = total + cut(x, batch)
+    torch.testing.assert_close(total, whole(x, batch), **EXACT)
 
 
 @pytest.mark.parametrize("documents", [None, [[0, 0, 1, 1, 1]]])
 @pytest.mark.parametrize("v_size", [3, 4, 6])
 def test_heads_of_v_may_have_another_size_and_scores_another_scale(v_size: int, documents):
-    q, k, v = torch.randn(1, 5, 4, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, v_size)
+    q = torch.randn(1, 5, 4, 4)
+    k = torch.randn(1, 5, 2, 4)
+    v = torch.randn(1, 5, 2, v_size)
     batch = zeros_batch(1, 5)
     allowed = torch.ones(5, 5, dtype=torch.bool).tril()
     if documents is not None:
         batch = Batch(batch.inputs, batch.targets, batch.positions, torch.tensor(documents))
-        allowed &= batch.documents[0][:, None] == batch.documents[0][None, :]
+        numbers = batch.documents[0]
+        allowed &= numbers[:, None] == numbers[None, :]
     out = Attend(scale=0.7)(q, k, v, batch)
     for h in range(4):
-        scores = 0.7 * (q[0, :, h] @ k[0, :, h // 2].T)
-        want = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v[0, :, h // 2]
-        torch.testing.assert_close(out[0, :, h], want, **EXACT)
+        own_q = q[0, :, h]
+        own_k = k[0, :, h // 2]
+        own_v = v[0, :, h // 2]
+        scores = 0.7 * (own_q @ own_k.T)
+        weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+        torch.testing.assert_close(out[0, :, h], weights @ own_v, **EXACT)
 
 
 def test_pairs_of_neighbours_give_the_products_of_pairs_of_halves_in_another_order():

@@ -45,13 +45,15 @@ def test_values_do_not_depend_on_order_or_on_which_blocks_a_rank_holds(name: str
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_values_of_another_dtype_are_the_float32_ones_cast(dtype: torch.dtype):
-    whole, cast = started("llama3-tiny"), started("llama3-tiny", dtype=dtype)
-    assert all(torch.equal(whole[name].to(dtype), cast[name]) for name in whole)
+    whole = started("llama3-tiny")
+    cast = started("llama3-tiny", dtype=dtype)
+    for name, value in whole.items():
+        assert torch.equal(value.to(dtype), cast[name]), name
 
 
 def test_a_rank_draws_its_shard_as_the_whole_tensor_has_it():
     cfg = PRESETS["llama3-tiny"]
-    module = family("llama3")
+    table = family("llama3").init(cfg)
     whole = started("llama3-tiny")
     shapes = {name: tuple(value.shape) for name, value in whole.items()}
     for half in (0, 1):
@@ -59,21 +61,31 @@ def test_a_rank_draws_its_shard_as_the_whole_tensor_has_it():
         local = {name: torch.empty_like(value) for name, value in expected.items()}
         shards = {}
         for name, value in expected.items():
-            first = half * value.shape[0]
-            other_dims = tuple(value.shape[1:])
-            box = Box((first, *(0 for _ in other_dims)), (first + value.shape[0], *other_dims))
+            num_rows, *other_dims = value.shape
+            first = half * num_rows
+            zeros = [0 for _ in other_dims]
+            box = Box((first, *zeros), (first + num_rows, *other_dims))
             shards[name] = Shard((box,))
-        init_params(local, module.init(cfg), seed=0, shapes=shapes, shards=shards)
-        assert all(torch.equal(local[name], expected[name]) for name in whole)
+        init_params(local, table, seed=0, shapes=shapes, shards=shards)
+        for name in whole:
+            assert torch.equal(local[name], expected[name]), name
 
 
 def test_a_shard_of_several_boxes_is_their_concatenation():
     table = {"a.w": ("normal", 1.0)}
-    whole, local = {"a.w": torch.empty(6, 5)}, {"a.w": torch.empty(6, 3)}
+    whole = torch.empty(6, 5)
+    local = torch.empty(6, 3)
     boxes = (Box((0, 0), (6, 1)), Box((0, 3), (6, 5)))
-    init_params(whole, table, seed=0)
-    init_params(local, table, seed=0, shapes={"a.w": (6, 5)}, shards={"a.w": Shard(boxes, dim=1)})
-    assert torch.equal(local["a.w"], whole["a.w"][:, [0, 3, 4]])
+    shard = Shard(boxes, dim=1)
+    init_params({"a.w": whole}, table, seed=0)
+    init_params(
+        {"a.w": local},
+        table,
+        seed=0,
+        shapes={"a.w": (6, 5)},
+        shards={"a.w": shard},
+    )
+    assert torch.equal(local, whole[:, [0, 3, 4]])
 
 
 def test_an_alias_starts_as_its_owner_on_a_stage_that_lacks_the_owner():
@@ -90,11 +102,13 @@ def test_an_alias_starts_as_its_owner_on_a_stage_that_lacks_the_owner():
 
 def test_an_alias_is_drawn_by_its_owners_row():
     table = {"a.w": ("normal", 1.0), "b.w": ("zeros",)}
-    owner, alias = {"a.w": torch.empty(20)}, {"b.w": torch.empty(20)}
-    for stage in (owner, alias):
-        init_params(stage, table, seed=0, ties={"b.w": "a.w"})
-    assert torch.equal(owner["a.w"], alias["b.w"])
-    assert alias["b.w"].unique().numel() == 20
+    ties = {"b.w": "a.w"}
+    owner = torch.empty(20)
+    alias = torch.empty(20)
+    init_params({"a.w": owner}, table, seed=0, ties=ties)
+    init_params({"b.w": alias}, table, seed=0, ties=ties)
+    assert torch.equal(owner, alias)
+    assert alias.unique().numel() == 20
 
 
 def test_a_parameter_that_a_block_holds_twice_has_both_names():

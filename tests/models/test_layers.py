@@ -29,42 +29,50 @@ def qkv(batch: int = 2, seq: int = 7):
 
 def plain_attention(q, k, v, allowed):
     """softmax(q k^T / sqrt(K)) v for one sequence, head by head, from the formula."""
+    num_heads, head_size = q.shape[1:]
+    num_kv_heads = k.shape[1]
     heads = []
-    for h in range(q.shape[1]):
-        g = h * k.shape[1] // q.shape[1]
-        scores = q[:, h] @ k[:, g].T / math.sqrt(q.shape[-1])
-        heads.append(scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v[:, g])
+    for h in range(num_heads):
+        g = h * num_kv_heads // num_heads
+        scores = q[:, h] @ k[:, g].T / math.sqrt(head_size)
+        weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
+        heads.append(weights @ v[:, g])
     return torch.stack(heads, dim=1)
 
 
 @pytest.mark.parametrize("documents", [None, [[0, 0, 0, 1, 1, 2, 2], [5, 5, 5, 5, 5, 5, 3]]])
 def test_a_token_attends_to_itself_and_earlier_tokens_of_its_document(documents):
     q, k, v = qkv()
-    documents = None if documents is None else torch.tensor(documents)
+    if documents is not None:
+        documents = torch.tensor(documents)
     tokens = torch.zeros(2, 7, dtype=torch.int64)
     out = Attend()(q, k, v, Batch(tokens, tokens, tokens, documents))
     for b in range(2):
         allowed = torch.ones(7, 7, dtype=torch.bool).tril()
         if documents is not None:
-            allowed &= documents[b][:, None] == documents[b][None, :]
-        torch.testing.assert_close(
-            out[b], plain_attention(q[b], k[b], v[b], allowed), rtol=1e-12, atol=1e-12
-        )
+            numbers = documents[b]
+            allowed &= numbers[:, None] == numbers[None, :]
+        expected = plain_attention(q[b], k[b], v[b], allowed)
+        torch.testing.assert_close(out[b], expected, rtol=1e-12, atol=1e-12)
 
 
 def test_packed_documents_with_restarted_positions_equal_documents_alone():
     attention = Attention(
-        DIM, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, rope=Rope(HEAD_SIZE, theta=100.0)
+        DIM,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        rope=Rope(HEAD_SIZE, theta=100.0),
     )
     x = torch.randn(1, 9, DIM)
     tokens = torch.zeros(1, 9, dtype=torch.int64)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
     packed = attention(x, Batch(tokens, tokens, positions, documents))
-    alone = [
-        attention(part, token_batch(*[torch.zeros(1, part.shape[1], dtype=torch.int64)] * 2))
-        for part in x.split([4, 5], 1)
-    ]
+    alone = []
+    for part in x.split([4, 5], 1):
+        own_tokens = torch.zeros(1, part.shape[1], dtype=torch.int64)
+        alone.append(attention(part, token_batch(own_tokens, own_tokens)))
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-12, atol=1e-12)
 
 
@@ -95,38 +103,44 @@ def test_attention_whose_heads_are_cut_sums_to_the_whole():
 
 @pytest.mark.parametrize("mlp", [GeluMLP, SwiGLU])
 def test_mlp_whose_features_are_cut_sums_to_the_whole(mlp):
-    whole, x = mlp(DIM, 10), torch.randn(2, 3, DIM)
+    whole = mlp(DIM, 10)
+    x = torch.randn(2, 3, DIM)
     total = torch.zeros_like(x)
     for half in (0, 1):
         cut = mlp(DIM, 10)
         for name, linear in whole.named_children():
+            is_down = name == "down"
             part = getattr(cut, name)
-            part.weight = torch.nn.Parameter(
-                linear.weight.detach().chunk(2, 1 if name == "down" else 0)[half]
-            )
+            weights = linear.weight.detach().chunk(2, 1 if is_down else 0)
+            part.weight = torch.nn.Parameter(weights[half])
             if linear.bias is not None:
                 bias = linear.bias.detach()
-                part.bias = torch.nn.Parameter(bias / 2 if name == "down" else bias.chunk(2)[half])
+                own_bias = bias / 2 if is_down else bias.chunk(2)[half]
+                part.bias = torch.nn.Parameter(own_bias)
         total = total + cut(x)
     torch.testing.assert_close(total, whole(x), rtol=1e-12, atol=1e-12)
 
 
 def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance_only():
     rope = Rope(8, theta=100.0)
-    q, k = torch.randn(8), torch.randn(8)
+    q = torch.randn(8)
+    k = torch.randn(8)
 
     def turned(x, position: int):
-        return rotate(x.view(1, 1, 1, 8), rope(torch.tensor([[position]]))).flatten()
+        turn = rope(torch.tensor([[position]]))
+        rotated = rotate(x.view(1, 1, 1, 8), turn)
+        return rotated.flatten()
 
     assert torch.equal(turned(q, 0), q)
     # the angles are float32: sine and cosine are off by up to 6e-8 each, their squares sum to 1 within 4 x that
     torch.testing.assert_close(turned(q, 9).norm(), q.norm(), rtol=2.4e-7, atol=0.0)
     # position x frequency is rounded too, up to 19 x 6e-8 radians here, in q and in k
-    near, far = turned(q, 9) @ turned(k, 4), turned(q, 19) @ turned(k, 14)
-    torch.testing.assert_close(
-        near, far, rtol=0.0, atol=4 * 19 * 6e-8 * (q.norm() * k.norm()).item()
-    )
-    assert abs(near - turned(q, 9) @ turned(k, 5)) > 0.01
+    near = turned(q, 9) @ turned(k, 4)
+    far = turned(q, 19) @ turned(k, 14)
+    largest = (q.norm() * k.norm()).item()
+    torch.testing.assert_close(near, far, rtol=0.0, atol=4 * 19 * 6e-8 * largest)
+    other_distance = turned(q, 9) @ turned(k, 5)
+    assert abs(near - other_distance) > 0.01
 
 
 def test_rotation_has_no_state_that_a_cast_or_an_empty_start_could_spoil():
@@ -154,17 +168,20 @@ def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_ramps_between(
 
 @pytest.mark.parametrize("shape", [(2, 5), (6,)])
 def test_loss_is_the_sum_over_the_targets_that_count(shape):
-    logits, targets = torch.randn(*shape, 11), torch.randint(11, shape)
+    logits = torch.randn(*shape, 11)
+    targets = torch.randint(11, shape)
     targets.view(-1)[1] = IGNORE
     batch = Batch(targets, targets, targets)
-    picked = logits.log_softmax(-1).flatten(0, -2)
-    want = -sum(picked[i, t] for i, t in enumerate(targets.flatten().tolist()) if t != IGNORE)
-    torch.testing.assert_close(Loss()(logits, batch), want, rtol=1e-13, atol=0.0)
+    loss = Loss()(logits, batch)
+    log_probs = logits.log_softmax(-1).flatten(0, -2)
+    expected = torch.zeros(())
+    for i, target in enumerate(targets.flatten().tolist()):
+        if target != IGNORE:
+            expected = expected - log_probs[i, target]
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0.0)
     assert batch.num_targets() == targets.numel() - 1
-    assert torch.equal(
-        Loss()(logits, batch),
-        F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum"),
-    )
+    of_torch = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+    assert torch.equal(loss, of_torch)
 
 
 def test_loss_of_a_batch_without_targets_is_zero_with_zero_gradients():
@@ -185,16 +202,22 @@ def test_loss_of_a_batch_without_targets_is_zero_with_zero_gradients():
     ],
 )
 def test_loss_is_accumulated_in_float32_at_least(dtype, wide):
-    logits, targets = torch.randn(1, 3, 11).to(dtype), torch.randint(11, (1, 3))
+    logits = torch.randn(1, 3, 11).to(dtype)
+    targets = torch.randint(11, (1, 3))
     loss = Loss()(logits, Batch(targets, targets, targets))
     assert loss.dtype == wide
-    assert torch.equal(loss, F.cross_entropy(logits.to(wide)[0], targets[0], reduction="sum"))
+    wide_logits = logits.to(wide)[0]
+    expected = F.cross_entropy(wide_logits, targets[0], reduction="sum")
+    assert torch.equal(loss, expected)
 
 
 def test_map_reaches_every_tensor_of_a_batch():
     x = torch.arange(12).view(3, 4)
     cut = Batch(x, x + 1, x + 2, x + 3).map(lambda field: field[1:])
-    assert [
-        field.tolist() for field in (cut.inputs, cut.targets, cut.positions, cut.documents)
-    ] == [(x[1:] + i).tolist() for i in range(4)]
-    assert Batch(x, x, x).map(lambda field: field).documents is None
+    later_rows = x[1:]
+    assert torch.equal(cut.inputs, later_rows)
+    assert torch.equal(cut.targets, later_rows + 1)
+    assert torch.equal(cut.positions, later_rows + 2)
+    assert torch.equal(cut.documents, later_rows + 3)
+    unchanged = Batch(x, x, x).map(lambda field: field)
+    assert unchanged.documents is None

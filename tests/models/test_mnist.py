@@ -46,23 +46,30 @@ def test_bytes_are_scaled_and_floats_are_taken_as_they_are(arch):
     assert torch.equal(as_bytes, as_floats)
 
 
+def linear(x, p, name):
+    return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
+
+
+def conv(x, p, name):
+    return F.conv2d(x, p[f"{name}.weight"], p[f"{name}.bias"], padding=1)
+
+
 def relu_mlp(images, p):
-    x = F.relu(F.linear(images.flatten(1), p["embed.proj.weight"], p["embed.proj.bias"]))
+    x = F.relu(linear(images.flatten(1), p, "embed.proj"))
     for i in range(2):
-        x = F.relu(F.linear(x, p[f"layer{i}.up.weight"], p[f"layer{i}.up.bias"]))
-        x = F.relu(F.linear(x, p[f"layer{i}.down.weight"], p[f"layer{i}.down.bias"]))
-    return F.linear(x, p["head.proj.weight"], p["head.proj.bias"])
+        hidden = F.relu(linear(x, p, f"layer{i}.up"))
+        x = F.relu(linear(hidden, p, f"layer{i}.down"))
+    return linear(x, p, "head.proj")
 
 
 def relu_conv(images, p):
-    x = F.max_pool2d(
-        F.relu(F.conv2d(images, p["embed.conv.weight"], p["embed.conv.bias"], padding=1)), 2
-    )
+    features = F.relu(conv(images, p, "embed.conv"))
+    x = F.max_pool2d(features, 2)
     for i in range(2):
-        x = F.relu(F.conv2d(x, p[f"layer{i}.conv.weight"], p[f"layer{i}.conv.bias"], padding=1))
-    x = F.max_pool2d(x, 2).flatten(1)
-    x = F.relu(F.linear(x, p["head.up.weight"], p["head.up.bias"]))
-    return F.linear(x, p["head.down.weight"], p["head.down.bias"])
+        x = F.relu(conv(x, p, f"layer{i}.conv"))
+    pooled = F.max_pool2d(x, 2).flatten(1)
+    hidden = F.relu(linear(pooled, p, "head.up"))
+    return linear(hidden, p, "head.down")
 
 
 @pytest.mark.parametrize(("arch", "written_out"), [("mlp", relu_mlp), ("conv", relu_conv)])

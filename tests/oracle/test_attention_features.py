@@ -157,16 +157,20 @@ def test_attention_across_cp_computes_the_formula(name: str, variant: Context, d
     expected = formula(features)
 
     def rank(comm: Comm) -> float:
-        own = Problem(
-            tuple(shard(x, comm) for x in whole.given), shard(whole.grad, comm), whole.batch
-        )
+        given = tuple(shard(x, comm) for x in whole.given)
+        own = Problem(given, shard(whole.grad, comm), whole.batch)
         batch = whole.batch.columns(index=comm.index("cp"), degree=degree)
         attend = attend_across(variant, comm, **features.attend_arguments())
         out, dq, dk, dv, *learned = results(attend, own, batch)
-        learned = [comm.all_reduce(x, "cp") for x in learned]
-        sharded = [shard(right, comm) for right in expected[:4]]
-        pairs = zip((out, dq, dk, dv, *learned), (*sharded, *expected[4:]), strict=True)
-        return max((mine - right).abs().max().item() for mine, right in pairs)
+        found = [out, dq, dk, dv]
+        found.extend(comm.all_reduce(x, "cp") for x in learned)
+        right = [shard(x, comm) for x in expected[:4]]
+        right.extend(expected[4:])
+        worst = 0.0
+        for mine, theirs in zip(found, right, strict=True):
+            difference = (mine - theirs).abs().max()
+            worst = max(worst, difference.item())
+        return worst
 
     assert max(run_ranks(f"cp{degree}", rank)) < TOLERANCE
 

@@ -81,11 +81,16 @@ MLP = {
 
 def layer_views(tensors: dict[str, Tensor], ours: str, theirs: str) -> Views:
     """One layer, whatever it holds; experts' gate and up stand one on the other."""
-    names = {our: f"{theirs}.{their}" for our, their in (ATTENTION | MLP).items()}
-    views = {f"{ours}.{our}": tensors[their] for our, their in names.items() if their in tensors}
-    if f"{theirs}.mlp.experts.gate_up_proj" in tensors:
-        gate, up = tensors[f"{theirs}.mlp.experts.gate_up_proj"].chunk(2, dim=1)
-        views |= {f"{ours}.mlp.experts.gate": gate, f"{ours}.mlp.experts.up": up}
+    views: Views = {}
+    for our, their in (ATTENTION | MLP).items():
+        tensor = tensors.get(f"{theirs}.{their}")
+        if tensor is not None:
+            views[f"{ours}.{our}"] = tensor
+    gate_up = tensors.get(f"{theirs}.mlp.experts.gate_up_proj")
+    if gate_up is not None:
+        gate, up = gate_up.chunk(2, dim=1)
+        views[f"{ours}.mlp.experts.gate"] = gate
+        views[f"{ours}.mlp.experts.up"] = up
     return views
 
 

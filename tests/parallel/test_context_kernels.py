@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -42,29 +43,47 @@ def test_the_cpu_kernel_equals_the_plain_one(kind: str, kv_heads: int) -> None:
 
 
 def test_a_query_that_sees_no_key_of_a_block_has_no_weight() -> None:
-    mask = torch.tensor([[True, True, False], [False, False, False]]).expand(1, 1, 2, 3)
-    q, k, v = (torch.ones(1, 1, length, 4) for length in (2, 3, 3))
+    rows = [
+        [True, True, False],
+        [False, False, False],
+    ]
+    mask = torch.tensor(rows).expand(1, 1, 2, 3)
+    q = torch.ones(1, 1, 2, 4)
+    k = torch.ones(1, 1, 3, 4)
+    v = torch.ones(1, 1, 3, 4)
     out, lse = kernels.attend(q, k, v, Scores(0.5, mask=mask))
-    assert lse[0, 0].tolist() == [pytest.approx(2 + torch.tensor(2.0).log().item()), float("-inf")]
+    seen, unseen = lse[0, 0].tolist()
+    assert seen == pytest.approx(2 + math.log(2.0))
+    assert unseen == float("-inf")
     assert out[0, 0, 1].tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     [
-        *((kernels.CUDA_FLASH, kind) for kind in ("full", "causal")),
-        *((kernels.CUDA_EFFICIENT, kind) for kind in ("full", "causal", "mask")),
+        (kernels.CUDA_FLASH, "full"),
+        (kernels.CUDA_FLASH, "causal"),
+        (kernels.CUDA_EFFICIENT, "full"),
+        (kernels.CUDA_EFFICIENT, "causal"),
+        (kernels.CUDA_EFFICIENT, "mask"),
     ],
 )
 def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel, kind: str) -> None:
     """On the meta device, which knows their signatures and shapes; a test on a GPU compares values."""
-    scores = Scores(0.3, causal=kind == "causal", mask=MASK.to("meta") if kind == "mask" else None)
-    q, grad = (torch.empty(2, 4, 7, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    k, v = (torch.empty(2, 2, 5, 8, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    out, lse = kernel.forward(Block(q, k, v), scores)
-    assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 7, 8), (2, 4, 7), torch.float32)
-    gradients = kernel.backward(Block(q, k, v), BlockOutput(grad, out, lse), scores)
-    assert [x.shape for x in gradients[:3]] == [x.shape for x in (q, k, v)]
+    mask = MASK.to("meta") if kind == "mask" else None
+    scores = Scores(0.3, causal=kind == "causal", mask=mask)
+    q = torch.empty(2, 4, 7, 8, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 2, 5, 8, dtype=torch.bfloat16, device="meta")
+    block = Block(q, k, torch.empty_like(k))
+    out, lse = kernel.forward(block, scores)
+    assert out.shape == (2, 4, 7, 8)
+    assert lse.shape == (2, 4, 7)
+    assert lse.dtype == torch.float32
+    output = BlockOutput(torch.empty_like(q), out, lse)
+    dq, dk, dv, _ = kernel.backward(block, output, scores)
+    assert dq.shape == q.shape
+    assert dk.shape == k.shape
+    assert dv.shape == k.shape
 
 
 @pytest.mark.gpu
@@ -73,19 +92,26 @@ def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel, kind: st
 def test_cuda_kernels_equal_the_plain_one(dtype: torch.dtype, kind: str, kv_heads: int) -> None:
     """Within a few roundings of the type (of TF32 in float32), of values up to 4."""
     generator = torch.Generator("cuda").manual_seed(3)
-    q, k, v, grad = (
-        torch.randn(2, heads, length, 20, generator=generator, device="cuda", dtype=dtype)
-        for heads, length in ((4, 7), (kv_heads, 7), (kv_heads, 7), (4, 7))
-    )
-    mask = (torch.arange(7)[:, None] % 3 >= torch.arange(7)[None, :] % 4).expand(2, 1, 7, 7).cuda()
-    scores = Scores(0.3, causal=kind == "causal", mask=mask if kind == "mask" else None)
+
+    def drawn(heads: int) -> torch.Tensor:
+        shape = (2, heads, 7, 20)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    q = drawn(4)
+    k = drawn(kv_heads)
+    v = drawn(kv_heads)
+    grad = drawn(4)
+    columns = torch.arange(7)
+    allowed = columns[:, None] % 3 >= columns[None, :] % 4
+    mask = allowed.expand(2, 1, 7, 7).cuda() if kind == "mask" else None
+    scores = Scores(0.3, causal=kind == "causal", mask=mask)
     out, lse = kernels.attend(q, k, v, scores)
-    mine_backward = kernels.attend_backward(Block(q, k, v), BlockOutput(grad, out, lse), scores)
-    mine = out, lse, *mine_backward[:3]
+    gradients = kernels.attend_backward(Block(q, k, v), BlockOutput(grad, out, lse), scores)
+    mine = (out, lse, *gradients[:3])
     wide = Block(q.double(), k.double(), v.double())
     right_out, right_lse = kernels.PLAIN.forward(wide, scores)
     right_output = BlockOutput(grad.double(), right_out, right_lse)
-    gradients = kernels.PLAIN.backward(wide, right_output, scores)
-    right = right_out, right_lse, *gradients[:3]
+    right_gradients = kernels.PLAIN.backward(wide, right_output, scores)
+    right = (right_out, right_lse, *right_gradients[:3])
     for ours, theirs in zip(mine, right, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=0.05, atol=0.05)

@@ -33,9 +33,11 @@ class Net(nn.Module):
 
     def forward(self, given: dict[str, Tensor], *, gain: Tensor) -> tuple[Tensor, dict[str, Any]]:
         self.seen += 1
-        x = torch.tanh(self.again(self.first(given["x"]) * gain))
+        hidden = self.first(given["x"]) * gain
+        x = torch.tanh(self.again(hidden))
         y, _ = self.rnn(x)
-        return self.frozen(y), {"sum": y.sum(), "who": threading.current_thread().name}
+        thread = threading.current_thread()
+        return self.frozen(y), {"sum": y.sum(), "who": thread.name}
 
 
 def inputs(samples: int) -> Tensor:

@@ -198,18 +198,23 @@ def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(sche
     right = {name: param.grad for name, param in nn.ModuleDict(whole).named_parameters()}
 
     def rank(comm: Comm) -> tuple[PlayResult, dict[str, Tensor | None]]:
-        model = parallelize(copy.deepcopy(start), plan_of(schedule, "pp2", 5, layers=4), comm)
-        result = Player(model, before_last_backward=lambda stage: None).play(
-            batches, torch.tensor(0.25)
-        )
-        return result, {name: param.grad for name, param in model.params.items()}
+        plan = plan_of(schedule, "pp2", 5, layers=4)
+        model = parallelize(copy.deepcopy(start), plan, comm)
+        player = Player(model, before_last_backward=lambda stage: None)
+        result = player.play(batches, torch.tensor(0.25))
+        gradients = {name: param.grad for name, param in model.params.items()}
+        return result, gradients
 
-    ranks = run_ranks("pp2", rank)
-    assert sum(result.loss for result, _ in ranks).item() == pytest.approx(total.item(), rel=1e-13)
-    loads = {name: load for result, _ in ranks for name, load in result.loads.items()}
+    loss = 0.0
+    loads: dict[str, Tensor] = {}
+    ours: dict[str, Tensor | None] = {}
+    for result, gradients in run_ranks("pp2", rank):
+        loss += result.loss.item()
+        loads.update(result.loads)
+        ours.update(gradients)
+    assert loss == pytest.approx(total.item(), rel=1e-13)
     assert set(loads) == {"layer0", "layer2", "layer3"}
     assert all(load.sum() == 5 * 12 for load in loads.values())
-    ours = {name: gradient for _, gradients in ranks for name, gradient in gradients.items()}
     assert set(ours) == set(right)
     for name, gradient in right.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-12, atol=1e-14)

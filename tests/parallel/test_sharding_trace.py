@@ -444,17 +444,24 @@ def test_a_block_used_under_two_names_is_one_set_of_parameters() -> None:
 
 def test_attention_computed_in_place_is_followed_through_its_products() -> None:
     class InPlace(InlineMLP):
+        def by_head(self, y: Tensor) -> list[Tensor]:
+            """q, k and v, [B, heads, S, K]."""
+            return [heads(linear(y)).transpose(1, 2) for linear in (self.q, self.k, self.v)]
+
         def attention(self, y: Tensor, batch: Batch) -> Tensor:
-            q, k, v = (heads(linear(y)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+            q, k, v = self.by_head(y)
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return self.o(out.transpose(1, 2).flatten(2))
 
-    class ByHand(InlineMLP):
+    class ByHand(InPlace):
         def attention(self, y: Tensor, batch: Batch) -> Tensor:
-            q, k, v = (heads(linear(y)).transpose(1, 2) for linear in (self.q, self.k, self.v))
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-            weights = (q @ k.transpose(-1, -2)).softmax(-1)
-            return self.o((weights @ v).transpose(1, 2).flatten(2))
+            q, k, v = self.by_head(y)
+            group_size = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(group_size, dim=1)
+            v = v.repeat_interleave(group_size, dim=1)
+            scores = q @ k.transpose(-1, -2)
+            out = scores.softmax(-1) @ v
+            return self.o(out.transpose(1, 2).flatten(2))
 
     for block in (InPlace, ByHand):
         for layout in ("tp2", "tp2, sequence parallel"):

@@ -110,8 +110,10 @@ class FusedQKV(InlineMLP):
     def attention(self, y: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv(y)
         unit = qkv.shape[-1] // (HEADS + 2 * KV_HEADS)
-        q, k, v = qkv.split((HEADS * unit, KV_HEADS * unit, KV_HEADS * unit), dim=-1)
-        return self.o(self.attend(heads(q), heads(k), heads(v), batch).flatten(2))
+        kv_width = KV_HEADS * unit
+        q, k, v = qkv.split((HEADS * unit, kv_width, kv_width), dim=-1)
+        out = self.attend(heads(q), heads(k), heads(v), batch)
+        return self.o(out.flatten(2))
 
 
 class FusedGateUp(InlineMLP):
@@ -186,10 +188,13 @@ class ResidualScale(InlineMLP):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         y = self.attn_norm(x)
+        q = heads(self.q(y))
         k = self.k_norm(heads(self.k(y)))
-        attended = self.o(self.attend(heads(self.q(y)), k, heads(self.v(y)), batch).flatten(2))
-        x = x + self.scale[0] * attended
-        return x + self.scale[1] * self.mlp(self.mlp_norm(x))
+        v = heads(self.v(y))
+        attended = self.attend(q, k, v, batch)
+        attn_scale, mlp_scale = self.scale[0], self.scale[1]
+        x = x + attn_scale * self.o(attended.flatten(2))
+        return x + mlp_scale * self.mlp(self.mlp_norm(x))
 
 
 @dataclass(frozen=True)
@@ -307,8 +312,12 @@ def on_one_device(shape: Shape) -> tuple[float, dict[str, Tensor]]:
 def micro_batches(plan: Plan, comm: Comm) -> list[Batch]:
     local = whole_batch().columns(index=comm.index("cp"), degree=comm.degree("cp"))
     first = comm.index("dp") * plan.microbatches * plan.micro_size
-    starts = (first + i * plan.micro_size for i in range(plan.microbatches))
-    return [local.rows(slice(start, start + plan.micro_size)) for start in starts]
+    batches: list[Batch] = []
+    for i in range(plan.microbatches):
+        start = first + i * plan.micro_size
+        rows = slice(start, start + plan.micro_size)
+        batches.append(local.rows(rows))
+    return batches
 
 
 def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options: str) -> float:

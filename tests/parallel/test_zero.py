@@ -172,12 +172,19 @@ def starts_of_a_backward(zero: Any) -> list[list[str]]:
 @pytest.mark.parametrize(("zero", "backwards"), [(1, 1), (2, 2), (3, 2)])
 def test_gradients_are_reduced_while_the_backward_still_runs(zero: Any, backwards: int) -> None:
     for lines in starts_of_a_backward(zero):
-        marks = [place for place, line in enumerate(lines) if "layer0" in line]
-        reduces = [place for place, line in enumerate(lines) if line == "start reduce_scatter"]
-        groups = len(reduces) // backwards
-        early = sum(place < marks[-1] for place in reduces[-groups:])
-        assert early >= groups - 2, "only the groups that come last wait for the end"
-        assert (reduces[0] < marks[0]) == (backwards == 2), "stage 1 adds micro-batches up first"
+        marks: list[int] = []
+        reduces: list[int] = []
+        for place, line in enumerate(lines):
+            if "layer0" in line:
+                marks.append(place)
+            if line == "start reduce_scatter":
+                reduces.append(place)
+        num_groups = len(reduces) // backwards
+        of_last_backward = reduces[-num_groups:]
+        early = [place for place in of_last_backward if place < marks[-1]]
+        assert len(early) >= num_groups - 2, "only the groups that come last wait for the end"
+        starts_in_first = reduces[0] < marks[0]
+        assert starts_in_first == (backwards == 2), "stage 1 adds micro-batches up first"
 
 
 @pytest.mark.parametrize("zero", [2, 3])

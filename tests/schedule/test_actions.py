@@ -35,18 +35,12 @@ def small_tables() -> tuple[Table, ...]:
 
 def plays(table: Table) -> bool:
     """Whether a table is complete and ends: written apart from `needs`, by rounds, slow and plain."""
-    splits = {(act.stage, act.mb) for row in table.rows for act in row if act.kind in "IW"}
-    wanted = sorted(
-        Act(kind, stage, mb)
-        for stage, mb in product(range(table.num_stages), range(table.microbatches))
-        for kind in ("FIW" if (stage, mb) in splits else "FB")
-    )
-    if sorted(act for row in table.rows for act in row) != wanted:
+    if sorted(table.actions) != expected_actions(table):
         return False
-    if any(
-        table.stage_to_rank[act.stage] != rank for rank, row in enumerate(table.rows) for act in row
-    ):
-        return False
+    for rank, row in enumerate(table.rows):
+        for act in row:
+            if table.stage_to_rank[act.stage] != rank:
+                return False
     forward = dict.fromkeys(range(table.microbatches), -1)
     backward = dict.fromkeys(range(table.microbatches), table.num_stages)
     rows = [list(row) for row in table.rows]
@@ -58,6 +52,19 @@ def plays(table: Table) -> bool:
                 row.pop(0)
                 moved = True
     return not any(rows)
+
+
+def expected_actions(table: Table) -> list[Act]:
+    """Every action that a table of these sizes must hold, sorted."""
+    splits = set()
+    for act in table.actions:
+        if act.kind in "IW":
+            splits.add((act.stage, act.mb))
+    expected = []
+    for stage, mb in product(range(table.num_stages), range(table.microbatches)):
+        kinds = "FIW" if (stage, mb) in splits else "FB"
+        expected.extend(Act(kind, stage, mb) for kind in kinds)
+    return sorted(expected)
 
 
 def _step(act: Act, forward: dict[int, int], backward: dict[int, int]) -> bool:
@@ -130,10 +137,13 @@ def test_every_schedule_makes_only_valid_tables():
 def test_every_table_that_plays_is_valid_and_is_played_in_an_order_that_respects_who_waits(table):
     validate(table)
     order = linearize(table)
+    assert sorted(order) == sorted(table.actions)
     place = {act: index for index, act in enumerate(order)}
-    assert sorted(order) == sorted(act for row in table.rows for act in row)
-    assert all(list(row) == sorted(row, key=place.__getitem__) for row in table.rows)
-    assert all(place[need] < place[act] for act in order for need in table.needs(act))
+    for row in table.rows:
+        assert list(row) == sorted(row, key=place.__getitem__)
+    for act in order:
+        for need in table.needs(act):
+            assert place[need] < place[act]
 
 
 @settings(max_examples=500)
@@ -211,12 +221,16 @@ def test_a_table_of_impossible_shape_is_rejected(table, says):
 
 
 def test_a_backward_waits_for_whichever_of_whole_and_split_the_next_stage_runs():
-    assert needs(Act("B", 0, 3), num_stages=2) == (Act("F", 0, 3), Act("B", 1, 3))
-    assert needs(Act("B", 0, 3), num_stages=2, splits={(1, 3)}) == (Act("F", 0, 3), Act("I", 1, 3))
-    assert needs(Act("I", 0, 3), num_stages=2, splits={(0, 3)}) == (Act("F", 0, 3), Act("B", 1, 3))
-    assert needs(Act("B", 1, 3), num_stages=2) == (Act("F", 1, 3),)
-    assert needs(Act("W", 1, 3), num_stages=2) == (Act("I", 1, 3),)
-    assert needs(Act("F", 0, 3), num_stages=2) == ()
+    def waits(text, *, splits=()):
+        found = needs(Act.parse(text), num_stages=2, splits=set(splits))
+        return " ".join(map(str, found))
+
+    assert waits("B0.3") == "F0.3 B1.3"
+    assert waits("B0.3", splits=[(1, 3)]) == "F0.3 I1.3"
+    assert waits("I0.3", splits=[(0, 3)]) == "F0.3 B1.3"
+    assert waits("B1.3") == "F1.3"
+    assert waits("W1.3") == "I1.3"
+    assert waits("F0.3") == ""
 
 
 def test_the_source_of_an_action_is_the_tensor_that_comes_from_the_neighbouring_stage():

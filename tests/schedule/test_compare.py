@@ -45,12 +45,14 @@ def test_other_costs_follow_the_closed_forms_too(f: int, i: int, w: int) -> None
     """1F1B (p-1)(F+B), interleaved that / v, ZB-H1 (p-1)(F+B-2W), on top of m (F+B)."""
     p, m = 4, 8
     words = (f"F={f}", f"I={i}", f"W={w}")
-    work = m * (f + i + w)
-    assert figures("1f1b", p, m, *words).makespan == work + (p - 1) * (f + i + w)
-    assert figures("interleaved", p, m, *words, chunks=2).makespan == work + Fraction(
-        (p - 1) * (f + i + w), 2
-    )
-    assert figures("zero_bubble", p, m, *words).makespan == work + (p - 1) * (f + i - w)
+    of_one = f + i + w
+    work = m * of_one
+    plain = figures("1f1b", p, m, *words)
+    assert plain.makespan - work == (p - 1) * of_one
+    interleaved = figures("interleaved", p, m, *words, chunks=2)
+    assert interleaved.makespan - work == Fraction((p - 1) * of_one, 2)
+    zero_bubble = figures("zero_bubble", p, m, *words)
+    assert zero_bubble.makespan - work == (p - 1) * (of_one - 2 * w)
 
 
 def test_held_activations_count_a_chunk_as_its_share() -> None:

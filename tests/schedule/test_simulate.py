@@ -29,11 +29,13 @@ def test_the_bubble_is_exactly_the_formula(name):
     """(p-1)/(m+p-1) without chunks, ((p-1)/v)/(m+(p-1)/v) with: ranks <= 8, micro-batches <= 32,
     chunks <= 4.
     """
-    assert {(p, v) for p, v, _ in SIZES[name]} == {
-        (p, v) for p in range(1, 9) for v in ((2, 3, 4) if name == "interleaved" else (1,))
-    }
+    chunks = (2, 3, 4) if name == "interleaved" else (1,)
+    ranks_and_chunks = {(p, v) for p, v, _ in SIZES[name]}
+    assert ranks_and_chunks == {(p, v) for p in range(1, 9) for v in chunks}
     for p, v, m in SIZES[name]:
-        timeline, start_up = exact(SCHEDULES[name].table(p, v, m), v), Fraction(p - 1, v)
+        table = SCHEDULES[name].table(p, v, m)
+        timeline = exact(table, v)
+        start_up = Fraction(p - 1, v)
         assert makespan(timeline) == 3 * (m + start_up), (p, v, m)
         assert bubble(timeline) == start_up / (m + start_up), (p, v, m)
 

@@ -26,9 +26,11 @@ class CausalSelfAttention(nn.Module):
         self.head_size = c.n_embd // c.n_head
 
     def forward(self, x, batch):
-        q, k, v = self.c_attn(x).chunk(3, dim=-1)
-        q, k, v = (t.unflatten(-1, (-1, self.head_size)) for t in (q, k, v))
-        return self.c_proj(self.attend(q, k, v, batch).flatten(2))
+        fused = self.c_attn(x)
+        by_head = (-1, self.head_size)
+        q, k, v = (part.unflatten(-1, by_head) for part in fused.chunk(3, dim=-1))
+        attended = self.attend(q, k, v, batch)
+        return self.c_proj(attended.flatten(2))
 
 
 class FeedForward(nn.Sequential):
@@ -44,8 +46,10 @@ class FeedForward(nn.Sequential):
 class FusedLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(c.n_embd), nn.LayerNorm(c.n_embd)
-        self.attn, self.mlp = CausalSelfAttention(c), FeedForward(c)
+        self.ln_1 = nn.LayerNorm(c.n_embd)
+        self.ln_2 = nn.LayerNorm(c.n_embd)
+        self.attn = CausalSelfAttention(c)
+        self.mlp = FeedForward(c)
 
     def forward(self, x, batch):
         x = x + self.attn(self.ln_1(x), batch)

@@ -19,29 +19,42 @@ class Config:
 class BiasedLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.norm, self.norm2 = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
-        self.q, self.k, self.v = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(3))
+        self.norm = nn.RMSNorm(c.dim)
+        self.norm2 = nn.RMSNorm(c.dim)
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
         self.o = nn.Linear(c.dim, c.dim, bias=False)
         self.bias = nn.Parameter(0.1 * torch.randn(c.heads, c.buckets))
-        self.wi, self.wo = nn.Linear(c.dim, 32, bias=False), nn.Linear(32, c.dim, bias=False)
+        self.wi = nn.Linear(c.dim, 32, bias=False)
+        self.wo = nn.Linear(32, c.dim, bias=False)
         self.size = c.dim // c.heads
+
+    def by_head(self, x):
+        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
 
     def forward(self, x, batch):
         y = self.norm(x)
-        q, k, v = (
-            f(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v)
-        )
-        distance = batch.positions[0][:, None] - batch.positions[0]
+        q = self.by_head(self.q(y))
+        k = self.by_head(self.k(y))
+        v = self.by_head(self.v(y))
+        positions = batch.positions[0]
+        distance = positions[:, None] - positions
         bucket = distance.clamp(0, self.bias.shape[1] - 1)
         scores = q @ k.transpose(-1, -2) + self.bias[:, bucket]
         scores = scores.masked_fill(distance < 0, float("-inf"))
-        x = x + self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-        return x + self.wo(F.relu(self.wi(self.norm2(x))))
+        attended = scores.softmax(-1) @ v
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        hidden = F.relu(self.wi(self.norm2(x)))
+        return x + self.wo(hidden)
 
 
 def blocks(c):
-    layers = {f"layer{i}": BiasedLayer(c) for i in range(c.layers)}
-    return {"embed": nn.Embedding(c.vocab, c.dim), **layers, "head": nn.Linear(c.dim, c.vocab)}
+    chain = {"embed": nn.Embedding(c.vocab, c.dim)}
+    for i in range(c.layers):
+        chain[f"layer{i}"] = BiasedLayer(c)
+    chain["head"] = nn.Linear(c.dim, c.vocab)
+    return chain
 
 
 AXES = {

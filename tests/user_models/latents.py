@@ -18,24 +18,33 @@ class Config:
 
 
 def attend(q, k, v, size):
-    q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    def by_head(x):
+        return x.unflatten(-1, (-1, size)).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(by_head(q), by_head(k), by_head(v))
+    return out.transpose(1, 2).flatten(2)
 
 
 class CrossAttention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.latents = nn.Parameter(torch.randn(c.latents, c.dim))
-        self.pixel, self.place = nn.Linear(1, c.dim), nn.Embedding(c.image_size**2, c.dim)
-        self.q, self.k, self.v = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(3))
+        self.pixel = nn.Linear(1, c.dim)
+        self.place = nn.Embedding(c.image_size**2, c.dim)
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
         self.o = nn.Linear(c.dim, c.dim, bias=False)
         self.size = c.dim // c.heads
 
     def forward(self, images):
-        pixels = images.flatten(1)[..., None].to(self.latents.dtype) / 255
-        tokens = self.pixel(pixels) + self.place.weight
+        pixels = images.flatten(1)[..., None]
+        brightness = pixels.to(self.latents.dtype) / 255
+        tokens = self.pixel(brightness) + self.place.weight
         latents = self.latents.expand(len(images), -1, -1)
-        q, k, v = self.q(latents), self.k(tokens), self.v(tokens)
+        q = self.q(latents)
+        k = self.k(tokens)
+        v = self.v(tokens)
         return latents + self.o(attend(q, k, v, self.size))
 
 
@@ -43,15 +52,20 @@ class SelfAttention(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.norm = nn.LayerNorm(c.dim)
-        self.q, self.k, self.v = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(3))
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
         self.o = nn.Linear(c.dim, c.dim, bias=False)
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim), nn.Linear(2 * c.dim, c.dim)
+        self.up = nn.Linear(c.dim, 2 * c.dim)
+        self.down = nn.Linear(2 * c.dim, c.dim)
         self.size = c.dim // c.heads
 
     def forward(self, x):
         y = self.norm(x)
-        x = x + self.o(attend(self.q(y), self.k(y), self.v(y), self.size))
-        return x + self.down(F.gelu(self.up(x)))
+        attended = attend(self.q(y), self.k(y), self.v(y), self.size)
+        x = x + self.o(attended)
+        hidden = F.gelu(self.up(x))
+        return x + self.down(hidden)
 
 
 class Mean(nn.Module):

@@ -20,10 +20,15 @@ class Config:
 def rotate(x, positions):
     """Rotate pairs of neighbouring entries of x_BSHK."""
     size = x.shape[-1]
-    rates = 10_000.0 ** (-torch.arange(0, size, 2, device=x.device) / size)
-    angles = (positions[..., None] * rates)[:, :, None].to(x.dtype)
-    even, odd = x[..., ::2], x[..., 1::2]
-    turned = (even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos())
+    exponents = torch.arange(0, size, 2, device=x.device) / size
+    rates = 10_000.0 ** (-exponents)
+    angles = positions[..., None] * rates
+    angles = angles[:, :, None].to(x.dtype)
+    cos = angles.cos()
+    sin = angles.sin()
+    even = x[..., ::2]
+    odd = x[..., 1::2]
+    turned = (even * cos - odd * sin, even * sin + odd * cos)
     return torch.stack(turned, dim=-1).flatten(-2)
 
 
@@ -42,18 +47,23 @@ class ParallelLayer(nn.Module):
 
     def forward(self, x, batch):
         y = self.ln(x)
-        q, k, v = (
-            f(y).unflatten(-1, (-1, self.size)) for f in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, batch.positions), rotate(k, batch.positions)
-        attended = self.out_proj(self.attend(q, k, v, batch).flatten(2))
-        return x + attended + self.fc_out(F.gelu(self.fc_in(y)))
+        by_head = (-1, self.size)
+        q = self.q_proj(y).unflatten(-1, by_head)
+        k = self.k_proj(y).unflatten(-1, by_head)
+        v = self.v_proj(y).unflatten(-1, by_head)
+        q = rotate(q, batch.positions)
+        k = rotate(k, batch.positions)
+        attended = self.attend(q, k, v, batch)
+        hidden = F.gelu(self.fc_in(y))
+        return x + self.out_proj(attended.flatten(2)) + self.fc_out(hidden)
 
 
 def blocks(c):
-    layers = {f"layer{i}": ParallelLayer(c) for i in range(c.layers)}
-    head = nn.Sequential(nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab))
-    return {"embed": nn.Embedding(c.vocab, c.dim), **layers, "head": head}
+    chain = {"embed": nn.Embedding(c.vocab, c.dim)}
+    for i in range(c.layers):
+        chain[f"layer{i}"] = ParallelLayer(c)
+    chain["head"] = nn.Sequential(nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab))
+    return chain
 
 
 AXES = {

@@ -19,28 +19,36 @@ class ScanLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.norm = nn.RMSNorm(c.dim)
-        self.x, self.z = nn.Linear(c.dim, c.inner), nn.Linear(c.dim, c.inner)
+        self.x = nn.Linear(c.dim, c.inner)
+        self.z = nn.Linear(c.dim, c.inner)
         self.dt = nn.Linear(c.dim, c.inner)
-        self.log_rate = nn.Parameter(torch.log(torch.linspace(1, 4, c.inner)))
+        rates = torch.linspace(1, 4, c.inner)
+        self.log_rate = nn.Parameter(torch.log(rates))
         self.skip = nn.Parameter(torch.ones(c.inner))
         self.out = nn.Linear(c.inner, c.dim)
 
     def forward(self, hidden):
         y = self.norm(hidden)
-        x, gate, step = self.x(y), F.silu(self.z(y)), F.softplus(self.dt(y))
+        x = self.x(y)
+        gate = F.silu(self.z(y))
+        step = F.softplus(self.dt(y))
         decay = torch.exp(-step * self.log_rate.exp())
         state = torch.zeros_like(x[:, 0])
         states = []
         for place in range(x.shape[1]):
-            state = decay[:, place] * state + step[:, place] * x[:, place]
+            kept = decay[:, place] * state
+            state = kept + step[:, place] * x[:, place]
             states.append(state)
         scanned = torch.stack(states, dim=1) + self.skip * x
         return hidden + self.out(scanned * gate)
 
 
 def blocks(c):
-    layers = {f"layer{i}": ScanLayer(c) for i in range(c.layers)}
-    return {"embed": nn.Embedding(c.vocab, c.dim), **layers, "head": nn.Linear(c.dim, c.vocab)}
+    chain = {"embed": nn.Embedding(c.vocab, c.dim)}
+    for i in range(c.layers):
+        chain[f"layer{i}"] = ScanLayer(c)
+    chain["head"] = nn.Linear(c.dim, c.vocab)
+    return chain
 
 
 AXES = {

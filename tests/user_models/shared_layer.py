@@ -20,17 +20,26 @@ class Config:
 class SharedLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(c.dim), nn.LayerNorm(c.dim)
-        self.query, self.key, self.value = (nn.Linear(c.dim, c.dim) for _ in range(3))
+        self.ln1 = nn.LayerNorm(c.dim)
+        self.ln2 = nn.LayerNorm(c.dim)
+        self.query = nn.Linear(c.dim, c.dim)
+        self.key = nn.Linear(c.dim, c.dim)
+        self.value = nn.Linear(c.dim, c.dim)
         self.dense = nn.Linear(c.dim, c.dim)
-        self.ffn, self.ffn_output = nn.Linear(c.dim, 2 * c.dim), nn.Linear(2 * c.dim, c.dim)
+        self.ffn = nn.Linear(c.dim, 2 * c.dim)
+        self.ffn_output = nn.Linear(2 * c.dim, c.dim)
         self.attend = Attend()
         self.size = c.dim // c.heads
 
     def forward(self, x, batch):
-        q, k, v = (f(x).unflatten(-1, (-1, self.size)) for f in (self.query, self.key, self.value))
-        x = self.ln1(x + self.dense(self.attend(q, k, v, batch).flatten(2)))
-        return self.ln2(x + self.ffn_output(F.gelu(self.ffn(x))))
+        by_head = (-1, self.size)
+        q = self.query(x).unflatten(-1, by_head)
+        k = self.key(x).unflatten(-1, by_head)
+        v = self.value(x).unflatten(-1, by_head)
+        attended = self.attend(q, k, v, batch)
+        x = self.ln1(x + self.dense(attended.flatten(2)))
+        hidden = F.gelu(self.ffn(x))
+        return self.ln2(x + self.ffn_output(hidden))
 
 
 def blocks(c):

@@ -37,23 +37,34 @@ class Mixture(nn.Module):
 class MixtureLayer(nn.Module):
     def __init__(self, c, router):
         super().__init__()
-        self.n1, self.n2 = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
-        self.q, self.k, self.v = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(3))
+        self.n1 = nn.RMSNorm(c.dim)
+        self.n2 = nn.RMSNorm(c.dim)
+        self.q = nn.Linear(c.dim, c.dim, bias=False)
+        self.k = nn.Linear(c.dim, c.dim, bias=False)
+        self.v = nn.Linear(c.dim, c.dim, bias=False)
         self.o = nn.Linear(c.dim, c.dim, bias=False)
-        self.attend, self.mixture = Attend(), Mixture(c, router)
+        self.attend = Attend()
+        self.mixture = Mixture(c, router)
         self.size = c.dim // c.heads
 
     def forward(self, x, batch):
         y = self.n1(x)
-        q, k, v = (f(y).unflatten(-1, (-1, self.size)) for f in (self.q, self.k, self.v))
-        x = x + self.o(self.attend(q, k, v, batch).flatten(2))
+        by_head = (-1, self.size)
+        q = self.q(y).unflatten(-1, by_head)
+        k = self.k(y).unflatten(-1, by_head)
+        v = self.v(y).unflatten(-1, by_head)
+        attended = self.attend(q, k, v, batch)
+        x = x + self.o(attended.flatten(2))
         return x + self.mixture(self.n2(x))
 
 
 def blocks(c):
     router = nn.Linear(c.dim, c.num_experts, bias=False)
-    layers = {f"layer{i}": MixtureLayer(c, router) for i in range(c.layers)}
-    return {"embed": nn.Embedding(c.vocab, c.dim), **layers, "head": nn.Linear(c.dim, c.vocab)}
+    chain = {"embed": nn.Embedding(c.vocab, c.dim)}
+    for i in range(c.layers):
+        chain[f"layer{i}"] = MixtureLayer(c, router)
+    chain["head"] = nn.Linear(c.dim, c.vocab)
+    return chain
 
 
 AXES = {

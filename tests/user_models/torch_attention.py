@@ -18,9 +18,11 @@ class Config:
 class TorchAttentionLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(c.dim), nn.LayerNorm(c.dim)
+        self.n1 = nn.LayerNorm(c.dim)
+        self.n2 = nn.LayerNorm(c.dim)
         self.attn = nn.MultiheadAttention(c.dim, c.heads, batch_first=True)
-        self.up, self.down = nn.Linear(c.dim, 32), nn.Linear(32, c.dim)
+        self.up = nn.Linear(c.dim, 32)
+        self.down = nn.Linear(32, c.dim)
 
     def forward(self, x):
         y = self.n1(x)
@@ -28,12 +30,16 @@ class TorchAttentionLayer(nn.Module):
         hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         attended, _ = self.attn(y, y, y, attn_mask=hidden, need_weights=False)
         x = x + attended
-        return x + self.down(F.gelu(self.up(self.n2(x))))
+        activated = F.gelu(self.up(self.n2(x)))
+        return x + self.down(activated)
 
 
 def blocks(c):
-    layers = {f"layer{i}": TorchAttentionLayer(c) for i in range(c.layers)}
-    return {"embed": nn.Embedding(c.vocab, c.dim), **layers, "head": nn.Linear(c.dim, c.vocab)}
+    chain = {"embed": nn.Embedding(c.vocab, c.dim)}
+    for i in range(c.layers):
+        chain[f"layer{i}"] = TorchAttentionLayer(c)
+    chain["head"] = nn.Linear(c.dim, c.vocab)
+    return chain
 
 
 AXES = {

@@ -22,31 +22,44 @@ class Config:
 class Patches(nn.Module):
     def __init__(self, c):
         super().__init__()
+        num_patches = (c.image_size // c.patch) ** 2
         self.proj = nn.Conv2d(1, c.dim, c.patch, stride=c.patch)
         self.cls = nn.Parameter(torch.zeros(1, 1, c.dim))
-        self.pos = nn.Parameter(0.02 * torch.randn((c.image_size // c.patch) ** 2 + 1, c.dim))
+        self.pos = nn.Parameter(0.02 * torch.randn(num_patches + 1, c.dim))
 
     def forward(self, images):
-        x = self.proj(images.to(self.proj.weight.dtype) / 255).flatten(2).transpose(1, 2)
-        return torch.cat((self.cls.expand(len(x), -1, -1), x), dim=1) + self.pos
+        brightness = images.to(self.proj.weight.dtype) / 255
+        patches = self.proj(brightness).flatten(2)
+        x = patches.transpose(1, 2)
+        cls = self.cls.expand(len(x), -1, -1)
+        return torch.cat((cls, x), dim=1) + self.pos
 
 
 class Encoder(nn.Module):
     def __init__(self, c, drop):
         super().__init__()
-        self.n1, self.n2 = nn.LayerNorm(c.dim), nn.LayerNorm(c.dim)
-        self.q, self.k, self.v = (nn.Linear(c.dim, c.dim) for _ in range(3))
+        self.n1 = nn.LayerNorm(c.dim)
+        self.n2 = nn.LayerNorm(c.dim)
+        self.q = nn.Linear(c.dim, c.dim)
+        self.k = nn.Linear(c.dim, c.dim)
+        self.v = nn.Linear(c.dim, c.dim)
         self.o = nn.Linear(c.dim, c.dim)
-        self.up, self.down = nn.Linear(c.dim, 2 * c.dim), nn.Linear(2 * c.dim, c.dim)
+        self.up = nn.Linear(c.dim, 2 * c.dim)
+        self.down = nn.Linear(2 * c.dim, c.dim)
         self.attend = Attend(mask=AttentionMask(causal=False))
         self.size = c.dim // c.heads
         self.keep = 1 - drop
 
     def forward(self, x, batch):
         y = self.n1(x)
-        q, k, v = (f(y).unflatten(-1, (-1, self.size)) for f in (self.q, self.k, self.v))
-        x = x + self.keep * self.o(self.attend(q, k, v, batch).flatten(2))
-        return x + self.keep * self.down(F.gelu(self.up(self.n2(x))))
+        by_head = (-1, self.size)
+        q = self.q(y).unflatten(-1, by_head)
+        k = self.k(y).unflatten(-1, by_head)
+        v = self.v(y).unflatten(-1, by_head)
+        attended = self.attend(q, k, v, batch)
+        x = x + self.keep * self.o(attended.flatten(2))
+        hidden = F.gelu(self.up(self.n2(x)))
+        return x + self.keep * self.down(hidden)
 
 
 class Classifier(nn.Module):
@@ -59,9 +72,11 @@ class Classifier(nn.Module):
 
 
 def blocks(c):
-    drops = [p.item() for p in torch.linspace(0, 0.0, c.depth)]
-    layers = {f"block{i}": Encoder(c, drop) for i, drop in enumerate(drops)}
-    return {"patches": Patches(c), **layers, "head": Classifier(c)}
+    chain = {"patches": Patches(c)}
+    for i, drop in enumerate(torch.linspace(0, 0.0, c.depth)):
+        chain[f"block{i}"] = Encoder(c, drop.item())
+    chain["head"] = Classifier(c)
+    return chain
 
 
 AXES = {

@@ -25,8 +25,11 @@ class NormedLayer(nn.Module):
 
 
 def blocks(c):
-    layers = {f"layer{i}": NormedLayer(c) for i in range(c.layers)}
-    return {"embed": nn.Embedding(c.vocab, c.dim), **layers, "head": nn.Linear(c.dim, c.vocab)}
+    chain = {"embed": nn.Embedding(c.vocab, c.dim)}
+    for i in range(c.layers):
+        chain[f"layer{i}"] = NormedLayer(c)
+    chain["head"] = nn.Linear(c.dim, c.vocab)
+    return chain
 
 
 AXES = {
