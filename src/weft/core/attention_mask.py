@@ -166,7 +166,12 @@ def _distances_between(queries: range, keys: range) -> tuple[int, int]:
     return smallest, largest
 
 
-def _narrowed(columns: range, *, first: float, last: float) -> range:
+def _narrowed(
+    columns: range,
+    *,
+    first: float,
+    last: float,
+) -> range:
     """Those columns that lie between two bounds, both included."""
     start = int(max(columns[0], first))
     end = int(min(columns[-1], last))

@@ -203,7 +203,11 @@ def _sharded_stacked_dim(
     return found[0]
 
 
-def _with(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
+def _with(
+    values: tuple[T, ...],
+    index: int,
+    value: T,
+) -> tuple[T, ...]:
     """The tuple with another value at one index."""
     changed = list(values)
     changed[index] = value

@@ -124,7 +124,11 @@ class Schedule:
             )
 
 
-def _accept_any_size(ranks: int, chunks: int, microbatches: int) -> None:
+def _accept_any_size(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+) -> None:
     return None
 
 
@@ -192,7 +196,11 @@ def lines_of(name: str) -> TableLines:
 
 
 def _of_table(table: Table, path: str) -> Schedule:
-    def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
+    def check(
+        ranks: int,
+        chunks: int,
+        microbatches: int,
+    ) -> Fault | None:
         if (ranks, microbatches) == (table.num_ranks, table.microbatches):
             return None
         return Fault(

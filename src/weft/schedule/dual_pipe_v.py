@@ -22,7 +22,11 @@ NAME = "dual_pipe_v"
 CHUNKS = range(2, 3)
 
 
-def table(ranks: int, chunks: int, microbatches: int) -> Table:
+def table(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+) -> Table:
     """Two chunks a rank, in a V. Below 2 `ranks` micro-batches a row is that of 2 `ranks`, less
     those that are not there.
     """

@@ -21,7 +21,11 @@ NAME = "interleaved"
 CHUNKS = range(2, 1024)
 
 
-def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
+def check(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+) -> Fault | None:
     """Micro-batches travel in groups of `ranks`, so the ranks must divide their number."""
     if microbatches % ranks == 0:
         return None
@@ -37,7 +41,11 @@ def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
     )
 
 
-def table(ranks: int, chunks: int, microbatches: int) -> Table:
+def table(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+) -> Table:
     """`chunks` stages a rank: stage s is on rank s % ranks. `check` must have passed."""
     return Table.of_rows(
         [_row(rank, ranks, chunks, microbatches) for rank in range(ranks)],

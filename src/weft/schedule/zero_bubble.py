@@ -21,7 +21,11 @@ NAME = "zero_bubble"
 CHUNKS = range(1, 2)
 
 
-def table(ranks: int, chunks: int, microbatches: int) -> Table:
+def table(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+) -> Table:
     """One stage a rank; rank r runs `ranks - r` forwards before its first backward and delays r
     weight gradients.
     """

@@ -23,7 +23,11 @@ NAME = "zero_bubble_h2"
 CHUNKS = range(1, 2)
 
 
-def table(ranks: int, chunks: int, microbatches: int) -> Table:
+def table(
+    ranks: int,
+    chunks: int,
+    microbatches: int,
+) -> Table:
     """One stage a rank; rank r runs 2 (ranks - r) - 1 forwards before its first backward, 2r weight
     gradients are delayed.
     """

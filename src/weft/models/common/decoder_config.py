@@ -176,7 +176,12 @@ def check_at_most(value: int, most: int, *, of: str) -> int:
     return value
 
 
-def attention_flops(seq_len: int, width: int, *, window: int | None) -> float:
+def attention_flops(
+    seq_len: int,
+    width: int,
+    *,
+    window: int | None,
+) -> float:
     """FLOPs of q k^T and of p v, `width` = heads x head size, for the pairs inside the causal mask
     and the window.
     """

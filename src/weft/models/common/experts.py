@@ -20,7 +20,13 @@ class Experts(nn.Module):
     work unchanged.
     """
 
-    def __init__(self, dim: int, ffn: int, *, num_experts: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        ffn: int,
+        *,
+        num_experts: int,
+    ) -> None:
         super().__init__()
         inward = (num_experts, ffn, dim)
         outward = (num_experts, dim, ffn)
@@ -112,7 +118,12 @@ def sort_by_expert(experts_NK: Tensor, num_experts: int) -> Sorting:
     )
 
 
-def _gather(x: Tensor, index: Tensor, *, users_NK: Tensor) -> Tensor:
+def _gather(
+    x: Tensor,
+    index: Tensor,
+    *,
+    users_NK: Tensor,
+) -> Tensor:
     """x[index], where row n of x goes to the places users_NK[n]; its backward is a gather too, in
     fixed order.
 

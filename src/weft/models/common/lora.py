@@ -82,7 +82,11 @@ def take_adapter(module: nn.Module, source: nn.Module | None = None) -> None:
         module.register_module(name, factor)
 
 
-def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def plus_adapter(
+    module: nn.Module,
+    x: Tensor,
+    y: Tensor,
+) -> Tensor:
     """y plus the adapter's output for x, where `module` has an adapter."""
     name_a, name_b = FACTORS
     lora_a = getattr(module, name_a)

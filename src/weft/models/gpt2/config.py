@@ -79,7 +79,12 @@ class Config(ModelConfig):
         )
 
 
-def _published(*, layers: int, dim: int, heads: int) -> Config:
+def _published(
+    *,
+    layers: int,
+    dim: int,
+    heads: int,
+) -> Config:
     return Config(
         layers=layers,
         dim=dim,

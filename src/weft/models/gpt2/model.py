@@ -14,7 +14,13 @@ from weft.models.gpt2.config import Config
 class EmbedWithPositions(nn.Module):
     """Tokens to vectors, plus a learned vector for each position."""
 
-    def __init__(self, vocab: int, dim: int, *, max_seq_len: int) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        *,
+        max_seq_len: int,
+    ) -> None:
         super().__init__()
         self.tok = nn.Embedding(vocab, dim)
         self.pos = nn.Embedding(max_seq_len, dim)

@@ -286,7 +286,11 @@ class _InnerInput(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, grad_root: Tensor, x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        grad_root: Tensor,
+        x: Tensor,
+    ) -> Tensor:
         return x.detach()
 
 

@@ -198,7 +198,11 @@ def _cpu_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _cpu_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
+def _cpu_backward(
+    block: Block,
+    output: BlockOutput,
+    scores: Scores,
+) -> BlockGradients:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         output.grad,
         *block,
@@ -253,7 +257,11 @@ EFFICIENT_BIAS = 16
 """The memory-efficient kernel reads a bias whose rows lie a multiple of this apart."""
 
 
-def _efficient_bias(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
+def _efficient_bias(
+    q: Tensor,
+    k: Tensor,
+    scores: Scores,
+) -> Tensor | None:
     bias = _mask_as_bias(scores, q.dtype)
     if bias is None:
         return None
@@ -317,7 +325,11 @@ def _efficient_backward(
     return BlockGradients(dq, _sum_heads(dk, k), _sum_heads(dv, k))
 
 
-def _raw_scores(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+def _raw_scores(
+    q: Tensor,
+    k: Tensor,
+    scores: Scores,
+) -> Tensor:
     """Before soft-cap, bias and mask: [B, H, Sq, Sk]."""
     k_per_query = _repeat_heads(k, q)
     dots = q @ k_per_query.transpose(-1, -2)

@@ -33,7 +33,12 @@ class ContextPositionSum(PositionSum):
 
 class _SharedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, comm: Comm, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any,
+        sums: Tensor,
+        comm: Comm,
+        axis: Axis,
+    ) -> Tensor:
         ctx.num_ranks = comm.degree(axis)
         return comm.all_reduce(sums.contiguous(), axis)
 

@@ -143,7 +143,11 @@ def _start_messages(
     return sending, receiving
 
 
-def _place_in_cycle(index: int, step: int, num_ranks: int) -> int:
+def _place_in_cycle(
+    index: int,
+    step: int,
+    num_ranks: int,
+) -> int:
     """Hops of `step` from the smallest rank of the cycle that `index` lies on; `index` itself where
     step is 1.
     """

@@ -116,7 +116,11 @@ class DistributedDataParallel(nn.Module):
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, comm: Comm, axis: Axis) -> None:
+def broadcast_module(
+    module: nn.Module,
+    comm: Comm,
+    axis: Axis,
+) -> None:
     """Give every rank the first rank's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
         comm.broadcast_(tensor, axis, root=0)

@@ -40,7 +40,11 @@ device, where a router chooses nothing.
 """
 
 
-def even_load(num_tokens: int, top_k: int, num_experts: int) -> Sequence[int]:
+def even_load(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+) -> Sequence[int]:
     """As many tokens for each expert: what balanced routers come to."""
     return span_sizes(num_tokens * top_k, num_experts)
 
@@ -50,7 +54,11 @@ def first_rank_load(num_ranks: int) -> ExpertLoad:
     visits, to all of these and to the next ones.
     """
 
-    def load(num_tokens: int, top_k: int, num_experts: int) -> Sequence[int]:
+    def load(
+        num_tokens: int,
+        top_k: int,
+        num_experts: int,
+    ) -> Sequence[int]:
         _, num_local = span(num_experts, num_ranks, 0)
         num_first = min(top_k, num_local)
         num_next = top_k - num_first
@@ -232,7 +240,11 @@ def transform(
     return ()
 
 
-def _make_parallel(key: str, mixture: MoE, comm: Comm) -> None:
+def _make_parallel(
+    key: str,
+    mixture: MoE,
+    comm: Comm,
+) -> None:
     if comm.degree(EP) > 1:
         check_replaceable(
             mixture.dispatch,

@@ -183,7 +183,11 @@ class _Wait(torch.autograd.Function):
     """Identity; backward: the reduced input gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grad: AsyncInputGrad) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        grad: AsyncInputGrad,
+    ) -> Tensor:
         ctx.grad = grad
         return x.view_as(x)
 

@@ -155,7 +155,12 @@ class ChainTrace:
         self._records = records
         self._is_stateless = True
 
-    def run(self, name: str, x: Tensor, batch: Batch) -> Tensor:
+    def run(
+        self,
+        name: str,
+        x: Tensor,
+        batch: Batch,
+    ) -> Tensor:
         """What a block hands on."""
         key = self._key(name, x, batch)
         if key is not None and self._is_stateless:
@@ -185,7 +190,12 @@ class ChainTrace:
         result = record.result()
         return self.trace.set(result, record.value)
 
-    def _key(self, name: str, x: Tensor, batch: Batch) -> Hashable | None:
+    def _key(
+        self,
+        name: str,
+        x: Tensor,
+        batch: Batch,
+    ) -> Hashable | None:
         """Equal for blocks whose traces are equal; None where that cannot be said."""
         if name in self._tied_blocks or type(x) is not Tensor:
             return None

@@ -133,7 +133,11 @@ class VocabParallelLoss(nn.Module):
         )
 
 
-def _check_within(entries: Tensor, vocab: int, what: str) -> None:
+def _check_within(
+    entries: Tensor,
+    vocab: int,
+    what: str,
+) -> None:
     """Reject entries that no rank holds, which would count as zeros; torch's own embedding and loss
     reject them, too.
     """
@@ -177,7 +181,13 @@ class VocabParallelPreferenceLoss(PreferenceLoss):
         )
 
 
-def vocab_parallel_loss(loss: Loss, vocab: int, *, comm: Comm, key: str) -> nn.Module:
+def vocab_parallel_loss(
+    loss: Loss,
+    vocab: int,
+    *,
+    comm: Comm,
+    key: str,
+) -> nn.Module:
     """The loss of the same kind for logits that are sharded along the vocabulary.
 
     Args:

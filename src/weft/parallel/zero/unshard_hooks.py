@@ -122,7 +122,12 @@ class PrefetchSchedule:
     previous_groups: tuple[ParamGroup, ...]
     in_backward: GroupsInBackward
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before_forward(
+        self,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
         """Unshard the block, prefetch the next."""
         for group in self.groups:
             group.unshard()
@@ -133,7 +138,12 @@ class PrefetchSchedule:
         if torch.is_grad_enabled():
             self._reshard_frozen_after_backward(args, kwargs)
 
-    def after_forward(self, module: nn.Module, args: Any, out: Any) -> None:
+    def after_forward(
+        self,
+        module: nn.Module,
+        args: Any,
+        out: Any,
+    ) -> None:
         """Reshard the block; have its backward unshard it again."""
         for group in self.groups:
             is_next = any(group is other for other in self.next_groups)
