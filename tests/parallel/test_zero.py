@@ -18,8 +18,9 @@ from weft.errors import CommError
 from weft.models import FAMILIES
 from weft.models.common.counter_normal import NUM_QUANTILES
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
-from weft.parallel.zero.gradient_reducer import MAX_UNDER_WAY, GradientReducer
+from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.reductions_under_way import MAX_UNDER_WAY
 from weft.parallel.zero.sharding_policy import ShardingPolicy
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks

@@ -19,20 +19,11 @@ Note [Reduction order]
     and every rank starts its collectives in the same order, whichever parameters its own samples
     use. A group waits for those before it; what a backward leaves is reduced at its end where every
     backward is reduced, else by `finish`.
-
-Note [Reductions under way]
-    Under ZeRO 2 and 3 a reduction holds the unsharded gradient of its group until it is waited for.
-    So at most MAX_UNDER_WAY are under way: before another one begins, the oldest is waited for.
-    Another rank may start that one only at the end of its backward, if its tokens do not use a
-    parameter. That is no problem while its backward needs nothing of this rank. Where the two
-    exchange tokens in between (context and expert parallelism) it would be a deadlock: there the
-    wait ends after MOST_WAIT_S, and for the rest of the step gradients stay allocated instead.
 """
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -40,16 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.core.dimension import token_exchange_axes
 from weft.core.mesh import Axis
 from weft.parallel.zero.fixed_order import Leaf
 from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.reductions_under_way import ReductionsUnderWay
 from weft.parallel.zero.unshard_hooks import after_this_backward
-
-MAX_UNDER_WAY = 2
-"""Reductions under ZeRO 2 and 3; FSDP2 has one under way while the next group computes."""
-MOST_WAIT_S = 1.0
-POLL_S = 0.0005
 
 
 class GradientReducer:
@@ -108,9 +94,7 @@ class GradientReducer:
         self._touched: dict[int, ParamGroup] = {}
         self._complete: set[int] = set()
         self._waiting: dict[int, deque[ParamGroup]] = {}
-        self._under_way: deque[ParamGroup] = deque()
-        self._wait_is_limited = comm.mesh.degree(token_exchange_axes()) > 1
-        self._wait_left_s = MOST_WAIT_S
+        self._under_way = ReductionsUnderWay(comm.mesh)
         stages: set[int] = set()
         self._is_reduced_once = False
         for group in self.groups:
@@ -278,30 +262,10 @@ class GradientReducer:
                 self._start_reduce(group)
 
     def _start_reduce(self, group: ParamGroup) -> None:
-        """Start a reduction, after the oldest one under way. See Note [Reductions under way]."""
         if group.policy.keeps_unsharded_grad:
             group.start_reduce()
-            return
-        while len(self._under_way) >= MAX_UNDER_WAY:
-            oldest = self._under_way[0]
-            if not self._may_wait_for(oldest):
-                break
-            self._under_way.popleft()
-            oldest.wait_reduce()
-        group.start_reduce()
-        self._under_way.append(group)
-
-    def _may_wait_for(self, group: ParamGroup) -> bool:
-        """Whether the wait for a reduction ends whatever the other ranks do meanwhile."""
-        if not self._wait_is_limited:
-            return True
-        start = time.monotonic()
-        while not group.is_reduce_completed():
-            if time.monotonic() - start >= self._wait_left_s:
-                self._wait_left_s = 0.0
-                return False
-            time.sleep(POLL_S)
-        return True
+        else:
+            self._under_way.start(group)
 
     def finish(self) -> None:
         """Wait until the sharded gradient of every group is the sum over all ranks and
@@ -311,7 +275,6 @@ class GradientReducer:
         for group in self.trained_groups:
             group.finish_step()
         self._under_way.clear()
-        self._wait_left_s = MOST_WAIT_S
         for group in self.groups:
             group.reshard()
         self.arrived.clear()
