@@ -19,11 +19,12 @@ from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
 from weft.parallel.tensor.dims import Dim, DimFactor
+from weft.parallel.tensor.instrument import LocalParam
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
 from weft.parallel.tensor.sharded_modules import ShardedModules, find_sharded_modules
 from weft.parallel.tensor.sharding_mode import Findings
-from weft.parallel.tensor.trace import BlockRecord, LocalParam, trace_blocks
+from weft.parallel.tensor.trace import BlockRecord, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss
 from weft.parallel.tp import AXIS
 
