@@ -21,6 +21,39 @@ ALL_FEATURES: frozenset[Feature] = frozenset(get_args(Feature))
 
 
 @dataclass(frozen=True)
+class DistanceRange:
+    """Distances (query column - key column) from `smallest` to `largest`, both included."""
+
+    smallest: float
+    largest: float
+
+    @staticmethod
+    def between(queries: range, keys: range) -> DistanceRange:
+        """Those of any of these queries to any of these keys; both are consecutive columns."""
+        return DistanceRange(
+            smallest=queries[0] - keys[-1],
+            largest=queries[-1] - keys[0],
+        )
+
+    @property
+    def both_ways(self) -> DistanceRange:
+        """The same with keys as far behind the query as before it."""
+        return DistanceRange(-self.largest, self.largest)
+
+    def overlaps(self, other: DistanceRange) -> bool:
+        """Whether a distance lies in both ranges."""
+        smallest = max(self.smallest, other.smallest)
+        largest = min(self.largest, other.largest)
+        return smallest <= largest
+
+    def contains(self, other: DistanceRange) -> bool:
+        """Whether all distances of the other range lie in this one."""
+        starts_before = self.smallest <= other.smallest
+        ends_after = other.largest <= self.largest
+        return starts_before and ends_after
+
+
+@dataclass(frozen=True)
 class AttentionMask:
     """Which keys a query may see. Columns count the tokens of a sequence from 0; all conditions
     hold together.
@@ -59,15 +92,13 @@ class AttentionMask:
         return frozenset(found)
 
     @property
-    def distances(self) -> tuple[float, float]:
-        """Smallest and largest distance (query column - key column) that is visible, without
-        `prefix`.
-        """
-        farthest = float("inf")
+    def distances(self) -> DistanceRange:
+        """Distances that are visible, without `prefix`."""
+        largest = float("inf")
         if self.window is not None:
-            farthest = self.window - 1
-        nearest = 0 if self.causal else -farthest
-        return nearest, farthest
+            largest = self.window - 1
+        smallest = 0 if self.causal else -largest
+        return DistanceRange(smallest, largest)
 
     def allows(self, query: int, key: int) -> bool:
         """Whether the query at one column sees the key at another, of the same document.
@@ -76,11 +107,11 @@ class AttentionMask:
         >>> tuple(mask.allows(5, key) for key in (3, 4, 5, 6))
         (False, True, True, False)
         """
-        nearest, farthest = self.distances
+        visible = self.distances
         if key < self.prefix:
-            nearest = -farthest
+            visible = visible.both_ways
         distance = query - key
-        return nearest <= distance <= farthest
+        return visible.smallest <= distance <= visible.largest
 
     def sees_any(self, queries: range, keys: range) -> bool:
         """Whether any of these queries sees any of these keys; both are consecutive columns.
@@ -88,12 +119,17 @@ class AttentionMask:
         >>> AttentionMask(window=2).sees_any(range(8, 12), range(4, 8)), AttentionMask().sees_any(range(4), range(4, 8))
         (True, False)
         """
-        nearest, farthest = self.distances
-        if _overlap(queries, keys, nearest, farthest):
+        if not queries or not keys:
+            return False
+        visible = self.distances
+        if visible.overlaps(DistanceRange.between(queries, keys)):
             return True
         prefix_stop = min(keys.stop, self.prefix)
         keys_in_prefix = range(keys.start, prefix_stop)
-        return _overlap(queries, keys_in_prefix, -farthest, farthest)
+        if not keys_in_prefix:
+            return False
+        in_prefix = DistanceRange.between(queries, keys_in_prefix)
+        return visible.both_ways.overlaps(in_prefix)
 
     def sees_all(self, queries: range, keys: range) -> bool:
         """Whether each of these queries surely sees each of these keys.
@@ -101,11 +137,10 @@ class AttentionMask:
         >>> AttentionMask().sees_all(range(4, 8), range(4)), AttentionMask(window=4).sees_all(range(4, 8), range(4))
         (True, False)
         """
-        nearest, farthest = self.distances
+        visible = self.distances
         if keys.stop <= self.prefix:
-            nearest = -farthest
-        smallest, largest = _distances_between(queries, keys)
-        return nearest <= smallest and largest <= farthest
+            visible = visible.both_ways
+        return visible.contains(DistanceRange.between(queries, keys))
 
     def visible_part(self, queries: range, keys: range) -> tuple[range, range]:
         """The consecutive queries that see any of these keys, and the consecutive keys that those
@@ -114,18 +149,18 @@ class AttentionMask:
         >>> AttentionMask(window=2).visible_part(range(8, 12), range(4, 8))
         (range(8, 9), range(7, 8))
         """
-        nearest, farthest = self.distances
+        visible = self.distances
         if self.prefix:
-            nearest = -farthest
+            visible = visible.both_ways
         visible_queries = _narrowed(
             queries,
-            first=keys[0] + nearest,
-            last=keys[-1] + farthest,
+            first=keys[0] + visible.smallest,
+            last=keys[-1] + visible.largest,
         )
         visible_keys = _narrowed(
             keys,
-            first=visible_queries[0] - farthest,
-            last=visible_queries[-1] - nearest,
+            first=visible_queries[0] - visible.largest,
+            last=visible_queries[-1] - visible.smallest,
         )
         return visible_queries, visible_keys
 
@@ -135,35 +170,15 @@ class AttentionMask:
         >>> AttentionMask().is_triangle(range(4, 8), range(4, 8)), AttentionMask(window=3).is_triangle(range(4), range(4))
         (True, False)
         """
-        nearest, farthest = self.distances
         if queries != keys or keys.start < self.prefix:
             return False
-        largest = len(queries) - 1
-        return nearest == 0 and largest <= farthest
+        visible = self.distances
+        first_to_last = len(queries) - 1
+        return visible.smallest == 0 and first_to_last <= visible.largest
 
 
 CAUSAL = AttentionMask()
 """Each query sees itself and the keys before it, of its own document."""
-
-
-def _overlap(
-    queries: range,
-    keys: range,
-    nearest: float,
-    farthest: float,
-) -> bool:
-    """Whether a query and a key exist whose distance lies between the two bounds."""
-    if not queries or not keys:
-        return False
-    smallest, largest = _distances_between(queries, keys)
-    return max(smallest, nearest) <= min(largest, farthest)
-
-
-def _distances_between(queries: range, keys: range) -> tuple[int, int]:
-    """Smallest and largest distance of a query to a key."""
-    smallest = queries[0] - keys[-1]
-    largest = queries[-1] - keys[0]
-    return smallest, largest
 
 
 def _narrowed(

@@ -175,8 +175,9 @@ def token_exchange_axes() -> tuple[str, ...]:
     """Axes along which ranks hold different tokens and need each other within a block."""
 
     def exchanges_tokens(dimension: Dimension) -> bool:
-        has_transform = bool(dimension.transform)
-        return dimension.batch is not None and has_transform
+        if dimension.batch is None:
+            return False
+        return bool(dimension.transform)
 
     return _axes_where(exchanges_tokens)
 
@@ -226,10 +227,12 @@ def data_axis() -> str:
     """
 
     def is_plain(dimension: Dimension) -> bool:
-        shards_more = bool(dimension.params) or dimension.local_updates
-        return dimension.batch == "sequences" and not shards_more
+        if dimension.params or dimension.local_updates:
+            return False
+        return dimension.batch == "sequences"
 
-    return _axes_where(is_plain)[0]
+    first, *_ = _axes_where(is_plain)
+    return first
 
 
 def default_sharding_rule() -> dict[str, str]:
@@ -237,8 +240,8 @@ def default_sharding_rule() -> dict[str, str]:
     first.
     """
     rule: dict[str, str] = {}
-    innermost_first = reversed(list(dimensions().values()))
-    for dimension in innermost_first:
+    outermost_first = list(dimensions().values())
+    for dimension in reversed(outermost_first):
         for logical_axis in dimension.params:
             rule[logical_axis] = dimension.name
     return rule

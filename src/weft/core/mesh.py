@@ -122,11 +122,14 @@ class Mesh:
         degrees = dict(self.axes)
         unknown: list[str] = []
         for name, index in coord.items():
+            if name in degrees:
+                continue
             is_first_of_absent_axis = index == 0 and name in all_axes()
-            if name not in degrees and not is_first_of_absent_axis:
+            if not is_first_of_absent_axis:
                 unknown.append(name)
         if unknown:
-            raise MeshError(Fault("mesh", f"no axis {sorted(unknown)} in {self}"))
+            fault = Fault("mesh", f"no axis {sorted(unknown)} in {self}")
+            raise MeshError(fault)
 
     def index(self, rank: int, axis: Axis) -> int:
         """Index of `rank` in its group along `axis`; 0 for an axis that the mesh does not name."""
@@ -175,14 +178,16 @@ class Mesh:
 
     def overview(self) -> str:
         """The groups of every axis and what the axis shards, clipped to 80 columns."""
-        name = f"mesh {self}" if self.axes else "mesh"
+        name = "mesh"
+        if self.axes:
+            name = f"mesh {self}"
         lines = [f"{name}: {counted(self.size, 'rank')}"]
-        for name, degree in self.axes:
-            dimension = dimensions()[name]
+        for axis, degree in self.axes:
+            dimension = dimensions()[axis]
             num_groups = self.size // degree
             groups = counted(num_groups, "group")
-            members = self._groups_text(name, num_groups)
-            lines.append(f"  {name}{degree} {dimension.summary}")
+            members = self._groups_text(axis, num_groups)
+            lines.append(f"  {axis}{degree} {dimension.summary}")
             lines.append(f"    {groups}: {members}")
         return "\n".join(lines)
 

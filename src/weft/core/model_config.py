@@ -134,8 +134,10 @@ def in_layers(names: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
     """Values by name inside a layer, repeated for each of these layers with global names."""
     found: dict[str, T] = {}
     for layer in layers:
+        prefix = f"layer{layer}"
         for name, value in names.items():
-            found[f"layer{layer}.{name}"] = value
+            full_name = f"{prefix}.{name}"
+            found[full_name] = value
     return found
 
 

@@ -166,16 +166,17 @@ class SequenceBlocks:
 
     def _chunk_block(self, queries: _Chunk, keys: _Chunk) -> BlockMask | None:
         """See Note [Skipped blocks]; None: no query sees a key."""
+        mask = self.mask
         shared = self._shared_documents(queries.number, keys.number)
-        if shared == "none" or not self.mask.sees_any(queries.columns, keys.columns):
+        if shared == "none" or not mask.sees_any(queries.columns, keys.columns):
             return None
-        visible = self.mask.visible_part(queries.columns, keys.columns)
-        query_columns, key_columns = visible
+        query_columns, key_columns = mask.visible_part(queries.columns, keys.columns)
         kind: BlockKind = "partial"
-        if shared == "all" and self.mask.sees_all(*visible):
-            kind = "full"
-        elif shared == "all" and self.mask.is_triangle(*visible):
-            kind = "triangle"
+        if shared == "all":
+            if mask.sees_all(query_columns, key_columns):
+                kind = "full"
+            elif mask.is_triangle(query_columns, key_columns):
+                kind = "triangle"
         return BlockMask(
             queries=queries.local(query_columns),
             keys=keys.local(key_columns),
@@ -213,7 +214,9 @@ class _Chunk:
     def local(self, columns: range) -> slice:
         """Some of its columns, as a slice of the rank's columns."""
         shift = self.offset - self.columns.start
-        return slice(columns.start + shift, columns.stop + shift)
+        start = columns.start + shift
+        stop = columns.stop + shift
+        return slice(start, stop)
 
 
 def zigzag(

@@ -65,10 +65,11 @@ class Shard:
     def shape(self) -> tuple[int, ...]:
         """Shape of the local tensor."""
         shapes = [box.shape for box in self.boxes]
-        if len(shapes) == 1:
-            return shapes[0]
+        first, *others = shapes
+        if not others:
+            return first
         length = sum(shape[self.dim] for shape in shapes)
-        return _with(shapes[0], self.dim, length)
+        return _with(first, self.dim, length)
 
     @property
     def size(self) -> int:

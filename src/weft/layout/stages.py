@@ -46,8 +46,13 @@ def check_stage_limit(num_stages: int) -> None:
         PlanError: there are more than `MAX_STAGES`.
     """
     if num_stages > MAX_STAGES:
-        got = f"{num_stages} stages"
-        raise PlanError(Fault("mesh", "too many stages", got, f"at most {MAX_STAGES}"))
+        fault = Fault(
+            "mesh",
+            "too many stages",
+            got=f"{num_stages} stages",
+            need=f"at most {MAX_STAGES}",
+        )
+        raise PlanError(fault)
 
 
 def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None:
@@ -57,17 +62,19 @@ def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None
         PlanError: when there are more stages than layers, or than `MAX_STAGES`.
     """
     check_stage_limit(num_stages)
-    units = _layer_units(blocks)
-    if num_stages > len(units):
-        raise PlanError(
-            Fault(
-                "pipeline.chunks" if num_stages % max(len(units), 1) == 0 else "mesh",
-                "more stages than layers",
-                got=f"{counted(num_stages, 'stage')}, {counted(len(units), 'layer')}",
-                need=f"at most {counted(len(units), 'stage')}",
-                fix="use fewer pipeline ranks or chunks, or more layers",
-            )
+    num_layers = len(_layer_units(blocks))
+    if num_stages > num_layers:
+        fills_ranks = num_stages % max(num_layers, 1) == 0
+        stages = counted(num_stages, "stage")
+        layers = counted(num_layers, "layer")
+        fault = Fault(
+            "pipeline.chunks" if fills_ranks else "mesh",
+            "more stages than layers",
+            got=f"{stages}, {layers}",
+            need=f"at most {counted(num_layers, 'stage')}",
+            fix="use fewer pipeline ranks or chunks, or more layers",
         )
+        raise PlanError(fault)
 
 
 def split_by_counts(
