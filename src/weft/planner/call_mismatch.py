@@ -107,7 +107,13 @@ def mismatches_of(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
                 members.append(_Member(rank, ops))
         first = members[0]
         for other in members[1:]:
-            found = _first_difference(mesh, region, group.ranks, first, other)
+            found = _first_difference(
+                mesh,
+                region,
+                group.ranks,
+                first,
+                other,
+            )
             if found is not None:
                 yield found
                 break

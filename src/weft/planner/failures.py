@@ -39,7 +39,11 @@ class FailureModel:
 
     @staticmethod
     def of_devices(
-        num_devices: int, *, mtbf_hours: float, checkpoint_s: float, restart_s: float
+        num_devices: int,
+        *,
+        mtbf_hours: float,
+        checkpoint_s: float,
+        restart_s: float,
     ) -> FailureModel:
         """A job that fails when one of its devices does.
 
@@ -126,7 +130,15 @@ def goodput_at(model: FailureModel, *, step_s: float, interval_steps: int) -> Go
     interval_s = interval_steps * step_s
     expected = model.expected_s(interval_s)
     if math.isinf(expected):
-        return Goodput(model, interval_steps, interval_s, 0.0, 0.0, 0.0, 1.0)
+        return Goodput(
+            model=model,
+            interval_steps=interval_steps,
+            interval_s=interval_s,
+            goodput=0.0,
+            checkpoints=0.0,
+            lost=0.0,
+            restarts=1.0,
+        )
     failures = math.expm1((interval_s + model.checkpoint_s) / model.mean_s)
     restarts = failures * model.mean_s * math.expm1(model.restart_s / model.mean_s)
     lost = expected - restarts - interval_s - model.checkpoint_s
@@ -144,6 +156,10 @@ def goodput_at(model: FailureModel, *, step_s: float, interval_steps: int) -> Go
 def best_goodput(model: FailureModel, *, step_s: float) -> Goodput:
     """The account at the best whole number of steps between checkpoints."""
     steps = model.best_s / step_s
-    around = {max(1, math.floor(steps)), max(1, math.ceil(steps))}
-    accounts = [goodput_at(model, step_s=step_s, interval_steps=count) for count in sorted(around)]
+    fewer = max(1, math.floor(steps))
+    more = max(1, math.ceil(steps))
+    accounts = []
+    for count in (fewer, more):
+        account = goodput_at(model, step_s=step_s, interval_steps=count)
+        accounts.append(account)
     return max(accounts, key=lambda account: account.goodput)

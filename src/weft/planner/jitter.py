@@ -163,7 +163,12 @@ def step_distribution(
     for first in range(0, draws, most):
         num_draws = min(most, draws - first)
         block = _DrawnPipelines(
-            step, slowed or step, replicas, factors, slow=slow_rows, num_draws=num_draws
+            step,
+            slowed or step,
+            replicas,
+            factors,
+            slow=slow_rows,
+            num_draws=num_draws,
         )
         seconds.append(block.step_seconds())
     return StepDistribution(np.sort(np.concatenate(seconds)))

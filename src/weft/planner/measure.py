@@ -82,7 +82,12 @@ def measure(run: Run, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
 
     def step_of(row: int) -> RankStep:
         rank = plan.mesh.rank(**{pipeline_axis(): row})
-        return measure_rank(run, rank, plan=plan, load=load)
+        return measure_rank(
+            run,
+            rank,
+            plan=plan,
+            load=load,
+        )
 
     return role_costs(plan, block_kinds(run), step_of)
 

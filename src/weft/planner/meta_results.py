@@ -43,7 +43,12 @@ class TensorForm(NamedTuple):
 
     def make(self) -> Tensor:
         """A new tensor of this form."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
+        return torch.empty_strided(
+            self.shape,
+            self.stride,
+            dtype=self.dtype,
+            device=META,
+        )
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,12 @@ def _add_all(
         _add(totals, (op.axis, op.op), labels[id(op)], Share(times, times * op.payload_bytes))
 
 
-def _add(totals: StepOverlap, key: tuple[str, Op], label: str, share: Share) -> None:
+def _add(
+    totals: StepOverlap,
+    key: tuple[str, Op],
+    label: str,
+    share: Share,
+) -> None:
     of_key = totals.setdefault(key, {})
     before = of_key.get(label, Share(0, 0))
     of_key[label] = Share(

@@ -78,7 +78,13 @@ def pipeline_order(table: Table) -> PipelineOrder:
                 numbers[id(key)] = len(classes)
                 classes.append(ActionClass(row, key, act.stage, peers.get(act)))
             class_of[places[act]] = numbers[id(key)]
-    return PipelineOrder(table, acts, tuple(classes), tuple(class_of), tuple(source_of))
+    return PipelineOrder(
+        table=table,
+        acts=acts,
+        classes=tuple(classes),
+        class_of=tuple(class_of),
+        source_of=tuple(source_of),
+    )
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,12 @@ class _RankLinks:
         key = (number, gap, id(self.carried), blocked)
         found = self._known.get(key)
         if found is None:
-            replayed = replay(region, gap=gap, carried=self.carried, blocked=blocked)
+            replayed = replay(
+                region,
+                gap=gap,
+                carried=self.carried,
+                blocked=blocked,
+            )
             equal = self._equal.setdefault(replayed.carried, replayed.carried)
             found = replace(replayed, carried=equal)
             self._known[key] = found

@@ -66,7 +66,11 @@ def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
     for row in table.rows:
         kept = [Act(act.kind, act.stage, numbers[act.mb]) for act in row if act.mb in numbers]
         rows.append(kept)
-    return Table.of_rows(rows, stage_to_rank=table.stage_to_rank, microbatches=len(chosen))
+    return Table.of_rows(
+        rows,
+        stage_to_rank=table.stage_to_rank,
+        microbatches=len(chosen),
+    )
 
 
 def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:

@@ -92,15 +92,20 @@ def _messages(
     table = step.played
     keys = action_keys(table, row)
     consumers = {table.source(act): act for act in table.rows[row]}
-    between = [region for region in step.regions if region.name not in step.phases]
-    started = (op for region in between for op in region.operations if _is_pipeline_message(op))
+    messages: list[Operation] = []
+    for region in step.regions:
+        if region.name not in step.phases:
+            messages.extend(filter(_is_pipeline_message, region.operations))
+    started = iter(messages)
     sent: dict[ActionKey, Operation] = {}
     received: dict[ActionKey, Operation] = {}
     for instruction in lower(table).rows[row]:
         if isinstance(instruction, Send):
-            sent[keys[instruction.act]] = next(started)
+            key = keys[instruction.act]
+            sent[key] = next(started)
         elif isinstance(instruction, Recv):
-            received[keys[consumers[instruction.act]]] = next(started)
+            consumer = consumers[instruction.act]
+            received[keys[consumer]] = next(started)
     return sent, received
 
 
@@ -128,10 +133,13 @@ def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
 def group_of(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...] | None:
     """The group of a rank that operations name `axis`; None for a name that no mesh axis has."""
     if axis.startswith(WORLD):
-        groups = world_stages(rank, mesh.size, checked=True)
-        return next((group.ranks for group in groups if group.axis == axis), None)
+        for group in world_stages(rank, mesh.size, checked=True):
+            if group.axis == axis:
+                return group.ranks
+        return None
     names = axis.split("+")
-    if not set(names) <= {name for name, _ in mesh.axes}:
+    known = {name for name, _ in mesh.axes}
+    if not known.issuperset(names):
         return None
     return mesh.group(rank, tuple(names))
 
@@ -141,10 +149,12 @@ def moved(events: tuple[CallEvent, ...], mesh: Mesh, shift: int) -> tuple[CallEv
     copies: dict[int, Operation] = {}
     result = []
     for event in events:
-        op = event.op
-        if id(op) not in copies:
-            copies[id(op)] = _moved_operation(op, mesh, shift)
-        result.append(type(event)(copies[id(op)]))
+        identity = id(event.op)
+        copy = copies.get(identity)
+        if copy is None:
+            copy = _moved_operation(event.op, mesh, shift)
+            copies[identity] = copy
+        result.append(type(event)(copy))
     return tuple(result)
 
 
@@ -153,4 +163,8 @@ def _moved_operation(op: Operation, mesh: Mesh, shift: int) -> Operation:
     group = tuple(member + shift for member in op.group)
     if not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis):
         group = group_of(mesh, rank, op.axis) or group
-    return replace(op, rank=rank, group=group)
+    return replace(
+        op,
+        rank=rank,
+        group=group,
+    )

@@ -107,7 +107,11 @@ def example_batch(run: Run, plan: Plan, comm: Comm) -> Batch:
         return image_example(plan.micro_size, run.model.model_dump()["image_size"])
     whole = token_example(plan.micro_size, plan.seq_len)
     if not run.model.reads_later_targets:
-        whole = replace(whole, next_inputs=None, later_targets=None)
+        whole = replace(
+            whole,
+            next_inputs=None,
+            later_targets=None,
+        )
     index, degree = comm.index(position_axes()), comm.degree(position_axes())
     return whole.columns(index=index, degree=degree)
 
@@ -127,12 +131,24 @@ def measure_rank(
         plan: default: that of the run. A plan whose stages lack blocks measures the others.
         load: of experts that are sharded over ep; without ep it changes nothing.
     """
-    return _play_on_meta(run, plan or plan_of(run), rank, load, recorder_type=StepRecorder)
+    return _play_on_meta(
+        run,
+        plan or plan_of(run),
+        rank,
+        load,
+        recorder_type=StepRecorder,
+    )
 
 
 def record_calls(run: Run, rank: int, *, plan: Plan | None = None) -> RankStep:
     """As `measure_rank`, with collectives and messages alone: bytes and kernels are not counted."""
-    return _play_on_meta(run, plan or plan_of(run), rank, even_load, recorder_type=CallRecorder)
+    return _play_on_meta(
+        run,
+        plan or plan_of(run),
+        rank,
+        even_load,
+        recorder_type=CallRecorder,
+    )
 
 
 def _play_on_meta(
@@ -151,7 +167,12 @@ def _play_on_meta(
     row = plan.mesh.index(rank, pipeline_axis())
     played = thinned(plan.table, played_microbatches(plan.table, row))
     batches = [example_batch(run, plan, comm)] * played.microbatches
-    return record_step(step, batches, table=played, recorder_type=recorder_type)
+    return record_step(
+        step,
+        batches,
+        table=played,
+        recorder_type=recorder_type,
+    )
 
 
 def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
@@ -170,7 +191,14 @@ def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
                 what = f"{type(module.dispatch).__name__} has no `meta_load`"
                 need = "the load of experts that is assumed on the meta device"
                 fix = "see weft.parallel.expert.dispatch.MetaLoadedDispatch"
-                raise PlanError(Fault(f"{name}.{path}.dispatch", what, need=need, fix=fix))
+                raise PlanError(
+                    Fault(
+                        f"{name}.{path}.dispatch",
+                        what,
+                        need=need,
+                        fix=fix,
+                    )
+                )
 
 
 def record_step(
@@ -192,7 +220,11 @@ def record_step(
     marker = _Marker(recorder)
     sync = step.grads.set_requires_gradient_sync
     one_microbatch = thinned(table, (0,))
-    step.player = Player(model, before_last_backward=sync, table=one_microbatch)
+    step.player = Player(
+        model,
+        before_last_backward=sync,
+        table=one_microbatch,
+    )
     recorded_player = _RecordedPlayer(
         model,
         recorder,
@@ -211,7 +243,11 @@ def record_step(
         observers = comm.observers
         comm.observers = (*observers, recorder)
         recorder.begin("targets")
-        step(batches, lr=1.0, on_phase=marker.on_phase)
+        step(
+            batches,
+            lr=1.0,
+            on_phase=marker.on_phase,
+        )
         recorder.end()
         comm.observers = observers
     sizes = {name: storage_bytes(tensors) for name, tensors in kept.items()}

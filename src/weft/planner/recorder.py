@@ -209,7 +209,13 @@ class StepRecorder(TorchDispatchMode):
         """Note that the rank has waited for it."""
         self._region.events.append(Ended(op))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         on_host = _value_on_host(func, args, kwargs)
         if on_host is not None:
@@ -225,7 +231,12 @@ class StepRecorder(TorchDispatchMode):
             inputs = self._own_tensors((args, kwargs))
             outputs = self._own_tensors(result)
             kernel = kernel_of(func, inputs, outputs, args)
-            self._results.note(key, inputs=inputs, result=result, kernel=kernel)
+            self._results.note(
+                key,
+                inputs=inputs,
+                result=result,
+                kernel=kernel,
+            )
         if kernel is not None:
             self._region.events.append(kernel)
         for tensor in outputs:
@@ -293,7 +304,13 @@ class CallRecorder(StepRecorder):
         """Not counted."""
         return 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         kwargs = kwargs or {}
         on_host = _value_on_host(func, args, kwargs)
         if on_host is not None:
@@ -305,7 +322,12 @@ class CallRecorder(StepRecorder):
         result = func(*args, **kwargs)
         if key is not None:
             inputs = self._own_tensors((args, kwargs))
-            self._results.note(key, inputs=inputs, result=result, kernel=None)
+            self._results.note(
+                key,
+                inputs=inputs,
+                result=result,
+                kernel=None,
+            )
         return result
 
 
@@ -365,4 +387,8 @@ def _value_on_host(func: Any, args: Any, kwargs: Any) -> Any:
     target = kwargs.get("device")
     if target is None or torch.device(target).type != "cpu":
         return None
-    return torch.ones(x.shape, dtype=kwargs.get("dtype") or x.dtype, device="cpu")
+    return torch.ones(
+        x.shape,
+        dtype=kwargs.get("dtype") or x.dtype,
+        device="cpu",
+    )

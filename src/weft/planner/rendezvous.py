@@ -65,11 +65,12 @@ class _Simulation:
         """Ranks that wait for each other, from any blocked one on; a chain that ends at a rank
         without further calls is a cycle of one.
         """
-        blocked = {}
+        blocked: dict[int, Blocked] = {}
         for rank in self.calls:
             event = self._current(rank)
             if event is not None:
-                blocked[rank] = Blocked(rank, event.op, self._missing(rank, event))
+                missing = self._missing(rank, event)
+                blocked[rank] = Blocked(rank, event.op, missing)
         if not blocked:
             return ()
         chain: list[int] = []
@@ -97,13 +98,15 @@ class _Simulation:
     def _pass(self, rank: int, event: Started | Ended) -> None:
         """Let a rank, or all members that meet in a collective, go on behind an event."""
         op = event.op
-        is_meeting = isinstance(event, Started) and not op.is_p2p
-        for member in self._present(op) if is_meeting else (rank,):
+        is_start = isinstance(event, Started)
+        is_meeting = is_start and not op.is_p2p
+        members = self._present(op) if is_meeting else [rank]
+        for member in members:
             self.position[member] += 1
-        if isinstance(event, Started):
+        if is_start:
             self.begun.add(id(op))
         if op.is_p2p:
-            counter = self.started if isinstance(event, Started) else self.waited
+            counter = self.started if is_start else self.waited
             counter[op.group, op.op] += 1
 
     def _missing(self, rank: int, event: Started | Ended) -> tuple[int, ...]:
@@ -111,12 +114,18 @@ class _Simulation:
         op = event.op
         if isinstance(event, Started):
             return () if op.is_p2p else self._absent(op)
-        if not op.is_p2p or id(op) not in self.begun:  # a wait for an earlier region ends at once
+        is_of_earlier_region = id(op) not in self.begun
+        if not op.is_p2p or is_of_earlier_region:  # such a wait ends at once
             return ()
-        other_side = "recv" if op.op == "send" else "send"
-        other = op.group[1] if op.op == "send" else op.group[0]
-        is_started = self.started[op.group, other_side] > self.waited[op.group, op.op]
-        return () if is_started or other not in self.calls else (other,)
+        source, destination = op.group
+        is_send = op.op == "send"
+        other = destination if is_send else source
+        other_side = "recv" if is_send else "send"
+        num_started = self.started[op.group, other_side]
+        num_waited = self.waited[op.group, op.op]
+        if num_started > num_waited or other not in self.calls:
+            return ()
+        return (other,)
 
     def _present(self, op: Operation) -> list[int]:
         return [member for member in op.group if member in self.calls]

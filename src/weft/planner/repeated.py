@@ -72,7 +72,12 @@ def block_runs(plan: Plan, row: int, kinds: Mapping[str, str]) -> list[BlockRun]
     return runs
 
 
-def measure_repeated(run: Run, plan: Plan, row: int, kinds: Mapping[str, str]) -> RankStep:
+def measure_repeated(
+    run: Run,
+    plan: Plan,
+    row: int,
+    kinds: Mapping[str, str],
+) -> RankStep:
     """What `measure_rank` measures of the rank at a pipeline coordinate, from fewer blocks.
 
     Args:
@@ -114,7 +119,12 @@ class _Longer:
     count: int
 
 
-def _extended(run: Run, plan: Plan, rank: int, runs: Sequence[BlockRun]) -> RankStep:
+def _extended(
+    run: Run,
+    plan: Plan,
+    rank: int,
+    runs: Sequence[BlockRun],
+) -> RankStep:
     """The step of the whole rank.
 
     Raises:

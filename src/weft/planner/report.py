@@ -44,23 +44,28 @@ def prediction_lines(prediction: Prediction) -> list[str]:
     time = prediction.step
     speeds = prediction.speeds
     num_ranks = prediction.roles[0].step.plan.mesh.size
-    tokens_a_second = count(prediction.tokens_per_s / num_ranks)
     peak = speeds.hardware.bf16_tflops
-    used = time.flops / time.total_s / num_ranks / TERA / peak
-    interval = prediction.step_s
+    peak_flops = num_ranks * TERA * peak
+    used_percent = 100 * time.flops / time.total_s / peak_flops
+    mfu_percent = 100 * prediction.mfu
+    tokens_a_second = count(prediction.tokens_per_s / num_ranks)
+    low = short_time(prediction.step_s.low)
+    high = short_time(prediction.step_s.high)
+    pipeline = f"pipeline {short_time(time.pipeline_s)} (idle {100 * time.bubble:.0f}%)"
+    after = f"reduce {short_time(time.reduce_s)}, update {short_time(time.update_s)}"
     lines = [
         f"predicted step on {speeds.hardware.label}: {short_time(time.total_s)}",
-        f"  expected between {short_time(interval.low)} and {short_time(interval.high)}",
-        f"  pipeline {short_time(time.pipeline_s)} (idle {100 * time.bubble:.0f}%), then reduce"
-        f" {short_time(time.reduce_s)}, update {short_time(time.update_s)}",
+        f"  expected between {low} and {high}",
+        f"  {pipeline}, then {after}",
     ]
     waits = [f"{axis} {short_time(seconds)}" for axis, seconds in time.exposed_s.items()]
     if waits:
-        lines.append(f"  waits for collectives, of the rank that waits most: {', '.join(waits)}")
+        axes = ", ".join(waits)
+        lines.append(f"  waits for collectives, of the rank that waits most: {axes}")
+    model_flops = f"3 forwards of model FLOPs, of {peak:g} TFLOP/s"
     lines += [
         f"  {tokens_a_second} tokens/s a device",
-        f"  MFU {100 * prediction.mfu:.0f}% (3 forwards of model FLOPs, of {peak:g} TFLOP/s);"
-        f" with recomputation {100 * used:.0f}%",
+        f"  MFU {mfu_percent:.0f}% ({model_flops}); with recomputation {used_percent:.0f}%",
         f"  shares of the published speeds that work reaches: {speeds.efficiency.source}",
     ]
     return _wrapped(lines)
@@ -85,22 +90,32 @@ def role_name(role: RoleCosts) -> str:
     return f"{pipeline_axis()}{role.row}"
 
 
+MEMORY_COLUMNS = ("rank", "params", "grads", "optim", "in flight", "workspace", "peak", "at")
+
+
 def _memory_lines(roles: Sequence[RoleCosts]) -> list[str]:
-    header = ("rank", "params", "grads", "optim", "in flight", "workspace", "peak", "at")
-    rows = [header, *map(_memory_row, _shown(roles))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
+    rows: list[tuple[str, ...]] = [MEMORY_COLUMNS]
+    for role in _shown(roles):
+        rows.append(_memory_row(role))
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
     lines = ["memory of a rank during a step (tensors; the real code on the meta device):"]
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells.extend(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True))
-        line = "  " + "  ".join((*cells, row[-1]))
-        lines.append(line.rstrip())
+    for name, *sizes, action in rows:
+        cells = [name.ljust(widths[0])]
+        for size, width in zip(sizes, widths[1:-1], strict=True):
+            cells.append(size.rjust(width))
+        cells.append(action)
+        line = "  ".join(cells)
+        lines.append(f"  {line}".rstrip())
     if len(roles) > MOST_ROWS:
         lines.append(f"  (the fullest and others of {len(roles)} roles)")
-    return [*lines, *_wrapped([_peak_line(fullest(roles))])]
+    peak = _peak_line(fullest(roles))
+    lines.extend(_wrapped([peak]))
+    return lines
 
 
 def _memory_row(role: RoleCosts) -> tuple[str, ...]:
+    """The cells of `MEMORY_COLUMNS`."""
     memory = role.memory
     kept = memory.kept
     sizes = (
@@ -112,14 +127,17 @@ def _memory_row(role: RoleCosts) -> tuple[str, ...]:
         memory.peak,
     )
     action, _, _ = memory.cause.partition(" ")
-    return (role_name(role), *map(memory_text, sizes), action)
+    texts = map(memory_text, sizes)
+    return (role_name(role), *texts, action)
 
 
 def _shown(roles: Sequence[RoleCosts]) -> list[RoleCosts]:
     if len(roles) <= MOST_ROWS:
         return list(roles)
     half = MOST_ROWS // 2
-    chosen = {*range(half), *range(len(roles) - half + 1, len(roles)), fullest(roles).row}
+    first = range(half)
+    last = range(len(roles) - half + 1, len(roles))
+    chosen = {*first, *last, fullest(roles).row}
     return [roles[index] for index in sorted(chosen)]
 
 
@@ -127,8 +145,14 @@ def _peak_line(role: RoleCosts) -> str:
     """The largest peak, its cause, and the known buffers in it."""
     memory = role.memory
     line = f"  largest: {memory_text(memory.peak)} of {role_name(role)}, at {memory.cause}"
-    parts = [f"{memory_text(size)} of {name}" for name, size in memory.parts.items() if size]
-    return f"{line}; includes {', '.join(parts)}" if parts else line
+    parts: list[str] = []
+    for name, size in memory.parts.items():
+        if size:
+            parts.append(f"{memory_text(size)} of {name}")
+    if not parts:
+        return line
+    included = ", ".join(parts)
+    return f"{line}; includes {included}"
 
 
 def _fit_lines(costs: RunCosts) -> list[str]:
@@ -178,11 +202,8 @@ def _routing_lines(costs: RunCosts) -> list[str]:
 
 def routed_bytes(role: RoleCosts) -> int:
     """What a rank sends in a step to the experts of other ranks, and back."""
-    return sum(
-        total.sent_bytes
-        for (axis, op), total in role.traffic.items()
-        if op == "all_to_all" and axis == EP
-    )
+    total = role.traffic.get((EP, "all_to_all"))
+    return 0 if total is None else total.sent_bytes
 
 
 def _traffic_lines(roles: Sequence[RoleCosts]) -> list[str]:
@@ -196,12 +217,13 @@ def _traffic_lines(roles: Sequence[RoleCosts]) -> list[str]:
     ]
     for key, total in sorted(busiest.traffic.items()):
         axis, op = key
-        columns = (
-            f"  {_short_axis(axis):<9} {op:<14} {count(total.operations):>6}"
-            f" {memory_text(total.sent_bytes):>8} {memory_text(total.payload_bytes):>8}  "
-        )
+        name = f"{_short_axis(axis):<9} {op:<14}"
+        times = count(total.operations)
+        sent = memory_text(total.sent_bytes)
+        payload = memory_text(total.payload_bytes)
         hidden = overlap_text(busiest.overlap[key])
-        lines.extend(textwrap.wrap(columns + hidden, WIDTH, subsequent_indent=" " * 53))
+        line = f"  {name} {times:>6} {sent:>8} {payload:>8}  {hidden}"
+        lines.extend(textwrap.wrap(line, WIDTH, subsequent_indent=" " * 53))
     return lines
 
 
@@ -209,8 +231,9 @@ def overlap_text(shares: Mapping[str, Share]) -> str:
     """`backward`, or `backward 63, exposed 2`."""
     if len(shares) == 1:
         return next(iter(shares))
-    by_number = sorted(shares.items(), key=lambda item: -item[1].operations)
-    return ", ".join(f"{name} {count(share.operations)}" for name, share in by_number)
+    by_number = sorted(shares, key=lambda name: -shares[name].operations)
+    words = [f"{name} {count(shares[name].operations)}" for name in by_number]
+    return ", ".join(words)
 
 
 def _short_axis(axis: str) -> str:

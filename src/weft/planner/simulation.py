@@ -138,7 +138,11 @@ def simulate_on(
         model = _failure_model(failures, run.device_mesh.size, checkpoint_bytes)
         best = best_goodput(model, step_s=step_s)
         if run.save.every:
-            of_run = goodput_at(model, step_s=step_s, interval_steps=run.save.every)
+            of_run = goodput_at(
+                model,
+                step_s=step_s,
+                interval_steps=run.save.every,
+            )
     return RunSimulation(
         run=run,
         roles=roles,
@@ -165,7 +169,10 @@ def _with_exchange(inner_s: float, sites: SiteCosts | None) -> float:
 
 
 def _slowest_replica(
-    roles: Sequence[RoleCosts], speeds: Speeds, replicas: Replicas, slow: Mapping[int, float]
+    roles: Sequence[RoleCosts],
+    speeds: Speeds,
+    replicas: Replicas,
+    slow: Mapping[int, float],
 ) -> StepTime:
     """The step of the replica of the pipeline that its slow ranks delay most."""
     rows_by_replica: dict[int, dict[int, float]] = {}
@@ -204,10 +211,11 @@ def simulation_lines(simulation: RunSimulation) -> Iterator[str]:
 
 
 def _slow_lines(simulation: RunSimulation, slowed: StepTime) -> Iterator[str]:
-    more = slowed.total_s / simulation.step.total_s - 1
     words = [f"{rank} x {factor:g}" for rank, factor in simulation.slow.items()]
     ranks = ", ".join(words)
-    line = f"with slow ranks ({ranks}): {short_time(slowed.total_s)}, {100 * more:.1f}% more"
+    step_s = short_time(slowed.total_s)
+    percent = 100 * (slowed.total_s / simulation.step.total_s - 1)
+    line = f"with slow ranks ({ranks}): {step_s}, {percent:.1f}% more"
     yield from wrapped(line, WIDTH)
 
 
@@ -245,10 +253,10 @@ def _failure_lines(simulation: RunSimulation, best: Goodput) -> Iterator[str]:
 
 def _account_lines(whose: str, account: Goodput) -> Iterator[str]:
     interval = f"{account.interval_steps:,} steps ({clock(account.interval_s)})"
-    yield f"  {whose}: every {interval}: goodput {100 * account.goodput:.1f}%"
-    checkpoints = f"checkpoints {100 * account.checkpoints:.1f}%"
-    lost = f"lost work {100 * account.lost:.1f}%"
-    restarts = f"restarts {100 * account.restarts:.1f}%"
+    yield f"  {whose}: every {interval}: goodput {account.goodput:.1%}"
+    checkpoints = f"checkpoints {account.checkpoints:.1%}"
+    lost = f"lost work {account.lost:.1%}"
+    restarts = f"restarts {account.restarts:.1%}"
     yield f"    {checkpoints}, {lost}, {restarts}"
 
 

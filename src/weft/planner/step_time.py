@@ -110,7 +110,16 @@ def step_time(
     updates = [step.update(row, synced_at) for row in range(len(roles))]
     ended_at = max(span.end for span in updates)
     pipeline_end = max(played.last_end)
-    targets = [PhaseSpan(row, "targets", 0.0, begin, None) for row in range(len(roles))]
+    targets = [
+        PhaseSpan(
+            row,
+            "targets",
+            0.0,
+            begin,
+            None,
+        )
+        for row in range(len(roles))
+    ]
     return StepTime(
         total_s=ended_at,
         targets_s=begin,
@@ -153,21 +162,35 @@ class _StepCosts:
             gap=begin - played.last_end[row],
             carried=played.carried[row],
         )
-        return PhaseSpan(row, "reduce", begin, begin + time.total, time)
+        return PhaseSpan(
+            row,
+            "reduce",
+            begin,
+            begin + time.total,
+            time,
+        )
 
     def update(self, row: int, begin: float) -> PhaseSpan:
         """From the norm to the end of the step."""
         time = replay(self.phase(row, "update"))
-        return PhaseSpan(row, "update", begin, begin + time.total, time)
+        return PhaseSpan(
+            row,
+            "update",
+            begin,
+            begin + time.total,
+            time,
+        )
 
 
 def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> StageMessage:
     """The message of an action's tensor to another pipeline coordinate."""
-    assert action_class.peer is not None
+    peer = action_class.peer
+    assert peer is not None
     sender = plan.mesh.rank(**{pipeline_axis(): action_class.rank})
-    receiver = plan.mesh.rank(**{pipeline_axis(): action_class.peer})
+    receiver = plan.mesh.rank(**{pipeline_axis(): peer})
     kind: Kind = "F" if action_class.key.kind == "F" else "B"
-    size = boundary_bytes(plan, Transfer(Act(kind, action_class.stage, 0), action_class.peer))
+    act = Act(kind, action_class.stage, mb=0)
+    size = boundary_bytes(plan, Transfer(act, peer))
     link = link_of((sender, receiver), node=speeds.hardware.node)
     return StageMessage.of(link, speeds.message_s(size, sender, receiver))
 
@@ -177,10 +200,14 @@ def _most_exposed(played: PlayedActions) -> dict[str, float]:
     by_rank: list[dict[str, float]] = [{} for _ in played.last_end]
     order = played.order
     for number, time in zip(order.class_of, played.times, strict=True):
-        exposed = by_rank[order.classes[number].rank]
+        rank = order.classes[number].rank
+        exposed = by_rank[rank]
         for axis, seconds in time.exposed.items():
-            exposed[axis] = exposed.get(axis, 0.0) + seconds
-    most = max(by_rank, key=lambda exposed: sum(exposed.values()))
+            before = exposed.get(axis, 0.0)
+            exposed[axis] = before + seconds
+    totals = [sum(exposed.values()) for exposed in by_rank]
+    busiest = totals.index(max(totals))
+    most = by_rank[busiest]
     return {axis: seconds for axis, seconds in most.items() if seconds}
 
 

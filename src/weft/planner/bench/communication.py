@@ -186,7 +186,11 @@ def _time_operation(axis: MeasuredAxis, operation: KnownOperation, budget_s: flo
 
 
 def _row(comm: Comm, times: Times) -> Tensor:
-    return torch.tensor(times.seconds, dtype=torch.float64, device=comm.device)
+    return torch.tensor(
+        times.seconds,
+        dtype=torch.float64,
+        device=comm.device,
+    )
 
 
 def _rows(

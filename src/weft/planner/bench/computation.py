@@ -119,16 +119,27 @@ def measure_computation(
         num_runs = NUM_LAUNCHES if work.kind == "launch" else 1
         works.append(work)
         own_times.append((times.min_s / num_runs, times.median_s / num_runs))
-    rows = torch.tensor([own_times], dtype=torch.float64, device=comm.device)
+    rows = torch.tensor(
+        [own_times],
+        dtype=torch.float64,
+        device=comm.device,
+    )
     middle = comm.all_gather_world(rows).median(dim=0).values.cpu()
     return tuple(
-        ComputeTimes(work, min_s=float(min_s), median_s=float(median_s))
+        ComputeTimes(
+            work,
+            min_s=float(min_s),
+            median_s=float(median_s),
+        )
         for work, (min_s, median_s) in zip(works, middle, strict=True)
     )
 
 
 def _timed_in(
-    dtype: str, run: Callable[[], object], budget_s: float, device: torch.device
+    dtype: str,
+    run: Callable[[], object],
+    budget_s: float,
+    device: torch.device,
 ) -> Times:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == TF32 else "highest")
@@ -161,8 +172,18 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def _gemm(shape: GemmShape, dtype: str, device: torch.device) -> Piece:
     rows, columns, inner = shape
-    left = torch.ones(rows, inner, dtype=torch_dtype(dtype), device=device)
-    right = torch.ones(inner, columns, dtype=torch_dtype(dtype), device=device)
+    left = torch.ones(
+        rows,
+        inner,
+        dtype=torch_dtype(dtype),
+        device=device,
+    )
+    right = torch.ones(
+        inner,
+        columns,
+        dtype=torch_dtype(dtype),
+        device=device,
+    )
     out = left.new_empty(rows, columns)
     num_elements = left.numel() + right.numel() + out.numel()
     work = ComputeWork(
@@ -185,7 +206,12 @@ def _attention_inputs(
     return q, k, v
 
 
-def _attention_work(sizes: AttentionShape, dtype: str, name: str, products: int) -> ComputeWork:
+def _attention_work(
+    sizes: AttentionShape,
+    dtype: str,
+    name: str,
+    products: int,
+) -> ComputeWork:
     """`products` matrix products over the attended pairs; see `weft.planner.kernels`."""
     batch, heads, tokens, head_size = sizes
     pairs = attended_pairs(tokens, tokens, causal=True)

@@ -92,7 +92,10 @@ def of_kind(
 
 
 def arithmetic_share(
-    row: ComputeTimes, figures: Mapping[str, float], peak: str, launch_s: float
+    row: ComputeTimes,
+    figures: Mapping[str, float],
+    peak: str,
+    launch_s: float,
 ) -> float:
     """ReachedShare of the peak that the arithmetic reaches, in the time that launch and memory leave; at
     least half of the time is arithmetic's, as small operands stay in caches.

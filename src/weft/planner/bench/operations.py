@@ -48,7 +48,12 @@ class KnownOperation:
         return result.numel()
 
 
-def known_operation(name: OperationName, comm: Comm, axis: str, size_bytes: int) -> KnownOperation:
+def known_operation(
+    name: OperationName,
+    comm: Comm,
+    axis: str,
+    size_bytes: int,
+) -> KnownOperation:
     """The collective of this size over an axis, rounded up to one element for each member."""
     members = comm.degree(axis)
     piece_bytes = size_bytes // members
@@ -82,7 +87,11 @@ class _Inputs:
     def counted(self, num_pieces: int, offset: int) -> Tensor:
         """0, 1, ..., 6, 0, ..., each plus `offset`."""
         numel = num_pieces * self.piece
-        numbers = torch.arange(numel, dtype=DTYPE, device=self.comm.device)
+        numbers = torch.arange(
+            numel,
+            dtype=DTYPE,
+            device=self.comm.device,
+        )
         return numbers % PERIOD + offset
 
     def whole(self, offset: int) -> Tensor:

@@ -160,7 +160,11 @@ def figure_lines(measured: MeasuredFigures) -> Iterator[str]:
 
 
 def with_origin(
-    fields: Mapping[str, Any], *, day: str, versions: str, device: str
+    fields: Mapping[str, Any],
+    *,
+    day: str,
+    versions: str,
+    device: str,
 ) -> dict[str, Any]:
     """JSON fields with the date, the versions and the device of the measurement."""
     return {"date": day, "versions": versions, "device": device, **fields}
