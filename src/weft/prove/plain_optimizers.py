@@ -22,6 +22,7 @@ from weft.prove.plain_rules import (
     PlainMuon,
     PlainRule,
     PlainSGD,
+    PlainUpdate,
     TensorState,
     WholeUserRule,
 )
@@ -59,7 +60,7 @@ class PlainOptimizer:
             settings = self.settings[name]
             rule = self._rule(settings.optimizer)
             rate = lr * settings.lr_scale
-            rule.update(param, gradients[name], self.state[name], rate, settings)
+            rule.update(PlainUpdate(param, gradients[name], self.state[name], rate, settings))
 
     def _rule(self, name: str) -> PlainRule:
         if name not in self.rules:

@@ -38,6 +38,17 @@ class ParameterSettings:
     matrices: tuple[Index, ...] = ()
 
 
+@dataclass(frozen=True)
+class PlainUpdate:
+    """One update of a whole parameter, which changes the parameter and its state in place."""
+
+    param: Tensor
+    gradient: Tensor
+    state: TensorState
+    lr: float
+    settings: ParameterSettings
+
+
 class PlainRule(Protocol):
     """An update of one whole parameter."""
 
@@ -45,14 +56,7 @@ class PlainRule(Protocol):
         """State before the first step."""
         ...
 
-    def update(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        state: TensorState,
-        lr: float,
-        settings: ParameterSettings,
-    ) -> None:
+    def update(self, given: PlainUpdate) -> None:
         """Change the parameter and its state in place."""
         ...
 
@@ -70,24 +74,17 @@ class PlainAdamW:
             "exp_avg_sq": torch.zeros_like(param),
         }
 
-    def update(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        state: TensorState,
-        lr: float,
-        settings: ParameterSettings,
-    ) -> None:
-        beta1, beta2 = settings.betas
-        state["step"] += 1
-        count = float(state["step"])
-        mean = state["exp_avg"]
-        square = state["exp_avg_sq"]
-        mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        square.mul_(beta2).add_(gradient * gradient, alpha=1 - beta2)
-        param.mul_(1 - lr * settings.decay)
+    def update(self, given: PlainUpdate) -> None:
+        beta1, beta2 = given.settings.betas
+        given.state["step"] += 1
+        count = float(given.state["step"])
+        mean = given.state["exp_avg"]
+        square = given.state["exp_avg_sq"]
+        mean.mul_(beta1).add_(given.gradient, alpha=1 - beta1)
+        square.mul_(beta2).add_(given.gradient * given.gradient, alpha=1 - beta2)
+        given.param.mul_(1 - given.lr * given.settings.decay)
         corrected = square.sqrt() / math.sqrt(1 - beta2**count)
-        param.sub_(lr / (1 - beta1**count) * mean / (corrected + self.eps))
+        given.param.sub_(given.lr / (1 - beta1**count) * mean / (corrected + self.eps))
 
 
 @dataclass(frozen=True)
@@ -99,19 +96,12 @@ class PlainSGD:
     def fresh_state(self, param: Tensor) -> TensorState:
         return {"momentum_buffer": torch.zeros_like(param)} if self.momentum else {}
 
-    def update(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        state: TensorState,
-        lr: float,
-        settings: ParameterSettings,
-    ) -> None:
-        change = gradient + settings.decay * param
+    def update(self, given: PlainUpdate) -> None:
+        change = given.gradient + given.settings.decay * given.param
         if self.momentum:
-            buffer = state["momentum_buffer"]
+            buffer = given.state["momentum_buffer"]
             change = buffer.mul_(self.momentum).add_(change)
-        param.sub_(lr * change)
+        given.param.sub_(given.lr * change)
 
 
 @dataclass(frozen=True)
@@ -121,19 +111,12 @@ class PlainLion:
     def fresh_state(self, param: Tensor) -> TensorState:
         return {"exp_avg": torch.zeros_like(param)}
 
-    def update(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        state: TensorState,
-        lr: float,
-        settings: ParameterSettings,
-    ) -> None:
-        beta1, beta2 = settings.betas
-        average = state["exp_avg"]
-        direction = (beta1 * average + (1 - beta1) * gradient).sign()
-        average.copy_(beta2 * average + (1 - beta2) * gradient)
-        param.copy_(param - lr * (direction + settings.decay * param))
+    def update(self, given: PlainUpdate) -> None:
+        beta1, beta2 = given.settings.betas
+        average = given.state["exp_avg"]
+        direction = (beta1 * average + (1 - beta1) * given.gradient).sign()
+        average.copy_(beta2 * average + (1 - beta2) * given.gradient)
+        given.param.copy_(given.param - given.lr * (direction + given.settings.decay * given.param))
 
 
 @dataclass(frozen=True)
@@ -151,24 +134,19 @@ class PlainAdafactor:
         state["col_var"] = torch.zeros_like(param[..., :1, :])
         return state
 
-    def update(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        state: TensorState,
-        lr: float,
-        settings: ParameterSettings,
-    ) -> None:
+    def update(self, given: PlainUpdate) -> None:
         options = self.options
-        state["step"] += 1
-        count = float(state["step"])
-        smallest = options.eps[0] or torch.finfo(param.dtype).eps
-        variance = self._variance(gradient, state, count, smallest)
-        change = gradient / variance.clamp(min=smallest**2).sqrt()
+        given.state["step"] += 1
+        count = float(given.state["step"])
+        smallest = options.eps[0] or torch.finfo(given.param.dtype).eps
+        variance = self._variance(given.gradient, given.state, count, smallest)
+        change = given.gradient / variance.clamp(min=smallest**2).sqrt()
         change_rms = _root_mean_square(change)
-        relative = min(lr, 1 / math.sqrt(count)) * max(options.eps[1], _root_mean_square(param))
-        param.mul_(1 - lr * settings.decay)
-        param.sub_(relative / max(1.0, change_rms / options.d) * change)
+        relative = min(given.lr, 1 / math.sqrt(count)) * max(
+            options.eps[1], _root_mean_square(given.param)
+        )
+        given.param.mul_(1 - given.lr * given.settings.decay)
+        given.param.sub_(relative / max(1.0, change_rms / options.d) * change)
 
     def _variance(
         self, gradient: Tensor, state: TensorState, count: float, smallest: float
@@ -205,23 +183,16 @@ class PlainMuon:
     def fresh_state(self, param: Tensor) -> TensorState:
         return {"momentum_buffer": torch.zeros_like(param)}
 
-    def update(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        state: TensorState,
-        lr: float,
-        settings: ParameterSettings,
-    ) -> None:
+    def update(self, given: PlainUpdate) -> None:
         options = self.options
-        average = state["momentum_buffer"]
-        average.lerp_(gradient, 1 - options.momentum)
-        direction = gradient.lerp(average, options.momentum) if options.nesterov else average
-        param.mul_(1 - lr * settings.decay)
-        for place in settings.matrices:
+        average = given.state["momentum_buffer"]
+        average.lerp_(given.gradient, 1 - options.momentum)
+        direction = given.gradient.lerp(average, options.momentum) if options.nesterov else average
+        given.param.mul_(1 - given.lr * given.settings.decay)
+        for place in given.settings.matrices:
             change = self._orthogonal(direction[place])
             factor = self._rate_factor(*change.shape)
-            param[place] -= lr * factor * change.to(param.dtype)
+            given.param[place] -= given.lr * factor * change.to(given.param.dtype)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """U V^T of U S V^T, by an odd polynomial of degree 5 that is applied several times."""
@@ -251,54 +222,43 @@ class WholeUserRule:
     def fresh_state(self, param: Tensor) -> TensorState:
         return self.rule.fresh_state(param, tuple(param.shape))
 
-    def update(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        state: TensorState,
-        lr: float,
-        settings: ParameterSettings,
-    ) -> None:
-        decay = settings.decay
+    def update(self, given: PlainUpdate) -> None:
         if self.rule.kind == "elementwise":
-            self.rule.update_all([param], [gradient], [state], lr=lr, weight_decay=decay)
+            self.rule.update_all(
+                [given.param],
+                [given.gradient],
+                [given.state],
+                lr=given.lr,
+                weight_decay=given.settings.decay,
+            )
         elif self.rule.kind == "whole_matrix":
-            self._update_matrices(param, gradient, state, lr, settings)
+            self._update_matrices(given)
         else:
-            self._update_with_sums(param, gradient, state, lr, decay)
+            self._update_with_sums(given)
 
-    def _update_matrices(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        state: TensorState,
-        lr: float,
-        settings: ParameterSettings,
-    ) -> None:
-        direction = self.rule.direction(gradient, state)
-        direction = direction.to(self.rule.gather_dtype(param.dtype))
-        for place in settings.matrices:
+    def _update_matrices(self, given: PlainUpdate) -> None:
+        direction = self.rule.direction(given.gradient, given.state)
+        direction = direction.to(self.rule.gather_dtype(given.param.dtype))
+        for place in given.settings.matrices:
             change = self.rule.transform(direction[place].clone())
             num_rows, num_columns = change.shape
             self.rule.apply(
-                param[place],
+                given.param[place],
                 change,
-                lr=lr,
-                weight_decay=settings.decay,
+                lr=given.lr,
+                weight_decay=given.settings.decay,
                 shape=(num_rows, num_columns),
             )
 
-    def _update_with_sums(
-        self, param: Tensor, gradient: Tensor, state: TensorState, lr: float, decay: float
-    ) -> None:
+    def _update_with_sums(self, given: PlainUpdate) -> None:
         """One rank holds everything: its sums are the sums."""
         update = self.rule.update_with_sums(
-            param.view(-1),
-            gradient.reshape(-1),
-            state,
-            entries=ParamEntries.whole(tuple(param.shape)),
-            lr=lr,
-            weight_decay=decay,
+            given.param.view(-1),
+            given.gradient.reshape(-1),
+            given.state,
+            entries=ParamEntries.whole(tuple(given.param.shape)),
+            lr=given.lr,
+            weight_decay=given.settings.decay,
         )
         sums: Sequence[Tensor] = next(update)
         while True:

@@ -177,18 +177,18 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
     differences = judge.compare()
     source = bounds_text(bounds.types, is_perturbed=bool(bounds.perturbed))
     return _Outcome(
-        Pass(types_text(subject.run), source, judge.phase_bounds(), differences),
+        Pass(types_text(subject.run), source, judge.found.phase_bounds(), differences),
         _notes(judge),
     )
 
 
 def _notes(judge: Judge) -> tuple[str, ...]:
-    if not judge.uncompared:
-        return tuple(judge.notes)
-    names = sorted(judge.uncompared)
+    if not judge.found.uncompared:
+        return tuple(judge.found.notes)
+    names = sorted(judge.found.uncompared)
     shown = ", ".join(names[:MAX_NOTES])
     more = f" and {len(names) - MAX_NOTES} more" if len(names) > MAX_NOTES else ""
-    return (*judge.notes, f"not compared, of no known shape on a rank: {shown}{more}")
+    return (*judge.found.notes, f"not compared, of no known shape on a rank: {shown}{more}")
 
 
 def run_layout(subject: Subject, records: Sequence[RankRecord]) -> None:

@@ -25,13 +25,16 @@ class Config:
 def rotated(x_BSHK: Tensor, positions_BS: Tensor) -> Tensor:
     """Pairs of neighbouring entries turned by the angle of their position."""
     size = x_BSHK.shape[-1]
-    exponents = torch.arange(0, size, 2, device=x_BSHK.device) / size
-    angles = positions_BS[..., None] * 10_000.0**-exponents
-    cos = angles.cos()[:, :, None].to(x_BSHK.dtype)
-    sin = angles.sin()[:, :, None].to(x_BSHK.dtype)
-    even = x_BSHK[..., ::2]
-    odd = x_BSHK[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    even_places = torch.arange(0, size, 2, device=x_BSHK.device)
+    frequencies = 10_000.0 ** -(even_places / size)
+    angles = positions_BS.unsqueeze(-1) * frequencies
+    of_all_heads = angles.unsqueeze(2)
+    cos = of_all_heads.cos().to(x_BSHK.dtype)
+    sin = of_all_heads.sin().to(x_BSHK.dtype)
+    even, odd = x_BSHK.unflatten(-1, (-1, 2)).unbind(-1)
+    turned_even = even * cos - odd * sin
+    turned_odd = even * sin + odd * cos
+    turned = torch.stack((turned_even, turned_odd), dim=-1)
     return turned.flatten(-2)
 
 
@@ -65,10 +68,13 @@ class UserLayer(nn.Module):
 
 def blocks(config: Config) -> dict[str, nn.Module]:
     """The chain of blocks."""
-    chain: dict[str, nn.Module] = {"embed": nn.Embedding(config.vocab, config.dim)}
+    chain: dict[str, nn.Module] = {}
+    chain["embed"] = nn.Embedding(config.vocab, config.dim)
     for index in range(config.layers):
         chain[f"layer{index}"] = UserLayer(config)
-    chain["head"] = nn.Sequential(nn.LayerNorm(config.dim), nn.Linear(config.dim, config.vocab))
+    norm = nn.LayerNorm(config.dim)
+    to_vocab = nn.Linear(config.dim, config.vocab)
+    chain["head"] = nn.Sequential(norm, to_vocab)
     return chain
 
 
