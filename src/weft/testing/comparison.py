@@ -20,6 +20,8 @@ from weft.core.mesh import Axis
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 MOVED_DTYPES = (*DTYPES, torch.bool, torch.uint8, torch.complex64)
 SUMS: tuple[Reduce, ...] = ("sum", "avg", "max")
+DIMS = (0, 1, -1)
+"""Dims along which tensors are gathered or scattered."""
 LARGE = 70_000
 """Elements of a tensor that is too large for a transport's fast path for small ones."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.testing.comparison import (
+    DIMS,
     LARGE,
     MOVED_DTYPES,
     Comparison,
@@ -25,12 +25,13 @@ MESSAGE_SHAPES: tuple[tuple[int, ...], ...] = ((4,), (0, 2), (3, 2), (LARGE,), (
 
 def all_gathers(comm: Comm) -> Iterator[Comparison]:
     """Along every dimension, in every dtype that can be moved, with even, uneven and empty shards."""
-    for group, dim in itertools.product(groups_of(comm), (0, 1, -1)):
-        for dtype in MOVED_DTYPES:
-            yield _even_all_gather(group, dim, dtype)
-        yield _uneven_all_gather(group, dim, rows=1)
-        if group.size <= 3:
-            yield _uneven_all_gather(group, dim, rows=LARGE // 5)
+    for group in groups_of(comm):
+        for dim in DIMS:
+            for dtype in MOVED_DTYPES:
+                yield _even_all_gather(group, dim, dtype)
+            yield _uneven_all_gather(group, dim, rows=1)
+            if group.size <= 3:
+                yield _uneven_all_gather(group, dim, rows=LARGE // 5)
 
 
 def _even_all_gather(
@@ -77,9 +78,10 @@ def _uneven_all_gather(
 
 def all_to_alls(comm: Comm) -> Iterator[Comparison]:
     """Even shards, and member i sending (i + j) % 3 rows to member j."""
-    for group, dtype in itertools.product(groups_of(comm), MOVED_DTYPES):
-        yield _even_all_to_all(group, dtype)
-        yield _uneven_all_to_all(group, dtype)
+    for group in groups_of(comm):
+        for dtype in MOVED_DTYPES:
+            yield _even_all_to_all(group, dtype)
+            yield _uneven_all_to_all(group, dtype)
 
 
 def _even_all_to_all(group: GroupInputs, dtype: torch.dtype) -> Comparison:
@@ -124,11 +126,12 @@ def _uneven_all_to_all(group: GroupInputs, dtype: torch.dtype) -> Comparison:
 
 def one_to_many(comm: Comm) -> Iterator[Comparison]:
     """broadcast_, gather and scatter, from and to every root."""
-    for group, dtype in itertools.product(groups_of(comm), MOVED_DTYPES):
-        for root in range(group.size):
-            yield from _gather(group, dtype, root)
-            yield _scatter(group, dtype, root)
-            yield _broadcast(group, dtype, root)
+    for group in groups_of(comm):
+        for dtype in MOVED_DTYPES:
+            for root in range(group.size):
+                yield from _gather(group, dtype, root)
+                yield _scatter(group, dtype, root)
+                yield _broadcast(group, dtype, root)
 
 
 def _gather(
@@ -189,8 +192,9 @@ def messages(comm: Comm) -> Iterator[Comparison]:
     """Point-to-point in a ring in both directions, several in flight, empty ones among them; order
     is kept.
     """
-    for group, step in itertools.product(groups_of(comm), (1, -1)):
-        yield from _ring(group, step)
+    for group in groups_of(comm):
+        for step in (1, -1):
+            yield from _ring(group, step)
 
 
 def _ring(group: GroupInputs, step: int) -> Iterator[Comparison]:

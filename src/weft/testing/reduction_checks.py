@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import get_args
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.comm.transport import Reduce
 from weft.testing.comparison import (
+    DIMS,
     DTYPES,
     LARGE,
     SUMS,
@@ -26,9 +26,11 @@ from weft.testing.comparison import (
 def all_reduces(comm: Comm) -> Iterator[Comparison]:
     """Every reduction in every dtype; the functional one leaves its input unchanged."""
     ops: tuple[Reduce, ...] = get_args(Reduce)
-    for group, dtype, op in itertools.product(groups_of(comm), DTYPES, ops):
-        if supports(op, dtype):
-            yield from _all_reduce(group, dtype, op)
+    for group in groups_of(comm):
+        for dtype in DTYPES:
+            for op in ops:
+                if supports(op, dtype):
+                    yield from _all_reduce(group, dtype, op)
 
 
 def _all_reduce(
@@ -105,11 +107,13 @@ def _large_all_reduces(group: GroupInputs) -> Iterator[Comparison]:
 
 def reduce_scatters(comm: Comm) -> Iterator[Comparison]:
     """Along every dimension, with every reduction, even and uneven shards, one of them empty."""
-    for group, dim in itertools.product(groups_of(comm), (0, 1, -1)):
-        for dtype, op in itertools.product(DTYPES, SUMS):
-            if supports(op, dtype):
-                yield _even_reduce_scatter(group, dim, dtype=dtype, op=op)
-        yield _uneven_reduce_scatter(group, dim)
+    for group in groups_of(comm):
+        for dim in DIMS:
+            for dtype in DTYPES:
+                for op in SUMS:
+                    if supports(op, dtype):
+                        yield _even_reduce_scatter(group, dim, dtype=dtype, op=op)
+            yield _uneven_reduce_scatter(group, dim)
 
 
 def _even_reduce_scatter(
@@ -159,14 +163,23 @@ def in_place(comm: Comm) -> Iterator[Comparison]:
     """All-gather and reduce-scatter within a flat buffer; the other parts of the buffer stay
     unchanged.
     """
-    for group, length in itertools.product(groups_of(comm), (0, 3, LARGE)):
-        dtypes = DTYPES if length < LARGE else (torch.float32,)
-        for dtype in dtypes:
-            buffers = group.inputs(group.size * length, dtype=dtype)
-            yield _gather_in_place(group, buffers, length)
-            for op in SUMS:
-                if op == "sum" or dtype.is_floating_point:
-                    yield from _reduce_scatter_in_place(group, buffers, length, op=op)
+    for group in groups_of(comm):
+        for dtype in DTYPES:
+            yield from _in_place(group, dtype, 0)
+            yield from _in_place(group, dtype, 3)
+        yield from _in_place(group, torch.float32, LARGE)
+
+
+def _in_place(
+    group: GroupInputs,
+    dtype: torch.dtype,
+    length: int,
+) -> Iterator[Comparison]:
+    buffers = group.inputs(group.size * length, dtype=dtype)
+    yield _gather_in_place(group, buffers, length)
+    for op in SUMS:
+        if op == "sum" or dtype.is_floating_point:
+            yield from _reduce_scatter_in_place(group, buffers, length, op=op)
 
 
 def _gather_in_place(

@@ -210,18 +210,29 @@ def exact_sum(
             own_largest = term(tensor).abs().amax()
             largest = torch.maximum(largest, own_largest)
     largest = comm.combine_world(largest, lambda rows: rows.amax(0))
-    _, exponent = torch.frexp(largest)
-    one = torch.ones_like(largest)
-    unit = torch.ldexp(one, exponent - SUM_BITS)
+    unit = _unit_of(largest)
     parts = torch.zeros(2, dtype=torch.int64, device=comm.device)
     for tensor in tensors:
-        scaled = term(tensor) / unit
-        high = scaled.trunc()
-        rest = (scaled - high) * 2**SUM_BITS
-        low = rest.round()
-        high_sum = high.sum(dtype=torch.int64)
-        low_sum = low.sum(dtype=torch.int64)
-        parts += torch.stack((high_sum, low_sum))
-    high_total, low_total = comm.sum_world(parts).double().unbind()
-    total = (high_total + low_total / 2**SUM_BITS) * unit
-    return torch.where(largest.isfinite(), total, largest).squeeze(0)
+        parts += _sums_of_parts(term(tensor), unit)
+    high_sum, low_sum = comm.sum_world(parts).double().unbind()
+    total = (high_sum + low_sum / 2**SUM_BITS) * unit
+    total = torch.where(largest.isfinite(), total, largest)
+    return total.squeeze(0)
+
+
+def _unit_of(largest: Tensor) -> Tensor:
+    """The power of two that the largest number is about 2^SUM_BITS times as large as."""
+    _, exponent = torch.frexp(largest)
+    one = torch.ones_like(largest)
+    return torch.ldexp(one, exponent - SUM_BITS)
+
+
+def _sums_of_parts(numbers: Tensor, unit: Tensor) -> Tensor:
+    """The sums of the two whole numbers that each number is split into, int64 [2]."""
+    scaled = numbers / unit
+    high = scaled.trunc()
+    rest = (scaled - high) * 2**SUM_BITS
+    low = rest.round()
+    high_sum = high.sum(dtype=torch.int64)
+    low_sum = low.sum(dtype=torch.int64)
+    return torch.stack((high_sum, low_sum))

@@ -97,7 +97,7 @@ class FullyShardedDataParallel(nn.Module):
         self.zero = zero
         self.compute = compute
         self.reduce = reduce
-        chosen = default_blocks(module) if blocks is None else blocks
+        chosen = tuple(default_blocks(module) if blocks is None else blocks)
         chain = (*chosen, module)  # the module comes last, with the parameters of no block
         self._name_of = {id(param): name for name, param in module.named_parameters()}
         self._state_names = self._names_by_state_key()
@@ -110,7 +110,7 @@ class FullyShardedDataParallel(nn.Module):
             uses.append(BlockGroups(block, used_groups))
         *block_uses, module_use = uses
         register_unshard_hooks([block_uses, [module_use]])
-        for block in chain[:-1]:
+        for block in chosen:
             block.register_forward_pre_hook(self._cast_block_inputs, with_kwargs=True)
         self._shard_of = make_shards(groups, self._reducer)
         shard_of_param: dict[int, nn.Parameter] = {}
@@ -138,35 +138,34 @@ class FullyShardedDataParallel(nn.Module):
         The groups of the module itself come first: its parameters may be used anywhere, so they are
         reduced last.
         """
-        axes: tuple[str, ...] = ()
-        if self.comm.degree(self.axis) > 1:
-            axes = axis_names(self.axis)
         grouped: set[int] = set()
         groups: list[ParamGroup] = []
         root_groups: list[ParamGroup] = []
         for block in chain:
             init_block(block, chain, self.comm, self.axis, initialised=grouped)
-            new_params = [param for param in own_params(block, chain) if id(param) not in grouped]
-            grouped.update(map(id, new_params))
+            new_params: list[nn.Parameter] = []
+            for param in own_params(block, chain):
+                if id(param) not in grouped:
+                    new_params.append(param)
+                    grouped.add(id(param))
             made = root_groups if block is self.module else groups
-            for (dtype, _), members in self._alike(new_params).items():
-                policy = self._policy(dtype)
-                group = ParamGroup(members, self.comm, policy, axes=axes)
-                made.append(group)
+            made.extend(self._groups_of_alike(new_params))
         return root_groups + groups
 
-    def _alike(
-        self,
-        params: Iterable[nn.Parameter],
-    ) -> dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]]:
-        """(dtype, whether they have gradients) -> these parameters by name."""
-        found: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+    def _groups_of_alike(self, params: Iterable[nn.Parameter]) -> Iterator[ParamGroup]:
+        """A group for each (dtype, whether they have gradients) of these parameters."""
+        axes: tuple[str, ...] = ()
+        if self.comm.degree(self.axis) > 1:
+            axes = axis_names(self.axis)
+        alike: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         for param in params:
             kind = (param.dtype, param.requires_grad)
-            members = found.setdefault(kind, {})
+            members = alike.setdefault(kind, {})
             name = self._name_of[id(param)]
             members[name] = param
-        return found
+        for (dtype, _), members in alike.items():
+            policy = self._policy(dtype)
+            yield ParamGroup(members, self.comm, policy, axes=axes)
 
     def _policy(self, dtype: torch.dtype) -> ShardingPolicy:
         return ShardingPolicy(
