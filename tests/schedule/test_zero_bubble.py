@@ -36,21 +36,32 @@ def cost(f: int, i: int, w: int):
 def spans(name: str, p: int, m: int, times=(1, 1, 1)) -> list[list[tuple[int, int]]]:
     """Start and end of every action, row by row."""
     price = cost(*times)
-    when = action_times(table(name, p, m), lambda act: price(act.kind))
-    return [[when[act] for act in row] for row in table(name, p, m).rows]
+    played = table(name, p, m)
+    when = action_times(played, lambda act: price(act.kind))
+    rows = []
+    for row in played.rows:
+        rows.append([when[act] for act in row])
+    return rows
 
 
 def length(name: str, p: int, m: int, times=(1, 1, 1)) -> int:
     """Idle time of a rank over the makespan; the work is the same on every rank."""
-    work = m * sum(times) * (len(table(name, p, m).stage_to_rank) // p)
-    return max(row[-1][1] for row in spans(name, p, m, times)) - work
+    num_stages = len(table(name, p, m).stage_to_rank)
+    chunks = num_stages // p
+    work = m * sum(times) * chunks
+    ends = [row[-1][1] for row in spans(name, p, m, times)]
+    return max(ends) - work
 
 
 def own_idle(name: str, p: int, m: int, times=(1, 1, 1)) -> tuple[int, ...]:
-    return tuple(
-        row[-1][1] - row[0][0] - sum(end - start for start, end in row)
-        for row in spans(name, p, m, times)
-    )
+    """Idle time of each rank between its first and its last action."""
+    found = []
+    for row in spans(name, p, m, times):
+        first_start, _ = row[0]
+        _, last_end = row[-1]
+        busy = sum(end - start for start, end in row)
+        found.append(last_end - first_start - busy)
+    return tuple(found)
 
 
 @pytest.mark.parametrize("name", SPLIT)
@@ -99,9 +110,9 @@ def test_zb_h2_idles_never_between_its_first_and_its_last_action():
 
 def test_zb_h2_idles_as_its_paper_says_for_every_ratio_of_times():
     for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
-        assert max(own_idle("zero_bubble_h2", p, m, (f, i, w))) == (p - 1) * (
-            f + (i + w) - 3 * w
-        ), (p, m, f, i, w)
+        idle = own_idle("zero_bubble_h2", p, m, (f, i, w))
+        backward = i + w
+        assert max(idle) == (p - 1) * (f + backward - 3 * w), (p, m, f, i, w)
 
 
 def test_zb_h2_holds_2p_minus_1_micro_batches():
@@ -121,7 +132,8 @@ def test_zb_v_idles_for_what_the_input_gradient_is_longer_than_the_weight_gradie
     """2(p-1)(I-W) where W <= F <= I, times of a chunk."""
     for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
         if f <= i:
-            assert max(own_idle("zbv", p, m, (f, i, w))) == 2 * (p - 1) * (i - w), (p, m, f, i, w)
+            idle = own_idle("zbv", p, m, (f, i, w))
+            assert max(idle) == 2 * (p - 1) * (i - w), (p, m, f, i, w)
 
 
 def test_zb_v_holds_p_micro_batches_no_more_than_1f1b():
@@ -179,18 +191,24 @@ def longest_idle_in_pairs(played: Table, f: int, i: int, w: int, pair: int) -> i
     """Most idle time of a rank where a pair starts when both its actions can, and both end `pair`
     later.
     """
-    rows = [pairs(row) for row in played.rows]
-    ends, clock, busy = {}, [0] * len(rows), [0] * len(rows)
-    todo = [list(row) for row in rows]
+    price = cost(f, i, w)
+    todo = [pairs(row) for row in played.rows]
+    ends = {}
+    clock = [0] * len(todo)
+    busy = [0] * len(todo)
     while any(todo):
         for rank, row in enumerate(todo):
-            while row and all(need in ends for act in row[0] for need in played.needs(act)):
-                group = row.pop(0)
-                took = pair if len(group) == 2 else cost(f, i, w)(group[0].kind)
-                ready = [ends[need] for act in group for need in played.needs(act)]
-                clock[rank] = max(clock[rank], *ready, 0) + took
+            while row:
+                group = row[0]
+                needed = [need for act in group for need in played.needs(act)]
+                if not all(need in ends for need in needed):
+                    break
+                row.pop(0)
+                took = pair if len(group) == 2 else price(group[0].kind)
+                start = max([clock[rank], *(ends[need] for need in needed)])
+                clock[rank] = start + took
                 busy[rank] += took
-                ends |= dict.fromkeys(group, clock[rank])
+                ends.update(dict.fromkeys(group, clock[rank]))
     return max(clock) - min(busy)
 
 
