@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from weft.config.layout_rules import (
     axes_divide,
@@ -30,22 +30,10 @@ from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
+from weft.planner.layout_choice import DEFAULT_SCHEDULE, Layout
 from weft.schedule.catalog import SCHEDULES
 
 Value = TypeVar("Value")
-
-SEARCHED = {
-    "mesh",
-    "batch.micro_size",
-    "parallel.zero",
-    "parallel.recompute",
-    "parallel.sequence",
-    "parallel.context",
-    "pipeline.schedule",
-    "pipeline.chunks",
-    "pipeline.split",
-}
-"""Keys that a search chooses, unless they are given."""
 
 MICRO_SIZES = (1, 2, 4, 8)
 """Sequences a micro-batch that are tried, besides that of the run."""
@@ -55,86 +43,6 @@ MOST_TRIED_DEVICES = 16
 """Numbers of devices on either side that are tried where no layout fills the given one."""
 MIN_TOKENS = 4096
 """Tokens of a sequence on a context rank, at least: shorter parts cost more than they spare."""
-DEFAULT_SCHEDULE = "1f1b"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A layout: the mesh and what else a search chooses.
-
-    Attributes:
-        degrees: of every axis with more than one rank, outermost first.
-        sequence: sequence parallelism.
-    """
-
-    degrees: tuple[tuple[str, int], ...]
-    zero: int = 0
-    recompute: str = "none"
-    sequence: bool = False
-    context: str = "ring"
-    schedule: str = DEFAULT_SCHEDULE
-    chunks: int = 1
-    micro_size: int = 1
-    split: tuple[int, ...] = ()
-
-    @property
-    def mesh(self) -> str:
-        """The text of its mesh."""
-        return " ".join(f"{axis}{degree}" for axis, degree in self.degrees)
-
-    def degree(self, axis: str) -> int:
-        """Number of ranks along an axis."""
-        return dict(self.degrees).get(axis, 1)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Its keys of the run config."""
-        return {
-            "mesh": self.mesh,
-            "batch.micro_size": self.micro_size,
-            "parallel.zero": self.zero,
-            "parallel.recompute": self.recompute,
-            "parallel.sequence": self.sequence,
-            "parallel.context": self.context,
-            "pipeline.schedule": self.schedule,
-            "pipeline.chunks": self.chunks,
-            "pipeline.split": self.split,
-        }
-
-    def applied_to(self, run: Run) -> Run:
-        """The run with this layout."""
-        return run.with_values(self.values)
-
-    @property
-    def text(self) -> str:
-        """`pp4 dp8 tp8 zero1 sequence 1f1b micro1`: what differs from the defaults."""
-        words = [self.mesh or "1 rank"]
-        if self.zero:
-            words.append(f"zero{self.zero}")
-        if self.sequence:
-            words.append("sequence")
-        if self.recompute != "none":
-            words.append(f"recompute-{self.recompute}")
-        if self.degree(CP) > 1:
-            words.append(self.context)
-        if self.degree(PP) > 1:
-            chunks = f"x{self.chunks}" if self.chunks > 1 else ""
-            words.append(f"{self.schedule}{chunks}")
-        words.append(f"micro{self.micro_size}")
-        return " ".join(words)
-
-    @property
-    def order(self) -> tuple[object, ...]:
-        """Sorts layouts of equal cost: fewer options first."""
-        return (
-            len(self.degrees),
-            self.zero,
-            self.recompute,
-            self.sequence,
-            self.chunks,
-            self.schedule != DEFAULT_SCHEDULE,
-            self.text,
-        )
 
 
 @dataclass(frozen=True)
@@ -430,52 +338,3 @@ def nearest_devices(run: Run, space: Space) -> tuple[int, ...]:
                 found.append(number)
                 break
     return tuple(found)
-
-
-def read_layout(text: str, run: Run) -> Layout:
-    """The layout that `tp8 pp4 dp8 zero1 recompute-full` names; what it leaves out is the run's.
-
-    Raises:
-        ConfigError: a word is no part of a layout.
-    """
-    parallel = run.parallel
-    layout = Layout(
-        degrees=(),
-        zero=parallel.zero,
-        recompute=parallel.recompute,
-        sequence=parallel.sequence,
-        context=parallel.context,
-        schedule=run.pipeline.schedule,
-        chunks=run.pipeline.chunks,
-        micro_size=run.batch.micro_size,
-    )
-    axes: list[str] = []
-    for word in text.replace(",", " ").split():
-        changed = _with_word(layout, word)
-        if changed is None:
-            axes.append(word)
-        else:
-            layout = changed
-    mesh = Mesh.parse(" ".join(axes))
-    return replace(layout, degrees=tuple((axis, n) for axis, n in mesh.axes if n > 1))
-
-
-def _with_word(layout: Layout, word: str) -> Layout | None:
-    """The layout with what a word says; None if it is an axis of the mesh."""
-    name, _, value = word.partition("-")
-    if word in ("zero0", "zero1", "zero2", "zero3"):
-        return replace(layout, zero=int(word[-1]))
-    if word == "sequence":
-        return replace(layout, sequence=True)
-    if name == "recompute" and value in ("none", "selective", "full"):
-        return replace(layout, recompute=value)
-    if word in ("ring", "allgather", "ulysses"):
-        return replace(layout, context=word)
-    if word.startswith("micro") and word[5:].isdecimal() and int(word[5:]):
-        return replace(layout, micro_size=int(word[5:]))
-    schedule, _, chunks = word.rpartition("x")
-    if word in SCHEDULES:
-        return replace(layout, schedule=word, chunks=SCHEDULES[word].default_chunks)
-    if schedule in SCHEDULES and chunks.isdecimal() and int(chunks):
-        return replace(layout, schedule=schedule, chunks=int(chunks))
-    return None

@@ -1,91 +1,57 @@
-"""Costs of layouts for a search: of each block under each sharding (a lower bound of a step), and of whole layouts."""
+"""Costs of layouts for a search: lower bounds, simulated steps from the costs of their blocks, and measured ones.
+
+Note [Simulated layouts]
+    The seconds of a stage are those of its blocks, with the kernels that the ZeRO stage adds, beside
+    the collectives over the data ranks: these take the place of the work where they take longer,
+    slow it down meanwhile, and what is gathered before the first block can begin is waited for. The
+    schedule's table is played with them (table_time.py). Of a long step the first micro-batches are
+    played; the others take the time of the busiest rank. The peak is that of the states, the
+    activations in flight, and the buffers of the ZeRO stage. Not counted are links that several
+    collectives share, and waits of one action for what an earlier one has started.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-from weft.comm.observe import Operation
 from weft.config.run import Run, plan_of
-from weft.core.dimension import default_sharding_rule
-from weft.core.model_config import BlockSpec, logical_axes
-from weft.core.shard import first_axes
-from weft.layout.plan import Plan, make_stages
-from weft.models.common.init import named_parameters
-from weft.parallel.cp import AXIS as CP
-from weft.parallel.dp import AXIS as DP
+from weft.core.model_config import BlockSpec
+from weft.layout.plan import make_stages
+from weft.layout.stages import split_by_cost
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
-from weft.planner.candidates import DEFAULT_SCHEDULE, MICRO_SIZES, Layout
-from weft.planner.kernels import KernelLaunch
+from weft.planner.block_costs import BlockCosts, BlockMeasurements, CostsByKind, SplitShares
+from weft.planner.layout_choice import Layout
 from weft.planner.measure import block_kinds, role_costs
-from weft.planner.pipeline_time import PipelineOrder, pipeline_order
-from weft.planner.played_actions import action_keys, played_microbatches, thinned
+from weft.planner.pipeline_tables import PipelineTables
 from weft.planner.predict import Prediction, predict_measured
-from weft.planner.rank_step import RankStep, measure_rank
-from weft.planner.recorder import RecordedRegion, Started
-from weft.planner.region_costs import CostTable
-from weft.planner.region_time import replay
+from weft.planner.rank_step import RankStep, action_keys, played_microbatches, thinned
+from weft.planner.region_time import CostTable
 from weft.planner.repeated import can_be_repeated, measure_repeated
+from weft.planner.short_runs import ShortRuns
 from weft.planner.speeds import Speeds
-from weft.planner.step_memory import boundary_bytes
 from weft.planner.table_time import StageSeconds, busiest_seconds, table_seconds
-from weft.schedule.actions import Act, Table
+from weft.planner.zero_costs import (
+    ZERO_THAT_GATHERS,
+    ZERO_THAT_REDUCES_EACH,
+    Part,
+    ZeroCosts,
+    ZeroMeasurements,
+)
+from weft.schedule.actions import Table
 from weft.schedule.catalog import find
-from weft.schedule.lower import Transfer
-from weft.schedule.simulate import ACTIVATION_CHANGE
-from weft.train.build import family_of
-from weft.train.init_from import lazy_blocks
 
-BLOCK_MICROBATCHES = 2
-"""Micro-batches of a run that measures blocks: the first one reduces no gradients."""
 MOST_BLOCKS_IN_FULL = 12
 """Blocks of a rank that are measured where none may be left out."""
-LARGEST_MICRO = max(MICRO_SIZES)
-DEFAULT_CONTEXT = Layout(()).context
 MOST_SIMULATED_ACTIONS = 40_000
 """Of a table; the bound of a longer one stands for its time."""
-FIRST_ZERO_A_MICROBATCH = 2
-"""ZeRO stage from which on something is sent for every micro-batch, not only for the last one."""
-ZERO_THAT_GATHERS = 3
-SPLIT_SCHEDULE = "zero_bubble"
-"""Whose backwards are all split; it measures both parts."""
-BOUND_ROUNDS = 4
-"""A table of this many micro-batches a pipeline rank stands for longer ones in a bound."""
-
-
-@dataclass(frozen=True)
-class BlockCosts:
-    """Costs of a block on a rank for one micro-batch.
-
-    Attributes:
-        forward_s, backward_s: with the collectives that it waits for.
-        saved_bytes: that live from its forward to its backward.
-        forward_peak, backward_peak: bytes that live meanwhile above those at its begin.
-    """
-
-    forward_s: float
-    backward_s: float
-    saved_bytes: int
-    forward_peak: int
-    backward_peak: int
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes that a rank holds between steps for each of its parameters.
-
-    Attributes:
-        whole: on every rank.
-        shared: over all ranks that hold the parameter.
-    """
-
-    whole: float
-    shared: float
+NO_SPLIT = SplitShares(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -104,27 +70,75 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class SplitShares:
-    """The parts of a split backward, as shares of a whole one."""
+class Simulated:
+    """A layout with its simulated step; see Note [Simulated layouts]."""
 
-    inputs: float
-    weights: float
+    layout: Layout
+    seconds: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Bytes of the activations in flight of a rank.
+
+    Attributes:
+        forward: most during a forward.
+        begin: most during the first block of a backward.
+        backward: most during a block of a backward that has parameters.
+        others: most during one that has none.
+    """
+
+    forward: float
+    begin: float
+    backward: float
+    others: float
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Sums of the costs of the blocks of every stage."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    saved_bytes: Sequence[int]
+
+
+class BlockParams(NamedTuple):
+    """Parameters of the blocks of a stage or rank: of all, and of the first and last that have some.
+
+    Attributes:
+        num_blocks: that have parameters.
+    """
+
+    total: float
+    num_blocks: int
+    first: float
+    last: float
+
+    @staticmethod
+    def of(sizes: Sequence[float]) -> BlockParams:
+        """Of blocks in order."""
+        own = [size for size in sizes if size]
+        if not own:
+            return BlockParams(0.0, 0, 0.0, 0.0)
+        return BlockParams(sum(own), len(own), own[0], own[-1])
 
 
 @dataclass(frozen=True)
 class DataSeconds:
-    """What ZeRO sends for one micro-batch.
+    """Collectives of a stage over the data ranks, and kernels of the ZeRO stage, for an action.
 
     Attributes:
-        forward, backward: seconds of it during each.
-        first_share, last_share: of the first and the last block, whose parameters are gathered
-            before the forward and the backward can begin.
+        sent: of the collectives.
+        exposed: of these, or of reductions that an earlier backward has left, before the first
+            kernel.
+        kernels: in addition to those of the blocks.
     """
 
-    forward: float = 0.0
-    backward: float = 0.0
-    first_share: float = 0.0
-    last_share: float = 0.0
+    sent: float = 0.0
+    exposed: float = 0.0
+    kernels: float = 0.0
 
 
 class LayoutCosts:
@@ -132,7 +146,7 @@ class LayoutCosts:
 
     Attributes:
         num_measured: layouts that were measured.
-        num_block_runs: runs that measured blocks.
+        runs: that measured blocks.
     """
 
     def __init__(self, run: Run, speeds: Speeds) -> None:
@@ -140,36 +154,31 @@ class LayoutCosts:
         self.speeds = speeds
         self.kinds = block_kinds(run)
         self.num_measured = 0
-        self.num_block_runs = 0
-        self._table = CostTable(speeds)
-        self._blocks: dict[object, dict[str, BlockCosts]] = {}
-        self._bounds: dict[object, dict[str, BlockCosts]] = {}
-        self._pipeline_bounds: dict[object, tuple[float, float]] = {}
-        self._kept_costs: list[Mapping[str, BlockCosts]] = []
-        self._held: dict[int, list[HeldActivations]] = {}
-        self._states: dict[int, StateBytes] = {}
-        self._params: dict[tuple[int, int], dict[str, float]] = {}
-        self._rank_params: dict[object, Sequence[float]] = {}
+        self.runs = ShortRuns(run, self.kinds)
+        cost_table = CostTable(speeds)
+        self._blocks = BlockMeasurements(self.runs, cost_table)
+        self._zeros = ZeroMeasurements(self.runs, cost_table)
+        self._tables = PipelineTables()
+        self._busiest: dict[object, float] = {}
+        self._held: dict[object, list[InFlight]] = {}
+        self._work: dict[object, StageWork] = {}
+        self._kept_costs: list[CostsByKind] = []
+        self._params_of_stages: dict[object, Sequence[Sequence[float]]] = {}
+        self._params_by_stage: dict[int, list[BlockParams]] = {}
+        self._params_of_ranks: dict[object, Sequence[Sequence[float]]] = {}
         self._stages: dict[object, tuple[tuple[str, ...], ...]] = {}
-        self._tables: dict[object, Table] = {}
         self._predictions: dict[Layout, Prediction] = {}
-        self._orders: dict[int, PipelineOrder] = {}
-        self._splits: dict[object, SplitShares] = {}
-        self._boundaries: dict[object, int] = {}
-        self._zero_steps: dict[int, RankStep] = {}
 
     def for_run(self, run: Run) -> LayoutCosts:
         """Costs of the same run with another batch; blocks are not measured again."""
         other = LayoutCosts(run, self.speeds)
+        other.runs = self.runs
         other._blocks = self._blocks
-        other._states = self._states
-        other._params = self._params
-        other._splits = self._splits
-        other._boundaries = self._boundaries
-        other._zero_steps = self._zero_steps
+        other._zeros = self._zeros
+        other._tables = self._tables
         return other
 
-    # whole layouts
+    # measured layouts
 
     def predict(self, layout: Layout) -> Prediction:
         """The prediction of a layout, from all of its roles."""
@@ -196,88 +205,105 @@ class LayoutCosts:
 
     def has_stages(self, layout: Layout) -> bool:
         """Whether the model has a block for every stage, and the schedule takes the sizes."""
-        sizes = {"ranks": layout.degree(PP), "chunks": layout.chunks}
-        num_micro = self._num_micro(layout)
-        has_blocks = layout.degree(PP) * layout.chunks <= len(self.kinds)
-        return has_blocks and not find(layout.schedule).faults(**sizes, microbatches=num_micro)
+        num_stages = layout.degree(PP) * layout.chunks
+        faults = find(layout.schedule).faults(
+            ranks=layout.degree(PP),
+            chunks=layout.chunks,
+            microbatches=self._num_micro(layout),
+        )
+        return num_stages <= len(self.kinds) and not faults
 
     # simulated layouts
 
-    def simulated_s(self, layout: Layout) -> float:
-        """Seconds of a step by the schedule's table with the seconds of each stage's blocks, the
-        messages between stages, and the update. What ZeRO 2 and 3 send for each micro-batch takes
-        the place of the work of a stage where it takes longer. Of a long step the first
-        micro-batches are simulated; the others take the time of the busiest rank.
-        """
-        costs = self.blocks(layout)
-        table = self._bound_table(layout)
+    def simulate(self, layout: Layout) -> Simulated:
+        """Seconds of a step and bytes of the fullest rank; see Note [Simulated layouts]."""
+        return Simulated(layout, self._simulated_s(layout), self._simulated_peak(layout))
+
+    def _simulated_s(self, layout: Layout) -> float:
+        costs = self._blocks.of(layout)
+        table = self._table(layout)
         if sum(map(len, table.rows)) > MOST_SIMULATED_ACTIONS:
             return self.bound(layout, costs).seconds
-        if id(table) not in self._orders:
-            self._orders[id(table)] = pipeline_order(table)
-        order = self._orders[id(table)]
+        order = self._tables.order(table)
         stages = self._stage_seconds(layout, costs, is_split=bool(table.splits))
         num_more = self._num_micro(layout) - table.microbatches
         more_s = num_more * busiest_seconds(order, stages) if num_more else 0.0
-        return table_seconds(order, stages) + more_s + self._update_s(layout)
+        return table_seconds(order, stages) + more_s + self._after_s(layout)
 
     def _stage_seconds(
-        self, layout: Layout, costs: Mapping[str, BlockCosts], *, is_split: bool
+        self,
+        layout: Layout,
+        costs: CostsByKind,
+        *,
+        is_split: bool,
     ) -> StageSeconds:
-        shares = self._split_shares(layout) if is_split else SplitShares(0.0, 0.0)
-        sent = self._data_seconds(layout)
-        forward, backward = [], []
-        for stage, names in enumerate(self._stages_of(layout)):
-            blocks = [costs[self.kinds[name]] for name in names]
-            forward_s = sum(block.forward_s for block in blocks)
-            backward_s = sum(block.backward_s for block in blocks)
-            forward.append(self._beside(forward_s, sent[stage].forward, sent[stage].first_share))
-            backward.append(self._beside(backward_s, sent[stage].backward, sent[stage].last_share))
+        shares = self._blocks.split_shares(layout) if is_split else NO_SPLIT
+        work = self._stage_work(layout, costs)
         return StageSeconds(
-            forward=forward,
-            backward=backward,
+            forward=self._beside_data(layout, "forward", work.forward_s),
+            backward=self._beside_data(layout, "backward", work.backward_s),
+            last_backward=self._beside_data(layout, "last backward", work.backward_s),
             inputs_share=shares.inputs,
             weights_share=shares.weights,
             message_s=self._message_s(layout),
         )
 
-    def _beside(self, work_s: float, sent_s: float, exposed_share: float) -> float:
-        """Seconds of kernels beside collectives, of which a share comes before the kernels."""
-        exposed_s = exposed_share * sent_s
-        hidden_s = sent_s - exposed_s
-        slowed_s = work_s + self.speeds.efficiency.overlap_slowdown * hidden_s
-        return exposed_s + max(slowed_s, hidden_s)
-
-    def _data_seconds(self, layout: Layout) -> Sequence[DataSeconds]:
-        """Of every stage."""
-        stages = self._stages_of(layout)
-        if layout.zero < FIRST_ZERO_A_MICROBATCH:
-            return [DataSeconds()] * len(stages)
-        self._states_of(layout.zero)
-        step = self._zero_steps[layout.zero]
-        measured_params = sum(self._params_of_kinds(1, 1)[name] for name in _blocks_of(step))
-        group = _data_group(layout)
-        params = self._params_of_kinds(layout.degree(TP), layout.degree(EP))
-        seconds = {"F": 0.0, "B": 0.0}
-        for key, region in step.actions.items():
-            for event in region.events:
-                if key.place == "first" and isinstance(event, Started):
-                    op = _resized(event.op, group, 1.0)
-                    seconds[key.kind] += self.speeds.operation_s(op)
+    def _beside_data(self, layout: Layout, part: Part, work: Sequence[float]) -> list[float]:
+        """Seconds of an action of every stage, from those of its blocks."""
+        slowdown = self.speeds.efficiency.overlap_slowdown
         found = []
-        for names in stages:
-            sizes = [params[self.kinds[name]] for name in names]
-            share = sum(sizes) / measured_params
-            is_gathered = layout.zero == ZERO_THAT_GATHERS
-            found.append(
-                DataSeconds(
-                    forward=share * seconds["F"],
-                    backward=share * seconds["B"],
-                    first_share=is_gathered * sizes[0] / sum(sizes),
-                    last_share=is_gathered * sizes[-1] / sum(sizes),
-                )
-            )
+        for work_s, data in zip(work, self._data_seconds(layout, part), strict=True):
+            hidden_s = data.sent - data.exposed
+            busy_s = work_s + data.kernels + slowdown * hidden_s
+            found.append(data.exposed + max(busy_s, hidden_s))
         return found
+
+    def _data_seconds(self, layout: Layout, part: Part) -> list[DataSeconds]:
+        """Of every stage."""
+        known: dict[BlockParams, DataSeconds] = {}
+        found = []
+        for params in self._block_params(layout):
+            if params not in known:
+                known[params] = self._data_seconds_of(layout, part, params)
+            found.append(known[params])
+        return found
+
+    def _data_seconds_of(self, layout: Layout, part: Part, params: BlockParams) -> DataSeconds:
+        zero = self._zero_costs(layout)
+        kernels_s = zero.kernels[part].of(params.total, layout.num_data)
+        sent_s = self._sent_s(layout, part, params)
+        if layout.zero < ZERO_THAT_GATHERS or not params.num_blocks:
+            return DataSeconds(sent_s, 0.0, kernels_s)
+        gathered_s = self._sent_s(layout, "forward", params)
+        reduced_s = self._sent_s(layout, "backward", params) - gathered_s
+        left_s = reduced_s / params.num_blocks
+        if part == "forward":
+            exposed_s = params.first / params.total * gathered_s + left_s
+            return DataSeconds(sent_s + left_s, exposed_s, kernels_s)
+        exposed_s = params.last / params.total * gathered_s
+        return DataSeconds(sent_s - left_s, exposed_s, kernels_s)
+
+    def _sent_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
+        """Seconds of the collectives over the data ranks for the parameters of some blocks."""
+        return self._zero_costs(layout).sent_s(
+            part,
+            self.speeds,
+            layout.data_group,
+            params=params.total,
+            num_blocks=params.num_blocks,
+        )
+
+    def _after_s(self, layout: Layout) -> float:
+        """Of the last reduction and the optimizer of the rank with the most parameters."""
+        by_rank = [BlockParams.of(sizes) for sizes in self._by_rank(layout)]
+        most = max(by_rank)
+        kernels = self._zero_costs(layout).kernels["update"]
+        reduced_s = self._sent_s(layout, "last backward", most)
+        if layout.zero == ZERO_THAT_GATHERS:
+            reduced_s -= self._sent_s(layout, "forward", most)
+        last_share = max(params.first for params in by_rank) / most.total if most.total else 0.0
+        update_s = kernels.of(most.total, layout.num_data) + self._sent_s(layout, "update", most)
+        return update_s + last_share * reduced_s
 
     def _message_s(self, layout: Layout) -> float:
         """Of the output of a stage to the next pipeline rank."""
@@ -286,53 +312,30 @@ class LayoutCosts:
         axes = [axis for axis, _ in layout.degrees]
         inside = layout.degrees[axes.index(PP) + 1 :]
         neighbour = math.prod(degree for _, degree in inside)
-        size = self._boundaries[_alone(layout)]
-        return self.speeds.message_s(size, 0, neighbour)
+        return self.speeds.message_s(self._blocks.boundary_bytes(layout), 0, neighbour)
 
-    def _split_shares(self, layout: Layout) -> SplitShares:
-        """Measured on one pipeline rank, once for each degree of tp and ep."""
-        key = layout.degree(TP), layout.degree(EP), layout.recompute
-        if key not in self._splits:
-            whole = self._thin_backward_s(layout, DEFAULT_SCHEDULE)
-            split = self._thin_backward_s(layout, SPLIT_SCHEDULE)
-            self._splits[key] = SplitShares(split["I"] / whole["B"], split["W"] / whole["B"])
-        return self._splits[key]
-
-    def _thin_backward_s(self, layout: Layout, schedule: str) -> dict[str, float]:
-        """Seconds of an action of each kind, without the reduction of gradients."""
-        run, plan = self._thin(replace(_alone(layout), schedule=schedule))
-        step = measure_rank(run, 0, plan=plan)
-        seconds = {}
-        for key, region in step.actions.items():
-            if key.place != "last":
-                seconds[key.kind] = replay(self._table.region(region)).total
-        return seconds
-
-    def _update_s(self, layout: Layout) -> float:
-        """Of the optimizer, and of the collectives after it: those of a thin run on two data ranks
-        with the parameters and data ranks of the layout.
-        """
-        self._states_of(layout.zero)
-        step = self._zero_steps[layout.zero]
-        measured_params = sum(self._params_of_kinds(1, 1)[name] for name in _blocks_of(step))
-        group = _data_group(layout)
-        share = max(self._params_of_ranks(layout)) / measured_params
-        sharded = 2.0 / len(group) if layout.zero else 1.0
-        seconds = 0.0
-        for event in step.phases["update"].events:
-            if isinstance(event, KernelLaunch):
-                seconds += share * sharded * self._table.kernel_s(event)
-            elif isinstance(event, Started) and len(group) > 1:
-                seconds += self.speeds.operation_s(_resized(event.op, group, share))
-        return seconds
+    def _simulated_peak(self, layout: Layout) -> float:
+        """Bytes of the fullest rank."""
+        zero = self._zero_costs(layout)
+        num_data = layout.num_data
+        in_flight = self._in_flight(layout, self._blocks.of(layout))
+        peaks = []
+        for sizes, own in zip(self._by_rank(layout), in_flight, strict=True):
+            states = zero.states.of(sum(sizes), num_data)
+            block = _mean_of_neighbours(sizes)
+            forward = own.forward + zero.forward_peak.of(block, num_data)
+            backward = own.backward + zero.backward_peak.of(block, num_data)
+            others = own.others + zero.carried.of(2 * block, num_data)
+            peaks.append(states + max(forward, backward, others))
+        return max(peaks)
 
     # lower bounds
 
-    def group_bound_s(self, layout: Layout, most_chunks: int) -> float:
+    def group_bound(self, layout: Layout, most_chunks: int) -> float:
         """Seconds of a step at least, with any schedule of up to so many chunks a rank: of a rank
         with an equal share of the work, which begins when the ranks before it have done a chunk.
         """
-        costs = self.block_bounds(layout)
+        costs = self._blocks.bounds(layout)
         forward = sum(costs[kind].forward_s * count for kind, count in self._counts.items())
         backward = sum(costs[kind].backward_s * count for kind, count in self._counts.items())
         ranks = layout.degree(PP)
@@ -349,202 +352,174 @@ class LayoutCosts:
     def _specs(self) -> tuple[BlockSpec, ...]:
         return self.run.model.block_specs(self.run.data.seq_len)
 
-    def state_bytes(self, layout: Layout) -> float:
-        """Bytes between steps of the rank with the most parameters, at least."""
-        states = self._states_of(layout.zero)
-        degree = layout.degree(DP) * layout.degree(CP) * layout.degree(EP)
-        a_param = states.whole + states.shared / degree
-        return a_param * max(self._params_of_ranks(layout))
+    def blocks(self, layout: Layout) -> CostsByKind:
+        """The costs of each kind of block under the sharding of a layout, on one pipeline rank."""
+        return self._blocks.of(layout)
 
-    def bound(self, layout: Layout, costs: Mapping[str, BlockCosts]) -> Bound:
+    def larger_blocks(self, layout: Layout) -> CostsByKind:
+        """What each kind of block costs at least, from blocks with a larger part of a batch."""
+        return self._blocks.bounds(layout, has_own_recompute=True)
+
+    def state_bytes(self, layout: Layout) -> float:
+        """Bytes between steps of the rank with the most parameters."""
+        states = self._zero_costs(layout).states
+        most = max(map(sum, self._by_rank(layout)))
+        return states.of(most, layout.num_data)
+
+    def bound(self, layout: Layout, costs: CostsByKind) -> Bound:
         """What a layout needs at least, from the costs of its blocks: the rank that is busiest from
-        its first input to its last output; the activations in flight.
+        its first input to its last output; states and activations in flight.
 
         Args:
-            costs: `blocks` or `block_bounds` of the layout.
+            costs: `blocks` or `larger_blocks` of the layout.
         """
-        sending = (layout.zero, layout.degrees) if layout.zero >= FIRST_ZERO_A_MICROBATCH else None
-        key = layout.degree(PP), layout.schedule, layout.chunks, layout.split, id(costs), sending
+        in_flight = self._in_flight(layout, costs)
+        states = self._zero_costs(layout).states
+        num_data = layout.num_data
+        peaks = []
+        for sizes, own in zip(self._by_rank(layout), in_flight, strict=True):
+            peaks.append(states.of(sum(sizes), num_data) + max(own.forward, own.begin))
+        return Bound(self._busiest_s(layout, costs), max(peaks), self.state_bytes(layout))
+
+    def _shape(self, layout: Layout) -> tuple[object, ...]:
+        """What a layout's pipeline depends on."""
         num_micro = self._num_micro(layout)
-        if (key, num_micro) not in self._pipeline_bounds:
-            found = self._pipeline_bound(layout, costs, num_micro)
-            self._pipeline_bounds[key, num_micro] = found
-        seconds, in_flight = self._pipeline_bounds[key, num_micro]
-        states = self.state_bytes(layout)
-        return Bound(seconds, states + in_flight, states)
+        return layout.degree(PP), layout.schedule, layout.chunks, layout.split, num_micro
 
-    def _pipeline_bound(
-        self, layout: Layout, costs: Mapping[str, BlockCosts], num_micro: int
-    ) -> tuple[float, float]:
-        """Seconds of a step and bytes of activations in flight, at least."""
-        self._kept_costs.append(costs)  # so that its id stays its own
-        table = self._bound_table(layout)
-        forward: list[float] = []
-        backward: list[float] = []
-        saved: list[int] = []
-        for names in self._stages_of(layout):
-            blocks = [costs[self.kinds[name]] for name in names]
-            forward.append(sum(block.forward_s for block in blocks))
-            backward.append(sum(block.backward_s for block in blocks))
-            saved.append(sum(block.saved_bytes for block in blocks))
-        sent = self._data_seconds(layout)
-        seconds = 0.0
-        for rank in range(table.num_ranks):
-            own = table.stages(rank)
-            work_s = sum(forward[stage] + backward[stage] for stage in own)
-            sent_s = sum(sent[stage].forward + sent[stage].backward for stage in own)
-            busy = max(num_micro * work_s, (num_micro - 1) * sent_s)
-            before = sum(forward[: own[0]])
-            after = 0.0 if table.splits else sum(backward[: own[0]])
-            seconds = max(seconds, before + busy + after)
-        sizes = []
-        for held in self._most_held(table):
+    def _busiest_s(self, layout: Layout, costs: CostsByKind) -> float:
+        """Seconds of the rank that is busiest from its first input to its last output."""
+        reduces_each = layout.zero >= ZERO_THAT_REDUCES_EACH
+        sending = (layout.zero, layout.degrees) if reduces_each else None
+        key = self._shape(layout), id(costs), sending
+        if key not in self._busiest:
+            self._kept_costs.append(costs)  # so that its id stays its own
+            self._busiest[key] = max(self._rank_seconds(layout, costs))
+        return self._busiest[key]
+
+    def _rank_seconds(self, layout: Layout, costs: CostsByKind) -> Iterator[float]:
+        table = self._table(layout)
+        work = self._stage_work(layout, costs)
+        num_micro = self._num_micro(layout)
+        for rank, own in enumerate(self._tables.stages_of_ranks(table)):
+            work_s = sum(work.forward_s[stage] + work.backward_s[stage] for stage in own)
+            busy = num_micro * work_s
+            if layout.zero >= ZERO_THAT_REDUCES_EACH:
+                params = BlockParams.of(self._by_rank(layout)[rank])
+                sent_s = self._sent_s(layout, "forward", params)
+                sent_s += self._sent_s(layout, "backward", params)
+                busy = max(busy, (num_micro - 1) * sent_s)
+            before = sum(work.forward_s[: own[0]])
+            after = 0.0 if table.splits else sum(work.backward_s[: own[0]])
+            yield before + busy + after
+
+    def _in_flight(self, layout: Layout, costs: CostsByKind) -> list[InFlight]:
+        """Of every pipeline rank."""
+        key = self._shape(layout), id(costs)
+        if key not in self._held:
+            self._kept_costs.append(costs)
+            self._held[key] = list(self._activations(layout, costs))
+        return self._held[key]
+
+    def _activations(self, layout: Layout, costs: CostsByKind) -> Iterator[InFlight]:
+        stages = self._stages_of(layout)
+        saved = self._stage_work(layout, costs).saved_bytes
+        for held in self._tables.most_held(self._table(layout)):
             size = sum(count * saved[stage] for stage, count in held.counts.items())
-            blocks = [costs[self.kinds[name]] for name in self._stages_of(layout)[held.last_stage]]
-            level = size - saved[held.last_stage]
-            for block in blocks:
-                sizes.append(level + block.forward_peak)
-                level += block.saved_bytes
-            sizes.append(size + blocks[-1].backward_peak)
-        return seconds, max(sizes)
-
-    def _most_held(self, table: Table) -> list[HeldActivations]:
-        """For each rank the activations by stage when it holds most of them."""
-        if id(table) not in self._held:
-            self._held[id(table)] = [_most_held_by(row) for row in table.rows]
-        return self._held[id(table)]
-
-    def blocks(self, layout: Layout) -> dict[str, BlockCosts]:
-        """The costs of each kind of block under the sharding of a layout, on one pipeline rank."""
-        key = _alone(layout)
-        if key not in self._blocks:
-            self._blocks[key] = self._measure_blocks(_alone(layout))
-        return self._blocks[key]
-
-    def block_bounds(self, layout: Layout) -> Mapping[str, BlockCosts]:
-        """What each kind of block costs at least, from larger blocks: no part of a sequence or a
-        batch costs less than its share of the whole, and recomputation adds to the time.
-        """
-        degrees = [(axis, layout.degree(axis)) for axis in (EP, TP)]
-        inner = tuple(item for item in degrees if item[1] > 1)
-        whole = replace(
-            layout, degrees=inner, context="ring", recompute="none", micro_size=LARGEST_MICRO
-        )
-        share = layout.micro_size / LARGEST_MICRO / layout.degree(CP)
-        saves_all = layout.recompute == "none"
-        key = inner, layout.sequence, layout.recompute, share
-        if key not in self._bounds:
-            found = {}
-            for kind, costs in self.blocks(whole).items():
-                again_s = costs.forward_s if layout.recompute == "full" and "layer" in kind else 0.0
-                found[kind] = BlockCosts(
-                    forward_s=share * costs.forward_s,
-                    backward_s=share * (costs.backward_s + again_s),
-                    saved_bytes=int(share * costs.saved_bytes) if saves_all else 0,
-                    forward_peak=int(share * costs.forward_peak) if saves_all else 0,
-                    backward_peak=int(share * costs.backward_peak) if saves_all else 0,
-                )
-            self._bounds[key] = found
-        return self._bounds[key]
-
-    def _measure_blocks(self, layout: Layout) -> dict[str, BlockCosts]:
-        self.num_block_runs += 1
-        run, plan = self._thin(layout)
-        self._boundaries[layout] = boundary_bytes(plan, Transfer(Act("F", 0, 0), 0))
-        step = measure_rank(run, 0, plan=plan)
-        regions = {key.kind: region for key, region in step.actions.items() if key.place == "first"}
-        forward = _segment_seconds(regions["F"], self._table)
-        backward = _segment_seconds(regions["B"], self._table)
-        saved = _segment_changes(regions["F"])
-        forward_peaks = _segment_peaks(regions["F"])
-        backward_peaks = _segment_peaks(regions["B"])
-        found = {}
-        for name in plan.stages[0].blocks:
-            found[name] = BlockCosts(
-                forward_s=forward.get(name, 0.0),
-                backward_s=backward.get(name, 0.0),
-                saved_bytes=saved.get(name, 0),
-                forward_peak=forward_peaks.get(name, 0),
-                backward_peak=backward_peaks.get(name, 0),
+            names = stages[held.last_stage]
+            blocks = [costs[self.kinds[name]] for name in names]
+            has_params = [bool(count) for count in self._params_of(layout)[held.last_stage]]
+            before = size - saved[held.last_stage]
+            yield InFlight(
+                forward=_forward_peak(before, blocks),
+                begin=size + blocks[-1].backward_peak,
+                backward=_backward_peak(size, blocks, has_params),
+                others=_backward_peak(size, blocks, [not has for has in has_params]),
             )
-        return found
 
-    def _thin(self, layout: Layout) -> tuple[Run, Plan]:
-        """A run of two micro-batches on the ranks of a layout, and its plan with one block of each
-        kind.
-        """
-        run = layout.applied_to(self.run)
-        num_data = layout.degree(DP) * layout.degree(EP)
-        size = BLOCK_MICROBATCHES * num_data * layout.micro_size
-        run = run.with_values({"batch.global_size": size})
-        plan = plan_of(run)
-        stage = plan.stages[0]
-        blocks = tuple(dict.fromkeys(self.kinds[name] for name in stage.blocks))
-        thin = stage.model_copy(update={"blocks": blocks})
-        return run, plan.model_copy(update={"stages": (thin,)})
+    def _stage_work(self, layout: Layout, costs: CostsByKind) -> StageWork:
+        key = layout.degree(PP) * layout.chunks, layout.split, id(costs)
+        if key not in self._work:
+            self._kept_costs.append(costs)
+            forward: list[float] = []
+            backward: list[float] = []
+            saved: list[int] = []
+            for names in self._stages_of(layout):
+                blocks = [costs[self.kinds[name]] for name in names]
+                forward.append(sum(block.forward_s for block in blocks))
+                backward.append(sum(block.backward_s for block in blocks))
+                saved.append(sum(block.saved_bytes for block in blocks))
+            self._work[key] = StageWork(forward, backward, saved)
+        return self._work[key]
 
-    def _states_of(self, zero: int) -> StateBytes:
-        """Measured with two and with four data ranks."""
-        if zero not in self._states:
-            if zero:
-                halved = self._kept_a_param(Layout(((DP, 2),), zero=zero))
-                quartered = self._kept_a_param(Layout(((DP, 4),), zero=zero))
-                shared = 4 * (halved - quartered)
-                self._states[zero] = StateBytes(halved - shared / 2, shared)
-            else:
-                self._states[zero] = StateBytes(self._kept_a_param(Layout(())), 0.0)
-        return self._states[zero]
+    # layers of stages
 
-    def _kept_a_param(self, layout: Layout) -> float:
-        """Bytes between steps, and below ZeRO 2 those that the first micro-batch leaves: gradients
-        that are not sharded yet.
-        """
-        run, plan = self._thin(layout)
-        step = measure_rank(run, 0, plan=plan)
-        self._zero_steps.setdefault(layout.zero, step)
-        left = 0
-        if layout.zero < FIRST_ZERO_A_MICROBATCH:
-            first = [region for key, region in step.actions.items() if key.place == "first"]
-            left = max(0, sum(region.change for region in first))
-        params = self._params_of_kinds(1, 1)
-        return (step.kept.total + left) / sum(params[name] for name in plan.stages[0].blocks)
+    def can_split(self, layout: Layout) -> bool:
+        """Whether the layers of its stages may be chosen."""
+        is_pinned = bool(self.run.pipeline.split)
+        num_stages = layout.degree(PP) * layout.chunks
+        num_layers = sum(1 for block in self._specs if block.is_layer)
+        return not is_pinned and 1 < num_stages < num_layers
+
+    def layers_of_stages(self, layout: Layout) -> tuple[int, ...]:
+        """Layers of every stage."""
+        is_layer = {block.name: block.is_layer for block in self._specs}
+        stages = self._stages_of(layout)
+        return tuple(sum(is_layer[name] for name in names) for names in stages)
+
+    def split_by_seconds(self, layout: Layout) -> tuple[int, ...]:
+        """Layers of every stage, so that the stage with the most measured seconds has the least."""
+        costs = self._blocks.of(layout)
+        timed = []
+        for block in self._specs:
+            own = costs[self.kinds[block.name]]
+            nanoseconds = 1e9 * (own.forward_s + own.backward_s)
+            timed.append(replace(block, flops=nanoseconds))
+        names_of_stages = split_by_cost(timed, layout.degree(PP) * layout.chunks)
+        is_layer = {block.name: block.is_layer for block in self._specs}
+        return tuple(sum(is_layer[name] for name in names) for names in names_of_stages)
+
+    def stage_seconds(self, layout: Layout) -> list[float]:
+        """Seconds of the blocks of every stage for one micro-batch."""
+        work = self._stage_work(layout, self._blocks.of(layout))
+        pairs = zip(work.forward_s, work.backward_s, strict=True)
+        return [forward_s + backward_s for forward_s, backward_s in pairs]
 
     # parameters and stages
 
-    def _params_of_kinds(self, tp: int, ep: int) -> dict[str, float]:
-        """Parameters of each kind of block on a rank."""
-        key = tp, ep
-        if key not in self._params:
-            family = family_of(self.run.model, self.run.lora)
-            blocks = lazy_blocks(family, self.run.model)
-            axes = family.axes(self.run.model)
-            rule = default_sharding_rule()
-            degrees = {TP: tp, EP: ep}
-            counts = {}
-            for kind in dict.fromkeys(self.kinds.values()):
-                count = 0.0
-                for name, param in named_parameters({kind: blocks[kind]}).items():
-                    logical = first_axes(logical_axes(name, axes))
-                    sharding = {rule[axis] for axis in logical if axis in rule}
-                    divisor = math.prod(degrees.get(axis, 1) for axis in sharding)
-                    count += param.numel() / divisor
-                counts[kind] = count
-            self._params[key] = counts
-        return self._params[key]
+    def _zero_costs(self, layout: Layout) -> ZeroCosts:
+        return self._zeros.of(layout.zero, num_data=layout.num_data)
 
-    def _params_of_ranks(self, layout: Layout) -> Sequence[float]:
-        """Parameters of every pipeline rank."""
-        degrees = tuple(layout.degree(axis) for axis in (PP, TP, EP))
-        key = (*degrees, layout.schedule, layout.chunks, layout.split)
-        if key not in self._rank_params:
-            params = self._params_of_kinds(layout.degree(TP), layout.degree(EP))
-            table = self._bound_table(layout)
-            totals = [0.0] * table.num_ranks
-            for stage, names in enumerate(self._stages_of(layout)):
-                of_stage = sum(params[self.kinds[name]] for name in names)
-                totals[table.stage_to_rank[stage]] += of_stage
-            self._rank_params[key] = totals
-        return self._rank_params[key]
+    def _params_of(self, layout: Layout) -> Sequence[Sequence[float]]:
+        """Parameters of every block of every stage."""
+        tp, ep = layout.degree(TP), layout.degree(EP)
+        key = layout.degree(PP) * layout.chunks, layout.split, tp, ep
+        if key not in self._params_of_stages:
+            params = self.runs.params_of_kinds(tp=tp, ep=ep)
+            stages = self._stages_of(layout)
+            self._params_of_stages[key] = [
+                [params[self.kinds[name]] for name in names] for names in stages
+            ]
+        return self._params_of_stages[key]
+
+    def _block_params(self, layout: Layout) -> list[BlockParams]:
+        """Parameters of every stage."""
+        sizes_of_stages = self._params_of(layout)
+        key = id(sizes_of_stages)
+        if key not in self._params_by_stage:
+            self._params_by_stage[key] = [BlockParams.of(sizes) for sizes in sizes_of_stages]
+        return self._params_by_stage[key]
+
+    def _by_rank(self, layout: Layout) -> Sequence[Sequence[float]]:
+        """Parameters of every block of every pipeline rank."""
+        shape = layout.degree(PP), layout.schedule, layout.chunks, layout.split
+        key = shape, layout.degree(TP), layout.degree(EP)
+        if key not in self._params_of_ranks:
+            table = self._table(layout)
+            by_rank: list[list[float]] = [[] for _ in range(table.num_ranks)]
+            for stage, sizes in enumerate(self._params_of(layout)):
+                by_rank[table.stage_to_rank[stage]].extend(sizes)
+            self._params_of_ranks[key] = by_rank
+        return self._params_of_ranks[key]
 
     def _stages_of(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
         key = layout.degree(PP) * layout.chunks, layout.split
@@ -554,61 +529,44 @@ class LayoutCosts:
         return self._stages[key]
 
     def _num_micro(self, layout: Layout) -> int:
-        data_ranks = layout.degree(DP) * layout.degree(EP)
-        return self.run.batch.global_size // (data_ranks * layout.micro_size)
+        return layout.num_micro(self.run.batch.global_size)
 
-    def _bound_table(self, layout: Layout) -> Table:
-        """The schedule's table, or a shorter one with as many activations in flight."""
-        ranks = layout.degree(PP)
-        num_micro = self._num_micro(layout)
-        key = layout.schedule, ranks, layout.chunks, num_micro
-        if key not in self._tables:
-            schedule = find(layout.schedule)
-            short = BOUND_ROUNDS * ranks
-            is_shortened = short < num_micro and layout.schedule != "gpipe"
-            sizes = {"ranks": ranks, "chunks": layout.chunks}
-            if is_shortened and not schedule.faults(**sizes, microbatches=short):
-                num_micro = short
-            short_key = layout.schedule, ranks, layout.chunks, num_micro
-            if short_key not in self._tables:
-                self._tables[short_key] = schedule.table(ranks, layout.chunks, num_micro)
-            self._tables[key] = self._tables[short_key]
-        return self._tables[key]
+    def _table(self, layout: Layout) -> Table:
+        return self._tables.table(
+            layout.schedule,
+            ranks=layout.degree(PP),
+            chunks=layout.chunks,
+            num_micro=self._num_micro(layout),
+        )
 
 
-def _alone(layout: Layout) -> Layout:
-    """The layout on one pipeline and data rank: what the costs of its blocks depend on."""
-    degrees = [(axis, layout.degree(axis)) for axis in (EP, CP, TP)]
-    inner = tuple(item for item in degrees if item[1] > 1)
-    context = layout.context if layout.degree(CP) > 1 else DEFAULT_CONTEXT
-    return Layout(
-        inner,
-        recompute=layout.recompute,
-        sequence=layout.sequence,
-        context=context,
-        micro_size=layout.micro_size,
-    )
+def _forward_peak(before: float, blocks: Sequence[BlockCosts]) -> float:
+    """Most bytes during the forward of a stage that begins with so many."""
+    most = before
+    level = before
+    for block in blocks:
+        most = max(most, level + block.forward_peak)
+        level += block.saved_bytes
+    return most
 
 
-def _resized(op: Operation, group: tuple[int, ...], share: float) -> Operation:
-    """A collective of two ranks on a larger group, with a share of the data."""
-    sent = 2.0 * (len(group) - 1) / len(group)
-    return replace(op, group=group, sent_bytes=round(share * sent * op.sent_bytes))
+def _backward_peak(before: float, blocks: Sequence[BlockCosts], counted: Sequence[bool]) -> float:
+    """Most bytes during some blocks of the backward of a stage that begins with so many."""
+    most = 0.0
+    level = before
+    for block, is_counted in zip(reversed(blocks), reversed(counted), strict=True):
+        if is_counted:
+            most = max(most, level + block.backward_peak)
+        level -= block.saved_bytes
+    return most
 
 
-def _blocks_of(step: RankStep) -> tuple[str, ...]:
-    return step.plan.stages[0].blocks
-
-
-def _data_group(layout: Layout) -> tuple[int, ...]:
-    """The first ranks of the world that share the gradients of dense parameters."""
-    ranks = [0]
-    stride = 1
-    for axis, degree in reversed(layout.degrees):
-        if axis in (DP, EP, CP):
-            ranks = [rank + place * stride for place in range(degree) for rank in ranks]
-        stride *= degree
-    return tuple(ranks)
+def _mean_of_neighbours(sizes: Sequence[float]) -> float:
+    """The largest mean of two blocks in a row with parameters, of those of a rank."""
+    own = [size for size in sizes if size]
+    if len(own) < 2:
+        return sum(own)
+    return max(sum(pair) / 2 for pair in zip(own, own[1:], strict=False))
 
 
 def _shows_all_actions(table: Table) -> bool:
@@ -619,62 +577,3 @@ def _shows_all_actions(table: Table) -> bool:
         if not keys <= set(action_keys(played, row).values()):
             return False
     return True
-
-
-def _segment_seconds(region: RecordedRegion, table: CostTable) -> dict[str, float]:
-    """Seconds of each block in a region."""
-    seconds: dict[str, float] = {}
-    stops = [segment.first_event for segment in region.segments[1:]]
-    for segment, stop in zip(region.segments, [*stops, len(region.events)], strict=True):
-        part = replace(region, events=region.events[segment.first_event : stop])
-        time = replay(table.region(part)).total
-        seconds[segment.block] = seconds.get(segment.block, 0.0) + time
-    return seconds
-
-
-def _segment_changes(region: RecordedRegion) -> dict[str, int]:
-    """Bytes that each block leaves."""
-    changes: dict[str, int] = {}
-    levels = [segment.entry_bytes for segment in region.segments[1:]]
-    for segment, level in zip(region.segments, [*levels, region.exit_bytes], strict=True):
-        change = level - segment.entry_bytes
-        changes[segment.block] = changes.get(segment.block, 0) + change
-    return changes
-
-
-def _segment_peaks(region: RecordedRegion) -> dict[str, int]:
-    """Most bytes that live during each block above those at its begin."""
-    peaks: dict[str, int] = {}
-    for segment in region.segments:
-        peak = segment.peak_bytes - segment.entry_bytes
-        peaks[segment.block] = max(peaks.get(segment.block, 0), peak)
-    return peaks
-
-
-@dataclass(frozen=True)
-class HeldActivations:
-    """The activations of a rank when it holds most of them.
-
-    Attributes:
-        counts: by stage.
-        last_stage: of the forward that made the last one.
-    """
-
-    counts: Counter[int]
-    last_stage: int
-
-
-def _most_held_by(row: Sequence[Act]) -> HeldActivations:
-    """The activations when a row of actions holds most of them."""
-    held: Counter[int] = Counter()
-    most = HeldActivations(Counter(), row[0].stage)
-    num_held = 0
-    num_most = 0
-    for act in row:
-        change = ACTIVATION_CHANGE[act.kind]
-        held[act.stage] += change
-        num_held += change
-        if num_held > num_most:
-            num_most = num_held
-            most = HeldActivations(held.copy(), act.stage)
-    return most

@@ -1,19 +1,24 @@
-"""Search of the best layout: candidates by a lower bound of their time, the first ones simulated, the best of these measured.
+"""Search of the best layout: shardings by a lower bound, all their layouts simulated, the best of these measured.
 
 Note [Best first]
-    Every candidate waits in a queue by a lower bound of its time. First the bound is its
-    share of the work of larger blocks; when it comes to the head, its own blocks are measured, and
-    it goes back with their time. When it comes to the head again, its schedule is simulated with
-    the seconds of its stages. That ends when no bound is below the times of the fastest simulated
-    ones. Layouts with the smallest micro-batch and one method of context parallelism come first, so
-    that there are such times early. Then the fastest are measured as a whole and predicted, fastest first, until enough
-    fit or no bound of another one is below the slowest that is kept. The winner is proven the best
-    where no bound of a layout that was not measured is below its time. Of the ZeRO stages of a mesh
-    the lowest from 1 on that fits is taken: each higher one sends more.
+    Layouts with equal sharding (degrees of tp, cp and ep, micro-batch, recomputation, sequence
+    parallelism, method of context parallelism) have equal blocks. Shardings wait in a queue by a
+    lower bound of the target, from larger blocks. At the head of it, the blocks of a sharding
+    are measured, and each of its layouts (order and degrees of pp and dp, ZeRO stage, schedule,
+    chunks) gets a bound from them; those whose bound is near the best are simulated. That ends when
+    no bound in the queue is below the best simulated ones, as many as are measured. Pipelines
+    among the best are also simulated with other layers a stage (stage_split.py). Then the best are
+    measured as a whole and predicted, best first, until enough fit. The winner is proven the best
+    where no bound of a layout that was not measured is below it.
+
+Note [Two targets]
+    Ranked by time, lean layouts are never reached: those with recomputation, small micro-batches and
+    high ZeRO stages. So a part of the seconds ranks by memory; for the Pareto front layouts of
+    both rankings are taken.
 
 Note [Time limit]
-    With a limit of seconds (of one core), bounds and simulations end after `RANKING_SHARE` of it,
-    and no measurement begins that would end after it, if it took as long as the longest one so far; the
+    With a limit of seconds (of one core), simulations end after `RANKING_SHARE` of it, and no
+    measurement begins that would end after it, if it took as long as the longest one so far; the
     first one is made in any case. Without a limit the result is the same on every machine.
 """
 
@@ -21,18 +26,33 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from weft.parallel.pp import AXIS as PP
-from weft.parallel.tp import AXIS as TP
-from weft.planner.candidates import Candidates, Layout, LayoutGroup, PipelineChoice
-from weft.planner.layout_costs import LayoutCosts
-from weft.planner.predict import Prediction
+from weft.planner.candidates import Candidates, LayoutGroup, PipelineChoice
+from weft.planner.found_layouts import (
+    ACTIVATIONS,
+    DEEP,
+    MEASURED,
+    OPEN,
+    SIMULATED_PEAK,
+    SIMULATED_SLOWER,
+    SLOWER,
+    STATES,
+    Found,
+    FoundLayouts,
+    Target,
+    by_memory,
+    by_time,
+    pareto_front,
+    simulated_front,
+    thinned_front,
+)
+from weft.planner.layout_choice import DEFAULT_CONTEXT, Layout
+from weft.planner.layout_costs import Bound, LayoutCosts, Simulated
+from weft.planner.stage_split import best_split
 
-Target = Literal["time", "memory", "cost"]
 HEADROOM = 0.1
 """Share of the memory that stays free: the driver, communication buffers and fragmentation."""
 MOST_MEASURED = 8
@@ -40,79 +60,19 @@ MOST_MEASURED = 8
 MOST_FAILED = 3
 """Layouts that are measured and do not fit, for each one that may be measured."""
 NUM_BEST = 3
-FIRST_SHARE, RANKING_SHARE = 0.4, 0.55
-"""Of the seconds of a search, for bounds and simulations: of the first layouts, and of all."""
-PROGRESS_EVERY = 200
-"""Candidates between two reports of progress."""
-FRONT_SHARES = (0.75, 0.5)
-"""Of the memory of the best layout, for which the fastest one is looked for."""
-STATES, ACTIVATIONS, MEASURED = (
-    "do not fit: parameters, gradients and optimizer states",
-    "do not fit: with the activations in flight",
-    "do not fit: measured peak",
-)
-SLOWER, MORE_SHARDED, DEEP, OPEN = (
-    "slower, by a lower bound of the time",
-    "a lower ZeRO stage fits, and sends less",
-    "not measured: deep stages, or actions that three micro-batches lack",
-    "not measured; no faster bound than the next one below",
-)
+RANKING_SHARE, FRONT_RANKING_SHARE = 0.42, 0.58
+"""Of the seconds of a search, after which the ranking by the target ends, and the other one."""
+SIMULATED_WITHIN = 1.5
+"""A layout is simulated where its bound is at most so many times the best simulated one."""
+PEAK_ERROR = 0.05
+"""By which a simulated peak may be too large: such layouts are measured, too."""
+MOST_FRONT = 3
+"""Layouts of the Pareto front that are measured besides the best ones."""
+MOST_SPLIT = 6
+"""Pipelines whose layers a stage are searched."""
+LEANEST_FIRST = ("full", "selective", "none")
+Objective = Literal["time", "memory"]
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A layout that fits, and its prediction."""
-
-    layout: Layout
-    prediction: Prediction
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.prediction.step.total_s
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the fullest rank."""
-        return self.prediction.peak_bytes
-
-
-@dataclass
-class FoundLayouts:
-    """What a search has found.
-
-    Attributes:
-        best: layouts that fit, best first.
-        front: of those that were measured, the fastest for each amount of memory, fastest first.
-        rejected: numbers of candidates by reason.
-        num_candidates: legal layouts.
-        next_bound_s: lower bound of the time of the first one that was not measured; None: all
-            others are slower.
-        num_bounded: candidates whose time has a bound from the costs of their own blocks.
-        num_simulated: candidates whose schedule was simulated.
-        is_out_of_time: whether the limit of seconds ended the search.
-        smallest: the candidate with the least memory by its bound, where none fits.
-    """
-
-    num_candidates: int
-    best: list[Found] = field(default_factory=list)
-    front: list[Found] = field(default_factory=list)
-    rejected: Counter[str] = field(default_factory=Counter)
-    next_bound_s: float | None = None
-    num_bounded: int = 0
-    num_simulated: int = 0
-    is_out_of_time: bool = False
-    smallest: tuple[float, Layout] | None = None
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether no layout that was not measured can be faster than the best one, besides other ZeRO
-        stages of those that were.
-        """
-        if self.rejected[DEEP]:
-            return False
-        return self.next_bound_s is None or self.next_bound_s >= self.best[0].seconds
 
 
 @dataclass(frozen=True)
@@ -123,11 +83,15 @@ class SearchLimits:
         memory_bytes: that a rank may use.
         most_measured: layouts that are measured.
         seconds: for all; None: no limit. See Note [Time limit].
+        has_front: whether a Pareto front of time and memory is looked for.
+        splits: whether the layers of pipeline stages are searched.
     """
 
     memory_bytes: float
     most_measured: int = MOST_MEASURED
     seconds: float | None = None
+    has_front: bool = True
+    splits: bool = True
 
 
 def search(
@@ -143,20 +107,7 @@ def search(
     Args:
         progress: takes a line of text now and then.
     """
-    clock = _Clock(limits.seconds)
-    result = _BestFirst(found, costs, limits, clock, progress).run()
-    measured = {entry.layout: entry for entry in result.best}
-    if result.best and target != "cost":
-        for share in FRONT_SHARES:
-            if clock.is_over(1.0):
-                break
-            less = SearchLimits(share * result.best[0].peak_bytes, most_measured=1)
-            for entry in _BestFirst(found, costs, less, clock, progress).run().best:
-                measured.setdefault(entry.layout, entry)
-    result.front = pareto_front(measured.values())
-    if target == "memory" and result.front:
-        result.best = sorted(measured.values(), key=lambda entry: (entry.peak_bytes, entry.seconds))
-    return result
+    return _Search(found, costs, limits, target, progress).run()
 
 
 class _Clock:
@@ -183,177 +134,218 @@ class _Clock:
         self.longest_s = max(self.longest_s, self.elapsed_s - begin_s)
 
 
-def smaller_change(named: Layout, costs: LayoutCosts, memory_bytes: float) -> tuple[Layout, float]:
-    """The layout with the fewest changes of a named one that may fit, and the bytes that it needs
-    at least; the one with the least bytes where none fits.
-
-    Tried are higher ZeRO stages, recomputation, sequence parallelism, then twice the pipeline ranks.
-    """
-    twice = [(axis, 2 * degree if axis == PP else degree) for axis, degree in named.degrees]
-    flags = (named.sequence, True) if named.degree(TP) > 1 else (named.sequence,)
-    smallest: tuple[Layout, float] | None = None
-    for degrees in dict.fromkeys((named.degrees, tuple(twice))):
-        for sequence in dict.fromkeys(flags):
-            for recompute in dict.fromkeys((named.recompute, "selective", "full")):
-                for zero in range(named.zero, 4):
-                    changed = replace(
-                        named, degrees=degrees, sequence=sequence, recompute=recompute, zero=zero
-                    )
-                    if not costs.has_stages(changed):
-                        continue
-                    size = costs.bound(changed, costs.blocks(changed)).peak_bytes
-                    if size <= memory_bytes:
-                        return changed, size
-                    if smallest is None or size < smallest[1]:
-                        smallest = changed, size
-    assert smallest is not None, "the named layout is legal"
-    return smallest
-
-
-def pareto_front(entries: Iterable[Found]) -> list[Found]:
-    """The entries than which none is both faster and smaller, fastest first."""
-    front: list[Found] = []
-    for entry in sorted(entries, key=_by_time):
-        if not front or entry.peak_bytes < front[-1].peak_bytes:
-            front.append(entry)
-    return front
-
-
-def _by_time(entry: Found) -> tuple[object, ...]:
-    return entry.seconds, entry.peak_bytes, entry.layout.order
-
-
 @dataclass(order=True)
-class _QueuedLayouts:
-    """Layouts in the queue, by the lower bound of their time.
+class _Sharding:
+    """Groups of layouts with equal sharding, by a lower bound of the objective.
 
     Attributes:
-        group, pipeline: layouts of one mesh; with one schedule where it is set.
-        zeros: ZeRO stages that may fit, lowest first.
-        has_blocks: whether the bound is from blocks that were measured under its own sharding.
+        rest: decides between equal bounds.
+        number: of the sharding.
+        groups: with the ZeRO stages whose states fit.
     """
 
-    bound_s: float
-    number: int
-    group: LayoutGroup = field(compare=False)
-    pipeline: PipelineChoice | None = field(default=None, compare=False)
-    zeros: tuple[int, ...] = field(default=(), compare=False)
-    has_blocks: bool = field(default=False, compare=False)
+    bound: float
+    rest: tuple[int, ...]
+    groups: list[tuple[LayoutGroup, tuple[int, ...]]] = field(compare=False)
 
     def __len__(self) -> int:
-        return len(self.zeros) * (len(self.group.pipelines) if self.pipeline is None else 1)
+        return sum(len(group.pipelines) * len(zeros) for group, zeros in self.groups)
 
 
-@dataclass(order=True)
-class _Simulated:
-    """A layout with the seconds that its schedule takes.
-
-    Attributes:
-        waiting: what it was in the queue.
-        zeros: ZeRO stages of it that may fit, in the order in which they are measured.
-    """
-
-    seconds: float
-    number: int
-    waiting: _QueuedLayouts = field(compare=False)
-    zeros: tuple[int, ...] = field(compare=False)
+def objective_of(value: Bound | Simulated, objective: Objective) -> float:
+    """Seconds, or bytes."""
+    return value.seconds if objective == "time" else value.peak_bytes
 
 
-class _BestFirst:
-    """A search with one limit of memory."""
+class _Search:
+    """One search; `run` once."""
 
     def __init__(
         self,
         found: Candidates,
         costs: LayoutCosts,
         limits: SearchLimits,
-        clock: _Clock,
+        target: Target,
         progress: Progress | None,
     ) -> None:
+        self.candidates = found
         self.costs = costs
         self.limits = limits
-        self.clock = clock
+        self.objective: Objective = "memory" if target == "memory" else "time"
         self.progress = progress
-        self.candidates = found
-        self.result = FoundLayouts(len(found))
-        self.queue: list[_QueuedLayouts] = []
-        self.simulated: list[_Simulated] = []
-        self.fastest: list[float] = []
-        """Times of the fastest simulated layouts, negative: a heap with the slowest first."""
-        self.number = 0
+        self.clock = _Clock(limits.seconds)
+        self.result = FoundLayouts(len(found), target)
+        self.waiting: dict[Layout, _Sharding] = {}
+        self.simulated: list[Simulated] = []
+        self.too_large: list[Simulated] = []
+        self.bounded: list[tuple[Bound, Layout]] = []
+        """Layouts with a bound from their own blocks that were not simulated."""
+        self.bounds: dict[Layout, Bound] = {}
+        self.best: dict[Objective, list[float]] = {"time": [], "memory": []}
+        """Best simulated values, negative: a heap with the worst one first."""
         self.num_measured = 0
         self.num_failed = 0
 
     def run(self) -> FoundLayouts:
         """The result, with all that fit among the measured ones."""
-        groups = self.candidates.groups
-        smallest = min((group.base.micro_size for group in groups), default=1)
-        context = groups[0].base.context if groups else ""
-        first: list[LayoutGroup] = []
-        others: list[LayoutGroup] = []
-        for group in groups:
-            is_first = (group.base.micro_size, group.base.context) == (smallest, context)
-            (first if is_first else others).append(group)
-        for group in first:
+        for group in self.candidates.groups:
             self._add_group(group)
-        self._rank(FIRST_SHARE)
-        for group in others:
-            self._add_group(group)
-        self._rank(RANKING_SHARE)
-        self.simulated.sort()
-        while self.simulated and self._may_measure():
-            if self._is_too_slow(self.simulated[0].waiting.bound_s):
-                break
-            entry = self.simulated.pop(0)
-            self._report(f"measuring {entry.waiting.group.base.mesh}")
-            begin_s = self.clock.elapsed_s
-            self._measure(entry)
-            self.clock.note(begin_s)
+        self._rank(self.objective, RANKING_SHARE)
+        if self.limits.has_front:
+            other: Objective = "memory" if self.objective == "time" else "time"
+            self._rank(other, FRONT_RANKING_SHARE, is_aside=True)
+        if self.limits.splits:
+            self._search_splits()
+        self._measure_best()
+        if self.limits.has_front:
+            self._measure_front()
         self._count_rest()
-        self.result.best.sort(key=_by_time)
         return self.result
 
-    def _rank(self, share: float) -> None:
-        """Bound and simulate the queue until no other layout of it may be among the fastest, or this
-        share of the seconds is over.
+    # ranking
+
+    def _add_group(self, group: LayoutGroup) -> None:
+        """Reject what the states alone do not fit; queue the rest with its sharding."""
+        fitting = []
+        first = group.pipelines[0]
+        for zero in group.zeros:
+            layout = layout_of(group, first, zero)
+            states = self.costs.state_bytes(layout)
+            smallest = self.result.smallest
+            if smallest is None or states < smallest[0]:
+                self.result.smallest = states, layout
+            if states <= self.limits.memory_bytes:
+                fitting.append(zero)
+            else:
+                self.result.rejected[STATES] += len(group.pipelines)
+        if not fitting:
+            return
+        key = group.base.sharding
+        if key not in self.waiting:
+            is_other = key.context != DEFAULT_CONTEXT
+            leanness = LEANEST_FIRST.index(key.recompute)
+            rest = key.micro_size, is_other, leanness, not key.sequence, len(self.waiting)
+            self.waiting[key] = _Sharding(0.0, rest, [])
+        self.waiting[key].groups.append((group, tuple(fitting)))
+
+    def _rank(self, objective: Objective, share: float, *, is_aside: bool = False) -> None:
+        """Measure the blocks of shardings and simulate their layouts until no bound in the queue is
+        below the best simulated ones, or this share of the seconds is over.
+
+        Args:
+            is_aside: the ranking serves the front alone.
         """
-        fastest = self.fastest
-        num_kept = max(NUM_BEST, self.limits.most_measured)
-        num_steps = 0
-        while self.queue:
-            is_known = len(fastest) >= num_kept
-            if is_known and self.queue[0].bound_s >= -fastest[0]:
+        queue = []
+        for sharding in self.waiting.values():
+            queue.append(replace(sharding, bound=self._sharding_bound(sharding, objective)))
+        heapq.heapify(queue)
+        while queue:
+            if queue[0].bound >= self._worst_of_best(objective):
                 return
             if self.clock.is_over(share if self.simulated else 1.0):
-                self.result.is_out_of_time = True
+                self.result.is_out_of_time |= not is_aside
                 return
-            entry = self._advance(heapq.heappop(self.queue))
-            if entry is not None:
-                self.simulated.append(entry)
-                heapq.heappush(fastest, -entry.seconds)
-                if len(fastest) > num_kept:
-                    heapq.heappop(fastest)
-            num_steps += 1
-            if num_steps % PROGRESS_EVERY == 0:
-                self._report(f"{self.result.num_bounded} bounded, {len(self.simulated)} simulated")
+            sharding = heapq.heappop(queue)
+            del self.waiting[sharding.groups[0][0].base.sharding]
+            self._expand(sharding, objective)
+            num_simulated = self.result.num_simulated
+            self._report(f"{self.result.num_bounded} bounded, {num_simulated} simulated")
 
-    def _report(self, text: str) -> None:
-        if self.progress is not None:
-            self.progress(f"{self.clock.elapsed_s:.0f} s: {text}")
+    def _worst_of_best(self, objective: Objective) -> float:
+        best = self.best[objective]
+        num_kept = max(NUM_BEST, self.limits.most_measured)
+        return -best[0] if len(best) >= num_kept else float("inf")
 
-    def _advance(self, waiting: _QueuedLayouts) -> _Simulated | None:
-        """Sharpen the bound of what was at the head of the queue, or simulate it."""
-        if waiting.pipeline is None:
-            for pipeline in waiting.group.pipelines:
-                self._bound(waiting, pipeline)
-            return None
-        if not waiting.has_blocks:
-            self._bound(waiting, waiting.pipeline, has_blocks=True)
-            return None
-        zeros = tuple(sorted(waiting.zeros, key=lambda zero: (zero == 0, zero)))
-        seconds = self.costs.simulated_s(layout_of(waiting.group, waiting.pipeline, zeros[0]))
-        self.result.num_simulated += len(waiting)
-        return _Simulated(max(seconds, waiting.bound_s), waiting.number, waiting, zeros)
+    def _sharding_bound(self, sharding: _Sharding, objective: Objective) -> float:
+        """The least of its layouts, from larger blocks."""
+        bounds = []
+        for group, zeros in sharding.groups:
+            if objective == "time":
+                most_chunks = max(pipeline.chunks for pipeline in group.pipelines)
+                bounds.append(self.costs.group_bound(group.base, most_chunks))
+                continue
+            layout = layout_of(group, group.pipelines[0], zeros[-1])
+            if self.objective == "time":
+                bounds.append(self.costs.state_bytes(layout))
+            else:
+                blocks = self.costs.larger_blocks(layout)
+                bounds.append(self.costs.bound(layout, blocks).peak_bytes)
+        return min(bounds)
+
+    def _expand(self, sharding: _Sharding, objective: Objective) -> None:
+        """Bound the layouts of a sharding by its own blocks, and simulate the better ones."""
+        bounded: list[tuple[Bound, Layout]] = []
+        for group, zeros in sharding.groups:
+            costs = self.costs.blocks(group.base)
+            for pipeline in group.pipelines:
+                for zero in zeros:
+                    layout = layout_of(group, pipeline, zero)
+                    bound = self.costs.bound(layout, costs)
+                    self.result.num_bounded += 1
+                    if bound.peak_bytes > self.limits.memory_bytes:
+                        self.result.rejected[ACTIVATIONS] += 1
+                    else:
+                        bounded.append((bound, layout))
+        bounded.sort(key=lambda entry: objective_of(entry[0], objective))
+        for bound, layout in bounded:
+            best = self.best[objective]
+            limit = -max(best) * SIMULATED_WITHIN if best else float("inf")
+            if objective_of(bound, objective) > limit or self.clock.is_over(1.0):
+                self.bounded.append((bound, layout))
+            else:
+                self._simulate(layout, bound)
+
+    def _simulate(self, layout: Layout, bound: Bound) -> None:
+        entry = self.costs.simulate(layout)
+        entry = replace(
+            entry,
+            seconds=max(entry.seconds, bound.seconds),
+            peak_bytes=max(entry.peak_bytes, bound.peak_bytes),
+        )
+        self.result.num_simulated += 1
+        self.bounds[layout] = bound
+        if entry.peak_bytes > (1 + PEAK_ERROR) * self.limits.memory_bytes:
+            self.too_large.append(entry)
+            return
+        self.simulated.append(entry)
+        num_kept = max(NUM_BEST, self.limits.most_measured)
+        for objective, best in self.best.items():
+            heapq.heappush(best, -objective_of(entry, objective))
+            if len(best) > num_kept:
+                heapq.heappop(best)
+
+    def _search_splits(self) -> None:
+        """Simulate the best pipelines with other layers a stage."""
+        self.simulated.sort(key=self._order)
+        num_tried = 0
+        for entry in list(self.simulated):
+            if num_tried == MOST_SPLIT or self.clock.is_over(FRONT_RANKING_SHARE):
+                return
+            if not self.costs.can_split(entry.layout):
+                continue
+            num_tried += 1
+            better = best_split(entry, self.costs, self.limits.memory_bytes)
+            if better is not None:
+                bound = self.costs.bound(better.layout, self.costs.blocks(better.layout))
+                self._simulate(better.layout, bound)
+                self.result.num_candidates += 1
+                self.result.num_bounded += 1
+
+    def _order(self, entry: Simulated) -> tuple[object, ...]:
+        """Sorts simulated layouts: the best of the objective first."""
+        if self.objective == "memory":
+            return entry.peak_bytes, entry.seconds, entry.layout.order
+        return entry.seconds, entry.peak_bytes, entry.layout.order
+
+    # measurement
+
+    def _measure_best(self) -> None:
+        """Measure the best simulated layouts until enough of them fit."""
+        self.simulated.sort(key=self._order)
+        while self.simulated and self._may_measure():
+            self._measure(self.simulated.pop(0))
+        order = by_memory if self.objective == "memory" else by_time
+        self.result.best.sort(key=order)
 
     def _may_measure(self) -> bool:
         if (self.num_measured or self.num_failed) and self.clock.is_over(1.0):
@@ -362,85 +354,74 @@ class _BestFirst:
         has_room = self.num_failed < MOST_FAILED * self.limits.most_measured
         return has_room and self.num_measured < self.limits.most_measured
 
-    def _push(self, waiting: _QueuedLayouts) -> None:
-        self.number += 1
-        heapq.heappush(self.queue, replace(waiting, number=self.number))
-
-    def _is_too_slow(self, bound_s: float) -> bool:
-        times = sorted(entry.seconds for entry in self.result.best)
-        return len(times) >= NUM_BEST and bound_s >= times[NUM_BEST - 1]
-
-    def _add_group(self, group: LayoutGroup) -> None:
-        """Reject what the states alone do not fit; queue the rest."""
-        fitting = []
-        first = group.pipelines[0]
-        for zero in group.zeros:
-            layout = layout_of(group, first, zero)
-            states = self.costs.state_bytes(layout)
-            self._note_smallest(states, layout)
-            if states <= self.limits.memory_bytes:
-                fitting.append(zero)
-            else:
-                self.result.rejected[STATES] += len(group.pipelines)
-        if fitting:
-            most_chunks = max(pipeline.chunks for pipeline in group.pipelines)
-            bound_s = self.costs.group_bound_s(group.base, most_chunks)
-            self._push(_QueuedLayouts(bound_s, 0, group, zeros=tuple(fitting)))
-
-    def _note_smallest(self, size: float, layout: Layout) -> None:
-        smallest = self.result.smallest
-        if smallest is None or size < smallest[0]:
-            self.result.smallest = size, layout
-
-    def _bound(
-        self, waiting: _QueuedLayouts, pipeline: PipelineChoice, *, has_blocks: bool = False
-    ) -> None:
-        """Queue a schedule of a group with a bound from larger blocks, or from its own ones."""
-        base = waiting.group.base
-        costs = self.costs.blocks(base) if has_blocks else self.costs.block_bounds(base)
-        fitting = []
-        seconds = []
-        if has_blocks:
-            self.result.num_bounded += len(waiting)
-        for zero in waiting.zeros:
-            bound = self.costs.bound(layout_of(waiting.group, pipeline, zero), costs)
-            if bound.peak_bytes <= self.limits.memory_bytes:
-                fitting.append(zero)
-                seconds.append(bound.seconds)
-            else:
-                self.result.rejected[ACTIVATIONS] += 1
-        if fitting:
-            bound_s = max(waiting.bound_s, min(seconds))
-            zeros = tuple(fitting)
-            self._push(_QueuedLayouts(bound_s, 0, waiting.group, pipeline, zeros, has_blocks))
-
-    def _measure(self, entry: _Simulated) -> None:
-        """Measure the lowest ZeRO stage from 1 on that fits."""
-        waiting = entry.waiting
-        assert waiting.pipeline is not None
-        for place, zero in enumerate(entry.zeros):
-            layout = layout_of(waiting.group, waiting.pipeline, zero)
-            if not self.costs.can_be_measured(layout):
-                self.result.rejected[DEEP] += 1
-                continue
-            prediction = self.costs.predict(layout)
-            if prediction.peak_bytes <= self.limits.memory_bytes:
-                self.result.best.append(Found(layout, prediction))
-                self.num_measured += 1
-                self.result.rejected[MORE_SHARDED] += len(entry.zeros) - place - 1
-                return
+    def _measure(self, entry: Simulated) -> Found | None:
+        """Measure a layout as a whole; None if it does not fit or cannot be measured."""
+        layout = entry.layout
+        if not self.costs.can_be_measured(layout):
+            self.result.rejected[DEEP] += 1
+            return None
+        self._report(f"measuring {layout.mesh}")
+        begin_s = self.clock.elapsed_s
+        found = Found(layout, self.costs.predict(layout), entry)
+        self.clock.note(begin_s)
+        if found.peak_bytes > self.limits.memory_bytes:
             self.result.rejected[MEASURED] += 1
             self.num_failed += 1
+            return None
+        self.num_measured += 1
+        self.result.best.append(found)
+        return found
+
+    def _measure_front(self) -> None:
+        """Measure layouts along the Pareto front of those that were simulated."""
+        entries = [entry.simulated for entry in self.result.best if entry.simulated is not None]
+        front = simulated_front([*entries, *self.simulated])
+        self.result.simulated_front = front
+        measured = list(self.result.best)
+        known = {entry.layout for entry in measured}
+        for entry in thinned_front(front, MOST_FRONT + 1):
+            if entry.layout in known or self.clock.is_over(1.0):
+                continue
+            self.simulated.remove(entry)
+            found = self._measure(entry)
+            if found is not None:
+                measured.append(found)
+        self.result.front = pareto_front(measured)
+        order = by_memory if self.objective == "memory" else by_time
+        self.result.best.sort(key=order)
+
+    # what is left
 
     def _count_rest(self) -> None:
-        rest = [*self.queue, *(entry.waiting for entry in self.simulated)]
-        for waiting in rest:
-            is_slower = self._is_too_slow(waiting.bound_s)
-            self.result.rejected[SLOWER if is_slower else OPEN] += len(waiting)
-            if not is_slower:
-                bound_s = self.result.next_bound_s
-                smaller = waiting.bound_s if bound_s is None else min(bound_s, waiting.bound_s)
-                self.result.next_bound_s = smaller
+        """Count the layouts that were not measured, by reason, with their least bound."""
+        result = self.result
+        best = float("inf")
+        if result.best:
+            first = result.best[0]
+            best = first.peak_bytes if self.objective == "memory" else first.seconds
+        result.rejected[SIMULATED_PEAK] += len(self.too_large)
+        left: list[float] = []
+        for entry in self.simulated:
+            result.rejected[SIMULATED_SLOWER] += 1
+            left.append(objective_of(self.bounds[entry.layout], self.objective))
+        for entry in self.too_large:
+            left.append(objective_of(self.bounds[entry.layout], self.objective))
+        for bound, _ in self.bounded:
+            value = objective_of(bound, self.objective)
+            result.rejected[SLOWER if value >= best else OPEN] += 1
+            left.append(value)
+        for sharding in self.waiting.values():
+            value = self._sharding_bound(sharding, self.objective)
+            result.rejected[SLOWER if value >= best else OPEN] += len(sharding)
+            left.append(value)
+        below = [value for value in left if value < best]
+        result.next_bound = min(below, default=None)
+        self.simulated.sort(key=self._order)
+        result.next_simulated = self.simulated[0] if self.simulated else None
+
+    def _report(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress(f"{self.clock.elapsed_s:.0f} s: {text}")
 
 
 def layout_of(group: LayoutGroup, pipeline: PipelineChoice, zero: int) -> Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.planner.pipeline_time import PipelineOrder
+from weft.planner.pipeline_time import ActionClass, PipelineOrder
 
 
 @dataclass(frozen=True)
@@ -14,18 +14,20 @@ class StageSeconds:
 
     Attributes:
         forward, backward: by stage.
+        last_backward: by stage, of the last micro-batch, beside the reduction of gradients.
         inputs_share, weights_share: of a backward, where it is split into both.
         message_s: of a tensor to a neighbouring pipeline rank.
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
+    last_backward: Sequence[float]
     inputs_share: float
     weights_share: float
     message_s: float
 
     def of(self, kind: str, stage: int) -> float:
-        """Seconds of an action."""
+        """Seconds of an action that is not the last one of its stage."""
         if kind == "F":
             return self.forward[stage]
         share: Mapping[str, float] = {
@@ -35,13 +37,21 @@ class StageSeconds:
         }
         return share[kind] * self.backward[stage]
 
+    def of_class(self, entry: ActionClass) -> float:
+        """Seconds of an action."""
+        kind, stage = entry.key.kind, entry.stage
+        seconds = self.of(kind, stage)
+        if entry.key.place == "last" and kind in ("B", "W"):
+            seconds += self.last_backward[stage] - self.backward[stage]
+        return seconds
+
 
 def table_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
     """When the last action of a table ends, if each begins as soon as its rank is free and its
     input has arrived.
     """
     ranks = [entry.rank for entry in order.classes]
-    seconds = [stages.of(entry.key.kind, entry.stage) for entry in order.classes]
+    seconds = [stages.of_class(entry) for entry in order.classes]
     message_s = stages.message_s
     now = [0.0] * order.table.num_ranks
     ends: list[float] = []
@@ -49,7 +59,9 @@ def table_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
         rank = ranks[number]
         start = now[rank]
         if source >= 0:
-            start = max(start, ends[source] + message_s)
+            arrival = ends[source] + message_s
+            if arrival > start:
+                start = arrival
         end = start + seconds[number]
         now[rank] = end
         ends.append(end)
@@ -57,9 +69,9 @@ def table_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
 
 
 def busiest_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
-    """Seconds in which the busiest rank works on one micro-batch, on average."""
+    """Seconds in which the busiest rank works on one micro-batch, on average, without the last."""
+    seconds = [stages.of(entry.key.kind, entry.stage) for entry in order.classes]
     busy = [0.0] * order.table.num_ranks
     for number in order.class_of:
-        entry = order.classes[number]
-        busy[entry.rank] += stages.of(entry.key.kind, entry.stage)
+        busy[order.classes[number].rank] += seconds[number]
     return max(busy) / order.table.microbatches

@@ -1,0 +1,86 @@
+"""Short runs for a search: one or a few blocks of each kind under the sharding of a layout, on the meta device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from weft.config.run import Run, plan_of
+from weft.core.dimension import default_sharding_rule
+from weft.core.model_config import logical_axes
+from weft.core.shard import first_axes
+from weft.layout.plan import Plan
+from weft.models.common.init import named_parameters
+from weft.parallel.dp import AXIS as DP
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.tp import AXIS as TP
+from weft.planner.layout_choice import Layout
+from weft.planner.rank_step import RankStep, measure_rank
+from weft.train.build import family_of
+from weft.train.init_from import lazy_blocks
+
+NUM_MICROBATCHES = 2
+"""Micro-batches of a short run: only the last one reduces gradients below ZeRO 2."""
+
+
+class ShortRuns:
+    """Measures a run with fewer blocks.
+
+    Attributes:
+        kinds: name of a block -> name of the first block that equals it.
+        num_runs: that were measured.
+    """
+
+    def __init__(self, run: Run, kinds: Mapping[str, str]) -> None:
+        self.run = run
+        self.kinds = kinds
+        self.num_runs = 0
+        self._params: dict[tuple[int, int], dict[str, float]] = {}
+
+    def measure(self, layout: Layout, *, copies: int = 1) -> RankStep:
+        """A step of two micro-batches of the first rank of a layout without pipeline ranks.
+
+        Args:
+            copies: blocks of each kind, where the model has so many.
+        """
+        self.num_runs += 1
+        num_data = layout.degree(DP) * layout.degree(EP)
+        size = NUM_MICROBATCHES * num_data * layout.micro_size
+        run = layout.applied_to(self.run).with_values({"batch.global_size": size})
+        plan = plan_of(run)
+        return measure_rank(run, 0, plan=self._shortened(plan, copies))
+
+    def _shortened(self, plan: Plan, copies: int) -> Plan:
+        stage = plan.stages[0]
+        counts: dict[str, int] = {}
+        kept = []
+        for name in stage.blocks:
+            kind = self.kinds[name]
+            counts[kind] = counts.get(kind, 0) + 1
+            if counts[kind] <= copies:
+                kept.append(name)
+        short = stage.model_copy(update={"blocks": tuple(kept)})
+        return plan.model_copy(update={"stages": (short,)})
+
+    def params_of_kinds(self, *, tp: int, ep: int) -> dict[str, float]:
+        """Parameters of each kind of block on a rank."""
+        if (tp, ep) not in self._params:
+            self._params[tp, ep] = self._count_params({TP: tp, EP: ep})
+        return self._params[tp, ep]
+
+    def _count_params(self, degrees: Mapping[str, int]) -> dict[str, float]:
+        model = self.run.model
+        family = family_of(model, self.run.lora)
+        blocks = lazy_blocks(family, model)
+        axes = family.axes(model)
+        rule = default_sharding_rule()
+        counts = {}
+        for kind in dict.fromkeys(self.kinds.values()):
+            count = 0.0
+            for name, param in named_parameters({kind: blocks[kind]}).items():
+                logical = first_axes(logical_axes(name, axes))
+                sharding = {rule[axis] for axis in logical if axis in rule}
+                divisor = math.prod(degrees.get(axis, 1) for axis in sharding)
+                count += param.numel() / divisor
+            counts[kind] = count
+        return counts

@@ -1,0 +1,259 @@
+"""What the gradient reduction and the ZeRO stages add to the blocks of a rank: bytes, kernels and collectives a parameter.
+
+Note [Costs of a parameter]
+    A short run is measured on two and on four data ranks, and on one. What a rank holds or computes
+    for a parameter is `whole` bytes (or seconds) on every rank, and `shared` ones over all ranks that
+    have it; two runs give both. Kernels and peaks count above those of the run on one rank, which
+    the costs of blocks have already. Peaks are those of a block between equal ones: with ZeRO 3 its
+    parameters and those of the next block are gathered meanwhile, and gradients of earlier blocks
+    are being reduced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from weft.comm.observe import Operation
+from weft.parallel.dp import AXIS as DP
+from weft.planner.kernels import KernelLaunch
+from weft.planner.layout_choice import Layout
+from weft.planner.rank_step import RankStep
+from weft.planner.recorder import BlockSegment, RecordedRegion, Started
+from weft.planner.region_time import CostTable
+from weft.planner.short_runs import ShortRuns
+from weft.planner.speeds import Speeds
+
+NUM_COPIES = 4
+"""Blocks of each kind in a short run, so that one of them has two equal neighbours."""
+ZERO_THAT_REDUCES_EACH = 2
+"""ZeRO stage from which on gradients are reduced for every micro-batch, not only for the last one."""
+ZERO_THAT_GATHERS = 3
+
+Part = Literal["forward", "backward", "last backward", "update"]
+PARTS: tuple[Part, ...] = ("forward", "backward", "last backward", "update")
+
+
+@dataclass(frozen=True)
+class ParamCost:
+    """An amount for each parameter of a rank; see Note [Costs of a parameter]."""
+
+    whole: float
+    shared: float = 0.0
+
+    def of(self, params: float, num_data: int) -> float:
+        """Of so many parameters, where so many data ranks share them."""
+        return params * (self.whole + self.shared / num_data)
+
+
+@dataclass(frozen=True)
+class ZeroCosts:
+    """Costs of one ZeRO stage.
+
+    Attributes:
+        states: bytes between steps, and of gradients that stay from one micro-batch to the next.
+        forward_peak, backward_peak: bytes during a block, above those of the block on one rank.
+        carried: bytes that a backward leaves to the next actions, of gradients that are being
+            reduced, for each parameter of two blocks.
+        kernels: seconds of each part, above those of the first micro-batch on one rank.
+        operations: collectives of each part, on two data ranks.
+        params: of the short run.
+        num_blocks: of them that have parameters.
+        known_seconds: of collectives, by their sizes.
+    """
+
+    states: ParamCost
+    forward_peak: ParamCost
+    backward_peak: ParamCost
+    carried: ParamCost
+    kernels: Mapping[Part, ParamCost]
+    operations: Mapping[Part, Counter[Operation]]
+    params: float
+    num_blocks: int
+    known_seconds: dict[object, float] = field(default_factory=dict, compare=False)
+
+    def sent_s(
+        self,
+        part: Part,
+        speeds: Speeds,
+        group: tuple[int, ...],
+        *,
+        params: float,
+        num_blocks: int,
+    ) -> float:
+        """Seconds of the collectives of a part over a group of ranks.
+
+        Args:
+            params: of the blocks.
+            num_blocks: that have parameters.
+        """
+        if len(group) == 1 or not num_blocks:
+            return 0.0
+        key = part, group, params, num_blocks
+        if key not in self.known_seconds:
+            repeats = num_blocks / self.num_blocks
+            share = params / self.params / repeats
+            sent = share * 2.0 * (len(group) - 1) / len(group)
+            seconds = 0.0
+            for op, count in self.operations[part].items():
+                resized = replace(op, group=group, sent_bytes=round(sent * op.sent_bytes))
+                seconds += count * speeds.operation_s(resized)
+            self.known_seconds[key] = repeats * seconds
+        return self.known_seconds[key]
+
+
+@dataclass(frozen=True)
+class _ShortStep:
+    """A short run and what is read of it."""
+
+    step: RankStep
+    zero: int
+
+    def region(self, kind: str, place: str) -> RecordedRegion:
+        for key, region in self.step.actions.items():
+            if (key.kind, key.place) == (kind, place):
+                return region
+        raise AssertionError(f"two micro-batches have a {kind} at the {place} place")
+
+    @property
+    def change_bytes(self) -> int:
+        """Bytes that the first micro-batch leaves."""
+        change = self.region("F", "first").change + self.region("B", "first").change
+        return max(0, change)
+
+    @property
+    def left_bytes(self) -> int:
+        """Gradients that the first micro-batch leaves, where they are not reduced at once."""
+        return 0 if self.zero >= ZERO_THAT_REDUCES_EACH else self.change_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self.step.kept.total + self.left_bytes
+
+    def peak(self, kind: str, block: str) -> int:
+        """Bytes during a block of the last micro-batch, without gradients that stay."""
+        segment = self._segment(kind, "last", block)
+        return segment.peak_bytes - self.step.regions[0].entry_bytes - self.left_bytes
+
+    def peak_of_first(self, kind: str, block: str) -> int:
+        """The level at which a block of the last micro-batch begins, and above it the peak of the
+        block in the first one, whose gradients are new.
+        """
+        first = self._segment(kind, "first", block)
+        last = self._segment(kind, "last", block)
+        begin = last.entry_bytes - self.step.regions[0].entry_bytes - self.left_bytes
+        return begin + first.peak_bytes - first.entry_bytes
+
+    def _segment(self, kind: str, place: str, block: str) -> BlockSegment:
+        segments = self.region(kind, place).segments
+        own = [segment for segment in segments if segment.block == block]
+        return max(own, key=lambda segment: segment.peak_bytes)
+
+    def events(self, part: Part) -> RecordedRegion:
+        if part == "update":
+            return self.step.phases["update"]
+        if part == "forward":
+            return self.region("F", "first")
+        return self.region("B", "first" if part == "backward" else "last")
+
+    def kernels_s(self, part: Part, table: CostTable) -> float:
+        events = self.events(part).events
+        return sum(table.kernel_s(event) for event in events if isinstance(event, KernelLaunch))
+
+
+class ZeroMeasurements:
+    """Costs of the ZeRO stages, each measured once."""
+
+    def __init__(self, runs: ShortRuns, table: CostTable) -> None:
+        self._runs = runs
+        self._table = table
+        self._steps: dict[tuple[int, int], _ShortStep] = {}
+        self._costs: dict[tuple[int, bool], ZeroCosts] = {}
+
+    def of(self, zero: int, *, num_data: int) -> ZeroCosts:
+        """The costs of a ZeRO stage on so many data ranks."""
+        key = zero, num_data > 1
+        if key not in self._costs:
+            self._costs[key] = self._shared(zero) if num_data > 1 else self._alone(zero)
+        return self._costs[key]
+
+    def _step(self, zero: int, num_data: int) -> _ShortStep:
+        key = zero, num_data
+        if key not in self._steps:
+            degrees = ((DP, num_data),) if num_data > 1 else ()
+            step = self._runs.measure(Layout(degrees, zero=zero), copies=NUM_COPIES)
+            self._steps[key] = _ShortStep(step, zero)
+        return self._steps[key]
+
+    def _alone(self, zero: int) -> ZeroCosts:
+        return self._costs_of(self._step(zero, 1), None)
+
+    def _shared(self, zero: int) -> ZeroCosts:
+        return self._costs_of(self._step(zero, 2), self._step(zero, 4))
+
+    def _costs_of(self, first: _ShortStep, second: _ShortStep | None) -> ZeroCosts:
+        """From steps on two and on four data ranks, or on one."""
+        alone = self._step(0, 1)
+        by_kind = self._runs.params_of_kinds(tp=1, ep=1)
+        blocks = first.step.plan.stages[0].blocks
+        sizes = [by_kind[self._runs.kinds[name]] for name in blocks]
+        params = sum(sizes)
+        block = self._middle_block(blocks)
+        block_params = by_kind[self._runs.kinds[block]]
+
+        def peak(kind: str, step: _ShortStep) -> float:
+            return step.peak(kind, block) - alone.peak_of_first(kind, block)
+
+        def kernels_s(part: Part, step: _ShortStep) -> float:
+            seconds = step.kernels_s(part, self._table)
+            base: Part = "backward" if part == "last backward" else part
+            return seconds if part == "update" else seconds - alone.kernels_s(base, self._table)
+
+        def fitted(values: Sequence[float], divisor: float) -> ParamCost:
+            return _fitted(values, divisor) if divisor else ParamCost(0.0)
+
+        steps = [first] if second is None else [first, second]
+        kernels: dict[Part, ParamCost] = {}
+        operations: dict[Part, Counter[Operation]] = {}
+        for part in PARTS:
+            kernels[part] = fitted([kernels_s(part, step) for step in steps], params)
+            events = first.events(part).events
+            operations[part] = Counter(event.op for event in events if isinstance(event, Started))
+        if first.zero < ZERO_THAT_REDUCES_EACH:
+            added = alone.kernels_s("last backward", self._table)
+            added -= alone.kernels_s("backward", self._table)
+            kernels["backward"] = fitted(
+                [kernels_s("backward", step) + added for step in steps], params
+            )
+        carried = [step.change_bytes - step.left_bytes for step in steps]
+        first_two = sum([size for size in sizes if size][:2])
+        return ZeroCosts(
+            carried=fitted(carried, first_two),
+            states=fitted([step.state_bytes for step in steps], params),
+            forward_peak=fitted([peak("F", step) for step in steps], block_params),
+            backward_peak=fitted([peak("B", step) for step in steps], block_params),
+            kernels=kernels,
+            operations=operations,
+            params=params,
+            num_blocks=sum(1 for size in sizes if size),
+        )
+
+    def _middle_block(self, blocks: Sequence[str]) -> str:
+        """A block between equal ones, as far as there are some, with parameters."""
+        by_kind = self._runs.params_of_kinds(tp=1, ep=1)
+        members: dict[str, list[str]] = {}
+        for name in blocks:
+            members.setdefault(self._runs.kinds[name], []).append(name)
+        most = max(members, key=lambda kind: (by_kind[kind] > 0, len(members[kind]), by_kind[kind]))
+        return members[most][len(members[most]) // 2]
+
+
+def _fitted(values: Sequence[float], params: float) -> ParamCost:
+    """From the values on two and on four data ranks, or on one alone."""
+    if len(values) == 1:
+        return ParamCost(values[0] / params)
+    halved, quartered = values
+    shared = 4.0 * (halved - quartered)
+    return ParamCost((halved - shared / 2) / params, shared / params)
