@@ -38,7 +38,6 @@ from weft.config.run import Run, hardware_of
 from weft.config.validate import config_checks
 from weft.errors import ConfigError, Fault, PlanError, WeftError, counted
 from weft.planner.candidates import (
-    SEARCHED,
     Candidates,
     LayoutGroup,
     Space,
@@ -46,6 +45,7 @@ from weft.planner.candidates import (
     nearest_devices,
     reason_of,
 )
+from weft.planner.layout_choice import SEARCHED
 from weft.run.world import detect, num_cores
 from weft.view.quantity import memory
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,20 +24,13 @@ from weft.config.validate import config_checks
 from weft.core.axes import local_update_axis, without_local_updates
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
-from weft.planner.candidates import (
-    SEARCHED,
-    Candidates,
-    Layout,
-    Space,
-    candidates,
-    nearest_devices,
-    read_layout,
-)
+from weft.planner.candidates import Candidates, Space, candidates, nearest_devices
+from weft.planner.layout_choice import SEARCHED, Layout, read_layout
 
 if TYPE_CHECKING:
     from weft.planner.layout_costs import LayoutCosts
     from weft.planner.plan_report import Rates
-    from weft.planner.search import FoundLayouts
+    from weft.planner.scaling import ScaledLayout, Scaling
 
 USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--target time] [--key value ...]"
 LINE = "search the best layout for a number of devices"
@@ -104,7 +98,19 @@ def plan(words: Sequence[str]) -> int:
         faults = run_checks(named.applied_to(run), config_checks)
         if faults:
             raise ConfigError(*faults)
-    return _search(run, run_words, options, found, hardware, named=named, is_json=is_json)
+    faults = tuple(_scale_faults(run, options, hardware, pinned))
+    if faults:
+        raise ConfigError(*faults)
+    return _search(
+        run,
+        run_words,
+        options,
+        found,
+        hardware,
+        pinned=pinned,
+        named=named,
+        is_json=is_json,
+    )
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -192,6 +198,17 @@ def _no_layout(run: Run, space: Space, found: Candidates) -> Fault:
     )
 
 
+def _scale_faults(
+    run: Run, options: PlanOptions, hardware: Hardware, pinned: frozenset[str]
+) -> Iterator[Fault]:
+    """Numbers of devices in `scale` that no layout fills."""
+    for size in options.scale:
+        yield from world_faults(hardware, size)
+        space = Space(size, hardware.node, pinned - {"mesh"})
+        if not candidates(run, space).groups:
+            yield replace(_no_layout(run, space, candidates(run, space)), key="scale")
+
+
 def _search(
     run: Run,
     run_words: Sequence[str],
@@ -199,13 +216,21 @@ def _search(
     found: Candidates,
     hardware: Hardware,
     *,
+    pinned: frozenset[str],
     named: Layout | None,
     is_json: bool,
 ) -> int:
     from weft.planner.layout_costs import LayoutCosts  # late: they import torch
-    from weft.planner.plan_report import Rates, nothing_fits_text, search_json, search_text
+    from weft.planner.plan_report import (
+        Rates,
+        nothing_fits_text,
+        scaling_json,
+        search_json,
+        search_text,
+    )
     from weft.planner.search import SearchLimits, search
     from weft.planner.speeds import Speeds
+    from weft.planner.why_not import too_large_lines, why_lines
 
     costs = LayoutCosts(run, Speeds(hardware))
     rates = Rates(
@@ -221,23 +246,26 @@ def _search(
     if not result.best:
         lines = nothing_fits_text(result, capacity)
         if named is not None:
-            lines.extend(_too_large_lines(named, costs, capacity))
+            lines.extend(too_large_lines(named, costs, capacity))
         print_result("\n".join(lines))
         return EXIT_FAILED
     best = result.best[0].layout
+    scaled = _scaled(options, costs, pinned) if options.scale else {}
+    if options.target == "cost" and scaled:
+        best = _cheapest_layout(scaled, best)
     if options.write is not None:
         _write(options.write, best.applied_to(run))
     if is_json:
         fields = search_json(result, rates, num_shown=options.top)
+        fields["scaling"] = {kind: scaling_json(rows, rates) for kind, rows in scaled.items()}
         fields["command"] = command_of(run_words, best)
         print_result(json.dumps(fields, indent=1))
         return EXIT_OK
-    lines = search_text(result, rates, num_shown=options.top)
+    lines = [*_head(run, hardware, costs), *search_text(result, rates, num_shown=options.top)]
     if named is not None:
-        lines.extend(_why_lines(named, result, costs, capacity, rates))
-    if options.scale:
-        lines.extend(_scale_lines(run, options, hardware, costs))
-    print_result("\n".join([*_head(run, hardware, costs), *lines, command_of(run_words, best)]))
+        lines.extend(why_lines(named, result, costs, capacity, rates))
+    lines.extend(_scale_lines(scaled, rates))
+    print_result("\n".join([*lines, command_of(run_words, best)]))
     return EXIT_OK
 
 
@@ -278,64 +306,46 @@ def _write(path: str, run: Run) -> None:
     print_result(f"wrote {path}")
 
 
-def _why_lines(
-    named: Layout, result: FoundLayouts, costs: LayoutCosts, capacity: float, rates: Rates
-) -> list[str]:
-    """What is wrong with a named layout, which is legal."""
-    from weft.planner.plan_report import found_lines, reason, wrapped
-    from weft.planner.search import Found
-    from weft.view.quantity import memory
-
-    too_large = _too_large_lines(named, costs, capacity)
-    if too_large:
-        return too_large
-    entry = Found(named, costs.predict(named))
-    lines = [f"why not {named.text}:", *(f"  {line}" for line in found_lines(entry, rates))]
-    if entry.peak_bytes > capacity:
-        missing = memory(entry.peak_bytes - capacity)
-        lines.append(f"  it does not fit: {missing} too much")
-        kept = max(role.memory.kept.total for role in entry.prediction.roles)
-        lines.append(f"  {memory(kept)} of it are parameters, gradients and optimizer states")
-    elif named == result.best[0].layout:
-        lines.append("  it is the best one")
-    else:
-        lines.append(f"  the best one has {reason(result.best[0], entry)}")
-    return [part for line in lines for part in wrapped(line)]
-
-
-def _too_large_lines(named: Layout, costs: LayoutCosts, capacity: float) -> list[str]:
-    """By how much a named layout does not fit, and what would; [] if it may fit."""
-    from weft.planner.plan_report import wrapped
-    from weft.planner.search import smaller_change
-    from weft.view.quantity import memory
-
-    bound = costs.bound(named, costs.blocks(named))
-    if bound.peak_bytes <= capacity:
-        return []
-    change, size = smaller_change(named, costs, capacity)
-    word = "fits" if size <= capacity else "has the least bytes of those tried, and does not fit"
-    lines = [
-        f"why not {named.text}:",
-        f"  it does not fit: it needs at least {memory(bound.peak_bytes)} of {memory(capacity)},"
-        f" {memory(bound.state_bytes)} of it between steps and for gradients",
-        f"  {change.text} {word}: at least {memory(size)}",
-    ]
-    return [part for line in lines for part in wrapped(line)]
-
-
-def _scale_lines(
-    run: Run, options: PlanOptions, hardware: Hardware, costs: LayoutCosts
-) -> list[str]:
-    from weft.planner.plan_report import scaling_text
+def _scaled(
+    options: PlanOptions, costs: LayoutCosts, pinned: frozenset[str]
+) -> dict[Scaling, list[ScaledLayout]]:
+    """The best layouts on the numbers of devices of `scale`; they share the seconds of a search."""
     from weft.planner.scaling import scaling
 
-    capacity = (1 - options.headroom) * hardware.memory_bytes
+    kinds: tuple[Scaling, ...] = ("strong", "weak")
+    found = {}
+    for kind in kinds:
+        found[kind] = scaling(
+            costs,
+            sorted(options.scale),
+            pinned,
+            kind=kind,
+            memory_bytes=(1 - options.headroom) * costs.speeds.hardware.memory_bytes,
+            seconds=options.seconds / len(kinds),
+        )
+    return found
+
+
+def _cheapest_layout(scaled: Mapping[Scaling, Sequence[ScaledLayout]], other: Layout) -> Layout:
+    """The layout with the least price of a token among those with the same batch."""
+    from weft.planner.plan_report import cheapest
+
+    row = cheapest(scaled["strong"])
+    return other if row is None or row.best is None else row.best.layout
+
+
+def _scale_lines(scaled: Mapping[Scaling, Sequence[ScaledLayout]], rates: Rates) -> list[str]:
+    from weft.planner.plan_report import cheapest, scaling_text, wrapped
+
+    titles: dict[Scaling, str] = {
+        "strong": "strong scaling (the same batch on all):",
+        "weak": "weak scaling (a batch that grows with the devices):",
+    }
     lines = []
-    for kind in ("strong", "weak"):
-        rows = scaling(run, costs, sorted(options.scale), kind=kind, memory_bytes=capacity)
-        title = {
-            "strong": "strong scaling (the same batch on all):",
-            "weak": "weak scaling (a batch that grows with the devices):",
-        }[kind]
-        lines.extend(scaling_text(title, rows))
+    for kind, rows in scaled.items():
+        lines.extend(scaling_text(titles[kind], rows, rates))
+    row = cheapest(scaled.get("strong", ()))
+    if row is not None and row.best is not None:
+        text = f"least cost of a token with this batch: {row.num_devices} devices, {row.best.layout.text}"
+        lines.extend(wrapped(text))
     return lines

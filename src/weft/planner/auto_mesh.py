@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.run import Run, plan_of
-from weft.planner.candidates import Candidates, Layout
+from weft.planner.candidates import Candidates
+from weft.planner.found_layouts import Found
+from weft.planner.layout_choice import Layout
 from weft.planner.layout_costs import LayoutCosts
 from weft.planner.measure import size_problem
 from weft.planner.predict import predict
-from weft.planner.search import Found, SearchLimits, search
+from weft.planner.search import SearchLimits, search
 from weft.planner.speeds import Speeds
 
 MOST_PREDICTED = 3
@@ -46,8 +48,8 @@ def rank_meshes(run: Run, found: Candidates, speeds: Speeds, memory_bytes: float
     layouts = [layout for group in found.groups for layout in group]
     if run.pipeline.table or _are_few_and_small(run, layouts):
         return _rank_all(run, layouts, speeds, memory_bytes)
-    limits = SearchLimits(memory_bytes, MOST_MEASURED)
-    result = search(found, LayoutCosts(run, speeds), limits, target="cost")  # no Pareto front
+    limits = SearchLimits(memory_bytes, MOST_MEASURED, has_front=False, splits=False)
+    result = search(found, LayoutCosts(run, speeds), limits, target="time")
     least_bytes = None if result.smallest is None else result.smallest[0]
     is_complete = not result.best or result.is_proven
     return _ranking(result.best, least_bytes, is_complete=is_complete)

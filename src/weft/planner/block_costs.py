@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from weft.comm.observe import Operation
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.tp import AXIS as TP
 from weft.planner.candidates import MICRO_SIZES
+from weft.planner.kernels import KernelLaunch
 from weft.planner.layout_choice import DEFAULT_CONTEXT, DEFAULT_SCHEDULE, Layout
 from weft.planner.rank_step import RankStep
-from weft.planner.recorder import RecordedRegion
+from weft.planner.recorder import Ended, Event, RecordedRegion, Started
 from weft.planner.region_time import CostTable, replay
 from weft.planner.short_runs import ShortRuns
 from weft.planner.step_memory import boundary_bytes
@@ -51,32 +53,43 @@ class SplitShares:
 CostsByKind = Mapping[str, BlockCosts]
 
 
+@dataclass(frozen=True)
+class _MeasuredBlocks:
+    """A short run of one block of each kind.
+
+    Attributes:
+        boundary_bytes: of the output of a stage.
+    """
+
+    names: tuple[str, ...]
+    forward: RecordedRegion
+    backward: RecordedRegion
+    boundary_bytes: int
+
+
 class BlockMeasurements:
     """Costs of blocks, each sharding measured once."""
 
     def __init__(self, runs: ShortRuns, table: CostTable) -> None:
         self._runs = runs
         self._table = table
-        self._blocks: dict[Layout, CostsByKind] = {}
+        self._measured: dict[Layout, _MeasuredBlocks] = {}
+        self._blocks: dict[object, CostsByKind] = {}
         self._bounds: dict[tuple[Layout, bool], CostsByKind] = {}
         self._splits: dict[Layout, SplitShares] = {}
-        self._boundaries: dict[Layout, int] = {}
 
     def of(self, layout: Layout) -> CostsByKind:
-        """The costs of each kind of block under the sharding of a layout."""
-        sharding = layout.sharding
-        if sharding not in self._blocks:
-            self._blocks[sharding] = self._measure(sharding)
-        return self._blocks[sharding]
-
-    def has(self, layout: Layout) -> bool:
-        """Whether the sharding of a layout has been measured."""
-        return layout.sharding in self._blocks
+        """The costs of each kind of block under the sharding of a layout, with the ranks of its
+        groups where the layout has them.
+        """
+        key = layout.sharding, layout.strides
+        if key not in self._blocks:
+            self._blocks[key] = self._costs_of(self._measure(layout), dict(layout.strides))
+        return self._blocks[key]
 
     def boundary_bytes(self, layout: Layout) -> int:
         """Bytes of the output of a stage for one micro-batch."""
-        self.of(layout)
-        return self._boundaries[layout.sharding]
+        return self._measure(layout).boundary_bytes
 
     def bounds(self, layout: Layout, *, has_own_recompute: bool = False) -> CostsByKind:
         """What each kind of block costs at least, from larger blocks: no part of a sequence or a
@@ -116,17 +129,27 @@ class BlockMeasurements:
             self._bounds[key] = found
         return self._bounds[key]
 
-    def _measure(self, sharding: Layout) -> CostsByKind:
-        step = self._runs.measure(sharding)
-        self._boundaries[sharding] = boundary_bytes(step.plan, Transfer(Act("F", 0, 0), 0))
-        regions = first_regions(step)
-        forward = _segment_seconds(regions["F"], self._table)
-        backward = _segment_seconds(regions["B"], self._table)
-        saved = _segment_changes(regions["F"])
-        forward_peaks = _segment_peaks(regions["F"])
-        backward_peaks = _segment_peaks(regions["B"])
+    def _measure(self, layout: Layout) -> _MeasuredBlocks:
+        sharding = layout.sharding
+        if sharding not in self._measured:
+            step = self._runs.measure(sharding)
+            regions = first_regions(step)
+            self._measured[sharding] = _MeasuredBlocks(
+                names=step.plan.stages[0].blocks,
+                forward=regions["F"],
+                backward=regions["B"],
+                boundary_bytes=boundary_bytes(step.plan, Transfer(Act("F", 0, 0), 0)),
+            )
+        return self._measured[sharding]
+
+    def _costs_of(self, measured: _MeasuredBlocks, strides: Mapping[str, int]) -> CostsByKind:
+        forward = _segment_seconds(_placed(measured.forward, strides), self._table)
+        backward = _segment_seconds(_placed(measured.backward, strides), self._table)
+        saved = _segment_changes(measured.forward)
+        forward_peaks = _segment_peaks(measured.forward)
+        backward_peaks = _segment_peaks(measured.backward)
         found = {}
-        for name in step.plan.stages[0].blocks:
+        for name in measured.names:
             found[name] = BlockCosts(
                 forward_s=forward.get(name, 0.0),
                 backward_s=backward.get(name, 0.0),
@@ -163,6 +186,21 @@ def first_regions(step: RankStep) -> dict[str, RecordedRegion]:
         if key.place != "last":
             regions[key.kind] = region
     return regions
+
+
+def _placed(region: RecordedRegion, strides: Mapping[str, int]) -> RecordedRegion:
+    """The region with the groups of some axes at other distances."""
+    moved: dict[int, Operation] = {}
+    events: list[Event] = []
+    for event in region.events:
+        if not isinstance(event, KernelLaunch) and event.op.axis in strides:
+            op = event.op
+            stride = strides[op.axis]
+            group = tuple(place * stride for place in range(len(op.group)))
+            op = moved.setdefault(id(op), replace(op, group=group))
+            event = Started(op) if isinstance(event, Started) else Ended(op)
+        events.append(event)
+    return replace(region, events=events)
 
 
 def _segment_seconds(region: RecordedRegion, table: CostTable) -> dict[str, float]:

@@ -21,7 +21,7 @@ STATES, ACTIVATIONS, SIMULATED_PEAK, MEASURED = (
 SLOWER, SIMULATED_SLOWER, DEEP, OPEN = (
     "worse, by a lower bound",
     "simulated; worse than those that were measured",
-    "simulated; cannot be measured: deep stages, or rare actions",
+    "simulated; stages are too deep to be measured",
     "not simulated; the limit of seconds has ended that",
 )
 

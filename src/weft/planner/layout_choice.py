@@ -116,6 +116,17 @@ class Layout:
         )
 
     @property
+    def strides(self) -> tuple[tuple[str, int], ...]:
+        """Distance of neighbouring ranks along the axes of sequences and experts."""
+        found = []
+        stride = 1
+        for axis, degree in reversed(self.degrees):
+            if axis in (EP, CP):
+                found.append((axis, stride))
+            stride *= degree
+        return tuple(sorted(found))
+
+    @property
     def data_group(self) -> tuple[int, ...]:
         """The first ranks of the world that share the gradients of dense parameters."""
         ranks = [0]

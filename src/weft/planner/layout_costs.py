@@ -31,7 +31,7 @@ from weft.planner.layout_choice import Layout
 from weft.planner.measure import block_kinds, role_costs
 from weft.planner.pipeline_tables import PipelineTables
 from weft.planner.predict import Prediction, predict_measured
-from weft.planner.rank_step import RankStep, action_keys, played_microbatches, thinned
+from weft.planner.rank_step import RankStep
 from weft.planner.region_time import CostTable
 from weft.planner.repeated import can_be_repeated, measure_repeated
 from weft.planner.short_runs import ShortRuns
@@ -195,13 +195,10 @@ class LayoutCosts:
         return self._predictions[layout]
 
     def can_be_measured(self, layout: Layout) -> bool:
-        """Whether that takes seconds: blocks may be left out, or there are few; and whether the
-        micro-batches that are played show all kinds of actions.
-        """
+        """Whether that takes seconds: blocks may be left out, or there are few."""
         plan = plan_of(layout.applied_to(self.run))
         most = max(len(stage.blocks) for stage in plan.stages) * layout.chunks
-        is_small = most <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
-        return is_small and _shows_all_actions(plan.table)
+        return most <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
 
     def has_stages(self, layout: Layout) -> bool:
         """Whether the model has a block for every stage, and the schedule takes the sizes."""
@@ -567,13 +564,3 @@ def _mean_of_neighbours(sizes: Sequence[float]) -> float:
     if len(own) < 2:
         return sum(own)
     return max(sum(pair) / 2 for pair in zip(own, own[1:], strict=False))
-
-
-def _shows_all_actions(table: Table) -> bool:
-    """Whether the micro-batches that are played have every kind of action of the table."""
-    for row in range(table.num_ranks):
-        played = thinned(table, played_microbatches(table, row))
-        keys = set(action_keys(table, row).values())
-        if not keys <= set(action_keys(played, row).values()):
-            return False
-    return True

@@ -10,12 +10,16 @@ from typing import Any
 
 from weft.config.checks import as_flags
 from weft.core.mesh import WIDTH
-from weft.planner.candidates import Layout
-from weft.planner.search import DEEP, OPEN, Found, FoundLayouts
+from weft.planner.found_layouts import DEEP, OPEN, Found, FoundLayouts
+from weft.planner.layout_choice import Layout
+from weft.planner.layout_costs import Simulated
+from weft.planner.scaling import ScaledLayout
 from weft.view.quantity import count, memory, short_time
 
 JOULES_A_KWH = 3.6e6
 MOST_REASONS = 12
+MOST_FRONT = 10
+"""Lines of the Pareto front."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,27 @@ def search_text(result: FoundLayouts, rates: Rates, *, num_shown: int) -> list[s
         lines.extend(f"   {line}" for line in found_lines(found, rates))
     for place, (first, second) in enumerate(itertools.pairwise(shown), start=1):
         lines.append(f"{place} before {place + 1}: {reason(first, second)}")
-    if len(result.front) > 1:
-        lines.append("Pareto front of time and memory (of the layouts that were measured):")
-        for found in result.front:
-            size = memory(found.peak_bytes)
-            lines.append(f"  {short_time(found.seconds):>8}  {size:>9}  {found.layout.text}")
+    lines.extend(front_lines(result))
     lines.extend(ranking_lines(result))
     return [part for line in lines for part in wrapped(line)]
+
+
+def front_lines(result: FoundLayouts) -> list[str]:
+    """The fastest layout for each amount of memory: those that were measured, and simulated ones."""
+    measured = {found.layout for found in result.front}
+    rows: list[tuple[float, float, str, Layout]] = []
+    for found in result.front:
+        rows.append((found.seconds, found.peak_bytes, "measured", found.layout))
+    for entry in result.simulated_front:
+        if entry.layout not in measured:
+            rows.append((entry.seconds, entry.peak_bytes, "simulated", entry.layout))
+    if len(rows) < 2:
+        return []
+    lines = ["Pareto front of time and memory:"]
+    for seconds, peak_bytes, source, layout in sorted(rows, key=lambda row: row[0])[:MOST_FRONT]:
+        size = memory(peak_bytes)
+        lines.append(f"  {short_time(seconds):>8}  {size:>9}  {source:<9}  {layout.text}")
+    return lines
 
 
 def ranking_lines(result: FoundLayouts) -> list[str]:
@@ -59,17 +77,34 @@ def ranking_lines(result: FoundLayouts) -> list[str]:
     ]
     for text, number in (+result.rejected).most_common(MOST_REASONS):
         lines.append(f"  {count(number):>9}  {text}")
+    if result.best:
+        error = 100 * result.largest_error
+        lines.append(f"simulated steps of the measured layouts differ by at most {error:.1f}%")
     if result.is_out_of_time:
         lines.append("the limit of --seconds ended the search")
-    if result.is_proven:
-        lines.append("proven: no layout that was not measured is faster, other ZeRO stages aside")
-    elif result.next_bound_s is not None:
-        bound = short_time(result.next_bound_s)
-        lines.append(
-            f"not proven: layouts that were not measured take at least {bound}; of those that"
-            " were simulated the fastest were measured first"
-        )
+    lines.extend(proof_lines(result))
     return lines
+
+
+def proof_lines(result: FoundLayouts) -> list[str]:
+    """Whether the best layout is proven the best, and what is known of the others if it is not."""
+    if result.is_proven:
+        better = "smaller" if result.target == "memory" else "faster"
+        return [f"proven: no layout that was not measured is {better}, by its bound"]
+    if result.next_bound is None:
+        return []
+    bound = value_text(result.next_bound, result.target)
+    line = f"not proven: layouts that were not measured need at least {bound}"
+    entry = result.next_simulated
+    if entry is not None:
+        value = entry.peak_bytes if result.target == "memory" else entry.seconds
+        line += f"; the best simulated one of these takes {value_text(value, result.target)}"
+    return [line]
+
+
+def value_text(value: float, target: str) -> str:
+    """Seconds of a step, or bytes."""
+    return memory(value) if target == "memory" else short_time(value)
 
 
 def wrapped(line: str) -> list[str]:
@@ -175,11 +210,24 @@ def search_json(result: FoundLayouts, rates: Rates, *, num_shown: int) -> dict[s
         "best": [found_json(found, rates) for found in result.best[:num_shown]],
         "front": [found_json(found, rates) for found in result.front],
         "rejected": dict(result.rejected),
-        "next_bound_s": result.next_bound_s,
+        "target": result.target,
+        "next_bound": result.next_bound,
+        "simulated_front": [simulated_json(entry) for entry in result.simulated_front],
+        "largest_error": result.largest_error,
         "bounded": result.num_bounded,
         "simulated": result.num_simulated,
         "out_of_time": result.is_out_of_time,
         "proven": result.is_proven,
+    }
+
+
+def simulated_json(entry: Simulated) -> dict[str, Any]:
+    """A layout that was simulated, as JSON."""
+    return {
+        "layout": entry.layout.text,
+        "values": entry.layout.values,
+        "step_s": entry.seconds,
+        "peak_bytes": entry.peak_bytes,
     }
 
 
@@ -192,6 +240,7 @@ def found_json(found: Found, rates: Rates) -> dict[str, Any]:
         "layout": found.layout.text,
         "values": found.layout.values,
         "step_s": [interval.low, interval.mid, interval.high],
+        "simulated_s": None if found.simulated is None else found.simulated.seconds,
         "peak_bytes": found.peak_bytes,
         "tokens_per_s": prediction.tokens_per_s,
         "mfu": prediction.mfu,
@@ -203,21 +252,39 @@ def found_json(found: Found, rates: Rates) -> dict[str, Any]:
     }
 
 
-def scaling_text(title: str, rows: Sequence[tuple[int, Found | None]]) -> list[str]:
+def scaling_text(title: str, rows: Sequence[ScaledLayout], rates: Rates) -> list[str]:
     """A table of the best layouts on several numbers of devices, with their efficiency."""
     lines = [
         title,
-        f"{'devices':>9}  {'step':>8}  {'tokens/s a device':>17}  {'efficiency':>10}  layout",
+        f"{'devices':>9}  {'step':>8}  {'tokens/s a device':>17}  {'efficiency':>10}  {'10^9 tokens':>11}"
+        "  layout",
     ]
     base: float | None = None
-    for num_devices, found in rows:
-        if found is None:
-            lines.append(f"{num_devices:>9}  no legal layout fits")
+    for row in rows:
+        if row.best is None:
+            lines.append(f"{row.num_devices:>9}  no legal layout fits")
             continue
-        a_device = found.prediction.tokens_per_s / num_devices
+        a_device = row.tokens_per_s / row.num_devices
         base = base or a_device
+        usd = costs_of(row.best, rates)["usd_a_billion_tokens"]
+        price = "" if usd is None else f"${usd:,.0f}"
         lines.append(
-            f"{num_devices:>9}  {short_time(found.seconds):>8}  {count(a_device):>17}"
-            f"  {100 * a_device / base:>9.0f}%  {found.layout.text}"[:WIDTH]
+            f"{row.num_devices:>9}  {short_time(row.best.seconds):>8}  {count(a_device):>17}"
+            f"  {100 * a_device / base:>9.0f}%  {price:>11}  {row.best.layout.mesh}"[:WIDTH]
         )
     return lines
+
+
+def cheapest(rows: Sequence[ScaledLayout]) -> ScaledLayout | None:
+    """The number of devices that spends the fewest device seconds on a token; None if none fits."""
+    fitting = [row for row in rows if row.best is not None]
+    return min(fitting, key=lambda row: row.num_devices / row.tokens_per_s, default=None)
+
+
+def scaling_json(rows: Sequence[ScaledLayout], rates: Rates) -> list[dict[str, Any]]:
+    """The best layouts on several numbers of devices as JSON."""
+    found = []
+    for row in rows:
+        best = None if row.best is None else found_json(row.best, rates)
+        found.append({"devices": row.num_devices, "global_size": row.global_size, "best": best})
+    return found

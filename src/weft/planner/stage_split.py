@@ -9,7 +9,7 @@ from weft.planner.layout_costs import LayoutCosts, Simulated
 
 MOST_MOVES = 40
 """Layers that are moved at most."""
-MIN_GAIN = 0.001
+MIN_GAIN = 0.003
 """Share of the step that another split must spare, to be taken instead of the default one."""
 
 
