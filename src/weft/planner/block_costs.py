@@ -14,7 +14,8 @@ from weft.planner.kernels import KernelLaunch
 from weft.planner.layout_choice import DEFAULT_CONTEXT, DEFAULT_SCHEDULE, Layout
 from weft.planner.rank_step import RankStep
 from weft.planner.recorder import Ended, Event, RecordedRegion, Started
-from weft.planner.region_time import CostTable, replay
+from weft.planner.region_costs import CostTable
+from weft.planner.region_time import replay
 from weft.planner.short_runs import ShortRuns
 from weft.planner.step_memory import boundary_bytes
 from weft.schedule.actions import Act

@@ -32,7 +32,7 @@ from weft.planner.measure import block_kinds, role_costs
 from weft.planner.pipeline_tables import PipelineTables
 from weft.planner.predict import Prediction, predict_measured
 from weft.planner.rank_step import RankStep
-from weft.planner.region_time import CostTable
+from weft.planner.region_costs import CostTable
 from weft.planner.repeated import can_be_repeated, measure_repeated
 from weft.planner.short_runs import ShortRuns
 from weft.planner.speeds import Speeds

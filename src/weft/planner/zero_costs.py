@@ -22,7 +22,7 @@ from weft.planner.kernels import KernelLaunch
 from weft.planner.layout_choice import Layout
 from weft.planner.rank_step import RankStep
 from weft.planner.recorder import BlockSegment, RecordedRegion, Started
-from weft.planner.region_time import CostTable
+from weft.planner.region_costs import CostTable
 from weft.planner.short_runs import ShortRuns
 from weft.planner.speeds import Speeds
 
