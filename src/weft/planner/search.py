@@ -107,7 +107,7 @@ def search(
     Args:
         progress: takes a line of text now and then.
     """
-    return _Search(found, costs, limits, target, progress).run()
+    return _LayoutSearch(found, costs, limits, target, progress).run()
 
 
 class _Clock:
@@ -157,7 +157,7 @@ def objective_of(value: Bound | Simulated, objective: Objective) -> float:
     return value.seconds if objective == "time" else value.peak_bytes
 
 
-class _Search:
+class _LayoutSearch:
     """One search; `run` once."""
 
     def __init__(
