@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from benchmarks.gpu.kernels import check_attention, check_profile
 from benchmarks.gpu.layouts import check_determinism, check_layouts
 from benchmarks.gpu.process_groups import check_process_groups
 from benchmarks.gpu.report import Report, Row, Settings
@@ -77,7 +78,9 @@ SECTIONS = {
     "layouts on one device": check_layouts,
     "process groups": check_process_groups,
     "deterministic mode": check_determinism,
+    "attention": check_attention,
     "speed": check_speed,
+    "profile": check_profile,
 }
 """In this order: the first one asks whether this process may fork, before CUDA starts."""
 

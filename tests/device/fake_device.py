@@ -36,6 +36,7 @@ from weft.models import FAMILIES
 from weft.models.common import experts
 from weft.models.common.batch import token_batch
 from weft.train import build
+from weft.train.late_report import LateReports, reports_late
 from weft.train.step import TrainStep
 
 DEVICE = torch.device("cuda:0")
@@ -45,9 +46,20 @@ NO_KERNEL = ("empty", "set_", "resize_", "detach", "lift", "alias", "record_stre
 """Operations without a kernel, besides views."""
 
 
+class FakeEvent:
+    """A CUDA event; its wait is not one of those that are counted."""
+
+    def record(self) -> None:
+        """Nothing runs."""
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+
 def prepare_torch() -> None:
     """Replace what needs a driver, and what refuses fake tensors without a reason."""
     torch.cuda.max_memory_allocated = lambda device=None: 1
+    torch.cuda.Event = FakeEvent
     torch.utils.swap_tensors = _swap_tensors
     for name in ("lazy_blocks", "parallelize"):
         plain = getattr(build, name)
@@ -211,6 +223,7 @@ def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, obj
         recorder.is_recording = True
         step(batches, lr=1e-3)
         recorder.is_recording = False
+        late_syncs = _late_syncs(step, recorder, batches)
     return {
         "layout": str(layout),
         "syncs": dict(recorder.syncs),
@@ -220,7 +233,24 @@ def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, obj
         "not_on_device": _not_on_device(step),
         "not_planned": transport.not_planned(mesh),
         "calls_on_cpu": sorted(transport.on_cpu),
+        "late_syncs": late_syncs,
     }
+
+
+def _late_syncs(step: TrainStep, recorder: Recorder, batches) -> dict[str, int] | None:
+    """Waits of two steps whose reports are late, but for the reading; None where they cannot be."""
+    if not reports_late(step):
+        return None
+    before = recorder.syncs.copy()
+    copies, launches = recorder.copies.copy(), recorder.launches.copy()
+    late = LateReports(step)
+    recorder.is_recording = True
+    for number in (1, 2):
+        late.launch(number, batches, lr=1e-3, status=lambda: 0, on_phase=None)
+    recorder.is_recording = False
+    waits = recorder.syncs - before
+    recorder.syncs, recorder.copies, recorder.launches = before, copies, launches
+    return dict(waits)
 
 
 def _batches(run: Run, comm: Comm):

@@ -130,6 +130,7 @@ def test_waits_copies_and_launches_do_not_increase(layout, measured):
         assert number <= limits[key], f"{key} increased; waits, copies: {where}"
     if layout.model == "llama3":
         assert (row["syncs"], row["copies"]) == (1, 0), "a dense step waits once, copies nothing"
+        assert counts["late_syncs"] == {}, "with a late report the host waits for nothing"
 
 
 def test_every_layout_has_a_row_in_the_table():

@@ -220,10 +220,18 @@ class NamedOptimizer:
             device = None
         return torch.zeros(0, device=device)
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step` takes `skip`."""
+        return all(group.rule.skips_on_device for group in self.groups)
+
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, *, skip: Tensor | None = None) -> None:
         """Update every parameter that has a gradient; a collective where a rule needs whole
         matrices or sums.
+
+        Args:
+            skip: float32 scalar on the device; 1: nothing is to change.
         """
         for group, values in zip(self.groups, self.param_groups, strict=True):
             settings = {
@@ -231,7 +239,7 @@ class NamedOptimizer:
                 "weight_decay": values["weight_decay"],
             }
             if group.rule.kind == "elementwise":
-                self._update(group, settings)
+                self._update(group, settings, skip)
             elif group.rule.kind == "reductions":
                 self._update_with_sums(group, settings)
             else:
@@ -247,16 +255,25 @@ class NamedOptimizer:
                 grads[name] = param.grad
         return grads
 
-    def _update(self, group: RuleGroup, settings: Mapping[str, float]) -> None:
+    def _update(
+        self,
+        group: RuleGroup,
+        settings: Mapping[str, float],
+        skip: Tensor | None,
+    ) -> None:
         grads = self._grads(group.names)
-        if grads:
-            group.rule.update_all(
-                [self.params[name] for name in grads],
-                list(grads.values()),
-                [self.state[name] for name in grads],
-                lr=settings["lr"],
-                weight_decay=settings["weight_decay"],
-            )
+        if not grads:
+            return
+        update = group.rule.update_all
+        if skip is not None:
+            update = partial(group.rule.update_all_unless, skip)
+        update(
+            [self.params[name] for name in grads],
+            list(grads.values()),
+            [self.state[name] for name in grads],
+            lr=settings["lr"],
+            weight_decay=settings["weight_decay"],
+        )
 
     def _update_matrices(
         self,

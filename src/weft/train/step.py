@@ -33,7 +33,7 @@ from weft.train.loss_scale import LossScale
 from weft.train.nonfinite import NonFiniteValue, locate
 from weft.train.optim import NamedOptimizer, StepOptimizer
 from weft.train.step_phases import action_reporter, ignore_phase
-from weft.train.step_stats import RankStats, StepTotals, memory_bytes, total_stats
+from weft.train.step_stats import PendingTotals, RankStats, memory_bytes, total_stats
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,24 @@ class StepReport:
     expert_load: float | None = None
     status: int = 0
     outer: OuterReport | None = None
+
+
+@dataclass(frozen=True)
+class ComputedStep:
+    """A step before its update.
+
+    Attributes:
+        start_s: time.perf_counter() of its start.
+        scale: factor of the loss.
+        played: loss and loads of this rank.
+        loads: block name -> tokens of each expert, over all ranks.
+    """
+
+    start_s: float
+    scale: float
+    played: PlayResult
+    loads: Mapping[str, Tensor]
+    totals: PendingTotals
 
 
 def no_status() -> int:
@@ -260,7 +278,58 @@ class TrainStep:
                 finite.
             WeftError: float16 gradients overflow at the smallest loss scale.
         """
-        start = time.perf_counter()
+        report_phase = on_phase or ignore_phase
+        computed = self.compute(batches, status=status, on_phase=on_phase)
+        scale = computed.scale
+        totals = computed.totals.read()
+        loss = totals.loss
+        norm = totals.grad_norm / scale
+        nonfinite = self._find_nonfinite(loss, norm, batches)
+        if nonfinite is not None and on_nonfinite == "raise":
+            raise NonFiniteError(nonfinite_text(loss, norm, nonfinite))
+        is_finite = math.isfinite(norm)
+        report_phase("update")
+        is_overflow = self.loss_scale.skips(is_finite=is_finite)
+        skipped = is_overflow or nonfinite is not None
+        if not skipped:
+            grad_norm.clip(
+                self.grads,
+                totals.grad_norm_tensor / scale,
+                most=self.clip,
+                scale=scale,
+            )
+            self.update(lr)
+            rebalance_routers(self.model.blocks, computed.loads)
+        outer = self._join_sites(report_phase)
+        if not skipped or (outer is not None and outer.is_applied):
+            self.grads.after_optimizer_step()
+        if nonfinite is None:
+            self.loss_scale = self.loss_scale.after(is_finite=is_finite)
+        return StepReport(
+            loss=loss,
+            grad_norm=norm,
+            targets=totals.targets,
+            step_s=time.perf_counter() - computed.start_s,
+            mem_bytes=totals.mem_bytes,
+            loss_scale=scale,
+            skipped=skipped,
+            nonfinite=nonfinite,
+            expert_load=totals.expert_load,
+            status=totals.status,
+            outer=outer,
+        )
+
+    def compute(
+        self,
+        batches: Sequence[Batch],
+        *,
+        status: Callable[[], int] = no_status,
+        on_phase: Callable[[Phase], None] | None = None,
+    ) -> ComputedStep:
+        """Compute loss, gradients and totals of one step, and wait for none of them; the arguments
+        are those of a whole step.
+        """
+        start_s = time.perf_counter()
         report_phase = on_phase or ignore_phase
         report_phase("forward")
         if self.local_updates is not None:
@@ -283,42 +352,7 @@ class TrainStep:
             expert_load=imbalance(loads, self.model.comm.device),
             status=status(),
         )
-        loss = totals.loss
-        norm = totals.grad_norm / scale
-        nonfinite = self._find_nonfinite(loss, norm, batches)
-        if nonfinite is not None and on_nonfinite == "raise":
-            raise NonFiniteError(nonfinite_text(loss, norm, nonfinite))
-        is_finite = math.isfinite(norm)
-        report_phase("update")
-        is_overflow = self.loss_scale.skips(is_finite=is_finite)
-        skipped = is_overflow or nonfinite is not None
-        if not skipped:
-            grad_norm.clip(
-                self.grads,
-                totals.grad_norm_tensor / scale,
-                most=self.clip,
-                scale=scale,
-            )
-            self._update(lr)
-            rebalance_routers(self.model.blocks, loads)
-        outer = self._join_sites(report_phase)
-        if not skipped or (outer is not None and outer.is_applied):
-            self.grads.after_optimizer_step()
-        if nonfinite is None:
-            self.loss_scale = self.loss_scale.after(is_finite=is_finite)
-        return StepReport(
-            loss=loss,
-            grad_norm=norm,
-            targets=totals.targets,
-            step_s=time.perf_counter() - start,
-            mem_bytes=totals.mem_bytes,
-            loss_scale=scale,
-            skipped=skipped,
-            nonfinite=nonfinite,
-            expert_load=totals.expert_load,
-            status=totals.status,
-            outer=outer,
-        )
+        return ComputedStep(start_s, scale, played, loads, totals)
 
     def _join_sites(self, on_phase: Callable[[Phase], None]) -> OuterReport | None:
         """Exchange outer gradients with other sites where that is due."""
@@ -354,10 +388,20 @@ class TrainStep:
             return None
         return locate(self.model, self.grads, batches)
 
-    def _update(self, lr: float) -> None:
+    def update(self, lr: float, *, skip: Tensor | None = None) -> None:
+        """Update the parameters.
+
+        Args:
+            skip: scalar on the device; 1: nothing is to change. For `NamedOptimizer` with
+                `skips_on_device`.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        if skip is None:
+            self.optimizer.step()
+            return
+        assert isinstance(self.optimizer, NamedOptimizer), "it skips on the device"
+        self.optimizer.step(skip=skip)
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
         """Target tokens of the whole step, with local updates of this site, float64 scalar; at
@@ -376,7 +420,7 @@ class TrainStep:
         *,
         expert_load: Tensor,
         status: int,
-    ) -> StepTotals:
+    ) -> PendingTotals:
         comm = self.model.comm
         is_first_copy = comm.index(replicated_axes()) == 0  # the others hold copies of the loss
         if is_first_copy:

@@ -69,7 +69,51 @@ NUM_FLAGS = 8
 # written into a row on the device by `fill_`, whose value travels with the launch.
 
 
-def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> StepTotals:
+class PendingTotals:
+    """Totals of a step on the device.
+
+    Attributes:
+        grad_norm_tensor: the norm of this rank's replica, float64 scalar.
+    """
+
+    def __init__(self, numbers: Tensor, grad_norm_tensor: Tensor) -> None:
+        self.grad_norm_tensor = grad_norm_tensor
+        self._numbers: Tensor | None = numbers
+        self._arrived: torch.cuda.Event | None = None
+
+    @property
+    def is_not_finite(self) -> Tensor:
+        """1 if the loss or the norm is not finite, else 0; float32 scalar on the device."""
+        assert self._numbers is not None, "the numbers were read"
+        loss, _, norm = self._numbers[:3]
+        return torch.isfinite(loss + norm).logical_not().float()
+
+    def start_reading(self) -> None:
+        """Copy to the host behind what was launched so far, without a wait."""
+        if self._numbers is not None and self._numbers.is_cuda:
+            self._numbers = self._numbers.to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> StepTotals:
+        """Wait for the numbers, once."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        assert self._numbers is not None, "they are read once"
+        loss, num_targets, norm, expert_load, *rest = self._numbers.tolist()
+        self._numbers = None
+        return StepTotals(
+            loss=loss,
+            targets=int(num_targets),
+            grad_norm=norm,
+            grad_norm_tensor=self.grad_norm_tensor,
+            mem_bytes=tuple(int(num_bytes) for num_bytes in rest[NUM_FLAGS:]),
+            expert_load=expert_load or None,
+            status=sum(1 << bit for bit in range(NUM_FLAGS) if rest[bit]),
+        )
+
+
+def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> PendingTotals:
     """Totals over all ranks; every rank must call it, and gets the same bits, but for
     `grad_norm_tensor` where replicas train apart.
 
@@ -95,17 +139,8 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> StepTotals:
     row = comm.combine_world(torch.cat((sums, maxima)), combine)
     means = _means(comm, row[: len(sums)], targets)
     derived = torch.stack((means.loss, means.targets, means.grad_norm))
-    numbers = torch.cat((derived, row[len(sums) :])).tolist()
-    loss, num_targets, norm, expert_load, *rest = numbers
-    return StepTotals(
-        loss=loss,
-        targets=int(num_targets),
-        grad_norm=norm,
-        grad_norm_tensor=means.own_grad_norm,
-        mem_bytes=tuple(int(num_bytes) for num_bytes in rest[NUM_FLAGS:]),
-        expert_load=expert_load or None,
-        status=sum(1 << bit for bit in range(NUM_FLAGS) if rest[bit]),
-    )
+    numbers = torch.cat((derived, row[len(sums) :]))
+    return PendingTotals(numbers, means.own_grad_norm)
 
 
 def _sums_of_rank(comm: Comm, local: RankStats, targets: Tensor) -> Tensor:

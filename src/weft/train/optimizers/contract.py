@@ -131,6 +131,26 @@ class Optimizer:
                 weight_decay=weight_decay,
             )
 
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether there is an `update_all_unless`."""
+        return False
+
+    def update_all_unless(
+        self,
+        skip: Tensor,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        """`update_all`, which changes nothing if the float32 scalar `skip` is 1; the host does not
+        wait for it.
+        """
+        raise NotImplementedError
+
     # whole_matrix
 
     def direction(self, grad: Tensor, state: State) -> Tensor:

@@ -57,6 +57,10 @@ class AdamW(Optimizer):
         self.eps = eps
         self.fused = fused
 
+    @property
+    def skips_on_device(self) -> bool:
+        return self.fused
+
     def update_all(
         self,
         params: Sequence[Tensor],
@@ -65,6 +69,30 @@ class AdamW(Optimizer):
         *,
         lr: float,
         weight_decay: float,
+    ) -> None:
+        self._run(params, grads, states, lr=lr, weight_decay=weight_decay, skip=None)
+
+    def update_all_unless(
+        self,
+        skip: Tensor,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        *,
+        lr: float,
+        weight_decay: float,
+    ) -> None:
+        self._run(params, grads, states, lr=lr, weight_decay=weight_decay, skip=skip)
+
+    def _run(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        *,
+        lr: float,
+        weight_decay: float,
+        skip: Tensor | None,
     ) -> None:
         adamw(
             list(params),
@@ -75,6 +103,7 @@ class AdamW(Optimizer):
             [state["step"] for state in states],
             foreach=False,
             fused=self.fused,
+            found_inf=skip,
             amsgrad=False,
             beta1=self.betas[0],
             beta2=self.betas[1],

@@ -1,0 +1,144 @@
+"""Reports one step late: the same events as without, and no update of a step that is not finite, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.spoiled_runs import bad_batch, events_of, run_of, spoil, words_of, write_text
+from weft.cli import main
+from weft.comm.comm import Comm
+from weft.config.load import load
+from weft.errors import EXIT_FAILED, EXIT_OK
+from weft.models import FAMILIES
+from weft.models.common.batch import token_batch
+from weft.testing import run_ranks
+from weft.train import late_report
+from weft.train.build import build_step
+from weft.train.late_report import LateReports, reports_late
+
+COMPARED = ("step", "guard", "eval", "resume")
+TIMES = (
+    "tokens_per_s",
+    "step_s",
+    "seconds",
+    "mem_bytes",
+    "stage_mem_bytes",
+    "text",
+    "path",
+    "source",
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def compared_events(out: Path) -> list[dict[str, Any]]:
+    """Events of the training, without times and paths."""
+    found = []
+    for event in events_of(out):
+        if event["event"] in COMPARED:
+            found.append({key: event[key] for key in event if key not in TIMES})
+    return found
+
+
+def events_both_ways(
+    text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, code: int = EXIT_OK
+) -> list[dict[str, Any]]:
+    """The events of a run, which are equal with and without late reports."""
+    early, late = folder / "early", folder / "late"
+    assert main(["train", *words_of(text, early, *words)]) == code
+    monkeypatch.setattr(late_report, "LATE_DEVICES", frozenset({"cpu"}))
+    assert main(["train", *words_of(text, late, *words)]) == code
+    found = compared_events(late)
+    assert found == compared_events(early)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("action", "code"),
+    [
+        pytest.param("skip", EXIT_OK, marks=pytest.mark.slow),
+        pytest.param("rollback", EXIT_OK, marks=pytest.mark.slow),
+        pytest.param("stop", EXIT_FAILED, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_that_is_not_finite_ends_as_without_late_reports(
+    action, code, text, tmp_path, monkeypatch
+):
+    bad = bad_batch(run_of(text))
+    spoil(monkeypatch, "layer1", torch.nan)
+    words = ("--guard.nonfinite", action, "--steps", str(bad + 4), "--save.every", "2")
+    found = events_both_ways(text, tmp_path, monkeypatch, *words, code=code)
+    guards = [event for event in found if event["event"] == "guard"]
+    assert [(event["step"], event["action"]) for event in guards] == [(bad + 1, action)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mesh", "dp2", "--parallel.zero", "3", "--eval.every", "3"),
+        ("--mesh", "pp2 tp2", "--guard.spike", "1.01"),
+        ("--precision.compute", "bfloat16", "--save.every", "3"),
+    ],
+)
+def test_events_are_the_same(words, text, tmp_path, monkeypatch):
+    always = ("--steps", "8", "--eval.source", str(text))
+    found = events_both_ways(text, tmp_path, monkeypatch, *always, *words)
+    assert len([event for event in found if event["event"] == "step"]) == 8
+
+
+def test_nothing_changes_from_the_first_step_that_is_not_finite_until_the_host_has_seen_it(
+    monkeypatch,
+):
+    monkeypatch.setattr(late_report, "LATE_DEVICES", frozenset({"cpu"}))
+    words = [
+        "--mesh",
+        "dp2",
+        "--parallel.zero",
+        "2",
+        "--batch.global_size",
+        "2",
+        "--batch.micro_size",
+        "1",
+    ]
+    tiny = "--model.layers 1 --model.dim 8 --model.heads 2 --model.kv_heads 1 --model.ffn 16"
+    run = load([*words, *tiny.split(), "--data.seq_len", "8"], FAMILIES)
+
+    def train(comm: Comm) -> None:
+        step = build_step(run, comm)
+        assert reports_late(step)
+        late = LateReports(step)
+        tokens = torch.arange(9).unsqueeze(0)
+        batches = [token_batch(tokens[:, :-1], tokens[:, 1:])]
+
+        def launch(number: int) -> Any:
+            return late.launch(number, batches, lr=1e-2, status=lambda: 0, on_phase=None)
+
+        def bits() -> list[torch.Tensor]:
+            states = step.state().optimizer_state.values()
+            tensors = [x for state in states for x in state.values()]
+            return [x.detach().clone() for x in (*step.grads.sharded_params.values(), *tensors)]
+
+        assert late.read(launch(1)) is not None
+        good = bits()
+        weight = step.model.params["layer0.attn_norm.weight"]
+        kept = weight.detach().clone()
+        weight.data.fill_(torch.nan)  # of the copy that the model computes with
+        bad = launch(2)
+        weight.data.copy_(kept)
+        following = launch(3)
+        assert all(map(torch.equal, bits(), good))
+        assert late.read(bad) is None
+        assert late.read(following) is not None, "finite, and left out"
+        late.forget()
+        assert late.read(launch(3)) is not None
+        assert not all(map(torch.equal, bits(), good))
+
+    run_ranks("dp2", train)
