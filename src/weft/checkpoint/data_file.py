@@ -193,7 +193,8 @@ class MappedFile:
             return
         start = block * self._block_bytes
         stop = min(start + self._block_bytes, stored.num_bytes(piece))
-        crc = zlib.crc32(self._bytes[piece.at + start : piece.at + stop])
+        content = self._bytes[piece.at + start : piece.at + stop]
+        crc = zlib.crc32(content)
         if crc != piece.crc32[block]:
             raise CheckpointError(
                 _damage_fault(

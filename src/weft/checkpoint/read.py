@@ -181,7 +181,8 @@ class Section:
     ) -> None:
         flaw = coverage_flaw(box, [overlap for _, overlap in overlaps])
         if flaw is not None:
-            files = ", ".join(sorted({piece.file for piece, _ in overlaps})) or "no file"
+            names = sorted({piece.file for piece, _ in overlaps})
+            files = ", ".join(names) or "no file"
             what = f"tensor {stored_name!r}: {flaw}; found in {files}"
             raise CheckpointError(Fault(str(self.checkpoint.path), what))
 
@@ -220,7 +221,8 @@ class Section:
             lo=(box.lo[0], *piece.lo[1:]),
             hi=(box.hi[0], *piece.hi[1:]),
         )
-        return torch.frombuffer(data, dtype=dtype).view(rows.shape)[box.within(rows)]
+        entries = torch.frombuffer(data, dtype=dtype).view(rows.shape)
+        return entries[box.within(rows)]
 
     def _find(self, name: str) -> Stored:
         if name not in self.stored:

@@ -356,7 +356,10 @@ def _find_on_rank(
             found = find_checkpoint(resume, out, below=below)
 
     raise_on_all_ranks(comm, find)
-    local = {"path": str(found.path or ""), "faults": [asdict(fault) for fault in found.faults]}
+    local = {
+        "path": str(found.path or ""),
+        "faults": [asdict(fault) for fault in found.faults],
+    }
     shared = json.loads(all_gather_text(comm, json.dumps(local))[root])
     if shared["path"]:
         path = Path(shared["path"])

@@ -146,7 +146,9 @@ def resume_faults(
     if found.path is None or found.manifest is None:
         return _not_found_faults(resume, out, found)
     facts = found.manifest.facts
-    return (*_model_changes(model, facts, found.path), *_key_changes(config, facts, found.path))
+    model_faults = _model_changes(model, facts, found.path)
+    key_faults = _key_changes(config, facts, found.path)
+    return (*model_faults, *key_faults)
 
 
 def _not_found_faults(

@@ -151,7 +151,8 @@ class ParamState:
         shape = self.param.shape
         start, stop = self.write_range
         for section, tensor in self.tensors.items():
-            entries = tensor.detach().reshape(-1)[start - self.lo : stop - self.lo]
+            flat = tensor.detach().reshape(-1)
+            entries = flat[start - self.lo : stop - self.lo]
             offset = 0
             for box in self.param.shard.boxes_of_range(start, stop):
                 values = entries[offset : offset + box.size].view(box.shape)

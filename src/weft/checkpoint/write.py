@@ -201,7 +201,8 @@ def _write_rank(tmp: Path, rank: int, items: deque[WriteItem]) -> None:
                 dtype=dtype,
                 pieces=pieces,
             )
-            tensors[item.name] = merge_stored(item.name, tensors.get(item.name), stored)
+            name = item.name
+            tensors[name] = merge_stored(name, tensors.get(name), stored)
         file.flush()
         os.fsync(file.fileno())
     data_file = DataFile(

@@ -70,7 +70,8 @@ def run_trial(
     if clean_end != "finished":
         text = f"the run without faults has {clean_end}: {_last_line(clean)}"
         raise WeftError(f"{layout.text}: {text}")
-    end = _run([*make_words(plan.run_folder), *common], plan.run_folder, plan)
+    words = [*make_words(plan.run_folder), *common]
+    end = _run(words, plan.run_folder, plan)
     events = _events(plan.run_folder)
     ledger = read_ledger(plan.ledger)
     outcomes = outcomes_of(faults, ledger, events, end=end)

@@ -113,7 +113,8 @@ def prepare_data(words: Sequence[str]) -> int:
         raise ConfigError(*missing)
     options = PrepareOptions(**arguments.model_dump(exclude={"out"}))
     with ByteProgress() as bar:
-        meta = prepare(options, Path(os.path.expanduser(arguments.out)), bar.show)
+        out = Path(os.path.expanduser(arguments.out))
+        meta = prepare(options, out, bar.show)
     print_result(summary(arguments.out, meta))
     return print_result("\n".join(_notes(meta, arguments.out)))
 

@@ -146,7 +146,9 @@ def _memory() -> Finding:
             fix="pip install psutil",
         )
     memory = psutil.virtual_memory()
-    text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    free_gib = memory.available / GIB
+    total_gib = memory.total / GIB
+    text = f"{free_gib:.1f} of {total_gib:.1f} GiB free"
     if memory.available < MIN_MEMORY_GIB * GIB:
         return Finding(
             name="memory",

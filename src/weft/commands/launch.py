@@ -89,7 +89,8 @@ def _help(words: Sequence[str]) -> int:
             description = f"Write a {engine.line}, and submit it. All keys of weft train as well"
             usage = f"weft launch {word} [CONFIG.toml] [--key value ...]"
             return show_help(engine.options(), usage, description)
-    engines = "; ".join(f"{name}: {engine.line}" for name, engine in ENGINES.items())
+    lines = [f"{name}: {engine.line}" for name, engine in ENGINES.items()]
+    engines = "; ".join(lines)
     return show_help(
         LaunchOptions(),
         f"weft launch {USAGE}",
@@ -118,7 +119,8 @@ def _request(words: Sequence[str]) -> _LaunchRequest:
             )
         )
     engine = ENGINES[name]
-    split = flags.split([DRY_RUN.get(word, word) for word in words[1:]])
+    expanded = [DRY_RUN.get(word, word) for word in words[1:]]
+    split = flags.split(expanded)
     own: list[str] = []
     others: list[str] = list(split.loose)
     for flag, given in split.flags:

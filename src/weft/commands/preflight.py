@@ -175,7 +175,8 @@ def after_restart(run: Run) -> Run:
         return run
     if not is_started_again(Path(run.out), is_elastic=run.run.elastic):
         return run
-    has_checkpoint = any(checkpoints(Path(run.out))) or remote_folder.has_copy(run.save.remote)
+    is_local = any(checkpoints(Path(run.out)))
+    has_checkpoint = is_local or remote_folder.has_copy(run.save.remote)
     if run.resume is not None and not has_checkpoint:
         return run
     return run.with_values({"resume": AUTO})

@@ -131,4 +131,9 @@ def _chosen_names(only: str, known: Sequence[str]) -> frozenset[str]:
                     fix=fix,
                 )
             )
-    return frozenset(name for name in known if not words or any(word in name for word in words))
+    if not words:
+        return frozenset(known)
+    chosen: set[str] = set()
+    for word in words:
+        chosen.update(name for name in known if word in name)
+    return frozenset(chosen)

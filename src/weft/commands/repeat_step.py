@@ -89,7 +89,8 @@ class Repetition:
         if repeated.failed is not None:
             yield f"  {repeated.failed.reason}; {samples_text(repeated.failed.suspects)}"
         for place in repeated.places:
-            yield "  " + ", ".join(f"{key} {_value_text(value)}" for key, value in place.items())
+            facts = [f"{key} {_value_text(value)}" for key, value in place.items()]
+            yield f"  {', '.join(facts)}"
         yield self._verdict(repeated)
 
     def _start_text(self) -> str:

@@ -136,7 +136,8 @@ def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
     records = read_records(folder)
     number = number or _default_step(folder, steps, records)
     record = _record_of(records, number)
-    last = max([0, *steps, *(record["step"] for record in records)])
+    failed_steps = [record["step"] for record in records]
+    last = max([0, *steps, *failed_steps])
     if record is None and number not in steps:
         got = f"step {number}"
         need = f"1 to {last}"

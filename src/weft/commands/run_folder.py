@@ -99,7 +99,9 @@ def _holds_run(run_folder: str | None, resume: str | None) -> Iterator[Fault]:
     if not run_folder:
         return
     out = Path(run_folder)
-    holds_run = any(os.path.exists(out / name) for name in (EVENTS, FOLDER))
+    events = out / EVENTS
+    checkpoints = out / FOLDER
+    holds_run = os.path.exists(events) or os.path.exists(checkpoints)
     if holds_run and not resumes_in(out, resume):
         yield Fault(
             "out",

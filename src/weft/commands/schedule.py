@@ -151,7 +151,8 @@ def _search(options: ScheduleOptions) -> int:
     print_result("\n".join(search_lines(result)))
     write_picture("text", path, file_comment(result) + result.best.table.text)
     if options.svg is not None:
-        write_picture("svg", options.svg, svg(result.best.timeline, title=_title(result.best)))
+        picture = svg(result.best.timeline, title=_title(result.best))
+        write_picture("svg", options.svg, picture)
     if options.json is not None:
         write_picture("json", options.json, _json_text(search_fields(result)))
     return EXIT_OK
@@ -160,11 +161,13 @@ def _search(options: ScheduleOptions) -> int:
 def _search_request(options: ScheduleOptions) -> SearchRequest:
     """What the options ask for, checked."""
     ranks = options.ranks or DEFAULT_RANKS
-    limits = tuple(Fraction(str(limit)) for limit in _finite(options.memory_limit or (ranks,)))
+    asked_limits = _finite(options.memory_limit or (ranks,))
+    limits = tuple(Fraction(str(limit)) for limit in asked_limits)
     if len(limits) == 1:
         limits *= ranks
     if options.chunks is not None and options.chunks not in PLACEMENTS:
-        need = ", or ".join(f"{chunks}: {text}" for chunks, text in PLACEMENTS.items())
+        placements = [f"{chunks}: {text}" for chunks, text in PLACEMENTS.items()]
+        need = ", or ".join(placements)
         raise ConfigError(
             Fault(
                 "chunks",

@@ -83,7 +83,12 @@ class RankLine:
             idle = "now"
         else:
             idle = f"{short_time(self.idle_s)} ago"
-        return f"  rank {self.rank} ({self.where})  pid {self.pid}  {self.place}, {idle}{stopped}"
+        parts = [
+            f"  rank {self.rank} ({self.where})",
+            f"pid {self.pid}",
+            f"{self.place}, {idle}{stopped}",
+        ]
+        return "  ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ def _tested_fix(index: int, checks_with: Callable[[Suggestion], list[Check]]) ->
 
 def as_flags(suggestion: Suggestion) -> str:
     """The command line that sets these values."""
-    return " ".join(f"--{key} {_word(value)}" for key, value in suggestion.items())
+    flags = [f"--{key} {_word(value)}" for key, value in suggestion.items()]
+    return " ".join(flags)
 
 
 def _word(value: Any) -> str:

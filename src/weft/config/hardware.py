@@ -342,7 +342,8 @@ def _fix_of_missing(path: str, key: str) -> str:
 
 
 def _example(value: Any) -> float:
-    is_number = isinstance(value, (int, float)) and math.isfinite(value) and value > 0
+    is_finite = isinstance(value, (int, float)) and math.isfinite(value)
+    is_number = is_finite and value > 0
     return value if is_number else 1.0
 
 

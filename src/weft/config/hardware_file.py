@@ -49,7 +49,8 @@ def fields_to_extend(path: str, *, published: str | None = None) -> dict[str, An
         return {}
     device = find_hardware(published)
     fields = {"label": device.label, "node": device.node}
-    fields.update({name: fields_of(figure) for name, figure in device.figures.items()})
+    for name, figure in device.figures.items():
+        fields[name] = fields_of(figure)
     return fields
 
 
@@ -78,7 +79,10 @@ def _check_given(path: str, fields: Mapping[str, Any]) -> None:
     try:
         parse_table(fields)
     except ValidationError as error:
-        faults = [fault_of(path, item) for item in error.errors() if item["type"] != "missing"]
+        faults = []
+        for item in error.errors():
+            if item["type"] != "missing":
+                faults.append(fault_of(path, item))
         if faults:
             raise ConfigError(*faults) from None
 

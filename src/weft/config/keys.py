@@ -144,8 +144,8 @@ def _need(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         constraints = _constraints(arguments[1:])
         return _need(arguments[0], (*metadata, *constraints))
     if origin in (Union, types.UnionType):
-        choices = [_need(choice, metadata) for choice in arguments]
-        return ", or ".join(choices)
+        needs = [_need(choice, metadata) for choice in arguments]
+        return ", or ".join(needs)
     if origin is Literal:
         words = [str(choice) for choice in arguments]
         return f"one of {', '.join(words)}"
@@ -208,8 +208,8 @@ def _nearest_key(key: str, keys: list[str]) -> str:
     if not meant:
         meant = [other for other in keys if _last_word(other) == name]
     if meant:
-        choices = " or ".join(repr(other) for other in meant)
-        return f"did you mean {choices}?"
+        names = " or ".join(repr(other) for other in meant)
+        return f"did you mean {names}?"
     siblings = [other for other in keys if other.rpartition(".")[0] == section]
     if siblings:
         return did_you_mean(key, siblings)

@@ -291,7 +291,8 @@ def order_is_fixed(
         )
     names = [name for name, _ in mesh.axes]
     for axis in others:
-        is_outside = mesh.degree(axis) > 1 < degree and names.index(axis) < names.index(data)
+        are_both_used = mesh.degree(axis) > 1 and degree > 1
+        is_outside = are_both_used and names.index(axis) < names.index(data)
         if is_outside:
             yield Fault(
                 key,

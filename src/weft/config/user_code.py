@@ -94,7 +94,8 @@ def load_object(reference: str, *, key: str) -> Any:
         )
     module = load_module(module_name, key=key)
     if not hasattr(module, name):
-        fix = did_you_mean(name, [known for known in vars(module) if not known.startswith("_")])
+        public = [known for known in vars(module) if not known.startswith("_")]
+        fix = did_you_mean(name, public)
         raise ConfigError(Fault(key, f"{module_name} has no {name!r}", fix=fix))
     return getattr(module, name)
 

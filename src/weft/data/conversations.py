@@ -392,8 +392,11 @@ def _count_targets(
         last = max(last, first + 1)
         part = slice(first, last)
         own_bounds = bounds[first : last + 1]
-        own_mask = mask[int(own_bounds[0]) : int(own_bounds[-1])]
-        counts, firsts = _targets_of_part(own_mask, own_bounds - own_bounds[0], lengths[part])
+        start_token = int(own_bounds[0])
+        end_token = int(own_bounds[-1])
+        own_mask = mask[start_token:end_token]
+        bounds_of_part = own_bounds - own_bounds[0]
+        counts, firsts = _targets_of_part(own_mask, bounds_of_part, lengths[part])
         num_targets[part] = counts
         first_targets[part] = firsts
         first = last

@@ -123,7 +123,8 @@ class HubDataset:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: Exception) -> DataError:
-        why = str(error).partition("\n")[0][:MAX_ERROR_CHARS] or type(error).__name__
+        first_line = str(error).partition("\n")[0]
+        why = first_line[:MAX_ERROR_CHARS] or type(error).__name__
         fix = "check its name, configuration and split, and the network; or name files"
         return DataError(
             Fault(

@@ -152,7 +152,9 @@ def read_pair(source: str) -> LabelledImages:
     images = read_idx(images_file, num_dims=3)
     labels = read_idx(labels_file, num_dims=1)
     if len(images) != len(labels) or not len(images):
-        got = f"{len(images)} in {images_file.name}, {len(labels)} in {labels_file.name}"
+        num_images = len(images)
+        num_labels = len(labels)
+        got = f"{num_images} in {images_file.name}, {num_labels} in {labels_file.name}"
         raise DataError(
             Fault(
                 KEY,

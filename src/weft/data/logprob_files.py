@@ -103,7 +103,8 @@ def write_references(
         "data_sha256": data["sha256"],
     }
     _write_synced(folder / f"{name}.bin", content)
-    _write_synced(folder / f"{name}.json", (json.dumps(facts, indent=1) + "\n").encode())
+    text = json.dumps(facts, indent=1)
+    _write_synced(folder / f"{name}.json", f"{text}\n".encode())
 
 
 def read_references(

@@ -161,7 +161,8 @@ class Prepared:
 
 def is_prepared(path: Path) -> bool:
     """Whether a folder was written by `weft data prepare`, complete or not."""
-    return os.path.lexists(path / META) or os.path.lexists(path / f"{SPLITS[0]}.idx")
+    bounds = path / f"{SPLITS[0]}.idx"
+    return os.path.lexists(path / META) or os.path.lexists(bounds)
 
 
 def open_prepared(folder: Path) -> Prepared:

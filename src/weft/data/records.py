@@ -169,7 +169,8 @@ class RecordReader:
     ) -> AnswerText:
         messages = check_messages(value, "messages", where)
         if all(message["role"] != ASSISTANT for message in messages):
-            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+            names = dict.fromkeys(str(message["role"]) for message in messages)
+            roles = ", ".join(names)
             what = f"{where}: no message is of the role {ASSISTANT!r}, so there is no answer"
             raise _record_fault(what, got=f"the roles {roles}")
         template = self._needed_template()
@@ -198,7 +199,9 @@ class RecordReader:
             if role in self._known_roles or not message.get("content"):
                 continue
             self._known_roles.add(role)
-            others = [*messages[:index], *messages[index + 1 :]]
+            before = messages[:index]
+            after = messages[index + 1 :]
+            others = [*before, *after]
             try:
                 without = template.render(others, tools=tools)
             except TemplateFault:

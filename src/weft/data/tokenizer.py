@@ -200,7 +200,8 @@ class FileTokenizer:
         """
         lengths = np.zeros(self.vocab, dtype=np.int64)
         settings = json.loads(self._content)
-        special = {token["id"] for token in settings.get("added_tokens") or () if token["special"]}
+        added = settings.get("added_tokens") or ()
+        special = {token["id"] for token in added if token["special"]}
         is_byte_level = "ByteLevel" in json.dumps(settings.get("decoder"))
         for token, number in self._inner.get_vocab(with_added_tokens=True).items():
             if number in special:

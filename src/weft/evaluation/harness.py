@@ -246,7 +246,11 @@ def rolling_windows(
     while done < len(tokens):
         stop = min(done + length, len(tokens))
         start = stop - length - 1
-        windows.append(Window(tokens=tuple(tokens[start:stop]), num_scored=stop - done))
+        window = Window(
+            tokens=tuple(tokens[start:stop]),
+            num_scored=stop - done,
+        )
+        windows.append(window)
         done = stop
     return windows
 

@@ -261,11 +261,15 @@ def decode(
         yield extended
         if len(finished) == len(extended):
             return
-        kept = [place for place, row in enumerate(shares.own) if id(row) not in finished]
+        kept = []
+        for place, row in enumerate(shares.own):
+            if id(row) not in finished:
+                kept.append(place)
         if len(kept) < len(shares.own):
             decoder.keep_rows(kept)
         shares.remove(finished)
-        logits_BV = decoder.read([row.tokens[-1:] for row in shares.own])
+        last_tokens = [row.tokens[-1:] for row in shares.own]
+        logits_BV = decoder.read(last_tokens)
 
 
 class RowShares:

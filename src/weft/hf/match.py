@@ -90,7 +90,10 @@ def match_tensors(
     _check_size(cfg, entries, folder)
     rules = _select_rules(mapping, cfg, entries)
     owner_rules = [rule for rule in rules if rule.param not in ties]
-    alias_rules = [rule for rule in rules if rule.param in ties and rule.tensor in entries]
+    alias_rules = []
+    for rule in rules:
+        if rule.param in ties and rule.tensor in entries:
+            alias_rules.append(rule)
     matching = _Matching(
         entries=entries,
         cfg=cfg,

@@ -212,7 +212,11 @@ def hf_tensors(
         CheckpointError: rules and parameters do not match: each parameter is to be used exactly
             once.
     """
-    rules = [rule for rule in mapping.expand(cfg) if rule.param not in ties or rule.write_alias]
+    rules = []
+    for rule in mapping.expand(cfg):
+        is_alias = rule.param in ties
+        if not is_alias or rule.write_alias:
+            rules.append(rule)
     _check_params(rules, shapes, ties=ties, where=where)
     placements: dict[str, list[Placement]] = {}
     wide: set[str] = set()

@@ -271,8 +271,10 @@ class StateDigests:
         """Exchange the digests of all tensors; the first group of replicas that differs, by rank."""
         local: dict[str, Any] = {}
         for each, value in zip(tensors, digests.tolist(), strict=True):
-            local[each.name] = [value, list(_present(each.axes, self.comm.mesh))]
-        reports = [json.loads(text) for text in all_gather_text(self.comm, json.dumps(local))]
+            axes = _present(each.axes, self.comm.mesh)
+            local[each.name] = [value, list(axes)]
+        texts = all_gather_text(self.comm, json.dumps(local))
+        reports = [json.loads(text) for text in texts]
         wrong: dict[tuple[int, ...], list[str]] = {}
         mesh = self.comm.mesh
         for rank, report in enumerate(reports):
@@ -343,7 +345,8 @@ def first_ranks(mesh: Mesh, classes: Sequence[tuple[str, ...]]) -> Tensor:
 
 def _ranks_text(ranks: Sequence[int], mesh: Mesh) -> str:
     """`rank 1 (dp1)`, or `rank 0 (dp0) and rank 1 (dp1)`."""
-    return " and ".join(f"rank {rank} ({mesh.coord_text(rank)})" for rank in ranks)
+    places = [f"rank {rank} ({mesh.coord_text(rank)})" for rank in ranks]
+    return " and ".join(places)
 
 
 def _tensors_text(names: Sequence[str]) -> str:

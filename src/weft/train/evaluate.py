@@ -85,7 +85,8 @@ class Evaluation:
         start = time.perf_counter()
         comm = self.model.comm
         is_first_copy = comm.index(replicated_axes()) == 0
-        is_last_stage = comm.index(PP) == self.model.plan.table.stage_to_rank[-1]
+        last_stage_rank = self.model.plan.table.stage_to_rank[-1]
+        is_last_stage = comm.index(PP) == last_stage_rank
         local = torch.zeros(3, dtype=torch.float64, device=comm.device)
         num_samples = self.loader.samples.num_samples
         for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):

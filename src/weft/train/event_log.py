@@ -409,7 +409,8 @@ def _unused_version(path: Path) -> Path | None:
         if not os.path.lexists(target):
             break
         newest = target
-    is_kept = newest != path and os.path.samestat(os.lstat(path), os.lstat(newest))
+    is_same_file = os.path.samestat(os.lstat(path), os.lstat(newest))
+    is_kept = newest != path and is_same_file
     return None if is_kept else target
 
 

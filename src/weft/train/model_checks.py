@@ -340,7 +340,8 @@ def _not_a_sum(trial: _Trial, whole: Tensor, parts: Tensor) -> Fault:
         x = _output(block(x, trial.batch))
         first = _output(block(first, trial.row(0)))
         second = _output(block(second, trial.row(1)))
-        is_plain = isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == 2
+        has_rows = isinstance(x, Tensor) and x.dim() > 0
+        is_plain = has_rows and x.shape[0] == 2
         if is_plain and name != LOSS and trial.differs(x, torch.cat([first, second])):
             return Fault(
                 f"{trial.name}: {name}",

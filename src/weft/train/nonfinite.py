@@ -66,7 +66,8 @@ def locate(
     activation_blocks = _blocks_with_nonfinite_output(model, batches)
     gradient_blocks = _blocks_with_nonfinite_gradient(grads)
     local = {"activation": activation_blocks, "gradient": gradient_blocks}
-    reports = [json.loads(text) for text in all_gather_text(model.comm, json.dumps(local))]
+    texts = all_gather_text(model.comm, json.dumps(local))
+    reports = [json.loads(text) for text in texts]
     return _first(reports, model.plan, model.comm.mesh)
 
 

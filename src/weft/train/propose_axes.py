@@ -347,7 +347,8 @@ def _form(group: Group, shapes: Shapes, *, width: int, fused: bool) -> Table:
     axis = "heads" if has_heads else "ffn"
     form: Table = {f"{group.row}.weight": (None, axis)}
     for name in group.columns:
-        out = _out_axis(group.roles[name], shapes[f"{name}.weight"][0], width, axis, fused=fused)
+        num_outputs = shapes[f"{name}.weight"][0]
+        out = _out_axis(group.roles[name], num_outputs, width, axis, fused=fused)
         form[f"{name}.weight"] = (out, None)
         if f"{name}.bias" in shapes:
             form[f"{name}.bias"] = (out,)
@@ -397,7 +398,8 @@ def _with_patterns(
     found: Table = {}
     for pattern, members in rows.items():
         matched = {name for name in all_names if fnmatchcase(name, pattern)}
-        same = {table[name] for name in members} == {table[members[0]]}
+        different_rows = {table[name] for name in members}
+        same = len(different_rows) == 1
         aliases = matched - set(names)
         if same and matched - aliases == set(members):
             found[pattern] = table[members[0]]

@@ -134,7 +134,8 @@ class _LogprobRecorder:
         self.player = ForwardPlayer(model)
         self.loss = preference_loss_of(model.blocks)
         comm = model.comm
-        self.counts_here = self.loss is not None and comm.index(replicated_axes()) == 0
+        is_first_copy = comm.index(replicated_axes()) == 0
+        self.counts_here = self.loss is not None and is_first_copy
         self.places = layout_of(
             np.arange(loader.global_size),
             index=loader.index,
@@ -171,7 +172,8 @@ class _LogprobRecorder:
                 start = number * loader.micro_size
                 rows = self.places[start : start + loader.micro_size]
                 counts = batch.targets != IGNORE
-                values = torch.where(counts, -losses[id(batch)].double(), 0.0)
+                logprobs = -losses[id(batch)].double()
+                values = torch.where(counts, logprobs, 0.0)
                 table[np.ix_(rows, self._columns(seq_len))] = values
         return comm.sum_world(table.flatten()).view_as(table).cpu().numpy()
 

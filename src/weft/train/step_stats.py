@@ -133,7 +133,8 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> PendingTotals:
     for bit in range(NUM_FLAGS):
         if local.status >> bit & 1:
             maxima[1 + bit].fill_(1)
-    maxima[1 + NUM_FLAGS + comm.index(PP)].fill_(local.mem_bytes)
+    memory_column = 1 + NUM_FLAGS + comm.index(PP)
+    maxima[memory_column].fill_(local.mem_bytes)
     sums = _sums_of_rank(comm, local, targets)
     combine = partial(_combine_rows, num_sums=len(sums))
     row = comm.combine_world(torch.cat((sums, maxima)), combine)
@@ -196,7 +197,9 @@ def _means(comm: Comm, sums: Tensor, targets: Tensor) -> _Means:
 
 
 def _combine_rows(rows: Tensor, *, num_sums: int) -> Tensor:
-    return torch.cat((rows[:, :num_sums].sum(0), rows[:, num_sums:].amax(0)))
+    sums = rows[:, :num_sums].sum(0)
+    maxima = rows[:, num_sums:].amax(0)
+    return torch.cat((sums, maxima))
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -272,7 +272,11 @@ def _overlap_text(shares: Fields) -> str:
         return int(shares[name]["operations"])
 
     names = sorted(shares, key=num_operations, reverse=True)
-    return ", ".join(f"{name} {count(num_operations(name))}" for name in names)
+    texts = []
+    for name in names:
+        times = count(num_operations(name))
+        texts.append(f"{name} {times}")
+    return ", ".join(texts)
 
 
 def _time(time: Fields) -> Iterator[str]:

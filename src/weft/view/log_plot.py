@@ -213,7 +213,8 @@ def _line(
             r=3,
             fill=colour,
         )
-        dots.append(with_tooltip(dot, f"{series.name}, {memory(size)}: {value:.4g}"))
+        tooltip = f"{series.name}, {memory(size)}: {value:.4g}"
+        dots.append(with_tooltip(dot, tooltip))
     line = element(
         "polyline",
         points=" ".join(corners),

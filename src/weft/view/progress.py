@@ -48,20 +48,25 @@ class Progress:
             case "run":
                 self.run = event
             case "restart":
-                self.run = {"start_step": event["step"], **self.run, "steps": event["steps"]}
+                self.run = {
+                    "start_step": event["step"],
+                    **self.run,
+                    "steps": event["steps"],
+                }
             case "end":
                 self.end = event
             case "step":
                 self._add_step(event)
 
     def _add_step(self, event: Event) -> None:
-        if len(self.losses) == 1:
+        is_second = len(self.losses) == 1
+        if is_second:
             self.recent_s.clear()  # the first step warms caches: its time is not typical
         self.step = event
-        loss = event.get("loss", math.nan)
-        step_s = event.get("step_s", math.nan)
-        self.losses.append(float(loss))
-        self.recent_s.append(float(step_s))
+        loss = float(event.get("loss", math.nan))
+        step_s = float(event.get("step_s", math.nan))
+        self.losses.append(loss)
+        self.recent_s.append(step_s)
 
     @property
     def num_steps(self) -> int:
@@ -175,10 +180,10 @@ def run_summary(run: Event) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for row in SUMMARY:
         value = run.get(row.key)
-        if value is None or value == "":
-            continue
-        text = row.text(run)
-        rows.append((row.label, text))
+        has_value = value is not None and value != ""
+        if has_value:
+            text = row.text(run)
+            rows.append((row.label, text))
     return rows
 
 

@@ -146,7 +146,8 @@ def _timeline_parts(
     footer += wrapped(figures(computed), columns)
     heading_height = LINE_HEIGHT * len(heading)
     footer_height = LINE_HEIGHT * len(footer)
-    rows, axis_top = _rows(drawn, top + MARGIN + heading_height + 4)
+    first_row_top = top + MARGIN + heading_height + 4
+    rows, axis_top = _rows(drawn, first_row_top)
     footer_top = axis_top + AXIS_HEIGHT
 
     starts = [float(span.start) for span in drawn.spans]
@@ -247,7 +248,8 @@ def _box(
             text_anchor="middle",
             font_size=SMALL_FONT,
         )
-    return with_tooltip(box + text, f"{span.name}: {start:g} to {end:g}")
+    tooltip = f"{span.name}: {start:g} to {end:g}"
+    return with_tooltip(box + text, tooltip)
 
 
 def _axis(

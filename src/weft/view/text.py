@@ -54,12 +54,7 @@ class Picture:
         return f"rank {padded_rank} │ "
 
 
-def draw(
-    timeline: Timeline,
-    *,
-    width: int = 240,
-    clip: int | None = None,
-) -> str:
+def draw(timeline: Timeline, *, width: int = 240, clip: int | None = None) -> str:
     """The picture as plain text; see `picture`.
 
     Args:
@@ -72,9 +67,10 @@ def draw(
         line = drawn.title(rank)
         for cell in row:
             line += cell.text
-        lines.append(clipped(line.rstrip(), clip))
-    for line in drawn.footer:
-        lines.extend(wrapped(line, clip))
+        line = line.rstrip()
+        lines.append(clipped(line, clip))
+    for footer_line in drawn.footer:
+        lines.extend(wrapped(footer_line, clip))
     text = "\n".join(lines)
     return f"{text}\n"
 
@@ -83,7 +79,8 @@ def clipped(line: str, columns: int | None) -> str:
     """The line, cut to this many columns with a mark at the end."""
     if columns is None or len(line) <= columns:
         return line
-    return line[: columns - 1] + CONTINUED
+    num_kept = columns - 1
+    return line[:num_kept] + CONTINUED
 
 
 def wrapped(line: str, columns: int | None) -> list[str]:
@@ -190,11 +187,13 @@ def figures(timeline: Timeline) -> str:
 
 def _by_rank(numbers: Sequence[int]) -> str:
     """`: 4 (all ranks)` where all are equal, else `, by rank: 4 3 2 1`; longer lists end in `...`."""
+    num_ranks = len(numbers)
     are_equal = len(set(numbers)) == 1
-    if are_equal and len(numbers) > 1:
-        return f": {numbers[0]} (all ranks)"
+    if are_equal and num_ranks > 1:
+        number = numbers[0]
+        return f": {number} (all ranks)"
     words = [str(number) for number in numbers[:MAX_RANKS_SHOWN]]
-    if len(numbers) > MAX_RANKS_SHOWN:
+    if num_ranks > MAX_RANKS_SHOWN:
         words.append("...")
     shown = " ".join(words)
     return f", by rank: {shown}"
@@ -252,14 +251,19 @@ def _row_cells(
     for span in spans:
         start = max(columns.at(span.start), reached)
         end = max(columns.at(span.end), start)
-        yield Cell(_filled("", start - reached, IDLE))
+        yield _idle(start - reached)
         label = labels[span.name]
         yield Cell(
             text=_filled(label, end - start, "─"),
             kind=span.kind,
         )
         reached = end
-    yield Cell(_filled("", num_columns - reached, IDLE))
+    yield _idle(num_columns - reached)
+
+
+def _idle(length: int) -> Cell:
+    text = _filled("", length, IDLE)
+    return Cell(text)
 
 
 def _filled(label: str, length: int, filling: str) -> str:

@@ -103,7 +103,9 @@ class ScaledRope:
         longest: int = config.get(LONGEST) or found[ORIGINAL_CONTEXT]
         original: int = found.get(ORIGINAL_CONTEXT, longest)
         if kind == "llama3":
-            scaling = {name: found.get(name, default) for name, default in LLAMA3_DEFAULTS.items()}
+            scaling = {}
+            for name, default in LLAMA3_DEFAULTS.items():
+                scaling[name] = found.get(name, default)
         else:
             scaling = _yarn_scaling(found, factor=longest / original)
         for name, value in scaling.items():

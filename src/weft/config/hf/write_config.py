@@ -37,7 +37,10 @@ def config_json(
     found["architectures"] = [mapping.architecture]
     found["model_type"] = mapping.model_type
     found["torch_dtype"] = dtype
-    values = {row.hf_key: row.write(getattr(cfg, row.field)) for row in table.keys}
+    values = {}
+    for row in table.keys:
+        value = getattr(cfg, row.field)
+        values[row.hf_key] = row.write(value)
     found.update(values)
     for rule in table.fixed:
         if rule.is_written:

@@ -73,11 +73,13 @@ class Adafactor(Optimizer):
         smallest = self._smallest(param.dtype)
         update = variance.clamp_(min=smallest * smallest).rsqrt_().mul_(grad)
         (update_sum,) = yield [update.square().sum()]
-        param_rms = (param_sum.double() / size).sqrt().clamp(min=self.eps[1])
+        mean_square = param_sum.double() / size
+        param_rms = mean_square.sqrt().clamp(min=self.eps[1])
         update_rms = (update_sum.double() / size).sqrt()
         rate = step.rsqrt().clamp(max=lr) * param_rms
         param.mul_(1 - lr * weight_decay)
-        param.sub_(update.mul_(rate / (update_rms / self.d).clamp(min=1.0)))
+        too_large = (update_rms / self.d).clamp(min=1.0)
+        param.sub_(update.mul_(rate / too_large))
 
     def _product(self, state: State, entries: Entries) -> Tensor:
         """The second moment at each local entry: rows x columns / mean of the rows."""

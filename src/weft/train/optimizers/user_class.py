@@ -178,7 +178,9 @@ class _ContractCheck:
         if optimizer.kind == "elementwise":
             for index, param in enumerate(params):
                 others = [each.clone() for each in params]
-                optimizer.update_all([param], [grads[index]], [states[index]], **settings)
+                grad = grads[index]
+                state = states[index]
+                optimizer.update_all([param], [grad], [state], **settings)
                 self._check_others(params, others, index)
         elif optimizer.kind == "reductions":
             run_with_sums(
