@@ -42,7 +42,9 @@ def make_choices(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
 
 
 def one_expert(experts: Experts, index: int, x: Tensor) -> Tensor:
-    return experts.down[index] @ (F.silu(experts.gate[index] @ x) * (experts.up[index] @ x))
+    activated = F.silu(experts.gate[index] @ x)
+    hidden = activated * (experts.up[index] @ x)
+    return experts.down[index] @ hidden
 
 
 def dense_loop(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: Experts) -> Tensor:
@@ -131,20 +133,26 @@ def test_two_runs_are_bit_equal():
 
 
 def test_experts_cut_along_their_features_sum_to_the_whole_and_along_their_number_follow_each_other():
-    whole, x, counts = make_experts(4), torch.randn(9, DIM), torch.tensor([3, 0, 4, 2])
+    whole = make_experts(4)
+    x = torch.randn(9, DIM)
+    counts = torch.tensor([3, 0, 4, 2])
     y = whole(x, counts)
-    by_features, by_number = torch.zeros_like(y), []
+    by_features = torch.zeros_like(y)
+    by_number = []
     for half in (0, 1):
-        cut, own = make_experts(4), slice(2 * half, 2 * half + 2)
+        cut = make_experts(4)
         for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
-            setattr(
-                cut, name, torch.nn.Parameter(getattr(whole, name).detach().chunk(2, dim)[half])
-            )
+            weight = getattr(whole, name).detach()
+            own_features = weight.chunk(2, dim)[half]
+            setattr(cut, name, torch.nn.Parameter(own_features))
         by_features += cut(x, counts)
         few = make_experts(4)
+        own_experts = slice(2 * half, 2 * half + 2)
         for name in ("gate", "up", "down"):
-            setattr(few, name, torch.nn.Parameter(getattr(whole, name).detach()[own]))
-        by_number.append(few(x.split([3, 6])[half], counts[own]))
+            weight = getattr(whole, name).detach()
+            setattr(few, name, torch.nn.Parameter(weight[own_experts]))
+        own_tokens = x.split([3, 6])[half]
+        by_number.append(few(own_tokens, counts[own_experts]))
     torch.testing.assert_close(by_features, y, **EXACT)
     torch.testing.assert_close(torch.cat(by_number), y, **EXACT)
 
@@ -162,10 +170,14 @@ def test_experts_start_as_linears_would():
 def naive_choice(scores: list[float], *, top_k: int, n_group: int, topk_group: int) -> list[int]:
     """DeepSeek-V3's text, expert by expert."""
     size = len(scores) // n_group
-    groups = [range(g * size, (g + 1) * size) for g in range(n_group)]
-    strength = [sum(sorted((scores[e] for e in group), reverse=True)[:2]) for group in groups]
-    best = sorted(range(n_group), key=lambda g: -strength[g])[:topk_group]
-    allowed = [e for g in best for e in groups[g]]
+    strength = []
+    for g in range(n_group):
+        of_group = sorted(scores[g * size : (g + 1) * size], reverse=True)
+        strength.append(sum(of_group[:2]))
+    best_groups = sorted(range(n_group), key=lambda g: -strength[g])[:topk_group]
+    allowed = []
+    for g in best_groups:
+        allowed.extend(range(g * size, (g + 1) * size))
     return sorted(allowed, key=lambda e: -scores[e])[:top_k]
 
 
@@ -232,9 +244,13 @@ def test_routing_is_computed_in_float32_at_least_and_tokens_keep_their_dtype(dty
 
 
 def test_bias_goes_one_step_up_under_the_mean_and_down_over_it():
-    bias, load = torch.tensor([0.5, 0.5, -1.0, 0.0]), torch.tensor([0, 10, 3, 7])
-    assert rebalance(bias, load, rate=0.25).tolist() == [0.75, 0.25, -0.75, -0.25]
-    assert rebalance(bias, torch.tensor([5, 5, 5, 5]), rate=0.25).tolist() == bias.tolist()
+    bias = torch.tensor([0.5, 0.5, -1.0, 0.0])
+    uneven = torch.tensor([0, 10, 3, 7])
+    even = torch.tensor([5, 5, 5, 5])
+    changed = rebalance(bias, uneven, rate=0.25)
+    assert changed.tolist() == [0.75, 0.25, -0.75, -0.25]
+    unchanged = rebalance(bias, even, rate=0.25)
+    assert unchanged.tolist() == bias.tolist()
     assert bias.tolist() == [0.5, 0.5, -1.0, 0.0], "a new value"
 
 
@@ -360,22 +376,30 @@ def make_moe(**choice) -> MoE:
 
 
 def test_layer_adds_the_shared_expert_and_returns_loss_and_load():
-    moe, x = make_moe(), torch.randn(2, 7, DIM)
+    moe = make_moe()
+    x = torch.randn(2, 7, DIM)
     batch = flat_batch(x)
-    out, routing = moe(x, batch), moe.router(x)
-    slots = (routing.experts.flatten(0, 1), routing.weights.flatten(0, 1))
-    want = dense_loop(x.flatten(0, 1), *slots, moe.experts).view_as(x) + moe.shared(x)
-    torch.testing.assert_close(out.x, want, **EXACT)
+    out = moe(x, batch)
+    routing = moe.router(x)
+    experts = routing.experts.flatten(0, 1)
+    weights = routing.weights.flatten(0, 1)
+    routed = dense_loop(x.flatten(0, 1), experts, weights, moe.experts).view_as(x)
+    torch.testing.assert_close(out.x, routed + moe.shared(x), **EXACT)
     torch.testing.assert_close(out.loss, moe.balance(routing.scores, batch), rtol=0.0, atol=0.0)
-    assert out.load.tolist() == routing.experts.flatten().bincount(minlength=4).tolist()
+    load = experts.flatten().bincount(minlength=4)
+    assert out.load.tolist() == load.tolist()
 
 
 def test_packed_documents_do_not_change_a_layer():
     """Attention alone looks at documents; a sequence is what the data calls a sequence."""
-    moe, x = make_moe(), torch.randn(2, 7, DIM)
+    moe = make_moe()
+    x = torch.randn(2, 7, DIM)
     batch = flat_batch(x)
-    packed = replace(batch, documents=torch.tensor([[0, 0, 0, 1, 1, 1, 2]] * 2))
-    assert all(torch.equal(*pair) for pair in zip(moe(x, batch), moe(x, packed), strict=True))
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 2]] * 2)
+    plain = moe(x, batch)
+    packed = moe(x, replace(batch, documents=documents))
+    for one, other in zip(plain, packed, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 4), (5, 7), (16, 4)])
