@@ -155,7 +155,7 @@ def test_the_micro_batches_that_are_played_have_every_kind_of_action() -> None:
 
 
 def test_few_micro_batches_are_played_of_a_long_deep_schedule() -> None:
-    """DeepSeek-V3's size: of 120 micro-batches at most 5 on each of 16 pipeline ranks."""
-    table = make_table("dual_pipe_v", ranks=16, microbatches=120)
-    for row in (0, 1, 14, 15):
+    """Of 60 micro-batches at most 5 on each of 8 pipeline ranks, whose rows split other backwards."""
+    table = make_table("dual_pipe_v", ranks=8, microbatches=60)
+    for row in (0, 1, 6, 7):
         assert len(played_microbatches(table, row)) <= 5

@@ -92,12 +92,24 @@ def run_comm(
         on_rows = CommTable(print_at_once).add if comm.rank == 0 else ignore_rows
         report = measure_communication(comm, workload, on_rows=on_rows)
         if comm.rank == 0:
-            _report_comm(options, report, comm.device, own.local_size, fields)
+            _report_comm(
+                options,
+                report,
+                comm.device,
+                own.local_size,
+                fields,
+            )
 
     main = partial(_on_rank, measure, mesh, options.device)
     if world is not None:
         return join(main, world, mesh=mesh)
-    return launch(main, mesh.size, transport=options.transport, device=options.device, mesh=mesh)
+    return launch(
+        main,
+        mesh.size,
+        transport=options.transport,
+        device=options.device,
+        mesh=mesh,
+    )
 
 
 def run_compute(options: ComputeOptions, *, fields: Fields | None) -> int:
@@ -110,14 +122,28 @@ def run_compute(options: ComputeOptions, *, fields: Fields | None) -> int:
         suite = SUITES[comm.device.type]
         times = measure_computation(comm, suite, budget_s=options.seconds)
         if comm.rank == 0:
-            _report_compute(options, times, comm.device, num_ranks, fields)
+            _report_compute(
+                options,
+                times,
+                comm.device,
+                num_ranks,
+                fields,
+            )
 
     main = partial(_on_rank, measure, mesh, options.device)
-    return launch(main, num_ranks, device=options.device, mesh=mesh)
+    return launch(
+        main,
+        num_ranks,
+        device=options.device,
+        mesh=mesh,
+    )
 
 
 def _on_rank(
-    measure: Callable[[Comm, World], None], mesh: Mesh, device: DeviceChoice, world: World
+    measure: Callable[[Comm, World], None],
+    mesh: Mesh,
+    device: DeviceChoice,
+    world: World,
 ) -> None:
     """Entry point of one rank."""
     chosen = choose_device(device, world)
@@ -133,7 +159,11 @@ def _report_comm(
     local_size: int,
     fields: Fields | None,
 ) -> None:
-    figures = comm_figures(report.rows, label=device_label(device), node=local_size)
+    figures = comm_figures(
+        report.rows,
+        label=device_label(device),
+        node=local_size,
+    )
     _publish(
         options,
         Results(("", comm_footer(report)), comm_json(report), figures),
@@ -214,7 +244,15 @@ def _publish(
         )
         _write(options.json, json.dumps(content, indent=1) + "\n")
     if options.write is not None and fields is not None:
-        write_fields(options.write, extended(fields, results.figures, day=day, versions=versions))
+        write_fields(
+            options.write,
+            extended(
+                fields,
+                results.figures,
+                day=day,
+                versions=versions,
+            ),
+        )
         print_result(f"wrote {options.write}: weft explain --hardware {options.write}")
 
 

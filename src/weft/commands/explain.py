@@ -92,7 +92,11 @@ def _explain_costs(
         fields["sites"] = site_json(sites)
     if output.html is not None:
         title = f"{run.model.label} on {plan.mesh}"
-        page = explain_page(fields, title=title, layout=explain_plan(plan))
+        page = explain_page(
+            fields,
+            title=title,
+            layout=explain_plan(plan),
+        )
         Path(output.html).write_text(page, encoding="utf-8")
     if output.is_json:
         print_result(json.dumps(fields, indent=1))

@@ -48,24 +48,42 @@ class SimulateOptions(ConfigSection):
         examples=["5%"],
         description="standard deviation of an action's time: 5% or 0.05",
     )
-    draws: int = Field(200, ge=1, le=10_000, description="steps that are drawn with jitter")
+    draws: int = Field(
+        200,
+        ge=1,
+        le=10_000,
+        description="steps that are drawn with jitter",
+    )
     slow: tuple[str, ...] = Field(
-        (), examples=["3=1.3"], description="slow ranks: 3=1.3 takes 1.3 times as long"
+        (),
+        examples=["3=1.3"],
+        description="slow ranks: 3=1.3 takes 1.3 times as long",
     )
     mtbf_hours: float | None = Field(
-        None, gt=0, description="mean time between failures of one device, hours"
+        None,
+        gt=0,
+        description="mean time between failures of one device, hours",
     )
     checkpoint_s: float | None = Field(
-        None, ge=0, description="seconds for which a checkpoint stops training"
+        None,
+        ge=0,
+        description="seconds for which a checkpoint stops training",
     )
     storage_gb_s: float | None = Field(
-        None, gt=0, description="or bandwidth of the storage for all ranks, 10^9 bytes/s"
+        None,
+        gt=0,
+        description="or bandwidth of the storage for all ranks, 10^9 bytes/s",
     )
     restart_s: float | None = Field(
-        None, ge=0, description="seconds from a failure to the first step (default 600)"
+        None,
+        ge=0,
+        description="seconds from a failure to the first step (default 600)",
     )
     svg: str | None = Field(
-        None, title="a file name", examples=["x.svg"], description="write this SVG picture"
+        None,
+        title="a file name",
+        examples=["x.svg"],
+        description="write this SVG picture",
     )
     html: str | None = Field(
         None,
@@ -118,10 +136,21 @@ def file_faults(options: SimulateOptions, *, wants_json: bool) -> Iterator[Fault
             continue
         if wants_json:
             fix = f"leave out {JSON_FLAG}, or --{name}"
-            yield Fault(name, f"writes a file, and {JSON_FLAG} prints", got=repr(path), fix=fix)
+            yield Fault(
+                name,
+                f"writes a file, and {JSON_FLAG} prints",
+                got=repr(path),
+                fix=fix,
+            )
         elif Path(path).is_dir() or not Path(path).parent.is_dir():
             fix = f"mkdir -p {Path(path).parent}, or another --{name}"
-            yield Fault(name, "cannot write the file", repr(path), "a file in a folder", fix)
+            yield Fault(
+                name,
+                "cannot write the file",
+                repr(path),
+                "a file in a folder",
+                fix,
+            )
 
 
 def option_faults(options: SimulateOptions, run: Run) -> Iterator[Fault]:
@@ -131,20 +160,41 @@ def option_faults(options: SimulateOptions, run: Run) -> Iterator[Fault]:
         for name in NEED_HARDWARE:
             if name in given:
                 what = "is about seconds, and no device is named"
-                yield Fault(name, what, need="hardware", fix="--hardware h100")
+                yield Fault(
+                    name,
+                    what,
+                    need="hardware",
+                    fix="--hardware h100",
+                )
     yield from _link_faults(run)
     if options.mtbf_hours is None:
         for name in NEED_FAILURES:
             if getattr(options, name) is not None:
                 what = "is about failures, and no mean time between them is given"
-                yield Fault(name, what, need="mtbf_hours", fix="--mtbf_hours 50000")
+                yield Fault(
+                    name,
+                    what,
+                    need="mtbf_hours",
+                    fix="--mtbf_hours 50000",
+                )
     elif options.checkpoint_s is None and options.storage_gb_s is None:
         what = "needs the cost of a checkpoint"
         fix = "--checkpoint_s 30, or --storage_gb_s 100"
-        yield Fault("mtbf_hours", what, need="checkpoint_s or storage_gb_s", fix=fix)
+        yield Fault(
+            "mtbf_hours",
+            what,
+            need="checkpoint_s or storage_gb_s",
+            fix=fix,
+        )
     if options.jitter is not None and read_share(options.jitter) is None:
         need = "a share from 0% to 100%"
-        yield Fault("jitter", "out of range", repr(options.jitter), need, "--jitter 5%")
+        yield Fault(
+            "jitter",
+            "out of range",
+            repr(options.jitter),
+            need,
+            "--jitter 5%",
+        )
     yield from _slow_faults(options.slow, run.device_mesh.size)
 
 
@@ -155,7 +205,13 @@ def _link_faults(run: Run) -> Iterator[Fault]:
     if run.hardware is not None and num_sites > 1 and not run.site.gbit_s:
         what = "is not known, and the step waits for the link between sites"
         need = "its speed in Gbit/s"
-        yield Fault("site.gbit_s", what, str(run.site.gbit_s), need, "--site.gbit_s 1")
+        yield Fault(
+            "site.gbit_s",
+            what,
+            str(run.site.gbit_s),
+            need,
+            "--site.gbit_s 1",
+        )
 
 
 def _slow_faults(words: Sequence[str], num_ranks: int) -> Iterator[Fault]:
@@ -163,10 +219,22 @@ def _slow_faults(words: Sequence[str], num_ranks: int) -> Iterator[Fault]:
         slow = read_slow(word)
         if slow is None:
             need = "RANK=FACTOR, a factor above 0"
-            yield Fault("slow", "cannot be read", repr(word), need, "--slow 0=1.3")
+            yield Fault(
+                "slow",
+                "cannot be read",
+                repr(word),
+                need,
+                "--slow 0=1.3",
+            )
         elif slow[0] >= num_ranks:
             need = f"a rank from 0 to {num_ranks - 1}"
-            yield Fault("slow", "there is no such rank", repr(word), need, f"--slow 0={slow[1]:g}")
+            yield Fault(
+                "slow",
+                "there is no such rank",
+                repr(word),
+                need,
+                f"--slow 0={slow[1]:g}",
+            )
 
 
 def read_share(text: str) -> float | None:
@@ -230,7 +298,13 @@ def _simulate_on_device(run: Run, options: SimulateOptions, *, wants_json: bool)
             storage_gb_s=options.storage_gb_s,
         )
     slow = dict(filter(None, map(read_slow, options.slow)))
-    simulation = simulate_on(run, Speeds(hardware), jitter=jitter, slow=slow, failures=failures)
+    simulation = simulate_on(
+        run,
+        Speeds(hardware),
+        jitter=jitter,
+        slow=slow,
+        failures=failures,
+    )
     if wants_json:
         print_result(json.dumps(simulation_json(simulation), indent=1))
     else:
@@ -257,8 +331,24 @@ def _write_files(timeline: Timeline, options: SimulateOptions, *, title: str) ->
         if len(timeline.spans) > MAX_SVG_SPANS:
             got = f"{len(timeline.spans):,} actions and operations"
             need = f"at most {MAX_SVG_SPANS:,}"
-            raise ConfigError(Fault("svg", "too large for an SVG", got, need, "--html x.html"))
-        write_picture("svg", options.svg, svg(timeline, title=title, lanes=True))
+            raise ConfigError(
+                Fault(
+                    "svg",
+                    "too large for an SVG",
+                    got,
+                    need,
+                    "--html x.html",
+                )
+            )
+        write_picture(
+            "svg",
+            options.svg,
+            svg(
+                timeline,
+                title=title,
+                lanes=True,
+            ),
+        )
     if options.html is not None:
         write_picture("html", options.html, html(timeline, title=title))
     if options.perfetto is not None:

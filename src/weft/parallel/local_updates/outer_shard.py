@@ -140,7 +140,11 @@ class OuterShard:
 
     def zeros(self) -> Tensor:
         """A flat tensor of zeros."""
-        return torch.zeros(self.length, dtype=self.dtype, device=self.comm.device)
+        return torch.zeros(
+            self.length,
+            dtype=self.dtype,
+            device=self.comm.device,
+        )
 
     @torch.no_grad()
     def write(self, flat: Tensor, *, local_share: float) -> None:
