@@ -49,9 +49,9 @@ FIRST_SOURCE = "vTrain single node"
 FEW = 20
 """Rows from which a range is taken."""
 CACHE = Path("runs/published-work.pkl")
-MOST_FITTED = 40
+MOST_FITTED = 24
 """Rows of a source that are fitted: more change little."""
-MOST_ACTIONS = 12_000
+MOST_ACTIONS = 2_500
 """Actions of the schedule of a row that is fitted."""
 
 

@@ -1,8 +1,8 @@
-"""Work of published rows as measured steps: each kind of stage is measured once, with up to three layers, for all rows that share it.
+"""Work of published rows as measured steps: each kind of stage is measured once, for all rows that share it.
 
 A stage's work depends on the model's sizes, the sharding, the micro-batch, and on whether it is the first, a middle or the
 last one; not on the number of stages, of micro-batches or (without ZeRO) of data ranks. So the stages of a row are put
-together from pipelines of at most three stages and two data ranks, and of equal layers the third is repeated. Measured
+together from pipelines of at most three stages and two data ranks, and of more than three layers the third is repeated. Measured
 work is kept in a file, with a digest of the sources that it depends on.
 """
 
@@ -33,7 +33,16 @@ SHORT, LONG = 2, 3
 """Layers of a stage that are measured of more."""
 MOST_STAGES = 3
 MICROBATCHES = 4
-SOURCES = ("models", "parallel", "train", "planner/rank_step.py", "planner/recorder.py")
+SOURCES = (
+    "models",
+    "parallel",
+    "train/build.py",
+    "train/step.py",
+    "planner/rank_step.py",
+    "planner/recorder.py",
+    "planner/kernels.py",
+)
+NODE = 8
 SPLIT_SCHEDULE, WHOLE_SCHEDULE = "zero_bubble", "1f1b"
 
 
@@ -41,7 +50,7 @@ def digest_of_sources() -> str:
     """Of the sources that measured work depends on."""
     root = Path(weft.__file__).parent
     digest = hashlib.sha256()
-    for name in (*SOURCES, "planner/kernels.py"):
+    for name in SOURCES:
         place = root / name
         files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
         for path in files:
@@ -200,7 +209,9 @@ class MeasuredStages:
         """The region with the groups of the row's mesh, in which rings over more ranks send more."""
         if not region.operations:
             return region
-        rank = plan.mesh.rank(pp=place)
+        ranks = [plan.mesh.rank(pp=other) for other in range(plan.pipeline_size)]
+        alike = [rank for rank in ranks if rank % NODE == ranks[place] % NODE]
+        rank = alike[0]  # its groups span as many nodes
         key = id(region), plan.mesh, rank
         if key not in self._deep:
             self._deep[key] = on_mesh(region, plan, rank)

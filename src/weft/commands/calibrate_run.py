@@ -164,8 +164,7 @@ def _rank(
 def step_seconds_here(run: Run, comm: Comm, num_steps: int) -> float:
     """Median seconds of a step of this run on these ranks."""
     step = build_step(run, comm)
-    plan = plan_of(run)
-    batches = [_batch(run, comm)] * plan.microbatches
+    batches = example_batches(run, comm)
     times = []
     for number in range(WARM_UP + num_steps):
         comm.checked = number < WARM_UP
@@ -177,9 +176,12 @@ def step_seconds_here(run: Run, comm: Comm, num_steps: int) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def _batch(run: Run, comm: Comm) -> Batch:
-    on_meta = example_batch(run, plan_of(run), comm)
-    return on_meta.map(lambda x: torch.ones(x.shape, dtype=x.dtype, device=comm.device))
+def example_batches(run: Run, comm: Comm) -> list[Batch]:
+    """The micro-batches of a step of this rank: ones."""
+    plan = plan_of(run)
+    on_meta = example_batch(run, plan, comm)
+    batch = on_meta.map(lambda x: torch.ones(x.shape, dtype=x.dtype, device=comm.device))
+    return [batch] * plan.microbatches
 
 
 def report(found: Calibration) -> str:

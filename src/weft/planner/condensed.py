@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from weft.planner.kernels import KernelBatch, KernelLaunch
 from weft.planner.measure import RoleCosts
 from weft.planner.recorder import Event, RecordedRegion
+
+
+class _Pair(NamedTuple):
+    """A region, which keeps its id, and its condensed copy."""
+
+    region: RecordedRegion
+    condensed: RecordedRegion
 
 
 class Condenser:
@@ -19,26 +27,31 @@ class Condenser:
 
     def __init__(self) -> None:
         self._batches: dict[frozenset[tuple[KernelLaunch, int]], KernelBatch] = {}
-        self._regions: dict[int, tuple[RecordedRegion, RecordedRegion]] = {}
+        self._regions: dict[int, _Pair] = {}
 
     def roles(self, roles: Sequence[RoleCosts]) -> tuple[RoleCosts, ...]:
         """The roles of a step with condensed regions."""
         return tuple(self._role(role) for role in roles)
 
     def _role(self, role: RoleCosts) -> RoleCosts:
-        step = role.step
-        actions = {key: self.region(region) for key, region in step.actions.items()}
-        phases = {name: self.region(region) for name, region in step.phases.items()}
-        condensed = replace(step, actions=actions, phases=phases, regions=())
-        return replace(role, step=condensed)
+        actions = {}
+        for key, region in role.step.actions.items():
+            actions[key] = self.region(region)
+        phases = {}
+        for name, region in role.step.phases.items():
+            phases[name] = self.region(region)
+        step = replace(role.step, actions=actions, phases=phases, regions=())
+        return replace(role, step=step)
 
     def region(self, region: RecordedRegion) -> RecordedRegion:
         """A condensed region."""
-        if id(region) not in self._regions:
-            events = self._events(region.events)
-            condensed = replace(region, events=events, segments=[])
-            self._regions[id(region)] = region, condensed
-        return self._regions[id(region)][1]
+        known = self._regions.get(id(region))
+        if known is not None:
+            return known.condensed
+        events = self._events(region.events)
+        condensed = replace(region, events=events, segments=[])
+        self._regions[id(region)] = _Pair(region, condensed)
+        return condensed
 
     def _events(self, events: Sequence[Event]) -> list[Event]:
         found: list[Event] = []
@@ -60,6 +73,8 @@ class Condenser:
         if isinstance(first, KernelBatch) and launches.total() == 1:
             return first
         parts = frozenset(launches.items())
-        if parts not in self._batches:
-            self._batches[parts] = KernelBatch.of(launches)
-        return self._batches[parts]
+        known = self._batches.get(parts)
+        if known is None:
+            known = KernelBatch.of(launches)
+            self._batches[parts] = known
+        return known

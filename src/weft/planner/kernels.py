@@ -55,9 +55,12 @@ class KernelBatch(KernelLaunch):
     @staticmethod
     def of(launches: Mapping[KernelLaunch, int]) -> KernelBatch:
         """The batch of these launches."""
+        flops = 0
+        num_bytes = 0
+        for kernel, count in launches.items():
+            flops += count * kernel.flops
+            num_bytes += count * kernel.num_bytes
         parts = tuple(launches.items())
-        flops = sum(count * kernel.flops for kernel, count in parts)
-        num_bytes = sum(count * kernel.num_bytes for kernel, count in parts)
         return KernelBatch("batch", "", flops, num_bytes, parts=parts)
 
 
@@ -87,29 +90,39 @@ def kernel_of(
     packet = func.overloadpacket
     if packet in ATTENTION_FLOPS:
         flops = ATTENTION_FLOPS[packet](args)
-        return KernelLaunch("attention", dtype, flops, num_bytes, _attention_sizes(packet, args))
+        sizes = _attention_sizes(packet, args)
+        return KernelLaunch("attention", dtype, flops, num_bytes, sizes)
     if packet in GEMM_SIZES:
         batch, rows, columns, inner = GEMM_SIZES[packet](args)
         flops = 2 * batch * rows * columns * inner
-        return KernelLaunch("gemm", dtype, flops, num_bytes, (batch, rows, columns, inner))
+        sizes = (batch, rows, columns, inner)
+        return KernelLaunch("gemm", dtype, flops, num_bytes, sizes)
     if packet in flop_registry:
-        flops = flop_registry[packet](*args, out_val=outputs[0] if len(outputs) == 1 else outputs)
+        out = outputs[0] if len(outputs) == 1 else outputs
+        flops = flop_registry[packet](*args, out_val=out)
         return KernelLaunch("gemm", dtype, flops, num_bytes)
     return KernelLaunch("memory", dtype, 0, num_bytes)
 
 
 def _distinct_bytes(tensors: Sequence[Tensor]) -> int:
     by_identity = {id(tensor): tensor for tensor in tensors}
-    return sum(tensor.numel() * tensor.element_size() for tensor in by_identity.values())
+    total = 0
+    for tensor in by_identity.values():
+        total += tensor.numel() * tensor.element_size()
+    return total
 
 
 def _changed_bytes(func: Any, args: Sequence[Any]) -> int:
     """Size of the positional arguments that the call changes in place."""
     changed: list[Tensor] = []
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    arguments = func._schema.arguments
+    for argument, value in zip(arguments, args, strict=False):
         alias = argument.alias_info
-        if alias is not None and alias.is_write:
-            changed.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        if alias is None or not alias.is_write:
+            continue
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                changed.append(leaf)
     return _distinct_bytes(changed)
 
 
@@ -148,7 +161,8 @@ def attended_pairs(num_queries: int, num_keys: int, *, causal: bool) -> int:
         return num_queries * num_keys
     whole_rows = max(0, num_queries - num_keys)
     triangle_rows = num_queries - whole_rows
-    return triangle_rows * (triangle_rows + 1) // 2 + whole_rows * num_keys
+    in_triangle = triangle_rows * (triangle_rows + 1) // 2
+    return in_triangle + whole_rows * num_keys
 
 
 def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, products: int) -> int:
@@ -156,24 +170,32 @@ def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, products:
     sizes of q and v.
     """
     batch, heads, num_queries, head_size = q.shape
-    pairs = attended_pairs(num_queries, k.shape[2], causal=causal)
-    return batch * heads * pairs * products * (head_size + v.shape[3])
+    num_keys = k.shape[2]
+    value_size = v.shape[3]
+    pairs = attended_pairs(num_queries, num_keys, causal=causal)
+    flops_a_pair = products * (head_size + value_size)
+    return batch * heads * pairs * flops_a_pair
 
 
 def _attention_sizes(packet: Any, args: Sequence[Any]) -> tuple[int, ...]:
     first = FIRST_QUERY.get(packet, 0)
-    queries, keys = args[first], args[first + 1]
+    queries = args[first]
+    keys = args[first + 1]
     batch, heads, num_queries, head_size = queries.shape
-    return batch * heads, num_queries, keys.shape[2], head_size
+    num_keys = keys.shape[2]
+    return batch * heads, num_queries, num_keys, head_size
 
 
 def _cpu_flash(args: Sequence[Any]) -> int:
+    q, k, v = args[:3]
     causal = bool(args[4]) if len(args) > 4 else False
-    return _attention_flops(args[0], args[1], args[2], causal=causal, products=2)
+    return _attention_flops(q, k, v, causal=causal, products=2)
 
 
 def _cpu_flash_backward(args: Sequence[Any]) -> int:
-    return _attention_flops(args[1], args[2], args[3], causal=bool(args[7]), products=5)
+    q, k, v = args[1:4]
+    causal = bool(args[7])
+    return _attention_flops(q, k, v, causal=causal, products=5)
 
 
 ATTENTION_FLOPS: dict[Any, Callable[[Sequence[Any]], int]] = {

@@ -41,8 +41,12 @@ class Speeds:
     def kernel_s(self, kernel: KernelLaunch) -> float:
         """Seconds of one launch, or of a batch of them."""
         if isinstance(kernel, KernelBatch):
-            return sum(count * self.kernel_s(part) for part, count in kernel.parts)
-        return rounded_maximum(self._work_s(kernel), self.efficiency.launch_s)
+            seconds = 0.0
+            for part, count in kernel.parts:
+                seconds += count * self.kernel_s(part)
+            return seconds
+        work_s = self._work_s(kernel)
+        return rounded_maximum(work_s, self.efficiency.launch_s)
 
     def _work_s(self, kernel: KernelLaunch) -> float:
         """Seconds on the device alone."""
@@ -63,39 +67,64 @@ class Speeds:
         members = len(op.group)
         if members < 2:
             return 0.0
-        nodes = {rank // self.hardware.node for rank in op.group}
-        share = self.efficiency
-        latency_s = share.latency_s if len(nodes) == 1 else share.network_latency_s
-        steps = 1 if op.op in ("send", "recv") else members - 1
-        if op.op == "all_reduce":
-            steps = 2 * steps
-        if len(nodes) > 1:
-            steps = min(steps, 2 * math.ceil(math.log2(members)))
-        return self._transfer_s(op, num_nodes=len(nodes)) + steps * latency_s
+        node = self.hardware.node
+        num_nodes = len({rank // node for rank in op.group})
+        transfer_s = self._transfer_s(op, num_nodes=num_nodes)
+        return transfer_s + self._latency_s(op.op, members, num_nodes)
 
     def _transfer_s(self, op: Operation, *, num_nodes: int) -> float:
         """Seconds in which what this rank sends is on its links."""
-        inside_s = op.sent_bytes / (self.hardware.link_gb_s * GB * self.efficiency.link)
+        inside_s = op.sent_bytes / self._link_rate
         if num_nodes == 1:
             return inside_s
         members = len(op.group)
         members_a_node = max(1, members // num_nodes)
-        own_network = self.hardware.network_gb_s * GB * self.efficiency.network
         if op.op == "all_to_all":
             outside = (members - members_a_node) / (members - 1)
-            outside_s = outside * op.sent_bytes / own_network
+            outside_s = outside * op.sent_bytes / self._network_rate
             return max((1 - outside) * inside_s, outside_s)
-        return max(inside_s, op.sent_bytes / (own_network * members_a_node))
+        return max(inside_s, op.sent_bytes / (self._network_rate * members_a_node))
+
+    def _latency_s(self, op: str, members: int, num_nodes: int) -> float:
+        """Seconds of the steps of a collective without their bytes: along a ring that crosses each
+        node once; an all-reduce goes around twice, or up and down a tree of nodes.
+        """
+        inside_s = self.efficiency.latency_s
+        between_s = self.efficiency.network_latency_s
+        is_inside = num_nodes == 1
+        if op in ("send", "recv"):
+            return inside_s if is_inside else between_s
+        if is_inside:
+            ring_s = (members - 1) * inside_s
+            return 2 * ring_s if op == "all_reduce" else ring_s
+        if op == "all_to_all":
+            steps = min(members - 1, 2 * math.ceil(math.log2(members)))
+            return steps * between_s
+        ring_s = (members - num_nodes) * inside_s + (num_nodes - 1) * between_s
+        if op != "all_reduce":
+            return ring_s
+        depth = math.ceil(math.log2(num_nodes))
+        in_node = math.ceil(members / num_nodes) - 1
+        tree_s = in_node * inside_s + depth * between_s
+        return 2 * min(ring_s, tree_s)
 
     def message_s(self, num_bytes: int, sender: int, receiver: int) -> float:
         """Seconds of one message between two ranks."""
-        share = self.efficiency
-        is_inside = sender // self.hardware.node == receiver // self.hardware.node
+        node = self.hardware.node
+        is_inside = sender // node == receiver // node
         if is_inside:
-            bandwidth = self.hardware.link_gb_s * GB * share.link
-            return num_bytes / bandwidth + share.latency_s
-        bandwidth = self.hardware.network_gb_s * GB * share.network
-        return num_bytes / bandwidth + share.network_latency_s
+            return num_bytes / self._link_rate + self.efficiency.latency_s
+        return num_bytes / self._network_rate + self.efficiency.network_latency_s
+
+    @property
+    def _link_rate(self) -> float:
+        """Bytes a second of one device inside a node."""
+        return self.hardware.link_gb_s * GB * self.efficiency.link
+
+    @property
+    def _network_rate(self) -> float:
+        """Bytes a second of one device between nodes."""
+        return self.hardware.network_gb_s * GB * self.efficiency.network
 
 
 def rounded_maximum(a: float, b: float) -> float:
@@ -103,7 +132,8 @@ def rounded_maximum(a: float, b: float) -> float:
     larger = max(a, b)
     if not larger:
         return 0.0
-    corner: float = (1.0 + (min(a, b) / larger) ** CORNER) ** (1.0 / CORNER)
+    share = min(a, b) / larger
+    corner: float = (1.0 + share**CORNER) ** (1.0 / CORNER)
     return larger * corner
 
 
