@@ -136,7 +136,9 @@ def range_of(
 ) -> tuple[float, float]:
     """The range of predictions: from rows of the fitted half that were not fitted, if there are."""
     used = {account.row.key for account in training}
-    spare = [residuals[a.row.key] for a in accounts if a.row.is_fitted and a.row.key not in used]
+    spare = [
+        residuals[a.row.key].ratio for a in accounts if a.row.is_fitted and a.row.key not in used
+    ]
     return ratio_range(spare) if len(spare) >= FEW else found.range
 
 

@@ -14,12 +14,11 @@ from weft.errors import PlanError
 from weft.planner.calibrate import (
     UNDETERMINED,
     MeasuredStep,
-    Residual,
     fit,
+    fit_errors,
     predict_all,
     quantile,
     ratio_range,
-    standard_errors,
 )
 from weft.planner.measure import measure
 
@@ -77,13 +76,22 @@ def test_a_number_without_influence_or_beside_an_equal_one_is_not_determined() -
     residuals = [0.01, -0.01] * 4
     own = numpy.linspace(0.1, 1.0, 8)
     shared = numpy.linspace(1.0, 0.2, 8)
-    alone, twice, again, without = standard_errors(
-        numpy.stack([own, shared, shared, 0 * own], axis=1), residuals
-    )
+    found = fit_errors(numpy.stack([own, shared, shared, 0 * own], axis=1), residuals)
+    alone, twice, again, without = found.of_numbers
     assert alone < 0.05
     assert twice > UNDETERMINED
     assert again > UNDETERMINED
     assert without == math.inf
+
+
+def test_a_residual_without_its_step_is_that_of_the_mean_of_the_others() -> None:
+    numpy = pytest.importorskip("numpy")
+    values = [0.001, 0.003, -0.002, 0.004]
+    mean = sum(values) / 4
+    found = fit_errors(numpy.ones((4, 1)), [value - mean for value in values])
+    for value, left_out in zip(values, found.left_out, strict=True):
+        mean_of_others = (4 * mean - value) / 3
+        assert left_out == pytest.approx(value - mean_of_others, rel=0.01)
 
 
 @pytest.mark.slow
@@ -103,19 +111,15 @@ def test_too_few_runs_and_times_that_are_none_are_rejected() -> None:
         fit([replace(step, seconds=math.nan)], A100, source="a test")
 
 
-def test_the_range_holds_four_of_five_ratios() -> None:
-    residuals = [Residual("x", 0.9 + 0.02 * number, 1.0) for number in range(11)]
-    low, high = ratio_range(residuals)
-    assert (low, high) == (pytest.approx(0.92), pytest.approx(1.08))
-    assert sum(low <= residual.ratio <= high for residual in residuals) == 9
-    wider = ratio_range(residuals, num_constants=5)
-    assert wider[0] < low
-    assert wider[1] > high
+def test_the_range_holds_four_of_five_other_ratios() -> None:
+    ratios = [0.9 + 0.02 * number for number in range(19)]
+    assert ratio_range(ratios) == (pytest.approx(ratios[1]), pytest.approx(ratios[17]))
+    few = ratio_range(ratios[:8])
+    assert few == (ratios[0], pytest.approx(ratios[7]))  # the next one is outside with 2 of 9
 
 
 def test_the_range_always_holds_the_prediction() -> None:
-    residuals = [Residual("x", 1.2, 1.0), Residual("y", 1.3, 1.0)]
-    assert ratio_range(residuals)[0] == 1.0
+    assert ratio_range([1.2, 1.3])[0] == 1.0
 
 
 def test_a_quantile_lies_between_its_neighbours() -> None:

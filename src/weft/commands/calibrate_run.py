@@ -52,7 +52,7 @@ GPU_START = Efficiency(
     network=0.5,
     latency_s=1e-5,
     network_latency_s=1e-5,
-    overlap_slowdown=0.2,
+    overlap_slowdown=0.15,
 )
 CPU_START = Efficiency(
     gemm=0.5,

@@ -60,6 +60,12 @@ UNDETERMINED = math.log(2)
 NO_INFLUENCE = 1e-3
 """Largest change of a logarithm of a time by one of a constant below which it has no influence."""
 
+TRIED_SHARE = 0.8
+"""Of a constant: how much less of it is tried."""
+LEAST_FREEDOM = 0.2
+"""Of a step that almost alone decides a constant: its residual without it is at most five times as
+large.
+"""
 COLLINEAR = 1e-9
 """Added to the diagonal of J'J, whose columns are normed: equal columns get large errors."""
 
@@ -152,18 +158,18 @@ def fit(
     """
     _check_steps(steps)
     least_squares = _least_squares()
-    start = start or Efficiency()
-    problem = _Problem(condensed(steps), hardware, start)
+    problem = _Problem(condensed(steps), hardware, start or Efficiency())
     names = problem.constants_that_matter()
-    uncertainty = dict.fromkeys(names, math.inf)
     num_free = len(names) + len(problem.groups)
     if len(steps) <= num_free:
         need = f"more than the {num_free} constants that are fitted"
         raise PlanError(Fault("calibrate", "too few runs", f"{len(steps)}", need))
+    uncertainty = dict.fromkeys(names, math.inf)
     logs = problem.start_logs(names)
     while True:
         logs = problem.solved(names, logs, least_squares)
-        errors = problem.uncertainties(names, logs)[: len(names)]
+        found = problem.errors(names, logs)
+        errors = found.of_numbers[: len(names)]
         if max(errors, default=0.0) < UNDETERMINED:
             break
         worst = errors.index(max(errors))
@@ -172,7 +178,7 @@ def fit(
     uncertainty.update(zip(names, errors, strict=True))
     constants, scales = problem.values(names, logs)
     compared = compare(problem.steps, hardware, constants, scales=scales)
-    lowest, highest = ratio_range(compared, num_constants=len(logs))
+    lowest, highest = ratio_range([math.exp(-error) for error in found.left_out])
     return Calibration(
         efficiency=replace(constants, source=source, low=lowest, high=highest),
         uncertainty=uncertainty,
@@ -196,10 +202,10 @@ def compare(
 ) -> tuple[Residual, ...]:
     """Measured steps beside their predictions."""
     predicted = predict_all(steps, hardware, constants, scales or {})
-    return tuple(
-        Residual(step.name, step.seconds, seconds)
-        for step, seconds in zip(steps, predicted, strict=True)
-    )
+    residuals = []
+    for step, seconds in zip(steps, predicted, strict=True):
+        residuals.append(Residual(step.name, step.seconds, seconds))
+    return tuple(residuals)
 
 
 def predict_all(
@@ -217,34 +223,41 @@ def predict_all(
     return predicted
 
 
-def ratio_range(residuals: Sequence[Residual], *, num_constants: int = 0) -> tuple[float, float]:
-    """The range of measured over predicted times that holds 80% of them.
+def ratio_range(ratios: Sequence[float]) -> tuple[float, float]:
+    """The range of measured over predicted times that holds 80% of those of other steps: n ratios
+    divide the line into n + 1 parts, and the next one lies in each of them with the same probability
+    (conformal prediction: Vovk et al. 2005).
 
     Args:
-        num_constants: fitted to these very steps, whose spread is too small for that.
+        ratios: of steps that were not fitted, or as if they had not been.
     """
-    ratios = sorted(residual.ratio for residual in residuals)
-    free = max(1, len(ratios) - num_constants)
-    widening = math.sqrt(len(ratios) / free)
     tail = (1 - COVERED) / 2
-    low = quantile(ratios, tail) ** widening
-    high = quantile(ratios, 1 - tail) ** widening
+    low = _between(ratios, (len(ratios) + 1) * tail)
+    high = _between(ratios, (len(ratios) + 1) * (1 - tail))
     return min(low, 1.0), max(high, 1.0)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
     """The value below which this share of the values lies, between neighbours in proportion."""
+    return _between(values, 1 + share * (len(values) - 1))
+
+
+def _between(values: Sequence[float], place: float) -> float:
+    """The value at a place, counted from 1 in ascending order, between neighbours in proportion."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    inside = min(max(place, 1.0), len(ordered))
+    below = math.floor(inside)
+    lower = ordered[below - 1]
+    upper = ordered[min(below, len(ordered) - 1)]
+    return lower + (inside - below) * (upper - lower)
 
 
 def _check_steps(steps: Sequence[MeasuredStep]) -> None:
     for step in steps:
-        if not (math.isfinite(step.seconds) and step.seconds > 0):
-            raise PlanError(Fault("calibrate", f"{step.name} has no time", f"{step.seconds} s"))
+        is_time = math.isfinite(step.seconds) and step.seconds > 0
+        if not is_time:
+            what = f"{step.name} has no time"
+            raise PlanError(Fault("calibrate", what, f"{step.seconds} s"))
 
 
 def _least_squares() -> Callable[..., Any]:
@@ -256,9 +269,22 @@ def _least_squares() -> Callable[..., Any]:
     return least_squares  # type: ignore[no-any-return]
 
 
-def standard_errors(jacobian: Any, residuals: Sequence[float]) -> list[float]:
-    """Of fitted numbers: s^2 (J'WJ)^-1, where W are the weights of soft L1; infinite for one without
-    influence.
+@dataclass(frozen=True)
+class FitErrors:
+    """What is known of fitted numbers from the derivatives of the residuals.
+
+    Attributes:
+        of_numbers: standard errors; infinite for a number without influence.
+        left_out: residual of each step, of a fit without that step.
+    """
+
+    of_numbers: list[float]
+    left_out: list[float]
+
+
+def fit_errors(jacobian: Any, residuals: Sequence[float]) -> FitErrors:
+    """Standard errors s^2 (J'WJ)^-1, where W are the weights of soft L1, and residuals without a
+    step, r / (1 - h) with its leverage h (Cook and Weisberg 1982).
 
     Args:
         jacobian: derivatives, one row a residual and one column a number.
@@ -267,17 +293,20 @@ def standard_errors(jacobian: Any, residuals: Sequence[float]) -> list[float]:
 
     errors = np.asarray(residuals)
     num_steps, num_numbers = jacobian.shape
+    num_free = max(1, num_steps - num_numbers)
     weights = 1 / np.sqrt(1 + np.square(errors / OUTLIER))
-    free = max(1, num_steps - num_numbers)
-    variance = float((weights * np.square(errors)).sum()) / free
-    information = jacobian.T @ (weights[:, None] * jacobian)
-    lengths = np.sqrt(np.diag(information))
+    squares = weights * np.square(errors)
+    variance = squares.sum() / num_free
+    lengths = np.sqrt(weights @ np.square(jacobian))
     has_influence = lengths > NO_INFLUENCE
-    lengths = np.where(has_influence, lengths, 1.0)
-    normed = information / np.outer(lengths, lengths)
-    covariance = variance * np.linalg.inv(normed + COLLINEAR * np.eye(num_numbers))
-    found = np.sqrt(np.maximum(0.0, np.diag(covariance))) / lengths
-    return [float(error) for error in np.where(has_influence, found, math.inf)]
+    normed = jacobian / np.where(has_influence, lengths, 1.0)
+    information = normed.T @ (weights[:, None] * normed)
+    inverse = np.linalg.inv(information + COLLINEAR * np.eye(num_numbers))
+    deviations = np.sqrt(np.maximum(0.0, variance * np.diag(inverse)))
+    of_numbers = np.where(has_influence, deviations / np.maximum(lengths, NO_INFLUENCE), math.inf)
+    leverages = weights * np.einsum("ij,jk,ik->i", normed, inverse, normed)
+    left_out = errors / np.maximum(1 - leverages, LEAST_FREEDOM)
+    return FitErrors(of_numbers.tolist(), left_out.tolist())
 
 
 class _Problem:
@@ -296,15 +325,16 @@ class _Problem:
     def constants_that_matter(self) -> list[str]:
         """Constants on which the times depend."""
         before = self._log_times(self.start, {})
+        least = NO_INFLUENCE * abs(math.log(TRIED_SHARE))
         names = []
         for name in BOUNDS:
             value = getattr(self.start, name)
             if not value:
                 continue
-            changed = replace(self.start, **{name: 0.8 * value})
+            changed = replace(self.start, **{name: TRIED_SHARE * value})
             after = self._log_times(changed, {})
-            largest = max(abs(a - b) for a, b in zip(after, before, strict=True))
-            if largest > NO_INFLUENCE * abs(math.log(0.8)):
+            changes = [abs(a - b) for a, b in zip(after, before, strict=True)]
+            if max(changes) > least:
                 names.append(name)
         return names
 
@@ -319,7 +349,8 @@ class _Problem:
         """The constants and scales of these logarithms."""
         exponentials = [math.exp(log) for log in logs]
         fitted: dict[str, Any] = dict(zip(names, exponentials, strict=False))
-        scales = dict(zip(self.groups, exponentials[len(names) :], strict=True))
+        of_groups = exponentials[len(names) :]
+        scales = dict(zip(self.groups, of_groups, strict=True))
         return replace(self.start, **fitted), scales
 
     def solved(
@@ -327,66 +358,80 @@ class _Problem:
     ) -> list[float]:
         """The logarithms that fit the steps best, from these on."""
         origin = self.start_logs(names)
-        low, high = self._log_bounds(names)
-        inside = [min(max(log, a), b) for log, a, b in zip(logs, low, high, strict=True)]
+        lowest, highest = self._log_bounds(names)
+        inside = []
+        for log, low, high in zip(logs, lowest, highest, strict=True):
+            inside.append(min(max(log, low), high))
 
         def residuals(logs: Sequence[float]) -> list[float]:
-            pulls = [PULL * (log - at) for log, at in zip(logs, origin, strict=True)]
-            return [*self._residuals(names, logs), *pulls]
+            found = self._residuals(names, logs)
+            for log, at in zip(logs, origin, strict=True):
+                found.append(PULL * (log - at))
+            return found
 
-        def derivatives(logs: Sequence[float]) -> Any:
-            return self._derivatives(residuals, logs, high)
+        def jacobian(logs: Sequence[float]) -> Any:
+            return derivatives(residuals, logs, highest)
 
         found = least_squares(
             residuals,
             inside,
-            jac=derivatives,
-            bounds=(low, high),
+            jac=jacobian,
+            bounds=(lowest, highest),
             loss="soft_l1",
             f_scale=OUTLIER,
             xtol=SETTLED,
             ftol=SETTLED,
             max_nfev=MOST_EVALUATIONS,
         )
-        return [float(log) for log in found.x]
+        logs_found: list[float] = found.x.tolist()
+        return logs_found
 
-    def uncertainties(self, names: Sequence[str], logs: Sequence[float]) -> list[float]:
-        """Standard errors of the logarithms, from the steps alone, without the pull."""
-        _, high = self._log_bounds(names)
-        errors = self._residuals(names, logs)
-        jacobian = self._derivatives(lambda at: self._residuals(names, at), logs, high)
-        return standard_errors(jacobian, errors)
+    def errors(self, names: Sequence[str], logs: Sequence[float]) -> FitErrors:
+        """Of these logarithms, from the steps alone, without the pull."""
+        _, highest = self._log_bounds(names)
+
+        def residuals(logs: Sequence[float]) -> list[float]:
+            return self._residuals(names, logs)
+
+        jacobian = derivatives(residuals, logs, highest)
+        return fit_errors(jacobian, residuals(logs))
 
     def _log_bounds(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
-        bounds = [BOUNDS[name] for name in names] + [SCALE_BOUNDS] * len(self.groups)
-        low = [math.log(lowest) for lowest, _ in bounds]
-        high = [math.log(highest) for _, highest in bounds]
-        return low, high
+        bounds = [BOUNDS[name] for name in names]
+        bounds += [SCALE_BOUNDS] * len(self.groups)
+        lowest = [math.log(low) for low, _ in bounds]
+        highest = [math.log(high) for _, high in bounds]
+        return lowest, highest
 
     def _residuals(self, names: Sequence[str], logs: Sequence[float]) -> list[float]:
         constants, scales = self.values(names, logs)
         predicted = self._log_times(constants, scales)
-        return [
-            log - math.log(step.seconds) for log, step in zip(predicted, self.steps, strict=True)
-        ]
+        found = []
+        for log, step in zip(predicted, self.steps, strict=True):
+            found.append(log - math.log(step.seconds))
+        return found
 
     def _log_times(self, constants: Efficiency, scales: Mapping[str, float]) -> list[float]:
         predicted = predict_all(self.steps, self.hardware, constants, scales)
         return [math.log(seconds) for seconds in predicted]
 
-    def _derivatives(
-        self,
-        function: Callable[[Sequence[float]], list[float]],
-        logs: Sequence[float],
-        high: Sequence[float],
-    ) -> Any:
-        """Of a function by each logarithm, from a step that stays below the upper bound."""
-        import numpy as np  # scipy's, which is an extra
 
-        before = np.asarray(function(logs))
-        columns = []
-        for place, log in enumerate(logs):
-            step = LOG_STEP if log + LOG_STEP <= high[place] else -LOG_STEP
-            changed = [*logs[:place], log + step, *logs[place + 1 :]]
-            columns.append((np.asarray(function(changed)) - before) / step)
-        return np.stack(columns, axis=1)
+def derivatives(
+    function: Callable[[Sequence[float]], list[float]],
+    logs: Sequence[float],
+    highest: Sequence[float],
+) -> Any:
+    """Derivatives of a function by each logarithm, one column each, from a step that stays below
+    the upper bound.
+    """
+    import numpy as np  # scipy's, which is an extra
+
+    before = np.asarray(function(logs))
+    columns = []
+    for place, log in enumerate(logs):
+        is_inside = log + LOG_STEP <= highest[place]
+        step = LOG_STEP if is_inside else -LOG_STEP
+        changed = [*logs[:place], log + step, *logs[place + 1 :]]
+        after = np.asarray(function(changed))
+        columns.append((after - before) / step)
+    return np.stack(columns, axis=1)

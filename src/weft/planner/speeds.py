@@ -7,11 +7,11 @@ Note [Time of work]
     corner). Of a matrix product with few outputs only some of the device's cores are busy: its
     share is `gemm` n / (n + `gemm_half`) for n outputs. Attention that is not fused also moves its
     scores. A collective takes what this rank sends in a ring at a share of the bandwidth of its
-    slowest link, plus a latency for each of the ring's steps; between nodes at most those of a
-    tree. A ring leaves a node once for each of its members there, so it has the network of all of
-    them; an all-to-all goes straight to each member, and what is for other nodes leaves through the
-    device's own share of the network. The constants are few, and fitted (`planner/calibrate.py`) or assumed; a prediction says
-    which.
+    slowest link, plus a latency for each of the ring's steps; an all-reduce between nodes at most
+    those of a tree (NCCL has trees for that operation alone). A ring leaves a node once for each of
+    its members there, so it has the network of all of them; an all-to-all goes straight to each
+    member, and what is for other nodes leaves through the device's own share of the network. The
+    constants are few, and fitted (`planner/calibrate.py`) or assumed; a prediction says which.
 """
 
 from __future__ import annotations
