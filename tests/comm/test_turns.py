@@ -12,6 +12,7 @@ import torch
 
 from weft.comm import turns
 from weft.comm.comm import Comm
+from weft.run import run_ranks as run_ranks_module
 from weft.run.run_ranks import run_ranks
 
 
@@ -87,3 +88,19 @@ def test_an_error_of_one_rank_ends_the_others() -> None:
 
     with pytest.raises(ValueError, match="no number"):
         run_ranks("dp3", rank, takes_turns=True)
+
+
+def test_a_rank_that_waits_for_its_turn_is_not_reported_as_late(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_ranks_module, "LATE_AFTER_S", 0.05)
+
+    def rank(comm: Comm) -> float:
+        if comm.rank == 0:
+            time.sleep(0.2)
+        return float(comm.all_reduce(torch.ones(1), "dp"))
+
+    run_ranks("dp2", rank)
+    assert "has waited" in capfd.readouterr().err
+    run_ranks("dp2", rank, takes_turns=True)
+    assert "has waited" not in capfd.readouterr().err

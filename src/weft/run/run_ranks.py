@@ -28,6 +28,7 @@ from weft.run.rank_threads import run_rank_threads
 
 T = TypeVar("T")
 
+LATE_AFTER_S = 10.0
 COMM_SHARE = 0.8
 """Time-out of a collective, as a share of that of the run: it names the missing ranks before the
 run is stopped.
@@ -90,7 +91,13 @@ def _run_in_threads(
     timeout_s: float,
     takes_turns: bool,
 ) -> list[T]:
-    world = ThreadWorld(mesh.size, timeout_s=COMM_SHARE * timeout_s, takes_turns=takes_turns)
+    comm_timeout_s = COMM_SHARE * timeout_s
+    world = ThreadWorld(
+        mesh.size,
+        timeout_s=comm_timeout_s,
+        late_after_s=comm_timeout_s if takes_turns else LATE_AFTER_S,  # it may wait for its turn
+        takes_turns=takes_turns,
+    )
 
     def run_rank(rank: int) -> T:
         torch.set_flush_denormal(True)
