@@ -10,7 +10,7 @@ import torch
 
 from weft.core.mesh import Mesh
 from weft.prove.bounds import Bounds
-from weft.prove.comparison import Comparison
+from weft.prove.found_differences import FoundDifferences
 from weft.prove.gradient_sums import GradientSums
 from weft.prove.localise import Localisation
 from weft.prove.own_state import OwnState
@@ -39,9 +39,9 @@ class Judge:
     has_sharded_activations: bool = False
 
     @cached_property
-    def found(self) -> Comparison:
+    def found(self) -> FoundDifferences:
         """What has been compared so far."""
-        return Comparison(self.mesh, self.records, self.bounds)
+        return FoundDifferences(self.mesh, self.records, self.bounds)
 
     @cached_property
     def sums(self) -> GradientSums:

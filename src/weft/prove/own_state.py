@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.prove.bounds import largest_difference
-from weft.prove.comparison import Comparison, PhaseStats
+from weft.prove.found_differences import FoundDifferences, PhaseStats
 from weft.prove.localise import Failure, key_of
 from weft.prove.places import FlatPlace, Whole
 from weft.prove.record import Observed, Site
@@ -23,7 +23,7 @@ class OwnState:
         found: where differences are added.
     """
 
-    found: Comparison
+    found: FoundDifferences
 
     def compare_coverage(self) -> None:
         """Every entry of every parameter lies on some rank."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.core.dimension import activation_axes, pipeline_axis, replicated_axes, token_axes
 from weft.parallel.model.parallelize import ParamShard
-from weft.prove.comparison import Comparison
+from weft.prove.found_differences import FoundDifferences
 from weft.prove.gradient_sums import GradientSums
 from weft.prove.places import ShardPlace, Whole
 from weft.prove.record import Observed, PartialGradient, Site
@@ -32,7 +32,7 @@ class RankSums:
             parameters parts of a sum.
     """
 
-    found: Comparison
+    found: FoundDifferences
     gradients: GradientSums
     has_sharded_activations: bool = False
 

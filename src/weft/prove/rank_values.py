@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.prove.bounds import largest_difference
-from weft.prove.comparison import Comparison
+from weft.prove.found_differences import FoundDifferences
 from weft.prove.localise import Failure, key_of
 from weft.prove.record import Observed, RankRecord, Site
 from weft.prove.reference_trace import TensorKey
@@ -24,7 +24,7 @@ class RankValues:
         found: where differences are added.
     """
 
-    found: Comparison
+    found: FoundDifferences
 
     def compare(self, record: RankRecord) -> None:
         """Compare all that a rank has recorded."""

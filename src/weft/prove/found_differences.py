@@ -1,4 +1,4 @@
-"""Tensors and numbers of ranks that are compared with one device: statistics by phase, and those beyond their bounds."""
+"""Differences of ranks from one device: tensors and numbers beyond their bounds, and statistics by phase."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PhaseStats:
 
 
 @dataclass
-class Comparison:
+class FoundDifferences:
     """What the comparison of one run with a reference has found so far.
 
     Attributes:
