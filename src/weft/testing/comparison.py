@@ -26,7 +26,7 @@ LARGE = 70_000
 """Elements of a tensor that is too large for a transport's fast path for small ones."""
 
 
-class Comparison(NamedTuple):
+class ResultCheck(NamedTuple):
     """One result and its expected value, on the CPU."""
 
     what: str
@@ -34,9 +34,9 @@ class Comparison(NamedTuple):
     expected: Tensor
 
 
-def is_true(what: str, condition: bool) -> Comparison:
+def is_true(what: str, condition: bool) -> ResultCheck:
     """The comparison that a condition holds."""
-    return Comparison(
+    return ResultCheck(
         what,
         torch.tensor(condition),
         torch.tensor(True),
@@ -84,10 +84,10 @@ class GroupInputs:
         what: str,
         got: Tensor,
         expected: Tensor,
-    ) -> Comparison:
+    ) -> ResultCheck:
         """A comparison whose text names the axis, too."""
         text = f"{what} {self.axis}"
-        return Comparison(text, got, expected)
+        return ResultCheck(text, got, expected)
 
 
 def make_input(

@@ -19,7 +19,7 @@ from weft.comm.transport import Work
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis
 from weft.testing import movement_checks, reduction_checks
-from weft.testing.comparison import Comparison, groups_of, is_true, make_input, reduce
+from weft.testing.comparison import ResultCheck, groups_of, is_true, make_input, reduce
 
 
 class _StartedCollective(NamedTuple):
@@ -30,7 +30,7 @@ class _StartedCollective(NamedTuple):
     expected: Tensor
 
 
-def overlapping(comm: Comm) -> Iterator[Comparison]:
+def overlapping(comm: Comm) -> Iterator[ResultCheck]:
     """Works of all groups in flight, started in another order on every other rank, waited for in
     reverse.
     """
@@ -49,11 +49,11 @@ def overlapping(comm: Comm) -> Iterator[Comparison]:
         started.append(_StartedCollective(f"max {axis}", largest, reduce(inputs, "max")))
         started.append(_StartedCollective(f"gather {axis}", gathered, torch.cat(inputs)))
     for what, work, expected in reversed(started):
-        yield Comparison(what, work.wait(), expected)
-        yield Comparison(f"{what} again", work.wait(), expected)
+        yield ResultCheck(what, work.wait(), expected)
+        yield ResultCheck(f"{what} again", work.wait(), expected)
 
 
-def single_member(comm: Comm) -> Iterator[Comparison]:
+def single_member(comm: Comm) -> Iterator[ResultCheck]:
     """Along an axis of size 1 a collective returns a copy of its input."""
     axis: Axis = ()
     for name in all_axes():
@@ -70,17 +70,17 @@ def single_member(comm: Comm) -> Iterator[Comparison]:
     }
     for what, work in works.items():
         got = work.wait()
-        yield Comparison(what, got, expected)
+        yield ResultCheck(what, got, expected)
         yield is_true(f"{what} is in memory of its own", got is not x)
     out = torch.zeros(2, 2, device=comm.device)
     got = comm.all_reduce_(x, axis)
-    yield Comparison("all_reduce_", got, expected)
+    yield ResultCheck("all_reduce_", got, expected)
     got = comm.scatter([x], out, axis)
-    yield Comparison("scatter", got, expected)
+    yield ResultCheck("scatter", got, expected)
     comm.barrier(axis)
 
 
-Check = Callable[[Comm], Iterator[Comparison]]
+Check = Callable[[Comm], Iterator[ResultCheck]]
 
 CHECKS: dict[str, Check] = {
     "all_reduces": reduction_checks.all_reduces,
@@ -113,7 +113,7 @@ def conform(comm: Comm, *names: str) -> int:
     return num_compared
 
 
-def _assert_equal(name: str, comparison: Comparison) -> None:
+def _assert_equal(name: str, comparison: ResultCheck) -> None:
     what, got, expected = comparison
     got = got.detach().cpu()
     has_same_shape = got.shape == expected.shape

@@ -13,8 +13,8 @@ from weft.testing.comparison import (
     DIMS,
     LARGE,
     MOVED_DTYPES,
-    Comparison,
     GroupInputs,
+    ResultCheck,
     groups_of,
     is_true,
     make_input,
@@ -23,7 +23,7 @@ from weft.testing.comparison import (
 MESSAGE_SHAPES: tuple[tuple[int, ...], ...] = ((4,), (0, 2), (3, 2), (LARGE,), ())
 
 
-def all_gathers(comm: Comm) -> Iterator[Comparison]:
+def all_gathers(comm: Comm) -> Iterator[ResultCheck]:
     """Along every dimension, in every dtype that can be moved, with even, uneven and empty shards."""
     for group in groups_of(comm):
         for dim in DIMS:
@@ -38,7 +38,7 @@ def _even_all_gather(
     group: GroupInputs,
     dim: int,
     dtype: torch.dtype,
-) -> Comparison:
+) -> ResultCheck:
     shards = group.inputs(2, 3, 4, dtype=dtype)
     local = group.local(shards)
     got = group.comm.all_gather(local, group.axis, dim=dim)
@@ -54,7 +54,7 @@ def _uneven_all_gather(
     dim: int,
     *,
     rows: int,
-) -> Comparison:
+) -> ResultCheck:
     """Member i has i * `rows` rows."""
     shards: list[Tensor] = []
     sizes: list[int] = []
@@ -76,7 +76,7 @@ def _uneven_all_gather(
     )
 
 
-def all_to_alls(comm: Comm) -> Iterator[Comparison]:
+def all_to_alls(comm: Comm) -> Iterator[ResultCheck]:
     """Even shards, and member i sending (i + j) % 3 rows to member j."""
     for group in groups_of(comm):
         for dtype in MOVED_DTYPES:
@@ -84,7 +84,7 @@ def all_to_alls(comm: Comm) -> Iterator[Comparison]:
             yield _uneven_all_to_all(group, dtype)
 
 
-def _even_all_to_all(group: GroupInputs, dtype: torch.dtype) -> Comparison:
+def _even_all_to_all(group: GroupInputs, dtype: torch.dtype) -> ResultCheck:
     inputs = group.inputs(2 * group.size, 3, dtype=dtype)
     x = group.local(inputs)
     got = group.comm.all_to_all(x, group.axis)
@@ -97,7 +97,7 @@ def _even_all_to_all(group: GroupInputs, dtype: torch.dtype) -> Comparison:
     )
 
 
-def _uneven_all_to_all(group: GroupInputs, dtype: torch.dtype) -> Comparison:
+def _uneven_all_to_all(group: GroupInputs, dtype: torch.dtype) -> ResultCheck:
     own = group.index
     inputs: list[Tensor] = []
     send_sizes: list[list[int]] = []
@@ -124,7 +124,7 @@ def _uneven_all_to_all(group: GroupInputs, dtype: torch.dtype) -> Comparison:
     )
 
 
-def one_to_many(comm: Comm) -> Iterator[Comparison]:
+def one_to_many(comm: Comm) -> Iterator[ResultCheck]:
     """broadcast_, gather and scatter, from and to every root."""
     for group in groups_of(comm):
         for dtype in MOVED_DTYPES:
@@ -138,7 +138,7 @@ def _gather(
     group: GroupInputs,
     dtype: torch.dtype,
     root: int,
-) -> Iterator[Comparison]:
+) -> Iterator[ResultCheck]:
     inputs = group.inputs(2, 3, dtype=dtype)
     x = group.local(inputs)
     gathered = group.comm.gather(x, group.axis, root=root)
@@ -154,7 +154,7 @@ def _scatter(
     group: GroupInputs,
     dtype: torch.dtype,
     root: int,
-) -> Comparison:
+) -> ResultCheck:
     comm = group.comm
     shards: list[Tensor] = []
     for rank in group.ranks:
@@ -176,7 +176,7 @@ def _broadcast(
     group: GroupInputs,
     dtype: torch.dtype,
     root: int,
-) -> Comparison:
+) -> ResultCheck:
     """Of a non-contiguous view."""
     inputs = group.inputs(2, 3, dtype=dtype)
     x = group.local(inputs)
@@ -188,7 +188,7 @@ def _broadcast(
     )
 
 
-def messages(comm: Comm) -> Iterator[Comparison]:
+def messages(comm: Comm) -> Iterator[ResultCheck]:
     """Point-to-point in a ring in both directions, several in flight, empty ones among them; order
     is kept.
     """
@@ -197,7 +197,7 @@ def messages(comm: Comm) -> Iterator[Comparison]:
             yield from _ring(group, step)
 
 
-def _ring(group: GroupInputs, step: int) -> Iterator[Comparison]:
+def _ring(group: GroupInputs, step: int) -> Iterator[ResultCheck]:
     comm = group.comm
     target = (group.index + step) % group.size
     source = (group.index - step) % group.size

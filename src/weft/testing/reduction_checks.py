@@ -15,15 +15,15 @@ from weft.testing.comparison import (
     DTYPES,
     LARGE,
     SUMS,
-    Comparison,
     GroupInputs,
+    ResultCheck,
     groups_of,
     reduce,
     supports,
 )
 
 
-def all_reduces(comm: Comm) -> Iterator[Comparison]:
+def all_reduces(comm: Comm) -> Iterator[ResultCheck]:
     """Every reduction in every dtype; the functional one leaves its input unchanged."""
     ops: tuple[Reduce, ...] = get_args(Reduce)
     for group in groups_of(comm):
@@ -37,7 +37,7 @@ def _all_reduce(
     group: GroupInputs,
     dtype: torch.dtype,
     op: Reduce,
-) -> Iterator[Comparison]:
+) -> Iterator[ResultCheck]:
     comm = group.comm
     inputs = group.inputs(3, 4, dtype=dtype)
     own_input = inputs[group.index]
@@ -50,7 +50,7 @@ def _all_reduce(
     yield group.compare(f"all_reduce_ {op} {dtype}", got, expected)
 
 
-def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Comparison]:
+def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[ResultCheck]:
     """Scalars, empty tensors, non-contiguous views, large tensors."""
     for group in groups_of(comm):
         yield from _small_all_reduces(group)
@@ -58,7 +58,7 @@ def all_reduces_of_odd_tensors(comm: Comm) -> Iterator[Comparison]:
         yield from _large_all_reduces(group)
 
 
-def _small_all_reduces(group: GroupInputs) -> Iterator[Comparison]:
+def _small_all_reduces(group: GroupInputs) -> Iterator[ResultCheck]:
     comm = group.comm
     scalar = torch.tensor(float(comm.rank), device=comm.device)
     total = float(sum(group.ranks))
@@ -75,7 +75,7 @@ def _small_all_reduces(group: GroupInputs) -> Iterator[Comparison]:
     )
 
 
-def _all_reduces_of_views(group: GroupInputs) -> Iterator[Comparison]:
+def _all_reduces_of_views(group: GroupInputs) -> Iterator[ResultCheck]:
     comm = group.comm
     inputs = group.inputs(4, 6)
     total = reduce(inputs, "sum")
@@ -89,7 +89,7 @@ def _all_reduces_of_views(group: GroupInputs) -> Iterator[Comparison]:
     yield group.compare("even columns", x, expected)
 
 
-def _large_all_reduces(group: GroupInputs) -> Iterator[Comparison]:
+def _large_all_reduces(group: GroupInputs) -> Iterator[ResultCheck]:
     comm = group.comm
     inputs = group.inputs(LARGE)
     for op in SUMS:
@@ -105,7 +105,7 @@ def _large_all_reduces(group: GroupInputs) -> Iterator[Comparison]:
         yield group.compare("very large", got, expected)
 
 
-def reduce_scatters(comm: Comm) -> Iterator[Comparison]:
+def reduce_scatters(comm: Comm) -> Iterator[ResultCheck]:
     """Along every dimension, with every reduction, even and uneven shards, one of them empty."""
     for group in groups_of(comm):
         for dim in DIMS:
@@ -122,7 +122,7 @@ def _even_reduce_scatter(
     *,
     dtype: torch.dtype,
     op: Reduce,
-) -> Comparison:
+) -> ResultCheck:
     drawn = group.inputs(2 * group.size, 3, dtype=dtype)
     inputs = [x.movedim(0, dim) for x in drawn]
     got = group.comm.reduce_scatter(
@@ -139,7 +139,7 @@ def _even_reduce_scatter(
     )
 
 
-def _uneven_reduce_scatter(group: GroupInputs, dim: int) -> Comparison:
+def _uneven_reduce_scatter(group: GroupInputs, dim: int) -> ResultCheck:
     """Member i gets i rows."""
     sizes = list(range(group.size))
     drawn = group.inputs(sum(sizes), 3)
@@ -159,7 +159,7 @@ def _uneven_reduce_scatter(group: GroupInputs, dim: int) -> Comparison:
     )
 
 
-def in_place(comm: Comm) -> Iterator[Comparison]:
+def in_place(comm: Comm) -> Iterator[ResultCheck]:
     """All-gather and reduce-scatter within a flat buffer; the other parts of the buffer stay
     unchanged.
     """
@@ -174,7 +174,7 @@ def _in_place(
     group: GroupInputs,
     dtype: torch.dtype,
     length: int,
-) -> Iterator[Comparison]:
+) -> Iterator[ResultCheck]:
     buffers = group.inputs(group.size * length, dtype=dtype)
     yield _gather_in_place(group, buffers, length)
     for op in SUMS:
@@ -186,7 +186,7 @@ def _gather_in_place(
     group: GroupInputs,
     buffers: list[Tensor],
     length: int,
-) -> Comparison:
+) -> ResultCheck:
     shards: list[Tensor] = []
     for index, member_buffer in enumerate(buffers):
         start = index * length
@@ -207,7 +207,7 @@ def _reduce_scatter_in_place(
     length: int,
     *,
     op: Reduce,
-) -> Iterator[Comparison]:
+) -> Iterator[ResultCheck]:
     start = group.index * length
     own = slice(start, start + length)
     expected = buffers[group.index].clone()
