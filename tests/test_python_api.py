@@ -135,3 +135,13 @@ def test_an_error_of_the_run_is_raised_here(tmp_path: Path) -> None:
     config = {"steps": 3, "out": str(tmp_path / "run"), "optim.lr": 1e30, **KEYS}
     with pytest.raises(weft.WeftError, match="the loss is nan"):
         weft.train(config, model=MODEL)
+
+
+@pytest.mark.slow
+def test_a_mesh_auto_is_chosen_for_training_and_for_a_proof(tmp_path):
+    keys = {"mesh": "auto", "nproc": 2, "steps": 2, "device": "cpu", "batch.global_size": 4}
+    small = {"model.layers": 2, "model.dim": 16, "model.ffn": 32, "data.seq_len": 16}
+    result = weft.train({**keys, **small, "out": str(tmp_path / "run")})
+    assert result.run.device_mesh.size == 2
+    assert len(result.history) == 2
+    assert weft.prove({**keys, **small}, first=1).holds

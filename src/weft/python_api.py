@@ -27,11 +27,13 @@ import cloudpickle  # noqa: TID251 - between this process and its own child
 from weft.checkpoint.saver import newest_path
 from weft.cli import main
 from weft.commands import preflight, run_folder
+from weft.commands.auto_mesh import choose_before_ranks, choose_mesh
 from weft.commands.console import load_checked_run, set_openmp_policy
 from weft.commands.environment import is_joining
 from weft.commands.preflight import data_checks
 from weft.commands.prove import prove_config, prove_folder
 from weft.config.keys import flatten
+from weft.config.load import AUTO_MESH
 from weft.config.run import Run
 from weft.config.user_code import canonical_reference, is_reference
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USER, Fault, UserError, WeftError
@@ -178,7 +180,7 @@ def prove(
     tokens = None if isinstance(data, (str, Path)) else data
     with tempfile.TemporaryDirectory() as folder:
         stored = () if tokens is None else _stored_tokens(tokens, Path(folder))
-        run = load_checked_run((*words, *stored), data_checks)
+        run = load_checked_run((*words, *stored), data_checks, choose_mesh=choose_mesh)
         return prove_config(run, steps=first, full=full)
 
 
@@ -188,7 +190,8 @@ def checked_run(config: Config = None, model: Any = None, data: Any = None) -> R
     Raises:
         UserError: it is not possible.
     """
-    return load_checked_run(_words(config, model, data), data_checks)
+    words = _words(config, model, data)
+    return load_checked_run(words, data_checks, choose_mesh=choose_mesh)
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,13 @@ def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
     tokens = None if data is None or isinstance(data, (str, Path)) else data
     with tempfile.TemporaryDirectory() as folder:
         stored = () if tokens is None else _stored_tokens(tokens, Path(folder))
-        run = load_checked_run((*words, *stored), data_checks, preflight.environment_checks)
+        run = load_checked_run(
+            (*words, *stored),
+            data_checks,
+            preflight.environment_checks,
+            choose_mesh=choose_before_ranks,
+        )
+    words = _with_mesh(words, run)
     if run.out is None:
         out = run_folder.new_run_folder(run.model, datetime.now())
         words = (*words, "--out", str(out))
@@ -215,6 +224,14 @@ def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
     own_model = FAMILIES.value_of(run.model.name)
     payload = cloudpickle.dumps((words, own_model, tokens, out))
     return _PreparedRun(words, run, out, payload)
+
+
+def _with_mesh(words: tuple[str, ...], run: Run) -> tuple[str, ...]:
+    """The words with the mesh that was chosen for `auto`, so that it is chosen once."""
+    for place, word in enumerate(words[:-1]):
+        if (word, words[place + 1]) == ("--mesh", AUTO_MESH):
+            return (*words[: place + 1], run.mesh, *words[place + 2 :])
+    return words
 
 
 def _words(config: Config, model: Any, data: Any) -> tuple[str, ...]:
@@ -385,6 +402,7 @@ def _train_here(words: Sequence[str], on_step: OnStep | None) -> Result:
         data_checks,
         preflight.environment_checks,
         adapt=preflight.after_restart,
+        choose_mesh=choose_before_ranks,
     )
     with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
         run = run.with_values({"out": out})
