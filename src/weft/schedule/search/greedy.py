@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.schedule.actions import Act, Kind, Table
-from weft.schedule.search.program import KINDS, Problem
+from weft.schedule.search.program import KINDS, SchedulingProblem
 
 
 class Rule(NamedTuple):
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = tuple(
 )
 
 
-def greedy_tables(problem: Problem, *, deadline_s: float) -> Iterator[Table]:
+def greedy_tables(problem: SchedulingProblem, *, deadline_s: float) -> Iterator[Table]:
     """A table within the limits by each rule, until the deadline (`time.monotonic`); at least one."""
     is_first = True
     for rule in RULES:
@@ -59,7 +59,7 @@ class _Candidate:
 class _GreedyTable:
     """A table under construction: actions are placed in the order of their start."""
 
-    def __init__(self, problem: Problem, rule: Rule) -> None:
+    def __init__(self, problem: SchedulingProblem, rule: Rule) -> None:
         self.problem = problem
         self.rule = rule
         ranks = range(problem.num_ranks)

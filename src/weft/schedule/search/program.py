@@ -34,7 +34,7 @@ Answer = Literal["none exists", "not known"]
 
 
 @dataclass(frozen=True)
-class Problem:
+class SchedulingProblem:
     """A table to be found: sizes, times as whole numbers, memory limits.
 
     Attributes:
@@ -135,7 +135,7 @@ class Problem:
         return sum(times)
 
 
-def solve(problem: Problem, makespan: int, *, seconds: float) -> Table | Answer:
+def solve(problem: SchedulingProblem, makespan: int, *, seconds: float) -> Table | Answer:
     """A table of at most this makespan, or what is known about it.
 
     Raises:
@@ -150,7 +150,7 @@ def solve(problem: Problem, makespan: int, *, seconds: float) -> Table | Answer:
     return "none exists" if result.status == INFEASIBLE else "not known"
 
 
-def num_variables(problem: Problem, makespan: int) -> int:
+def num_variables(problem: SchedulingProblem, makespan: int) -> int:
     """Size of the program."""
     return len(KINDS) * problem.num_stages * makespan
 
@@ -188,7 +188,7 @@ class _Term(NamedTuple):
 class _CountProgram:
     """The program of Note [Counts instead of orders] for one makespan."""
 
-    problem: Problem
+    problem: SchedulingProblem
     makespan: int
     lows: list[int] = field(default_factory=list)
     highs: list[int] = field(default_factory=list)

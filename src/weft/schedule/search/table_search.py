@@ -13,7 +13,13 @@ from weft.schedule.actions import Kind, Table
 from weft.schedule.costs import ScheduleCosts, StageCosts
 from weft.schedule.search.compare import ScheduleFigures, accepting, compare
 from weft.schedule.search.greedy import greedy_tables
-from weft.schedule.search.program import KINDS, Problem, import_scipy, num_variables, solve
+from weft.schedule.search.program import (
+    KINDS,
+    SchedulingProblem,
+    import_scipy,
+    num_variables,
+    solve,
+)
 from weft.schedule.simulate import action_times
 
 LIMIT_KEY = "memory_limit"
@@ -222,7 +228,7 @@ def _stage_to_rank(ranks: int, chunks: int) -> tuple[int, ...]:
 class _Scaled:
     """A problem whose times are whole numbers of `unit`."""
 
-    problem: Problem
+    problem: SchedulingProblem
     unit: Fraction
 
 
@@ -238,7 +244,7 @@ def _scaled(request: SearchRequest, chunks: int) -> _Scaled:
         "I": tuple(int(time / unit) for time in costs.input_grad),
         "W": tuple(int(time / unit) for time in costs.weight_grad),
     }
-    problem = Problem(
+    problem = SchedulingProblem(
         stage_to_rank=_stage_to_rank(request.ranks, chunks),
         microbatches=request.microbatches,
         durations=durations,
@@ -309,7 +315,7 @@ class _Bisection:
         table: it, if a program has found it.
     """
 
-    problem: Problem
+    problem: SchedulingProblem
     proven: int
     high: int
     deadline_s: float
