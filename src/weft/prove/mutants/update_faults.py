@@ -17,7 +17,7 @@ from weft.prove.mutants.fault import CollectiveFault, FunctionFault, Mutant, Mut
 from weft.train.step import TrainStep
 
 DP = MutantLayout("dp2")
-UPDATE = "weft.train.step:TrainStep._update"
+UPDATE = "weft.train.step:TrainStep.update"
 POLICY = "weft.parallel.zero.grouping:sharding_policy"
 BFLOAT16 = MutantLayout("dp2", options="--precision.compute bfloat16")
 FLOAT16 = MutantLayout("dp2", options="--precision.compute float16")
