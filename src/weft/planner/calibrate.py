@@ -159,7 +159,7 @@ def fit(
     """
     _check_steps(steps)
     least_squares = _least_squares()
-    problem = _Problem(condensed(steps), hardware, start or Efficiency())
+    problem = _StepResiduals(condensed(steps), hardware, start or Efficiency())
     names = problem.constants_that_matter()
     num_free = len(names) + len(problem.groups)
     if len(steps) <= num_free:
@@ -310,7 +310,7 @@ def fit_errors(jacobian: Any, residuals: Sequence[float]) -> FitErrors:
     return FitErrors(of_numbers.tolist(), left_out.tolist())
 
 
-class _Problem:
+class _StepResiduals:
     """Residuals of measured steps, and their derivatives, by the logarithms of named constants and
     then of the scales of all groups.
     """

@@ -12,7 +12,7 @@ from weft.planner.measure import RoleCosts
 from weft.planner.recorder import Event, RecordedRegion
 
 
-class _Pair(NamedTuple):
+class _CondensedRegion(NamedTuple):
     """A region, which keeps its id, and its condensed copy."""
 
     region: RecordedRegion
@@ -27,7 +27,7 @@ class Condenser:
 
     def __init__(self) -> None:
         self._batches: dict[frozenset[tuple[KernelLaunch, int]], KernelBatch] = {}
-        self._regions: dict[int, _Pair] = {}
+        self._regions: dict[int, _CondensedRegion] = {}
 
     def roles(self, roles: Sequence[RoleCosts]) -> tuple[RoleCosts, ...]:
         """The roles of a step with condensed regions."""
@@ -50,7 +50,7 @@ class Condenser:
             return known.condensed
         events = self._events(region.events)
         condensed = replace(region, events=events, segments=[])
-        self._regions[id(region)] = _Pair(region, condensed)
+        self._regions[id(region)] = _CondensedRegion(region, condensed)
         return condensed
 
     def _events(self, events: Sequence[Event]) -> list[Event]:
