@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from weft.config.run import Run, plan_of
@@ -563,4 +564,4 @@ def _mean_of_neighbours(sizes: Sequence[float]) -> float:
     own = [size for size in sizes if size]
     if len(own) < 2:
         return sum(own)
-    return max(sum(pair) / 2 for pair in zip(own, own[1:], strict=False))
+    return max(sum(pair) / 2 for pair in pairwise(own))
