@@ -152,13 +152,13 @@ def test_stored_tensors_are_read_as_one_device_reads_them(monkeypatch):
 @pytest.mark.slow
 def test_parameters_that_are_never_gathered_again_are_found(monkeypatch):
     """The 16-bit copies keep their initial values; a proof in float64 alone does not see it."""
-    right = TrainStep._update
+    right = TrainStep.update
 
     def without_refresh(self: TrainStep, lr: float) -> None:
         self.grads.after_optimizer_step = lambda: None  # type: ignore[method-assign]
         right(self, lr)
 
-    monkeypatch.setattr(TrainStep, "_update", without_refresh)
+    monkeypatch.setattr(TrainStep, "update", without_refresh)
     first = report_of(BFLOAT16).first
     assert first is not None
     assert (first.step, first.phase) == (2, "forward")
@@ -310,8 +310,8 @@ def test_data_that_starts_again_after_a_resume_is_found(monkeypatch):
 
 
 def test_a_wrong_learning_rate_is_named_by_the_change(monkeypatch):
-    right = TrainStep._update
-    monkeypatch.setattr(TrainStep, "_update", lambda self, lr: right(self, 2 * lr))
+    right = TrainStep.update
+    monkeypatch.setattr(TrainStep, "update", lambda self, lr: right(self, 2 * lr))
     first = report_of(f"--mesh dp2 {FLOAT64}", steps=1).first
     assert first is not None
     assert first.phase == "update"
