@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import json
 import math
 import sys
 import types
@@ -129,3 +130,38 @@ def test_without_the_library_one_line_says_how_to_install_it(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"lm_eval is not installed.*eval-harness"):
         HarnessModel(run)
+
+
+ROLLING_TASK = """task: rolling
+dataset_path: json
+dataset_kwargs:
+  data_files: {test: DATA}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: bits_per_byte
+"""
+
+
+@pytest.mark.slow
+def test_the_library_itself_counts_the_bits_of_a_text(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"text": "the cat sat"}) + "\n", encoding="utf-8")
+    task = ROLLING_TASK.replace("DATA", str(data))
+    (tmp_path / "rolling.yaml").write_text(task, encoding="utf-8")
+    model = HarnessModel(run)
+    results = lm_eval.simple_evaluate(
+        model,
+        tasks=["rolling"],
+        task_manager=TaskManager(include_path=str(tmp_path)),
+        bootstrap_iters=0,
+    )
+    tokens = [model.prefix_token, *model.tokenizer.encode("the cat sat")]
+    bits = -sum(logprobs(model, tokens)) / math.log(2) / len("the cat sat")
+    assert results["results"]["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)
