@@ -33,7 +33,6 @@ from weft.commands.environment import is_joining
 from weft.commands.preflight import data_checks
 from weft.commands.prove import prove_config, prove_folder
 from weft.config.keys import flatten
-from weft.config.load import AUTO_MESH
 from weft.config.run import Run
 from weft.config.user_code import canonical_reference, is_reference
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USER, Fault, UserError, WeftError
@@ -215,7 +214,8 @@ def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
             preflight.environment_checks,
             choose_mesh=choose_before_ranks,
         )
-    words = _with_mesh(words, run)
+    if run.mesh:
+        words = (*words, "--mesh", run.mesh)  # the last one counts; `auto` is chosen once
     if run.out is None:
         out = run_folder.new_run_folder(run.model, datetime.now())
         words = (*words, "--out", str(out))
@@ -224,14 +224,6 @@ def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
     own_model = FAMILIES.value_of(run.model.name)
     payload = cloudpickle.dumps((words, own_model, tokens, out))
     return _PreparedRun(words, run, out, payload)
-
-
-def _with_mesh(words: tuple[str, ...], run: Run) -> tuple[str, ...]:
-    """The words with the mesh that was chosen for `auto`, so that it is chosen once."""
-    for place, word in enumerate(words[:-1]):
-        if (word, words[place + 1]) == ("--mesh", AUTO_MESH):
-            return (*words[: place + 1], run.mesh, *words[place + 2 :])
-    return words
 
 
 def _words(config: Config, model: Any, data: Any) -> tuple[str, ...]:
