@@ -16,7 +16,7 @@ from weft.config.run import Run
 from weft.core.mesh import WIDTH, Mesh
 from weft.models import FAMILIES
 from weft.planner.candidates import Space, candidates, factorizations, nearest_devices
-from weft.planner.found_layouts import simulated_front, thinned_front
+from weft.planner.found_layouts import PeakRatios, simulated_front, thinned_front
 from weft.planner.layout_choice import Layout, read_layout
 from weft.planner.layout_costs import LayoutCosts, Simulated
 from weft.planner.search import SearchLimits, search
@@ -249,6 +249,20 @@ def test_the_front_is_thinned_by_memory() -> None:
     front = simulated_front([slow, *steps])
     assert front == steps
     assert [entry.peak_bytes for entry in thinned_front(front, 4)] == [100.0, 70.0, 40.0, 10.0]
+
+
+def test_layouts_like_one_whose_peak_was_simulated_too_small_are_measured_later() -> None:
+    """Without that, variants of a layout that does not fit took all the measurements of a search."""
+    pipeline = Simulated(Layout((("pp", 4),)), 1.0, 95.0)
+    variant = Simulated(Layout((("pp", 4), ("cp", 2))), 1.1, 95.0)
+    smaller = Simulated(Layout((("pp", 4), ("tp", 2))), 1.2, 80.0)
+    other = Simulated(Layout((("pp", 2),)), 1.3, 95.0)
+    ratios = PeakRatios()
+    assert ratios.first_that_fits([pipeline, variant, smaller, other], 100.0) == pipeline
+    ratios.note(pipeline, 110.0)
+    assert ratios.first_that_fits([variant, smaller, other], 100.0) == smaller
+    assert ratios.first_that_fits([variant, other], 100.0) == other
+    assert ratios.first_that_fits([variant], 100.0) == variant
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from weft.parallel.pp import AXIS as PP
 from weft.planner.layout_choice import Layout
 from weft.planner.layout_costs import Simulated
 from weft.planner.predict import Prediction
@@ -98,6 +99,34 @@ class FoundLayouts:
             if entry.simulated is not None:
                 errors.append(abs(entry.simulated.seconds / entry.seconds - 1))
         return max(errors)
+
+
+class PeakRatios:
+    """Measured peaks as multiples of simulated ones, by pipeline and recomputation."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[tuple[object, ...], float] = {}
+
+    @staticmethod
+    def _key(layout: Layout) -> tuple[object, ...]:
+        return layout.degree(PP), layout.schedule, layout.chunks, layout.recompute
+
+    def note(self, simulated: Simulated, measured_bytes: float) -> None:
+        """A layout with this simulation was measured."""
+        key = self._key(simulated.layout)
+        ratio = measured_bytes / simulated.peak_bytes
+        self._ratios[key] = max(ratio, self._ratios.get(key, 1.0))
+
+    def expected_bytes(self, entry: Simulated) -> float:
+        """The peak to expect of a simulated layout: larger where one like it was larger."""
+        return entry.peak_bytes * self._ratios.get(self._key(entry.layout), 1.0)
+
+    def first_that_fits(self, entries: Sequence[Simulated], memory_bytes: float) -> Simulated:
+        """The first entry whose expected peak is within these bytes, or the first of all."""
+        for entry in entries:
+            if self.expected_bytes(entry) <= memory_bytes:
+                return entry
+        return entries[0]
 
 
 def pareto_front(entries: Iterable[Found]) -> list[Found]:

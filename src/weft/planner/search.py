@@ -16,6 +16,12 @@ Note [Two targets]
     high ZeRO stages. So a part of the seconds ranks by memory; for the Pareto front layouts of
     both rankings are taken.
 
+Note [Peaks of measured layouts]
+    A simulated peak may be some percent too small. Where a measured one is larger, the peaks of the
+    layouts with the same pipeline and recomputation are taken to be larger by the same ratio, so
+    that layouts which differ in a detail are not measured one after the other and found too large.
+    Where no layout fits and there is time for one more measurement, the smallest one is measured.
+
 Note [Time limit]
     With a limit of seconds (of one core), simulations end after `RANKING_SHARE` of it, and no
     measurement begins that would end after it, if it took as long as the longest one so far; the
@@ -42,6 +48,7 @@ from weft.planner.found_layouts import (
     STATES,
     Found,
     FoundLayouts,
+    PeakRatios,
     Target,
     by_memory,
     by_time,
@@ -129,6 +136,13 @@ class _Clock:
         ahead_s = self.longest_s if share == 1.0 else 0.0
         return self.elapsed_s + ahead_s > share * self.limit_s
 
+    @property
+    def is_last_measurement(self) -> bool:
+        """Whether the limit leaves time for one more measurement, but not for two."""
+        if self.limit_s is None:
+            return False
+        return self.elapsed_s + 2 * self.longest_s > self.limit_s
+
     def note(self, begin_s: float) -> None:
         """A measurement that began then has ended."""
         self.longest_s = max(self.longest_s, self.elapsed_s - begin_s)
@@ -183,6 +197,7 @@ class _LayoutSearch:
         self.bounds: dict[Layout, Bound] = {}
         self.best: dict[Objective, list[float]] = {"time": [], "memory": []}
         """Best simulated values, negative: a heap with the worst one first."""
+        self.peak_ratios = PeakRatios()
         self.num_measured = 0
         self.num_failed = 0
 
@@ -343,9 +358,17 @@ class _LayoutSearch:
         """Measure the best simulated layouts until enough of them fit."""
         self.simulated.sort(key=self._order)
         while self.simulated and self._may_measure():
-            self._measure(self.simulated.pop(0))
+            entry = self._next_to_measure()
+            self.simulated.remove(entry)
+            self._measure(entry)
         order = by_memory if self.objective == "memory" else by_time
         self.result.best.sort(key=order)
+
+    def _next_to_measure(self) -> Simulated:
+        """The best simulated layout that is expected to fit; see Note [Peaks of measured layouts]."""
+        if self.num_failed and not self.num_measured and self.clock.is_last_measurement:
+            return min(self.simulated, key=self.peak_ratios.expected_bytes)
+        return self.peak_ratios.first_that_fits(self.simulated, self.limits.memory_bytes)
 
     def _may_measure(self) -> bool:
         if (self.num_measured or self.num_failed) and self.clock.is_over(1.0):
@@ -364,6 +387,7 @@ class _LayoutSearch:
         begin_s = self.clock.elapsed_s
         found = Found(layout, self.costs.predict(layout), entry)
         self.clock.note(begin_s)
+        self.peak_ratios.note(entry, found.peak_bytes)
         if found.peak_bytes > self.limits.memory_bytes:
             self.result.rejected[MEASURED] += 1
             self.num_failed += 1
