@@ -16,9 +16,10 @@ from weft.config.run import Run
 from weft.core.mesh import WIDTH, Mesh
 from weft.models import FAMILIES
 from weft.planner.candidates import Space, candidates, factorizations, nearest_devices
-from weft.planner.found_layouts import PeakRatios, simulated_front, thinned_front
+from weft.planner.found_layouts import FoundLayouts, PeakRatios, simulated_front, thinned_front
 from weft.planner.layout_choice import Layout, read_layout
 from weft.planner.layout_costs import LayoutCosts, Simulated
+from weft.planner.plan_report import nothing_fits_text
 from weft.planner.search import SearchLimits, search
 from weft.planner.speeds import Speeds
 from weft.planner.stage_split import best_split
@@ -240,6 +241,14 @@ def test_a_layout_with_a_split_is_read_from_its_text() -> None:
     layout = read_layout("pp3 dp2 zero1 interleavedx2 split-1-2-3-3-2-1 micro2", run)
     assert layout.split == (1, 2, 3, 3, 2, 1)
     assert read_layout(layout.text, run) == layout
+
+
+def test_where_no_layout_fits_the_text_says_how_many_devices_would_hold_the_states() -> None:
+    layout = Layout((("dp", 4), ("tp", 2)), zero=3)
+    result = FoundLayouts(100, smallest=(30e9, layout))
+    assert nothing_fits_text(result, 20e9)[-1] == "about 12 devices would hold the states"
+    result.smallest = 10e9, layout
+    assert "devices would" not in " ".join(nothing_fits_text(result, 20e9))
 
 
 def test_the_front_is_thinned_by_memory() -> None:

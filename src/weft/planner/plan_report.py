@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,10 @@ def nothing_fits_text(result: FoundLayouts, capacity: float) -> list[str]:
     if result.smallest is not None:
         size, layout = result.smallest
         lines.append(f"the states alone need at least {memory(size)}, with {layout.text}")
+        if size > capacity:
+            num_ranks = math.prod(degree for _, degree in layout.degrees)
+            num_devices = math.ceil(num_ranks * size / capacity)
+            lines.append(f"about {num_devices} devices would hold the states")
     return [part for line in lines for part in wrapped(line)]
 
 
