@@ -106,7 +106,7 @@ def train(words: Sequence[str], device: str) -> Numbers:
             numbers.append((report.loss, report.grad_norm))
         return numbers
 
-    threads = run_rank_threads(run_rank, world, daemon=True, timeout_s=PATIENCE_S)
+    threads = run_rank_threads(run_rank, world, timeout_s=PATIENCE_S)
     if threads.failures:
         raise threads.errors[threads.failures[0].rank]
     return threads.results[0]

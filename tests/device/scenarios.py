@@ -44,7 +44,7 @@ def threads() -> None:
     """Two rank threads on one GPU meet inside their backward passes; plain threads do not."""
     world = ThreadWorld(2, devices=["cuda:0", "cuda:0"])
     meeting = threading.Barrier(2)
-    run = run_rank_threads(lambda rank: meet_in_backward(meeting), world, daemon=True)
+    run = run_rank_threads(lambda rank: meet_in_backward(meeting), world)
     assert not run.failures, run.failures
     broken = threading.Barrier(2)
     errors: list[Exception] = []

@@ -1366,7 +1366,7 @@ SLURM = (
     *(("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_LOCALID", "0")),
     *(("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", "node[1-2]")),
 )
-UNSUPERVISED = "is set, and ranks as threads are not supervised"
+UNSUPERVISED = "is set, and ranks as threads are not started again"
 
 
 def starts() -> Iterator[Case]:
@@ -1375,7 +1375,7 @@ def starts() -> Iterator[Case]:
         ("processes", (), ("--nproc", "1"), "or --run.elastic True for the best smaller layout"),
         ("threads", (), (*threads, "--save.memory_every", "5"), f"memory_every: {UNSUPERVISED}"),
         ("threads", (), (*threads, "--run.restarts", "3"), f"run.restarts: {UNSUPERVISED}"),
-        ("threads", (), (*threads, "--run.timeout_s", "9"), f"run.timeout_s: {UNSUPERVISED}"),
+        ("threads", (), (*threads, "--run.timeout_s", "-9"), "run.timeout_s"),
         ("threads", (), (*threads, "--port", "29500"), "port: is set, and ranks as threads need"),
         ("torchrun", TORCHRUN, threads, "transport: ranks as threads cannot be started"),
         ("torchrun", TORCHRUN, ("--nproc", "4"), "nproc: differs"),

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from weft.run.failure import RankFailure
-from weft.run.supervisor import RestartPolicy, SupervisedEnd, location
+from weft.run.hang_watch import location
+from weft.run.supervisor import RestartPolicy, SupervisedEnd
 
 KILLED = RankFailure(1, "error", 0.0, "step 5, backward of layer1: process was killed by SIGKILL")
 END = SupervisedEnd(failure=KILLED, step=5)

@@ -131,8 +131,8 @@ def ranks_are_supervised(
     *,
     port: int | None,
 ) -> Iterator[Fault]:
-    """Ranks are started again, and take snapshots for that, only as processes; only these meet at a
-    port.
+    """Ranks are started again, and take snapshots for that, only as processes: a thread cannot be
+    ended from outside. Only processes meet at a port.
     """
     if transport != "threads":
         return
@@ -144,10 +144,10 @@ def ranks_are_supervised(
             got=str(port),
             fix="--transport process, or leave it out",
         )
-    what = "is set, and ranks as threads are not supervised"
+    what = "is set, and ranks as threads are not started again"
     fix = "--transport process, or leave it out"
-    names = ("timeout_s", "restarts") if supervision.restarts else ("timeout_s",)
-    yield from set_keys(supervision, "run", names, what, fix=fix)
+    if supervision.restarts:
+        yield from set_keys(supervision, "run", ("restarts",), what, fix=fix)
     if save.memory_every:
         yield from set_keys(save, "save", ("memory_every",), what, fix=fix)
 

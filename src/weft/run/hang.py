@@ -161,7 +161,7 @@ class HangDetector:
             lost_s = 0.0
             if before is not None:
                 lost_s = min(self._interval_s, 1e-9 * state.starved_ns(before))
-            is_held_up = state.state in (TRACED, WAITS_FOR_DEVICE) or state.is_writing_output
+            is_held_up = state.state in (TRACED, WAITS_FOR_DEVICE) or state.is_held_by_terminal
             if are_all_stopped or is_held_up:
                 lost_s = self._interval_s
             self.stalled_s[rank] = max(0.0, self.stalled_s[rank] - lost_s)

@@ -23,7 +23,7 @@ from weft.run.failure import NO_LOCATION_KINDS, ErrorContext, describe_error, ro
 from weft.run.private_folder import PrivateFolder
 from weft.run.rank_setup import TIMEOUT_S, prepare_rank
 from weft.run.rank_status import StatusBoard
-from weft.run.rank_threads import run_rank_threads
+from weft.run.rank_threads import ThreadWatch, end_without_stuck_threads, run_rank_threads
 from weft.run.signals import SignalQueue
 from weft.run.supervisor import RestartPolicy, SupervisedEnd, Supervisor
 from weft.run.worker import WorkerProcess, exit_code_of, exit_now, run_worker, send_failure
@@ -45,15 +45,16 @@ def same_attempt(rank: int, attempt: Attempt) -> Attempt:
 
 @dataclass(frozen=True)
 class Supervision:
-    """How local rank processes are supervised.
+    """How local ranks are supervised. Rank threads are watched, and not started again.
 
     Attributes:
         timeout_s: time without progress after which a rank hangs; 0: automatic, see
             `weft.run.hang`.
-        restarts: how often the ranks are started again after a failure.
-        snapshots: whether ranks may keep snapshots in memory.
+        restarts: how often rank processes are started again after a failure.
+        snapshots: whether rank processes may keep snapshots in memory.
         on_board: called with the path of the status board, once it exists.
-        adapt_attempt: called in each rank before anything else; injects faults in `weft chaos`.
+        adapt_attempt: called in each rank process before anything else; injects faults in `weft
+            chaos`.
     """
 
     timeout_s: float = 0.0
@@ -89,7 +90,6 @@ def launch(
         port: TCP port of the rendezvous, on loopback; None: a private file.
         mesh: for the coordinates in an error.
         out: run folder, for the traceback of an error.
-        supervision: of rank processes; rank threads are not supervised.
 
     Returns:
         0, or 75 if ranks saved and stopped on SIGTERM, SIGHUP or SIGUSR1, or 143 if they stopped
@@ -104,16 +104,21 @@ def launch(
     devices = devices_of_local_ranks(device, nproc, starter)
     context = ErrorContext(mesh, out)
     if transport == "threads":
-        return _launch_threads(
-            main, ThreadWorld(nproc, devices=devices, timeout_s=TIMEOUT_S), context
-        )
+        threads = ThreadWorld(nproc, devices=devices, timeout_s=TIMEOUT_S)
+        with PrivateFolder() as folder:
+            return _launch_threads(
+                main,
+                threads,
+                _open_board(folder, nproc, supervision),
+                context,
+                timeout_s=supervision.timeout_s,
+            )
     with (
         SignalQueue() as signals,
         open_listener(port) as listener,
         PrivateFolder(in_memory=supervision.snapshots) as folder,
     ):
-        board = StatusBoard.create(folder.path / "board", nproc)
-        supervision.on_board(folder.path / "board")
+        board = _open_board(folder, nproc, supervision)
         policy = RestartPolicy(supervision.restarts)
         restart: Restart | None = None
         while True:
@@ -147,6 +152,14 @@ def launch(
                 return _outcome(end, context)
             policy = policy.after(end)
             restart = _restart(end, policy, context, had_started=restart is not None)
+
+
+def _open_board(folder: PrivateFolder, num_ranks: int, supervision: Supervision) -> StatusBoard:
+    """The status board of the ranks, in the private folder of this launcher."""
+    path = folder.path / "board"
+    board = StatusBoard.create(path, num_ranks)
+    supervision.on_board(path)
+    return board
 
 
 def join(
@@ -297,11 +310,26 @@ def _run_main(main: RankMain, world: World) -> None:
     main(world)
 
 
-def _launch_threads(main: RankMain, threads: ThreadWorld, context: ErrorContext) -> int:
+def _launch_threads(
+    main: RankMain,
+    threads: ThreadWorld,
+    board: StatusBoard,
+    context: ErrorContext,
+    *,
+    timeout_s: float,
+) -> int:
+    """Call `main` on rank threads, and wait for them; the exit code."""
+
     def run_rank(rank: int) -> int:
-        rendezvous = ThreadRendezvous(threads)
+        status = board.rank(rank)
+        status.begin(attempt=0)
         world = World(
-            rank, threads.size, local_rank=rank, local_size=threads.size, rendezvous=rendezvous
+            rank,
+            threads.size,
+            local_rank=rank,
+            local_size=threads.size,
+            rendezvous=ThreadRendezvous(threads),
+            attempt=Attempt(status, has_launcher=True),
         )
         try:
             _run_main(main, world)
@@ -309,7 +337,10 @@ def _launch_threads(main: RankMain, threads: ThreadWorld, context: ErrorContext)
             return exit_code_of(stop)
         return EXIT_OK
 
-    run = run_rank_threads(run_rank, threads, daemon=False)
+    watch = ThreadWatch(board, context.mesh, timeout_s=timeout_s)
+    run = run_rank_threads(run_rank, threads, watch=watch)
+    if run.stacks:
+        end_without_stuck_threads()
     if run.failures:
         raise context.to_error(root_cause(run.failures))
     return max(run.results.values(), default=EXIT_OK)

@@ -68,7 +68,13 @@ def open_comm(
         assert isinstance(threads, ThreadWorld), "rank threads share a ThreadWorld"
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
-        yield Comm(mesh, world.rank, threads.transport(world.rank), observers=tuple(observers))
+        yield Comm(
+            mesh,
+            world.rank,
+            threads.transport(world.rank),
+            observers=tuple(observers),
+            monitor=world.attempt.status if world.attempt else None,
+        )
         return
     transport = ProcessTransport(
         world.rank,

@@ -104,7 +104,7 @@ def _run_in_threads(
         return fn(Comm(mesh, rank, world.transport(rank)))
 
     with one_intra_op_thread():
-        run = run_rank_threads(run_rank, world, daemon=True, timeout_s=timeout_s)
+        run = run_rank_threads(run_rank, world, timeout_s=timeout_s)
     if run.failures:
         rank = root_cause(run.failures).rank
         error = run.errors[rank]

@@ -1,8 +1,8 @@
 """Supervision of local ranks by the process that forked them: signals, deaths, hangs, and when to start the ranks again.
 
 wait for reports and ends ---> a rank has failed ------------+
-  | every CHECK_S                                            +--> Failed: end all ranks; `launch` restarts them
-  read the status board ---> a rank hangs (weft.run.hang) ---+
+  | ten times a second                                       +--> Failed: end all ranks; `launch` restarts them
+  read the status board ---> a rank hangs (HangWatch) -------+
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from __future__ import annotations
 import re
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_QUIT
-from weft.run.failure import NO_LOCATION_KINDS, REPEATED_KINDS, RankFailure, root_cause
-from weft.run.hang import ENDED, Hang, HangDetector
+from weft.run.failure import REPEATED_KINDS, RankFailure, root_cause
+from weft.run.hang import Hang
+from weft.run.hang_watch import HangWatch
 from weft.run.process_state import ProcessState, process_state
-from weft.run.rank_status import RankSnapshot, StatusBoard
+from weft.run.rank_status import StatusBoard
 from weft.run.signals import SignalQueue
 from weft.run.worker_group import POLL_S, WorkerGroup
-
-CHECK_S = 0.1
-"""Between two looks at the status board."""
-STACK_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
 AMOUNT = re.compile(r"\d[\d,.]* (s|bytes|B|[KMGT]iB)\b")
 
@@ -71,10 +68,7 @@ class Supervisor:
     ) -> None:
         self.group = group
         self.signals = signals
-        self.board = board
-        self.mesh = mesh
-        self._detector = HangDetector(len(group.workers), timeout_s=timeout_s)
-        self._next_check_s = 0.0
+        self._watch = HangWatch(board, mesh=mesh, timeout_s=timeout_s)
         self._seen_alive_s = time.monotonic()
         self._was_terminated = False
         self._is_requested = False
@@ -97,7 +91,8 @@ class Supervisor:
             code = self._handle_signal()
             if code is not None:
                 return SupervisedEnd(code, is_requested=True)
-            hang = self._check_progress()
+            running = [worker.rank for worker in group.running()]
+            hang = self._watch.check(running, self._state_of)
             if hang is not None:
                 return self._hung(hang)
         if group.failures:
@@ -131,93 +126,35 @@ class Supervisor:
                 group.pause()
         return None
 
-    def _check_progress(self) -> Hang | None:
-        """Look at the status board, and at the processes of ranks without progress."""
-        now_s = time.monotonic()
-        if now_s < self._next_check_s:
-            return None
-        self._next_check_s = now_s + CHECK_S
-        running = self.group.running()
-        progress = [ENDED] * len(self.group.workers)
-        for worker in running:
-            progress[worker.rank] = self.board.progress(worker.rank)
-        suspicious = self._detector.suspicious(progress, now_s=now_s)
-        if not suspicious:
-            return None
-        states: dict[int, ProcessState] = {}
-        for rank in suspicious:
-            states[rank] = process_state(self.group.workers[rank].pid)
-        self._detector.discount(states, num_running=len(running))
-        if max(self._detector.stalled_s) < self._detector.shortest_limit_s:
-            return None
-        alive = {worker.rank for worker in running}
-        ended = frozenset(range(len(progress))) - alive
-        return self._detector.find(self._snapshots(), ended=ended)
-
-    def _snapshots(self) -> list[RankSnapshot]:
-        return [self.board.read(rank) for rank in range(self.board.num_ranks)]
+    def _state_of(self, rank: int) -> ProcessState:
+        return process_state(self.group.workers[rank].pid)
 
     def _hung(self, hang: Hang) -> SupervisedEnd:
         """The end of a hang: the stack of the culprit is taken before all ranks are killed."""
         detected_s = time.monotonic()
-        rank = hang.ranks[0]
-        worker = self.group.workers[rank]
+        worker = self.group.workers[hang.ranks[0]]
         stack = ""
         if worker.exit_code is None:
             stack = self.group.stack_of(worker)
             self.group.kill_one(worker)
-        text = self._with_coordinates(hang)
-        text += location(stack)
-        failure = RankFailure(rank, "error", detected_s, text, trace=stack)
         return SupervisedEnd(
-            failure=failure,
-            step=self._step(),
+            failure=self._watch.failure_of(hang, stack=stack, at_s=detected_s),
+            step=self._watch.step,
             detected_s=hang.seconds,
             at_s=detected_s,
             is_requested=self._is_requested,
         )
 
-    def _with_coordinates(self, hang: Hang) -> str:
-        """The text of a hang, with the coordinates of the other ranks that it names."""
-        if self.mesh is None or len(hang.ranks) == 1:
-            return hang.text
-        places: list[str] = []
-        for rank in hang.ranks:
-            places.append(f"{rank} = {self.mesh.coord_text(rank)}")
-        return f"{hang.text} (ranks: {', '.join(places)})"
-
     def _failed(self, failure: RankFailure) -> SupervisedEnd:
         now_s = time.monotonic()
         found_s = min(now_s, failure.at_s)
         return SupervisedEnd(
-            failure=self._with_place(failure),
-            step=self._step(),
+            failure=self._watch.with_place(failure),
+            step=self._watch.step,
             detected_s=max(0.0, found_s - self._seen_alive_s),
             at_s=now_s,
             is_requested=self._is_requested,
         )
-
-    def _with_place(self, failure: RankFailure) -> RankFailure:
-        """The failure with the step and phase of its rank."""
-        snapshot = self.board.read(failure.rank)
-        if failure.kind in NO_LOCATION_KINDS or not snapshot.step:
-            return failure
-        return replace(failure, text=f"{snapshot.place}: {failure.text}")
-
-    def _step(self) -> int:
-        return max(snapshot.step for snapshot in self._snapshots())
-
-
-def location(stack: str) -> str:
-    """Where the main thread of a stack file is, in weft if it is there: ` [loop.py:31 in train]`."""
-    main_thread = stack.strip().rpartition("\n\n")[2]  # faulthandler writes it last
-    frames = list(STACK_FRAME.finditer(main_thread))
-    if not frames:
-        return ""
-    inside = [frame for frame in frames if "/weft/" in frame["file"]]
-    frame = (inside or frames)[0]
-    file = frame["file"].rpartition("/")[2]
-    return f" [{file}:{frame['line']} in {frame['function']}]"
 
 
 @dataclass(frozen=True)
