@@ -84,7 +84,7 @@ def _pairs(flags: str) -> Iterator[tuple[str, str]]:
 
 def real_batches(run: Run, comm: Comm) -> list[Batch]:
     plan = plan_of(run)
-    on_meta = rank_step.example_batch(run, plan, comm)
+    on_meta = rank_step.example_batch(run.model, plan, comm)
     batch = on_meta.map(lambda x: torch.ones(x.shape, dtype=x.dtype))
     return [batch] * plan.microbatches
 

@@ -16,7 +16,8 @@ from weft.core.mesh import Mesh
 from weft.planner.call_mismatch import Mismatch
 from weft.planner.measure import measure
 from weft.planner.rank_calls import CallEvent, RankCalls, group_of, recorded_coordinates
-from weft.planner.recorder import Ended, Started
+from weft.planner.rank_step import RankStep, measure_rank
+from weft.planner.recorder import CallRecorder, Ended, Started
 from weft.planner.rendezvous import find_deadlock
 from weft.planner.world_check import Deadlock, RecordedWorld, check_recorded, record_world
 from weft.schedule.lower import Program, Send
@@ -30,7 +31,11 @@ Edit = Callable[[Events], Events]
 def world() -> RecordedWorld:
     """Eight ranks, each of which is played."""
     run = run_of("--mesh pp2,dp2,tp2 --batch.global_size 4 --model.layers 2")
-    return record_world(run, measure(run))
+
+    def record_rank(rank: int) -> RankStep:
+        return measure_rank(run, rank, recorder_type=CallRecorder)
+
+    return record_world(measure(run), record_rank)
 
 
 def edited(world: RecordedWorld, edits: dict[int, Edit]) -> RecordedWorld:

@@ -179,7 +179,7 @@ def step_seconds_here(run: Run, comm: Comm, num_steps: int) -> float:
 def example_batches(run: Run, comm: Comm) -> list[Batch]:
     """The micro-batches of a step of this rank: ones."""
     plan = plan_of(run)
-    on_meta = example_batch(run, plan, comm)
+    on_meta = example_batch(run.model, plan, comm)
     batch = on_meta.map(lambda x: torch.ones(x.shape, dtype=x.dtype, device=comm.device))
     return [batch] * plan.microbatches
 

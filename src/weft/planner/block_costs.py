@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.comm.observe import Operation
@@ -68,6 +68,23 @@ class _MeasuredBlocks:
     boundary_bytes: int
 
 
+@dataclass(frozen=True)
+class BlockSegments:
+    """The parts of a region in which one block runs.
+
+    Attributes:
+        block: name.
+        events: of each part.
+        change_bytes: that all parts leave.
+        peak_bytes: most that live during a part above those at its begin.
+    """
+
+    block: str
+    events: tuple[Sequence[Event], ...] = ()
+    change_bytes: int = 0
+    peak_bytes: int = 0
+
+
 class BlockMeasurements:
     """Costs of blocks, each sharding measured once."""
 
@@ -84,9 +101,12 @@ class BlockMeasurements:
         groups where the layout has them.
         """
         key = layout.sharding, layout.strides
-        if key not in self._blocks:
-            self._blocks[key] = self._costs_of(self._measure(layout), dict(layout.strides))
-        return self._blocks[key]
+        known = self._blocks.get(key)
+        if known is None:
+            strides = dict(layout.strides)
+            known = self._costs_of(self._measure(layout), strides)
+            self._blocks[key] = known
+        return known
 
     def boundary_bytes(self, layout: Layout) -> int:
         """Bytes of the output of a stage for one micro-batch."""
@@ -100,84 +120,116 @@ class BlockMeasurements:
             has_own_recompute: from blocks with the recomputation of the layout: the bytes that it
                 saves are bounded, too.
         """
-        degrees = [(axis, layout.degree(axis)) for axis in (EP, TP)]
-        inner = tuple(item for item in degrees if item[1] > 1)
-        recompute = layout.recompute if has_own_recompute else "none"
+        key = layout.sharding, has_own_recompute
+        known = self._bounds.get(key)
+        if known is None:
+            recompute = layout.recompute if has_own_recompute else "none"
+            known = self._scaled_bounds(layout, recompute)
+            self._bounds[key] = known
+        return known
+
+    def _scaled_bounds(self, layout: Layout, recompute: str) -> CostsByKind:
+        """Shares of the costs of blocks without context parallelism and of the largest micro-batch,
+        measured with this recomputation.
+        """
         whole = Layout(
-            inner,
+            _block_degrees(layout),
             recompute=recompute,
             sequence=layout.sequence,
             context=DEFAULT_CONTEXT,
             micro_size=LARGEST_MICRO,
         )
-        key = layout.sharding, has_own_recompute
-        if key not in self._bounds:
-            share = layout.micro_size / LARGEST_MICRO / layout.degree(CP)
-            measured = self.of(whole)
-            is_same = recompute == layout.recompute
-            repeats = layout.recompute == "full" and not is_same
-            found = {}
-            for kind, costs in measured.items():
-                again_s = costs.forward_s if repeats and "layer" in kind else 0.0
-                memory_share = share if is_same else 0.0
-                found[kind] = BlockCosts(
-                    forward_s=share * costs.forward_s,
-                    backward_s=share * (costs.backward_s + again_s),
-                    saved_bytes=int(memory_share * costs.saved_bytes),
-                    forward_peak=int(memory_share * costs.forward_peak),
-                    backward_peak=int(memory_share * costs.backward_peak),
-                )
-            self._bounds[key] = found
-        return self._bounds[key]
-
-    def _measure(self, layout: Layout) -> _MeasuredBlocks:
-        sharding = layout.sharding
-        if sharding not in self._measured:
-            step = self._runs.measure(sharding)
-            regions = first_regions(step)
-            self._measured[sharding] = _MeasuredBlocks(
-                names=step.plan.stages[0].blocks,
-                forward=regions["F"],
-                backward=regions["B"],
-                boundary_bytes=boundary_bytes(step.plan, Transfer(Act("F", 0, 0), 0)),
-            )
-        return self._measured[sharding]
-
-    def _costs_of(self, measured: _MeasuredBlocks, strides: Mapping[str, int]) -> CostsByKind:
-        forward = _segment_seconds(_placed(measured.forward, strides), self._table)
-        backward = _segment_seconds(_placed(measured.backward, strides), self._table)
-        saved = _segment_changes(measured.forward)
-        forward_peaks = _segment_peaks(measured.forward)
-        backward_peaks = _segment_peaks(measured.backward)
+        share = layout.micro_size / LARGEST_MICRO / layout.degree(CP)
+        is_same = recompute == layout.recompute
+        memory_share = share if is_same else 0.0
+        repeats_layers = layout.recompute == "full" and not is_same
         found = {}
-        for name in measured.names:
-            found[name] = BlockCosts(
-                forward_s=forward.get(name, 0.0),
-                backward_s=backward.get(name, 0.0),
-                saved_bytes=saved.get(name, 0),
-                forward_peak=forward_peaks.get(name, 0),
-                backward_peak=backward_peaks.get(name, 0),
+        for kind, costs in self.of(whole).items():
+            is_repeated = repeats_layers and "layer" in kind
+            again_s = costs.forward_s if is_repeated else 0.0
+            found[kind] = BlockCosts(
+                forward_s=share * costs.forward_s,
+                backward_s=share * (costs.backward_s + again_s),
+                saved_bytes=int(memory_share * costs.saved_bytes),
+                forward_peak=int(memory_share * costs.forward_peak),
+                backward_peak=int(memory_share * costs.backward_peak),
             )
         return found
 
+    def _measure(self, layout: Layout) -> _MeasuredBlocks:
+        sharding = layout.sharding
+        known = self._measured.get(sharding)
+        if known is None:
+            step = self._runs.measure(sharding)
+            regions = first_regions(step)
+            first_output = Transfer(Act("F", 0, 0), 0)
+            known = _MeasuredBlocks(
+                names=step.plan.stages[0].blocks,
+                forward=regions["F"],
+                backward=regions["B"],
+                boundary_bytes=boundary_bytes(step.plan, first_output),
+            )
+            self._measured[sharding] = known
+        return known
+
+    def _costs_of(self, measured: _MeasuredBlocks, strides: Mapping[str, int]) -> CostsByKind:
+        forwards = block_segments(_placed(measured.forward, strides))
+        backwards = block_segments(_placed(measured.backward, strides))
+        found = {}
+        for name in measured.names:
+            forward = forwards.get(name, BlockSegments(name))
+            backward = backwards.get(name, BlockSegments(name))
+            found[name] = BlockCosts(
+                forward_s=self._seconds(measured.forward, forward),
+                backward_s=self._seconds(measured.backward, backward),
+                saved_bytes=forward.change_bytes,
+                forward_peak=forward.peak_bytes,
+                backward_peak=backward.peak_bytes,
+            )
+        return found
+
+    def _seconds(self, region: RecordedRegion, segments: BlockSegments) -> float:
+        """Seconds of a block in a region."""
+        seconds = 0.0
+        for events in segments.events:
+            part = replace(region, events=list(events))
+            costs = self._table.region(part)
+            seconds += replay(costs).total
+        return seconds
+
     def split_shares(self, layout: Layout) -> SplitShares:
         """Of a backward, measured once for each degree of tp and ep, and recomputation."""
-        degrees = [(axis, layout.degree(axis)) for axis in (EP, TP)]
-        inner = tuple(item for item in degrees if item[1] > 1)
-        key = Layout(inner, recompute=layout.recompute)
-        if key not in self._splits:
+        key = Layout(_block_degrees(layout), recompute=layout.recompute)
+        known = self._splits.get(key)
+        if known is None:
             whole = self._backward_seconds(layout, DEFAULT_SCHEDULE)
             split = self._backward_seconds(layout, SPLIT_SCHEDULE)
-            self._splits[key] = SplitShares(split["I"] / whole["B"], split["W"] / whole["B"])
-        return self._splits[key]
+            known = SplitShares(
+                inputs=split["I"] / whole["B"],
+                weights=split["W"] / whole["B"],
+            )
+            self._splits[key] = known
+        return known
 
     def _backward_seconds(self, layout: Layout, schedule: str) -> dict[str, float]:
         """Seconds of an action of each kind, without the reduction of gradients."""
-        step = self._runs.measure(replace(layout.sharding, schedule=schedule))
+        scheduled = replace(layout.sharding, schedule=schedule)
+        step = self._runs.measure(scheduled)
         seconds = {}
         for kind, region in first_regions(step).items():
-            seconds[kind] = replay(self._table.region(region)).total
+            costs = self._table.region(region)
+            seconds[kind] = replay(costs).total
         return seconds
+
+
+def _block_degrees(layout: Layout) -> tuple[tuple[str, int], ...]:
+    """The degrees of ep and tp that are larger than 1."""
+    degrees = []
+    for axis in (EP, TP):
+        degree = layout.degree(axis)
+        if degree > 1:
+            degrees.append((axis, degree))
+    return tuple(degrees)
 
 
 def first_regions(step: RankStep) -> dict[str, RecordedRegion]:
@@ -194,41 +246,40 @@ def _placed(region: RecordedRegion, strides: Mapping[str, int]) -> RecordedRegio
     moved: dict[int, Operation] = {}
     events: list[Event] = []
     for event in region.events:
-        if not isinstance(event, KernelLaunch) and event.op.axis in strides:
-            op = event.op
-            stride = strides[op.axis]
-            group = tuple(place * stride for place in range(len(op.group)))
-            op = moved.setdefault(id(op), replace(op, group=group))
-            event = Started(op) if isinstance(event, Started) else Ended(op)
-        events.append(event)
+        if isinstance(event, KernelLaunch) or event.op.axis not in strides:
+            events.append(event)
+            continue
+        op = event.op
+        identity = id(op)
+        if identity not in moved:
+            moved[identity] = _strided(op, strides[op.axis])
+        kind = Started if isinstance(event, Started) else Ended
+        events.append(kind(moved[identity]))
     return replace(region, events=events)
 
 
-def _segment_seconds(region: RecordedRegion, table: CostTable) -> dict[str, float]:
-    """Seconds of each block in a region."""
-    seconds: dict[str, float] = {}
-    stops = [segment.first_event for segment in region.segments[1:]]
-    for segment, stop in zip(region.segments, [*stops, len(region.events)], strict=True):
-        part = replace(region, events=region.events[segment.first_event : stop])
-        time = replay(table.region(part)).total
-        seconds[segment.block] = seconds.get(segment.block, 0.0) + time
-    return seconds
+def _strided(op: Operation, stride: int) -> Operation:
+    """The operation over as many ranks, at this distance from each other."""
+    places = range(len(op.group))
+    group = tuple(place * stride for place in places)
+    return replace(op, group=group)
 
 
-def _segment_changes(region: RecordedRegion) -> dict[str, int]:
-    """Bytes that each block leaves."""
-    changes: dict[str, int] = {}
-    levels = [segment.entry_bytes for segment in region.segments[1:]]
-    for segment, level in zip(region.segments, [*levels, region.exit_bytes], strict=True):
-        change = level - segment.entry_bytes
-        changes[segment.block] = changes.get(segment.block, 0) + change
-    return changes
-
-
-def _segment_peaks(region: RecordedRegion) -> dict[str, int]:
-    """Most bytes that live during each block above those at its begin."""
-    peaks: dict[str, int] = {}
-    for segment in region.segments:
+def block_segments(region: RecordedRegion) -> dict[str, BlockSegments]:
+    """What runs in a region, by block."""
+    found: dict[str, BlockSegments] = {}
+    segments = region.segments
+    for place, segment in enumerate(segments):
+        is_last = place + 1 == len(segments)
+        stop = len(region.events) if is_last else segments[place + 1].first_event
+        exit_bytes = region.exit_bytes if is_last else segments[place + 1].entry_bytes
+        known = found.get(segment.block, BlockSegments(segment.block))
+        events = region.events[segment.first_event : stop]
         peak = segment.peak_bytes - segment.entry_bytes
-        peaks[segment.block] = max(peaks.get(segment.block, 0), peak)
-    return peaks
+        found[segment.block] = BlockSegments(
+            block=segment.block,
+            events=(*known.events, events),
+            change_bytes=known.change_bytes + exit_bytes - segment.entry_bytes,
+            peak_bytes=max(known.peak_bytes, peak),
+        )
+    return found

@@ -65,7 +65,11 @@ def call_text(op: Operation) -> str:
     return f"{call} over {op.axis}, ranks {ranks}"
 
 
-def wrong_groups(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
+def wrong_groups(
+    mesh: Mesh,
+    region: str,
+    calls: Calls,
+) -> Iterator[Mismatch]:
     """Calls over other ranks than those of their axis."""
     expected: dict[str, tuple[int, ...] | None] = {}
     for rank, events in calls.items():
@@ -91,13 +95,21 @@ def wrong_groups(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
             break
 
 
-def _is_group(op: Operation, group: tuple[int, ...], rank: int) -> bool:
+def _is_group(
+    op: Operation,
+    group: tuple[int, ...],
+    rank: int,
+) -> bool:
     if op.is_p2p:
         return rank in op.group and set(op.group) <= set(group)
     return op.group == group
 
 
-def mismatches_of(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
+def mismatches_of(
+    mesh: Mesh,
+    region: str,
+    calls: Calls,
+) -> Iterator[Mismatch]:
     """The first difference between two recorded members of each group."""
     for group, of_rank in _by_group(calls).items():
         members: list[_Member] = []

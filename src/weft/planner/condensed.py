@@ -40,7 +40,12 @@ class Condenser:
         phases = {}
         for name, region in role.step.phases.items():
             phases[name] = self.region(region)
-        step = replace(role.step, actions=actions, phases=phases, regions=())
+        step = replace(
+            role.step,
+            actions=actions,
+            phases=phases,
+            regions=(),
+        )
         return replace(role, step=step)
 
     def region(self, region: RecordedRegion) -> RecordedRegion:

@@ -125,7 +125,12 @@ class Goodput:
         return DAY_S / self.model.mean_s
 
 
-def goodput_at(model: FailureModel, *, step_s: float, interval_steps: int) -> Goodput:
+def goodput_at(
+    model: FailureModel,
+    *,
+    step_s: float,
+    interval_steps: int,
+) -> Goodput:
     """The account of a run with a checkpoint every `interval_steps` steps."""
     interval_s = interval_steps * step_s
     expected = model.expected_s(interval_s)

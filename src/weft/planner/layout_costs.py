@@ -21,8 +21,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from weft.config.run import Run, plan_of
+from weft.core.dimension import pipeline_axis
 from weft.core.model_config import BlockSpec
-from weft.layout.plan import make_stages
+from weft.layout.plan import Plan, make_stages
 from weft.layout.stages import split_by_cost
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
@@ -32,7 +33,7 @@ from weft.planner.layout_choice import Layout
 from weft.planner.measure import block_kinds, role_costs
 from weft.planner.pipeline_tables import PipelineTables
 from weft.planner.predict import Prediction, predict_measured
-from weft.planner.rank_step import RankStep
+from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.region_costs import CostTable
 from weft.planner.repeated import can_be_repeated, measure_repeated
 from weft.planner.short_runs import ShortRuns
@@ -47,6 +48,7 @@ from weft.planner.zero_costs import (
 )
 from weft.schedule.actions import Table
 from weft.schedule.catalog import find
+from weft.train.build import family_of
 
 MOST_BLOCKS_IN_FULL = 12
 """Blocks of a rank that are measured where none may be left out."""
@@ -153,7 +155,7 @@ class LayoutCosts:
     def __init__(self, run: Run, speeds: Speeds) -> None:
         self.run = run
         self.speeds = speeds
-        self.kinds = block_kinds(run)
+        self.kinds = block_kinds(family_of(run.model, run.lora), run.model)
         self.num_measured = 0
         self.runs = ShortRuns(run, self.kinds)
         cost_table = CostTable(speeds)
@@ -188,7 +190,12 @@ class LayoutCosts:
             plan = plan_of(run)
 
             def step_of(row: int) -> RankStep:
-                return measure_repeated(run, plan, row, self.kinds)
+                rank = plan.mesh.rank(**{pipeline_axis(): row})
+
+                def measure_plan(shortened: Plan) -> RankStep:
+                    return measure_rank(run, rank, plan=shortened)
+
+                return measure_repeated(plan, row, self.kinds, measure_plan)
 
             roles = role_costs(plan, self.kinds, step_of, has_regions=False)
             self._predictions[layout] = predict_measured(roles, self.speeds)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 from weft.config.run import Run, plan_of
 from weft.core.dimension import pipeline_axis
+from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError, counted
 from weft.layout.plan import Plan
+from weft.models import Family
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, even_load, first_rank_load
@@ -52,17 +54,17 @@ MOST_ACTIONS = 200_000
 
 def size_problem(plan: Plan) -> str | None:
     """Why a run is too large to be measured; None if it is not."""
-    num_actions = sum(map(len, plan.table.rows))
+    num_actions = sum(len(row) for row in plan.table.rows)
     if num_actions > MOST_ACTIONS:
         return f"the schedule has {num_actions} actions (at most {MOST_ACTIONS} are replayed)"
-    blocks_of_rank: Counter[int] = Counter()
-    for stage, rank in zip(plan.stages, plan.table.stage_to_rank, strict=True):
-        blocks_of_rank[rank] += len(stage.blocks)
-    for row, num_blocks in sorted(blocks_of_rank.items()):
+    for row in range(plan.pipeline_size):
+        stages = plan.table.stages(row)
+        num_blocks = sum(len(plan.stages[stage].blocks) for stage in stages)
         num_played = len(played_microbatches(plan.table, row))
         if num_blocks * num_played > MOST_BLOCKS:
             most = MOST_BLOCKS // num_played
-            return f"a rank has {counted(num_blocks, 'block')} (at most {most} are measured)"
+            blocks = counted(num_blocks, "block")
+            return f"a rank has {blocks} (at most {most} are measured)"
     return None
 
 
@@ -89,7 +91,8 @@ def measure(run: Run, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
             load=load,
         )
 
-    return role_costs(plan, block_kinds(run), step_of)
+    kinds = block_kinds(family_of(run.model, run.lora), run.model)
+    return role_costs(plan, kinds, step_of)
 
 
 def role_costs(
@@ -114,42 +117,39 @@ def role_costs(
         if signature not in measured:
             measured[signature] = step_of(row)
         step = replace(measured[signature], row=row)
-        memory = step_memory(step, row)
-        roles.append(
-            RoleCosts(
-                row=row,
-                num_ranks=num_ranks,
-                step=step,
-                memory=memory,
-                traffic=step_traffic(step, row),
-                overlap=step_overlap(step, row) if has_regions else {},
-                flops=_flops(step, row),
-            )
+        role = RoleCosts(
+            row=row,
+            num_ranks=num_ranks,
+            step=step,
+            memory=step_memory(step, row),
+            traffic=step_traffic(step, row),
+            overlap=step_overlap(step, row) if has_regions else {},
+            flops=_flops(step, row),
         )
+        roles.append(role)
     return tuple(roles)
 
 
-def measure_worst_routing(run: Run, roles: Sequence[RoleCosts]) -> tuple[RoleCosts, ...]:
-    """The costs where all tokens go to the experts of one rank of each expert-parallel group, of the
-    ranks with these experts; () if no experts are sharded over ranks.
+def worst_load(roles: Sequence[RoleCosts]) -> ExpertLoad | None:
+    """All tokens to the experts of the first rank of each expert-parallel group; None if no experts
+    are sharded over ranks.
 
     Args:
-        roles: of the run, with an even load.
+        roles: of the run, with any load.
     """
     if not any(role.step.num_dispatches for role in roles):
-        return ()
+        return None
     num_ranks = roles[0].step.plan.mesh.degree(EP)
-    return measure(run, load=first_rank_load(num_ranks))
+    return first_rank_load(num_ranks)
 
 
-def block_kinds(run: Run) -> Mapping[str, str]:
+def block_kinds(family: Family, model: ModelConfig) -> Mapping[str, str]:
     """Name of a block -> name of the first block that equals it; blocks with tied parameters equal
     none.
     """
-    family = family_of(run.model, run.lora)
-    blocks = lazy_blocks(family, run.model)
+    blocks = lazy_blocks(family, model)
     tied: set[str] = set()
-    for alias, owner in family.ties(run.model).items():
+    for alias, owner in family.ties(model).items():
         for name in (alias, owner):
             block, _, _ = name.partition(".")
             tied.add(block)
@@ -159,24 +159,41 @@ def block_kinds(run: Run) -> Mapping[str, str]:
     return {name: repeats.get(name, name) for name in blocks}
 
 
-def row_signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
+@dataclass(frozen=True)
+class _ChunkSignature:
+    """A stage of a rank: its kinds of blocks, and whether it is at an end of the pipeline."""
+
+    kinds: tuple[str, ...]
+    is_first: bool
+    is_last: bool
+
+
+def row_signature(
+    plan: Plan,
+    row: int,
+    kinds: Mapping[str, str],
+) -> object:
     """Rows with equal signatures have equal regions: equal blocks in each chunk, the same ends of
     the pipeline, and the same kinds of actions.
     """
     last = plan.table.num_stages - 1
-    chunks: list[tuple[str, ...]] = []
-    ends: list[tuple[bool, bool]] = []
+    chunks = []
     for stage in plan.table.stages(row):
         blocks = plan.stages[stage].blocks
-        chunks.append(tuple(kinds[name] for name in blocks))
-        ends.append((stage == 0, stage == last))
-    keys = frozenset(action_keys(plan.table, row).values())
-    return tuple(chunks), tuple(ends), keys
+        chunk = _ChunkSignature(
+            kinds=tuple(kinds[name] for name in blocks),
+            is_first=stage == 0,
+            is_last=stage == last,
+        )
+        chunks.append(chunk)
+    keys = action_keys(plan.table, row)
+    return tuple(chunks), frozenset(keys.values())
 
 
 def _flops(step: RankStep, row: int) -> int:
     keys = action_keys(step.plan.table, row)
+    times_of_key = Counter(keys.values())
     total = sum(region.flops for region in step.phases.values())
-    for key, count in Counter(keys.values()).items():
-        total += count * step.actions[key].flops
+    for key, times in times_of_key.items():
+        total += times * step.actions[key].flops
     return total

@@ -39,7 +39,12 @@ class TensorForm(NamedTuple):
     @staticmethod
     def of(tensor: Tensor, same_as: int = 0) -> TensorForm:
         """The form of a tensor."""
-        return TensorForm(tensor.shape, tensor.stride(), tensor.dtype, same_as)
+        return TensorForm(
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            same_as,
+        )
 
     def make(self) -> Tensor:
         """A new tensor of this form."""
@@ -84,7 +89,12 @@ class MetaResults:
         self._known: dict[Hashable, KnownResult] = {}
         self._is_functional: dict[Any, bool] = {}
 
-    def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
+    def key(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Hashable | None:
         """What a call's result depends on; None for a call that must be run."""
         is_functional = self._is_functional.get(func)
         if is_functional is None:

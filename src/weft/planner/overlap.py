@@ -51,9 +51,19 @@ def step_overlap(step: RankStep, row: int) -> StepOverlap:
     times_of_key = Counter(keys.values())
     labels = _labels(step.regions)
     for key, times in times_of_key.items():
-        _add_all(totals, step.actions[key].operations, labels, times)
+        _add_all(
+            totals,
+            step.actions[key].operations,
+            labels,
+            times,
+        )
     for region in step.phases.values():
-        _add_all(totals, region.operations, labels, 1)
+        _add_all(
+            totals,
+            region.operations,
+            labels,
+            1,
+        )
     _add_messages(totals, step, row)
     return totals
 
@@ -105,7 +115,12 @@ def _add_all(
     times: int,
 ) -> None:
     for op in operations:
-        _add(totals, (op.axis, op.op), labels[id(op)], Share(times, times * op.payload_bytes))
+        _add(
+            totals,
+            (op.axis, op.op),
+            labels[id(op)],
+            Share(times, times * op.payload_bytes),
+        )
 
 
 def _add(
@@ -121,7 +136,11 @@ def _add(
     )
 
 
-def _add_messages(totals: StepOverlap, step: RankStep, row: int) -> None:
+def _add_messages(
+    totals: StepOverlap,
+    step: RankStep,
+    row: int,
+) -> None:
     """Messages between pipeline ranks: by the actions between their start and the wait."""
     plan = step.plan
     instructions = plan.program.rows[row]
@@ -135,7 +154,12 @@ def _add_messages(totals: StepOverlap, step: RankStep, row: int) -> None:
                 actions[NAMES[instruction.kind]] += 1
         op: Op = "send" if isinstance(transfer, Send) else "recv"
         share = Share(1, boundary_bytes(plan, transfer))
-        _add(totals, (pipeline_axis(), op), _most(actions), share)
+        _add(
+            totals,
+            (pipeline_axis(), op),
+            _most(actions),
+            share,
+        )
 
 
 def _ends_of_messages(instructions: Sequence[Instruction], table: Table) -> dict[int, int]:

@@ -76,7 +76,14 @@ def pipeline_order(table: Table) -> PipelineOrder:
         for act, key in action_keys(table, row).items():
             if id(key) not in numbers:  # equal keys of a row are one object
                 numbers[id(key)] = len(classes)
-                classes.append(ActionClass(row, key, act.stage, peers.get(act)))
+                classes.append(
+                    ActionClass(
+                        row,
+                        key,
+                        act.stage,
+                        peers.get(act),
+                    )
+                )
             class_of[places[act]] = numbers[id(key)]
     return PipelineOrder(
         table=table,
@@ -150,7 +157,12 @@ class _RankLinks:
         self._known: dict[object, RegionTime] = {}
         self._equal: dict[tuple[Carried, ...], tuple[Carried, ...]] = {}
 
-    def time(self, number: int, start: float, on_free_lanes: RegionTime) -> RegionTime:
+    def time(
+        self,
+        number: int,
+        start: float,
+        on_free_lanes: RegionTime,
+    ) -> RegionTime:
         """The time of an action of this class that starts now."""
         region = self.costs[number].region
         last_end = self.last_end

@@ -130,7 +130,11 @@ def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
         yield dict(zip(names, indices, strict=True))
 
 
-def group_of(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...] | None:
+def group_of(
+    mesh: Mesh,
+    rank: int,
+    axis: str,
+) -> tuple[int, ...] | None:
     """The group of a rank that operations name `axis`; None for a name that no mesh axis has."""
     if axis.startswith(WORLD):
         for group in world_stages(rank, mesh.size, checked=True):
@@ -144,7 +148,11 @@ def group_of(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...] | None:
     return mesh.group(rank, tuple(names))
 
 
-def moved(events: tuple[CallEvent, ...], mesh: Mesh, shift: int) -> tuple[CallEvent, ...]:
+def moved(
+    events: tuple[CallEvent, ...],
+    mesh: Mesh,
+    shift: int,
+) -> tuple[CallEvent, ...]:
     """The same calls on the rank that is `shift` further, at another pipeline coordinate."""
     copies: dict[int, Operation] = {}
     result = []
@@ -158,7 +166,11 @@ def moved(events: tuple[CallEvent, ...], mesh: Mesh, shift: int) -> tuple[CallEv
     return tuple(result)
 
 
-def _moved_operation(op: Operation, mesh: Mesh, shift: int) -> Operation:
+def _moved_operation(
+    op: Operation,
+    mesh: Mesh,
+    shift: int,
+) -> Operation:
     rank = op.rank + shift
     group = tuple(member + shift for member in op.group)
     if not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis):

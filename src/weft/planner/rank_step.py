@@ -19,6 +19,7 @@ from weft.comm.meta import MetaTransport
 from weft.config.run import Run, plan_of
 from weft.config.schema import MAX_COUNT
 from weft.core.dimension import pipeline_axis, position_axes
+from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
@@ -30,7 +31,6 @@ from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero.param_group import ParamGroup
 from weft.planner.played_actions import ActionKey, action_keys, played_microbatches, thinned
 from weft.planner.recorder import (
-    CallRecorder,
     Parts,
     RecordedRegion,
     StepRecorder,
@@ -101,19 +101,19 @@ class RankStep:
     checkpoint_bytes: float = 0.0
 
 
-def example_batch(run: Run, plan: Plan, comm: Comm) -> Batch:
+def example_batch(
+    model: ModelConfig,
+    plan: Plan,
+    comm: Comm,
+) -> Batch:
     """A micro-batch of this rank on the meta device."""
-    if run.model.kind == "images":
-        return image_example(plan.micro_size, run.model.model_dump()["image_size"])
+    if model.kind == "images":
+        return image_example(plan.micro_size, model.model_dump()["image_size"])
     whole = token_example(plan.micro_size, plan.seq_len)
-    if not run.model.reads_later_targets:
-        whole = replace(
-            whole,
-            next_inputs=None,
-            later_targets=None,
-        )
-    index, degree = comm.index(position_axes()), comm.degree(position_axes())
-    return whole.columns(index=index, degree=degree)
+    if not model.reads_later_targets:
+        whole = replace(whole, next_inputs=None, later_targets=None)
+    axes = position_axes()
+    return whole.columns(index=comm.index(axes), degree=comm.degree(axes))
 
 
 def measure_rank(
@@ -122,6 +122,7 @@ def measure_rank(
     *,
     plan: Plan | None = None,
     load: ExpertLoad = even_load,
+    recorder_type: type[StepRecorder] = StepRecorder,
 ) -> RankStep:
     """One step of one rank of a run, on the meta device.
 
@@ -130,35 +131,11 @@ def measure_rank(
     Args:
         plan: default: that of the run. A plan whose stages lack blocks measures the others.
         load: of experts that are sharded over ep; without ep it changes nothing.
+        recorder_type: `CallRecorder` for collectives and messages alone: bytes and kernels are then
+            not counted.
     """
-    return _play_on_meta(
-        run,
-        plan or plan_of(run),
-        rank,
-        load,
-        recorder_type=StepRecorder,
-    )
-
-
-def record_calls(run: Run, rank: int, *, plan: Plan | None = None) -> RankStep:
-    """As `measure_rank`, with collectives and messages alone: bytes and kernels are not counted."""
-    return _play_on_meta(
-        run,
-        plan or plan_of(run),
-        rank,
-        even_load,
-        recorder_type=CallRecorder,
-    )
-
-
-def _play_on_meta(
-    run: Run,
-    plan: Plan,
-    rank: int,
-    load: ExpertLoad,
-    *,
-    recorder_type: type[StepRecorder],
-) -> RankStep:
+    if plan is None:
+        plan = plan_of(run)
     comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
     inner_steps = {"site.every": MAX_COUNT}  # the recorded one is followed by no outer step
     step = build_step(run.with_values(inner_steps), comm, plan=plan)
@@ -166,7 +143,8 @@ def _play_on_meta(
         dispatch.meta_load = load
     row = plan.mesh.index(rank, pipeline_axis())
     played = thinned(plan.table, played_microbatches(plan.table, row))
-    batches = [example_batch(run, plan, comm)] * played.microbatches
+    batch = example_batch(run.model, plan, comm)
+    batches = [batch] * played.microbatches
     return record_step(
         step,
         batches,
@@ -187,18 +165,22 @@ def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
         for path, module in block.named_modules():
             if isinstance(module, MetaLoadedDispatch):
                 yield module
-            elif isinstance(module, MoE) and not isinstance(module.dispatch, MetaLoadedDispatch):
-                what = f"{type(module.dispatch).__name__} has no `meta_load`"
-                need = "the load of experts that is assumed on the meta device"
-                fix = "see weft.parallel.expert.dispatch.MetaLoadedDispatch"
-                raise PlanError(
-                    Fault(
-                        f"{name}.{path}.dispatch",
-                        what,
-                        need=need,
-                        fix=fix,
-                    )
-                )
+            elif isinstance(module, MoE):
+                _check_dispatch(module, f"{name}.{path}")
+
+
+def _check_dispatch(mixture: MoE, path: str) -> None:
+    """Raise `PlanError` where no load of the experts can be assumed."""
+    dispatch = mixture.dispatch
+    if isinstance(dispatch, MetaLoadedDispatch):
+        return
+    fault = Fault(
+        f"{path}.dispatch",
+        f"{type(dispatch).__name__} has no `meta_load`",
+        need="the load of experts that is assumed on the meta device",
+        fix="see weft.parallel.expert.dispatch.MetaLoadedDispatch",
+    )
+    raise PlanError(fault)
 
 
 def record_step(
@@ -300,42 +282,65 @@ class _Marker:
             return
         self.recorder.begin(str(phase))
 
-    def on_action(self, act: Act, start_s: float, end_s: float) -> None:
+    def on_action(
+        self,
+        act: Act,
+        start_s: float,
+        end_s: float,
+    ) -> None:
         self.recorder.rename(str(act))
         self.recorder.begin(f"after {act}")
 
 
 def _by_key(
-    regions: list[RecordedRegion], keys: Mapping[Act, ActionKey]
+    regions: Sequence[RecordedRegion],
+    keys: Mapping[Act, ActionKey],
 ) -> dict[ActionKey, RecordedRegion]:
+    """The recorded regions of actions by the keys of the actions."""
     by_name = {region.name: region for region in regions}
-    return {key: by_name[str(act)] for act, key in keys.items()}
+    found = {}
+    for act, key in keys.items():
+        found[key] = by_name[str(act)]
+    return found
 
 
 def _kept_tensors(step: TrainStep) -> dict[str, list[Tensor]]:
     """What a rank holds between steps, by the fields of `KeptBytes`, without gathered parameters."""
     model = step.model
-    gathered = {id(tensor) for tensor in _gathered_params(step)}
-    params: list[Tensor] = list(model.params.values())
+    sharded = list(step.grads.sharded_params.values())
+    params = [*model.params.values(), *_params_of_groups(step), *sharded]
     gradients: list[Tensor] = []
     for group in step.grads.groups:
-        if group.unsharded_params is not None and id(group.unsharded_params.flat) not in gathered:
-            params.append(group.unsharded_params.flat)
-        if group.sharded_param is not None:
-            params.append(group.sharded_param)
         gradients.extend(_gradients(group))
-    for tensor in (*step.grads.sharded_params.values(), *model.params.values()):
+    for tensor in (*sharded, *model.params.values()):
         if tensor.grad is not None:
             gradients.append(tensor.grad)
-    params.extend(step.grads.sharded_params.values())
-    held = [tensor for tensor in params if not _is_gathered(tensor, step)]
-    states = step.state().optimizer_state.values()
+    optimizer: list[Tensor] = []
+    for state in step.state().optimizer_state.values():
+        optimizer.extend(state.values())
+    optimizer.extend(_outer(step))
+    buffers: list[Tensor] = []
+    for block in model.blocks.values():
+        buffers.extend(block.buffers())
     return {
-        "params": held,
+        "params": [tensor for tensor in params if not _is_gathered(tensor, step)],
         "gradients": gradients,
-        "optimizer": [tensor for state in states for tensor in state.values()] + _outer(step),
-        "buffers": _buffers(model),
+        "optimizer": optimizer,
+        "buffers": buffers,
     }
+
+
+def _params_of_groups(step: TrainStep) -> list[Tensor]:
+    """Flat parameters of groups that are sharded, or unsharded between steps."""
+    gathered = {id(tensor) for tensor in _gathered_params(step)}
+    found: list[Tensor] = []
+    for group in step.grads.groups:
+        unsharded = group.unsharded_params
+        if unsharded is not None and id(unsharded.flat) not in gathered:
+            found.append(unsharded.flat)
+        if group.sharded_param is not None:
+            found.append(group.sharded_param)
+    return found
 
 
 def _outer(step: TrainStep) -> list[Tensor]:
@@ -349,14 +354,17 @@ def _outer(step: TrainStep) -> list[Tensor]:
 def _checkpoint_bytes(step: TrainStep) -> float:
     held = 0.0
     for state in param_states(step.state()):
-        if not state.is_alias:
-            num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
-            held += num_bytes / state.num_replicas
+        if state.is_alias:
+            continue
+        num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        held += num_bytes / state.num_replicas
     return held
 
 
 def _gradients(group: ParamGroup) -> list[Tensor]:
-    return [grad for grad in (group.sharded_grad, group.unsharded_grad) if grad is not None]
+    """The gradients that a group holds now."""
+    held = (group.sharded_grad, group.unsharded_grad)
+    return [grad for grad in held if grad is not None]
 
 
 def _gathered_params(step: TrainStep) -> list[Tensor]:
@@ -371,10 +379,6 @@ def _gathered_params(step: TrainStep) -> list[Tensor]:
 def _is_gathered(tensor: Tensor, step: TrainStep) -> bool:
     place = tensor.untyped_storage()._cdata
     return any(flat.untyped_storage()._cdata == place for flat in _gathered_params(step))
-
-
-def _buffers(model: ParallelModel) -> list[Tensor]:
-    return [buffer for block in model.blocks.values() for buffer in block.buffers()]
 
 
 def _parts(step: TrainStep) -> Parts:

@@ -179,7 +179,12 @@ class StepRecorder(TorchDispatchMode):
     def _begin_segment(self) -> None:
         level = self.live_bytes
         region = self._region
-        segment = BlockSegment(self.block, len(region.events), level, peak_bytes=level)
+        segment = BlockSegment(
+            self.block,
+            len(region.events),
+            level,
+            peak_bytes=level,
+        )
         region.segments.append(segment)
 
     def end(self) -> None:
@@ -230,7 +235,12 @@ class StepRecorder(TorchDispatchMode):
             result = func(*args, **kwargs)
             inputs = self._own_tensors((args, kwargs))
             outputs = self._own_tensors(result)
-            kernel = kernel_of(func, inputs, outputs, args)
+            kernel = kernel_of(
+                func,
+                inputs,
+                outputs,
+                args,
+            )
             self._results.note(
                 key,
                 inputs=inputs,
@@ -244,7 +254,12 @@ class StepRecorder(TorchDispatchMode):
         self._update_peak()
         return result
 
-    def _result_key(self, func: Any, args: Any, kwargs: Any) -> Hashable | None:
+    def _result_key(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Hashable | None:
         """What the result of a call depends on; None on real devices, which compute."""
         if self.device.type != "meta":
             return None
@@ -274,7 +289,12 @@ class StepRecorder(TorchDispatchMode):
         num_bytes = storage.nbytes()
         self._live.add(key)
         self._live_bytes += num_bytes
-        finalizer = weakref.finalize(storage, self._forget, key, num_bytes)
+        finalizer = weakref.finalize(
+            storage,
+            self._forget,
+            key,
+            num_bytes,
+        )
         finalizer.atexit = False
 
     def _forget(self, key: int, num_bytes: int) -> None:
@@ -375,7 +395,11 @@ def _attend_fused(
     return own
 
 
-def _value_on_host(func: Any, args: Any, kwargs: Any) -> Any:
+def _value_on_host(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
     """What the host reads of a tensor on the meta device: ones; None for any other call."""
     is_read = func is aten._local_scalar_dense.default
     is_copy = func is aten._to_copy.default

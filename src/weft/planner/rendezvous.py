@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from weft.comm.observe import Operation
 from weft.planner.recorder import Ended, Started
 
-Pair = tuple[int, ...]
-"""Source and destination of messages."""
-
 
 @dataclass(frozen=True)
 class Blocked:
@@ -44,33 +41,48 @@ def find_deadlock(calls: Mapping[int, Sequence[Started | Ended]]) -> tuple[Block
     return simulation.cycle()
 
 
+@dataclass(frozen=True)
+class _MessageKind:
+    """Sends, or receives, from one rank to another.
+
+    Attributes:
+        pair: source and destination.
+    """
+
+    pair: tuple[int, ...]
+    op: str
+
+
 class _Simulation:
-    """Progress of each rank."""
+    """Progress of the ranks.
+
+    Attributes:
+        position: by rank, place of its next call.
+        started, waited: messages so far.
+        begun: ids of operations that were started.
+    """
 
     def __init__(self, calls: Mapping[int, Sequence[Started | Ended]]) -> None:
         self.calls = calls
         self.position = dict.fromkeys(calls, 0)
-        self.started: Counter[tuple[Pair, str]] = Counter()
-        self.waited: Counter[tuple[Pair, str]] = Counter()
+        self.started: Counter[_MessageKind] = Counter()
+        self.waited: Counter[_MessageKind] = Counter()
         self.begun: set[int] = set()
 
     def run(self) -> None:
         """Go on until every rank has ended or is blocked."""
-        while True:
-            moved = [rank for rank in self.calls if self._advance(rank)]
-            if not moved:
-                return
+        has_moved = True
+        while has_moved:
+            has_moved = False
+            for rank in self.calls:
+                if self._advance(rank):
+                    has_moved = True
 
     def cycle(self) -> tuple[Blocked, ...]:
         """Ranks that wait for each other, from any blocked one on; a chain that ends at a rank
         without further calls is a cycle of one.
         """
-        blocked: dict[int, Blocked] = {}
-        for rank in self.calls:
-            event = self._current(rank)
-            if event is not None:
-                missing = self._missing(rank, event)
-                blocked[rank] = Blocked(rank, event.op, missing)
+        blocked = self._blocked()
         if not blocked:
             return ()
         chain: list[int] = []
@@ -81,6 +93,17 @@ class _Simulation:
         start = chain.index(rank) if rank in chain else len(chain) - 1
         return tuple(blocked[each] for each in chain[start:])
 
+    def _blocked(self) -> dict[int, Blocked]:
+        """The ranks that have not ended."""
+        blocked = {}
+        for rank in self.calls:
+            event = self._current(rank)
+            if event is None:
+                continue
+            missing = self._missing(rank, event)
+            blocked[rank] = Blocked(rank, event.op, missing)
+        return blocked
+
     def _current(self, rank: int) -> Started | Ended | None:
         events = self.calls[rank]
         index = self.position[rank]
@@ -88,26 +111,29 @@ class _Simulation:
 
     def _advance(self, rank: int) -> bool:
         """Run a rank until it blocks; whether it moved."""
-        before = self.position[rank]
+        has_moved = False
         while True:
             event = self._current(rank)
             if event is None or self._missing(rank, event):
-                return self.position[rank] != before
+                return has_moved
             self._pass(rank, event)
+            has_moved = True
 
     def _pass(self, rank: int, event: Started | Ended) -> None:
         """Let a rank, or all members that meet in a collective, go on behind an event."""
         op = event.op
         is_start = isinstance(event, Started)
-        is_meeting = is_start and not op.is_p2p
-        members = self._present(op) if is_meeting else [rank]
+        members = [rank]
+        if is_start and not op.is_p2p:
+            members = self._present(op)
         for member in members:
             self.position[member] += 1
         if is_start:
             self.begun.add(id(op))
         if op.is_p2p:
             counter = self.started if is_start else self.waited
-            counter[op.group, op.op] += 1
+            message = _MessageKind(op.group, op.op)
+            counter[message] += 1
 
     def _missing(self, rank: int, event: Started | Ended) -> tuple[int, ...]:
         """Members that must get somewhere before this rank can go on."""
@@ -117,15 +143,20 @@ class _Simulation:
         is_of_earlier_region = id(op) not in self.begun
         if not op.is_p2p or is_of_earlier_region:  # such a wait ends at once
             return ()
+        return self._missing_partner(op)
+
+    def _missing_partner(self, op: Operation) -> tuple[int, ...]:
+        """The other rank of a message that is waited for, if it has not started its side."""
         source, destination = op.group
-        is_send = op.op == "send"
-        other = destination if is_send else source
-        other_side = "recv" if is_send else "send"
-        num_started = self.started[op.group, other_side]
-        num_waited = self.waited[op.group, op.op]
-        if num_started > num_waited or other not in self.calls:
+        if op.op == "send":
+            partner, partner_op = destination, "recv"
+        else:
+            partner, partner_op = source, "send"
+        num_started = self.started[_MessageKind(op.group, partner_op)]
+        num_waited = self.waited[_MessageKind(op.group, op.op)]
+        if num_started > num_waited or partner not in self.calls:
             return ()
-        return (other,)
+        return (partner,)
 
     def _present(self, op: Operation) -> list[int]:
         return [member for member in op.group if member in self.calls]
@@ -135,7 +166,13 @@ class _Simulation:
         absent = []
         for member in self._present(op):
             event = self._current(member)
-            is_there = isinstance(event, Started) and event.op.group == op.group
-            if not is_there or event is None or event.op.is_p2p:
+            if not _is_collective_of(event, op.group):
                 absent.append(member)
         return tuple(absent)
+
+
+def _is_collective_of(event: Started | Ended | None, group: tuple[int, ...]) -> bool:
+    """Whether a rank is at a collective over this group."""
+    if not isinstance(event, Started):
+        return False
+    return event.op.group == group and not event.op.is_p2p

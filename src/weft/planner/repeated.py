@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
-from weft.config.run import Run
-from weft.core.dimension import pipeline_axis
 from weft.layout.plan import Plan
 from weft.planner.played_actions import ActionKey
-from weft.planner.rank_step import KeptBytes, RankStep, measure_rank
+from weft.planner.rank_step import KeptBytes, RankStep
 from weft.planner.recorder import RecordedRegion
 from weft.planner.repeated_regions import LongerRegion, NotPeriodicError, grown_region, repeat_block
 
@@ -59,7 +57,11 @@ class BlockRun:
         return self.names[start : start - kept]
 
 
-def block_runs(plan: Plan, row: int, kinds: Mapping[str, str]) -> list[BlockRun]:
+def block_runs(
+    plan: Plan,
+    row: int,
+    kinds: Mapping[str, str],
+) -> list[BlockRun]:
     """The runs of equal blocks in the stages of a pipeline coordinate.
 
     Args:
@@ -73,25 +75,25 @@ def block_runs(plan: Plan, row: int, kinds: Mapping[str, str]) -> list[BlockRun]
 
 
 def measure_repeated(
-    run: Run,
     plan: Plan,
     row: int,
     kinds: Mapping[str, str],
+    measure_plan: Callable[[Plan], RankStep],
 ) -> RankStep:
-    """What `measure_rank` measures of the rank at a pipeline coordinate, from fewer blocks.
+    """The step of a rank at a pipeline coordinate, from fewer blocks.
 
     Args:
-        plan: of the run.
         kinds: name of a block -> name of the first block that equals it.
+        measure_plan: measures the rank with the blocks of a plan, as `measure_rank` does.
     """
-    rank = plan.mesh.rank(**{pipeline_axis(): row})
     runs = block_runs(plan, row, kinds)
-    if can_be_repeated(plan) and any(each.left_out for each in runs):
+    has_left_out = any(each.left_out for each in runs)
+    if has_left_out and can_be_repeated(plan):
         try:
-            return _extended(run, plan, rank, runs)
+            return _extended(plan, runs, measure_plan)
         except NotPeriodicError:
             pass
-    return measure_rank(run, rank, plan=plan)
+    return measure_plan(plan)
 
 
 def can_be_repeated(plan: Plan) -> bool:
@@ -120,27 +122,32 @@ class _Longer:
 
 
 def _extended(
-    run: Run,
     plan: Plan,
-    rank: int,
     runs: Sequence[BlockRun],
+    measure_plan: Callable[[Plan], RankStep],
 ) -> RankStep:
     """The step of the whole rank.
 
     Raises:
         NotPeriodicError: see there.
     """
-    short = measure_rank(run, rank, plan=_shortened(plan, runs))
-    longer = [
-        _Longer(longest, measure_rank(run, rank, plan=_shortened(plan, runs, longest)), count)
-        for longest, count in _counts(runs)
-    ]
+    short = measure_plan(_shortened(plan, runs))
+    longer = []
+    for longest, count in _counts(runs):
+        step = measure_plan(_shortened(plan, runs, longest))
+        longer.append(_Longer(longest, step, count))
     actions = {}
     for key in short.actions:
-        actions[key] = _extended_action(key, short, longer, runs)
+        actions[key] = _extended_action(
+            key,
+            short,
+            longer,
+            runs,
+        )
     phases = {}
     for name, region in short.phases.items():
-        phases[name] = grown_region(region, _regions(longer, _phase(name)))
+        regions = [LongerRegion(each.step.phases[name], each.count) for each in longer]
+        phases[name] = grown_region(region, regions)
     num_dispatches = short.num_dispatches
     for each in longer:
         num_dispatches += each.count * (each.step.num_dispatches - short.num_dispatches)
@@ -164,12 +171,14 @@ def _extended_action(
     """An action with all blocks of its stage; weight gradients of a split backward belong to none."""
     region = short.actions[key]
     if key.kind == "W":
-        return grown_region(region, _regions(longer, _action(key)))
+        regions = [LongerRegion(each.step.actions[key], each.count) for each in longer]
+        return grown_region(region, regions)
     stages = short.plan.table.stages(short.row)
     of_stage = [each for each in runs if each.stage == stages[key.chunk]]
     change = region.change
     for each in longer:
-        longer_key = replace(key, chunk=stages.index(each.run.stage))
+        chunk = stages.index(each.run.stage)
+        longer_key = replace(key, chunk=chunk)
         one_more = each.step.actions[longer_key].change - short.actions[longer_key].change
         for own in of_stage:
             if own.kind == each.run.kind:
@@ -181,28 +190,40 @@ def _extended_action(
 def _counts(runs: Sequence[BlockRun]) -> Iterator[tuple[BlockRun, int]]:
     """For each kind of block the longest run, and how many blocks of all runs are left out."""
     counts: Counter[str] = Counter()
+    longest: dict[str, BlockRun] = {}
     for each in runs:
         counts[each.kind] += len(each.left_out)
+        known = longest.setdefault(each.kind, each)
+        if len(each.names) > len(known.names):
+            longest[each.kind] = each
     for kind, count in counts.items():
         if count:
-            of_kind = [each for each in runs if each.kind == kind]
-            yield max(of_kind, key=lambda each: len(each.names)), count
+            yield longest[kind], count
 
 
-def _shortened(plan: Plan, runs: Sequence[BlockRun], longer: BlockRun | None = None) -> Plan:
+def _shortened(
+    plan: Plan,
+    runs: Sequence[BlockRun],
+    longer: BlockRun | None = None,
+) -> Plan:
     """The plan without the blocks that are left out; with one more of the run `longer`."""
     dropped: set[str] = set()
     for each in runs:
-        dropped.update(each.dropped(KEPT_BLOCKS + (each is longer)))
+        kept = KEPT_BLOCKS + 1 if each is longer else KEPT_BLOCKS
+        dropped.update(each.dropped(kept))
     stages = []
     for stage in plan.stages:
         blocks = tuple(name for name in stage.blocks if name not in dropped)
-        stages.append(stage.model_copy(update={"blocks": blocks}))
+        shortened = stage.model_copy(update={"blocks": blocks})
+        stages.append(shortened)
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def _with_left_out(
-    region: RecordedRegion, runs: Sequence[BlockRun], *, is_forward: bool
+    region: RecordedRegion,
+    runs: Sequence[BlockRun],
+    *,
+    is_forward: bool,
 ) -> RecordedRegion:
     """The region of an action with all blocks of its stage."""
     for each in runs:
@@ -213,26 +234,11 @@ def _with_left_out(
     return region
 
 
-RegionOf = Callable[[RankStep], RecordedRegion]
-
-
-def _action(key: ActionKey) -> RegionOf:
-    return lambda step: step.actions[key]
-
-
-def _phase(name: str) -> RegionOf:
-    return lambda step: step.phases[name]
-
-
-def _regions(longer: Sequence[_Longer], region_of: RegionOf) -> list[LongerRegion]:
-    return [LongerRegion(region_of(each.step), each.count) for each in longer]
-
-
 def _grown_kept(short: KeptBytes, longer: Sequence[_Longer]) -> KeptBytes:
-    names = ("params", "gradients", "optimizer", "buffers")
-    sizes = {name: getattr(short, name) for name in names}
+    """Bytes between steps, with all blocks."""
+    sizes = asdict(short)
     for each in longer:
-        for name in names:
-            more = getattr(each.step.kept, name) - getattr(short, name)
+        for name, size in asdict(each.step.kept).items():
+            more = size - getattr(short, name)
             sizes[name] += each.count * more
     return KeptBytes(**sizes)

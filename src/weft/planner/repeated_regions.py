@@ -25,17 +25,18 @@ def repeat_block(region: RecordedRegion, block: str, names: Sequence[str]) -> Re
         NotPeriodicError: the block has not exactly one segment between others.
     """
     places = [place for place, each in enumerate(region.segments) if each.block == block]
-    if len(places) != 1 or not 0 < places[0] < len(region.segments) - 1:
+    if len(places) != 1:
         raise NotPeriodicError
-    repeater = _Repeater(region, places[0])
+    repeated = places[0]
+    last = len(region.segments) - 1
+    if not 0 < repeated < last:
+        raise NotPeriodicError
+    repeater = _Repeater(region, repeated)
     for place, segment in enumerate(region.segments):
-        if place != repeater.place:
+        if place == repeated:
+            repeater.add_copies(names)
+        else:
             repeater.add(place, segment.block)
-            continue
-        for name in names:
-            repeater.add(place, name)
-            repeater.shift += repeater.change
-        repeater.shift -= repeater.change
     return repeater.result()
 
 
@@ -60,6 +61,13 @@ class _Repeater:
         segments = self.region.segments
         return segments[self.place + 1].entry_bytes - segments[self.place].entry_bytes
 
+    def add_copies(self, names: Sequence[str]) -> None:
+        """Add the repeated segment once for each name; later segments are shifted by the others."""
+        for name in names:
+            self.add(self.place, name)
+            self.shift += self.change
+        self.shift -= self.change
+
     def add(self, place: int, name: str) -> None:
         """Add a segment, or a copy of it."""
         segments = self.region.segments
@@ -72,17 +80,20 @@ class _Repeater:
             peak_bytes=segment.peak_bytes + self.shift,
         )
         self.segments.append(moved)
-        stop = segments[place + 1].first_event if place + 1 < len(segments) else None
-        self.events.extend(self.region.events[segment.first_event : stop])
+        following = segments[place + 1 :]
+        stop = following[0].first_event if following else None
+        events = self.region.events[segment.first_event : stop]
+        self.events.extend(events)
 
     def result(self) -> RecordedRegion:
         """The region of all segments that were added."""
+        entry_bytes = self.region.entry_bytes
         peak = max(self.segments, key=lambda segment: segment.peak_bytes)
-        is_raised = peak.peak_bytes > self.region.entry_bytes
+        is_raised = peak.peak_bytes > entry_bytes
         return replace(
             self.region,
             exit_bytes=self.region.exit_bytes + self.shift,
-            peak_bytes=max(peak.peak_bytes, self.region.entry_bytes),
+            peak_bytes=max(peak.peak_bytes, entry_bytes),
             peak_block=peak.block if is_raised else "",
             peak_parts=peak.peak_parts if is_raised else {},
             events=linked(self.events, _started_ids(self.region.events)),
@@ -100,7 +111,8 @@ class LongerRegion:
 
 def grown_region(short: RecordedRegion, longer: Sequence[LongerRegion]) -> RecordedRegion:
     """The region with the difference to each longer one added as often as that says."""
-    change, workspace = short.change, short.workspace
+    change = short.change
+    workspace = short.workspace
     for each in longer:
         change += each.count * (each.region.change - short.change)
         workspace += each.count * (each.region.workspace - short.workspace)
@@ -120,25 +132,49 @@ def _grown_events(events: Sequence[Event], longer: Sequence[LongerRegion]) -> li
     Raises:
         NotPeriodicError: the events of one block more are not a part that is inserted.
     """
-    inserted: dict[int, list[Event]] = {}
-    grown = list(events)
-    for each in longer:
-        others = each.region.events
-        for part in _differences(events, others):
-            more = others[part.inserted] * each.count
-            inserted.setdefault(part.place, []).extend(more)
-            if part.longer is not None:
-                sizes = _AddedSizes(events[part.place], others[part.longer], each.count)
-                grown[part.place] = sizes.added_to(grown[part.place])
-    result: list[Event] = []
-    for index, event in enumerate(grown):
-        result.extend(inserted.get(index, ()))
-        result.append(event)
-    result.extend(inserted.get(len(events), ()))
+    growth = _Growth(list(events))
     own = _started_ids(events)
     for each in longer:
+        growth.add(events, each)
         own.update(_started_ids(each.region.events))
-    return linked(result, own)
+    return linked(growth.result(), own)
+
+
+@dataclass
+class _Growth:
+    """Events to which blocks are added.
+
+    Attributes:
+        events: with the sizes of all blocks so far.
+        inserted: events of the blocks, by the place of the event before which they stand.
+    """
+
+    events: list[Event]
+    inserted: dict[int, list[Event]] = field(default_factory=dict)
+
+    def add(self, short: Sequence[Event], longer: LongerRegion) -> None:
+        """Add blocks of one kind.
+
+        Raises:
+            NotPeriodicError: the events of one block more are not a part that is inserted.
+        """
+        others = longer.region.events
+        for part in _differences(short, others):
+            before = self.inserted.setdefault(part.place, [])
+            before.extend(others[part.inserted] * longer.count)
+            if part.longer is not None:
+                sizes = _AddedSizes(short[part.place], others[part.longer], longer.count)
+                self.events[part.place] = sizes.added_to(self.events[part.place])
+
+    def result(self) -> list[Event]:
+        """The events of all blocks."""
+        result: list[Event] = []
+        for place, event in enumerate(self.events):
+            result.extend(self.inserted.get(place, ()))
+            result.append(event)
+        at_end = self.inserted.get(len(self.events), ())
+        result.extend(at_end)
+        return result
 
 
 def _started_ids(events: Sequence[Event]) -> set[int]:
@@ -156,11 +192,14 @@ def linked(events: Sequence[Event], own: Collection[int]) -> list[Event]:
     result: list[Event] = []
     for event in events:
         if isinstance(event, Started):
-            op = replace(event.op)
-            under_way.setdefault(op, deque()).append(op)
-            event = Started(op)
-        elif isinstance(event, Ended) and id(event.op) in own and under_way.get(event.op):
-            event = Ended(under_way[event.op].popleft())
+            started = replace(event.op)
+            result.append(Started(started))
+            under_way.setdefault(started, deque()).append(started)
+            continue
+        if isinstance(event, Ended) and id(event.op) in own:
+            equal = under_way.get(event.op)
+            if equal:
+                event = Ended(equal.popleft())
         result.append(event)
     return result
 
@@ -186,21 +225,24 @@ def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_
     Raises:
         NotPeriodicError: by something else than insertions and sizes.
     """
-    place, other_place = 0, 0
+    place = 0
+    other_place = 0
     while place < len(events) or other_place < len(others):
-        if _num_equal(events[place:], others[other_place:]):
+        rest = events[place:]
+        other_rest = others[other_place:]
+        if _num_equal(rest, other_rest):
             place += 1
             other_place += 1
             continue
-        num_more = (len(others) - other_place) - (len(events) - place)
+        num_more = len(other_rest) - len(rest)
         num_inserted = _period(others, other_place, num_more)
         if not num_inserted:
-            num_inserted = _num_inserted(events[place:], others[other_place:], num_more)
+            num_inserted = _num_inserted(rest, other_rest, num_more)
         if num_inserted:
-            inserted = slice(other_place, other_place + num_inserted)
-            yield _EventDifference(place, inserted)
-            other_place += num_inserted
-        elif _kind_at(events, place) == _kind_at(others, other_place):
+            stop = other_place + num_inserted
+            yield _EventDifference(place, slice(other_place, stop))
+            other_place = stop
+        elif _first_kind(rest) == _first_kind(other_rest):
             yield _EventDifference(place, slice(0, 0), other_place)
             place += 1
             other_place += 1
@@ -210,14 +252,31 @@ def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_
 
 def _period(events: Sequence[Event], place: int, most: int) -> int:
     """The smallest number of events before this place that equal as many behind it; 0 if none do."""
-    for length in range(1, min(most, place) + 1):
+    longest = min(most, place)
+    for length in range(1, longest + 1):
         before = events[place - length : place]
-        if _num_equal(before, events[place : place + length]) == length:
+        behind = events[place : place + length]
+        if _num_equal(before, behind) == length:
             return length
     return 0
 
 
-def _num_inserted(events: Sequence[Event], others: Sequence[Event], most: int) -> int:
+def _first_kind(events: Sequence[Event]) -> tuple[object, ...] | None:
+    """What the first event is, besides sizes; None without events."""
+    if not events:
+        return None
+    event = events[0]
+    if isinstance(event, KernelLaunch):
+        return event.kind, event.dtype, len(event.sizes)
+    op = event.op
+    return type(event), op.op, op.axis, op.group
+
+
+def _num_inserted(
+    events: Sequence[Event],
+    others: Sequence[Event],
+    most: int,
+) -> int:
     """How many of `others` must be skipped for the longest start that equals that of `events`."""
     if not events:
         return most
@@ -241,17 +300,6 @@ def _num_equal(events: Sequence[Event], others: Sequence[Event]) -> int:
     return count
 
 
-def _kind_at(events: Sequence[Event], place: int) -> tuple[object, ...] | None:
-    return _kind(events[place]) if place < len(events) else None
-
-
-def _kind(event: Event) -> tuple[object, ...]:
-    """What an event is, besides sizes."""
-    if isinstance(event, KernelLaunch):
-        return event.kind, event.dtype, len(event.sizes)
-    return type(event), event.op.op, event.op.axis, event.op.group
-
-
 @dataclass(frozen=True)
 class _AddedSizes:
     """The sizes that `count` blocks more add to an event, where one makes `longer` of `short`."""
@@ -262,26 +310,34 @@ class _AddedSizes:
 
     def added_to(self, event: Event) -> Event:
         """The event with these sizes more."""
-        short, longer, count = self.short, self.longer, self.count
         if isinstance(event, KernelLaunch):
-            assert isinstance(short, KernelLaunch)
-            assert isinstance(longer, KernelLaunch)
-            sizes = []
-            for now, before, after in zip(event.sizes, short.sizes, longer.sizes, strict=True):
-                sizes.append(now + count * (after - before))
-            return replace(
-                event,
-                flops=event.flops + count * (longer.flops - short.flops),
-                num_bytes=event.num_bytes + count * (longer.num_bytes - short.num_bytes),
-                sizes=tuple(sizes),
-            )
+            return self._added_to_kernel(event)
+        return self._added_to_operation(event)
+
+    def _added_to_kernel(self, event: KernelLaunch) -> KernelLaunch:
+        short, longer, count = self.short, self.longer, self.count
+        assert isinstance(short, KernelLaunch)
+        assert isinstance(longer, KernelLaunch)
+        sizes = []
+        for now, before, after in zip(event.sizes, short.sizes, longer.sizes, strict=True):
+            size = now + count * (after - before)
+            sizes.append(size)
+        return replace(
+            event,
+            flops=event.flops + count * (longer.flops - short.flops),
+            num_bytes=event.num_bytes + count * (longer.num_bytes - short.num_bytes),
+            sizes=tuple(sizes),
+        )
+
+    def _added_to_operation(self, event: Started | Ended) -> Started | Ended:
+        short, longer = self.short, self.longer
         assert not isinstance(short, KernelLaunch)
         assert not isinstance(longer, KernelLaunch)
         payload = longer.op.payload_bytes - short.op.payload_bytes
         sent = longer.op.sent_bytes - short.op.sent_bytes
         op = replace(
             event.op,
-            payload_bytes=event.op.payload_bytes + count * payload,
-            sent_bytes=event.op.sent_bytes + count * sent,
+            payload_bytes=event.op.payload_bytes + self.count * payload,
+            sent_bytes=event.op.sent_bytes + self.count * sent,
         )
         return type(event)(op)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-from weft.config.hardware import Hardware, hardware_table
+from weft.comm.observe import Traffic
+from weft.config.hardware import hardware_table
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import WIDTH
 from weft.errors import counted
@@ -15,6 +16,7 @@ from weft.planner.overlap import Share
 from weft.planner.predict import Prediction, predict_measured
 from weft.planner.run_costs import RunCosts
 from weft.planner.speeds import TERA, Speeds
+from weft.planner.step_time import StepTime
 from weft.planner.world_check import WorldCheck
 from weft.view.quantity import count, short_time
 from weft.view.quantity import memory as memory_text
@@ -25,9 +27,13 @@ MOST_ROWS = 8
 
 def costs_text(costs: RunCosts) -> str:
     """The costs for a reader."""
-    lines = [*_memory_lines(costs.roles), *_fit_lines(costs), *_routing_lines(costs)]
-    lines.extend(_traffic_lines(costs.roles))
-    lines.append(_flops_line(costs.roles))
+    lines = [
+        *_memory_lines(costs.roles),
+        *_fit_lines(costs),
+        *_routing_lines(costs),
+        *_traffic_lines(costs.roles),
+        _flops_line(costs.roles),
+    ]
     if costs.prediction is not None:
         lines.extend(prediction_lines(costs.prediction))
     lines.extend(check_lines(costs.check))
@@ -41,43 +47,62 @@ def time_lines(roles: Sequence[RoleCosts], speeds: Speeds) -> list[str]:
 
 def prediction_lines(prediction: Prediction) -> list[str]:
     """The predicted step: seconds and their parts, tokens a second, use of the devices."""
-    time = prediction.step
     speeds = prediction.speeds
-    num_ranks = prediction.roles[0].step.plan.mesh.size
-    peak = speeds.hardware.bf16_tflops
-    peak_flops = num_ranks * TERA * peak
-    used_percent = 100 * time.flops / time.total_s / peak_flops
-    mfu_percent = 100 * prediction.mfu
-    tokens_a_second = count(prediction.tokens_per_s / num_ranks)
+    step_s = short_time(prediction.step.total_s)
     low = short_time(prediction.step_s.low)
     high = short_time(prediction.step_s.high)
-    pipeline = f"pipeline {short_time(time.pipeline_s)} (idle {100 * time.bubble:.0f}%)"
-    after = f"reduce {short_time(time.reduce_s)}, update {short_time(time.update_s)}"
     lines = [
-        f"predicted step on {speeds.hardware.label}: {short_time(time.total_s)}",
+        f"predicted step on {speeds.hardware.label}: {step_s}",
         f"  expected between {low} and {high}",
-        f"  {pipeline}, then {after}",
-    ]
-    waits = [f"{axis} {short_time(seconds)}" for axis, seconds in time.exposed_s.items()]
-    if waits:
-        axes = ", ".join(waits)
-        lines.append(f"  waits for collectives, of the rank that waits most: {axes}")
-    model_flops = f"3 forwards of model FLOPs, of {peak:g} TFLOP/s"
-    lines += [
-        f"  {tokens_a_second} tokens/s a device",
-        f"  MFU {mfu_percent:.0f}% ({model_flops}); with recomputation {used_percent:.0f}%",
+        *_step_parts(prediction.step),
+        *_use_of_devices(prediction),
         f"  shares of the published speeds that work reaches: {speeds.efficiency.source}",
     ]
     return _wrapped(lines)
 
 
+def _step_parts(step: StepTime) -> list[str]:
+    """Seconds of the pipeline, of what follows it, and of waits by axis."""
+    pipeline = short_time(step.pipeline_s)
+    idle_percent = 100 * step.bubble
+    reduce = short_time(step.reduce_s)
+    update = short_time(step.update_s)
+    after = f"reduce {reduce}, update {update}"
+    lines = [f"  pipeline {pipeline} (idle {idle_percent:.0f}%), then {after}"]
+    waits = []
+    for axis, seconds in step.exposed_s.items():
+        waits.append(f"{axis} {short_time(seconds)}")
+    if waits:
+        axes = ", ".join(waits)
+        lines.append(f"  waits for collectives, of the rank that waits most: {axes}")
+    return lines
+
+
+def _use_of_devices(prediction: Prediction) -> list[str]:
+    """Tokens a second, and floating-point operations as a share of the published ones."""
+    step = prediction.step
+    num_ranks = prediction.roles[0].step.plan.mesh.size
+    tokens = count(prediction.tokens_per_s / num_ranks)
+    peak = prediction.speeds.hardware.bf16_tflops
+    peak_flops = num_ranks * TERA * peak
+    used_percent = 100 * step.flops / step.total_s / peak_flops
+    mfu_percent = 100 * prediction.mfu
+    of = f"3 forwards of model FLOPs, of {peak:g} TFLOP/s"
+    return [
+        f"  {tokens} tokens/s a device",
+        f"  MFU {mfu_percent:.0f}% ({of}); with recomputation {used_percent:.0f}%",
+    ]
+
+
 def _wrapped(lines: Iterable[str]) -> list[str]:
     """Lines of at most 80 columns; continued ones are indented."""
-    wrapped: list[str] = []
+    result: list[str] = []
     for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        wrapped.extend(textwrap.wrap(line, WIDTH, subsequent_indent=indent) or [""])
-    return wrapped
+        num_spaces = len(line) - len(line.lstrip())
+        indent = " " * (num_spaces + 2)
+        parts = textwrap.wrap(line, WIDTH, subsequent_indent=indent)
+        result.extend(parts or [""])
+    return result
 
 
 def fullest(roles: Sequence[RoleCosts]) -> RoleCosts:
@@ -90,28 +115,43 @@ def role_name(role: RoleCosts) -> str:
     return f"{pipeline_axis()}{role.row}"
 
 
-MEMORY_COLUMNS = ("rank", "params", "grads", "optim", "in flight", "workspace", "peak", "at")
+MEMORY_COLUMNS: tuple[str, ...] = (
+    "rank",
+    "params",
+    "grads",
+    "optim",
+    "in flight",
+    "workspace",
+    "peak",
+    "at",
+)
 
 
 def _memory_lines(roles: Sequence[RoleCosts]) -> list[str]:
-    rows: list[tuple[str, ...]] = [MEMORY_COLUMNS]
+    """The table of memory, and the largest peak."""
+    rows = [MEMORY_COLUMNS]
     for role in _shown(roles):
         rows.append(_memory_row(role))
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ["memory of a rank during a step (tensors; the real code on the meta device):"]
-    for name, *sizes, action in rows:
-        cells = [name.ljust(widths[0])]
-        for size, width in zip(sizes, widths[1:-1], strict=True):
-            cells.append(size.rjust(width))
-        cells.append(action)
-        line = "  ".join(cells)
-        lines.append(f"  {line}".rstrip())
+    for row in rows:
+        lines.append(_memory_line(row, widths))
     if len(roles) > MOST_ROWS:
         lines.append(f"  (the fullest and others of {len(roles)} roles)")
     peak = _peak_line(fullest(roles))
     lines.extend(_wrapped([peak]))
     return lines
+
+
+def _memory_line(row: tuple[str, ...], widths: Sequence[int]) -> str:
+    """A row of the table: the name at the left, sizes at the right of their columns."""
+    name, *sizes, action = row
+    cells = [name.ljust(widths[0])]
+    for size, width in zip(sizes, widths[1:-1], strict=True):
+        cells.append(size.rjust(width))
+    cells.append(action)
+    line = "  ".join(cells)
+    return f"  {line}".rstrip()
 
 
 def _memory_row(role: RoleCosts) -> tuple[str, ...]:
@@ -132,6 +172,7 @@ def _memory_row(role: RoleCosts) -> tuple[str, ...]:
 
 
 def _shown(roles: Sequence[RoleCosts]) -> list[RoleCosts]:
+    """The roles that the table lists, see `MOST_ROWS`."""
     if len(roles) <= MOST_ROWS:
         return list(roles)
     half = MOST_ROWS // 2
@@ -156,12 +197,15 @@ def _peak_line(role: RoleCosts) -> str:
 
 
 def _fit_lines(costs: RunCosts) -> list[str]:
+    """Whether the fullest rank fits the device, or which devices it would fit."""
     peak = fullest(costs.roles).memory.peak
     if costs.prediction is None:
-        return _wrapped([_known_devices_line(peak)])
+        line = _known_devices_line(peak)
+        return _wrapped([line])
     hardware = costs.prediction.speeds.hardware
+    capacity = memory_text(hardware.memory_bytes)
+    size = f"{hardware.label}, {capacity} a device"
     free = hardware.memory_bytes - peak
-    size = f"{hardware.label}, {memory_text(hardware.memory_bytes)} a device"
     if free >= 0:
         return [f"  fits {size}: {memory_text(free)} are left"]
     return [f"  does NOT fit {size}: {memory_text(-free)} too much"]
@@ -169,15 +213,15 @@ def _fit_lines(costs: RunCosts) -> list[str]:
 
 def _known_devices_line(peak: int) -> str:
     """Which devices of the table have so much memory."""
-    by_memory: list[Hardware] = sorted(
-        hardware_table().values(), key=lambda device: device.memory_bytes
-    )
+    devices = hardware_table().values()
+    by_memory = sorted(devices, key=lambda device: device.memory_bytes)
     large = [device.name for device in by_memory if device.memory_bytes >= peak]
-    largest = by_memory[-1]
     if not large:
+        largest = by_memory[-1]
         size = memory_text(largest.memory_bytes)
         return f"  does NOT fit any known device: the largest, {largest.name}, has {size}"
-    return f"  less than the memory of {', '.join(large)} (--hardware says what is left)"
+    names = ", ".join(large)
+    return f"  less than the memory of {names} (--hardware says what is left)"
 
 
 def _routing_lines(costs: RunCosts) -> list[str]:
@@ -187,17 +231,23 @@ def _routing_lines(costs: RunCosts) -> list[str]:
     lines = [
         "routing of tokens to experts: expected is an even load; in the worst case all",
         "  tokens go to the experts of one rank of each ep group (figures of that rank):",
+        _routing_line("expected", costs.roles),
+        _routing_line("worst", costs.worst),
     ]
-    for name, roles in (("expected", costs.roles), ("worst", costs.worst)):
-        memory = memory_text(fullest(roles).memory.peak)
-        sent = memory_text(max(map(routed_bytes, roles)))
-        flops = max(role.flops for role in roles)
-        lines.append(f"  {name:<8}  peak {memory}, {sent} sent to experts, {flops:.4g} FLOPs")
     if costs.prediction is not None:
-        worst = predict_measured(costs.worst, costs.prediction.speeds).step.total_s
-        expected = costs.prediction.step.total_s
-        lines.append(f"  a step takes {short_time(worst)} instead of {short_time(expected)}")
+        worst = predict_measured(costs.worst, costs.prediction.speeds)
+        worst_s = short_time(worst.step.total_s)
+        expected_s = short_time(costs.prediction.step.total_s)
+        lines.append(f"  a step takes {worst_s} instead of {expected_s}")
     return lines
+
+
+def _routing_line(name: str, roles: Sequence[RoleCosts]) -> str:
+    peak = memory_text(fullest(roles).memory.peak)
+    most_sent = max(routed_bytes(role) for role in roles)
+    sent = memory_text(most_sent)
+    flops = max(role.flops for role in roles)
+    return f"  {name:<8}  peak {peak}, {sent} sent to experts, {flops:.4g} FLOPs"
 
 
 def routed_bytes(role: RoleCosts) -> int:
@@ -218,21 +268,28 @@ def _traffic_lines(roles: Sequence[RoleCosts]) -> list[str]:
     for key, total in sorted(busiest.traffic.items()):
         axis, op = key
         name = f"{_short_axis(axis):<9} {op:<14}"
-        times = count(total.operations)
-        sent = memory_text(total.sent_bytes)
-        payload = memory_text(total.payload_bytes)
         hidden = overlap_text(busiest.overlap[key])
-        line = f"  {name} {times:>6} {sent:>8} {payload:>8}  {hidden}"
+        line = f"  {name} {_traffic_cells(total)}  {hidden}"
         lines.extend(textwrap.wrap(line, WIDTH, subsequent_indent=" " * 53))
     return lines
+
+
+def _traffic_cells(total: Traffic) -> str:
+    """Number of operations, bytes sent and payload, at the right of their columns."""
+    times = count(total.operations)
+    sent = memory_text(total.sent_bytes)
+    payload = memory_text(total.payload_bytes)
+    return f"{times:>6} {sent:>8} {payload:>8}"
 
 
 def overlap_text(shares: Mapping[str, Share]) -> str:
     """`backward`, or `backward 63, exposed 2`."""
     if len(shares) == 1:
         return next(iter(shares))
-    by_number = sorted(shares, key=lambda name: -shares[name].operations)
-    words = [f"{name} {count(shares[name].operations)}" for name in by_number]
+    by_number = sorted(shares.items(), key=lambda item: -item[1].operations)
+    words = []
+    for name, share in by_number:
+        words.append(f"{name} {count(share.operations)}")
     return ", ".join(words)
 
 

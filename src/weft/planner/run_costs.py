@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from weft.config.hardware import Hardware
 from weft.config.run import Run
-from weft.planner.measure import RoleCosts, measure, measure_worst_routing
+from weft.planner.measure import RoleCosts, measure, worst_load
 from weft.planner.predict import Prediction, predict_measured
+from weft.planner.rank_step import RankStep, measure_rank
+from weft.planner.recorder import CallRecorder
 from weft.planner.speeds import Speeds
-from weft.planner.world_check import WorldCheck, check_world
+from weft.planner.world_check import WorldCheck, check_recorded, record_world
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,24 @@ def run_costs(run: Run, hardware: Hardware | None) -> RunCosts:
         PlanError: the run is too large to be measured.
     """
     roles = measure(run)
+    load = worst_load(roles)
+    worst = () if load is None else measure(run, load=load)
+    plan = roles[0].step.plan
+
+    def record_rank(rank: int) -> RankStep:
+        return measure_rank(
+            run,
+            rank,
+            plan=plan,
+            recorder_type=CallRecorder,
+        )
+
     prediction = None
     if hardware is not None:
         prediction = predict_measured(roles, Speeds(hardware))
     return RunCosts(
         roles=roles,
-        worst=measure_worst_routing(run, roles),
-        check=check_world(run, roles),
+        worst=worst,
+        check=check_recorded(record_world(roles, record_rank)),
         prediction=prediction,
     )

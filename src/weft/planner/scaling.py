@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.config.run import Run
 from weft.planner.candidates import Space, candidates
 from weft.planner.found_layouts import Found
 from weft.planner.layout_costs import LayoutCosts
@@ -64,18 +63,18 @@ def scaling(
             has_front=False,
             splits=False,
         )
-        best = _best_on(sized, size, costs.for_run(sized), limits, pinned - {"mesh"})
+        best = _best_on(size, costs.for_run(sized), limits, pinned - {"mesh"})
         found.append(ScaledLayout(size, batch, best))
     return found
 
 
 def _best_on(
-    run: Run,
     num_devices: int,
     costs: LayoutCosts,
     limits: SearchLimits,
     pinned: frozenset[str],
 ) -> Found | None:
     space = Space(num_devices, costs.speeds.hardware.node, pinned)
-    result = search(candidates(run, space), costs, limits, target="time")
+    tried = candidates(costs.run, space)
+    result = search(tried, costs, limits, target="time")
     return result.best[0] if result.best else None

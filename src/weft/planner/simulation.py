@@ -56,6 +56,8 @@ class RunSimulation:
     """What a run on a device is expected to do.
 
     Attributes:
+        num_devices: one a rank.
+        num_steps: of the run.
         step: without jitter and slow ranks.
         slow: factor of the kernels of a world rank.
         slowed: the step of the replica of the pipeline that slow ranks delay most; None: no rank is
@@ -67,7 +69,8 @@ class RunSimulation:
         sites: the exchange between sites, beside `step_s` of an inner step; None without sites.
     """
 
-    run: Run
+    num_devices: int
+    num_steps: int
     roles: Sequence[RoleCosts]
     speeds: Speeds
     step: StepTime
@@ -116,9 +119,16 @@ def simulate_on(
     step = step_time(roles, speeds)
     replicas = replicas_of(roles)
     slow = slow or {}
-    slowed = _slowest_replica(roles, speeds, replicas, slow) if slow else None
+    slowed = None
+    if slow:
+        slowed = _slowest_replica(
+            roles,
+            speeds,
+            replicas,
+            slow,
+        )
+    inner_s = (slowed or step).total_s
     distribution = None
-    step_s = (slowed or step).total_s
     if jitter is not None:
         distribution = step_distribution(
             step,
@@ -129,22 +139,21 @@ def simulate_on(
             slow=slow,
             slowed=slowed,
         )
-        step_s = distribution.mean
-    sites = site_costs(roles, run.site, step_s=step_s)
-    step_s = _with_exchange(step_s, sites)
+        inner_s = distribution.mean
+    sites = site_costs(roles, run.site, step_s=inner_s)
+    step_s = _with_exchange(inner_s, sites)
+    num_devices = run.device_mesh.size
     checkpoint_bytes = sum(role.step.checkpoint_bytes * role.num_ranks for role in roles)
-    best = of_run = None
+    best = None
+    of_run = None
     if failures is not None:
-        model = _failure_model(failures, run.device_mesh.size, checkpoint_bytes)
+        model = _failure_model(failures, num_devices, checkpoint_bytes)
         best = best_goodput(model, step_s=step_s)
         if run.save.every:
-            of_run = goodput_at(
-                model,
-                step_s=step_s,
-                interval_steps=run.save.every,
-            )
+            of_run = goodput_at(model, step_s=step_s, interval_steps=run.save.every)
     return RunSimulation(
-        run=run,
+        num_devices=num_devices,
+        num_steps=run.steps,
         roles=roles,
         speeds=speeds,
         step=step,
@@ -179,12 +188,20 @@ def _slowest_replica(
     for rank, factor in slow.items():
         place = replicas.of_rank(rank)
         rows = rows_by_replica.setdefault(place.number, {})
-        rows[place.row] = max(factor, rows.get(place.row, 1.0))
-    steps = [step_time(roles, speeds, slow=rows) for rows in rows_by_replica.values()]
+        others = rows.get(place.row, 1.0)
+        rows[place.row] = max(factor, others)
+    steps = []
+    for rows in rows_by_replica.values():
+        step = step_time(roles, speeds, slow=rows)
+        steps.append(step)
     return max(steps, key=lambda step: step.total_s)
 
 
-def _failure_model(failures: Failures, num_devices: int, checkpoint_bytes: float) -> FailureModel:
+def _failure_model(
+    failures: Failures,
+    num_devices: int,
+    checkpoint_bytes: float,
+) -> FailureModel:
     checkpoint_s = failures.checkpoint_s
     if checkpoint_s is None:
         assert failures.storage_gb_s is not None, "a checkpoint has a time or a bandwidth"
@@ -214,7 +231,8 @@ def _slow_lines(simulation: RunSimulation, slowed: StepTime) -> Iterator[str]:
     words = [f"{rank} x {factor:g}" for rank, factor in simulation.slow.items()]
     ranks = ", ".join(words)
     step_s = short_time(slowed.total_s)
-    percent = 100 * (slowed.total_s / simulation.step.total_s - 1)
+    ratio = slowed.total_s / simulation.step.total_s
+    percent = 100 * (ratio - 1)
     line = f"with slow ranks ({ranks}): {step_s}, {percent:.1f}% more"
     yield from wrapped(line, WIDTH)
 
@@ -223,13 +241,15 @@ def _jitter_lines(jitter: Jitter, drawn: StepDistribution) -> Iterator[str]:
     low = short_time(drawn.percentile(5))
     median = short_time(drawn.percentile(50))
     high = short_time(drawn.percentile(95))
-    yield f"jitter of {100 * jitter.spread:g}% (standard deviation of an action's kernels):"
-    yield f"  median {median}, 5% below {low}, 5% above {high} ({jitter.draws} steps drawn)"
+    percent = 100 * jitter.spread
+    percentiles = f"median {median}, 5% below {low}, 5% above {high}"
+    yield f"jitter of {percent:g}% (standard deviation of an action's kernels):"
+    yield f"  {percentiles} ({jitter.draws} steps drawn)"
 
 
 def _failure_lines(simulation: RunSimulation, best: Goodput) -> Iterator[str]:
     model = best.model
-    num_devices = simulation.run.device_mesh.size
+    num_devices = simulation.num_devices
     hours = model.mean_s * num_devices / HOUR_S
     between = clock(model.mean_s)
     rate = f"{between} ({best.failures_a_day:.2g} a day)"
@@ -239,20 +259,23 @@ def _failure_lines(simulation: RunSimulation, best: Goodput) -> Iterator[str]:
     restart = short_time(model.restart_s)
     yield f"  a checkpoint ({size}) stops training for {stop}, a restart for {restart}"
     yield from _account_lines("best", best)
+    account = best
     if simulation.goodput_of_run is not None:
-        yield from _account_lines("this run", simulation.goodput_of_run)
-    account = simulation.goodput_of_run or best
-    num_steps = simulation.run.steps
-    without = num_steps * simulation.step_s
+        account = simulation.goodput_of_run
+        yield from _account_lines("this run", account)
+    num_steps = simulation.num_steps
+    without_s = num_steps * simulation.step_s
     if account.goodput > 0:
-        days = clock(without / account.goodput)
-        yield f"  {num_steps:,} steps take {days} instead of {clock(without)}"
+        duration = clock(without_s / account.goodput)
+        without = clock(without_s)
+        yield f"  {num_steps:,} steps take {duration} instead of {without}"
     else:
         yield "  the run never ends: it fails before it can start again"
 
 
 def _account_lines(whose: str, account: Goodput) -> Iterator[str]:
-    interval = f"{account.interval_steps:,} steps ({clock(account.interval_s)})"
+    duration = clock(account.interval_s)
+    interval = f"{account.interval_steps:,} steps ({duration})"
     yield f"  {whose}: every {interval}: goodput {account.goodput:.1%}"
     checkpoints = f"checkpoints {account.checkpoints:.1%}"
     lost = f"lost work {account.lost:.1%}"
@@ -270,20 +293,23 @@ def simulation_json(simulation: RunSimulation) -> dict[str, object]:
         "checkpoint_bytes": simulation.checkpoint_bytes,
     }
     if simulation.slowed is not None:
-        fields["slow"] = {
-            "ranks": {str(rank): factor for rank, factor in simulation.slow.items()},
-            "step": _step_json(simulation.slowed),
-        }
+        ranks = {str(rank): factor for rank, factor in simulation.slow.items()}
+        fields["slow"] = {"ranks": ranks, "step": _step_json(simulation.slowed)}
     if simulation.sites is not None:
         fields["sites"] = site_json(simulation.sites)
-    drawn = simulation.distribution
-    if drawn is not None and simulation.jitter is not None:
-        percentiles = {f"p{percent}_s": drawn.percentile(percent) for percent in (5, 50, 95)}
-        fields["jitter"] = {**asdict(simulation.jitter), "mean_s": drawn.mean, **percentiles}
+    if simulation.distribution is not None and simulation.jitter is not None:
+        fields["jitter"] = _jitter_json(simulation.jitter, simulation.distribution)
     if simulation.goodput is not None:
         fields["goodput"] = asdict(simulation.goodput)
     if simulation.goodput_of_run is not None:
         fields["goodput_of_run"] = asdict(simulation.goodput_of_run)
+    return fields
+
+
+def _jitter_json(jitter: Jitter, drawn: StepDistribution) -> dict[str, object]:
+    fields: dict[str, object] = {**asdict(jitter), "mean_s": drawn.mean}
+    for percent in (5, 50, 95):
+        fields[f"p{percent}_s"] = drawn.percentile(percent)
     return fields
 
 

@@ -74,7 +74,10 @@ class SiteCosts:
 
 
 def site_costs(
-    roles: Sequence[RoleCosts], settings: SiteConfig, *, step_s: float | None = None
+    roles: Sequence[RoleCosts],
+    settings: SiteConfig,
+    *,
+    step_s: float | None = None,
 ) -> SiteCosts | None:
     """The account of a measured run; None where its mesh has no sites.
 

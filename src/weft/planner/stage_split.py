@@ -13,7 +13,11 @@ MIN_GAIN = 0.003
 """Share of the step that another split must spare, to be taken instead of the default one."""
 
 
-def best_split(entry: Simulated, costs: LayoutCosts, memory_bytes: float) -> Simulated | None:
+def best_split(
+    entry: Simulated,
+    costs: LayoutCosts,
+    memory_bytes: float,
+) -> Simulated | None:
     """The layout with the fastest layers a stage that fit, found from its own split by moving one
     layer at a time to another stage; None where none is faster.
 
@@ -25,7 +29,12 @@ def best_split(entry: Simulated, costs: LayoutCosts, memory_bytes: float) -> Sim
     own = costs.layers_of_stages(entry.layout)
     starts = [own, costs.split_by_seconds(entry.layout)]
     for split in dict.fromkeys(starts):
-        found = _descended(entry, split, costs, memory_bytes)
+        found = _descended(
+            entry,
+            split,
+            costs,
+            memory_bytes,
+        )
         if _is_better(found, best, memory_bytes):
             best = found
     gain = 1 - best.seconds / entry.seconds
@@ -34,7 +43,10 @@ def best_split(entry: Simulated, costs: LayoutCosts, memory_bytes: float) -> Sim
 
 
 def _descended(
-    entry: Simulated, split: tuple[int, ...], costs: LayoutCosts, memory_bytes: float
+    entry: Simulated,
+    split: tuple[int, ...],
+    costs: LayoutCosts,
+    memory_bytes: float,
 ) -> Simulated:
     """The last of a row of splits, each of them better than the one before."""
     best = costs.simulate(replace(entry.layout, split=split))
@@ -49,7 +61,11 @@ def _descended(
     return best
 
 
-def _is_better(one: Simulated, other: Simulated, memory_bytes: float) -> bool:
+def _is_better(
+    one: Simulated,
+    other: Simulated,
+    memory_bytes: float,
+) -> bool:
     """Whether one fits better, or is faster."""
     over, other_over = (max(0.0, each.peak_bytes - memory_bytes) for each in (one, other))
     return (over, one.seconds) < (other_over, other.seconds)
@@ -72,7 +88,11 @@ MOST_TARGETS = 4
 """Stages to which a layer is moved, those with the least work."""
 
 
-def _moved(split: Sequence[int], source: int, target: int) -> tuple[int, ...]:
+def _moved(
+    split: Sequence[int],
+    source: int,
+    target: int,
+) -> tuple[int, ...]:
     counts = list(split)
     counts[source] -= 1
     counts[target] += 1

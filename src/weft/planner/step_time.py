@@ -182,7 +182,11 @@ class _StepCosts:
         )
 
 
-def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> StageMessage:
+def _message(
+    plan: Plan,
+    action_class: ActionClass,
+    speeds: Speeds,
+) -> StageMessage:
     """The message of an action's tensor to another pipeline coordinate."""
     peer = action_class.peer
     assert peer is not None
@@ -211,7 +215,11 @@ def _most_exposed(played: PlayedActions) -> dict[str, float]:
     return {axis: seconds for axis, seconds in most.items() if seconds}
 
 
-def _bubble(played: PlayedActions, begin: float, end: float) -> float:
+def _bubble(
+    played: PlayedActions,
+    begin: float,
+    end: float,
+) -> float:
     """Idle share of all rank-time between the first begin and the last end of an action."""
     num_ranks = len(played.last_end)
     rank_time = (end - begin) * num_ranks

@@ -124,7 +124,9 @@ class _LaneSpans:
 
 
 def _operation_spans(
-    rank: int, played: PlayedActions, phases: Sequence[PhaseSpan]
+    rank: int,
+    played: PlayedActions,
+    phases: Sequence[PhaseSpan],
 ) -> Iterable[Span]:
     lanes = _LaneSpans(rank)
     order = played.order

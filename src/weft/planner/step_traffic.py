@@ -39,7 +39,11 @@ def step_traffic(step: RankStep, row: int) -> TrafficByOperation:
     return totals
 
 
-def _add(totals: TrafficByOperation, operations: Iterable[Operation], count: int) -> None:
+def _add(
+    totals: TrafficByOperation,
+    operations: Iterable[Operation],
+    count: int,
+) -> None:
     for op in operations:
         one = Traffic(count, count * op.payload_bytes, count * op.sent_bytes)
         key = (op.axis, op.op)

@@ -17,18 +17,32 @@ from weft.view.quantity import memory, short_time
 
 
 def why_lines(
-    named: Layout, result: FoundLayouts, costs: LayoutCosts, capacity: float, rates: Rates
+    named: Layout,
+    result: FoundLayouts,
+    costs: LayoutCosts,
+    capacity: float,
+    rates: Rates,
 ) -> list[str]:
     """What is wrong with a named layout, which is legal."""
     lines = too_large_lines(named, costs, capacity)
     if not lines:
         entry = Found(named, costs.predict(named))
-        lines = _measured_lines(entry, result, capacity, rates)
+        lines = _measured_lines(
+            entry,
+            result,
+            capacity,
+            rates,
+        )
     lines.extend(rule_lines(named, costs))
     return [part for line in lines for part in wrapped(line)]
 
 
-def _measured_lines(entry: Found, result: FoundLayouts, capacity: float, rates: Rates) -> list[str]:
+def _measured_lines(
+    entry: Found,
+    result: FoundLayouts,
+    capacity: float,
+    rates: Rates,
+) -> list[str]:
     named = entry.layout
     lines = [f"why not {named.text}:"]
     lines.extend(f"  {line}" for line in found_lines(entry, rates))
@@ -44,7 +58,11 @@ def _measured_lines(entry: Found, result: FoundLayouts, capacity: float, rates: 
     return lines
 
 
-def too_large_lines(named: Layout, costs: LayoutCosts, capacity: float) -> list[str]:
+def too_large_lines(
+    named: Layout,
+    costs: LayoutCosts,
+    capacity: float,
+) -> list[str]:
     """By how much a named layout does not fit, and what would; [] if it may fit."""
     bound = costs.bound(named, costs.blocks(named))
     if bound.peak_bytes <= capacity:
@@ -83,7 +101,11 @@ def _simulated_text(layout: Layout, costs: LayoutCosts) -> str:
     return f"{layout.text} takes {short_time(entry.seconds)} (simulated)"
 
 
-def smaller_change(named: Layout, costs: LayoutCosts, memory_bytes: float) -> tuple[Layout, float]:
+def smaller_change(
+    named: Layout,
+    costs: LayoutCosts,
+    memory_bytes: float,
+) -> tuple[Layout, float]:
     """The layout with the fewest changes of a named one that may fit, and the bytes that it needs
     at least; the one with the least bytes where none fits.
 

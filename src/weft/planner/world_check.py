@@ -21,12 +21,11 @@ Note [A world by its roles]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.comm.observe import Operation
 from weft.comm.signature import MemberCall, calls_agree
-from weft.config.run import Run
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.errors import ScheduleError
@@ -47,7 +46,7 @@ from weft.planner.rank_calls import (
     moved,
     recorded_coordinates,
 )
-from weft.planner.rank_step import record_calls
+from weft.planner.rank_step import RankStep
 from weft.planner.rendezvous import Blocked, find_deadlock
 from weft.schedule.lower import Program, Recv, Send, check_rendezvous
 
@@ -115,32 +114,36 @@ class RecordedWorld:
     measured_rows: tuple[int, ...]
     program: Program
 
+    def members(self, row: int) -> list[RankCalls]:
+        """The recorded ranks of a pipeline coordinate."""
+        return [calls for calls in self.ranks if calls.row == row]
 
-def check_world(run: Run, roles: Sequence[RoleCosts]) -> WorldCheck:
-    """Play the ranks that stand for all, and check them; see Note [A world by its roles].
+
+def record_world(
+    roles: Sequence[RoleCosts],
+    record_rank: Callable[[int], RankStep],
+) -> RecordedWorld:
+    """Play the ranks that stand for all; see Note [A world by its roles].
 
     Args:
         roles: of the run, measured; their ranks are not played again.
+        record_rank: plays a world rank with a `CallRecorder`.
     """
-    return check_recorded(record_world(run, roles))
-
-
-def record_world(run: Run, roles: Sequence[RoleCosts]) -> RecordedWorld:
-    """Play the ranks that stand for all."""
     plan = roles[0].step.plan
     mesh = plan.mesh
     recorded: dict[int, RankCalls] = {}
     measured_rows = []
     for role in roles:
-        row = mesh.index(role.step.rank, pipeline_axis())
+        own_rank = role.step.rank
+        row = mesh.index(own_rank, pipeline_axis())
         measured_rows.append(row)
-        if role.step.rank in recorded:
+        if own_rank in recorded:
             continue
-        recorded[role.step.rank] = RankCalls.of(role.step)
+        recorded[own_rank] = RankCalls.of(role.step)
         for coordinates in recorded_coordinates(mesh):
             rank = mesh.rank(**coordinates, **{pipeline_axis(): row})
             if rank not in recorded:
-                recorded[rank] = RankCalls.of(record_calls(run, rank, plan=plan))
+                recorded[rank] = RankCalls.of(record_rank(rank))
     return RecordedWorld(
         plan=plan,
         ranks=tuple(recorded.values()),
@@ -153,14 +156,13 @@ def check_recorded(world: RecordedWorld) -> WorldCheck:
     """Compare the calls of recorded ranks."""
     problems: list[Problem] = []
     for row in sorted(set(world.measured_rows)):
-        members = [calls for calls in world.ranks if calls.row == row]
+        members = world.members(row)
         problems.extend(_action_problems(world.plan, members))
     problems.extend(_phase_problems(world))
     problems.extend(_message_problems(world))
     num_messages = 0
-    for row_of_program in world.program.rows:
-        sends = [each for each in row_of_program if isinstance(each, Send)]
-        num_messages += len(sends)
+    for instructions in world.program.rows:
+        num_messages += sum(isinstance(each, Send) for each in instructions)
     return WorldCheck(
         num_ranks=world.plan.mesh.size,
         num_recorded=len(world.ranks),
@@ -177,45 +179,76 @@ def _action_problems(plan: Plan, members: Sequence[RankCalls]) -> Iterator[Probl
     for act, key in action_keys(plan.table, row).items():
         names.setdefault(key, str(act))
     for key, name in names.items():
-        calls = {member.rank: member.actions.get(key, ()) for member in members}
+        calls = {}
+        for member in members:
+            calls[member.rank] = member.actions.get(key, ())
         yield from _region_problems(plan.mesh, name, calls)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A recorded rank that stands for the rank `shift` further."""
+
+    calls: RankCalls
+    shift: int
+
+    @property
+    def rank(self) -> int:
+        return self.calls.rank + self.shift
+
+    def events(self, mesh: Mesh, phase: str) -> Sequence[CallEvent]:
+        events = self.calls.phases.get(phase, ())
+        if not self.shift:
+            return events
+        return moved(events, mesh, self.shift)
 
 
 def _phase_problems(world: RecordedWorld) -> Iterator[Problem]:
     """Problems of the phases, in which groups span pipeline coordinates."""
     mesh = world.plan.mesh
-    copies: list[tuple[RankCalls, int]] = []
+    copies: list[_Copy] = []
     for row, measured_row in enumerate(world.measured_rows):
         shift = _row_rank(mesh, row) - _row_rank(mesh, measured_row)
-        copies.extend((calls, shift) for calls in world.ranks if calls.row == measured_row)
+        for calls in world.members(measured_row):
+            copies.append(_Copy(calls, shift))
     for phase in world.ranks[0].phases:
-        calls_of_rank: dict[int, Sequence[CallEvent]] = {}
-        for calls, shift in copies:
-            events = calls.phases.get(phase, ())
-            calls_of_rank[calls.rank + shift] = moved(events, mesh, shift) if shift else events
+        calls_of_rank = {}
+        for copy in copies:
+            calls_of_rank[copy.rank] = copy.events(mesh, phase)
         yield from _region_problems(mesh, phase, calls_of_rank)
 
 
 def _row_rank(mesh: Mesh, row: int) -> int:
+    """The first rank of a pipeline coordinate."""
     return mesh.rank(**{pipeline_axis(): row})
 
 
-def _region_problems(mesh: Mesh, region: str, calls: Calls) -> Iterator[Problem]:
+def _region_problems(
+    mesh: Mesh,
+    region: str,
+    calls: Calls,
+) -> Iterator[Problem]:
     """Mismatches in a region, or a deadlock where there is none."""
-    mismatches = [*wrong_groups(mesh, region, calls), *mismatches_of(mesh, region, calls)]
+    mismatches = [
+        *wrong_groups(mesh, region, calls),
+        *mismatches_of(mesh, region, calls),
+    ]
     yield from mismatches
     if mismatches:
         return
     blocked = find_deadlock(calls)
     if blocked:
-        yield Deadlock(region, tuple(_wait_line(mesh, each) for each in blocked))
+        waits = [_wait_line(mesh, each) for each in blocked]
+        yield Deadlock(region, tuple(waits))
 
 
 def _wait_line(mesh: Mesh, blocked: Blocked) -> str:
-    waited = [rank_text(mesh, rank) for rank in blocked.waits_for[:MOST_WAITED]]
+    listed = blocked.waits_for[:MOST_WAITED]
+    waited = [rank_text(mesh, rank) for rank in listed]
+    others = ", ".join(waited)
     waiting = rank_text(mesh, blocked.rank)
     call = call_text(blocked.op)
-    return f"{waiting} is in {call} and waits for {', '.join(waited)}"
+    return f"{waiting} is in {call} and waits for {others}"
 
 
 def _message_problems(world: RecordedWorld) -> Iterator[Problem]:
@@ -223,16 +256,15 @@ def _message_problems(world: RecordedWorld) -> Iterator[Problem]:
     try:
         check_rendezvous(world.program)
     except ScheduleError as error:
-        yield Deadlock("the schedule", tuple(str(fault) for fault in error.faults))
+        faults = [str(fault) for fault in error.faults]
+        yield Deadlock("the schedule", tuple(faults))
         return
-    ends: dict[tuple[str, str], Mismatch] = {}
+    known: set[tuple[str, str]] = set()
     for message in _messages(world):
-        texts = (message.sent.signature.text, message.received.signature.text)
-        sender = MemberCall(0, message.sent.signature)
-        receiver = MemberCall(1, message.received.signature)
-        if texts not in ends and not calls_agree(sender, receiver):
-            ends[texts] = message.mismatch(world.plan.mesh)
-    yield from ends.values()
+        texts = message.texts
+        if texts not in known and not message.agrees:
+            known.add(texts)
+            yield message.mismatch(world.plan.mesh)
 
 
 @dataclass(frozen=True)
@@ -244,6 +276,17 @@ class _Message:
     sent: Operation
     received: Operation
 
+    @property
+    def texts(self) -> tuple[str, str]:
+        return self.sent.signature.text, self.received.signature.text
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both sides name the same dtype and shape."""
+        sender = MemberCall(0, self.sent.signature)
+        receiver = MemberCall(1, self.received.signature)
+        return calls_agree(sender, receiver)
+
     def mismatch(self, mesh: Mesh) -> Mismatch:
         sender, receiver = (_row_rank(mesh, row) for row in self.rows)
         return Mismatch(
@@ -252,15 +295,14 @@ class _Message:
             position=1,
             ranks=(sender, receiver),
             coordinates=(mesh.coord_text(sender), mesh.coord_text(receiver)),
-            calls=(self.sent.signature.text, self.received.signature.text),
+            calls=self.texts,
         )
 
 
 def _messages(world: RecordedWorld) -> Iterator[_Message]:
     """Messages of the program, one for each pair of kinds of actions."""
     table = world.plan.table
-    of_row = {calls.row: calls for calls in reversed(world.ranks)}
-    calls_of = [of_row[measured_row] for measured_row in world.measured_rows]
+    calls_of = [world.members(row)[0] for row in world.measured_rows]
     keys = [action_keys(table, row) for row in range(table.num_ranks)]
     consumers = {table.source(act): act for act in table.actions}
     for row, instructions in enumerate(world.program.rows):
@@ -269,10 +311,15 @@ def _messages(world: RecordedWorld) -> Iterator[_Message]:
             if not isinstance(instruction, Recv):
                 continue
             peer = instruction.peer
+            consumer = consumers[instruction.act]
             produced = keys[peer][instruction.act]
-            used = keys[row][consumers[instruction.act]]
-            if (produced, used) not in known:
-                known.add((produced, used))
-                sent = calls_of[peer].sent[produced]
-                received = calls_of[row].received[used]
-                yield _Message(instruction, (peer, row), sent, received)
+            used = keys[row][consumer]
+            if (produced, used) in known:
+                continue
+            known.add((produced, used))
+            yield _Message(
+                instruction,
+                rows=(peer, row),
+                sent=calls_of[peer].sent[produced],
+                received=calls_of[row].received[used],
+            )

@@ -21,7 +21,7 @@ from weft.parallel.dp import AXIS as DP
 from weft.planner.kernels import KernelLaunch
 from weft.planner.layout_choice import Layout
 from weft.planner.rank_step import RankStep
-from weft.planner.recorder import BlockSegment, RecordedRegion, Started
+from weft.planner.recorder import BlockSegment, Event, RecordedRegion, Started
 from weft.planner.region_costs import CostTable
 from weft.planner.short_runs import ShortRuns
 from weft.planner.speeds import Speeds
@@ -92,16 +92,20 @@ class ZeroCosts:
         if len(group) == 1 or not num_blocks:
             return 0.0
         key = part, group, params, num_blocks
-        if key not in self.known_seconds:
-            repeats = num_blocks / self.num_blocks
-            share = params / self.params / repeats
-            sent = share * 2.0 * (len(group) - 1) / len(group)
-            seconds = 0.0
-            for op, count in self.operations[part].items():
-                resized = replace(op, group=group, sent_bytes=round(sent * op.sent_bytes))
-                seconds += count * speeds.operation_s(resized)
-            self.known_seconds[key] = repeats * seconds
-        return self.known_seconds[key]
+        known = self.known_seconds.get(key)
+        if known is not None:
+            return known
+        repeats = num_blocks / self.num_blocks
+        share = params / self.params / repeats
+        sent = share * 2.0 * (len(group) - 1) / len(group)
+        seconds = 0.0
+        for op, count in self.operations[part].items():
+            sent_bytes = round(sent * op.sent_bytes)
+            resized = replace(op, group=group, sent_bytes=sent_bytes)
+            seconds += count * speeds.operation_s(resized)
+        total = repeats * seconds
+        self.known_seconds[key] = total
+        return total
 
 
 @dataclass(frozen=True)
@@ -113,20 +117,28 @@ class _ShortStep:
 
     def region(self, kind: str, place: str) -> RecordedRegion:
         for key, region in self.step.actions.items():
-            if (key.kind, key.place) == (kind, place):
+            if key.kind == kind and key.place == place:
                 return region
         raise AssertionError(f"two micro-batches have a {kind} at the {place} place")
 
     @property
     def change_bytes(self) -> int:
         """Bytes that the first micro-batch leaves."""
-        change = self.region("F", "first").change + self.region("B", "first").change
-        return max(0, change)
+        forward = self.region("F", "first")
+        backward = self.region("B", "first")
+        return max(0, forward.change + backward.change)
 
     @property
     def left_bytes(self) -> int:
         """Gradients that the first micro-batch leaves, where they are not reduced at once."""
-        return 0 if self.zero >= ZERO_THAT_REDUCES_EACH else self.change_bytes
+        if self.zero >= ZERO_THAT_REDUCES_EACH:
+            return 0
+        return self.change_bytes
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes at the begin of the step, and gradients that stay."""
+        return self.step.regions[0].entry_bytes + self.left_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -135,7 +147,7 @@ class _ShortStep:
     def peak(self, kind: str, block: str) -> int:
         """Bytes during a block of the last micro-batch, without gradients that stay."""
         segment = self._segment(kind, "last", block)
-        return segment.peak_bytes - self.step.regions[0].entry_bytes - self.left_bytes
+        return segment.peak_bytes - self.base_bytes
 
     def peak_of_first(self, kind: str, block: str) -> int:
         """The level at which a block of the last micro-batch begins, and above it the peak of the
@@ -143,24 +155,79 @@ class _ShortStep:
         """
         first = self._segment(kind, "first", block)
         last = self._segment(kind, "last", block)
-        begin = last.entry_bytes - self.step.regions[0].entry_bytes - self.left_bytes
+        begin = last.entry_bytes - self.base_bytes
         return begin + first.peak_bytes - first.entry_bytes
 
-    def _segment(self, kind: str, place: str, block: str) -> BlockSegment:
+    def _segment(
+        self,
+        kind: str,
+        place: str,
+        block: str,
+    ) -> BlockSegment:
         segments = self.region(kind, place).segments
         own = [segment for segment in segments if segment.block == block]
         return max(own, key=lambda segment: segment.peak_bytes)
 
-    def events(self, part: Part) -> RecordedRegion:
+    def events(self, part: Part) -> Sequence[Event]:
+        """Kernels and collectives of a part."""
         if part == "update":
-            return self.step.phases["update"]
+            return self.step.phases["update"].events
         if part == "forward":
-            return self.region("F", "first")
-        return self.region("B", "first" if part == "backward" else "last")
+            return self.region("F", "first").events
+        place = "first" if part == "backward" else "last"
+        return self.region("B", place).events
 
     def kernels_s(self, part: Part, table: CostTable) -> float:
-        events = self.events(part).events
-        return sum(table.kernel_s(event) for event in events if isinstance(event, KernelLaunch))
+        seconds = 0.0
+        for event in self.events(part):
+            if isinstance(event, KernelLaunch):
+                seconds += table.kernel_s(event)
+        return seconds
+
+    def operations(self, part: Part) -> Counter[Operation]:
+        """Collectives that a part starts."""
+        started: Counter[Operation] = Counter()
+        for event in self.events(part):
+            if isinstance(event, Started):
+                started[event.op] += 1
+        return started
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Steps of a ZeRO stage beside the step on one rank.
+
+    Attributes:
+        alone: on one rank.
+        steps: of the stage, on two and on four data ranks, or on one.
+        block: whose peaks are compared.
+        table: seconds of kernels.
+    """
+
+    alone: _ShortStep
+    steps: tuple[_ShortStep, ...]
+    block: str
+    table: CostTable
+
+    def peaks(self, kind: str) -> list[float]:
+        """Of each step, bytes during the block above those on one rank."""
+        base = self.alone.peak_of_first(kind, self.block)
+        return [step.peak(kind, self.block) - base for step in self.steps]
+
+    def kernels_s(self, part: Part) -> list[float]:
+        """Of each step, seconds of kernels above those of the first micro-batch on one rank."""
+        seconds = [step.kernels_s(part, self.table) for step in self.steps]
+        if part == "update":
+            return seconds
+        base: Part = "forward" if part == "forward" else "backward"
+        base_s = self.alone.kernels_s(base, self.table)
+        above = [each - base_s for each in seconds]
+        is_reduced_once = self.steps[0].zero < ZERO_THAT_REDUCES_EACH
+        if part == "backward" and is_reduced_once:
+            # the backward that adds to gradients, as the last one does
+            added_s = self.alone.kernels_s("last backward", self.table) - base_s
+            return [each + added_s for each in above]
+        return above
 
 
 class ZeroMeasurements:
@@ -195,65 +262,65 @@ class ZeroMeasurements:
 
     def _costs_of(self, first: _ShortStep, second: _ShortStep | None) -> ZeroCosts:
         """From steps on two and on four data ranks, or on one."""
-        alone = self._step(0, 1)
-        by_kind = self._runs.params_of_kinds(tp=1, ep=1)
+        steps = (first,) if second is None else (first, second)
         blocks = first.step.plan.stages[0].blocks
-        sizes = [by_kind[self._runs.kinds[name]] for name in blocks]
+        sizes = [self._num_params(name) for name in blocks]
+        sizes_above_0 = [size for size in sizes if size]
         params = sum(sizes)
         block = self._middle_block(blocks)
-        block_params = by_kind[self._runs.kinds[block]]
-
-        def peak(kind: str, step: _ShortStep) -> float:
-            return step.peak(kind, block) - alone.peak_of_first(kind, block)
-
-        def kernels_s(part: Part, step: _ShortStep) -> float:
-            seconds = step.kernels_s(part, self._table)
-            base: Part = "backward" if part == "last backward" else part
-            return seconds if part == "update" else seconds - alone.kernels_s(base, self._table)
-
-        def fitted(values: Sequence[float], divisor: float) -> ParamCost:
-            return _fitted(values, divisor) if divisor else ParamCost(0.0)
-
-        steps = [first] if second is None else [first, second]
-        kernels: dict[Part, ParamCost] = {}
-        operations: dict[Part, Counter[Operation]] = {}
+        block_params = self._num_params(block)
+        comparison = _Comparison(
+            self._step(0, 1),
+            steps,
+            block,
+            self._table,
+        )
+        kernels = {}
+        operations = {}
         for part in PARTS:
-            kernels[part] = fitted([kernels_s(part, step) for step in steps], params)
-            events = first.events(part).events
-            operations[part] = Counter(event.op for event in events if isinstance(event, Started))
-        if first.zero < ZERO_THAT_REDUCES_EACH:
-            added = alone.kernels_s("last backward", self._table)
-            added -= alone.kernels_s("backward", self._table)
-            kernels["backward"] = fitted(
-                [kernels_s("backward", step) + added for step in steps], params
-            )
+            kernels[part] = _fitted(comparison.kernels_s(part), params)
+            operations[part] = first.operations(part)
+        states = [step.state_bytes for step in steps]
         carried = [step.change_bytes - step.left_bytes for step in steps]
-        first_two = sum([size for size in sizes if size][:2])
         return ZeroCosts(
-            carried=fitted(carried, first_two),
-            states=fitted([step.state_bytes for step in steps], params),
-            forward_peak=fitted([peak("F", step) for step in steps], block_params),
-            backward_peak=fitted([peak("B", step) for step in steps], block_params),
+            carried=_fitted(carried, sum(sizes_above_0[:2])),
+            states=_fitted(states, params),
+            forward_peak=_fitted(comparison.peaks("F"), block_params),
+            backward_peak=_fitted(comparison.peaks("B"), block_params),
             kernels=kernels,
             operations=operations,
             params=params,
-            num_blocks=sum(1 for size in sizes if size),
+            num_blocks=len(sizes_above_0),
         )
 
-    def _middle_block(self, blocks: Sequence[str]) -> str:
-        """A block between equal ones, as far as there are some, with parameters."""
+    def _num_params(self, block: str) -> float:
+        """Parameters of a block, without tensor and expert parallelism."""
         by_kind = self._runs.params_of_kinds(tp=1, ep=1)
+        kind = self._runs.kinds[block]
+        return by_kind[kind]
+
+    def _middle_block(self, blocks: Sequence[str]) -> str:
+        """The middle one of the most frequent kind of block that has parameters."""
         members: dict[str, list[str]] = {}
         for name in blocks:
-            members.setdefault(self._runs.kinds[name], []).append(name)
-        most = max(members, key=lambda kind: (by_kind[kind] > 0, len(members[kind]), by_kind[kind]))
-        return members[most][len(members[most]) // 2]
+            kind = self._runs.kinds[name]
+            members.setdefault(kind, []).append(name)
+
+        def preference(names: list[str]) -> tuple[bool, int, float]:
+            num_params = self._num_params(names[0])
+            return num_params > 0, len(names), num_params
+
+        preferred = max(members.values(), key=preference)
+        return preferred[len(preferred) // 2]
 
 
 def _fitted(values: Sequence[float], params: float) -> ParamCost:
-    """From the values on two and on four data ranks, or on one alone."""
+    """From the values on two and on four data ranks, or on one alone; 0 without parameters."""
+    if not params:
+        return ParamCost(0.0)
     if len(values) == 1:
         return ParamCost(values[0] / params)
     halved, quartered = values
     shared = 4.0 * (halved - quartered)
-    return ParamCost((halved - shared / 2) / params, shared / params)
+    whole = halved - shared / 2
+    return ParamCost(whole / params, shared / params)

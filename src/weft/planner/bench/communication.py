@@ -112,10 +112,22 @@ def measure_communication(
     num_checked = 0
     for axis in measured_axes(comm, nodes):
         for name, size in itertools.product(workload.operations, workload.sizes):
-            operation = known_operation(name, axis.comm, axis.axis, size)
+            operation = known_operation(
+                name,
+                axis.comm,
+                axis.axis,
+                size,
+            )
             timing = _time_operation(axis, operation, workload.budget_s)
             num_checked += timing.num_checked
-            found = tuple(_rows(axis, operation, timing.seconds, nodes))
+            found = tuple(
+                _rows(
+                    axis,
+                    operation,
+                    timing.seconds,
+                    nodes,
+                )
+            )
             on_rows(axis, found)
             rows.extend(found)
     total = comm.sum_world(torch.tensor([float(num_checked)], device=comm.device))
@@ -162,7 +174,11 @@ class _Timing:
     num_checked: int
 
 
-def _time_operation(axis: MeasuredAxis, operation: KnownOperation, budget_s: float) -> _Timing:
+def _time_operation(
+    axis: MeasuredAxis,
+    operation: KnownOperation,
+    budget_s: float,
+) -> _Timing:
     """Barriers stand before the iterations, and none between them; the first and the last result are
     checked.
     """

@@ -72,7 +72,15 @@ def compute_figures(
     kinds: tuple[WorkKind, ...] = ("gemm", "attention")
     for kind in kinds:
         rows = of_kind(times, kind, main)
-        reached = [arithmetic_share(row, figures, peak, launch_s) for row in rows]
+        reached = [
+            arithmetic_share(
+                row,
+                figures,
+                peak,
+                launch_s,
+            )
+            for row in rows
+        ]
         shares[kind] = ReachedShare(peak, median(reached))
     return MeasuredFigures(
         program="weft bench compute",
@@ -85,7 +93,9 @@ def compute_figures(
 
 
 def of_kind(
-    times: Sequence[ComputeTimes], kind: WorkKind, dtype: str | None = None
+    times: Sequence[ComputeTimes],
+    kind: WorkKind,
+    dtype: str | None = None,
 ) -> list[ComputeTimes]:
     """The times of one kind of work, of one type or of all."""
     return [row for row in times if row.work.kind == kind and dtype in (None, row.work.dtype)]
@@ -108,7 +118,12 @@ def arithmetic_share(
     return flops_a_second / (figures[peak] * TERA)
 
 
-def comm_figures(rows: Sequence[GroupTimes], *, label: str, node: int) -> MeasuredFigures:
+def comm_figures(
+    rows: Sequence[GroupTimes],
+    *,
+    label: str,
+    node: int,
+) -> MeasuredFigures:
     """The bandwidth of a rank inside and between nodes is that of the best operation of the largest
     size (small ones pass through buffers at any rate); the share is what rings of that size reach,
     the latency what a step of a ring takes with the smallest.

@@ -32,7 +32,12 @@ class KnownOperation:
     expected: Tensor | None
     size_bytes: int
 
-    def check(self, result: Tensor | None, comm: Comm, axis: str) -> int:
+    def check(
+        self,
+        result: Tensor | None,
+        comm: Comm,
+        axis: str,
+    ) -> int:
         """Compare every element of what `run` has returned; the number of elements.
 
         Raises:

@@ -41,7 +41,11 @@ def extended(
     return result
 
 
-def _efficiency(fields: Mapping[str, Any], measured: MeasuredFigures, day: date) -> dict[str, Any]:
+def _efficiency(
+    fields: Mapping[str, Any],
+    measured: MeasuredFigures,
+    day: date,
+) -> dict[str, Any]:
     result = dict(fields.get(EFFICIENCY, {}))
     for name, share in measured.shares.items():
         reached = share.value * measured.figures[share.figure]

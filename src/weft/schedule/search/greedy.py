@@ -33,8 +33,18 @@ WAITS: tuple[frozenset[Kind], ...] = (frozenset(), frozenset({"W"}), frozenset({
 ORDERS: tuple[tuple[Kind, ...], ...] = (("I", "F", "W"), ("F", "I", "W"))
 CAPS = ("limit", "falling", "double")
 RULES: tuple[Rule, ...] = tuple(
-    Rule(waits, order, cap, deep_first)
-    for waits, order, cap, deep_first in itertools.product(WAITS, ORDERS, CAPS, (True, False))
+    Rule(
+        waits,
+        order,
+        cap,
+        deep_first,
+    )
+    for waits, order, cap, deep_first in itertools.product(
+        WAITS,
+        ORDERS,
+        CAPS,
+        (True, False),
+    )
 )
 
 
@@ -157,14 +167,30 @@ class _GreedyTable:
         self.started[kind][stage] += 1
         if kind == "F":
             self.held[rank] += 1
-            self._arrive("F", stage, stage + 1, end)
+            self._arrive(
+                "F",
+                stage,
+                stage + 1,
+                end,
+            )
         elif kind == "I":
             self.arrivals["W"][stage].append(end)
-            self._arrive("I", stage, stage - 1, end)
+            self._arrive(
+                "I",
+                stage,
+                stage - 1,
+                end,
+            )
         else:
             self.held[rank] -= 1
 
-    def _arrive(self, kind: Kind, stage: int, other: int, end: int) -> None:
+    def _arrive(
+        self,
+        kind: Kind,
+        stage: int,
+        other: int,
+        end: int,
+    ) -> None:
         """Note when the output of a stage arrives at the next one; behind the last stage the
         backward begins.
         """

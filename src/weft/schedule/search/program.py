@@ -135,7 +135,12 @@ class SchedulingProblem:
         return sum(times)
 
 
-def solve(problem: SchedulingProblem, makespan: int, *, seconds: float) -> Table | Answer:
+def solve(
+    problem: SchedulingProblem,
+    makespan: int,
+    *,
+    seconds: float,
+) -> Table | Answer:
     """A table of at most this makespan, or what is known about it.
 
     Raises:
@@ -251,7 +256,12 @@ class _CountProgram:
             microbatches=self.problem.microbatches,
         )
 
-    def _start_times(self, values: Sequence[float], kind: Kind, stage: int) -> Iterator[int]:
+    def _start_times(
+        self,
+        values: Sequence[float],
+        kind: Kind,
+        stage: int,
+    ) -> Iterator[int]:
         started = 0
         for time in range(self.makespan):
             number = round(values[self._column(kind, stage, time)])
@@ -259,11 +269,21 @@ class _CountProgram:
                 yield time
             started = number
 
-    def _column(self, kind: Kind, stage: int, time: int) -> int:
+    def _column(
+        self,
+        kind: Kind,
+        stage: int,
+        time: int,
+    ) -> int:
         block = KINDS.index(kind) * self.problem.num_stages + stage
         return block * self.makespan + time
 
-    def _add_bounds(self, first: int, last: int, duration: int) -> None:
+    def _add_bounds(
+        self,
+        first: int,
+        last: int,
+        duration: int,
+    ) -> None:
         """Bounds of the numbers of one kind and stage: starts lie between `first` and `last`, at
         least `duration` apart.
         """
@@ -295,35 +315,106 @@ class _CountProgram:
 
     def _add_dependencies(self, stage: int, time: int) -> None:
         """Numbers never fall, and an action starts after those that it needs have ended."""
-        forward = _Term(1, "F", stage, time)
-        input_grad = _Term(1, "I", stage, time)
-        weight_grad = _Term(1, "W", stage, time)
+        forward = _Term(
+            1,
+            "F",
+            stage,
+            time,
+        )
+        input_grad = _Term(
+            1,
+            "I",
+            stage,
+            time,
+        )
+        weight_grad = _Term(
+            1,
+            "W",
+            stage,
+            time,
+        )
         if time > 0:
             for number in (forward, input_grad, weight_grad):
                 before = number._replace(time=time - 1)
                 self._add_at_most(before, number)
         if stage > 0:
-            self._add_at_most(forward, self._ended("F", stage - 1, time, receiver=stage))
+            self._add_at_most(
+                forward,
+                self._ended(
+                    "F",
+                    stage - 1,
+                    time,
+                    receiver=stage,
+                ),
+            )
         is_last = stage + 1 == self.problem.num_stages
         if is_last:
-            self._add_at_most(input_grad, self._ended("F", stage, time, receiver=stage))
+            self._add_at_most(
+                input_grad,
+                self._ended(
+                    "F",
+                    stage,
+                    time,
+                    receiver=stage,
+                ),
+            )
         else:
-            self._add_at_most(input_grad, self._ended("I", stage + 1, time, receiver=stage))
-        self._add_at_most(weight_grad, self._ended("I", stage, time, receiver=stage))
+            self._add_at_most(
+                input_grad,
+                self._ended(
+                    "I",
+                    stage + 1,
+                    time,
+                    receiver=stage,
+                ),
+            )
+        self._add_at_most(
+            weight_grad,
+            self._ended(
+                "I",
+                stage,
+                time,
+                receiver=stage,
+            ),
+        )
 
-    def _ended(self, kind: Kind, stage: int, time: int, *, receiver: int) -> _Term:
+    def _ended(
+        self,
+        kind: Kind,
+        stage: int,
+        time: int,
+        *,
+        receiver: int,
+    ) -> _Term:
         """Number of actions whose output has arrived at another stage."""
         duration = self.problem.durations[kind][stage]
         hop = self.problem.hop(stage, receiver)
-        return _Term(1, kind, stage, time - duration - hop)
+        return _Term(
+            1,
+            kind,
+            stage,
+            time - duration - hop,
+        )
 
     def _add_capacity(self, rank: int, time: int) -> None:
         """A rank runs one action at a time."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
             for kind in KINDS:
-                ended = self._ended(kind, stage, time, receiver=stage)
-                terms.append(_Term(1, kind, stage, time))
+                ended = self._ended(
+                    kind,
+                    stage,
+                    time,
+                    receiver=stage,
+                )
+                terms.append(
+                    _Term(
+                        1,
+                        kind,
+                        stage,
+                        time,
+                    )
+                )
                 terms.append(ended._replace(factor=-1))
         self._add_row(terms, 1)
 
@@ -331,8 +422,20 @@ class _CountProgram:
         """A rank holds at most its limit: a forward takes, the end of a W frees."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
-            ended = self._ended("W", stage, time, receiver=stage)
-            terms.append(_Term(1, "F", stage, time))
+            ended = self._ended(
+                "W",
+                stage,
+                time,
+                receiver=stage,
+            )
+            terms.append(
+                _Term(
+                    1,
+                    "F",
+                    stage,
+                    time,
+                )
+            )
             terms.append(ended._replace(factor=-1))
         limit = self.problem.limits[rank]
         self._add_row(terms, limit)

@@ -69,12 +69,23 @@ class SearchRequest:
     def _faults(self) -> Iterator[Fault]:
         if len(self.limits) != self.ranks:
             need = f"1, or {self.ranks}: one a rank"
-            yield Fault(LIMIT_KEY, "another number of ranks", f"{len(self.limits)} limits", need)
+            yield Fault(
+                LIMIT_KEY,
+                "another number of ranks",
+                f"{len(self.limits)} limits",
+                need,
+            )
         least = min(self.limits, default=Fraction(1))
         if least < 1:
             what = "no table holds so few activations"
             need = "at least 1: one micro-batch through all stages of a rank"
-            yield Fault(LIMIT_KEY, what, f"{float(least):g}", need, fix="--memory-limit 1")
+            yield Fault(
+                LIMIT_KEY,
+                what,
+                f"{float(least):g}",
+                need,
+                fix="--memory-limit 1",
+            )
         num_actions = len(KINDS) * self.ranks * max(self.chunks) * self.microbatches
         if num_actions > MAX_ACTIONS:
             yield Fault(
@@ -150,14 +161,26 @@ def search(request: SearchRequest) -> SearchResult:
     allowed = [figures for figures in built_in if _is_allowed(figures, request)]
     results: list[PlacementResult] = []
     for chunks in _placements(request):
-        results.append(_greedy(request, chunks, allowed, deadline_s))
+        results.append(
+            _greedy(
+                request,
+                chunks,
+                allowed,
+                deadline_s,
+            )
+        )
     for index, result in enumerate(results):
         num_left = len(results) - index
         now_s = time.monotonic()
         share_s = max(deadline_s - now_s, 0.0) / num_left
         known = [other.figures.makespan for other in results]
         known += [figures.makespan for figures in allowed]
-        results[index] = _solve(request, result, min(known), deadline_s=now_s + share_s)
+        results[index] = _solve(
+            request,
+            result,
+            min(known),
+            deadline_s=now_s + share_s,
+        )
     found = [(result.figures, result.origin) for result in results]
     found += [(figures, f"built-in schedule {figures.label}") for figures in allowed]
     best, origin = min(found, key=lambda pair: (pair[0].makespan, max(pair[0].held)))
@@ -271,7 +294,12 @@ def _greedy(
             found.append((figures, f"built-in schedule {figures.label}"))
     best, origin = min(found, key=lambda pair: (pair[0].makespan, max(pair[0].held)))
     bound = scaled.problem.least_makespan() * scaled.unit
-    return PlacementResult(chunks, best, bound, origin)
+    return PlacementResult(
+        chunks,
+        best,
+        bound,
+        origin,
+    )
 
 
 def _figures(table: Table, costs: ScheduleCosts) -> ScheduleFigures:
@@ -295,14 +323,25 @@ def _solve(
     if size > MAX_VARIABLES:
         note = f"integer program of {counted(size, 'variable')}: at most {MAX_VARIABLES} are tried"
         return replace(start, note=note)
-    bisection = _Bisection(scaled.problem, low, high, deadline_s)
+    bisection = _Bisection(
+        scaled.problem,
+        low,
+        high,
+        deadline_s,
+    )
     bisection.run()
     bound = min(bisection.proven * scaled.unit, known)
     note = "" if bisection.is_finished else "the time was over before all makespans were decided"
     if bisection.table is None:
         return replace(start, bound=bound, note=note)
     figures = _figures(bisection.table, request.costs)
-    return replace(start, figures=figures, bound=bound, origin="integer program", note=note)
+    return replace(
+        start,
+        figures=figures,
+        bound=bound,
+        origin="integer program",
+        note=note,
+    )
 
 
 @dataclass
