@@ -74,6 +74,18 @@ def _printable(line: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; "" where it has none."""
+    return str(error).strip().partition("\n")[0]
+
+
+def type_and_message(error: BaseException) -> str:
+    """Type of an error and the first line of its message: `ValueError: not a number`."""
+    name = type(error).__name__
+    message = first_line(error)
+    return f"{name}: {message}" if message else name
+
+
 class WeftError(Exception):
     """Root of every error that weft raises on purpose."""
 

@@ -15,7 +15,7 @@ from weft.comm.backend_work import BackendCall
 from weft.comm.presence import PresenceStore
 from weft.comm.signature import rank_list
 from weft.comm.transport import Call, OnLate
-from weft.errors import CommError, CommTimeout
+from weft.errors import CommError, CommTimeout, first_line
 
 WAIT_SLICE_S = 0.25
 """A wait for a collective is made of waits of this length, so that Ctrl-C interrupts it."""
@@ -237,7 +237,7 @@ class GroupQueue:
         else:
             missing = self.missing(group_call, within_s=LOST_GRACE_S)
             lost = rank_list(missing) if missing else "a connection"
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             self._failure = CommError(f"{description}: lost {lost} ({reason})")
         self._failure.missing = missing
         return self._failure

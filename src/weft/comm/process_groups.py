@@ -28,7 +28,7 @@ from weft.comm.presence import PresenceStore, poll_intervals
 from weft.comm.queue_key import QueueKey
 from weft.comm.store_namespace import agree_on_namespace
 from weft.comm.transport import Call, OnLate, Reduce
-from weft.errors import CommError, CommTimeout, Fault, LaunchError
+from weft.errors import CommError, CommTimeout, Fault, LaunchError, first_line
 
 # Note [Groups without a registry]
 # Process groups are made here one by one and not by `dist.new_group`, which keeps names and counters for the whole
@@ -399,7 +399,7 @@ def _find_store(
             return _tcp_store(url, rank, timeout=timeout, listener=listener)
         found = next(find_rendezvous(url, rank, size, timeout=timeout))
     except (ValueError, RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         what = f"rank {rank} of {size} cannot meet the others at {rendezvous}"
         raise LaunchError(Fault("rendezvous", what, got=reason)) from error
     store = found[0]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from weft import __version__
 from weft.commands.console import print_result, wants_help
-from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, WeftError
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, WeftError, first_line
 from weft.parallel.dp import AXIS as DP
 from weft.run.world import num_cores
 
@@ -183,7 +183,7 @@ def _torch_problem() -> Finding | None:
     try:
         import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         fix = "pip install torch (builds for each CUDA version: https://pytorch.org/get-started/locally)"
         return Finding(
             name="torch",
@@ -216,7 +216,7 @@ def _collective() -> Finding:
     try:
         sums = run_ranks("dp2", _sum_of_ranks, transport="processes")
     except (WeftError, OSError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         fix = "check the firewall and GLOO_SOCKET_IFNAME"
         return Finding(
             name="ranks",

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weft.errors import ConfigError, Fault, did_you_mean
+from weft.errors import ConfigError, Fault, did_you_mean, type_and_message
 
 SUFFIX = ".py"
 FILE_MODULE = "weft_user_"
@@ -175,9 +175,8 @@ def _import_fault(
     *,
     key: str,
 ) -> ConfigError:
-    first_line = str(error).partition("\n")[0]
     place = _place_of(error, reference)
-    what = f"{reference} raises on import{place}: {type(error).__name__}: {first_line}"
+    what = f"{reference} raises on import{place}: {type_and_message(error)}"
     return ConfigError(Fault(key, what, fix="run it with python to see the traceback"))
 
 

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from weft.data.tokenizer import BYTES, Tokenizer
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, first_line
 from weft.small_files import MIB, UnreadableFile, read_json_object, read_text
 
 KEY = "data.chat_template"
@@ -216,8 +216,7 @@ class ChatTemplate:
         line = getattr(error, "lineno", None)
         if line is None:
             line = _template_line(error.__traceback__)
-        first_line = str(error).partition("\n")[0]
-        text = first_line[:MAX_ERROR_CHARS]
+        text = first_line(error)[:MAX_ERROR_CHARS]
         return TemplateFault(text or type(error).__name__, line)
 
 

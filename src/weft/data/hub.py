@@ -22,7 +22,7 @@ from weft.data.documents import (
 )
 from weft.data.files import KEY
 from weft.data.rows import MAX_ERROR_CHARS
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, first_line
 
 SCHEME = "hf:"
 
@@ -123,8 +123,7 @@ class HubDataset:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: Exception) -> DataError:
-        first_line = str(error).partition("\n")[0]
-        why = first_line[:MAX_ERROR_CHARS] or type(error).__name__
+        why = first_line(error)[:MAX_ERROR_CHARS] or type(error).__name__
         fix = "check its name, configuration and split, and the network; or name files"
         return DataError(
             Fault(

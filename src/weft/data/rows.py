@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from weft.data.files import GZIP_SUFFIX, KEY
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, first_line
 from weft.small_files import MIB, capped_lines, open_regular, parse_json
 
 MAX_LINE_BYTES = 64 * MIB
@@ -110,7 +110,7 @@ def parquet_rows(
         try:
             table = parquet.ParquetFile(raw)
         except Exception as error:  # noqa: BLE001 - the library's own errors, about the file alone
-            why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
+            why = first_line(error)[:MAX_ERROR_CHARS]
             what = f"{file} is not a parquet file"
             raise DataError(
                 Fault(

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, first_line
 from weft.small_files import MIB, UnreadableFile, parse_json, read_bytes
 
 KEY = "data.tokenizer"
@@ -266,7 +266,7 @@ def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
         parse_json(text)
         inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # noqa: BLE001 - the library raises Exception itself, and only about the file
-        why = str(error).partition("\n")[0][:MAX_ERROR_CHARS]
+        why = first_line(error)[:MAX_ERROR_CHARS]
         need = f"bytes, or the {FILE} of the library tokenizers"
         raise DataError(
             Fault(

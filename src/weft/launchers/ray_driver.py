@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_USER
+from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_USER, first_line
 
 POLL_S = 0.2
 PLACEMENT_NOTE_S = 60.0
@@ -132,7 +132,7 @@ def _run_once(job: RayJob, stop: _StopSignal, starts: int) -> int:
         ray.get(started)
         return _wait(nodes, stop)
     except ray.exceptions.RayError as error:
-        _note(f"a node was lost: {str(error).splitlines()[0]}")
+        _note(f"a node was lost: {first_line(error)}")
         return EXIT_FAILED
     finally:
         for node in nodes:

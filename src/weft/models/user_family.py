@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from weft.config.hf.mapping import HFMapping
 from weft.core.model_config import AxisTable, BlockSpec, InitTable, LinearShapes, ModelConfig
-from weft.errors import Fault, PlanError
+from weft.errors import Fault, PlanError, type_and_message
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
 from weft.models.common.init import named_parameters, tie
@@ -165,8 +165,7 @@ class UserFamily:
             if model.blocks_of is not None and isinstance(made, nn.Module):
                 made = model.blocks_of(made)
         except Exception as error:
-            first_line = str(error).partition("\n")[0]
-            what = f"{model.label}: blocks(config) raises {type(error).__name__}: {first_line}"
+            what = f"{model.label}: blocks(config) raises {type_and_message(error)}"
             raise PlanError(Fault(KEY, what)) from error
         blocks = chain_of(made, name=model.label)
         if LOSS not in blocks:

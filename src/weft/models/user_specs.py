@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from weft.errors import Fault, PlanError
+from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, activation_of
 
 
@@ -64,11 +64,9 @@ def measure_blocks(
             with torch.no_grad(), counter:
                 out = block(x, batch)
         except Exception as error:
-            first_line = str(error).partition("\n")[0]
-            error_name = type(error).__name__
             fault = Fault(
                 f"{name}: block {block_name!r}",
-                f"its forward fails on the meta device: {error_name}: {first_line}",
+                f"its forward fails on the meta device: {type_and_message(error)}",
                 fix="shapes must not depend on values; create tensors on x.device",
             )
             raise PlanError(fault) from error

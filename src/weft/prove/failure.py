@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from weft.core.mesh import Mesh
-from weft.errors import UserError, WeftError
+from weft.errors import UserError, WeftError, first_line
 from weft.prove.record import RankRecord
 from weft.prove.report import Difference, Phase
 from weft.run.rank_status import Phase as StepPhase
@@ -30,7 +30,7 @@ PHASE_OF_STEP: Mapping[StepPhase, Phase] = {
 
 def error_text(error: BaseException) -> str:
     """The message of an error, in one line, with its type where that is none of weft's."""
-    text = str(error).strip().partition("\n")[0]
+    text = first_line(error)
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]} ..."
     return text if isinstance(error, WeftError) else f"{type(error).__name__}: {text}"

@@ -13,6 +13,7 @@ from weft.config.load import try_load
 from weft.config.run import Run
 from weft.config.validate import config_checks
 from weft.core.dimension import exact_axes
+from weft.errors import type_and_message
 from weft.models import FAMILIES
 from weft.prove.proof import Subject, prove
 from weft.prove.reduce import command_of, reduced
@@ -169,5 +170,5 @@ def _proof(run: Run) -> ProofReport:
     try:
         return prove(Subject.of(run, steps=STEPS))
     except Exception as error:  # noqa: BLE001 - the sweep goes on
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = type_and_message(error)
         return ProofReport(run.mesh, run.model.name, 0, STEPS, (), error=text)

@@ -16,7 +16,7 @@ from typing import Literal
 from weft.comm.interfaces import LOOPBACK, listen
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
-from weft.errors import EXIT_OK, CommError, Fault, LaunchError
+from weft.errors import EXIT_OK, CommError, Fault, LaunchError, first_line
 from weft.run.agent import end_with_agent
 from weft.run.devices import DeviceChoice, Starter, devices_of_local_ranks
 from weft.run.failure import NO_LOCATION_KINDS, ErrorContext, describe_error, root_cause
@@ -298,7 +298,7 @@ def _restart(
         number=policy.num_done,
         most=policy.most,
         rank=failure.rank,
-        reason=str(context.to_error(failure)).splitlines()[0],
+        reason=first_line(context.to_error(failure)),
         detected_s=end.detected_s,
         at_s=end.at_s,
         had_started=had_started or end.step > 0,

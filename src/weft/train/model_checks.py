@@ -22,10 +22,10 @@ from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.core.dimension import pipeline_axis
 from weft.core.model_config import ModelConfig
-from weft.errors import Fault, PlanError
+from weft.errors import Fault, PlanError, type_and_message
 from weft.layout.plan import Plan
 from weft.models import Family
-from weft.models.common.batch import IGNORE, Batch, Extra, chain, image_batch, token_batch
+from weft.models.common.batch import IGNORE, Batch, activation_of, chain, image_batch, token_batch
 from weft.models.common.init import named_parameters, tie
 from weft.models.user_facts import axes_faults
 from weft.models.user_family import LOSS, UserFamily
@@ -186,8 +186,7 @@ def _trial(
             error = failure
         else:
             return _make_trial(family, config, length, dtype)
-    first_line = str(error).partition("\n")[0]
-    what = f"its forward raises {type(error).__name__}: {first_line}"
+    what = f"its forward raises {type_and_message(error)}"
     raise PlanError(Fault(family.model.label, what)) from error
 
 
@@ -337,9 +336,9 @@ def _not_a_sum(trial: _Trial, whole: Tensor, parts: Tensor) -> Fault:
     first: Any = x[:1]
     second: Any = x[1:]
     for name, block in trial.blocks.items():
-        x = _output(block(x, trial.batch))
-        first = _output(block(first, trial.row(0)))
-        second = _output(block(second, trial.row(1)))
+        x = activation_of(block(x, trial.batch))
+        first = activation_of(block(first, trial.row(0)))
+        second = activation_of(block(second, trial.row(1)))
         has_rows = isinstance(x, Tensor) and x.dim() > 0
         is_plain = has_rows and x.shape[0] == 2
         if is_plain and name != LOSS and trial.differs(x, torch.cat([first, second])):
@@ -370,7 +369,7 @@ def _check_columns(trial: _Trial) -> None:
             return
         first = _loss_of_columns(loss_block, x, batch, slice(0, half))
         second = _loss_of_columns(loss_block, x, batch, slice(half, 2 * half))
-        whole = _output(loss_block(x, batch))
+        whole = activation_of(loss_block(x, batch))
     if trial.differs(whole, first + second):
         raise PlanError(_not_a_sum(trial, whole, first + second))
 
@@ -389,12 +388,5 @@ def _loss_of_columns(
         return tensor[:, columns]
 
     part: Any = select(x) if isinstance(x, Tensor) else tuple(map(select, x))
-    loss: Tensor = _output(block(part, batch.map(select)))
+    loss: Tensor = activation_of(block(part, batch.map(select)))
     return loss
-
-
-def _output(out: Any) -> Any:
-    """What a block computes, without its extra loss."""
-    if isinstance(out, Extra):
-        return out.x
-    return out

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from weft.models.common.batch import Extra
+from weft.models.common.batch import activation_of
 from weft.run.rank_status import OnBlock, Phase
 from weft.schedule.actions import Act
 
@@ -39,9 +39,7 @@ def _report_backward(
     args: object,
     output: object,
 ) -> None:
-    x: object = output
-    if isinstance(output, Extra):
-        x = output.x
+    x = activation_of(output)
     if isinstance(x, Tensor) and x.requires_grad:
 
         def report(gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Fault, PlanError
+from weft.errors import Fault, PlanError, first_line
 from weft.models.common.batch import Batch, activation_of
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
@@ -294,8 +294,7 @@ def _run(
     except PlanError:
         raise
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
-        reason = first_line.rstrip(".!")
+        reason = first_line(error).rstrip(".!")
         what = f"cannot be sharded over tp: its forward fails on a rank's shards: {reason}"
         fix = _fix_of_failure(reason, sequence_parallel=trace.sequence_parallel)
         raise PlanError(Fault(trace.module, what, fix=fix)) from error

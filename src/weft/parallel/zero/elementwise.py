@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.errors import Fault, PlanError
+from weft.errors import Fault, PlanError, first_line
 
 PART_SIZES = (5, 7)
 """Entries of the two parts of the trial parameter."""
@@ -51,7 +51,7 @@ def elementwise_state_keys(
             reference.step()
             sharded.step()
     except (TypeError, ValueError) as error:  # it needs a closure, or other shapes
-        message = str(error).splitlines()[0]
+        message = first_line(error)
         raise PlanError(_not_elementwise(f"it raises {message!r}")) from error
     joined = torch.cat([part.detach() for part in parts])
     expected = unsharded.detach().flatten()

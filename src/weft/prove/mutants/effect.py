@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.config.run import Run
+from weft.errors import type_and_message
 from weft.prove.mutants.fault import MutantLayout
 from weft.prove.stored import stored_tensors
 from weft.run.run_ranks import run_ranks
@@ -69,7 +70,7 @@ def trained_numbers(run: Run, folder: Path) -> TrainedNumbers:
             for _, name, tensor in stored_tensors(folder / "run"):
                 tensors[f"{part} stored {name}"] = tensor
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
-        return TrainedNumbers(tensors, f"{type(error).__name__}: {error}".splitlines()[0])
+        return TrainedNumbers(tensors, type_and_message(error))
     return TrainedNumbers(tensors)
 
 

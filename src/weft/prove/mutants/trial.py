@@ -14,6 +14,7 @@ from typing import Any
 
 from weft.config.load import load
 from weft.config.run import Run
+from weft.errors import type_and_message
 from weft.models import FAMILIES
 from weft.prove.mutants.effect import (
     TrainedNumbers,
@@ -141,7 +142,7 @@ def _proof(run: Run, *, steps: int) -> ProofReport:
         if not report.holds and not _names_axis(report):
             report = report.with_smallest(_on_fewest_axes(run, report, steps=steps))
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = type_and_message(error)
         return ProofReport(str(run.device_mesh), run.model.name, 0, steps, (), error=text)
     return report
 

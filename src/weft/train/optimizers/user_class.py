@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.config.user_code import load_object
 from weft.core.axes import Box, boxes_of_range
-from weft.errors import ConfigError, Fault, did_you_mean
+from weft.errors import ConfigError, Fault, did_you_mean, type_and_message
 from weft.parallel.zero.param_entries import ParamEntries, state_shape
 from weft.train.optimizers.contract import Optimizer, State
 
@@ -85,8 +85,7 @@ def _construct(
     try:
         return optimizer_class(**options)
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
-        what = f"{name} raises with these options: {type(error).__name__}: {first_line}"
+        what = f"{name} raises with these options: {type_and_message(error)}"
         raise ConfigError(Fault("optim.options", what, got=str(dict(options)))) from error
 
 
@@ -122,8 +121,7 @@ class _ContractCheck:
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a user's class raises is reported
-            first_line = str(error).partition("\n")[0]
-            self._reject(f"raises {type(error).__name__}: {first_line}")
+            self._reject(f"raises {type_and_message(error)}")
         if not torch.equal(reference, again):
             self._reject("gives other values for the same gradients the second time")
         if torch.equal(reference, self.start.flatten()):
