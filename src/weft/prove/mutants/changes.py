@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.prove.mutants.fault import FunctionChange
+from weft.train.step_stats import PendingTotals, StepTotals
 
 
 def nothing(function: Callable[..., Any], *args: Any, **named: Any) -> None:
@@ -67,3 +68,27 @@ def rounded_to_bfloat16(function: Callable[..., Any], *args: Any, **named: Any) 
     """The result is rounded to bfloat16."""
     out: Tensor = function(*args, **named)
     return out.to(torch.bfloat16).to(out.dtype)
+
+
+class ChangedTotals(PendingTotals):
+    """Totals of a step whose numbers change when they are read.
+
+    Args:
+        totals: those of the step.
+        change: from the numbers that were read to those that the step uses.
+        grad_norm_tensor: the norm by which gradients are clipped, if it changes, too.
+    """
+
+    def __init__(
+        self,
+        totals: PendingTotals,
+        change: Callable[[StepTotals], StepTotals],
+        grad_norm_tensor: Tensor | None = None,
+    ) -> None:
+        norm = totals.grad_norm_tensor if grad_norm_tensor is None else grad_norm_tensor
+        super().__init__(totals._numbers, norm)
+        self._change = change
+
+    def read(self) -> StepTotals:
+        """The changed numbers."""
+        return self._change(super().read())

@@ -20,7 +20,7 @@ from weft.parallel.tp import AXIS as TP_AXIS
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.prove.mutants import references
-from weft.prove.mutants.changes import returns
+from weft.prove.mutants.changes import ChangedTotals, returns
 from weft.prove.mutants.fault import (
     CollectiveFault,
     FunctionFault,
@@ -35,7 +35,7 @@ from weft.prove.mutants.gradient_faults import (
     ZERO2,
 )
 from weft.train.step import TrainStep
-from weft.train.step_stats import StepTotals
+from weft.train.step_stats import PendingTotals, StepTotals
 
 
 def local_targets(
@@ -76,28 +76,38 @@ def not_divided_by_microbatches(
     state.seed = whole
 
 
-def local_norm(total: Callable[..., StepTotals], step: TrainStep, *args: Any, **named: Any) -> Any:
+def local_norm(
+    total: Callable[..., PendingTotals], step: TrainStep, *args: Any, **named: Any
+) -> PendingTotals:
     """The norm of this rank's gradients."""
     norm = grad_norm.squared_norm(step.model, step.grads).sqrt()
-    return replace(total(step, *args, **named), grad_norm_tensor=norm, grad_norm=float(norm.item()))
+    return with_norm(total(step, *args, **named), norm)
 
 
 def norm_of_rank_0(
-    total: Callable[..., StepTotals], step: TrainStep, *args: Any, **named: Any
-) -> Any:
+    total: Callable[..., PendingTotals], step: TrainStep, *args: Any, **named: Any
+) -> PendingTotals:
     """Clip by the norm of this rank's gradients; the global norm is logged."""
     norm = grad_norm.squared_norm(step.model, step.grads).sqrt()
-    return replace(total(step, *args, **named), grad_norm_tensor=norm)
+    totals = total(step, *args, **named)
+    return ChangedTotals(totals, lambda numbers: numbers, norm)
 
 
-def mean_norm(total: Callable[..., StepTotals], step: TrainStep, *args: Any, **named: Any) -> Any:
+def mean_norm(
+    total: Callable[..., PendingTotals], step: TrainStep, *args: Any, **named: Any
+) -> PendingTotals:
     """The mean over ranks of their norms, as where every rank holds every parameter."""
     comm = step.model.comm
     own = grad_norm.squared_norm(step.model, step.grads).sqrt()
     summed = comm.sum_world(own.unsqueeze(0))[0]
     norm = summed / comm.mesh.size
-    totals = total(step, *args, **named)
-    return replace(totals, grad_norm_tensor=norm, grad_norm=float(norm.item()))
+    return with_norm(total(step, *args, **named), norm)
+
+
+def with_norm(totals: PendingTotals, norm: Tensor) -> PendingTotals:
+    """The same totals with another norm, which is logged and by which gradients are clipped."""
+    value = float(norm.item())
+    return ChangedTotals(totals, lambda numbers: replace(numbers, grad_norm=value), norm)
 
 
 def shards_count_once(
@@ -133,11 +143,14 @@ def clipped_per_group(
 
 
 def logged_after_clipping(
-    total: Callable[..., StepTotals], step: TrainStep, *args: Any, **named: Any
-) -> Any:
+    total: Callable[..., PendingTotals], step: TrainStep, *args: Any, **named: Any
+) -> PendingTotals:
     """Log the norm that clipping leaves."""
-    totals = total(step, *args, **named)
-    return replace(totals, grad_norm=min(totals.grad_norm, step.clip))
+
+    def clipped(numbers: StepTotals) -> StepTotals:
+        return replace(numbers, grad_norm=min(numbers.grad_norm, step.clip))
+
+    return ChangedTotals(total(step, *args, **named), clipped)
 
 
 MUTANTS = (

@@ -22,7 +22,7 @@ from weft.parallel.tensor.linear import RowParallelLinear
 from weft.parallel.tensor.vocab import VocabParallelEmbedding
 from weft.parallel.tp import AXIS as TP_AXIS
 from weft.prove.mutants import references
-from weft.prove.mutants.changes import gradient_times, result_times
+from weft.prove.mutants.changes import ChangedTotals, gradient_times, result_times
 from weft.prove.mutants.fault import (
     CollectiveFault,
     FunctionFault,
@@ -30,7 +30,7 @@ from weft.prove.mutants.fault import (
     Mutant,
     MutantLayout,
 )
-from weft.train.step_stats import StepTotals
+from weft.train.step_stats import PendingTotals
 
 TP = MutantLayout("tp2")
 SP = MutantLayout("tp2", options="--parallel.sequence True")
@@ -147,19 +147,22 @@ def unmasked_lookup(
 
 
 def halved_loss(
-    total: Callable[..., StepTotals], comm: Comm, local: Any, targets: Any
-) -> StepTotals:
+    total: Callable[..., PendingTotals], comm: Comm, local: Any, targets: Any
+) -> PendingTotals:
     """The logged loss is divided by the number of tensor ranks."""
-    totals = total(comm, local, targets)
-    return replace(totals, loss=totals.loss / comm.degree(TP_AXIS))
+    return with_loss_times(total(comm, local, targets), 1 / comm.degree(TP_AXIS))
 
 
 def loss_of_every_copy(
-    total: Callable[..., StepTotals], comm: Comm, local: Any, targets: Any
-) -> StepTotals:
+    total: Callable[..., PendingTotals], comm: Comm, local: Any, targets: Any
+) -> PendingTotals:
     """Ranks that hold copies of the loss count, too."""
-    totals = total(comm, local, targets)
-    return replace(totals, loss=totals.loss * comm.degree(TP_AXIS))
+    return with_loss_times(total(comm, local, targets), comm.degree(TP_AXIS))
+
+
+def with_loss_times(totals: PendingTotals, factor: float) -> PendingTotals:
+    """The same totals with another logged loss."""
+    return ChangedTotals(totals, lambda numbers: replace(numbers, loss=numbers.loss * factor))
 
 
 def partial_without(*endings: str) -> Callable[..., Any]:

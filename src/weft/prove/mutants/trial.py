@@ -31,6 +31,8 @@ from weft.prove.report import ProofReport
 from weft.prove.shrink import without_axis
 
 STEPS_OF_HEALTHY = 3
+ERRORS_OF_CODE = ("AttributeError", "NameError", "TypeError", "UnboundLocalError")
+"""Errors that planted code raises when what it replaces has changed: no fault of numbers was planted then."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,14 @@ class MutantResult:
         return self.effect != ""
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the planted code does not fit what it replaces."""
+        return self.report is not None and self.report.error.startswith(ERRORS_OF_CODE)
+
+    @property
     def is_detected(self) -> bool:
-        """Whether the proof fails; a mutant without effect is not detected by anything."""
-        return self.report is not None and not self.report.holds
+        """Whether the proof fails; a mutant without effect, or with broken code, is not detected by anything."""
+        return self.report is not None and not self.report.holds and not self.is_broken
 
     @property
     def message(self) -> str:
@@ -68,6 +75,8 @@ class MutantResult:
             return f"FALSE ALARM without the fault: {self.false_alarm}"
         if report is None:
             return "no effect on this layout"
+        if self.is_broken:
+            return f"the planted code fails: {report.error}"
         if report.error:
             return report.error
         return "NOT DETECTED" if report.first is None else str(report.first)
