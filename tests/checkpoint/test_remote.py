@@ -19,7 +19,7 @@ from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.format import DIGEST
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.remote import OWN_WRITER, RemoteCopies, RemoteFolder
-from weft.checkpoint.remote_files import RemoteFiles
+from weft.checkpoint.remote_files import RemoteFiles, without_secrets
 from weft.checkpoint.remote_url import KEY, local_folder, url_faults
 from weft.cli import main
 from weft.comm.comm import Comm
@@ -30,6 +30,7 @@ from weft.testing import run_ranks
 from weft.train.build_training import build_training
 from weft.train.event_lines import read_events, step_history
 from weft.train.event_log import EVENTS
+from weft.train.step import TrainStep
 
 URL = "memory://bucket/run"
 
@@ -248,6 +249,26 @@ def test_urls_that_cannot_serve_are_one_line(url, text):
     assert "word" not in str(fault).replace("password", "")
 
 
+def test_messages_of_a_file_system_hold_no_credentials(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canary-secret")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "canary-token")
+    text = "denied: canary-secret canary-token https://s3/x?X-Amz-Signature=canary-sign&part=2"
+    assert without_secrets(text) == "denied: *** *** https://s3/x?X-Amz-Signature=***&part=2"
+
+
+def test_a_request_without_rights_is_not_repeated_and_names_the_credentials(bucket, monkeypatch):
+    tries: list[str] = []
+
+    def refuse(path: str, **_options: object) -> None:
+        tries.append(path)
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(bucket.files.fs, "ls", refuse)
+    with pytest.raises(CheckpointError, match=r"Access Denied.*Fix: set the cred"):
+        bucket.steps()
+    assert len(tries) == 1
+
+
 def test_the_local_folder_is_a_function_of_the_url():
     assert local_folder("s3://b/my run/") == local_folder("s3://b/my run")
     assert local_folder("s3://b/x") != local_folder("s3://c/x")
@@ -342,6 +363,23 @@ def test_uploads_that_fail_are_told_and_end_the_run_with_an_error(
     assert training.train(host, "--steps", "4", "--resume", "auto") == EXIT_OK
     assert RemoteFolder.open(training.url).newest() == 4
     assert (training.out(host) / OWN_WRITER).is_file()
+
+
+def test_the_end_of_a_failed_run_is_copied_to_its_url(training, tmp_path, monkeypatch):
+    call = TrainStep.__call__
+
+    def fail_in_step_2(self: TrainStep, *words: object, **options: object) -> object:
+        if checkpoint_path(training.out(tmp_path / "host"), 1).exists():
+            raise ValueError("no second step")
+        return call(self, *words, **options)
+
+    monkeypatch.setattr(TrainStep, "__call__", fail_in_step_2)
+    code = training.train(tmp_path / "host", "--steps", "9", "--prove.before", "never")
+    assert code == EXIT_FAILED
+    *_, end = read_events(tmp_path / "bucket" / "run" / EVENTS)
+    assert end["status"] == "failed"
+    assert "no second step" in end["error"]
+    assert end == list(read_events(training.out(tmp_path / "host") / EVENTS))[-1]
 
 
 @pytest.mark.parametrize("makes_copies", [False, True])

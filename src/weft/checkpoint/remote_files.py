@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +22,17 @@ ATTEMPTS = 3
 PAUSE_S = 1.0
 """Before the second attempt of a request; twice as long before each further one."""
 MAX_REASON_CHARS = 300
+LASTING_ERRORS = frozenset({"PermissionError", "NoCredentialsError", "NoSuchBucket"})
+"""Names of errors that another attempt does not change."""
+CREDENTIALS_FIX = "set the credentials that the file system reads, such as AWS_ACCESS_KEY_ID, and the rights to write"
+SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|_KEY", re.IGNORECASE)
+"""In names of environment variables."""
+MIN_SECRET_CHARS = 8
+SIGNED_QUERY = re.compile(
+    r"([?&](?:X-Amz-|X-Goog-)?(?:Signature|Credential|Security-Token|sig|token)=)[^&\s\"']+",
+    re.IGNORECASE,
+)
+HIDDEN = "***"
 
 T = TypeVar("T")
 
@@ -152,16 +165,19 @@ class RemoteFiles:
         self._try("cannot be downloaded", get)
 
     def _try(self, what: str, request: Callable[[], T]) -> T:
-        """The result of a request, which is repeated if it fails."""
+        """The result of a request, which is repeated if it fails and may succeed later."""
         pause_s = PAUSE_S
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return request()
-            except Exception:  # noqa: BLE001 - every file system has errors of its own
+        num_left = ATTEMPTS
+        with _request_errors(self.url, what):
+            while True:
+                num_left -= 1
+                try:
+                    return request()
+                except Exception as error:
+                    if not num_left or type(error).__name__ in LASTING_ERRORS:
+                        raise
                 time.sleep(pause_s)
                 pause_s *= 2
-        with _request_errors(self.url, what):
-            return request()
 
 
 @contextmanager
@@ -171,9 +187,20 @@ def _request_errors(url: str, what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - every file system has errors of its own
         got = type(error).__name__
-        reason = " ".join(str(error).split())
+        reason = " ".join(without_secrets(str(error)).split())
         if reason:
             got += f": {reason[:MAX_REASON_CHARS]}"
-        raise CheckpointError(Fault(KEY, f"{url}: {what}", got=got)) from error
+        fix = CREDENTIALS_FIX if type(error).__name__ in LASTING_ERRORS else ""
+        raise CheckpointError(Fault(KEY, f"{url}: {what}", got=got, fix=fix)) from None
+
+
+def without_secrets(text: str) -> str:
+    """A message of a file system without credentials: values of environment variables that are
+    named like secrets, and signatures in URLs.
+    """
+    for name, value in os.environ.items():
+        if len(value) >= MIN_SECRET_CHARS and SECRET_NAME.search(name):
+            text = text.replace(value, HIDDEN)
+    return SIGNED_QUERY.sub(rf"\1{HIDDEN}", text)

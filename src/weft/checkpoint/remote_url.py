@@ -14,6 +14,8 @@ from weft.errors import Fault
 KEY = "save.remote"
 UNWRITABLE = ("http", "https", "data", "github", "git", "gist", "zip", "tar", "libarchive", "hf")
 PROTOCOL = re.compile(r"[a-z][a-z0-9+.-]*")
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+"""Protocol -> extra of this package that installs its file system."""
 UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -77,4 +79,6 @@ def _import_faults(protocol: str) -> Iterator[Fault]:
             need=known,
         )
     except ImportError as error:
-        yield Fault(KEY, f"cannot open {protocol}://: {error}")
+        extra = EXTRAS.get(protocol)
+        fix = f'pip install "weft-train[{extra}]"' if extra else "install its package"
+        yield Fault(KEY, f"cannot open {protocol}://", got=str(error), fix=fix)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 from weft.comm.comm import Comm
 from weft.comm.process_groups import ProcessTransport
+from weft.commands.end_event import RecordFolder
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED
 from weft.run.agent import restart_number
@@ -31,7 +31,7 @@ def run_joined(
     world: World,
     *,
     mesh: Mesh,
-    out: Path | None,
+    records: RecordFolder,
     timeout_s: float,
     is_ending: Callable[[], bool],
 ) -> int:
@@ -53,32 +53,37 @@ def run_joined(
             mesh,
             board,
             timeout_s=timeout_s,
-            on_verdict=partial(end_rank, out, log),
+            on_verdict=partial(end_rank, records, log),
         )
 
     return join(
         partial(main, watch),
         replace(world, attempt=Attempt(status)),
         mesh=mesh,
-        out=out,
+        out=records.out,
         is_ending=is_ending,
     )
 
 
 def end_rank(
-    out: Path | None,
+    records: RecordFolder,
     log: EventLog,
     verdict: PeerFailure,
     is_own: bool,
 ) -> NoReturn:
     """End this process because a rank is hung. The rank that has found it prints the error; the
-    `end` event is written by rank 0, or if rank 0 is the one that hangs, after its death.
+    `end` event is written, and copied, by rank 0, or if rank 0 is the one that hangs, after its
+    death.
     """
     if is_own:
         sys.stderr.write(f"error: {verdict.text}\n")
         sys.stderr.flush()
+    has_written = False
     if log.out is not None:
         log.end("failed", error=verdict.text)
-    elif is_own and verdict.rank == 0 and out is not None:
-        end_run_of_dead_writer(out, error=verdict.text)
+        has_written = True
+    elif is_own and verdict.rank == 0 and records.out is not None:
+        has_written = end_run_of_dead_writer(records.out, error=verdict.text)
+    if has_written:
+        records.copy()
     os._exit(EXIT_FAILED)

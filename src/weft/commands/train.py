@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 
-from weft.checkpoint.folder import next_command
 from weft.checkpoint.resume import starts_new
 from weft.commands.comparison import (
     MeasuredAndPredicted,
@@ -21,14 +19,14 @@ from weft.commands.comparison import (
     comparison_of,
     start_prediction,
 )
+from weft.commands.end_event import RecordFolder, end_of_joined_rank, end_of_local_ranks
 from weft.commands.joined import Watch, run_joined
 from weft.commands.proof_before import RunningProof, Verdict, start_proof
 from weft.config.run import Run
 from weft.core.mesh import Mesh
-from weft.errors import EXIT_OK, EXIT_PREEMPTED, RankError, WeftError
+from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.devices import DeviceChoice, choose_device
-from weft.run.failure import describe_error
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
 from weft.run.numerics import numerics
@@ -38,12 +36,7 @@ from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
 from weft.train.build import check_initial_parameters
 from weft.train.build_training import build_training
-from weft.train.event_log import (
-    EventLog,
-    append_end_event,
-    append_missing_end_event,
-    end_run_of_dead_writer,
-)
+from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.loop import Event, Training, run_training
 from weft.train.step_stats import memory_bytes
 from weft.view.live import open_view
@@ -103,6 +96,7 @@ def _train(
     if world is not None and isinstance(proof, RunningProof):
         proof = proof.wait()  # ranks of a launcher: rank 0 joins the others after it
     out = Path(run.out) if run.out else None
+    records = RecordFolder(out, run.save.remote)
     stop_request = StopRequest()
     has_rank_0 = world is None or world.rank == 0
     prediction = start_prediction(run) if has_rank_0 else None
@@ -113,7 +107,7 @@ def _train(
         prediction=prediction,
         proof=proof,
         deterministic=run.deterministic,
-        out=run.out,
+        records=records,
         build=partial(build_training, run, makes_copies=True),
         generate_text=generate_text,
         on_event=on_event,
@@ -126,14 +120,14 @@ def _train(
                 lambda watch, joined: main(joined, watch=watch),
                 world,
                 mesh=run.device_mesh,
-                out=out,
+                records=records,
                 timeout_s=run.run.timeout_s,
                 is_ending=lambda: stop_request.requested,
             )
     with (
         run_numerics,
         _ended(prediction),
-        _end_event(out),
+        end_of_local_ranks(records),
         stop_request if run.transport == "threads" else nullcontext(),
     ):  # for the main thread only
         code = launch(
@@ -167,49 +161,6 @@ def _ended(process: RunningPrediction | RunningProof | Verdict | None) -> Iterat
             process.end()
 
 
-@contextmanager
-def _end_event(out: Path | None) -> Iterator[None]:
-    """After the ranks have ended, append the `end` event that a killed rank 0 could not write, or
-    put the root cause into that of a rank 0 that failed because another rank did.
-
-    Raises:
-        RankError: the error of the ranks, with the command to resume or to start again.
-    """
-    if out is None:
-        yield
-        return
-    start_s = time.perf_counter()
-    try:
-        yield
-    except KeyboardInterrupt:
-        append_end_event(out, "interrupted", seconds=time.perf_counter() - start_s)
-        raise
-    except RankError as error:
-        advised = _with_next_command(error, out)
-        append_end_event(
-            out,
-            "failed",
-            error=str(advised),
-            seconds=time.perf_counter() - start_s,
-        )
-        raise advised from error.__cause__
-    # Ended by SIGTERM without an error; no effect after a normal end.
-    append_end_event(out, "interrupted", seconds=time.perf_counter() - start_s)
-
-
-def _with_next_command(error: RankError, out: Path) -> RankError:
-    """The error with the command that resumes the run, or starts it again without a checkpoint."""
-    command = next_command(out)
-    if error.kind != "failure" or not command:
-        return error
-    return RankError(
-        error.rank,
-        error.where,
-        f"{error.message}\n  {command}",
-        kind=error.kind,
-    )
-
-
 @dataclass(frozen=True)
 class RankJob:
     """What every rank of a run does, equal on all ranks.
@@ -218,7 +169,7 @@ class RankJob:
         hardware: name or file of a device, for MFU.
         prediction: of the run, read by rank 0.
         proof: of the run, or its verdict, for the records; None: nothing is proved.
-        out: the run folder.
+        records: the run folder, and its URL.
         build: the training run of this rank, from its communication.
         generate_text: called after the last step; None: not.
     """
@@ -229,7 +180,7 @@ class RankJob:
     prediction: RunningPrediction | None
     proof: RunningProof | Verdict | None
     deterministic: bool
-    out: str | None
+    records: RecordFolder
     build: Callable[..., Training]
     generate_text: GenerateText | None
     on_event: OnEvent | None = None
@@ -272,9 +223,9 @@ def train_rank(
         stop_request,
         open_comm(world, job.mesh, device, deterministic=job.deterministic) as comm,
         _verdict_of(job.proof) as verdict,
-        open_event_log(job.out, world, has_launcher=watch is None) as log,
+        nullcontext() if watch is None else end_of_joined_rank(job.records, world),
+        open_event_log(job.records.out, world, has_launcher=watch is None) as log,
         heartbeat(log.out),
-        nullcontext() if watch is None else _end_event_of_killed_rank_0(job.out, world),
         nullcontext() if watch is None else watch(comm, log),
         _reported_error(world),
     ):
@@ -345,7 +296,7 @@ def _reported_error(world: World) -> Iterator[None]:
 
 
 def open_event_log(
-    out: str | None,
+    out: Path | None,
     world: World,
     *,
     has_launcher: bool,
@@ -364,27 +315,12 @@ def open_event_log(
         return EventLog(None, [open_view()])
     is_restart = world.attempt is not None and world.attempt.restart is not None
     if not is_restart:
-        append_missing_end_event(Path(out), error=UNRECORDED_END)
+        append_missing_end_event(out, error=UNRECORDED_END)
     return EventLog(
-        Path(out),
+        out,
         [open_view()],
         ends_on_error=world.attempt is None or not has_launcher,
     )
-
-
-@contextmanager
-def _end_event_of_killed_rank_0(out: str | None, world: World) -> Iterator[None]:
-    """On another rank that fails because it has lost a peer: write the `end` event that a killed
-    rank 0 could not write.
-    """
-    try:
-        yield
-    except Exception as error:
-        failure = describe_error(error, rank=world.rank, at_s=time.monotonic())
-        if out is not None and world.rank > 0 and failure.kind == "secondary":
-            message = f"rank 0 was killed; rank {world.rank} failed: {failure.text}"
-            end_run_of_dead_writer(Path(out), error=message)
-        raise
 
 
 def _sample_event(model: ParallelModel, generate_text: GenerateText) -> Event:
