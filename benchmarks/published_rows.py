@@ -8,12 +8,17 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.config.efficiency import Efficiency
+from weft.config.hardware import Hardware, find_hardware
 
 VOCAB = 50257
 SCHEDULES = {
@@ -25,22 +30,29 @@ SCHEDULES = {
     "zb-v": "zbv",
     "interleaved-1f1b": "interleaved",
 }
+WITHOUT_NORM_SYNC = ("zb-1p", "zb-2p", "zb-v")
+"""Schedules whose published runs check the norm after the update: Qi et al. 2023, section 4."""
 RECOMPUTE = {"none": "none", "full": "full", "selective(attn core)": "selective"}
 COMPUTE = ("bf16", "fp16", "amp_bf16", "bf16 (fp32 grad accum)", "fp16/bf16 (not printed)")
 # NCCL's kernels take about 16 of the 108 or 132 multiprocessors from those beside them: 0.15.
 UNFUSED = Efficiency(gemm_half=1e6, score_bytes=15.0, overlap_slowdown=0.15, source="")
 FUSED = Efficiency(gemm_half=1e6, overlap_slowdown=0.15, source="")
+GBIT_S = 0.125
+"""10^9 bytes a second."""
+NETWORK = re.compile(r"(?:(\d+)x [A-Za-z-]+ )?([\d.]+) Gb/s.* per (node|GPU)")
+"""As sources print the network: links of a node, their rate, and of what that is the sum."""
 
 
 class InexpressibleError(Exception):
     """The row is no run of weft; says why."""
 
 
-class Stack(NamedTuple):
-    """Rows with one set of constants: a device and the software on it.
+@dataclass(frozen=True)
+class Stack:
+    """Software with one set of constants on a type of device.
 
     Attributes:
-        hardware: name in the table.
+        hardware: type of the device.
         start: constants to start from.
     """
 
@@ -50,6 +62,7 @@ class Stack(NamedTuple):
 
 
 MEGATRON = Stack("A100, Megatron with unfused attention", "a100", UNFUSED)
+DEEPSPEED = Stack("A100, DeepSpeed ZeRO 3", "a100", UNFUSED)
 STACKS = {
     "vTrain single node": MEGATRON,
     "vTrain measured data (MICRO 2024)": MEGATRON,
@@ -62,13 +75,17 @@ STACKS = {
 MOSAIC = "MosaicML llm-foundry benchmarks"
 
 
-class Published(NamedTuple):
+@dataclass(frozen=True)
+class Published:
     """A published measurement as a run.
 
     Attributes:
         key: what decides its half.
         words: of the run, as on a command line.
         layers: of each stage.
+        hardware: of its devices, with the network that the source prints.
+        group: rows of one model and batch, of which one layout is the fastest.
+        waits_for_norm: see `weft.planner.calibrate.MeasuredStep`.
     """
 
     key: str
@@ -77,7 +94,9 @@ class Published(NamedTuple):
     words: tuple[str, ...]
     layers: tuple[int, ...]
     seconds: float
+    hardware: Hardware = field(compare=False)
     group: str = ""
+    waits_for_norm: bool = True
 
     @property
     def values(self) -> dict[str, str]:
@@ -90,6 +109,13 @@ class Published(NamedTuple):
         return {axis[:2]: int(axis[2:]) for axis in self.values["--mesh"].split()}
 
     @property
+    def family(self) -> str:
+        """Rows alike: of one model on devices of one kind."""
+        values = self.values
+        sizes = [values[f"--model.{name}"] for name in ("layers", "dim", "heads", "max_seq_len")]
+        return " ".join((self.source, self.hardware.name, *sizes))
+
+    @property
     def is_fitted(self) -> bool:
         """Whether the row belongs to the half that is fitted."""
         digest = hashlib.sha256(self.key.encode()).digest()
@@ -97,6 +123,7 @@ class Published(NamedTuple):
 
 
 def stack_of(row: Mapping[str, Any]) -> Stack:
+    """The set of constants of a row."""
     source = row["source"]
     gpu = str(row["hardware"].get("gpu", "")).lower()
     if source == MOSAIC:
@@ -107,7 +134,22 @@ def stack_of(row: Mapping[str, Any]) -> Stack:
     return STACKS[source]
 
 
+def hardware_of(row: Mapping[str, Any], stack: Stack) -> Hardware:
+    """The devices of a row: 40 or 80 GB, with the network that is printed."""
+    printed = row["hardware"]
+    has_40_gb = "40gb" in str(printed.get("gpu", "")).lower()
+    hardware = find_hardware("a100-40gb" if has_40_gb else stack.hardware)
+    network = NETWORK.search(str(printed.get("inter_bw") or ""))
+    if network is None:
+        return hardware
+    links, rate, whole = network.groups()
+    devices = int(printed["gpus_per_node"]) if whole == "node" else 1
+    network_gb_s = int(links or 1) * float(rate) * GBIT_S / devices
+    return replace(hardware, network_gb_s=network_gb_s)
+
+
 def seconds_of(row: Mapping[str, Any]) -> float:
+    """Measured seconds of a step, or those of its tokens at the measured speed."""
     values = {**row["derived"], **row["measured"]}
     if "iteration_s" in values:
         return float(values["iteration_s"])
@@ -146,57 +188,94 @@ def padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Equal stages, or first and last ones with a layer less (for embedding and head)."""
+def stage_layers(layers: int, stages: int, *, is_balanced: bool = False) -> tuple[int, ...]:
+    """Equal stages, or first and last ones with a layer less (for embedding and head), or, in
+    DeepSpeed, stages that differ by a layer.
+    """
     if layers % stages == 0:
         return (layers // stages,) * stages
     if (layers + 2) % stages == 0 and stages > 1:
         each = (layers + 2) // stages
         return (each - 1, *[each] * (stages - 2), each - 1)
+    if is_balanced:
+        ends = [stage * layers // stages for stage in range(stages + 1)]
+        return tuple(end - begin for begin, end in pairwise(ends))
     raise InexpressibleError(f"{layers} layers on {stages} stages")
 
 
 def run_of_row(row: Mapping[str, Any]) -> Published:
+    """A row of `perf_rows.json` as a run."""
     model, layout = row["model"], row["layout"]
-    missing = [name for name in ("hidden", "heads", "ffn", "seq", "layers") if not model.get(name)]
+    _check_sizes(row)
+    printed_schedule = str(layout.get("schedule"))
+    recompute = RECOMPUTE.get(str(layout.get("recompute")))
+    if printed_schedule not in SCHEDULES or recompute is None:
+        what = f"{layout.get('schedule')}, recompute {layout.get('recompute')}"
+        raise InexpressibleError(what)
+    degrees = {name: layout.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
+    _check_ranks(row, degrees)
+    schedule, chunks = _schedule(layout)
+    words = [
+        *model_words(model, tp=degrees["tp"], layers=model["layers"]),
+        *layout_words(degrees, row["micro_batch"], row["global_batch"]),
+        *["--data.seq_len", str(model["seq"])],
+        *["--parallel.recompute", recompute, "--parallel.zero", str(layout.get("zero") or 0)],
+    ]
+    if layout.get("sp"):
+        words += ["--parallel.sequence", "True"]
+    if degrees["pp"] > 1:
+        words += ["--pipeline.schedule", schedule, "--pipeline.chunks", str(chunks)]
+    reduce = "float32" if "fp32" in row["dtype"] else "bfloat16"
+    words += ["--precision.reduce", reduce]
+    stack = stack_of(row)
+    if stack == MEGATRON and layout.get("zero") == 3:
+        stack = DEEPSPEED  # Megatron-LM has no ZeRO 3
+    return Published(
+        key=row["id"],
+        source=row["source"],
+        stack=stack,
+        words=tuple(words),
+        layers=stage_layers(
+            model["layers"],
+            degrees["pp"] * chunks,
+            is_balanced=layout.get("embedding_as_stage_layer") is False,
+        ),
+        seconds=seconds_of(row),
+        hardware=hardware_of(row, stack),
+        waits_for_norm=printed_schedule not in WITHOUT_NORM_SYNC,
+    )
+
+
+def _check_sizes(row: Mapping[str, Any]) -> None:
+    model = row["model"]
+    names = ("hidden", "heads", "ffn", "seq", "layers")
+    missing = [name for name in names if not model.get(name)]
     if missing:
         raise InexpressibleError(f"sizes not printed: {', '.join(missing)}")
     if row["dtype"] not in COMPUTE:
         raise InexpressibleError(f"number type {row['dtype']}")
-    schedule = SCHEDULES.get(str(layout.get("schedule")))
-    recompute = RECOMPUTE.get(str(layout.get("recompute")))
-    if schedule is None or recompute is None:
-        raise InexpressibleError(f"{layout.get('schedule')}, recompute {layout.get('recompute')}")
-    if layout.get("ep", 1) > 1 or layout.get("sp"):
-        raise InexpressibleError("experts or sequence parallelism")
-    micro, total = row.get("micro_batch"), row.get("global_batch")
-    if not (micro and total):
+    if row["layout"].get("ep", 1) not in (None, 1):
+        raise InexpressibleError("experts")
+    if not (row.get("micro_batch") and row.get("global_batch")):
         raise InexpressibleError("batch not printed")
-    degrees = {name: layout.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
+
+
+def _check_ranks(row: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
+    ranks = math.prod(degrees.values())
+    devices = row["hardware"].get("count")
+    if devices and devices != ranks:
+        raise InexpressibleError(f"{ranks} ranks are printed for {devices} devices")
+
+
+def _schedule(layout: Mapping[str, Any]) -> tuple[str, int]:
+    """The schedule and the stages of a rank."""
+    schedule = SCHEDULES[str(layout.get("schedule"))]
     chunks = layout.get("vpp") or 1
     if schedule == "zbv":
         chunks = 2
     if chunks > 1 and schedule == "1f1b":
         schedule = "interleaved"
-    layers = stage_layers(model["layers"], degrees["pp"] * chunks)
-    words = [
-        *model_words(model, tp=degrees["tp"], layers=model["layers"]),
-        *layout_words(degrees, micro, total),
-        *["--data.seq_len", str(model["seq"])],
-        *["--parallel.recompute", recompute, "--parallel.zero", str(layout.get("zero") or 0)],
-    ]
-    if degrees["pp"] > 1:
-        words += ["--pipeline.schedule", schedule, "--pipeline.chunks", str(chunks)]
-    reduce = "float32" if "fp32" in row["dtype"] else "bfloat16"
-    words += ["--precision.reduce", reduce]
-    return Published(
-        key=row["id"],
-        source=row["source"],
-        stack=stack_of(row),
-        words=tuple(words),
-        layers=layers,
-        seconds=seconds_of(row),
-    )
+    return schedule, chunks
 
 
 def layout_words(degrees: Mapping[str, int], micro: int, total: int) -> list[str]:
@@ -209,6 +288,7 @@ def layout_words(degrees: Mapping[str, int], micro: int, total: int) -> list[str
 
 
 def run_of_csv(values: Sequence[str]) -> Published:
+    """A row of `vtrain_single.csv` as a run."""
     _, total, micro, hidden, heads, layers, seq, tp, dp, pp = map(int, values[:10])
     model = {"hidden": hidden, "heads": heads, "ffn": 4 * hidden, "seq": seq, "arch": "gpt"}
     words = [
@@ -223,6 +303,7 @@ def run_of_csv(values: Sequence[str]) -> Published:
         words=tuple(words),
         layers=stage_layers(layers, pp),
         seconds=float(values[10]) / 1e3,
+        hardware=find_hardware(MEGATRON.hardware),
         group=",".join((*values[:2], *values[3:7])),
     )
 

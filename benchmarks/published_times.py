@@ -1,12 +1,13 @@
-"""Predicted against published step times: one set of constants a device and software, fitted to half of the rows.
+"""Predicted against published step times: constants fitted to a half of each source's rows, tested on the other half.
 
 PYTHONPATH=src:. python -m benchmarks.published_times FACTS [--only vtrain,bloom] [--cache rows.pkl] [--write folder]
 
 FACTS has `perf_rows.json` (one row a published measurement) and `vtrain_single.csv` (720 steps on one node of A100).
 Rows go to the fitted or the tested half by a hash of their text. Each row is expressed as a run of weft
 (`published_rows.py`), whose stages are measured on meta tensors (`published_work.py`). Megatron's attention of that
-time is not fused: its scores move through memory, which is a constant of the set. Besides the constants of its set, each
-source but the first of a set has one free scale. A row that weft cannot express is listed with the reason.
+time is not fused: its scores move through memory, which is a constant of the set. A source with enough fitted rows has
+constants of its own, those of its machine and software; another one has those that are fitted to the large sources of the same
+software together, and a free scale. A row that weft cannot express is listed with the reason.
 """
 
 from __future__ import annotations
@@ -18,44 +19,29 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.published_rows import (
-    MEGATRON,
-    InexpressibleError,
-    Published,
-    Stack,
-    read_rows,
-)
+from benchmarks.published_rows import InexpressibleError, Published, Stack, read_rows
 from benchmarks.published_work import MeasuredStages
 
-from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.errors import WeftError
-from weft.planner.calibrate import (
-    Calibration,
-    MeasuredStep,
-    Residual,
-    compare,
-    fit,
-    quantile,
-    ratio_range,
-)
+from weft.planner.calibrate import Calibration, MeasuredStep, Residual, compare, condensed, fit
+from weft.planner.fit_statistics import quantile, ratio_range
 
-FIRST_SOURCE = "vTrain single node"
-"""Source without a free scale, of those with Megatron's constants."""
 FEW = 20
 """Rows from which a range is taken."""
+OWN = 12
+"""Fitted rows from which a source has constants of its own."""
 CACHE = Path("runs/published-work.pkl")
 MOST_FITTED = 24
 """Rows of a source that are fitted: more change little."""
-MOST_ACTIONS = 2_500
+MOST_TOGETHER = 12
+"""Rows of a source that are fitted together with other sources."""
+MOST_ACTIONS = 7_000
 """Actions of the schedule of a row that is fitted."""
-
-
-# -- fit, test, report -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -65,58 +51,154 @@ class Account:
     row: Published
     step: MeasuredStep
 
+    @property
+    def num_actions(self) -> int:
+        """Of its schedule."""
+        return sum(map(len, self.step.roles[0].step.plan.table.rows))
 
-def account_of(row: Published, measured: MeasuredStages, *, first_source: str) -> Account:
-    group = "" if row.source == first_source else row.source
-    step = MeasuredStep(row.key, measured.roles_of(row), row.seconds, group=group)
+
+@dataclass(frozen=True)
+class Fitted:
+    """A source with its constants.
+
+    Attributes:
+        is_own: whether they are fitted to this source alone.
+        training: keys of the rows that decided them.
+        scale: predicted times are so many times longer.
+    """
+
+    source: str
+    found: Calibration
+    is_own: bool
+    training: frozenset[str]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Rows of a source beside their predictions.
+
+    Attributes:
+        low, high: range of 80% of measured over predicted times.
+    """
+
+    fitted: Fitted
+    accounts: Sequence[Account]
+    residuals: Sequence[Residual]
+    low: float
+    high: float
+
+    def rows(self, *, is_fitted: bool) -> list[Residual]:
+        """Those of one half."""
+        pairs = zip(self.accounts, self.residuals, strict=True)
+        return [residual for account, residual in pairs if account.row.is_fitted == is_fitted]
+
+
+# -- fit ---------------------------------------------------------------------------------------
+
+
+def account_of(row: Published, measured: MeasuredStages) -> Account:
+    step = MeasuredStep(
+        name=row.key,
+        roles=measured.roles_of(row),
+        seconds=row.seconds,
+        family=row.family,
+        hardware=row.hardware,
+        waits_for_norm=row.waits_for_norm,
+    )
     return Account(row, step)
 
 
-def fitted_rows(accounts: Sequence[Account]) -> list[Account]:
-    """Rows of the fitted half: of each source the first ones by their hash."""
-    by_source: dict[str, list[Account]] = defaultdict(list)
-    for account in accounts:
-        plan = account.step.roles[0].step.plan
-        if account.row.is_fitted and sum(map(len, plan.table.rows)) <= MOST_ACTIONS:
-            by_source[account.row.source].append(account)
+def training_rows(accounts: Sequence[Account], *, most: int) -> list[Account]:
+    """Rows of the fitted half: the first ones by their hash."""
     found = []
-    for members in by_source.values():
-        members.sort(key=lambda account: hashlib.sha256(account.row.key.encode()).hexdigest())
-        found += members[:MOST_FITTED]
+    for account in accounts:
+        if account.row.is_fitted and account.num_actions <= MOST_ACTIONS:
+            found.append(account)
+    found.sort(key=lambda account: hashlib.sha256(account.row.key.encode()).hexdigest())
+    return found[:most]
+
+
+def fitted_source(name: str, accounts: Sequence[Account], stack: Stack) -> Fitted:
+    """Constants of a large source."""
+    training = training_rows(accounts, most=MOST_FITTED)
+    found = fit_rows([account.step for account in training], stack, [name])
+    keys = frozenset(account.row.key for account in training)
+    return Fitted(name, found, is_own=True, training=keys)
+
+
+def fitted_together(by_source: Mapping[str, Sequence[Account]], stack: Stack) -> Calibration:
+    """Constants of all large sources of a stack, each with a scale."""
+    steps: list[MeasuredStep] = []
+    for name, accounts in by_source.items():
+        for account in training_rows(accounts, most=MOST_TOGETHER):
+            steps.append(replace(account.step, group=name))
+    return fit_rows(steps, stack, list(by_source))
+
+
+def fit_rows(steps: Sequence[MeasuredStep], stack: Stack, sources: Sequence[str]) -> Calibration:
+    text = f"fitted to {len(steps)} published steps: {'; '.join(sources)}"
+    begin = time.process_time()
+    hardware = find_hardware(stack.hardware)
+    found = fit(steps, hardware, source=text, start=stack.start)
+    print(f"\n{stack.name}: {text}, {time.process_time() - begin:.0f} CPU-s")
+    print_constants(found)
     return found
 
 
-def error_line(name: str, residuals: Sequence[Residual]) -> str:
-    errors = [abs(residual.error) for residual in residuals]
-    within = sum(error <= 0.1 for error in errors) / len(errors)
-    return (
-        f"  {name:<44} {len(errors):>4} rows  median {100 * statistics.median(errors):5.1f}%"
-        f"  p90 {100 * quantile(errors, 0.9):5.1f}%  within 10%: {100 * within:3.0f}%"
-    )
+def scaled(name: str, accounts: Sequence[Account], together: Calibration, stack: Stack) -> Fitted:
+    """A small source with the constants of the large ones; its scale is the median of its fitted half."""
+    training = [account for account in accounts if account.row.is_fitted]
+    residuals = compared(training, together, stack)
+    scale = statistics.median(residual.ratio for residual in residuals) if residuals else 1.0
+    keys = frozenset(account.row.key for account in training)
+    return Fitted(name, together, is_own=False, training=keys, scale=scale)
 
 
-def report_stack(stack: Stack, accounts: Sequence[Account], folder: Path | None) -> None:
-    """Fit one set of constants, and print what it predicts of both halves."""
-    hardware = find_hardware(stack.hardware)
-    training = fitted_rows(accounts)
-    names = sorted({account.row.source for account in training})
-    source = f"fitted to {len(training)} published steps: {'; '.join(names)}"
-    begin = time.process_time()
-    found = fit([a.step for a in training], hardware, source=source, start=stack.start)
-    print(f"\n{stack.name}: fit of {len(training)} rows, {time.process_time() - begin:.0f} CPU-s")
-    print_constants(found)
+def compared(accounts: Sequence[Account], found: Calibration, stack: Stack) -> list[Residual]:
     steps = [account.step for account in accounts]
-    compared = compare(steps, hardware, found.efficiency, scales=found.scales)
-    residuals = {account.row.key: each for account, each in zip(accounts, compared, strict=True)}
-    low, high = range_of(accounts, training, residuals, found)
-    print(f"  range of 80% of measured/predicted: {low:.3f} to {high:.3f}")
-    print_sources(accounts, residuals)
-    print_covered(accounts, residuals, low, high)
-    report_choice(accounts, residuals)
-    if folder is not None:
-        write_outcome(
-            folder, stack, accounts, residuals, replace(found.efficiency, low=low, high=high)
-        )
+    return list(compare(steps, find_hardware(stack.hardware), found.efficiency))
+
+
+def outcome_of(fitted: Fitted, accounts: Sequence[Account], stack: Stack) -> Outcome:
+    """Every row beside its prediction, and the range: from rows of the fitted half that were not
+    fitted, if there are enough, else from those that were, each family left out.
+    """
+    residuals = []
+    for residual in compared(accounts, fitted.found, stack):
+        scaled_s = fitted.scale * residual.predicted_s
+        residuals.append(replace(residual, predicted_s=scaled_s))
+    spare = []
+    for account, residual in zip(accounts, residuals, strict=True):
+        if account.row.is_fitted and account.row.key not in fitted.training:
+            spare.append(residual.ratio)
+    low, high = ratio_range(spare) if len(spare) >= FEW else fitted.found.range
+    return Outcome(fitted, accounts, residuals, low, high)
+
+
+def outcomes_of(stack: Stack, accounts: Sequence[Account]) -> Iterator[Outcome]:
+    """The outcome of each source of a stack."""
+    by_source: dict[str, list[Account]] = defaultdict(list)
+    for account in accounts:
+        by_source[account.row.source].append(account)
+    large: dict[str, list[Account]] = {}
+    small: dict[str, list[Account]] = {}
+    for name, members in by_source.items():
+        is_large = len(training_rows(members, most=OWN)) == OWN
+        (large if is_large else small)[name] = members
+    for name, members in large.items():
+        yield outcome_of(fitted_source(name, members, stack), members, stack)
+    if not small:
+        return
+    if not large:
+        print(f"\n{stack.name}: too few rows of {'; '.join(small)} for constants")
+        return
+    together = fitted_together(large, stack)
+    for name, members in small.items():
+        yield outcome_of(scaled(name, members, together, stack), members, stack)
+
+
+# -- report ------------------------------------------------------------------------------------
 
 
 def print_constants(found: Calibration) -> None:
@@ -128,51 +210,64 @@ def print_constants(found: Calibration) -> None:
         print(f"  scale of {group}: {scale:.3f}")
 
 
-def range_of(
-    accounts: Sequence[Account],
-    training: Sequence[Account],
-    residuals: Mapping[str, Residual],
-    found: Calibration,
-) -> tuple[float, float]:
-    """The range of predictions: from rows of the fitted half that were not fitted, if there are."""
-    used = {account.row.key for account in training}
-    spare = [
-        residuals[a.row.key].ratio for a in accounts if a.row.is_fitted and a.row.key not in used
-    ]
-    return ratio_range(spare) if len(spare) >= FEW else found.range
-
-
-def print_sources(accounts: Sequence[Account], residuals: Mapping[str, Residual]) -> None:
-    by_half: dict[tuple[str, bool], list[Residual]] = defaultdict(list)
-    for account in accounts:
-        row = account.row
-        by_half[row.source, not row.is_fitted].append(residuals[row.key])
-    for (source, is_test), chosen in sorted(by_half.items()):
-        half = "TEST half" if is_test else "fitted half"
-        print(error_line(f"{source[:30]} {half}", chosen))
-
-
-def print_covered(
-    accounts: Sequence[Account], residuals: Mapping[str, Residual], low: float, high: float
-) -> None:
-    test = [residuals[account.row.key] for account in accounts if not account.row.is_fitted]
+def print_outcome(outcome: Outcome) -> None:
+    """Both halves of a source, and what its range holds."""
+    name = outcome.fitted.source[:34]
+    if not outcome.fitted.is_own:
+        print(f"{name}: constants of the large sources, scale {outcome.fitted.scale:.3f}")
+    for is_fitted, half in ((True, "fitted half"), (False, "TEST half")):
+        rows = outcome.rows(is_fitted=is_fitted)
+        if rows:
+            print(error_line(f"{name} {half}", rows))
+    test = outcome.rows(is_fitted=False)
     if test:
-        print(error_line("all sources TEST half", test))
-        covered = sum(low <= residual.ratio <= high for residual in test) / len(test)
-        print(f"  the range holds {100 * covered:.0f}% of the test half (80% is the aim)")
+        covered = sum(outcome.low <= residual.ratio <= outcome.high for residual in test)
+        print(
+            f"  range {outcome.low:.3f} to {outcome.high:.3f} holds {covered} of {len(test)}"
+            f" of the test half: {100 * covered / len(test):.0f}% (aim 80%)"
+        )
+    report_choice(outcome, only_tested=False)
+    report_choice(outcome, only_tested=True)
 
 
-def write_outcome(
-    folder: Path,
-    stack: Stack,
-    accounts: Sequence[Account],
-    residuals: Mapping[str, Residual],
-    constants: Efficiency,
-) -> None:
+def error_line(name: str, residuals: Sequence[Residual]) -> str:
+    errors = [abs(residual.error) for residual in residuals]
+    within = sum(error <= 0.1 for error in errors) / len(errors)
+    return (
+        f"  {name:<46} {len(errors):>4} rows  median {100 * statistics.median(errors):5.1f}%"
+        f"  p90 {100 * quantile(errors, 0.9):5.1f}%  within 10%: {100 * within:3.0f}%"
+    )
+
+
+def report_choice(outcome: Outcome, *, only_tested: bool) -> None:
+    """What the layout that is predicted to be the fastest costs, beside the one that is."""
+    groups: dict[str, list[Residual]] = defaultdict(list)
+    for account, residual in zip(outcome.accounts, outcome.residuals, strict=True):
+        is_asked = not (only_tested and account.row.is_fitted)
+        if account.row.group and is_asked:
+            groups[account.row.group].append(residual)
+    choices = [members for members in groups.values() if len(members) > 1]
+    if not choices:
+        return
+    excess = []
+    for members in choices:
+        chosen = min(members, key=lambda residual: residual.predicted_s)
+        best = min(residual.measured_s for residual in members)
+        excess.append(chosen.measured_s / best - 1)
+    mean = 100 * statistics.mean(excess)
+    right = sum(not each for each in excess)
+    which = "tested rows" if only_tested else "all rows"
+    print(
+        f"  layout chosen in {len(choices)} cases of 2 to {max(map(len, choices))} layouts, {which}: "
+        f"{mean:.1f}% over the best on average, {100 * max(excess):.0f}% at most, best in {right}"
+    )
+
+
+def write_outcome(folder: Path, stack: Stack, outcome: Outcome) -> None:
     """Write the constants and every row beside its prediction."""
     rows = []
-    for account in accounts:
-        row, residual = account.row, residuals[account.row.key]
+    for account, residual in zip(outcome.accounts, outcome.residuals, strict=True):
+        row = account.row
         rows.append(
             {
                 "source": row.source,
@@ -184,31 +279,14 @@ def write_outcome(
             }
         )
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{stack.hardware}-{stack.name.split()[1]}.json"
-    outcome = {"efficiency": asdict(constants), "rows": rows}
-    (folder / name).write_text(json.dumps(outcome, indent=1))
+    words = [*stack.name.split()[1:2], *outcome.fitted.source.split()[:2]]
+    name = "-".join([stack.hardware, *words]).replace(",", "").replace("/", "")
+    constants = replace(outcome.fitted.found.efficiency, low=outcome.low, high=outcome.high)
+    text = json.dumps({"efficiency": asdict(constants), "rows": rows}, indent=1)
+    (folder / f"{name}.json").write_text(text)
 
 
-def report_choice(accounts: Sequence[Account], residuals: Mapping[str, Residual]) -> None:
-    """What the layout that is predicted to be the fastest costs, beside the one that is."""
-    groups: dict[str, list[Residual]] = defaultdict(list)
-    for account in accounts:
-        if account.row.group:
-            groups[account.row.group].append(residuals[account.row.key])
-    choices = [members for members in groups.values() if len(members) > 1]
-    if not choices:
-        return
-    excess = []
-    for members in choices:
-        chosen = min(members, key=lambda residual: residual.predicted_s)
-        best = min(residual.measured_s for residual in members)
-        excess.append(chosen.measured_s / best - 1)
-    mean = 100 * statistics.mean(excess)
-    right = sum(not each for each in excess)
-    print(
-        f"  layout chosen in {len(choices)} cases of 2 to {max(map(len, choices))} layouts: "
-        f"{mean:.1f}% over the best on average, {100 * max(excess):.0f}% at most, best in {right}"
-    )
+# -- all rows ----------------------------------------------------------------------------------
 
 
 def accounts_of(
@@ -220,14 +298,30 @@ def accounts_of(
         if number % 100 == 0:
             measured.save()
             print(f"  row {number} of {len(rows)}", flush=True)
-        first = FIRST_SOURCE if row.stack == MEGATRON else row.source
         try:
-            stacks[row.stack].append(account_of(row, measured, first_source=first))
+            account = account_of(row, measured)
         except (InexpressibleError, WeftError) as reason:
             text = str(reason).splitlines()[0][:90]
             reasons[f"{row.source}: {text}"] += 1
+            continue
+        stacks[row.stack].append(account)
     measured.save()
+    for accounts in stacks.values():
+        steps = condensed([account.step for account in accounts])
+        pairs = zip(accounts, steps, strict=True)
+        accounts[:] = [replace(account, step=step) for account, step in pairs]
     return stacks
+
+
+def first_rows(rows: Sequence[Published], most: int) -> list[Published]:
+    """So many rows of each source."""
+    counts: Counter[str] = Counter()
+    found = []
+    for row in rows:
+        counts[row.source] += 1
+        if counts[row.source] <= most:
+            found.append(row)
+    return found
 
 
 def main() -> None:
@@ -247,21 +341,13 @@ def main() -> None:
     stacks = accounts_of(rows, MeasuredStages(args.cache), reasons)
     print(f"measured {len(rows)} rows: {time.process_time() - begin:.0f} CPU-s")
     for stack, accounts in stacks.items():
-        report_stack(stack, accounts, args.write)
+        for outcome in outcomes_of(stack, accounts):
+            print_outcome(outcome)
+            if args.write is not None:
+                write_outcome(args.write, stack, outcome)
     print("\nnot expressed:")
     for text, number in sorted(reasons.items()):
         print(f"  {number:>4} x {text}")
-
-
-def first_rows(rows: Sequence[Published], most: int) -> list[Published]:
-    """So many rows of each source."""
-    counts: Counter[str] = Counter()
-    found = []
-    for row in rows:
-        counts[row.source] += 1
-        if counts[row.source] <= most:
-            found.append(row)
-    return found
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def test_the_report_says_what_is_not_determined() -> None:
 
     residuals = (Residual("--mesh dp2 --model.dim 64", 0.010, 0.011),)
     constants = replace(Efficiency(), gemm=0.5, low=0.9, high=1.2)
-    found = Calibration(constants, {"gemm": 0.1, "link": float("inf")}, residuals, {})
+    found = Calibration(constants, {"gemm": 0.1, "link": float("inf")}, residuals, (), {})
     text = report(found)
     assert "gemm               0.5  +- 10%" in text
     assert "not determined by these runs" in text
@@ -87,7 +87,7 @@ def test_the_file_says_which_constants_are_not_determined(tmp_path: Path) -> Non
 
     path = machine(tmp_path, FIGURES)
     constants = replace(Efficiency(), gemm=0.5)
-    found = Calibration(constants, {"gemm": 0.1, "link": float("inf")}, (), {})
+    found = Calibration(constants, {"gemm": 0.1, "link": float("inf")}, (), (), {})
     write_constants(path, found, num_runs=24)
     written = find_hardware(path).efficiency
     assert written.gemm == 0.5

@@ -15,11 +15,9 @@ from weft.planner.calibrate import (
     UNDETERMINED,
     MeasuredStep,
     fit,
-    fit_errors,
     predict_all,
-    quantile,
-    ratio_range,
 )
+from weft.planner.fit_statistics import fit_errors, quantile, ratio_range
 from weft.planner.measure import measure
 
 A100 = find_hardware("a100")
@@ -92,6 +90,19 @@ def test_a_residual_without_its_step_is_that_of_the_mean_of_the_others() -> None
     for value, left_out in zip(values, found.left_out, strict=True):
         mean_of_others = (4 * mean - value) / 3
         assert left_out == pytest.approx(value - mean_of_others, rel=0.01)
+
+
+def test_a_family_of_steps_is_left_out_together() -> None:
+    """Of two families around one mean, each is predicted with the mean of the other one."""
+    numpy = pytest.importorskip("numpy")
+    values = [0.001, 0.003, -0.003, -0.001, -0.004]
+    mean = sum(values) / 5
+    residuals = [value - mean for value in values]
+    found = fit_errors(numpy.ones((5, 1)), residuals, ["a", "a", "b", "b", "b"])
+    mean_of_a, mean_of_b = 0.002, -0.008 / 3
+    others = [mean_of_b, mean_of_b, mean_of_a, mean_of_a, mean_of_a]
+    for value, other, left_out in zip(values, others, found.left_out, strict=True):
+        assert left_out == pytest.approx(value - other, rel=0.05)
 
 
 @pytest.mark.slow

@@ -56,6 +56,17 @@ def test_without_collectives_actions_run_as_in_the_schedule_simulator(hop: float
             assert (played.starts[place], played.ends[place]) == expected[act], (size, act)
 
 
+def test_a_rank_of_zero_bubble_h2_is_busy_from_its_first_to_its_last_action() -> None:
+    """So a step takes 3 m where ranks go on without the global norm, and p - 1 more where they wait
+    for it (Qi et al. 2023, section 4)."""
+    ranks, microbatches = 4, 12
+    order = pipeline_order(table_of("zero_bubble_h2", ranks, 1, microbatches))
+    played = play(order, costs_of(order))
+    windows = [end - start for start, end in zip(played.first_start, played.last_end, strict=True)]
+    assert windows == [3.0 * microbatches] * ranks
+    assert max(played.last_end) == 3.0 * microbatches + ranks - 1
+
+
 def test_a_message_begins_when_both_ends_have_come_to_it_and_the_pair_is_free() -> None:
     """Rank 0 forwards every second; messages of 3 s queue on their way to rank 1."""
     table = make_table("gpipe", ranks=2, microbatches=3)

@@ -9,7 +9,7 @@ Note [Fit]
     the Gauss-Newton covariance. While some constant has a standard error above `UNDETERMINED`, the
     one with the largest goes back to its start value, and the others are fitted again: so every
     fitted constant is determined by the runs, and no other constant has moved. The range `low` to
-    `high` holds 80% of measured over predicted times.
+    `high` holds 80% of measured over predicted times of steps that were not fitted.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from weft.config.efficiency import Efficiency
 from weft.config.hardware import Hardware
 from weft.errors import Fault, PlanError, WeftError
 from weft.planner.condensed import Condenser
+from weft.planner.fit_statistics import (
+    NO_INFLUENCE,
+    OUTLIER,
+    FitErrors,
+    derivatives,
+    fit_errors,
+    quantile,
+    ratio_range,
+)
 from weft.planner.measure import RoleCosts
 from weft.planner.pipeline_time import PipelineOrder, pipeline_order
 from weft.planner.speeds import Speeds
-from weft.planner.step_time import step_seconds
+from weft.planner.step_time import step_time
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "gemm": (1e-4, 1.0),
@@ -45,30 +54,15 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 """Constants that are fitted, with their bounds. Those that start at 0 are left there."""
 
 SCALE_BOUNDS = (0.2, 5.0)
-OUTLIER = 0.03
-"""Residual (logarithm of a ratio) above which a step counts less."""
 PULL = 0.01
 """Residual of a constant that is e times its start: what runs say must be stronger."""
 SETTLED = 1e-3
 """Relative change of the constants at which the fit ends."""
 MOST_EVALUATIONS = 15
-LOG_STEP = 0.02
-"""Change of a logarithm from which a derivative is taken: times have corners and are rounded."""
-COVERED = 0.8
-"""Share of measured times in the range of a prediction."""
 UNDETERMINED = math.log(2)
 """Standard error of the logarithm of a constant above which the runs do not determine it."""
-NO_INFLUENCE = 1e-3
-"""Largest change of a logarithm of a time by one of a constant below which it has no influence."""
-
 TRIED_SHARE = 0.8
 """Of a constant: how much less of it is tried."""
-LEAST_FREEDOM = 0.2
-"""Of a step that almost alone decides a constant: its residual without it is at most five times as
-large.
-"""
-COLLINEAR = 1e-9
-"""Added to the diagonal of J'J, whose columns are normed: equal columns get large errors."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +74,29 @@ class MeasuredStep:
         roles: one a pipeline coordinate, from `measure`.
         seconds: of a step.
         group: steps of one group have a free scale in common; "": none.
+        family: steps alike, which are left out together where the range is made; "": its name.
+        hardware: of this run, where it differs from that of the fit in its figures.
+        waits_for_norm: whether every rank waits for the global norm, as in weft. If not, each goes on
+            with the next step (post-validation: Qi et al. 2023, section 4).
     """
 
     name: str
     roles: tuple[RoleCosts, ...]
     seconds: float
     group: str = ""
+    family: str = ""
+    hardware: Hardware | None = None
+    waits_for_norm: bool = True
 
     @cached_property
     def order(self) -> PipelineOrder:
         """Of its schedule."""
         return pipeline_order(self.roles[0].step.plan.table)
+
+    def predicted_s(self, speeds: Speeds) -> float:
+        """Seconds of a step."""
+        time = step_time(self.roles, speeds, order=self.order)
+        return time.total_s if self.waits_for_norm else time.period_s
 
 
 @dataclass(frozen=True)
@@ -121,12 +127,15 @@ class Calibration:
         uncertainty: standard error of each constant that has an influence, as a share of it;
             infinite where the runs do not determine it, and it has the value that it started from.
         residuals: of the steps that were fitted.
+        left_out: measured over predicted times of these steps, as if their families had not been
+            fitted.
         scales: of each group: measured times of its steps are so many times longer.
     """
 
     efficiency: Efficiency
     uncertainty: Mapping[str, float]
     residuals: tuple[Residual, ...]
+    left_out: tuple[float, ...]
     scales: Mapping[str, float]
 
     @property
@@ -137,7 +146,8 @@ class Calibration:
     @property
     def median_error(self) -> float:
         """Of the predictions, as a share of the measured times."""
-        return quantile([abs(residual.error) for residual in self.residuals], 0.5)
+        errors = [abs(residual.error) for residual in self.residuals]
+        return quantile(errors, 0.5)
 
 
 def fit(
@@ -157,34 +167,33 @@ def fit(
         PlanError: fewer steps than constants that matter, or a time that is not positive.
         WeftError: scipy is not installed.
     """
-    _check_steps(steps)
+    _check_times(steps)
     least_squares = _least_squares()
     problem = _StepResiduals(condensed(steps), hardware, start or Efficiency())
     names = problem.constants_that_matter()
-    num_free = len(names) + len(problem.groups)
-    if len(steps) <= num_free:
-        need = f"more than the {num_free} constants that are fitted"
-        raise PlanError(Fault("calibrate", "too few runs", f"{len(steps)}", need))
+    _check_number(steps, num_free=len(names) + len(problem.groups))
     uncertainty = dict.fromkeys(names, math.inf)
     logs = problem.start_logs(names)
     while True:
         logs = problem.solved(names, logs, least_squares)
-        found = problem.errors(names, logs)
-        errors = found.of_numbers[: len(names)]
-        if max(errors, default=0.0) < UNDETERMINED:
+        tangent = problem.tangent(names, logs)
+        determined = tangent.determined(num_constants=len(names))
+        if len(determined) == len(names):
             break
-        worst = errors.index(max(errors))
-        names = names[:worst] + names[worst + 1 :]
-        logs = logs[:worst] + logs[worst + 1 :]
-    uncertainty.update(zip(names, errors, strict=True))
-    constants, scales = problem.values(names, logs)
-    compared = compare(problem.steps, hardware, constants, scales=scales)
-    lowest, highest = ratio_range([math.exp(-error) for error in found.left_out])
+        scales = range(len(names), len(logs))
+        logs = [logs[place] for place in (*determined, *scales)]
+        names = [names[place] for place in determined]
+    errors = tangent.errors()
+    uncertainty.update(zip(names, errors.of_numbers, strict=False))
+    constants, scales_of_groups = problem.values(names, logs)
+    left_out = tuple(math.exp(-error) for error in errors.left_out)
+    lowest, highest = ratio_range(left_out)
     return Calibration(
         efficiency=replace(constants, source=source, low=lowest, high=highest),
         uncertainty=uncertainty,
-        residuals=compared,
-        scales=scales,
+        residuals=compare(problem.steps, hardware, constants, scales=scales_of_groups),
+        left_out=left_out,
+        scales=scales_of_groups,
     )
 
 
@@ -216,49 +225,27 @@ def predict_all(
     scales: Mapping[str, float],
 ) -> list[float]:
     """The predicted seconds of each step."""
-    speeds = Speeds(hardware.with_efficiency(constants))
     predicted = []
     for step in steps:
-        seconds = step_seconds(step.roles, speeds, order=step.order)
-        predicted.append(seconds * scales.get(step.group, 1.0))
+        own = step.hardware or hardware
+        speeds = Speeds(own.with_efficiency(constants))
+        scale = scales.get(step.group, 1.0)
+        predicted.append(scale * step.predicted_s(speeds))
     return predicted
 
 
-def ratio_range(ratios: Sequence[float]) -> tuple[float, float]:
-    """The range of measured over predicted times that holds 80% of those of other steps: n ratios
-    divide the line into n + 1 parts, and the next one lies in each of them with the same probability
-    (conformal prediction: Vovk et al. 2005).
-
-    Args:
-        ratios: of steps that were not fitted, or as if they had not been.
-    """
-    tail = (1 - COVERED) / 2
-    low = _between(ratios, (len(ratios) + 1) * tail)
-    high = _between(ratios, (len(ratios) + 1) * (1 - tail))
-    return min(low, 1.0), max(high, 1.0)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of the values lies, between neighbours in proportion."""
-    return _between(values, 1 + share * (len(values) - 1))
-
-
-def _between(values: Sequence[float], place: float) -> float:
-    """The value at a place, counted from 1 in ascending order, between neighbours in proportion."""
-    ordered = sorted(values)
-    inside = min(max(place, 1.0), len(ordered))
-    below = math.floor(inside)
-    lower = ordered[below - 1]
-    upper = ordered[min(below, len(ordered) - 1)]
-    return lower + (inside - below) * (upper - lower)
-
-
-def _check_steps(steps: Sequence[MeasuredStep]) -> None:
+def _check_times(steps: Sequence[MeasuredStep]) -> None:
     for step in steps:
         is_time = math.isfinite(step.seconds) and step.seconds > 0
         if not is_time:
             what = f"{step.name} has no time"
             raise PlanError(Fault("calibrate", what, f"{step.seconds} s"))
+
+
+def _check_number(steps: Sequence[MeasuredStep], *, num_free: int) -> None:
+    if len(steps) <= num_free:
+        need = f"more than the {num_free} constants that are fitted"
+        raise PlanError(Fault("calibrate", "too few runs", f"{len(steps)}", need))
 
 
 def _least_squares() -> Callable[..., Any]:
@@ -271,43 +258,37 @@ def _least_squares() -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class FitErrors:
-    """What is known of fitted numbers from the derivatives of the residuals.
+class _Tangent:
+    """Residuals of a solution and their derivatives.
 
     Attributes:
-        of_numbers: standard errors; infinite for a number without influence.
-        left_out: residual of each step, of a fit without that step.
+        jacobian: one row a step, one column a number: the constants, then the scales.
+        families: of each step.
     """
 
-    of_numbers: list[float]
-    left_out: list[float]
+    jacobian: Any
+    residuals: Sequence[float]
+    families: Sequence[str]
 
+    def errors(self, columns: Sequence[int] | None = None) -> FitErrors:
+        """Of the fit of all numbers, or of some of them."""
+        jacobian = self.jacobian if columns is None else self.jacobian[:, list(columns)]
+        return fit_errors(jacobian, self.residuals, self.families)
 
-def fit_errors(jacobian: Any, residuals: Sequence[float]) -> FitErrors:
-    """Standard errors s^2 (J'WJ)^-1, where W are the weights of Cauchy's loss, and residuals without a
-    step, r / (1 - h) with its leverage h (Cook and Weisberg 1982).
-
-    Args:
-        jacobian: derivatives, one row a residual and one column a number.
-    """
-    import numpy as np  # scipy's, which is an extra
-
-    errors = np.asarray(residuals)
-    num_steps, num_numbers = jacobian.shape
-    num_free = max(1, num_steps - num_numbers)
-    weights = 1 / (1 + np.square(errors / OUTLIER))
-    squares = weights * np.square(errors)
-    variance = squares.sum() / num_free
-    lengths = np.sqrt(weights @ np.square(jacobian))
-    has_influence = lengths > NO_INFLUENCE
-    normed = jacobian / np.where(has_influence, lengths, 1.0)
-    information = normed.T @ (weights[:, None] * normed)
-    inverse = np.linalg.inv(information + COLLINEAR * np.eye(num_numbers))
-    deviations = np.sqrt(np.maximum(0.0, variance * np.diag(inverse)))
-    of_numbers = np.where(has_influence, deviations / np.maximum(lengths, NO_INFLUENCE), math.inf)
-    leverages = weights * np.einsum("ij,jk,ik->i", normed, inverse, normed)
-    left_out = errors / np.maximum(1 - leverages, LEAST_FREEDOM)
-    return FitErrors(of_numbers.tolist(), left_out.tolist())
+    def determined(self, *, num_constants: int) -> list[int]:
+        """Places of the constants that are left when, one after another, the one with the largest
+        error above UNDETERMINED is not fitted.
+        """
+        num_numbers = self.jacobian.shape[1]
+        scales = range(num_constants, num_numbers)
+        places = list(range(num_constants))
+        while places:
+            errors = self.errors([*places, *scales]).of_numbers[: len(places)]
+            largest = max(errors)
+            if largest < UNDETERMINED:
+                break
+            del places[errors.index(largest)]
+        return places
 
 
 class _StepResiduals:
@@ -387,21 +368,25 @@ class _StepResiduals:
         logs_found: list[float] = found.x.tolist()
         return logs_found
 
-    def errors(self, names: Sequence[str], logs: Sequence[float]) -> FitErrors:
-        """Of these logarithms, from the steps alone, without the pull."""
+    def tangent(self, names: Sequence[str], logs: Sequence[float]) -> _Tangent:
+        """At these logarithms, from the steps alone, without the pull."""
         _, highest = self._log_bounds(names)
 
         def residuals(logs: Sequence[float]) -> list[float]:
             return self._residuals(names, logs)
 
         jacobian = derivatives(residuals, logs, highest)
-        return fit_errors(jacobian, residuals(logs))
+        families = [step.family or step.name for step in self.steps]
+        return _Tangent(jacobian, residuals(logs), families)
 
     def _log_bounds(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
         bounds = [BOUNDS[name] for name in names]
         bounds += [SCALE_BOUNDS] * len(self.groups)
-        lowest = [math.log(low) for low, _ in bounds]
-        highest = [math.log(high) for _, high in bounds]
+        lowest = []
+        highest = []
+        for low, high in bounds:
+            lowest.append(math.log(low))
+            highest.append(math.log(high))
         return lowest, highest
 
     def _residuals(self, names: Sequence[str], logs: Sequence[float]) -> list[float]:
@@ -415,24 +400,3 @@ class _StepResiduals:
     def _log_times(self, constants: Efficiency, scales: Mapping[str, float]) -> list[float]:
         predicted = predict_all(self.steps, self.hardware, constants, scales)
         return [math.log(seconds) for seconds in predicted]
-
-
-def derivatives(
-    function: Callable[[Sequence[float]], list[float]],
-    logs: Sequence[float],
-    highest: Sequence[float],
-) -> Any:
-    """Derivatives of a function by each logarithm, one column each, from a step that stays below
-    the upper bound.
-    """
-    import numpy as np  # scipy's, which is an extra
-
-    before = np.asarray(function(logs))
-    columns = []
-    for place, log in enumerate(logs):
-        is_inside = log + LOG_STEP <= highest[place]
-        step = LOG_STEP if is_inside else -LOG_STEP
-        changed = [*logs[:place], log + step, *logs[place + 1 :]]
-        after = np.asarray(function(changed))
-        columns.append((after - before) / step)
-    return np.stack(columns, axis=1)

@@ -143,6 +143,15 @@ class PlayedActions:
     last_end: list[float]
     carried: list[tuple[Carried, ...]]
 
+    @property
+    def first_start(self) -> list[float]:
+        """By rank, when its first action begins."""
+        found = list(self.last_end)
+        for number, start in zip(self.order.class_of, self.starts, strict=True):
+            rank = self.order.classes[number].rank
+            found[rank] = min(found[rank], start)
+        return found
+
 
 class _RankLinks:
     """Operations and messages under way on the links of a rank, and times of its regions by what

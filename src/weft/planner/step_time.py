@@ -62,6 +62,18 @@ class StepTime:
     actions: PlayedActions
     phases: tuple[PhaseSpan, ...]
 
+    @property
+    def period_s(self) -> float:
+        """Seconds from step to step where no rank waits for the global norm: what the busiest rank
+        takes from its first action to the end of its update.
+        """
+        begins = self.actions.first_start
+        busy = []
+        for phase in self.phases:
+            if phase.name == "reduce":
+                busy.append(phase.end - begins[phase.rank])
+        return self.targets_s + max(busy) + self.update_s
+
     @cached_property
     def timeline(self) -> Timeline:
         """Of the actions, in seconds after the begin of the step."""
@@ -110,16 +122,7 @@ def step_time(
     updates = [step.update(row, synced_at) for row in range(len(roles))]
     ended_at = max(span.end for span in updates)
     pipeline_end = max(played.last_end)
-    targets = [
-        PhaseSpan(
-            row,
-            "targets",
-            0.0,
-            begin,
-            None,
-        )
-        for row in range(len(roles))
-    ]
+    targets = [PhaseSpan(row, "targets", 0.0, begin, None) for row in range(len(roles))]
     return StepTime(
         total_s=ended_at,
         targets_s=begin,
