@@ -167,8 +167,8 @@ TABLE = {
         "error: pipeline.chunks: zbv does not work with 1 chunk a rank (need 2). Fix: --pipeline.chunks 2",
     ),
     "layers for dual_pipe_v": (
-        *("--mesh", "pp3", "--pipeline.schedule", "dual_pipe_v"),
-        "more stages than layers (got 6 stages, 4 layers; need at most 4 stages). Fix: --mesh pp2",
+        *("--mesh", "pp4", "--pipeline.schedule", "dual_pipe_v"),
+        'more stages than layers (got 8 stages, 4 layers; need at most 6 stages: the layers, embed and head). Fix: --mesh "pp2 dp2"',
     ),
     "chunks for zero_bubble": (
         *("--mesh", "pp2", "--pipeline.schedule", "zero_bubble_h2", "--pipeline.chunks", "2"),

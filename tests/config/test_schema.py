@@ -176,7 +176,7 @@ def test_divisors_are_all_common_ones(numbers):
     [
         (
             ["--mesh", "pp8"],
-            "more stages than layers (got 8 stages, 4 layers; need at most 4 stages)",
+            "more stages than layers (got 8 stages, 4 layers; need at most 6 stages: the layers, embed and head)",
         ),
         (["--mesh", "pp2", "--pipeline.schedule", "interlaved"], "did you mean 'interleaved'?"),
         (

@@ -35,7 +35,7 @@ TABLE = {
     "cp beside tp": ((*ASK, "--mesh", "cp2 tp2"), "need pp, ep and tp alone). Fix: --mesh tp2 or give its ranks to tp"),
     "tp does not divide": ((*ASK, "--mesh", "tp3"), "error: mesh: tp3 does not divide the model's heads, kv_heads, ffn (got 4"),
     "no experts": ((*ASK, "--mesh", "ep2"), "error: mesh: ep2 shards experts, and llama3 has none"),
-    "more stages than layers": ((*ASK, "--mesh", "pp3"), "more stages than layers (got 3 stages, 2 layers"),
+    "more stages than layers": ((*ASK, "--mesh", "pp5"), "more stages than layers (got 5 stages, 2 layers"),
     "mesh text": ((*ASK, "--mesh", "tpx"), "error: mesh: cannot read 'tpx'"),
     "unknown key": ((RUN, "--temprature", "1"), "error: temprature: unknown key. Fix: did you mean 'temperature'?"),
     "cold": ((RUN, "--temperature", "-1"), "error: temperature: out of range (got -1.0; need a number, at least 0"),

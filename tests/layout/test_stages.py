@@ -73,15 +73,66 @@ def test_counts_of_the_user_are_used() -> None:
     assert num_layers(split_by_counts(chain([1] * 6), (1, 3, 2))) == [1, 3, 2]
 
 
-@pytest.mark.parametrize("counts", [(1, 2), (3, 3, 1), (6, 0)])
-def test_counts_that_do_not_add_up_are_rejected(counts: tuple[int, ...]) -> None:
-    with pytest.raises(PlanError, match=r"pipeline\.split"):
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ((1, 2), "do not add up"),
+        ((3, 3, 1), "do not add up"),
+        ((7, -1), "do not add up"),
+        ((3, 0, 3), "stage 1 has no layer"),
+        ((0, 3, 0, 3), "stage 2 has no layer"),
+        ((0, 0, 6), "stage 1 has no layer"),
+    ],
+)
+def test_counts_that_do_not_add_up_are_rejected(counts: tuple[int, ...], message: str) -> None:
+    with pytest.raises(
+        PlanError, match=rf"pipeline\.split: .*{message}.*first and the last may be 0"
+    ):
         split_by_counts(chain([1] * 6), counts)
 
 
-def test_more_stages_than_layers_are_rejected() -> None:
-    with pytest.raises(PlanError, match="more stages than layers"):
-        split_by_cost(chain([1] * 3), 4)
+def test_the_first_and_the_last_stage_may_have_no_layer() -> None:
+    assert split_by_counts(chain([1] * 2), (0, 1, 1, 0)) == (
+        ("embed",),
+        ("layer0",),
+        ("layer1",),
+        ("head", "loss"),
+    )
+    assert split_by_counts(chain([1] * 2), (2, 0)) == (
+        ("embed", "layer0", "layer1"),
+        ("head", "loss"),
+    )
+
+
+def test_an_end_without_blocks_of_its_own_needs_a_layer() -> None:
+    bare = chain([1] * 3)[1:4]  # layers only
+    loss = (*bare, chain([1])[-1])
+    for blocks in (bare, loss):
+        for counts in ((0, 3), (3, 0)):
+            with pytest.raises(
+                PlanError, match=r"has no layer \(.*need at least one layer a stage\)"
+            ):
+                split_by_counts(blocks, counts)
+        with pytest.raises(PlanError, match="need at most 3 stages"):
+            split_by_cost(blocks, 4)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 30))
+def test_one_or_two_stages_more_than_layers_leave_the_ends_without(
+    costs: list[int], head: int
+) -> None:
+    blocks = chain(costs, head)
+    ones = [1] * len(costs)
+    price = {block.name: block.flops for block in blocks}
+    stages = split_by_cost(blocks, len(costs) + 1)
+    slowest = max(sum(price[name] for name in stage) for stage in stages)
+    without_first = max(*costs[:-1], costs[-1] + head, 0)
+    without_last = max(*costs, head)
+    assert num_layers(stages) in ([0, *ones], [*ones, 0])
+    assert slowest == min(without_first, without_last)
+    assert num_layers(split_by_cost(blocks, len(costs) + 2)) == [0, *ones, 0]
+    with pytest.raises(PlanError, match=r"more stages than layers .*the layers, embed and head"):
+        split_by_cost(blocks, len(costs) + 3)
 
 
 def test_deep_models_are_split_quickly() -> None:

@@ -82,7 +82,9 @@ TransportName = Literal["threads", "processes"]
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model; `layers` 0: as many as the model has by itself."""
+    """One layout of one model; `layers` 0: as many as the model has by itself; `split`: layers of
+    every stage as words.
+    """
 
     mesh: str
     family: str = "llama3"
@@ -100,6 +102,7 @@ class Case:
     micro_size: int = 1
     clip: float = CLIP
     layers: int = 0
+    split: str = ""
 
     def __str__(self) -> str:
         options = {
@@ -112,6 +115,7 @@ class Case:
             "free": self.clip != CLIP,
             f"l{self.layers}": self.layers > 0,
             f"b{self.bucket_bytes}": self.bucket_bytes != 4096,
+            f"split_{self.split.replace(' ', '_')}": self.split != "",
         }
         words = [self.family]
         words += [option for option, is_set in options.items() if is_set]
@@ -159,7 +163,11 @@ class Case:
                     context=self.context,
                     recompute=self.recompute,
                 ),
-                "pipeline": PipelineConfig(schedule=self.schedule, chunks=self.chunks),
+                "pipeline": PipelineConfig(
+                    schedule=self.schedule,
+                    chunks=self.chunks,
+                    split=tuple(map(int, self.split.split())),
+                ),
                 "precision": PrecisionConfig(params="float64", compute="float64", reduce="float64"),
             }
         )

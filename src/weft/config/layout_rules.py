@@ -148,7 +148,7 @@ def layers_make_stages(
     *,
     seq_len: int,
 ) -> Iterator[Fault]:
-    """There is a layer for every stage, and `pipeline.split` counts all of them."""
+    """There is a layer for every stage but the ends, and `pipeline.split` counts all layers."""
     num_ranks = mesh.degree(pipeline_axis())
     num_stages = num_ranks * pipeline.chunks
     split = pipeline.split

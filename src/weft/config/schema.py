@@ -329,8 +329,10 @@ class PipelineConfig(ConfigSection):
         le=256,
         description="model chunks a pipeline rank (stages = pp x chunks)",
     )
-    split: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (), description="layers of every stage, first to last; empty: balanced by FLOPs"
+    split: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (),
+        description="layers of every stage, first to last (0: only the embedding, or only the head); "
+        "empty: balanced by FLOPs",
     )
 
 

@@ -141,9 +141,6 @@ def stages(
 ) -> Iterator[Suggestion]:
     """Fewer stages, or layers for all of them; where `pipeline.split` is set, one that adds up."""
     for suggestion in _numbers_of_stages(mesh, model, pipeline):
-        if not pipeline.split:
-            yield suggestion
-            continue
         new_mesh = Mesh.parse(suggestion.get("mesh", mesh.text))
         chunks = suggestion.get("pipeline.chunks", pipeline.chunks)
         num_stages = new_mesh.degree(pipeline_axis()) * chunks
@@ -152,9 +149,11 @@ def stages(
             new_model = model.model_copy(update={"layers": suggestion["model.layers"]})
         num_layers = sum(block.is_layer for block in new_model.block_specs(seq_len))
         if num_stages > num_layers:
-            yield suggestion
-        else:
+            continue
+        if pipeline.split:
             yield {**suggestion, "pipeline.split": _even_split(num_layers, num_stages)}
+        else:
+            yield suggestion
 
 
 def _numbers_of_stages(

@@ -60,7 +60,7 @@ def _stage_lines(plan: Plan) -> list[str]:
     total_flops = sum(stage.flops for stage in plan.stages) or 1.0
     lines = [
         f"pipeline: {plan.schedule_name}, {stages}, bubble {bubble_percent:.1f}% (predicted)",
-        "  balanced by FLOPs (minimises the slowest stage)",
+        "  share of the FLOPs by stage (the slowest one decides)",
     ]
     for index, stage in enumerate(plan.stages):
         rank = plan.table.stage_to_rank[index]

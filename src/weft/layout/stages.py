@@ -22,21 +22,22 @@ def split_by_cost(
     smallest.
 
     Every stage gets at least one layer; blocks before the first layer (embedding) stay on the first
-    stage and blocks after the last (head, loss) on the last. Among equally good splits the sum of
-    squares decides, then lighter first
-    stages: the first stage holds the embedding and the most activations.
+    stage and blocks after the last (head, loss) on the last. Only where there are one or two stages
+    more than layers, these blocks are stages of their own. Among equally good splits the sum of
+    squares decides, then lighter first stages: the first stage holds the embedding and the most
+    activations.
 
     Raises:
-        PlanError: when there are more stages than layers.
+        PlanError: when there are more stages than layers, the first and the last stage aside.
     """
     check_number_of_stages(blocks, num_stages)
-    units = _layer_units(blocks)
-    costs: list[int] = []
-    for unit in units:
-        flops = sum(block.flops for block in unit)
-        costs.append(round(flops))
-    bounds = _balanced_bounds(tuple(costs), num_stages)
-    return _names_between(units, bounds)
+    chain = _layered(blocks)
+    missing = num_stages - len(chain.layers)
+    if missing <= 0:
+        counts = _balanced_counts(chain, num_stages)
+    else:
+        counts = _one_layer_a_stage(chain, ends_without=missing)
+    return _names_by_counts(chain, counts)
 
 
 def check_stage_limit(num_stages: int) -> None:
@@ -56,14 +57,16 @@ def check_stage_limit(num_stages: int) -> None:
 
 
 def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None:
-    """Check that there is a layer for every stage.
+    """Check that there is a layer for every stage but those that the ends of the chain can be.
 
     Raises:
-        PlanError: when there are more stages than layers, or than `MAX_STAGES`.
+        PlanError: when there are more stages than that, or than `MAX_STAGES`.
     """
     check_stage_limit(num_stages)
-    num_layers = len(_layer_units(blocks))
-    if num_stages > num_layers:
+    chain = _layered(blocks)
+    num_layers = len(chain.layers)
+    most = num_layers + chain.can_lack_layers.count(True)
+    if num_stages > most:
         fills_ranks = num_stages % max(num_layers, 1) == 0
         stages = counted(num_stages, "stage")
         layers = counted(num_layers, "layer")
@@ -71,7 +74,7 @@ def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None
             "pipeline.chunks" if fills_ranks else "mesh",
             "more stages than layers",
             got=f"{stages}, {layers}",
-            need=f"at most {counted(num_layers, 'stage')}",
+            need=f"at most {counted(most, 'stage')}{_ends_text(chain)}",
             fix="use fewer pipeline ranks or chunks, or more layers",
         )
         raise PlanError(fault)
@@ -83,54 +86,153 @@ def split_by_counts(
 ) -> tuple[tuple[str, ...], ...]:
     """Names of blocks for each stage, where `counts` says how many layers each stage gets.
 
+    The first stage may have none, where blocks precede the layers (embedding), and the last one,
+    where blocks besides the loss follow them (head).
+
     Raises:
-        PlanError: when the counts do not add up to the number of layers, or a stage gets none.
+        PlanError: when the counts do not add up to the number of layers, or another stage gets
+            none.
     """
-    units = _layer_units(blocks)
-    num_layers = len(units)
+    chain = _layered(blocks)
+    num_layers = len(chain.layers)
     total = sum(counts)
-    fewest = min(counts, default=0)
-    if total != num_layers or fewest < 1:
-        given = " ".join(map(str, counts))
+    given = " ".join(map(str, counts))
+    if total != num_layers or min(counts, default=0) < 0:
         fault = Fault(
             "pipeline.split",
             "the layers of the stages do not add up",
             got=f"{given}, together {total}",
-            need=f"{counted(num_layers, 'layer')}, at least one a stage",
+            need=f"{counted(num_layers, 'layer')}, at least one a stage{_zero_text(chain)}",
             fix="give one number of layers per stage",
         )
         raise PlanError(fault)
-    bounds = tuple(itertools.accumulate(counts, initial=0))
-    return _names_between(units, bounds)
+    least = least_layers(blocks, len(counts))
+    for stage, count in enumerate(counts):
+        if count < least[stage]:
+            fault = Fault(
+                "pipeline.split",
+                f"stage {stage} has no layer",
+                got=given,
+                need=f"at least one layer a stage{_zero_text(chain)}",
+                fix="give one number of layers per stage",
+            )
+            raise PlanError(fault)
+    return _names_by_counts(chain, counts)
 
 
-def _names_between(
-    units: Sequence[Sequence[BlockSpec]],
-    bounds: Sequence[int],
-) -> tuple[tuple[str, ...], ...]:
-    """Names of the blocks of each run of units, `bounds[i]` to `bounds[i + 1]`."""
-    runs: list[tuple[str, ...]] = []
-    for lo, hi in itertools.pairwise(bounds):
-        names: list[str] = []
-        for unit in units[lo:hi]:
-            for block in unit:
-                names.append(block.name)
-        runs.append(tuple(names))
-    return tuple(runs)
+def least_layers(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[int, ...]:
+    """Fewest layers of every stage: 0 for the ends that other blocks can fill, 1 for the rest."""
+    first, last = _layered(blocks).can_lack_layers
+    least = [1] * num_stages
+    if num_stages > 1:
+        least[0] = 0 if first else 1
+        least[-1] = 0 if last else 1
+    return tuple(least)
 
 
-def _layer_units(blocks: Sequence[BlockSpec]) -> tuple[tuple[BlockSpec, ...], ...]:
-    """Blocks grouped so that each group holds one layer: leading blocks join the first, trailing
-    ones the last layer.
+class _LayeredChain(NamedTuple):
+    """The blocks of a model: those before the first layer, every layer (with the blocks between it
+    and the next one), those after the last layer.
     """
-    units: list[list[BlockSpec]] = [[]]
-    has_layer = False
-    for block in blocks:
-        if block.is_layer and has_layer:
-            units.append([])
-        has_layer = has_layer or block.is_layer
-        units[-1].append(block)
-    return tuple(map(tuple, units))
+
+    before: tuple[BlockSpec, ...]
+    layers: tuple[tuple[BlockSpec, ...], ...]
+    after: tuple[BlockSpec, ...]
+
+    @property
+    def can_lack_layers(self) -> tuple[bool, bool]:
+        """Whether the first stage, and the last one, can do without a layer: the loss alone is no
+        stage.
+        """
+        return bool(self.before), len(self.after) > 1
+
+
+def _layered(blocks: Sequence[BlockSpec]) -> _LayeredChain:
+    """Blocks by layer; a chain without layers counts as one layer."""
+    places = [place for place, block in enumerate(blocks) if block.is_layer]
+    if not places:
+        return _LayeredChain((), (tuple(blocks),), ())
+    stops = [*places[1:], places[-1] + 1]
+    layers: list[tuple[BlockSpec, ...]] = []
+    for start, stop in zip(places, stops, strict=True):
+        layers.append(tuple(blocks[start:stop]))
+    return _LayeredChain(
+        before=tuple(blocks[: places[0]]),
+        layers=tuple(layers),
+        after=tuple(blocks[places[-1] + 1 :]),
+    )
+
+
+def _names_by_counts(
+    chain: _LayeredChain,
+    counts: Sequence[int],
+) -> tuple[tuple[str, ...], ...]:
+    """Names of the blocks of every stage with so many layers."""
+    stages: list[list[str]] = []
+    layers = iter(chain.layers)
+    for count in counts:
+        names: list[str] = []
+        for layer in itertools.islice(layers, count):
+            names.extend(block.name for block in layer)
+        stages.append(names)
+    stages[0][:0] = [block.name for block in chain.before]
+    stages[-1].extend(block.name for block in chain.after)
+    return tuple(map(tuple, stages))
+
+
+def _ends_text(chain: _LayeredChain) -> str:
+    """What the stages can hold besides layers, behind a number of them."""
+    ends: list[str] = []
+    if chain.can_lack_layers[0]:
+        ends.append(chain.before[0].name)
+    if chain.can_lack_layers[1]:
+        ends.append(chain.after[-2].name)
+    if not ends:
+        return ""
+    return f": the layers, {' and '.join(ends)}"
+
+
+def _zero_text(chain: _LayeredChain) -> str:
+    """Which numbers of layers may be 0."""
+    first, last = chain.can_lack_layers
+    if first and last:
+        return "; the first and the last may be 0"
+    if first or last:
+        return f"; the {'first' if first else 'last'} may be 0"
+    return ""
+
+
+def _balanced_counts(chain: _LayeredChain, num_stages: int) -> tuple[int, ...]:
+    """Layers of every stage, at least one, so that the slowest stage costs least."""
+    costs = _layer_costs(chain)
+    costs[0] += _cost(chain.before)
+    costs[-1] += _cost(chain.after)
+    bounds = _balanced_bounds(tuple(map(round, costs)), num_stages)
+    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
+
+
+def _one_layer_a_stage(chain: _LayeredChain, *, ends_without: int) -> tuple[int, ...]:
+    """One layer on every stage but both ends, or but the one that leaves the cheaper slowest
+    stage; the first where both are equal.
+    """
+    ones = (1,) * len(chain.layers)
+    if ends_without == 2:
+        return (0, *ones, 0)
+    first, last = chain.can_lack_layers
+    costs = _layer_costs(chain)
+    without_first = max(*costs[:-1], costs[-1] + _cost(chain.after), _cost(chain.before))
+    without_last = max(costs[0] + _cost(chain.before), *costs[1:], _cost(chain.after))
+    if first and (not last or without_first <= without_last):
+        return (0, *ones)
+    return (*ones, 0)
+
+
+def _layer_costs(chain: _LayeredChain) -> list[float]:
+    return [_cost(layer) for layer in chain.layers]
+
+
+def _cost(blocks: Sequence[BlockSpec]) -> float:
+    return sum(block.flops for block in blocks)
 
 
 def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from weft.config.run import Run, plan_of
 from weft.core.dimension import pipeline_axis
 from weft.core.model_config import BlockSpec
 from weft.layout.plan import Plan, make_stages
-from weft.layout.stages import split_by_cost
+from weft.layout.stages import least_layers, split_by_cost
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
@@ -463,7 +463,11 @@ class LayoutCosts:
         is_pinned = bool(self.run.pipeline.split)
         num_stages = layout.degree(PP) * layout.chunks
         num_layers = sum(1 for block in self._specs if block.is_layer)
-        return not is_pinned and 1 < num_stages < num_layers
+        return not is_pinned and 1 < num_stages <= num_layers
+
+    def least_layers(self, layout: Layout) -> tuple[int, ...]:
+        """Fewest layers that every stage may have."""
+        return least_layers(self._specs, layout.degree(PP) * layout.chunks)
 
     def layers_of_stages(self, layout: Layout) -> tuple[int, ...]:
         """Layers of every stage."""

@@ -50,8 +50,9 @@ def _descended(
 ) -> Simulated:
     """The last of a row of splits, each of them better than the one before."""
     best = costs.simulate(replace(entry.layout, split=split))
+    least = costs.least_layers(entry.layout)
     for _ in range(MOST_MOVES):
-        for moved in moves(split, costs.stage_seconds(best.layout)):
+        for moved in moves(split, costs.stage_seconds(best.layout), least):
             found = costs.simulate(replace(entry.layout, split=moved))
             if _is_better(found, best, memory_bytes):
                 best, split = found, moved
@@ -71,16 +72,25 @@ def _is_better(
     return (over, one.seconds) < (other_over, other.seconds)
 
 
-def moves(split: Sequence[int], work: Sequence[float]) -> Iterator[tuple[int, ...]]:
+def moves(
+    split: Sequence[int],
+    work: Sequence[float],
+    least: Sequence[int],
+) -> Iterator[tuple[int, ...]]:
     """The splits with one layer moved from the first, the last or the busiest stage to another one,
-    the least busy first; and the other way round.
+    the least busy first.
+
+    Args:
+        split: layers of every stage.
+        work: seconds of every stage.
+        least: layers that every stage keeps.
     """
     stages = range(len(split))
     busiest = max(stages, key=lambda stage: work[stage])
     by_work = sorted(stages, key=lambda stage: work[stage])
     for source in dict.fromkeys((busiest, 0, len(split) - 1)):
         for target in by_work[:MOST_TARGETS]:
-            if source != target and split[source] > 1:
+            if source != target and split[source] > least[source]:
                 yield _moved(split, source, target)
 
 
