@@ -43,7 +43,7 @@ HELP_COMMANDS = (*([name] for name in COMMANDS), ["data", "prepare"], ["data", "
 
 
 @pytest.mark.parametrize("words", HELP_COMMANDS, ids=" ".join)
-def test_help_fits_80_columns_and_names_empty_defaults(
+def test_help_fits_80_columns_and_prints_no_empty_default(
     words,
     capsys,
     monkeypatch,
@@ -52,7 +52,7 @@ def test_help_fits_80_columns_and_names_empty_defaults(
     assert main([*words, "--help"]) == EXIT_OK
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80
-    for empty in ("(default: )", "(default: '')", "{None}|"):
+    for empty in ("(default: )", "(default: '')", "(default: None)", "{None}|", "|None"):
         assert empty not in shown
 
 

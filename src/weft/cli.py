@@ -321,5 +321,5 @@ COMMANDS = {
 def _help_of_run(name: str, words: Sequence[str]) -> int:
     config_words = [word for word in words if word not in HELP]
     run = try_load(config_words, FAMILIES).run
-    description = f"{COMMANDS[name].line}. Keys of the model {run.model.name}"
+    description = f"{COMMANDS[name].line}. The keys of model are those of {run.model.name}"
     return show_help(run, f"weft {name} {COMMANDS[name].usage}", description)

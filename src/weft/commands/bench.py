@@ -61,7 +61,7 @@ def _overview() -> Iterator[str]:
 def comm(words: Sequence[str]) -> int:
     """Measure collectives on the ranks of torchrun or Slurm, or on local ones."""
     if wants_help(words):
-        description = "Measures collectives, checks their results, and prints their bandwidths"
+        description = "measure collectives, check their results, and print their bandwidths"
         return show_help(CommOptions(), f"{NAME} comm [--mesh ...]", description)
     options = flags.read_config(words, CommOptions)
     world = detect(os.environ)
@@ -95,7 +95,7 @@ def compute(words: Sequence[str]) -> int:
     """Measure kernels on local ranks."""
     if wants_help(words):
         description = (
-            "Measures matrix products, attention, memory and launches on every rank at once"
+            "measure matrix products, attention, memory and launches on every rank at once"
         )
         return show_help(ComputeOptions(), f"{NAME} compute [--ranks N]", description)
     options = flags.read_config(words, ComputeOptions)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from pydantic import BaseModel
 
 from weft.commands.auto_mesh import ChooseMesh, not_taken
 from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
+from weft.commands.help_text import compact
 from weft.config.checks import Adaptation, CheckTable, run_checks
 from weft.config.load import Loaded, try_load
 from weft.config.run import Run, plan_of
@@ -28,6 +28,8 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES
 
 HELP = ("-h", "--help")
+MAX_COLUMNS = 100
+"""Width of help on wide screens."""
 
 
 def load_checked_run(
@@ -122,7 +124,12 @@ def show_help(
 ) -> int:
     """Print usage, description, and the keys of a section with descriptions and defaults."""
     columns = shutil.get_terminal_size().columns
-    usage_lines = textwrap.wrap(f"usage: {usage}", columns, subsequent_indent=" " * 7)
+    usage_lines = textwrap.wrap(
+        f"usage: {usage}",
+        columns,
+        subsequent_indent=" " * 7,
+        break_on_hyphens=False,
+    )
     lines = [*usage_lines, "", *textwrap.wrap(description, columns), "", _options_text(defaults)]
     return print_result("\n".join(lines))
 
@@ -131,7 +138,7 @@ def _options_text(defaults: BaseModel) -> str:
     """The boxes of options as tyro draws them, without its usage and description."""
     encoded = io.BytesIO()
     drawn = io.TextIOWrapper(encoded, encoding=sys.stdout.encoding or "utf-8")
-    with contextlib.redirect_stdout(drawn), contextlib.suppress(SystemExit):
+    with _one_column(), contextlib.redirect_stdout(drawn), contextlib.suppress(SystemExit):
         tyro.cli(
             type(defaults),
             default=defaults,
@@ -145,7 +152,21 @@ def _options_text(defaults: BaseModel) -> str:
     drawn.flush()
     text = encoded.getvalue().decode(drawn.encoding)
     _, _, options = text.partition("\n\n")
-    return _without_empty_defaults(options)
+    return compact(options)
+
+
+@contextlib.contextmanager
+def _one_column() -> Iterator[None]:
+    """No more columns than one box fills: on wide screens tyro draws boxes side by side."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, MAX_COLUMNS))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
 
 
 def _registry_of_tables() -> tyro.constructors.ConstructorRegistry:
@@ -171,20 +192,6 @@ def _registry_of_tables() -> tyro.constructors.ConstructorRegistry:
         )
 
     return registry
-
-
-def _without_empty_defaults(text: str) -> str:
-    """`(default: )` as `(none)` and `{None}|INT` as `INT|None`, in as many columns as before."""
-    for empty in ("(default: )", "(default: '')"):
-        text = text.replace(empty, "(none)".ljust(len(empty)))
-    text = re.sub(r"\(default:([ │]*\n[ │]*)(?:\)|''\))", _none_on_first_line, text)
-    return re.sub(r"\{None\}\|(\S+)", r"\1|None  ", text)
-
-
-def _none_on_first_line(found: re.Match[str]) -> str:
-    """A default that is cut by the end of a line, as `(none)` before the cut."""
-    last = found[0].removeprefix("(default:" + found[1])
-    return "(none)   " + found[1] + " " * len(last)
 
 
 def take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:

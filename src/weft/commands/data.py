@@ -106,7 +106,7 @@ def prepare_data(words: Sequence[str]) -> int:
     """Tokenize texts into a folder."""
     if wants_help(words):
         usage = f"weft data prepare {USAGE['prepare']}"
-        return show_help(PrepareArguments(), usage, "Tokenize texts into a folder to train on.")
+        return show_help(PrepareArguments(), usage, "tokenize texts into a folder to train on")
     arguments = flags.read_config(_with_flag("--inputs", words), PrepareArguments)
     missing = tuple(_missing_arguments(arguments))
     if missing:

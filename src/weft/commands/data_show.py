@@ -58,9 +58,9 @@ class ShowArguments(ConfigSection):
 
 
 def show(words: Sequence[str]) -> int:
-    """Print what is in a prepared folder, or records with the tokens that count."""
+    """print what is in a prepared folder, or records with the tokens that count"""
     if wants_help(words):
-        description = "Print what is in a prepared folder, or records with the tokens that count."
+        description = "print what is in a prepared folder, or records with the tokens that count"
         return show_help(ShowArguments(), f"weft data show {USAGE}", description)
     if not words or words[0].startswith("-"):
         raise UserError(Fault("weft data show", "names no folder", fix="weft data show FOLDER"))

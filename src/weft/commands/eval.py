@@ -100,7 +100,7 @@ class EvalArguments(ConfigSection):
 def evaluate(words: Sequence[str]) -> int:
     """Evaluate a stored model."""
     if wants_help(words):
-        return show_help(EvalArguments(), f"weft eval {USAGE}", f"Evaluate: {LINE}.")
+        return show_help(EvalArguments(), f"weft eval {USAGE}", f"compute {LINE}")
     if not words or words[0].startswith("--"):
         fix = "for example weft eval runs/first --data texts/"
         need = "a run, a checkpoint or a folder first"

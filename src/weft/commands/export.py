@@ -28,7 +28,7 @@ from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars, reject_existing
 from weft.models import FAMILIES
 
 USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
-LINE = "make a Hugging Face folder of a checkpoint: config.json and safetensors"
+LINE = "export a checkpoint as a Hugging Face folder: config.json and safetensors"
 
 
 class ExportOptions(ConfigSection):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from weft.hf.import_hf import TransferResult
 
 USAGE = "DIR --out RUN [--model.key value ...]"
-LINE = "make a run of a Hugging Face folder: config.json and safetensors"
+LINE = "import a Hugging Face folder (config.json and safetensors) as a run"
 CHUNK_BYTES = 2**30
 """Bytes in memory at a time, and the size of one file of the checkpoint."""
 
@@ -39,7 +39,7 @@ CHUNK_BYTES = 2**30
 class ImportOptions(ConfigSection):
     """Flags of `weft import`, besides keys of the model that the folder leaves open."""
 
-    out: str = Field("", description="run folder to make")
+    out: str = Field("", description="run folder to write")
     compare: bool = Field(
         True, description="end with a comparison with transformers, where it is installed"
     )

@@ -86,7 +86,7 @@ def _help(words: Sequence[str]) -> int:
     for word in words:
         if word in ENGINES:
             engine = ENGINES[word]
-            description = f"Write a {engine.line}, and submit it. All keys of weft train as well"
+            description = f"write a {engine.line}, and submit it. All keys of weft train as well"
             usage = f"weft launch {word} [CONFIG.toml] [--key value ...]"
             return show_help(engine.options(), usage, description)
     lines = [f"{name}: {engine.line}" for name, engine in ENGINES.items()]

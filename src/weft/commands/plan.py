@@ -32,8 +32,12 @@ if TYPE_CHECKING:
     from weft.planner.plan_report import Rates
     from weft.planner.scaling import ScaledLayout, Scaling
 
-USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--target time] [--key value ...]"
+USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--json] [--key value ...]"
 LINE = "search the best layout for a number of devices"
+MORE_HELP = (
+    "Any key of weft train as well: layouts keep those of the mesh, ZeRO, recomputation, schedule and batch that are given. "
+    "weft plan --calibrate --help: fit the constants of this machine"
+)
 JSON_FLAG = "--json"
 
 
@@ -49,7 +53,7 @@ class PlanOptions(ConfigSection):
     top: int = Field(3, ge=1, le=50, description="layouts that are printed")
     measured: int = Field(8, ge=1, le=1000, description="layouts that are measured as a whole")
     seconds: Annotated[float, Field(gt=0)] = Field(
-        45.0, description="of one core; then the search ends with what it has found"
+        45.0, description="seconds of one core; then the search ends with what it has found"
     )
     headroom: float = Field(
         0.1, ge=0, lt=1, description="share of a device's memory that stays free"
@@ -65,14 +69,17 @@ class PlanOptions(ConfigSection):
         (), description="numbers of devices, for weak and strong scaling: 64 128 256"
     )
     write: str | None = Field(
-        None, title="a file name", examples=["run.toml"], description="write the run to this file"
+        None,
+        title="a file name",
+        examples=["run.toml"],
+        description="write the run with the best layout to this file",
     )
 
 
 def plan(words: Sequence[str]) -> int:
     """Print the best layouts, why they are, and the command of the best one."""
     if wants_help(words):
-        return show_help(PlanOptions(), f"weft plan {USAGE}", LINE)
+        return show_help(PlanOptions(), f"weft plan {USAGE}", f"{LINE}. {MORE_HELP}")
     is_json = JSON_FLAG in words
     own, run_words = split_words([word for word in words if word != JSON_FLAG])
     options = flags.read_config(own, PlanOptions)

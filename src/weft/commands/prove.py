@@ -72,7 +72,8 @@ def prove(words: Sequence[str]) -> int:
         return show_help(
             ProveOptions(),
             f"weft prove {USAGE} [--full]",
-            f"{LINE}. Without a folder: any key of weft train. --json prints the report as JSON",
+            f"{LINE}. Without a run: any key of weft train. --json prints the report as JSON; "
+            "--mutants plants faults that proofs must report, --sweep proves generated layouts",
         )
     options, rest = _read_options(words)
     json_flag, rest = _take_switch("--json", rest)

@@ -77,7 +77,7 @@ class SimulateOptions(ConfigSection):
     restart_s: float | None = Field(
         None,
         ge=0,
-        description="seconds from a failure to the first step (default 600)",
+        description="seconds from a failure to the first step; None: 600",
     )
     svg: str | None = Field(
         None,

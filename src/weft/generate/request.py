@@ -47,7 +47,7 @@ class Request(ConfigSection):
         1,
         ge=0,
         lt=2**63,
-        description="of the sampling; sample and position are mixed in",
+        description="seed of the sampling; sample and position are mixed in",
     )
     mesh: str = Field("", description='any of pp, ep, tp: "tp2", "pp2 tp2"; nothing: one rank')
     dtype: Dtype | None = Field(

@@ -1,0 +1,45 @@
+"""Boxes of `--help`: what is not printed, and that every text is kept."""
+
+from __future__ import annotations
+
+from weft.commands.help_text import compact
+
+BOX = """\
+╭─ options ────────────────────────────────────╮
+│ the run                                      │
+│ ──────────────────────────────────────────── │
+│ --nproc INT|None  local ranks to start;      │
+│                   None: the mesh's size      │
+│                   (default: None)            │
+│ --a.longer-name {None}|INT                   │
+│                   nothing else is known      │
+│                   (default: None)            │
+│ --out STR         folder (default:           │
+│                   '')                        │
+│ --steps INT       steps (default: 200)       │
+╰──────────────────────────────────────────────╯"""
+
+COMPACT = """\
+╭─ options ────────────────────────────────────╮
+│ the run                                      │
+│ ──────────────────────────────────────────── │
+│ --nproc INT       local ranks to start;      │
+│                   default: the mesh's size   │
+│ --a.longer-name INT                          │
+│                   nothing else is known      │
+│ --out STR         folder                     │
+│ --steps INT       steps (default: 200)       │
+╰──────────────────────────────────────────────╯"""
+
+
+def test_a_default_that_is_nothing_is_explained_by_the_text_or_left_out():
+    assert compact(BOX) == COMPACT
+
+
+def test_compact_boxes_stay_as_they_are():
+    assert compact(COMPACT) == COMPACT
+
+
+def test_output_without_box_characters_is_compact_too():
+    plain = str.maketrans("╭╮╰╯│─", "     -")
+    assert compact(BOX.translate(plain)) == COMPACT.translate(plain)
