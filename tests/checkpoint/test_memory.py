@@ -14,7 +14,13 @@ import pytest
 from tests.tiny_run import TINY
 from weft.checkpoint import memory
 from weft.checkpoint.folder import checkpoints
-from weft.checkpoint.memory import DUE, FLAG_SHIFT, MAX_COST, MIN_INTERVAL_S, MemorySnapshots
+from weft.checkpoint.memory import (
+    DUE,
+    FLAG_SHIFT,
+    MAX_COST,
+    MIN_INTERVAL_S,
+    snapshots_in_folder,
+)
 from weft.checkpoint.saver import StatusFlag
 from weft.comm.comm import Comm
 from weft.commands.console import load_checked_run
@@ -121,6 +127,37 @@ def test_ranks_that_are_started_again_go_on_from_the_newest_snapshot_bit_for_bit
     assert steps_of(died)[:step] + steps_of(rest) == steps_of(whole)
 
 
+def test_a_run_that_goes_on_from_a_snapshot_of_its_last_step_still_saves_it(run, tmp_path):
+    run_ranks(
+        "dp3",
+        lambda comm: train(comm, with_snapshots(run, 2), attempt_of(tmp_path, comm.rank), until=5),
+    )
+    ((last, _),) = checkpoints(tmp_path / "memory")
+    run = with_snapshots(run, 2).with_values({"steps": last})
+    restart = Restart(
+        number=1,
+        most=3,
+        rank=1,
+        reason="rank 1 (dp1): killed",
+        detected_s=0.0,
+        at_s=0.0,
+        had_started=True,
+    )
+
+    def finish(comm: Comm) -> int:
+        training = build_training(
+            run,
+            comm,
+            stop_requested=lambda: False,
+            attempt=attempt_of(tmp_path, comm.rank, restart),
+        )
+        list(training.saver.finish(last, save=True))
+        return training.step_range.start
+
+    assert run_ranks("dp3", finish) == [last] * 3
+    assert [step for step, _ in checkpoints(tmp_path / "run")] == [last]
+
+
 def test_a_damaged_snapshot_is_passed_over_for_the_checkpoint_or_the_start(run, tmp_path):
     run = with_snapshots(run, 2)
     run_ranks("dp3", lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank), until=7))
@@ -175,7 +212,7 @@ def test_automatic_snapshots_take_less_than_their_share_of_the_time(run, tmp_pat
     def asked_at(comm: Comm) -> list[float]:
         now_s = 0.0
         training = build_training(run, comm, stop_requested=lambda: False)
-        snapshots = MemorySnapshots(
+        snapshots = snapshots_in_folder(
             comm,
             tmp_path,
             state=training.step.state,

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -69,42 +69,46 @@ def _available_bytes() -> int:
     return num_pages * page_bytes
 
 
+class SnapshotSaver(Protocol):
+    """Writes snapshots; every rank has one and calls it at the same points."""
+
+    @property
+    def write_s(self) -> float: ...
+    def status(self) -> StatusFlag: ...
+    def after_step(self, step: int, status: int) -> Iterator[Event]: ...
+    def save(self, step: int) -> Iterator[Event]: ...
+    def wait(self) -> Iterator[Event]: ...
+    def close(self) -> None: ...
+
+
 class MemorySnapshots:
     """Takes snapshots of a training state; every rank has one and calls it at the same points.
 
     Args:
-        folder: of the launcher, in memory.
+        remove_above: removes the snapshots of more steps than its argument, on this machine.
         every: steps between snapshots; None: as often as MAX_COST allows, decided by rank 0.
     """
 
     def __init__(
         self,
         comm: Comm,
-        folder: Path,
+        saver: SnapshotSaver,
         *,
-        state: Callable[[], TrainState],
-        facts: Callable[[int], Facts],
+        remove_above: Callable[[int], None],
         every: int | None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.comm = comm
-        self.folder = folder
         self.every = every
+        self.remove_above = remove_above
+        """After a rollback, when the steps of those snapshots are trained again."""
         self.cost_s = 0.0
         """Of the newest snapshot on this rank: the time that training waited, and that of the
         writing thread."""
         self.num_taken = 0
         self._now_s = now_s
         self._last_s = now_s()
-        self._saver = Saver(
-            comm,
-            folder,
-            state=state,
-            facts=facts,
-            every=0,
-            keep=1,
-            stop_requested=lambda: False,
-        )
+        self._saver = saver
 
     def status(self) -> int:
         """This rank's flags for the next gather."""
@@ -132,13 +136,6 @@ class MemorySnapshots:
             return bool(status & DUE)
         return step % self.every == 0
 
-    def remove_above(self, step: int) -> None:
-        """Remove the snapshots of more than `step` steps, which are trained again otherwise, after
-        a rollback.
-        """
-        if self.comm.rank == 0:
-            _remove_above(self.folder, step)
-
     def wait(self) -> Iterator[Event]:
         """Wait until no snapshot is pending."""
         yield from self._notes(self._saver.wait())
@@ -155,8 +152,7 @@ class MemorySnapshots:
 
     def _take(self, step: int) -> Iterator[Event]:
         start_s = self._now_s()
-        if self.comm.rank == 0:
-            _remove_above(self.folder, step - 1)
+        self.remove_above(step - 1)
         events = self._saver.save(step)
         yield from self._notes(events)
         self.num_taken += 1
@@ -169,6 +165,33 @@ class MemorySnapshots:
             if event["event"] == "save_failed":
                 text = f"warning: no snapshot of step {event['step']} in memory: {event['why']}"
                 yield {"event": "note", "text": text}
+
+
+def snapshots_in_folder(
+    comm: Comm,
+    folder: Path,
+    *,
+    state: Callable[[], TrainState],
+    facts: Callable[[int], Facts],
+    every: int | None,
+    now_s: Callable[[], float] = time.monotonic,
+) -> MemorySnapshots:
+    """Snapshots of ranks of one launcher, in its folder in memory."""
+    saver = Saver(
+        comm,
+        folder,
+        state=state,
+        facts=facts,
+        every=0,
+        keep=1,
+        stop_requested=lambda: False,
+    )
+
+    def remove_above(step: int) -> None:
+        if comm.rank == 0:
+            _remove_above(folder, step)
+
+    return MemorySnapshots(comm, saver, remove_above=remove_above, every=every, now_s=now_s)
 
 
 def clean(folder: Path, *, above: int) -> None:

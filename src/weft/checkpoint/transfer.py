@@ -92,7 +92,7 @@ def _collect_files(
     sizes: list[int] = []
 
     def measure() -> None:
-        with _file_errors(own):
+        with file_errors(own):
             num_bytes = 0
             if own is not None:
                 num_bytes = own.stat().st_size
@@ -106,7 +106,7 @@ def _collect_files(
     chunk = max(1, min(CHUNK_BYTES, most_a_rank))
     for start in range(0, longest, chunk):
         size = min(chunk, longest - start)
-        row = _read_chunk(own, start, size)
+        row = read_chunk(own, start, size)
         own_rows = row.unsqueeze(0).to(comm.device)
         rows = comm.all_gather_world(own_rows).cpu()
         append = partial(_append, rows, targets, lengths, start)
@@ -123,7 +123,7 @@ def _append(
         num_bytes = min(rows.shape[1], lengths[rank] - start)
         if num_bytes <= 0:
             continue
-        with _file_errors(path), path.open("xb" if start == 0 else "ab") as file:
+        with file_errors(path), path.open("xb" if start == 0 else "ab") as file:
             file.write(rows[rank, :num_bytes].numpy().data)
             if start + num_bytes == lengths[rank]:
                 file.flush()
@@ -154,18 +154,18 @@ def distribute(comm: Comm, path: Path, *, root: int = 0) -> None:
     receives: list[bool] = []
 
     def make_folder() -> None:
-        with _file_errors(copy):
+        with file_errors(copy):
             receives.append(missing[comm.rank] and _is_first(copy))
 
     raise_on_all_ranks(comm, make_folder)
     is_receiver = receives[0]
     for name in name_list:
         target = copy / name if is_receiver else None
-        _distribute_file(comm, path / name, target, root=root)
+        distribute_file(comm, path / name, target, root=root)
 
     def publish() -> None:
         if is_receiver:
-            with _file_errors(path):
+            with file_errors(path):
                 sync_folder(copy)
                 if path.exists():
                     shutil.rmtree(path)  # another one of this name, of an earlier run of this host
@@ -184,7 +184,7 @@ def _is_first(copy: Path) -> bool:
     return True
 
 
-def _distribute_file(
+def distribute_file(
     comm: Comm,
     source: Path,
     target: Path | None,
@@ -195,7 +195,7 @@ def _distribute_file(
     sizes: list[int] = []
 
     def measure() -> None:
-        with _file_errors(source):
+        with file_errors(source):
             sizes.append(source.stat().st_size if comm.rank == root else 0)
 
     raise_on_all_ranks(comm, measure)
@@ -204,7 +204,7 @@ def _distribute_file(
     for start in range(0, size, CHUNK_BYTES):
         num_bytes = min(CHUNK_BYTES, size - start)
         own = source if comm.rank == root else None
-        chunk = _read_chunk(own, start, num_bytes).to(comm.device)
+        chunk = read_chunk(own, start, num_bytes).to(comm.device)
         for axis in comm.mesh.wide_axes:
             comm.broadcast_(chunk, axis, root=coord[axis])  # at the end all have that of `root`
         raise_on_all_ranks(comm, partial(_write_chunk, chunk.cpu(), target))
@@ -212,13 +212,13 @@ def _distribute_file(
 
 def _write_chunk(chunk: Tensor, target: Path | None) -> None:
     if target is not None:
-        with _file_errors(target), target.open("ab") as file:
+        with file_errors(target), target.open("ab") as file:
             file.write(chunk.numpy().data)
             file.flush()
             os.fsync(file.fileno())
 
 
-def _read_chunk(path: Path | None, start: int, num_bytes: int) -> Tensor:
+def read_chunk(path: Path | None, start: int, num_bytes: int) -> Tensor:
     """A part of a file, filled up with zeros; only zeros without a file."""
     chunk = torch.zeros(num_bytes, dtype=torch.uint8)
     if path is not None:
@@ -245,7 +245,7 @@ def _has_file(path: Path) -> bool:
 
 
 @contextmanager
-def _file_errors(path: Path | None) -> Iterator[None]:
+def file_errors(path: Path | None) -> Iterator[None]:
     """Turns an OSError into a CheckpointError that names the file."""
     try:
         yield

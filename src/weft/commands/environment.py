@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from weft.comm.interfaces import LOOPBACK
 from weft.core.mesh import Mesh
 from weft.errors import Fault, LaunchError, counted
+from weft.run.node_folder import has_agent
 from weft.run.world import JOB_VARIABLE, detect, num_cores
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
@@ -160,12 +161,17 @@ def launcher_notes(
         return
     if port is not None:
         yield f"port {port} is not used: the launcher of the ranks has named their rendezvous"
-    if memory_every:
+    times = os.environ.get(MAX_RESTARTS_VARIABLE, "0")
+    if memory_every and not has_agent(os.environ):
         yield (
-            f"save.memory_every {memory_every} is not used: ranks that torchrun or Slurm starts "
+            f"save.memory_every {memory_every} is not used: ranks that Slurm starts "
             "again resume from checkpoints, see --save.every"
         )
-    times = os.environ.get(MAX_RESTARTS_VARIABLE, "0")
+    elif memory_every and times == "0":
+        yield (
+            f"save.memory_every {memory_every} is of no use: torchrun starts the ranks again "
+            "0 times (torchrun --max-restarts)"
+        )
     if restarts is not None and times != str(restarts) and not os.environ.get(JOB_VARIABLE):
         yield (
             f"run.restarts {restarts} is not used: the launcher of the ranks starts them again "

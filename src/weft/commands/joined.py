@@ -17,6 +17,7 @@ from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED
 from weft.run.agent import restart_number
 from weft.run.launch import join
+from weft.run.node_folder import has_agent, node_name, open_node_folder, remove_node_folder
 from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.rank_status import StatusBoard
 from weft.run.world import Attempt, World
@@ -33,12 +34,15 @@ def run_joined(
     mesh: Mesh,
     records: RecordFolder,
     timeout_s: float,
+    takes_snapshots: bool,
     is_ending: Callable[[], bool],
 ) -> int:
     """Call `main` as one rank of an existing world; 0 when it has returned. Raises as `join`.
 
     Args:
         timeout_s: see `PeerWatch`.
+        takes_snapshots: whether ranks keep snapshots in the memory of their nodes, where torchrun
+            has started them.
         is_ending: whether this process was asked to end.
     """
     board = StatusBoard.in_memory(1)
@@ -56,13 +60,23 @@ def run_joined(
             on_verdict=partial(end_rank, records, log),
         )
 
-    return join(
-        partial(main, watch),
-        replace(world, attempt=Attempt(status)),
-        mesh=mesh,
-        out=records.out,
-        is_ending=is_ending,
-    )
+    attempt = Attempt(status)
+    if takes_snapshots and has_agent(os.environ) and records.out is not None:
+        folder = open_node_folder(os.environ, records.out)
+        attempt = replace(attempt, memory_folder=folder, node=node_name())
+    try:
+        code = join(
+            partial(main, watch),
+            replace(world, attempt=attempt),
+            mesh=mesh,
+            out=records.out,
+            is_ending=is_ending,
+        )
+    except SystemExit:  # saved and stopped on request
+        remove_node_folder(attempt.memory_folder)
+        raise
+    remove_node_folder(attempt.memory_folder)
+    return code
 
 
 def end_rank(

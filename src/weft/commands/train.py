@@ -122,6 +122,7 @@ def _train(
                 mesh=run.device_mesh,
                 records=records,
                 timeout_s=run.run.timeout_s,
+                takes_snapshots=bool(run.save.memory_every),
                 is_ending=lambda: stop_request.requested,
             )
     with (

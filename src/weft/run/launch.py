@@ -137,8 +137,8 @@ def launch(
                 report = partial(send_failure, rank=rank, pipe=forked.pipe)
                 attempt = Attempt(
                     status,
-                    folder.memory_path,
-                    restart,
+                    memory_folder=folder.memory_path,
+                    restart=restart,
                     has_launcher=True,
                     report_error=report,
                 )

@@ -98,15 +98,22 @@ def _fork_cleaner(folders: tuple[Path, ...]) -> tuple[int, int]:
 
 def _wait_and_remove(reading: int, folders: tuple[Path, ...]) -> None:
     """What the cleaner does; see Note [The cleaner process]."""
+    become_cleaner(reading)
+    os.read(0, 1)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def become_cleaner(awaited: int) -> None:
+    """Detach this fork from its parent's session, signals and files, but for the one that it waits
+    for, which becomes descriptor 0.
+    """
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_NAME, CLEANER_NAME, 0, 0, 0)
-    os.dup2(reading, 0)
+    os.dup2(awaited, 0)
     os.closerange(1, os.sysconf("SC_OPEN_MAX"))
     os.chdir("/")
-    os.read(0, 1)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 from weft.checkpoint.folder import checkpoints, remove_leftovers, set_aside
 from weft.checkpoint.format import Facts
-from weft.checkpoint.memory import MemorySnapshots, clean, room_problem
+from weft.checkpoint.memory import MemorySnapshots, clean, room_problem, snapshots_in_folder
+from weft.checkpoint.node_memory import NodeMemory, clean_node, snapshots_on_nodes
 from weft.checkpoint.remote import RemoteCopies
 from weft.checkpoint.saver import Saver
 from weft.checkpoint.transfer import ranks_without_folder
@@ -110,10 +111,10 @@ def build_training(
         proof=proof,
     )
     snapshots = _Snapshots()
-    if attempt is not None and attempt.memory_folder is not None:
+    if attempt is not None:
         snapshots = _build_snapshots(
             steps,
-            attempt.memory_folder,
+            attempt,
             facts=facts,
             every=run.save.memory_every,
         )
@@ -128,7 +129,7 @@ def build_training(
         every=run.save.every,
         keep=run.save.keep,
         stop_requested=stop_requested,
-        last_saved=start.num_done,
+        last_saved=start.num_saved,
         separate=_separate_ranks(comm, run_folder, attempt=attempt),
         remote=remote,
     )
@@ -340,7 +341,7 @@ class _Snapshots:
 
 def _build_snapshots(
     steps: RunSteps,
-    folder: Path,
+    attempt: Attempt,
     *,
     facts: Callable[[int], Facts],
     every: int | None,
@@ -348,17 +349,19 @@ def _build_snapshots(
     """Snapshots in memory, if there is room for them, without those of later steps; every rank must
     call it.
     """
+    if attempt.node:
+        return _build_node_snapshots(steps, attempt, facts=facts, every=every)
     step = steps.step
     comm = step.model.comm
+    folder = attempt.memory_folder
+    if folder is None:
+        return _Snapshots()
     if comm.rank == 0:
         clean(folder, above=steps.start.num_done)
     problem = room_problem(comm, folder, step.state())
-    if problem and every:
-        note = note_event(f"warning: save.memory_every: no snapshots in memory: {problem}")
-        return _Snapshots(notes=(note,))
     if problem:
-        return _Snapshots()
-    taker = MemorySnapshots(
+        return _no_snapshots(problem if every else "")
+    taker = snapshots_in_folder(
         comm,
         folder,
         state=step.state,
@@ -366,6 +369,44 @@ def _build_snapshots(
         every=every,
     )
     return _Snapshots(taker)
+
+
+def _build_node_snapshots(
+    steps: RunSteps,
+    attempt: Attempt,
+    *,
+    facts: Callable[[int], Facts],
+    every: int | None,
+) -> _Snapshots:
+    """Snapshots in the memory of several nodes, as `_build_snapshots`."""
+    step = steps.step
+    comm = step.model.comm
+    memory = NodeMemory.of(comm, attempt.memory_folder, attempt.node)
+    if memory is None or not every:
+        return _no_snapshots("a node has no private folder in memory" if every else "")
+    clean_node(comm, memory, above=steps.start.num_done)
+    problem = room_problem(comm, memory.folder, step.state())
+    if problem:
+        return _no_snapshots(problem)
+    taker = snapshots_on_nodes(
+        comm,
+        memory,
+        state=step.state,
+        facts=facts,
+        every=every,
+    )
+    if not memory.problem:
+        return _Snapshots(taker)
+    note = note_event(f"warning: save.memory_every: {memory.problem}")
+    return _Snapshots(taker, (note,))
+
+
+def _no_snapshots(problem: str) -> _Snapshots:
+    """No snapshots, and a warning if there is a problem to report."""
+    if not problem:
+        return _Snapshots()
+    note = note_event(f"warning: save.memory_every: no snapshots in memory: {problem}")
+    return _Snapshots(notes=(note,))
 
 
 def _build_guard(

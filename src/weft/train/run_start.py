@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.node_memory import NodeMemory, assemble
 from weft.checkpoint.read import Checkpoint
 from weft.checkpoint.restore import load_parameters, open_newest_valid
 from weft.checkpoint.resume import AUTO, data_changes, is_other_optimizer
 from weft.checkpoint.state import MODEL
 from weft.comm.comm import Comm
+from weft.comm.text import all_gather_text
 from weft.data.samples import Samples
 from weft.errors import CheckpointError, DataError, Fault, GuardError
 from weft.run.world import Attempt, Restart
@@ -59,6 +61,11 @@ class StartState:
         if self.checkpoint:
             return self.checkpoint.manifest.facts.step
         return 0
+
+    @property
+    def num_saved(self) -> int:
+        """Steps of the checkpoint that is stored on disk already; a snapshot is not."""
+        return 0 if self.source == "memory" else self.num_done
 
     @property
     def is_import(self) -> bool:
@@ -156,8 +163,12 @@ def find_start(
             if checkpoint is not None:
                 source = folder.source
                 break
+    elif attempt is not None and attempt.node and resume == AUTO:
+        checkpoint, faults = _open_newer_snapshot(comm, attempt, Path(out or ""))
+        source = "memory" if checkpoint is not None else source
     if checkpoint is None and resume is not None:
-        checkpoint, faults = open_newest_valid(resume, out, comm)
+        checkpoint, faults_on_disk = open_newest_valid(resume, out, comm)
+        faults = (*faults, *faults_on_disk)
     if checkpoint is None:
         return StartState()
     passed_over = tuple(str(fault) for fault in faults)
@@ -166,6 +177,27 @@ def find_start(
         passed_over=passed_over,
         source=source,
     )
+
+
+def _open_newer_snapshot(
+    comm: Comm,
+    attempt: Attempt,
+    run_folder: Path,
+) -> tuple[Checkpoint | None, Sequence[Fault]]:
+    """The newest whole snapshot in the memory of the nodes, if it is newer than all checkpoints of
+    the run; every rank must call it.
+    """
+    newest = next(checkpoints(run_folder), None)
+    own_step = newest[0] if newest is not None else 0
+    steps = all_gather_text(comm, str(own_step))
+    newest_on_disk = max(int(step) for step in steps)
+    memory = NodeMemory.of(comm, attempt.memory_folder, attempt.node)
+    if memory is None:
+        return None, ()
+    try:
+        return assemble(comm, memory, above=newest_on_disk), ()
+    except CheckpointError as error:  # on all ranks
+        return None, error.faults
 
 
 @dataclass(frozen=True)

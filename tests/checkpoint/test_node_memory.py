@@ -1,0 +1,197 @@
+"""Snapshots in the memory of several nodes: the copy is on another node, and the loss of one node loses no step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checkpoint.test_memory import steps_of, train
+from tests.tiny_run import TINY
+from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.holders import HolderShift, choose_holders
+from weft.checkpoint.node_memory import NO_STEP, NodeMemory, newest_whole
+from weft.checkpoint.resume import AUTO
+from weft.comm.comm import Comm
+from weft.commands.console import load_checked_run
+from weft.config.run import Run
+from weft.core.mesh import Mesh
+from weft.run import node_folder
+from weft.run.node_folder import open_node_folder
+from weft.run.rank_status import StatusBoard
+from weft.run.world import Attempt
+from weft.testing import run_ranks
+
+NUM_STEPS = 5
+NODES = ("left", "right")
+
+# ------------------------------------------------------------------------------------------ the choice of holders
+
+
+@pytest.mark.parametrize(
+    ("mesh", "nodes", "holders"),
+    [
+        ("dp2 pp2 tp2", "AAAABBBB", HolderShift("dp", 1)),
+        ("tp4", "AABB", HolderShift("tp", 2)),
+        ("dp2 tp2", "ABAB", HolderShift("tp", 1)),
+        ("dp2 tp2", "ABBA", HolderShift("dp", 1)),
+        ("pp2 dp2", "ABCD", HolderShift("pp", 1)),
+        ("dp2 tp3", "AABBCC", HolderShift("dp", 1)),
+        ("dp3", "AAB", None),
+        ("dp4", "AAAA", None),
+        ("", "A", None),
+    ],
+)
+def test_the_holder_of_every_rank_is_on_another_node(mesh, nodes, holders):
+    assert choose_holders(Mesh.parse(mesh), nodes) == holders
+
+
+@given(
+    degrees=st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    ranks_a_node=st.integers(1, 8),
+)
+def test_nodes_of_equal_size_always_have_holders(degrees, ranks_a_node):
+    dp, pp, tp = degrees
+    mesh = Mesh.parse(f"dp{dp} pp{pp} tp{tp}")
+    num_nodes, rest = divmod(mesh.size, ranks_a_node)
+    found = choose_holders(mesh, [str(rank // ranks_a_node) for rank in range(mesh.size)])
+    if not rest and num_nodes > 1:
+        assert found is not None
+
+
+def test_the_newest_snapshot_of_which_every_file_is_left():
+    both = {"ranks": 4, "held": [0, 1, 2, 3]}
+    half = {"ranks": 4, "held": [2, 3]}
+    assert newest_whole([{"8": both, "6": both}, {"8": both}]) == 8
+    assert newest_whole([{"8": half, "6": both}, {"6": half}]) == 6
+    assert newest_whole([{"8": half}, {"8": {"ranks": 4, "held": [0, 1]}}]) == 8
+    assert newest_whole([{"8": half}, {}]) == NO_STEP
+
+
+# ------------------------------------------------------------------------------------------ runs on two nodes
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    source = ("--data.source", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"))
+    words = ("--mesh", "dp2", "--parallel.zero", "2", "--save.memory_every", "2")
+    small = [word for word in TINY if word not in ("--transport", "threads")]
+    return load_checked_run([*small, *source, *words, "--steps", str(NUM_STEPS)])
+
+
+def train_on_nodes(
+    run: Run,
+    folder: Path,
+    *,
+    nodes: tuple[str, ...] = NODES,
+    until: int = NUM_STEPS,
+) -> list[dict[str, Any]]:
+    """Events of ranks on nodes with a memory of their own, which stop dead after a step."""
+
+    def rank_events(comm: Comm) -> list[dict[str, Any]]:
+        node = nodes[comm.rank]
+        memory_folder = folder / node
+        memory_folder.mkdir(parents=True, exist_ok=True)
+        status = StatusBoard.in_memory(1).rank(0)
+        attempt = Attempt(status, memory_folder=memory_folder, node=node)
+        return train(comm, run, attempt, until=until)
+
+    return run_ranks(run.mesh, rank_events)[0]
+
+
+def again(run: Run) -> Run:
+    """The run as its agent starts it again."""
+    return run.with_values({"resume": AUTO})
+
+
+def test_a_run_goes_on_from_memory_bit_for_bit_when_a_node_is_lost(run, tmp_path):
+    whole = run_ranks(run.mesh, lambda comm: train(comm, run, None))[0]
+    memory = tmp_path / "memory"
+    died = train_on_nodes(run, memory, until=5)
+    for lost in NODES:
+        shutil.rmtree(memory / lost)
+        resumed = train_on_nodes(again(run), memory)
+        (resume,) = [event for event in resumed if event["event"] == "resume"]
+        assert resume["step"] in (2, 4)
+        assert steps_of(died)[: resume["step"]] + steps_of(resumed) == steps_of(whole)
+    assert not (tmp_path / "run" / "ckpt").exists(), "nothing was saved on disk"
+
+
+def test_snapshots_without_a_second_copy_have_a_note_and_a_fresh_start_reads_none(run, tmp_path):
+    uneven = ("left", "left", "right")
+    run = run.with_values({"mesh": "dp3", "batch": run.batch.model_copy(update={"global_size": 6})})
+    memory = tmp_path / "memory"
+    for _ in range(2):
+        events = train_on_nodes(run, memory, nodes=uneven, until=4)
+        (note,) = [event["text"] for event in events if event["event"] == "note"]
+        assert "save.memory_every: no shift along the axes" in note
+        assert "a lost node loses them" in note
+        assert steps_of(events)[0][0] == 1
+        assert list(checkpoints(memory / "left" / "pieces")) != []
+
+
+def test_a_node_without_a_folder_is_known_to_all_ranks(tmp_path):
+    def memory_of(comm: Comm) -> bool:
+        folder = tmp_path if comm.rank else None
+        return NodeMemory.of(comm, folder, "node") is None
+
+    assert run_ranks("dp2", memory_of) == [True, True]
+
+
+# ------------------------------------------------------------------------------------------ the folder of a node
+
+OPEN_FOLDER = """
+import sys
+from pathlib import Path
+from weft.run.node_folder import open_node_folder
+print(open_node_folder({"TORCHELASTIC_RUN_ID": "job"}, Path("run")))
+"""
+
+
+def test_the_folder_of_a_node_outlives_ranks_and_ends_with_their_agent(tmp_path):
+    agent = f"""
+import subprocess, sys
+for _ in range(2):
+    subprocess.run([sys.executable, "-c", {OPEN_FOLDER!r}], check=True)
+sys.stdout.flush()
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", agent],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    first, second = process.stdout.readline().strip(), process.stdout.readline().strip()
+    assert first == second, "both ranks, one after the other, have the same"
+    folder = Path(first)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30.0
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not folder.exists()
+
+
+def test_a_folder_that_others_can_read_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_folder, "MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr(node_folder, "_fork_cleaner", lambda agent_file, folder: None)
+    env = {"TORCHELASTIC_RUN_ID": "job"}
+    folder = open_node_folder(env, tmp_path / "run")
+    assert folder is not None
+    assert folder.parent == tmp_path
+    os.chmod(folder, 0o755)
+    assert open_node_folder(env, tmp_path / "run") is None
