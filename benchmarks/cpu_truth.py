@@ -10,12 +10,17 @@ speed. What is assumed: the scheduler of the operating system divides the cores 
 2. The 24 short runs of `weft plan --calibrate`, with four ranks, give the constants. None has the sizes of the layouts below.
 3. Eight layouts of one model and global batch run in turns (A B C ... A B C ...); medians over all steps count.
 4. `weft explain --hardware FILE` predicts each; the exit code is 1 if a claim does not hold.
+
+Actions that are equal do not take equally long on shared cores, and ranks wait for the slower ones. So bubbles are simulated
+with the jitter that equal actions have, as `weft simulate --jitter` does: the spread of their durations in the measured steps,
+without waits, and apart from what a whole step is slower. A bubble is that of one pipeline, mean of its replicas, in both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import signal
@@ -44,9 +49,12 @@ from weft.commands.calibrate_run import (
 from weft.config.hardware import find_hardware
 from weft.config.load import load
 from weft.config.run import Run
+from weft.core.dimension import pipeline_axis
+from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.parallel.pipeline.player import Player, StepState
 from weft.planner.calibrate import MeasuredStep, fit
+from weft.planner.jitter import replicas_of, step_distribution
 from weft.planner.measure import measure
 from weft.planner.predict import predict
 from weft.planner.speeds import Speeds
@@ -79,6 +87,7 @@ LAYOUTS = {
 LEAST_CORRELATION = 0.9
 MOST_BUBBLE_POINTS = 0.05
 SPINNER_SLEEP_S = 5e-4
+DRAWS = 400
 
 
 def run_of(words: str) -> Run:
@@ -168,11 +177,14 @@ class TimedStep:
     """A step of all ranks.
 
     Attributes:
-        bubble: idle share of the pipeline's ranks between the first and the last action.
+        bubble: idle share of a pipeline's ranks between its first and its last action, mean of the
+            replicas.
+        durations: seconds of the actions of each rank, in order.
     """
 
     seconds: float
     bubble: float
+    durations: tuple[tuple[float, ...], ...]
 
 
 def timed(runs: Sequence[Run], num_steps: int, folder: Path) -> list[list[TimedStep]]:
@@ -184,21 +196,57 @@ def timed(runs: Sequence[Run], num_steps: int, folder: Path) -> list[list[TimedS
         raise SystemExit(code)
     by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     found = []
-    for number, _ in enumerate(runs):
+    for number, run in enumerate(runs):
+        pipelines = pipelines_of(run.device_mesh)
         steps = []
         for place in range(num_steps):
             parts = [of_rank[number]["steps"][place] for of_rank in by_rank]
-            steps.append(_whole_step(parts))
+            steps.append(_whole_step(parts, pipelines))
         found.append(steps)
     return found
 
 
-def _whole_step(parts: Sequence[Mapping[str, Any]]) -> TimedStep:
+def pipelines_of(mesh: Mesh) -> list[list[int]]:
+    """The ranks of each pipeline."""
+    axis = pipeline_axis()
+    groups = {tuple(mesh.group(rank, (axis,))) for rank in range(mesh.size)}
+    return [list(group) for group in sorted(groups)]
+
+
+def _whole_step(
+    parts: Sequence[Mapping[str, Any]], pipelines: Sequence[Sequence[int]]
+) -> TimedStep:
     seconds = max(part["seconds"] for part in parts)
-    spans = []
-    for number, part in enumerate(parts):
-        spans.extend(Span(number, "", "F", start, end) for _, start, end in part["spans"])
-    return TimedStep(seconds, bubble(Timeline(tuple(spans), len(parts), "measured")))
+    bubbles = []
+    for ranks in pipelines:
+        spans = []
+        for row, rank in enumerate(ranks):
+            for _, start, end in parts[rank]["spans"]:
+                spans.append(Span(row, "", "F", start, end))
+        bubbles.append(bubble(Timeline(tuple(spans), len(ranks), "measured")))
+    durations = []
+    for part in parts:
+        durations.append(tuple(end - start for _, start, end in part["spans"]))
+    return TimedStep(seconds, statistics.mean(bubbles), tuple(durations))
+
+
+def action_jitter(steps: Sequence[TimedStep]) -> float:
+    """Standard deviation of the duration of equal actions (of one rank, at one place of its row),
+    as a share; a factor that all actions of a step have in common is no jitter.
+    """
+    by_step = []
+    for step in steps:
+        by_step.append([math.log(each) for own in step.durations for each in own])
+    num_steps = len(by_step)
+    of_actions = [sum(logs) / num_steps for logs in zip(*by_step, strict=True)]
+    squares = 0.0
+    for logs in by_step:
+        excess = [log - mean for log, mean in zip(logs, of_actions, strict=True)]
+        of_step = sum(excess) / len(excess)
+        squares += sum((each - of_step) ** 2 for each in excess)
+    num_actions = len(of_actions)
+    freedom = (num_steps - 1) * (num_actions - 1)
+    return math.sqrt(squares / freedom)
 
 
 # -- calibration --------------------------------------------------------------------------------
@@ -264,8 +312,16 @@ def compare(path: Path, num_repeats: int, num_steps: int, folder: Path) -> dict[
     speeds = Speeds(find_hardware(str(path)))
     rows = []
     for name, run in runs.items():
-        prediction = predict(run, speeds)
         own = steps[name]
+        jitter = action_jitter(own) if run.pipeline_size > 1 else 0.0
+        prediction = predict(run, speeds)
+        drawn = step_distribution(
+            prediction.step,
+            replicas_of(prediction.roles),
+            jitter=jitter,
+            draws=DRAWS,
+            seed=0,
+        )
         rows.append(
             {
                 "layout": name,
@@ -277,7 +333,9 @@ def compare(path: Path, num_repeats: int, num_steps: int, folder: Path) -> dict[
                 "low_s": prediction.step_s.low,
                 "high_s": prediction.step_s.high,
                 "measured_bubble": statistics.median(step.bubble for step in own),
-                "predicted_bubble": prediction.step.bubble,
+                "jitter": jitter,
+                "predicted_bubble": drawn.mean_bubble,
+                "bubble_without_jitter": prediction.step.bubble,
             }
         )
     correlation = rank_correlation(
@@ -290,6 +348,7 @@ def table(outcome: Mapping[str, Any]) -> str:
     """The comparison for a reader."""
     lines = [
         "layout               measured  (shortest, longest)  predicted  error    bubble, predicted"
+        " (without jitter; jitter)"
     ]
     for row in outcome["rows"]:
         error = row["predicted_s"] / row["measured_s"] - 1
@@ -299,6 +358,7 @@ def table(outcome: Mapping[str, Any]) -> str:
         if row["has_pipeline"]:
             line += (
                 f"    {100 * row['measured_bubble']:5.1f}% {100 * row['predicted_bubble']:5.1f}%"
+                f" ({100 * row['bubble_without_jitter']:.1f}%; {100 * row['jitter']:.0f}%)"
             )
         lines.append(line)
     lines.append(f"Spearman's rank correlation: {outcome['correlation']:.2f}")

@@ -112,7 +112,7 @@ class Published:
     def family(self) -> str:
         """Rows alike: of one model on devices of one kind."""
         values = self.values
-        sizes = [values[f"--model.{name}"] for name in ("layers", "dim", "heads", "max_seq_len")]
+        sizes = [values[f"--model.{name}"] for name in ("layers", "dim", "heads")]
         return " ".join((self.source, self.hardware.name, *sizes))
 
     @property

@@ -71,11 +71,16 @@ class StageSet:
     stages: int
 
     def with_layers(self, layers: int) -> tuple[str, ...]:
-        """The words of the measured run with so many layers a stage."""
-        words = (*self.words, "--model.layers", str(layers * self.stages))
+        """The words of the measured run with so many layers a stage; of none, in the first and the
+        last one.
+        """
+        split = [layers] * self.stages
+        if layers == 0:
+            split = [0] + [1] * (self.stages - 2) + [0]
+        words = (*self.words, "--model.layers", str(sum(split)))
         if self.stages == 1:
             return words
-        return (*words, "--pipeline.split", *[str(layers)] * self.stages)
+        return (*words, "--pipeline.split", *map(str, split))
 
 
 def stage_set(row: Published, schedule: str) -> StageSet:

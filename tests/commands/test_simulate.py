@@ -80,6 +80,7 @@ def test_a_device_gives_seconds_jitter_slow_ranks_and_goodput(
     assert cli.main(["simulate", *ON_H100, *options, "--json"]) == EXIT_OK
     fields = json.loads(capsys.readouterr().out)
     assert fields["jitter"]["p5_s"] < fields["jitter"]["p50_s"] < fields["jitter"]["p95_s"]
+    assert fields["step"]["bubble"] < fields["jitter"]["mean_bubble"] < 1
     assert fields["slow"]["step"]["step_s"] > fields["step"]["step_s"]
     parts = [fields["step"][f"{name}_s"] for name in ("targets", "pipeline", "reduce", "update")]
     assert fields["step"]["step_s"] == pytest.approx(sum(parts))

@@ -62,6 +62,7 @@ def test_without_jitter_every_draw_is_the_prediction(roles: tuple[RoleCosts, ...
     step, replicas = predicted(roles)
     drawn = step_distribution(step, replicas, jitter=0.0, draws=3, seed=0)
     assert drawn.seconds == pytest.approx([step.total_s] * 3, rel=1e-12)
+    assert drawn.bubbles == pytest.approx([step.bubble] * 3, rel=1e-9)
 
 
 def test_jitter_is_deterministic_by_seed_and_makes_steps_longer(
@@ -75,6 +76,7 @@ def test_jitter_is_deterministic_by_seed_and_makes_steps_longer(
     assert (drawn.seconds != other.seconds).any()
     assert drawn.percentile(5) < drawn.percentile(50) < drawn.percentile(95)
     assert drawn.mean > step.total_s
+    assert drawn.mean_bubble > step.bubble
 
 
 def test_more_replicas_make_the_slowest_one_slower(roles: tuple[RoleCosts, ...]) -> None:

@@ -56,9 +56,12 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
 SCALE_BOUNDS = (0.2, 5.0)
 PULL = 0.01
 """Residual of a constant that is e times its start: what runs say must be stronger."""
-SETTLED = 1e-3
-"""Relative change of the constants at which the fit ends."""
-MOST_EVALUATIONS = 15
+SETTLED = 5e-3
+"""Change of the logarithms at which the fit ends."""
+LARGEST_STEP = 1.0
+"""Change of a logarithm by one linearization."""
+LEAST_STEP = 1e-9
+MOST_LINEARIZATIONS = 10
 UNDETERMINED = math.log(2)
 """Standard error of the logarithm of a constant above which the runs do not determine it."""
 TRIED_SHARE = 0.8
@@ -175,8 +178,8 @@ def fit(
     uncertainty = dict.fromkeys(names, math.inf)
     logs = problem.start_logs(names)
     while True:
-        logs = problem.solved(names, logs, least_squares)
-        tangent = problem.tangent(names, logs)
+        solution = problem.solved(names, logs, least_squares)
+        logs, tangent = solution.logs, solution.tangent
         determined = tangent.determined(num_constants=len(names))
         if len(determined) == len(names):
             break
@@ -291,6 +294,31 @@ class _Tangent:
         return places
 
 
+@dataclass(frozen=True)
+class _Solution:
+    """Logarithms that fit the steps best, with the tangent there."""
+
+    logs: list[float]
+    tangent: _Tangent
+
+
+def _step_bounds(now: Any, lowest: Sequence[float], highest: Sequence[float]) -> tuple[Any, Any]:
+    """How far each logarithm may go; a little more than none, as least_squares wants."""
+    import numpy as np
+
+    down = np.maximum(np.asarray(lowest) - now, -LARGEST_STEP)
+    up = np.minimum(np.asarray(highest) - now, LARGEST_STEP)
+    return np.minimum(down, -LEAST_STEP), np.maximum(up, LEAST_STEP)
+
+
+def _loss(residuals: Sequence[float], moved: Any) -> float:
+    """Cauchy's loss of the residuals and of the pull to the start."""
+    import numpy as np
+
+    every = np.concatenate([residuals, PULL * moved])
+    return float(np.log1p(np.square(every / OUTLIER)).sum())
+
+
 class _StepResiduals:
     """Residuals of measured steps, and their derivatives, by the logarithms of named constants and
     then of the scales of all groups.
@@ -337,47 +365,57 @@ class _StepResiduals:
 
     def solved(
         self, names: Sequence[str], logs: Sequence[float], least_squares: Callable[..., Any]
-    ) -> list[float]:
-        """The logarithms that fit the steps best, from these on."""
-        origin = self.start_logs(names)
+    ) -> _Solution:
+        """The logarithms that fit the steps best, from these on. Each linearization costs as many
+        predictions as there are numbers, so it is solved to its end, within LARGEST_STEP.
+        """
+        import numpy as np
+
+        origin = np.asarray(self.start_logs(names))
         lowest, highest = self._log_bounds(names)
-        inside = []
-        for log, low, high in zip(logs, lowest, highest, strict=True):
-            inside.append(min(max(log, low), high))
+        pull = PULL * np.eye(len(origin))
+        now = np.clip(logs, lowest, highest)
+        residuals = self._residuals(names, now)
+        for _ in range(MOST_LINEARIZATIONS):
+            tangent = self._tangent(names, now, residuals, highest)
+            rows = np.concatenate([tangent.jacobian, pull])
+            at_now = np.concatenate([residuals, PULL * (now - origin)])
+            found = least_squares(
+                lambda step, rows=rows, at_now=at_now: at_now + rows @ step,
+                np.zeros(len(now)),
+                jac=lambda step, rows=rows: rows,
+                bounds=_step_bounds(now, lowest, highest),
+                loss="cauchy",
+                f_scale=OUTLIER,
+            )
+            step = found.x
+            after = self._residuals(names, now + step)
+            while _loss(after, now + step - origin) > _loss(residuals, now - origin):
+                step = step / 2
+                after = self._residuals(names, now + step)
+                if abs(step).max() < SETTLED:
+                    break
+            now = now + step
+            residuals = after
+            if abs(step).max() < SETTLED:
+                break
+        return _Solution(now.tolist(), replace(tangent, residuals=residuals))
 
-        def residuals(logs: Sequence[float]) -> list[float]:
-            found = self._residuals(names, logs)
-            for log, at in zip(logs, origin, strict=True):
-                found.append(PULL * (log - at))
-            return found
-
-        def jacobian(logs: Sequence[float]) -> Any:
-            return derivatives(residuals, logs, highest)
-
-        found = least_squares(
-            residuals,
-            inside,
-            jac=jacobian,
-            bounds=(lowest, highest),
-            loss="cauchy",
-            f_scale=OUTLIER,
-            xtol=SETTLED,
-            ftol=SETTLED,
-            max_nfev=MOST_EVALUATIONS,
-        )
-        logs_found: list[float] = found.x.tolist()
-        return logs_found
-
-    def tangent(self, names: Sequence[str], logs: Sequence[float]) -> _Tangent:
+    def _tangent(
+        self,
+        names: Sequence[str],
+        logs: Sequence[float],
+        residuals: Sequence[float],
+        highest: Sequence[float],
+    ) -> _Tangent:
         """At these logarithms, from the steps alone, without the pull."""
-        _, highest = self._log_bounds(names)
 
-        def residuals(logs: Sequence[float]) -> list[float]:
+        def of_logs(logs: Sequence[float]) -> list[float]:
             return self._residuals(names, logs)
 
-        jacobian = derivatives(residuals, logs, highest)
         families = [step.family or step.name for step in self.steps]
-        return _Tangent(jacobian, residuals(logs), families)
+        jacobian = derivatives(of_logs, logs, before=residuals, highest=highest)
+        return _Tangent(jacobian, residuals, families)
 
     def _log_bounds(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
         bounds = [BOUNDS[name] for name in names]

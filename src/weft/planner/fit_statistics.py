@@ -96,21 +96,25 @@ def _without(hat: Any, errors: Any) -> Any:
 def derivatives(
     function: Callable[[Sequence[float]], list[float]],
     logs: Sequence[float],
+    *,
+    before: Sequence[float],
     highest: Sequence[float],
 ) -> Any:
     """Derivatives of a function by each logarithm, one column each, from a step that stays below
     the upper bound.
+
+    Args:
+        before: the function there.
     """
     import numpy as np
 
-    before = np.asarray(function(logs))
     columns = []
     for place, log in enumerate(logs):
         is_inside = log + LOG_STEP <= highest[place]
         step = LOG_STEP if is_inside else -LOG_STEP
         changed = [*logs[:place], log + step, *logs[place + 1 :]]
         after = np.asarray(function(changed))
-        columns.append((after - before) / step)
+        columns.append((after - np.asarray(before)) / step)
     return np.stack(columns, axis=1)
 
 

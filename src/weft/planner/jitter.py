@@ -27,8 +27,8 @@ from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.measure import RoleCosts
-from weft.planner.pipeline_time import PlayedActions
 from weft.planner.recorder import RecordedRegion, Started
+from weft.planner.region_time import RegionTime
 from weft.planner.step_time import StepTime
 
 Floats = NDArray[np.float64]
@@ -95,13 +95,16 @@ def _waited_axes(region: RecordedRegion) -> set[str]:
 
 @dataclass(frozen=True)
 class StepDistribution:
-    """Seconds of a step over many draws.
+    """A step over many draws.
 
     Attributes:
         seconds: of each draw, ascending.
+        bubbles: of each draw in order of drawing: idle share of a pipeline's ranks between its first
+            and its last action, mean of all replicas; waits for collectives count as work.
     """
 
     seconds: Floats
+    bubbles: Floats
 
     def percentile(self, percent: float) -> float:
         """The time that this share of steps does not exceed."""
@@ -111,6 +114,11 @@ class StepDistribution:
     def mean(self) -> float:
         """The mean over all draws."""
         return float(self.seconds.mean())
+
+    @property
+    def mean_bubble(self) -> float:
+        """The mean over all draws."""
+        return float(self.bubbles.mean())
 
 
 class LognormalFactors:
@@ -128,10 +136,13 @@ class LognormalFactors:
     def largest(self, num_ranks: int, columns: int) -> Floats:
         """The largest of the factors of `num_ranks` ranks, for each column."""
         uniform = self._random.random(columns)
-        above = -np.expm1(np.log1p(-uniform) / num_ranks)  # 1 - u^(1/k), not rounded to 0
+        log_share = np.log1p(-uniform) / num_ranks
+        above = -np.expm1(log_share)  # 1 - u^(1/k), not rounded to 0
         above = np.clip(above, SMALLEST_TAIL, 1 - SMALLEST_TAIL)
-        normal = -torch.special.ndtri(torch.from_numpy(above)).numpy()
-        factors: Floats = np.exp(self.sigma * normal - self.sigma**2 / 2)
+        quantiles = torch.special.ndtri(torch.from_numpy(above))
+        normal = -quantiles.numpy()
+        mean_shift = self.sigma**2 / 2
+        factors: Floats = np.exp(self.sigma * normal - mean_shift)
         return factors
 
 
@@ -157,55 +168,97 @@ def step_distribution(
     factors = LognormalFactors(jitter, seed)
     slow_rows: dict[Replica, list[float]] = {}
     for rank, factor in (slow or {}).items():
-        slow_rows.setdefault(replicas.of_rank(rank), []).append(factor)
-    seconds: list[Floats] = []
-    most = max(1, MOST_COLUMNS // replicas.count)
-    for first in range(0, draws, most):
-        num_draws = min(most, draws - first)
-        block = _DrawnPipelines(
-            step,
-            slowed or step,
-            replicas,
-            factors,
-            slow=slow_rows,
-            num_draws=num_draws,
-        )
-        seconds.append(block.step_seconds())
-    return StepDistribution(np.sort(np.concatenate(seconds)))
+        replica = replicas.of_rank(rank)
+        slow_rows.setdefault(replica, []).append(factor)
+    pipelines = _DrawnPipelines(
+        step,
+        slowed or step,
+        replicas,
+        factors,
+        slow=slow_rows,
+    )
+    most_at_once = max(1, MOST_COLUMNS // replicas.count)
+    drawn = []
+    for first in range(0, draws, most_at_once):
+        num_draws = min(most_at_once, draws - first)
+        drawn.append(pipelines.draw(num_draws))
+    seconds = np.concatenate([block.step_s for block in drawn])
+    bubbles = np.concatenate([block.bubble for block in drawn])
+    return StepDistribution(np.sort(seconds), bubbles)
+
+
+@dataclass(frozen=True)
+class _DrawnSteps:
+    """Several draws.
+
+    Attributes:
+        step_s: end of each step.
+        bubble: of each step.
+    """
+
+    step_s: Floats
+    bubble: Floats
+
+
+@dataclass(frozen=True)
+class _PlayedColumns:
+    """Actions of all draws; columns are draws x replicas.
+
+    Attributes:
+        ready_at: by pipeline rank, when its actions have ended and its messages have been sent.
+        last_end: of the last action of any rank.
+        busy: seconds of all actions.
+    """
+
+    ready_at: list[Floats]
+    last_end: Floats
+    busy: Floats
 
 
 @dataclass(frozen=True)
 class _DrawnPipelines:
-    """Several draws of all replicas; columns are draws x replicas."""
+    """Draws of all replicas of a pipeline."""
 
     step: StepTime
     slowed: StepTime
     replicas: Replicas
     factors: LognormalFactors
     slow: Mapping[Replica, Sequence[float]]
-    num_draws: int
 
-    def step_seconds(self) -> Floats:
-        """The end of the step in each draw."""
-        ready = self._ready_at()
+    def draw(self, num_draws: int) -> _DrawnSteps:
+        """So many draws at once."""
+        played = self._play(num_draws)
+        step_s = self._latest_end(played.ready_at, num_draws) + self.slowed.update_s
+        bubble = self._bubble(played).reshape(num_draws, self.replicas.count)
+        return _DrawnSteps(step_s, bubble.mean(axis=1))
+
+    def _bubble(self, played: _PlayedColumns) -> Floats:
+        num_ranks = len(played.ready_at)
+        if num_ranks == 1:
+            return np.zeros_like(played.busy)
+        rank_time = num_ranks * (played.last_end - self.slowed.targets_s)
+        bubble: Floats = 1.0 - played.busy / rank_time
+        return bubble
+
+    def _latest_end(self, ready_at: Sequence[Floats], num_draws: int) -> Floats:
+        """When the slowest rank has come to the norm, in each draw."""
         latest: Floats | None = None
         for phase in self.slowed.phases:
             if phase.name == "reduce":
-                end = ready[phase.rank] + (phase.end - phase.start)
+                end = ready_at[phase.rank] + (phase.end - phase.start)
                 latest = end if latest is None else np.maximum(latest, end)
         assert latest is not None, "a step has reductions"
-        by_draw = latest.reshape(self.num_draws, self.replicas.count)
-        ends: Floats = by_draw.max(axis=1) + self.slowed.update_s
+        ends: Floats = latest.reshape(num_draws, self.replicas.count).max(axis=1)
         return ends
 
-    def _ready_at(self) -> list[Floats]:
-        """By pipeline rank, when its actions have ended and its messages have been sent: the loop of
-        `pipeline_time.play` over many draws at once.
-        """
+    def _play(self, num_draws: int) -> _PlayedColumns:
+        """The loop of `pipeline_time.play` over many draws at once."""
         played = self.step.actions
         order = played.order
-        columns = self.num_draws * self.replicas.count
+        columns = num_draws * self.replicas.count
         now = [np.full(columns, self.slowed.targets_s) for _ in range(order.table.num_ranks)]
+        busy = np.zeros(columns)
+        last_end = np.zeros(columns)
         arrivals: dict[int, Floats] = {}
         pair_free: dict[tuple[int, int], Floats] = {}
         sent: list[deque[Floats]] = [deque() for _ in now]
@@ -216,7 +269,11 @@ class _DrawnPipelines:
             source = order.source_of[place]
             if source >= 0:
                 start = np.maximum(start, arrivals.pop(source))
-            now[rank] = end = start + self._seconds(played, place, rank)
+            seconds = self._seconds(played.times[place], rank, num_draws)
+            end = start + seconds
+            busy += seconds
+            now[rank] = end
+            last_end = np.maximum(last_end, end)
             peer = action_class.peer
             if peer is None:
                 continue
@@ -224,29 +281,31 @@ class _DrawnPipelines:
             if (rank, peer) in pair_free:
                 message_start = np.maximum(message_start, pair_free[rank, peer])
             message_s = played.arrivals[place] - played.message_starts[place]
-            arrivals[place] = pair_free[rank, peer] = message_start + message_s
-            sent[rank].append(arrivals[place])
+            arrival = message_start + message_s
+            arrivals[place] = arrival
+            pair_free[rank, peer] = arrival
+            sent[rank].append(arrival)
             if len(sent[rank]) > MAX_SENDS:
                 now[rank] = np.maximum(now[rank], sent[rank].popleft())
         for rank, under_way in enumerate(sent):
             for arrival in under_way:
                 now[rank] = np.maximum(now[rank], arrival)
-        return now
+        return _PlayedColumns(now, last_end, busy)
 
-    def _seconds(self, played: PlayedActions, place: int, rank: int) -> Floats:
+    def _seconds(self, time: RegionTime, rank: int, num_draws: int) -> Floats:
         """Seconds of an action in each column."""
-        time = played.times[place]
-        columns = self.num_draws * self.replicas.count
+        count = self.replicas.count
         num_coupled = self.replicas.num_coupled
-        factors = self.factors.largest(num_coupled, columns)
-        by_draw = factors.reshape(self.num_draws, self.replicas.count)
+        factors = self.factors.largest(num_coupled, num_draws * count)
+        by_draw = factors.reshape(num_draws, count)
         for replica, slow_factors in self.slow.items():
             if replica.row != rank:
                 continue
+            slowest = [factor * self.factors.largest(1, num_draws) for factor in slow_factors]
             num_others = num_coupled - len(slow_factors)
-            slowest = [factor * self.factors.largest(1, self.num_draws) for factor in slow_factors]
             if num_others:
-                slowest.append(self.factors.largest(num_others, self.num_draws))
+                slowest.append(self.factors.largest(num_others, num_draws))
             by_draw[:, replica.number] = np.max(slowest, axis=0)
-        seconds: Floats = time.total - time.compute + time.compute * factors
+        waits = time.total - time.compute
+        seconds: Floats = waits + time.compute * factors
         return seconds

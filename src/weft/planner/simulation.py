@@ -245,6 +245,8 @@ def _jitter_lines(jitter: Jitter, drawn: StepDistribution) -> Iterator[str]:
     percentiles = f"median {median}, 5% below {low}, 5% above {high}"
     yield f"jitter of {percent:g}% (standard deviation of an action's kernels):"
     yield f"  {percentiles} ({jitter.draws} steps drawn)"
+    if drawn.mean_bubble:
+        yield f"  bubble {100 * drawn.mean_bubble:.1f}% on average"
 
 
 def _failure_lines(simulation: RunSimulation, best: Goodput) -> Iterator[str]:
@@ -307,7 +309,11 @@ def simulation_json(simulation: RunSimulation) -> dict[str, object]:
 
 
 def _jitter_json(jitter: Jitter, drawn: StepDistribution) -> dict[str, object]:
-    fields: dict[str, object] = {**asdict(jitter), "mean_s": drawn.mean}
+    fields: dict[str, object] = {
+        **asdict(jitter),
+        "mean_s": drawn.mean,
+        "mean_bubble": drawn.mean_bubble,
+    }
     for percent in (5, 50, 95):
         fields[f"p{percent}_s"] = drawn.percentile(percent)
     return fields
