@@ -48,11 +48,12 @@ def _wrapped(entry: Sequence[str]) -> Iterator[str]:
     flag, *beginning = GAP.split(inner[0], maxsplit=1)
     description = " ".join((*beginning, *inner[1:]))
     column = _column(entry, flag)
-    texts = textwrap.wrap(_description(description), width - column - 2)
+    text = _description(description)
+    texts = textwrap.wrap(text, width - column - 2, break_on_hyphens=False)
     head = f" {OPTIONAL.sub(_metavar, flag)}"
     if texts and len(head) + 2 < column:
         head = head.ljust(column - 1) + texts.pop(0)
-    for line in (head, *(" " * (column - 1) + text for text in texts)):
+    for line in (head, *(" " * (column - 1) + line for line in texts)):
         yield f"{border}{line:<{width - 2}}{border}"
 
 
