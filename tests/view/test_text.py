@@ -14,6 +14,7 @@ from weft.schedule.catalog import SCHEDULES, make_table
 from weft.schedule.simulate import simulate, unit_cost
 from weft.schedule.timeline import Span, Timeline
 from weft.view.colour import STYLES, paint
+from weft.view.quantity import percent
 from weft.view.text import draw
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "schedules"
@@ -144,3 +145,16 @@ def test_colour_changes_no_character():
     assert lines == draw(timeline).splitlines()
     styles = {str(span.style) for span in painted.spans}
     assert styles == set(STYLES.values())
+
+
+def test_a_footer_that_is_too_long_is_continued_behind_its_semicolon():
+    lines = draw(simulate(make_table("1f1b", ranks=4, microbatches=8)), clip=60).splitlines()
+    assert lines[-2:] == [
+        "27.3% bubble, 33 units (predicted);",
+        "  activations held at once, by rank: 4 3 2 1",
+    ]
+
+
+def test_a_small_share_is_not_zero_percent():
+    shares = (0.0, 0.0024, 0.031, 0.4501, 1.0)
+    assert [percent(share) for share in shares] == ["0%", "0.24%", "3.1%", "45%", "100%"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from weft.core.axes import data_axes
@@ -23,19 +24,22 @@ ZERO_TRAFFIC = {
 
 def explain(plan: Plan) -> str:
     """The layout of a plan and the reasons for it; lines that are longer than 80 columns are
-    clipped.
+    continued, indented.
     """
     lines = plan.mesh.overview().splitlines()
     lines.extend(_batch_lines(plan))
     lines.extend(_stage_lines(plan))
     lines.extend(_traffic_lines(plan))
-    return "\n".join(map(_clipped, lines))
+    fitting: list[str] = []
+    for line in lines:
+        fitting.extend(_wrapped(line))
+    return "\n".join(fitting)
 
 
-def _clipped(line: str) -> str:
-    if len(line) <= WIDTH:
-        return line
-    return f"{line[: WIDTH - 3]}..."
+def _wrapped(line: str) -> list[str]:
+    num_spaces = len(line) - len(line.lstrip())
+    indent = " " * (num_spaces + 2)
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _batch_lines(plan: Plan) -> list[str]:

@@ -15,7 +15,7 @@ from weft.planner.found_layouts import DEEP, OPEN, Found, FoundLayouts
 from weft.planner.layout_choice import Layout
 from weft.planner.layout_costs import Simulated
 from weft.planner.scaling import ScaledLayout
-from weft.view.quantity import count, memory, short_time
+from weft.view.quantity import count, memory, percent, short_time
 
 JOULES_A_KWH = 3.6e6
 MOST_REASONS = 12
@@ -124,7 +124,7 @@ def found_lines(found: Found, rates: Rates) -> list[str]:
     tokens = prediction.tokens_per_s / plan.mesh.size
     lines = [
         f"step {short_time(found.seconds)} ({short_time(interval.low)} to {short_time(interval.high)}),"
-        f" {count(tokens)} tokens/s a device, MFU {100 * prediction.mfu:.0f}%",
+        f" {count(tokens)} tokens/s a device, MFU {percent(prediction.mfu)}",
         f"memory {memory(found.peak_bytes)} of {memory(capacity)}; bubble {100 * step.bubble:.0f}%;"
         f" waits for collectives {exposed_text(step.exposed_s)}; reduce {short_time(step.reduce_s)},"
         f" update {short_time(step.update_s)}",

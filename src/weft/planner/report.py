@@ -18,7 +18,7 @@ from weft.planner.run_costs import RunCosts
 from weft.planner.speeds import TERA, Speeds
 from weft.planner.step_time import StepTime
 from weft.planner.world_check import WorldCheck
-from weft.view.quantity import count, short_time
+from weft.view.quantity import count, percent, short_time
 from weft.view.quantity import memory as memory_text
 
 MOST_ROWS = 8
@@ -85,12 +85,13 @@ def _use_of_devices(prediction: Prediction) -> list[str]:
     tokens = count(prediction.tokens_per_s / num_ranks)
     peak = prediction.speeds.hardware.bf16_tflops
     peak_flops = num_ranks * TERA * peak
-    used_percent = 100 * step.flops / step.total_s / peak_flops
-    mfu_percent = 100 * prediction.mfu
+    mfu = percent(prediction.mfu)
+    used = percent(step.flops / step.total_s / peak_flops)
     of = f"3 forwards of model FLOPs, of {peak:g} TFLOP/s"
+    recomputed = "" if used == mfu else f"; with recomputation {used}"
     return [
         f"  {tokens} tokens/s a device",
-        f"  MFU {mfu_percent:.0f}% ({of}); with recomputation {used_percent:.0f}%",
+        f"  MFU {mfu} ({of}){recomputed}",
     ]
 
 

@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from weft.view.memory_chart import bars, memory_chart
-from weft.view.quantity import count, short_time
+from weft.view.quantity import count, percent, short_time
 from weft.view.quantity import memory as memory_text
 
 Fields = Mapping[str, Any]
@@ -80,8 +80,7 @@ def _badges(fields: Fields) -> Iterator[str]:
     if "time" in fields:
         time = fields["time"]
         step = short_time(time["step_s"])
-        percent = 100 * time["mfu"]
-        yield _badge("plain", f"step {step}, MFU {percent:.0f}% (predicted)")
+        yield _badge("plain", f"step {step}, MFU {percent(time['mfu'])} (predicted)")
 
 
 def _memory_badge(fields: Fields) -> str:
@@ -295,11 +294,10 @@ def _time(time: Fields) -> Iterator[str]:
     low = short_time(time["low_s"])
     high = short_time(time["high_s"])
     tokens_per_s = count(time["tokens_per_s"])
-    percent = 100 * time["mfu"]
     source = escape(str(time["efficiency"]["source"]))
     yield (
         f'<p class="note">Expected range {low} to {high}; {tokens_per_s} tokens/s;'
-        f" MFU {percent:.0f}%; waits are those of the rank that waits most; shares of the published"
+        f" MFU {percent(time['mfu'])}; waits are those of the rank that waits most; shares of the published"
         f" speeds: {source}.</p>"
     )
 

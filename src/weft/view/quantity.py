@@ -62,6 +62,14 @@ def short_time(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def percent(share: float) -> str:
+    """A share as `45%`, `3.1%`, `0.24%`: two digits at least, so that a small one is not 0%."""
+    number = 100 * share
+    if number < 10:
+        return f"{number:.2g}%"
+    return f"{number:.0f}%"
+
+
 def clock(seconds: float) -> str:
     """The time of a run: `0:42`, `1:02:03`, `3d 04:05`; `-` if it is unknown."""
     if not math.isfinite(seconds):

@@ -13,6 +13,7 @@ from string import ascii_lowercase
 from weft.schedule.actions import Act, Kind
 from weft.schedule.simulate import peak_activations
 from weft.schedule.timeline import COMPUTE, Span, Timeline, bubble, makespan
+from weft.view.quantity import short_time
 
 LEGEND: dict[Kind, str] = {
     "F": "0 forward",
@@ -84,11 +85,14 @@ def clipped(line: str, columns: int | None) -> str:
 
 
 def wrapped(line: str, columns: int | None) -> list[str]:
-    """The line as lines of at most this many columns, broken at spaces; continuation lines are
-    indented.
+    """The line as lines of at most this many columns, broken at a semicolon or at spaces;
+    continuation lines are indented.
     """
-    if columns is None:
+    if columns is None or len(line) <= columns:
         return [line]
+    first, separator, rest = line.partition("; ")
+    if separator and len(first) < columns and len(rest) + 2 <= columns:
+        return [f"{first};", f"  {rest}"]
     lines = [""]
     for word in line.split(" "):
         if lines[-1]:
@@ -178,10 +182,11 @@ def figures(timeline: Timeline) -> str:
         held.append(peak_activations(actions))
     percent = 100 * float(bubble(timeline))
     length = float(makespan(timeline))
-    parts = [
-        f"{percent:.1f}% bubble",
-        f"{length:.4g} {timeline.unit} ({timeline.origin})",
-    ]
+    if timeline.unit == "s":
+        duration = short_time(length)
+    else:
+        duration = f"{length:.4g} {timeline.unit}"
+    parts = [f"{percent:.1f}% bubble", f"{duration} ({timeline.origin})"]
     return f"{', '.join(parts)}; activations held at once{_by_rank(held)}"
 
 
