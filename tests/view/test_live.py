@@ -41,7 +41,7 @@ AFTER_FOUR = """\
  loss       2.0000 nats  █▆▃▁
  gradient   norm 1.234     lr 3.00e-03
  speed      12,345 tokens/s, 200 ms a step
- memory     stage 0 312 MiB, 1 298 MiB
+ memory     pp0 312 MiB, pp1 298 MiB
 """
 LABELS = ["step", "loss", "gradient", "speed", "memory"]
 
@@ -252,7 +252,7 @@ def test_plain_lines_are_about_fifty_with_first_and_last():
     assert len(lines) == 26
     assert lines[1] == (
         "step   50/1234  loss -44.0000 nats  grad norm 1.234  lr 3.00e-03  12,345 tokens/s  200 ms/step  "
-        "memory stage 0 312 MiB, 1 298 MiB  3:57 left"
+        "memory pp0 312 MiB, pp1 298 MiB  3:57 left"
     )
 
 

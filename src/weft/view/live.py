@@ -56,7 +56,7 @@ class LiveView:
      loss       2.3456 nats  ▇▆▅▄▄▃▃▂▂▂▁▁▁
      gradient   norm 1.234     lr 2.31e-03
      speed      12,345 tokens/s, 166 ms a step
-     memory     stage 0 312 MiB, 1 298 MiB
+     memory     pp0 312 MiB, pp1 298 MiB
     ```
 
     Args:

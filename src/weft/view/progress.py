@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from weft.core.dimension import pipeline_axis
 from weft.errors import counted
 from weft.view.quantity import count, memory, short_time
 
@@ -284,15 +285,15 @@ def _restart_text(event: Event) -> str:
 
 
 def stage_memory(sizes: tuple[float, ...]) -> str:
-    """`312 MiB`, or a size for each stage: `stage 0 312 MiB, 1 298 MiB`."""
+    """`312 MiB`, or a size for each pipeline rank: `pp0 312 MiB, pp1 298 MiB`."""
     if len(sizes) == 1:
         return memory(sizes[0])
-    stages: list[str] = []
-    for stage, num_bytes in enumerate(sizes):
+    axis = pipeline_axis()
+    ranks: list[str] = []
+    for rank, num_bytes in enumerate(sizes):
         size = memory(num_bytes)
-        stages.append(f"{stage} {size}")
-    listed = ", ".join(stages)
-    return f"stage {listed}"
+        ranks.append(f"{axis}{rank} {size}")
+    return ", ".join(ranks)
 
 
 def step_count(progress: Progress) -> str:
