@@ -120,7 +120,16 @@ def test_one_rank_and_the_only_legal_layout_are_chosen_without_a_prediction() ->
     alone = choose_mesh(run_of("--nproc", "1"), is_flag=True)
     assert alone.mesh == ""
     assert alone.note == "mesh auto -> one rank (the only legal layout of 1 rank)"
-    words = ("--nproc", "2", "--batch.global_size", "1", "--model.layers", "1")
+    words = (
+        "--nproc",
+        "2",
+        "--batch.global_size",
+        "1",
+        "--model.layers",
+        "1",
+        "--pipeline.split",
+        "1",
+    )
     assert choose_mesh(run_of(*words), is_flag=True).mesh == "tp2"
 
 

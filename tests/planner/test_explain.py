@@ -27,6 +27,7 @@ def test_the_text_fits_80_columns_and_says_whether_the_run_fits(
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "memory of a rank" in text
     assert "fits NVIDIA H100" in text
+    assert "note: computes in float32; --precision.compute bfloat16 has 15 times the" in text
 
 
 ROLE_FIELDS = {

@@ -185,3 +185,26 @@ def test_an_elastic_run_shrinks_to_the_machines_left_and_returns_to_its_mesh(fol
     assert note["text"] == (
         "1 of 2 ranks: layout 1 rank instead of dp2 (run.elastic), same global batch"
     )
+
+
+@pytest.mark.slow
+def test_one_rank_chooses_the_mesh_for_all_and_its_error_is_printed(folder):
+    out = folder / "auto"
+    with torchrun(out, "--mesh", "auto", "--steps", "2", options=one_machine(0)) as agent:
+        shown = "".join(agent.process.communicate(timeout=PATIENCE_S))
+        assert agent.process.returncode == 0, shown
+    chosen = re.search(
+        r"^mesh auto -> (\S+) \(of \d+ legal layouts of 2 ranks", shown, re.MULTILINE
+    )
+    assert chosen is not None, shown
+    assert f'mesh = "{chosen[1]}"' in (out / "run.toml").read_text()
+    assert agent.count("step") == 2
+
+    out = folder / "auto-fails"
+    words = ("--mesh", "auto", "--batch.global_size", "1", "--model.heads", "1", "--model.kv_heads", "1",
+             "--model.layers", "1", "--pipeline.split", "1", "--model.ffn", "63", "--data.seq_len", "31")  # fmt: skip
+    with torchrun(out, *words, options=one_machine(0)) as agent:
+        shown = "".join(agent.process.communicate(timeout=PATIENCE_S))
+        assert agent.process.returncode != 0
+    assert "mesh: auto finds no legal layout of 2 ranks" in shown
+    assert not out.exists()

@@ -103,7 +103,7 @@ class ProcessTransport:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices(address)
-        shared_store = _find_store(rendezvous, rank, size, timeout_s=timeout_s, listener=listener)
+        shared_store = find_store(rendezvous, rank, size, timeout_s=timeout_s, listener=listener)
         is_private = not isinstance(rendezvous, str) or rendezvous.startswith("file:")
         if nonce or is_private:
             self._store = _next_namespace(shared_store, rank, nonce)
@@ -382,7 +382,7 @@ def _gloo_devices(address: str | None) -> list[Any]:
     return [gloo.create_default_device()]
 
 
-def _find_store(
+def find_store(
     rendezvous: str | Store,
     rank: int,
     size: int,
@@ -390,6 +390,11 @@ def _find_store(
     timeout_s: float,
     listener: int | None,
 ) -> Store:
+    """The store of a world; arguments as of `ProcessTransport`.
+
+    Raises:
+        LaunchError: it cannot be reached, or opened.
+    """
     if isinstance(rendezvous, Store):
         return rendezvous
     timeout = timedelta(seconds=timeout_s)

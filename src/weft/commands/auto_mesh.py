@@ -1,8 +1,9 @@
 """`mesh = "auto"`: the fastest legal mesh for the devices that are there; the other keys of a run stay as they are.
 
 Note [Choice of a mesh]
-    Every rank that torchrun or Slurm has started chooses by itself: the choice is a function of the
-    config, the number of ranks and the kind of device, without clocks or random numbers. Ranks that
+    The choice is a function of the config, the number of ranks and the kind of device, without
+    clocks or random numbers. Of ranks that torchrun has started rank 0 chooses for all
+    (shared_choice.py); under Slurm every rank does. Ranks that
     weft starts get the choice of the process that starts them. Before a training run layouts are
     measured in a process of their own: a backward starts threads of autograd, which do not survive
     the fork of the ranks, and the meta device loads modules that the ranks do not need.
@@ -17,13 +18,14 @@ import signal
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.resume import starts_new
 from weft.commands import environment
+from weft.commands.shared_choice import agent_store, choose_once
 from weft.config import toml
 from weft.config.checks import CheckTable
 from weft.config.hardware import (
@@ -99,6 +101,20 @@ def choose_mesh(run: Run, *, is_flag: bool, before_ranks: bool = False) -> Chose
         UserError: no layout is legal, or fits; the device is unknown; variables of the launcher are
             not valid.
     """
+    world = detect(os.environ)
+    store = None if world is None else agent_store(world)
+    if world is None or store is None:
+        return _choose_here(run, is_flag=is_flag, before_ranks=before_ranks)
+
+    def choose() -> dict[str, Any]:
+        chosen = _choose_here(run, is_flag=is_flag, before_ranks=before_ranks)
+        return asdict(chosen)
+
+    return ChosenMesh(**choose_once(choose, store, world))
+
+
+def _choose_here(run: Run, *, is_flag: bool, before_ranks: bool) -> ChosenMesh:
+    """`choose_mesh` in this process."""
     recorded = None if is_flag else _recorded(run)
     if recorded is not None:
         return recorded

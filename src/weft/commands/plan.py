@@ -283,15 +283,9 @@ def _show_progress(text: str) -> None:
 
 
 def _head(run: Run, hardware: Hardware, costs: LayoutCosts) -> list[str]:
-    notes = [f"on {hardware.label}; speeds: {costs.speeds.efficiency.source}"]
-    if run.precision.compute == "float32" and hardware.tflops("bfloat16") > hardware.tflops(
-        "float32"
-    ):
-        factor = hardware.tflops("bfloat16") / hardware.tflops("float32")
-        notes.append(
-            f"note: computes in float32; --precision.compute bfloat16 has {factor:.0f} times the peak"
-        )
-    return notes
+    lines = [f"on {hardware.label}; speeds: {costs.speeds.efficiency.source}"]
+    note = hardware.slow_compute_note(run.precision.compute)
+    return [*lines, note] if note else lines
 
 
 def command_of(run_words: Sequence[str], best: Layout) -> str:

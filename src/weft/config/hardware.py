@@ -146,6 +146,15 @@ class Hardware:
             return value
         return self.bf16_tflops * PEAK_SHARES.get(dtype, 1.0)
 
+    def slow_compute_note(self, compute: str) -> str:
+        """A line for runs that compute in float32 where bfloat16 has a higher peak; "" for others."""
+        if compute != "float32":
+            return ""
+        factor = self.tflops("bfloat16") / self.tflops("float32")
+        if factor <= 1:
+            return ""
+        return f"note: computes in float32; --precision.compute bfloat16 has {factor:.0f} times the peak"
+
     def for_matmul(self, matmul: Literal["ieee", "tf32"]) -> Hardware:
         """The device as it computes float32 matrix products under `precision.matmul`."""
         if matmul == "tf32" and self.tf32_tflops is not None:

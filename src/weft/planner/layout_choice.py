@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from weft.config.run import Run
@@ -129,13 +130,7 @@ class Layout:
     @property
     def data_group(self) -> tuple[int, ...]:
         """The first ranks of the world that share the gradients of dense parameters."""
-        ranks = [0]
-        stride = 1
-        for axis, degree in reversed(self.degrees):
-            if axis in (DP, EP, CP):
-                ranks = [rank + place * stride for place in range(degree) for rank in ranks]
-            stride *= degree
-        return tuple(ranks)
+        return _data_group(self.degrees)
 
     @property
     def num_data(self) -> int:
@@ -159,6 +154,19 @@ class Layout:
             self.schedule != DEFAULT_SCHEDULE,
             self.text,
         )
+
+
+@cache
+def _data_group(degrees: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
+    """`Layout.data_group` of a mesh; thousands of layouts have the same one."""
+    ranks = [0]
+    stride = 1
+    for axis, degree in reversed(degrees):
+        if axis in (DP, EP, CP):
+            outer = range(0, degree * stride, stride)
+            ranks = [rank + offset for offset in outer for rank in ranks]
+        stride *= degree
+    return tuple(ranks)
 
 
 def read_layout(text: str, run: Run) -> Layout:

@@ -162,12 +162,14 @@ class LayoutCosts:
         self._blocks = BlockMeasurements(self.runs, cost_table)
         self._zeros = ZeroMeasurements(self.runs, cost_table)
         self._tables = PipelineTables()
+        self._sent: dict[object, float] = {}
         self._busiest: dict[object, float] = {}
         self._held: dict[object, list[InFlight]] = {}
         self._work: dict[object, StageWork] = {}
         self._kept_costs: list[CostsByKind] = []
         self._params_of_stages: dict[object, Sequence[Sequence[float]]] = {}
         self._params_by_stage: dict[int, list[BlockParams]] = {}
+        self._params_by_rank: dict[int, list[BlockParams]] = {}
         self._params_of_ranks: dict[object, Sequence[Sequence[float]]] = {}
         self._stages: dict[object, tuple[tuple[str, ...], ...]] = {}
         self._predictions: dict[Layout, Prediction] = {}
@@ -290,17 +292,20 @@ class LayoutCosts:
 
     def _sent_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
         """Seconds of the collectives over the data ranks for the parameters of some blocks."""
-        return self._zero_costs(layout).sent_s(
-            part,
-            self.speeds,
-            layout.data_group,
-            params=params.total,
-            num_blocks=params.num_blocks,
-        )
+        key = part, layout.zero, layout.degrees, params.total, params.num_blocks
+        if key not in self._sent:
+            self._sent[key] = self._zero_costs(layout).sent_s(
+                part,
+                self.speeds,
+                layout.data_group,
+                params=params.total,
+                num_blocks=params.num_blocks,
+            )
+        return self._sent[key]
 
     def _after_s(self, layout: Layout) -> float:
         """Of the last reduction and the optimizer of the rank with the most parameters."""
-        by_rank = [BlockParams.of(sizes) for sizes in self._by_rank(layout)]
+        by_rank = self._rank_params(layout)
         most = max(by_rank)
         kernels = self._zero_costs(layout).kernels["update"]
         reduced_s = self._sent_s(layout, "last backward", most)
@@ -409,7 +414,7 @@ class LayoutCosts:
             work_s = sum(work.forward_s[stage] + work.backward_s[stage] for stage in own)
             busy = num_micro * work_s
             if layout.zero >= ZERO_THAT_REDUCES_EACH:
-                params = BlockParams.of(self._by_rank(layout)[rank])
+                params = self._rank_params(layout)[rank]
                 sent_s = self._sent_s(layout, "forward", params)
                 sent_s += self._sent_s(layout, "backward", params)
                 busy = max(busy, (num_micro - 1) * sent_s)
@@ -517,6 +522,14 @@ class LayoutCosts:
         if key not in self._params_by_stage:
             self._params_by_stage[key] = [BlockParams.of(sizes) for sizes in sizes_of_stages]
         return self._params_by_stage[key]
+
+    def _rank_params(self, layout: Layout) -> list[BlockParams]:
+        """Parameters of every pipeline rank."""
+        sizes_of_ranks = self._by_rank(layout)
+        key = id(sizes_of_ranks)
+        if key not in self._params_by_rank:
+            self._params_by_rank[key] = [BlockParams.of(sizes) for sizes in sizes_of_ranks]
+        return self._params_by_rank[key]
 
     def _by_rank(self, layout: Layout) -> Sequence[Sequence[float]]:
         """Parameters of every block of every pipeline rank."""

@@ -58,6 +58,10 @@ def prediction_lines(prediction: Prediction) -> list[str]:
         *_use_of_devices(prediction),
         f"  shares of the published speeds that work reaches: {speeds.efficiency.source}",
     ]
+    compute = prediction.roles[0].step.plan.compute
+    note = speeds.hardware.slow_compute_note(compute)
+    if note:
+        lines.append(f"  {note}")
     return _wrapped(lines)
 
 

@@ -1,0 +1,129 @@
+"""One choice for all ranks of torchrun: rank 0 makes it, the others read it, or its error, from the store of torchrun's agent.
+
+Ranks that the agent of torchrun has started find its store before they have any communicator, and it
+outlives them. Slurm has no such store: there every rank makes the choice, which is the same on all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from weft.comm.presence import poll_intervals
+from weft.comm.store_namespace import NamespaceStore, agree_on_namespace
+from weft.errors import (
+    ConfigError,
+    Fault,
+    LaunchError,
+    MeshError,
+    PlanError,
+    UserError,
+    type_and_message,
+)
+from weft.run.world import World
+
+AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+ARRIVAL_S = 600.0
+"""Seconds within which all ranks arrive."""
+CHOICE_S = 1800.0
+"""Seconds for which ranks wait for the choice of rank 0."""
+ERRORS: Mapping[str, type[UserError]] = {
+    error.__name__: error for error in (ConfigError, LaunchError, MeshError, PlanError, UserError)
+}
+"""Errors that keep their type on the other ranks."""
+
+Values = dict[str, Any]
+
+
+def agent_store(world: World) -> NamespaceStore | None:
+    """The store of torchrun's agent; None for ranks that no agent has started.
+
+    Raises:
+        LaunchError: the store cannot be reached.
+    """
+    is_env = world.rendezvous == "env://"
+    if not is_env or os.environ.get(AGENT_VARIABLE) != "True" or world.size == 1:
+        return None
+    from weft.comm.process_groups import find_store  # late: it imports torch
+
+    return find_store("env://", world.rank, world.size, timeout_s=ARRIVAL_S, listener=None)
+
+
+def choose_once(
+    choose: Callable[[], Values],
+    store: NamespaceStore,
+    world: World,
+    *,
+    arrival_s: float = ARRIVAL_S,
+    choice_s: float = CHOICE_S,
+) -> Values:
+    """What `choose` returns on rank 0; every rank of the world calls it.
+
+    Args:
+        choose: its values can be written as JSON.
+        arrival_s: for all ranks to arrive.
+        choice_s: for the choice.
+
+    Raises:
+        UserError: that of rank 0, with its faults and its type where it is in `ERRORS`.
+        LaunchError: ranks did not arrive, or rank 0 has not chosen in time.
+    """
+    job = f"{world.job}/choice"
+    prefix = agree_on_namespace(store, world.rank, world.size, job=job, timeout_s=arrival_s)
+    key = f"{prefix}/chosen"
+    if world.rank == 0:
+        return _chosen_here(choose, store, key)
+    return _read(_awaited(store, key, choice_s=choice_s))
+
+
+def _chosen_here(choose: Callable[[], Values], store: NamespaceStore, key: str) -> Values:
+    """Make the choice, and write it, or its error, for the other ranks."""
+    try:
+        values = choose()
+    except UserError as error:
+        faults = [asdict(fault) for fault in error.faults]
+        _write(store, key, {"error": type(error).__name__, "faults": faults})
+        raise
+    except Exception as error:
+        what = "rank 0, which chooses for all ranks, has failed"
+        fault = Fault("mesh", what, got=type_and_message(error))
+        _write(store, key, {"error": LaunchError.__name__, "faults": [asdict(fault)]})
+        raise
+    _write(store, key, {"values": values})
+    return values
+
+
+def _write(store: NamespaceStore, key: str, answer: Values) -> None:
+    store.set(key, json.dumps(answer))
+
+
+def _awaited(store: NamespaceStore, key: str, *, choice_s: float) -> str:
+    """The text of a key, once it is set."""
+    deadline = time.monotonic() + choice_s
+    for interval_s in poll_intervals():
+        if store.check([key]):
+            return store.get(key).decode()
+        if time.monotonic() > deadline:
+            break
+        time.sleep(interval_s)
+    what = f"rank 0 has not chosen within {choice_s:g} s"
+    raise LaunchError(Fault("mesh", what, fix="name a mesh: --mesh dp2"))
+
+
+def _read(text: str) -> Values:
+    """The values of an answer.
+
+    Raises:
+        UserError: of rank 0.
+    """
+    answer: Values = json.loads(text)
+    if "error" not in answer:
+        values: Values = answer["values"]
+        return values
+    faults = [Fault(**fields) for fields in answer["faults"]]
+    error = ERRORS.get(answer["error"], UserError)
+    raise error(*faults)
