@@ -20,7 +20,7 @@ from weft.data.prepare import PrepareOptions, prepare
 from weft.data.samples import IGNORE
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
-from weft.prove.arithmetic import in_float64
+from weft.prove.reduce import in_float64
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 

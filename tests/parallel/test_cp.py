@@ -17,7 +17,7 @@ from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.models.common.attention import Attend, AttentionSpec
 from weft.models.common.batch import Batch
-from weft.prove.arithmetic import in_float64
+from weft.prove.reduce import in_float64
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader, build_model
 

@@ -17,7 +17,7 @@ from weft.models.common.batch import with_later_targets
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
-from weft.prove.arithmetic import Perturbation, perturbations
+from weft.prove.arithmetic import Perturbation
 from weft.prove.failure import is_fault_of_the_layout
 from weft.prove.html import page
 from weft.prove.mutants.all_mutants import all_mutants
@@ -118,9 +118,9 @@ def test_signs_are_drawn_where_rounding_decides_them_and_a_matrix_starts_at_zero
         assert not bool(differs[~is_free].any())
         num_flipped += int(differs.sum())
     assert num_flipped > 0
-    assert len(bounds.perturbed) == 1 + len(perturbations(run))
+    assert len(bounds.perturbed) == 1 + len(subject.perturbations())
     plain = Subject.of(small_run("--precision.compute bfloat16"), steps=1)
-    assert len(reference_bounds(plain, skipped=frozenset()).perturbed) == len(perturbations(run))
+    assert len(reference_bounds(plain, skipped=frozenset()).perturbed) == len(plain.perturbations())
 
 
 def test_a_tied_parameter_is_updated_as_its_owner_is_on_every_stage():

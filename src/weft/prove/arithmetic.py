@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.config.optimizers import is_user_class, rule_names
-from weft.config.run import Run
-from weft.config.schema import OptimConfig
+from weft.config.schema import OptimConfig, PrecisionConfig
 from weft.core.precision import Dtype
 
 
@@ -24,9 +23,8 @@ class NumberTypes:
     reduce: torch.dtype
 
     @staticmethod
-    def of(run: Run) -> NumberTypes:
+    def of(precision: PrecisionConfig) -> NumberTypes:
         """Those of a run."""
-        precision = run.precision
         return NumberTypes(
             _dtype(precision.params),
             _dtype(precision.compute),
@@ -47,12 +45,6 @@ class NumberTypes:
 def _dtype(name: Dtype) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def in_float64(run: Run) -> Run:
-    """The run with float64 in place of its number types."""
-    wide = {"params": "float64", "compute": "float64", "reduce": "float64"}
-    return run.with_values({f"precision.{key}": value for key, value in wide.items()})
 
 
 @dataclass(frozen=True)
@@ -94,14 +86,26 @@ def has_jumps(optim: OptimConfig) -> bool:
     return any(name in ("lion", "muon") or is_user_class(name) for name in rule_names(optim))
 
 
-def perturbations(run: Run) -> Sequence[Perturbation]:
+def perturbations(
+    types: NumberTypes,
+    optim: OptimConfig,
+    *,
+    micro_size: int,
+) -> Sequence[Perturbation]:
     """What bounds are derived from; none where everything is float64 and updates are proportional
     to gradients, or are damped where these are rounding noise.
+
+    Args:
+        micro_size: sequences a micro-batch of the run.
     """
-    if NumberTypes.of(run).is_exact and not magnifies_noise(run.optim):
+    if types.is_exact and not magnifies_noise(optim):
         return ()
-    smaller = 1 if run.batch.micro_size > 1 else 2
+    other_size = 1 if micro_size > 1 else 2
     return (
         Perturbation(noise_seed=1, is_reversed=True),
-        Perturbation(noise_seed=2, is_inside_blocks=True, micro_size=smaller),
+        Perturbation(
+            noise_seed=2,
+            is_inside_blocks=True,
+            micro_size=other_size,
+        ),
     )

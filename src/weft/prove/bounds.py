@@ -32,8 +32,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from weft.prove.arithmetic import NumberTypes
@@ -73,12 +73,13 @@ class Bounds:
     def scale(self, key: TensorKey) -> float:
         """What differences of this tensor are relative to."""
         own = self._largest[key]
+        other = 0.0
         if key.phase in ("reduce", "clip", "moments", "backward"):
-            kind = self._kind_scale.get((key.step, key.phase, _kind(key)), 0.0)
-            return max(own, KIND_SHARE * kind, MIN_SCALE)
-        if key.phase == "update" or key.tensor.endswith(" as used"):
-            return max(own, self._largest_lr, MIN_SCALE)
-        return max(own, MIN_SCALE)
+            kind = _Kind.of(key)
+            other = KIND_SHARE * self._kind_scale.get(kind, 0.0)
+        elif key.phase == "update" or key.tensor.endswith(" as used"):
+            other = self._largest_lr
+        return max(own, other, MIN_SCALE)
 
     def bound(self, key: TensorKey) -> float:
         """Largest relative difference that rounding explains."""
@@ -91,17 +92,24 @@ class Bounds:
     def _bound(self, key: TensorKey) -> float:
         if key.phase == "batch":
             return 0.0
+        spread = self._spreads[key]
         if self.types.is_exact:
-            return max(TOLERANCE, FACTOR * self._spreads[key])
-        spread = max(self._spreads[key], self._typical_spread(key))
+            return max(TOLERANCE, FACTOR * spread)
+        spread = max(spread, self._typical_spread(key))
         bound = FACTOR * spread + FLOOR * self.types.eps
         if key.phase in ("norm", "clip"):
             bound += norm_rounding(self._most_entries, self.types)
         if key.phase in ("update", "checkpoint"):
-            bound += self.update_eps * self._largest_lr / self.scale(key)
+            rounding_of_update = self.update_eps * self._largest_lr
+            bound += rounding_of_update / self.scale(key)
         return bound
 
-    def relative(self, value: Tensor, expected: Tensor, key: TensorKey) -> float:
+    def relative(
+        self,
+        value: Tensor,
+        expected: Tensor,
+        key: TensorKey,
+    ) -> float:
         """Largest difference of two tensors of this kind, relative to its scale."""
         return largest_difference(value, expected) / self.scale(key)
 
@@ -115,8 +123,7 @@ class Bounds:
         if place not in self._undetermined:
             earlier = self.undetermined(parameter, step - 1)
             small = self.small_gradient(parameter, step)
-            parts = [mask for mask in (earlier, small) if mask is not None]
-            self._undetermined[place] = torch.stack(parts).any(0) if parts else None
+            self._undetermined[place] = _either(earlier, small)
         return self._undetermined[place]
 
     def small_gradient(self, parameter: str, step: int) -> Tensor | None:
@@ -127,11 +134,16 @@ class Bounds:
         gradient = self.plain.values.get(key)
         if gradient is None:
             return None
-        return gradient.abs() <= self.bound(key) * self.scale(key)
+        largest_small = self.bound(key) * self.scale(key)
+        return gradient.abs() <= largest_small
 
     def largest_updates(self, step: int) -> float:
         """Of one entry, summed over the steps so far."""
-        return MOST_RATES * sum(lr for number, lr in self.plain.lrs.items() if number <= step)
+        sum_of_rates = 0.0
+        for number, lr in self.plain.lrs.items():
+            if number <= step:
+                sum_of_rates += lr
+        return MOST_RATES * sum_of_rates
 
     @cached_property
     def _bounds(self) -> dict[TensorKey, float]:
@@ -144,35 +156,45 @@ class Bounds:
     @cached_property
     def _most_entries(self) -> int:
         """Of a gradient."""
-        sizes = (x.numel() for key, x in self.plain.values.items() if key.phase == "reduce")
-        return max(sizes, default=1)
+        most = 1
+        for key, tensor in self.plain.values.items():
+            if key.phase == "reduce":
+                most = max(most, tensor.numel())
+        return most
 
     @cached_property
     def _spreads(self) -> dict[TensorKey, float]:
-        return {key: self._spread(key) for key in self.plain.values if key.phase != "batch"}
+        found = {}
+        for key in self.plain.values:
+            if key.phase != "batch":
+                found[key] = self._spread(key)
+        return found
 
     def _spread(self, key: TensorKey) -> float:
+        """Largest relative difference of a perturbed run."""
         whole = self.plain.values[key]
-        scale = self.scale(key)
+        if not whole.numel():
+            return 0.0
         largest = 0.0
         for trace in self.perturbed:
             other = trace.values.get(key)
-            if other is not None and whole.numel():
-                largest = max(largest, largest_difference(other, whole) / scale)
+            if other is not None:
+                largest = max(largest, self.relative(other, whole, key))
         return largest
 
     def _typical_spread(self, key: TensorKey) -> float:
         """The median over the tensors of the phase; numbers of a step take that of its gradients."""
-        phase: Phase = (
-            "reduce" if key.phase in ("loss", "norm", "clip", "evaluation") else key.phase
-        )
+        phase = key.phase
+        if phase in ("loss", "norm", "clip", "evaluation"):
+            phase = "reduce"
         return self._medians.get((key.step, phase), 0.0)
 
     @cached_property
     def _medians(self) -> dict[tuple[int, Phase], float]:
         spreads: dict[tuple[int, Phase], list[float]] = {}
         for key, spread in self._spreads.items():
-            spreads.setdefault((key.step, key.phase), []).append(spread)
+            of_phase = spreads.setdefault((key.step, key.phase), [])
+            of_phase.append(spread)
         medians = {}
         for place, found in spreads.items():
             found.sort()
@@ -187,14 +209,17 @@ class Bounds:
     def _largest(self) -> dict[TensorKey, float]:
         found = {}
         for key, tensor in self.plain.values.items():
-            found[key] = float(tensor.abs().max()) if tensor.numel() else 0.0
+            found[key] = 0.0
+            if tensor.numel():
+                found[key] = float(tensor.abs().max())
         return found
 
     @cached_property
-    def _kind_scale(self) -> dict[tuple[int, Phase, str], float]:
-        found: dict[tuple[int, Phase, str], float] = {}
+    def _kind_scale(self) -> dict[_Kind, float]:
+        """The largest entry of each kind in a step and phase."""
+        found: dict[_Kind, float] = {}
         for key, largest in self._largest.items():
-            kind = (key.step, key.phase, _kind(key))
+            kind = _Kind.of(key)
             largest_before = found.get(kind, 0.0)
             found[kind] = max(largest_before, largest)
         return found
@@ -205,9 +230,23 @@ def norm_rounding(num_entries: int, types: NumberTypes) -> float:
     return NORM_SHARE * math.sqrt(num_entries) * types.eps
 
 
-def _kind(key: TensorKey) -> str:
-    """What follows the name of the parameter or block: "gradient", "exp_avg"."""
-    return key.tensor.rpartition(" ")[2]
+class _Kind(NamedTuple):
+    """Tensors of one step and phase whose names end alike: "gradient", "exp_avg"."""
+
+    step: int
+    phase: Phase
+    name: str
+
+    @staticmethod
+    def of(key: TensorKey) -> _Kind:
+        name = key.tensor.rpartition(" ")[2]
+        return _Kind(key.step, key.phase, name)
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one | other
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
@@ -216,5 +255,6 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
         return math.inf
     if not one.numel():
         return 0.0
-    difference = float((one.double() - other.double()).abs().max())
-    return math.inf if math.isnan(difference) else difference
+    difference = one.double() - other.double()
+    largest = float(difference.abs().max())
+    return math.inf if math.isnan(largest) else largest

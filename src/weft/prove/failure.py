@@ -83,7 +83,11 @@ def difference_of_error(
     )
 
 
-def _named(text: str, records: Sequence[RankRecord], blocks: Sequence[str]) -> tuple[str, str]:
+def _named(
+    text: str,
+    records: Sequence[RankRecord],
+    blocks: Sequence[str],
+) -> tuple[str, str]:
     """The first parameter, and its block, in a message; else the first block; "" where none is."""
     owners = {param.owner for record in records for param in record.shards.values()}
     found = _first_name(text, sorted(owners))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weft.core.dimension import activation_axes
 from weft.core.mesh import Mesh
-from weft.prove.bounds import Bounds, largest_difference
+from weft.prove.bounds import Bounds
 from weft.prove.localise import Failure
 from weft.prove.places import Whole
-from weft.prove.record import Observed, RankRecord, Site
+from weft.prove.record import BlockNumber, Observed, RankRecord, Site
 from weft.prove.reference_trace import TensorKey
 from weft.prove.report import PHASES, Phase, PhaseBound
 
@@ -37,11 +37,17 @@ class PhaseStats:
     def add(self, relative: float, bound: float) -> None:
         """Count one tensor."""
         self.compared += 1
-        ratio = relative / bound if bound else (0.0 if relative == 0 else math.inf)
+        ratio = _share_of_bound(relative, bound)
         if ratio > self.closest:
             self.closest = ratio
             self.largest = relative
             self.bound = bound
+
+
+def _share_of_bound(relative: float, bound: float) -> float:
+    if bound:
+        return relative / bound
+    return 0.0 if relative == 0 else math.inf
 
 
 @dataclass
@@ -67,79 +73,139 @@ class FoundDifferences:
         found = []
         for phase in PHASES:
             stats = self.stats.get(phase)
-            if stats is not None:
-                closest = max(stats.closest, 0.0)
-                found.append(PhaseBound(phase, stats.compared, stats.largest, stats.bound, closest))
+            if stats is None:
+                continue
+            bound = PhaseBound(
+                phase,
+                stats.compared,
+                stats.largest,
+                stats.bound,
+                closest=max(stats.closest, 0.0),
+            )
+            found.append(bound)
         return tuple(found)
+
+    @property
+    def reference(self) -> Mapping[TensorKey, Tensor]:
+        """The whole tensors of the one-device reference."""
+        return self.bounds.plain.values
 
     def is_skipped(self, site: Site) -> bool:
         """Whether the gradients of a step overflowed: they have no values to compare."""
         return site.step in self.bounds.plain.skipped and site.phase in PHASE_OF_GRADIENTS
 
     def check(
-        self, site: Site, rank: int, observed: Observed, expected: Tensor, key: TensorKey
+        self,
+        site: Site,
+        rank: int,
+        observed: Observed,
+        expected: Tensor,
+        key: TensorKey,
     ) -> None:
-        value = observed.value
+        """Compare a tensor of a rank with the entries of the reference that it should hold."""
         bound = self.bounds.bound(key)
-        relative = largest_difference(value, expected) / self.bounds.scale(key)
+        relative = self.bounds.relative(observed.value, expected, key)
         if relative > bound and site.phase == "backward" and site.micro_batch is not None:
-            relative = min(relative, self._partial_relative(site, rank, expected, key))
+            of_sum = self._partial_relative(site, rank, expected, key)
+            relative = min(relative, of_sum)
         if relative > bound:
-            relative = min(relative, self._determined_relative(site, observed, expected, key))
-        self.stats.setdefault(site.phase, PhaseStats()).add(relative, bound)
-        if not relative <= bound:
+            of_determined = self._determined_relative(site, observed, expected, key)
+            relative = min(relative, of_determined)
+        self._count(site, relative, bound)
+        is_within = relative <= bound  # NaN is not
+        if not is_within:
             failure = Failure(rank, observed, expected, relative, bound)
-            self.failures.setdefault(site, {})[rank] = failure
+            self._failures_at(site)[rank] = failure
+
+    def _count(
+        self,
+        site: Site,
+        relative: float,
+        bound: float,
+    ) -> None:
+        stats = self.stats.setdefault(site.phase, PhaseStats())
+        stats.add(relative, bound)
+
+    def _failures_at(self, site: Site) -> dict[int, Failure]:
+        return self.failures.setdefault(site, {})
 
     def _determined_relative(
-        self, site: Site, observed: Observed, expected: Tensor, key: TensorKey
+        self,
+        site: Site,
+        observed: Observed,
+        expected: Tensor,
+        key: TensorKey,
     ) -> float:
         """Of the entries of a parameter whose update does not depend on rounding, if the others are
         within a few learning rates; else infinite.
         """
-        step = site.step - 1 if site.tensor.endswith(" as used") else site.step
+        step = site.step
         is_value = site.phase in ("update", "checkpoint") and key.phase == "update"
-        if not site.parameter or not (is_value or step < site.step):
+        if site.tensor.endswith(" as used"):
+            is_value = True
+            step -= 1
+        if not site.parameter or not is_value:
             return math.inf
-        whole = self.bounds.undetermined(site.parameter, step)
-        mask = None if whole is None else observed.place.read(whole)
-        if mask is None or observed.value.shape != expected.shape:
+        undetermined = self.bounds.undetermined(site.parameter, step)
+        if undetermined is None or observed.value.shape != expected.shape:
+            return math.inf
+        mask = observed.place.read(undetermined)
+        if mask is None:
             return math.inf
         difference = (observed.value.double() - expected.double()).abs()
         is_free = mask.reshape(difference.shape)
-        unit = self.bounds.types.eps * float(expected.abs().max())
-        if not bool((difference[is_free] <= self.bounds.largest_updates(step) + unit).all()):
+        rounding = self.bounds.types.eps * float(expected.abs().max())
+        largest_update = self.bounds.largest_updates(step) + rounding
+        is_within = difference[is_free] <= largest_update
+        if not bool(is_within.all()):
             return math.inf
         rest = difference[~is_free]
         largest = float(rest.max()) if rest.numel() else 0.0
         return largest / self.bounds.scale(key)
 
-    def _partial_relative(self, site: Site, rank: int, expected: Tensor, key: TensorKey) -> float:
+    def _partial_relative(
+        self,
+        site: Site,
+        rank: int,
+        expected: Tensor,
+        key: TensorKey,
+    ) -> float:
         """Of a gradient whose parts are summed over tensor-parallel ranks only later."""
         parts = []
         for member in self.mesh.group(rank, activation_axes()):
-            observed = self.records[member].values.get(site)
+            record = self.records[member]
+            observed = record.values.get(site)
             if observed is None or observed.value.shape != expected.shape:
                 return math.inf
             parts.append(observed.value)
         if len(parts) == 1:
             return math.inf
         total = torch.stack(parts).double().sum(0)
-        return largest_difference(total, expected) / self.bounds.scale(key)
+        return self.bounds.relative(total, expected, key)
 
     def fail(self, site: Site, failure: Failure) -> None:
         """Count a tensor that must be equal to the last bit."""
-        self.stats.setdefault(site.phase, PhaseStats()).add(failure.measured, failure.bound)
-        self.failures.setdefault(site, {}).setdefault(failure.rank, failure)
+        self._count(site, failure.measured, failure.bound)
+        self._failures_at(site).setdefault(failure.rank, failure)
 
-    def number(self, record: RankRecord, site: Site, value: float) -> None:
+    def number(
+        self,
+        record: RankRecord,
+        site: Site,
+        value: float,
+    ) -> None:
+        """Compare a number of a rank with that of the reference, if that has it."""
         key = TensorKey(site.step, site.phase, site.tensor)
-        expected = self.bounds.plain.values.get(key)
+        expected = self.reference.get(key)
         if expected is None:
             return
-        tensor = torch.tensor(float(value), dtype=torch.float64)
-        operation = record.norm_operations.get(site.step) if site.phase in STEP_NUMBERS else None
+        operation = None
         if site.block:
             name = site.tensor.removeprefix(f"{site.block}.")
-            operation = record.sum_operations.get((site.step, site.block, name))
-        self.check(site, record.rank, Observed(tensor, Whole(), operation), expected, key)
+            block_number = BlockNumber(site.step, site.block, name)
+            operation = record.sum_operations.get(block_number)
+        elif site.phase in STEP_NUMBERS:
+            operation = record.norm_operations.get(site.step)
+        tensor = torch.tensor(float(value), dtype=torch.float64)
+        observed = Observed(tensor, Whole(), operation)
+        self.check(site, record.rank, observed, expected, key)

@@ -25,17 +25,24 @@ class GradientSums:
     records: Sequence[RankRecord]
     bounds: Bounds
 
-    def right_axes(self, step: int, name: str, rank: int) -> tuple[str, ...] | None:
+    def right_axes(
+        self,
+        step: int,
+        name: str,
+        rank: int,
+    ) -> tuple[str, ...] | None:
         """The axes over which the ranks' own gradients add up to the right one; None: there are none."""
         param = self.records[rank].shards[name]
-        key = TensorKey(step, "backward", f"{param.owner} gradient")
-        expected = ShardPlace(param.shard).read(self.bounds.plain.values[key])
+        key = TensorKey.of_gradient(step, "backward", param.owner)
+        whole = self.bounds.plain.values[key]
+        expected = ShardPlace(param.shard).read(whole)
         assert expected is not None, "a shard lies in its parameter"
         for axes in (param.reduce_axes, *self.axis_sets()):
             total = self.sum_over(step, name, rank, axes)
             if total is None or total.shape != expected.shape:
                 continue
-            if self.bounds.relative(total, expected, key) <= self.bounds.bound(key):
+            difference = self.bounds.relative(total, expected, key)
+            if difference <= self.bounds.bound(key):
                 return axes
         return None
 
@@ -47,16 +54,23 @@ class GradientSums:
             found.extend(itertools.combinations(candidates, number))
         return found
 
-    def sum_over(self, step: int, name: str, rank: int, axes: tuple[str, ...]) -> Tensor | None:
+    def sum_over(
+        self,
+        step: int,
+        name: str,
+        rank: int,
+        axes: tuple[str, ...],
+    ) -> Tensor | None:
         """The sum of the ranks' own gradients over these axes; None where they have none of one
         shape.
         """
-        parts = []
+        parts: list[Tensor] = []
         for member in self.mesh.group(rank, axes):
-            partial = self.records[member].partial_gradients.get((step, name))
+            record = self.records[member]
+            partial = record.partial_gradients.get((step, name))
             if partial is None:
                 return None
+            if parts and parts[0].shape != partial.value.shape:
+                return None
             parts.append(partial.value)
-        if len({part.shape for part in parts}) > 1:
-            return None
         return torch.stack(parts).sum(0)

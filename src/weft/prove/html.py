@@ -32,44 +32,63 @@ def _body(report: ProofReport) -> Iterator[str]:
     yield f'<h1>{escape(report.layout)}: <span class="{kind}">{report.verdict}</span></h1>'
     ranks = counted(report.ranks, "rank")
     steps = counted(report.steps, "step")
-    facts = f"{report.model}; {ranks}, {steps}; {report.compared:,} tensors and numbers in {report.seconds:.1f} s"
-    yield f"<p>{escape(facts)}</p>"
+    compared = f"{report.compared:,} tensors and numbers in {report.seconds:.1f} s"
+    yield _paragraph(f"{report.model}; {ranks}, {steps}; {compared}")
     if report.error:
-        yield f'<p class="differs">The layout stops with an error: {escape(report.error)}</p>'
+        text = escape(f"The layout stops with an error: {report.error}")
+        yield f'<p class="differs">{text}</p>'
     if report.first is not None:
         yield "<h2>First difference in the order of execution</h2>"
         yield _lines(report.first.lines())
     if report.smallest is not None:
-        yield "<h2>Smallest failing case</h2>"
-        yield f"<p>{escape(report.smallest.layout)}; {escape(report.smallest.model)}</p>"
-        if report.smallest.first is not None:
-            yield _lines(report.smallest.first.lines())
-        yield _lines([report.smallest.command])
+        yield from _smallest_case(report.smallest)
     for each in report.passes:
         yield from _pass(each)
     if report.reduced:
         yield "<h2>Reduced sizes</h2>"
-        rows = [(key, old, new) for key, (old, new) in report.reduced.items()]
+        rows = []
+        for key, (configured, compared) in report.reduced.items():
+            rows.append((key, configured, compared))
         yield _table(("key", "configured", "compared"), rows)
     for note in report.notes:
-        yield f"<p>{escape(note)}</p>"
+        yield _paragraph(note)
     if report.command:
         yield "<h2>Command</h2>"
         yield _lines([report.command])
 
 
+def _smallest_case(case: ProofReport) -> Iterator[str]:
+    yield "<h2>Smallest failing case</h2>"
+    yield _paragraph(f"{case.layout}; {case.model}")
+    if case.first is not None:
+        yield _lines(case.first.lines())
+    yield _lines([case.command])
+
+
 def _pass(each: Pass) -> Iterator[str]:
-    yield f"<h2>{escape(each.dtype)}</h2><p>Bounds: {escape(each.source)}</p>"
+    yield f"<h2>{escape(each.dtype)}</h2>"
+    yield _paragraph(f"Bounds: {each.source}")
     rows = []
     for bound in each.bounds:
-        verdict = "equal" if bound.closest <= 1 else "differs"
-        numbers = (f"{bound.compared:,}", f"{bound.largest:.1e}", f"{bound.bound:.1e}")
-        rows.append((bound.phase, *numbers, verdict))
-    yield _table(("phase", "tensors", "difference closest to its bound", "bound", ""), rows)
+        row = (
+            bound.phase,
+            f"{bound.compared:,}",
+            f"{bound.largest:.1e}",
+            f"{bound.bound:.1e}",
+            "equal" if bound.closest <= 1 else "differs",
+        )
+        rows.append(row)
+    head = ("phase", "tensors", "difference closest to its bound", "bound", "")
+    yield _table(head, rows)
     if each.differences:
-        shown = each.differences[:MAX_ROWS]
         yield f"<p>{len(each.differences):,} differences, in the order of execution:</p>"
-        yield _table(("tensor", "is", "axis", "ranks", "difference", "bound"), map(_row, shown))
+        shown = each.differences[:MAX_ROWS]
+        head = ("tensor", "is", "axis", "ranks", "difference", "bound")
+        yield _table(head, map(_row, shown))
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{escape(text)}</p>"
 
 
 def _row(difference: Difference) -> tuple[str, ...]:
@@ -84,13 +103,18 @@ def _row(difference: Difference) -> tuple[str, ...]:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = [f"<tr>{cells}</tr>"]
+    lines = [_table_row("th", head)]
     for row in rows:
-        cells = "".join(f"<td>{escape(value)}</td>" for value in row)
-        lines.append(f"<tr>{cells}</tr>")
-    return "<table>" + "\n".join(lines) + "</table>"
+        lines.append(_table_row("td", row))
+    body = "\n".join(lines)
+    return f"<table>{body}</table>"
+
+
+def _table_row(tag: str, values: Iterable[str]) -> str:
+    cells = "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
+    return f"<tr>{cells}</tr>"
 
 
 def _lines(lines: Iterable[str]) -> str:
-    return "<pre>" + escape("\n".join(lines)) + "</pre>"
+    text = "\n".join(lines)
+    return f"<pre>{escape(text)}</pre>"

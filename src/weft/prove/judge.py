@@ -73,14 +73,17 @@ class Judge:
         for site in sorted(self.found.failures, key=self._localisation.order):
             if not site.tensor.endswith(".expert load"):
                 continue
-            failure = next(iter(self.found.failures[site].values()))
-            load = failure.expected.double()
-            moved = float((failure.observed.value.double() - load).abs().sum()) / 2
-            if moved > max(MOST_REROUTED * float(load.sum()), MIN_REROUTED):
+            failures = self.found.failures[site]
+            failure = next(iter(failures.values()))
+            load_E = failure.expected.double()
+            difference_E = failure.observed.value.double() - load_E
+            num_tokens = float(load_E.sum())
+            num_moved = float(difference_E.abs().sum()) / 2
+            if num_moved > max(MOST_REROUTED * num_tokens, MIN_REROUTED):
                 return
             self.found.notes.append(
                 f"not compared in 16 bits: what follows {site.block} in step {site.step}, "
-                f"where rounding routes {moved:g} of {float(load.sum()):g} tokens to other experts"
+                f"where rounding routes {num_moved:g} of {num_tokens:g} tokens to other experts"
             )
             self._drop_after(site)
             return
@@ -88,13 +91,13 @@ class Judge:
     def _drop_after(self, routed: Site) -> None:
         """Forget failures that may follow from another routing; not those of equality to the bit."""
         blocks = self.bounds.plain.blocks
-        before = set(blocks[: blocks.index(routed.block)])
+        num_before = blocks.index(routed.block)
+        blocks_before = set(blocks[:num_before])
         for site in list(self.found.failures):
-            is_earlier = site.step < routed.step or site.phase == "batch"
-            is_earlier_block = (
-                site.step == routed.step and site.phase == "forward" and site.block in before
-            )
-            if is_earlier or is_earlier_block:
+            if site.step < routed.step or site.phase == "batch":
+                continue
+            is_forward = site.step == routed.step and site.phase == "forward"
+            if is_forward and site.block in blocks_before:
                 continue
             kept = {}
             for rank, failure in self.found.failures.pop(site).items():

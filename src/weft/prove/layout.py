@@ -58,9 +58,18 @@ class GivenSamples:
         return {"samples": self.num_samples}
 
 
-def micro_batches(batch: Batch, plan: Plan, rank: int) -> list[Batch]:
+def micro_batches(
+    batch: Batch,
+    plan: Plan,
+    rank: int,
+) -> list[Batch]:
     """This rank's micro-batches of a step's whole batch, as training loads them."""
-    loader = _loader([batch], plan, rank, device=torch.device("cpu"))
+    loader = _loader(
+        [batch],
+        plan,
+        rank,
+        device=torch.device("cpu"),
+    )
     return loader.batches(0)
 
 
@@ -98,7 +107,13 @@ def run_layout(
     lr: float,
 ) -> RankTrace:
     """Train this rank's shards on the whole batches, one per step, and record everything."""
-    model = build_model(family, config, plan, comm, seed=seed)
+    model = build_model(
+        family,
+        config,
+        plan,
+        comm,
+        seed=seed,
+    )
     decay_names = matrices(model.params)
     train = TrainStep(
         model,
@@ -106,7 +121,12 @@ def run_layout(
         clip=plan.clip,
     )
     traces = []
-    loader = _loader(steps, plan, comm.rank, device=comm.device)
+    loader = _loader(
+        steps,
+        plan,
+        comm.rank,
+        device=comm.device,
+    )
     for step in range(len(steps)):
         report = train(loader.batches(step), lr=lr)
         traces.append(_trace(train, report))

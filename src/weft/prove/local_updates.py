@@ -28,9 +28,9 @@ from weft.data.samples import Samples
 from weft.models import Family
 from weft.models.common.batch import Batch
 from weft.parallel.site import AXIS as SITE
-from weft.prove.arithmetic import in_float64
 from weft.prove.bounds import TOLERANCE
 from weft.prove.raw_batch import global_batch
+from weft.prove.reduce import in_float64
 from weft.prove.reference import Reference
 from weft.prove.report import Difference, Pass, PhaseBound
 from weft.run.run_ranks import run_ranks
@@ -84,7 +84,11 @@ class SiteProof:
     samples: Samples
 
     @staticmethod
-    def of(run: Run, family: Family, samples: Samples) -> SiteProof:
+    def of(
+        run: Run,
+        family: Family,
+        samples: Samples,
+    ) -> SiteProof:
         """The proof of a run, in float64 and with short periods."""
         values: dict[str, Any] = {
             "site.every": EVERY,
@@ -147,16 +151,43 @@ class SiteProof:
             out = Path(folder) / "run"
 
             def rank(comm: Comm) -> None:
-                self._train_rank(comm, out, resume=None, total=STEPS_BEFORE_RESUME)
-                self._train_rank(comm, out, resume="auto", total=STEPS)
+                self._train_rank(
+                    comm,
+                    out,
+                    resume=None,
+                    total=STEPS_BEFORE_RESUME,
+                )
+                self._train_rank(
+                    comm,
+                    out,
+                    resume="auto",
+                    total=STEPS,
+                )
 
-            run_ranks(self.run.device_mesh, rank, timeout_s=TIMEOUT_S, takes_turns=True)
+            run_ranks(
+                self.run.device_mesh,
+                rank,
+                timeout_s=TIMEOUT_S,
+                takes_turns=True,
+            )
             _, path = next(iter(checkpoints(out)))
             return self._stored(path)
 
-    def _train_rank(self, comm: Comm, out: Path, *, resume: str | None, total: int) -> None:
+    def _train_rank(
+        self,
+        comm: Comm,
+        out: Path,
+        *,
+        resume: str | None,
+        total: int,
+    ) -> None:
         run = self.run.with_values({"out": str(out), "resume": resume})
-        training = build_training(run, comm, stop_requested=lambda: False, samples=self.samples)
+        training = build_training(
+            run,
+            comm,
+            stop_requested=lambda: False,
+            samples=self.samples,
+        )
         training = replace(
             training,
             step_range=replace(training.step_range, total=total),
@@ -168,29 +199,38 @@ class SiteProof:
         run_training(training, EventLog(None, []))
 
     def _stored(self, path: Path) -> Tensors:
-        axis = local_update_axis(self.run.device_mesh)
-        sections = ["model", *(f"{axis}/{index}/model" for index in range(self.num_sites))]
+        """The outer parameters and those of every site, as a checkpoint has them."""
         checkpoint = open_checkpoint(path)
+        sections = ["model"]
+        for index in range(self.num_sites):
+            sections.append(self._section_of_site(index))
         found = {}
         for section in sections:
             source = checkpoint.section(section)
             for name, shape in source.shapes.items():
-                found[f"{section}/{name}"] = source.read(name, Box.whole(tuple(shape)))
+                everything = Box.whole(tuple(shape))
+                found[f"{section}/{name}"] = source.read(name, everything)
         return found
+
+    def _section_of_site(self, index: int) -> str:
+        axis = local_update_axis(self.run.device_mesh)
+        return f"{axis}/{index}/model"
 
     # on one device
 
     def _train_plain(self) -> Tensors:
-        axis = local_update_axis(self.run.device_mesh)
         sites = [self._plain_site(index) for index in range(self.num_sites)]
         plain = PlainOuterStep(self.run.site, sites)
-        steps = zip(*(site.steps(STEPS) for site in sites), strict=True)
-        for number, *_ in steps:
+        training = [site.steps(STEPS) for site in sites]
+        for number, *_ in zip(*training, strict=True):
             plain.after_step(number)
-        found = {f"model/{name}": value for name, value in plain.outer.items()}
+        found = {}
+        for name, value in plain.outer.items():
+            found[f"model/{name}"] = value
         for index, site in enumerate(sites):
+            section = self._section_of_site(index)
             for name, value in site.trained.items():
-                found[f"{axis}/{index}/model/{name}"] = value
+                found[f"{section}/{name}"] = value
         return found
 
     def _plain_site(self, index: int) -> PlainSite:
@@ -209,7 +249,13 @@ class SiteProof:
 class PlainSite(Reference):
     """One site on one device: it trains on its part of every batch."""
 
-    def __init__(self, *args: object, index: int, num_sites: int, **options: object) -> None:
+    def __init__(
+        self,
+        *args: object,
+        index: int,
+        num_sites: int,
+        **options: object,
+    ) -> None:
         super().__init__(*args, **options)  # type: ignore[arg-type]
         self.index = index
         self.num_sites = num_sites
@@ -235,8 +281,11 @@ class PlainOuterStep:
     def __init__(self, settings: SiteConfig, sites: list[PlainSite]) -> None:
         self.settings = settings
         self.sites = sites
-        self.outer = {name: value.clone() for name, value in sites[0].trained.items()}
-        self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
+        self.outer: Tensors = {}
+        self.momentum: Tensors = {}
+        for name, value in sites[0].trained.items():
+            self.outer[name] = value.clone()
+            self.momentum[name] = torch.zeros_like(value)
         self.exchanged: Tensors = {}
 
     def after_step(self, number: int) -> None:
@@ -250,19 +299,24 @@ class PlainOuterStep:
 
     def _mean_gradient(self, name: str) -> Tensor:
         on_wire = WIRES[self.settings.wire]
-        gradients = [on_wire(self.outer[name] - site.trained[name]) for site in self.sites]
+        gradients = []
+        for site in self.sites:
+            gradient = self.outer[name] - site.trained[name]
+            gradients.append(on_wire(gradient))
         return torch.stack(gradients).mean(0)
 
     def _apply(self, gradients: Mapping[str, Tensor]) -> None:
         settings = self.settings
         kept = settings.mix if settings.overlap else 0.0
         for name, gradient in gradients.items():
+            outer = self.outer[name]
             velocity = settings.momentum * self.momentum[name] + gradient
             self.momentum[name] = velocity
-            self.outer[name] -= settings.lr * (gradient + settings.momentum * velocity)
+            change = gradient + settings.momentum * velocity
+            outer -= settings.lr * change
             for site in self.sites:
                 value = site.trained[name]
-                value.copy_(kept * value + (1 - kept) * self.outer[name])
+                value.copy_(kept * value + (1 - kept) * outer)
                 site.params[name].data.copy_(value)
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from weft.comm.observe import Operation
 from weft.core.mesh import Mesh
+from weft.parallel.model.parallelize import ParamShard
 from weft.prove.bounds import Bounds, largest_difference
 from weft.prove.gradient_sums import GradientSums
-from weft.prove.record import Observed, RankRecord, Site
+from weft.prove.record import BlockLoad, Observed, RankRecord, Site
 from weft.prove.reference_trace import TensorKey
 from weft.prove.relations import relation
 from weft.prove.report import PHASES, Difference
@@ -67,47 +68,37 @@ class Localisation:
 
     def differences(self) -> tuple[Difference, ...]:
         """All differences, in the order of execution."""
+        sites = sorted(self.failures, key=self.order)
         found = []
-        for place, site in enumerate(sorted(self.failures, key=self.order)):
-            found.append(self._difference(site, has_relation=place < MAX_RELATIONS))
+        for place, site in enumerate(sites):
+            has_relation = place < MAX_RELATIONS
+            found.append(self._difference(site, has_relation=has_relation))
         return tuple(found)
 
     def order(self, site: Site) -> tuple[float, ...]:
         """Sort key of the order of execution."""
-        blocks = self.bounds.plain.blocks
-        position = blocks.index(site.block) if site.block in blocks else len(blocks)
-        phase = PHASES.index(site.phase)
-        micro_batch = -1 if site.micro_batch is None else site.micro_batch
-        if site.phase == "batch" and site.micro_batch is None:
-            return site.step, phase, len(blocks) + 1, 0, 0  # numbers that follow from the fields
-        if site.phase == "evaluation":
-            phase = len(PHASES) + 1
-        if site.phase == "checkpoint":
-            phase = len(PHASES)
-        if site.phase in ("backward", "reduce", "clip", "moments", "update"):
-            if site.phase == "backward" and site.micro_batch is not None:
-                position += 1  # the gradient of an output is computed by the block after it
-                return site.step, phase, -position, 1, micro_batch
-            is_number = site.block == ""
-            return site.step, phase, -len(blocks) - 1 if is_number else -position, 0, micro_batch
-        if site.phase == "loss":
-            return site.step, phase, position, 0, micro_batch
-        if site.phase == "forward" and site.tensor.endswith(".expert load"):
-            micro_batch = self._num_micro_batches  # a sum over all of them
-        return site.step, phase, micro_batch, position, 0
+        return execution_order(
+            site,
+            self.bounds.plain.blocks,
+            num_micro_batches=self._num_micro_batches,
+        )
 
     @cached_property
     def _num_micro_batches(self) -> int:
-        numbers = [site.micro_batch or 0 for site in self.failures]
-        return 1 + max(numbers, default=0)
+        largest = 0
+        for site in self.failures:
+            if site.micro_batch is not None:
+                largest = max(largest, site.micro_batch)
+        return largest + 1
 
     def _difference(self, site: Site, *, has_relation: bool) -> Difference:
         failures = self.failures[site]
+        ranks = tuple(sorted(failures))
+        first = failures[ranks[0]]
         worst = max(failures.values(), key=lambda failure: failure.measured)
-        first = failures[min(failures)]
-        axis, text = "", "other values"
+        cause = _Cause("", "other values")
         if has_relation:
-            axis, text = self._explain(site, first)
+            cause = self._explain(site, first)
         operation = first.observed.operation
         name, block = self._names(site)
         return Difference(
@@ -117,10 +108,10 @@ class Localisation:
             phase=site.phase,
             step=site.step,
             micro_batch=site.micro_batch,
-            axis=axis,
-            ranks=tuple(sorted(failures)),
+            axis=cause.axis,
+            ranks=ranks,
             collective="" if operation is None else _operation_text(operation),
-            relation=text,
+            relation=cause.text,
             measured=worst.measured,
             bound=worst.bound,
         )
@@ -128,71 +119,68 @@ class Localisation:
     def _names(self, site: Site) -> tuple[str, str]:
         """Tensor and block; the gradient of an output is the input gradient of the next block."""
         blocks = self.bounds.plain.blocks
-        if site.phase != "backward" or site.micro_batch is None or site.block not in blocks:
+        is_gradient = site.phase == "backward" and site.micro_batch is not None
+        if not is_gradient or site.block not in blocks:
             return site.tensor, site.block
-        following = blocks.index(site.block) + 1
-        if following == len(blocks):
+        place = blocks.index(site.block)
+        following = blocks[place + 1 :]
+        if not following:
             return site.tensor, site.block
-        block = blocks[following]
+        block = following[0]
         return f"{block}.input gradient", block
 
-    def _explain(self, site: Site, failure: Failure) -> tuple[str, str]:
+    def _explain(self, site: Site, failure: Failure) -> _Cause:
         """Mesh axis and numeric relation."""
         if failure.text:
-            return self._axis(site, failure), failure.text
-        measured, expected = failure.observed.value, failure.expected
+            return _Cause(self._axis(site, failure), failure.text)
+        measured = failure.observed.value
+        expected = failure.expected
         if failure.measured == math.inf and measured.numel() == 0:
-            return "", "held by no rank in full"
+            return _Cause("", "held by no rank in full")
         if site.phase in ("reduce", "clip"):
-            for axes, phrase in self._partial_sums(site, failure):
-                if largest_difference(measured, phrase.value) <= _close(phrase.value, expected):
-                    return axes, phrase.text
+            for wrong in self._wrong_sums(site, failure):
+                difference = largest_difference(measured, wrong.value)
+                if difference <= _close(wrong.value, expected):
+                    return wrong.cause
         text = relation(
             measured,
             expected,
             candidates=self._candidates(site, failure),
             before=self._before(site, failure),
         )
-        return self._axis(site, failure), text
+        return _Cause(self._axis(site, failure), text)
 
     def _axis(self, site: Site, failure: Failure) -> str:
         """The mesh axis that the difference follows; "" where none does."""
-        failed = self.failures[site]
-        holders = [record.rank for record in self.records if self._holds(record, site)]
-        followed = self._separating_axis(sorted(failed), holders)
+        failed = sorted(self.failures[site])
+        holders = [record.rank for record in self.records if _holds(record, site)]
+        followed = self._separating_axis(failed, holders)
         if followed:
             return followed
         disagreeing = self._disagreeing_axis(site, holders)
         if disagreeing:
             return disagreeing
+        wide_axes = self.mesh.wide_axes
+        if len(wide_axes) == 1:
+            return wide_axes[0]
         operation = failure.observed.operation
-        wide = self.mesh.wide_axes
-        if len(wide) == 1:
-            return wide[0]
-        if operation is not None and all(name in wide for name in operation.axis.split("+")):
-            return operation.axis
-        return ""
-
-    def _holds(self, record: RankRecord, site: Site) -> bool:
-        if site in record.values or not site.block:
-            return True
-        if site.phase == "backward":
-            found = record.partial_gradients
-            return any(
-                step == site.step and partial.param.owner == site.parameter
-                for (step, _), partial in found.items()
-            )
-        return (site.step, site.block) in record.loads or any(
-            (step, block) == (site.step, site.block) for step, block, _ in record.sums
-        )
+        if operation is None:
+            return ""
+        names = operation.axis.split("+")
+        return operation.axis if set(names).issubset(wide_axes) else ""
 
     def _separating_axis(self, failed: Sequence[int], holders: Sequence[int]) -> str:
         """The axis whose coordinate alone tells wrong ranks from right ones."""
         if len(failed) == len(holders):
             return ""
         for axis in self.mesh.wide_axes:
-            wrong = {self.mesh.coord(rank)[axis] for rank in failed}
-            right = {self.mesh.coord(rank)[axis] for rank in holders if rank not in failed}
+            wrong: set[int] = set()
+            right: set[int] = set()
+            for rank in failed:
+                wrong.add(self.mesh.coord(rank)[axis])
+            for rank in holders:
+                if rank not in failed:
+                    right.add(self.mesh.coord(rank)[axis])
             if wrong.isdisjoint(right):
                 return axis
         return ""
@@ -202,78 +190,88 @@ class Localisation:
         for axis in reversed(self.mesh.wide_axes):
             for rank in holders:
                 own = self.records[rank].values.get(site)
-                if own is None:
-                    continue
-                for other_rank in self.mesh.group(rank, axis):
-                    other = self.records[other_rank].values.get(site)
-                    if other is None or other.place != own.place:
-                        continue
-                    if own.value.shape != other.value.shape:
-                        return axis
-                    key = key_of(site)
-                    difference = largest_difference(own.value, other.value)
-                    if difference > self.bounds.bound(key) * self.bounds.scale(key):
-                        return axis
+                if own is not None and self._differs_along(axis, rank, site, own):
+                    return axis
         return ""
 
-    def _partial_sums(self, site: Site, failure: Failure) -> Iterator[tuple[str, _Phrase]]:
+    def _differs_along(
+        self,
+        axis: str,
+        rank: int,
+        site: Site,
+        own: Observed,
+    ) -> bool:
+        """Whether another rank along the axis holds other values of the same entries."""
+        key = key_of(site)
+        for other_rank in self.mesh.group(rank, axis):
+            other = self.records[other_rank].values.get(site)
+            if other is None or other.place != own.place:
+                continue
+            if own.value.shape != other.value.shape:
+                return True
+            difference = largest_difference(own.value, other.value)
+            if difference > self.bounds.bound(key) * self.bounds.scale(key):
+                return True
+        return False
+
+    def _wrong_sums(self, site: Site, failure: Failure) -> Iterator[_WrongSum]:
         """Sums of the ranks' own gradients over other axes than the right ones."""
         record = self.records[failure.rank]
-        name = next(
-            (name for name, param in record.shards.items() if param.owner == site.parameter), None
-        )
+        name = _local_name(record, site.parameter)
         if name is None or (site.step, name) not in record.partial_gradients:
             return
         right = self.sums.right_axes(site.step, name, failure.rank)
         if right is None:
             return
         for axes in self.sums.axis_sets():
-            total = self.sums.sum_over(site.step, name, failure.rank, axes)
-            if total is None or set(axes) == set(right):
+            if set(axes) == set(right):
                 continue
-            local = _local_entries(total, failure.observed, record, name)
+            total = self.sums.sum_over(site.step, name, failure.rank, axes)
+            if total is None:
+                continue
+            local = _local_entries(total, failure.observed, record.shards[name])
             if local is not None:
-                yield self._wrong_sum(right, axes, local)
+                yield _WrongSum(self._cause_of_sum(right, axes), local)
 
-    def _wrong_sum(
-        self, right: tuple[str, ...], axes: tuple[str, ...], value: Tensor
-    ) -> tuple[str, _Phrase]:
+    def _cause_of_sum(self, right: tuple[str, ...], axes: tuple[str, ...]) -> _Cause:
         """Axis and words of a sum over `axes` in place of `right`."""
-        missing = [axis for axis in self.mesh.wide_axes if axis in right and axis not in axes]
-        extra = [axis for axis in self.mesh.wide_axes if axis in axes and axis not in right]
+        missing = []
+        extra = []
+        for axis in self.mesh.wide_axes:
+            if axis in right and axis not in axes:
+                missing.append(axis)
+            if axis in axes and axis not in right:
+                extra.append(axis)
         words = []
         if missing:
-            words.append(
-                f"not summed over {' and '.join(missing)} (terms of other ranks are missing)"
-            )
+            names = " and ".join(missing)
+            words.append(f"not summed over {names} (terms of other ranks are missing)")
         if extra:
-            words.append(f"summed over {' and '.join(extra)} by mistake")
-        return "+".join(missing or extra), _Phrase(", ".join(words), value)
+            names = " and ".join(extra)
+            words.append(f"summed over {names} by mistake")
+        return _Cause("+".join(missing or extra), ", ".join(words))
 
     def _candidates(self, site: Site, failure: Failure) -> dict[str, Tensor]:
-        """Tensors that the measured one may be by mistake."""
+        """Tensors that the measured one may be by mistake, by their description."""
         found: dict[str, Tensor] = {}
-        values = self.bounds.plain.values
         key = key_of(site)
-        whole = values.get(key)
-        earlier = values.get(key._replace(step=site.step - 1))
-        place = failure.observed.place
-        if earlier is not None and earlier.dim():
-            stale = place.read(earlier)
-            if stale is not None:
-                text = f"the value of step {site.step - 1} (stale)"
-                found[text] = stale.reshape(failure.expected.shape)
+        stale = self._entries(key._replace(step=site.step - 1), failure)
+        if stale is not None and failure.expected.dim():
+            text = f"the value of step {site.step - 1} (stale)"
+            found[text] = stale.reshape(failure.expected.shape)
+        whole = self.bounds.plain.values.get(key)
         if whole is None:
             return found
         if site.phase == "clip":
-            unclipped = values.get(TensorKey(site.step, "reduce", f"{site.parameter} gradient"))
+            gradient = TensorKey.of_gradient(site.step, "reduce", site.parameter)
+            unclipped = self._entries(gradient, failure)
             if unclipped is not None:
-                local = place.read(unclipped)
-                if local is not None:
-                    found["not clipped"] = local
+                found["not clipped"] = unclipped
         for record in self.records:
             other = record.values.get(site)
-            if other is None or other.place == place or record.rank == failure.rank:
+            if other is None or record.rank == failure.rank:
+                continue
+            if other.place == failure.observed.place:
                 continue
             shard = other.place.read(whole)
             if shard is not None and shard.shape == failure.expected.shape:
@@ -281,33 +279,111 @@ class Localisation:
                 found[f"the shard of rank {record.rank} ({where}), repeated"] = shard
         return found
 
+    def _entries(self, key: TensorKey, failure: Failure) -> Tensor | None:
+        """The entries of another tensor of the reference at the place of the failure."""
+        whole = self.bounds.plain.values.get(key)
+        return None if whole is None else failure.observed.place.read(whole)
+
     def _before(self, site: Site, failure: Failure) -> Tensor | None:
+        """The value of an updated parameter before its update."""
         if site.phase != "update" or not site.parameter:
             return None
-        used = self.bounds.plain.values.get(
-            TensorKey(site.step, "forward", f"{site.parameter} as used")
-        )
-        return None if used is None else failure.observed.place.read(used)
+        return self._entries(TensorKey.as_used(site.step, site.parameter), failure)
 
 
 @dataclass(frozen=True)
-class _Phrase:
+class _Cause:
+    """Mesh axis that a difference follows, and how the tensor relates to the right one."""
+
+    axis: str
     text: str
+
+
+@dataclass(frozen=True)
+class _WrongSum:
+    cause: _Cause
     value: Tensor
+
+
+def execution_order(
+    site: Site,
+    blocks: Sequence[str],
+    *,
+    num_micro_batches: int,
+) -> tuple[float, ...]:
+    """Sort key of the order of execution: step, phase, then block and micro-batch as the phase runs
+    them.
+
+    Args:
+        blocks: names of all blocks, in their order.
+        num_micro_batches: of a step.
+    """
+    position = len(blocks)
+    if site.block in blocks:
+        position = blocks.index(site.block)
+    micro_batch = -1 if site.micro_batch is None else site.micro_batch
+    phase = PHASES.index(site.phase)
+    match site.phase:
+        case "batch" if site.micro_batch is None:  # numbers that follow from the fields
+            return site.step, phase, len(blocks) + 1, 0, 0
+        case "backward" if site.micro_batch is not None:
+            following = position + 1  # computes the gradient of the output
+            return site.step, phase, -following, 1, micro_batch
+        case "backward" | "reduce" | "clip" | "moments" | "update":
+            is_number = site.block == ""
+            place = -len(blocks) - 1 if is_number else -position
+            return site.step, phase, place, 0, micro_batch
+        case "loss":
+            return site.step, phase, position, 0, micro_batch
+        case "checkpoint":
+            phase = len(PHASES)
+        case "evaluation":
+            phase = len(PHASES) + 1
+        case "forward" if site.tensor.endswith(".expert load"):
+            micro_batch = num_micro_batches  # a sum over all of them
+    return site.step, phase, micro_batch, position, 0
+
+
+def _holds(record: RankRecord, site: Site) -> bool:
+    """Whether a rank computed a part of the tensor, or of the sum."""
+    if site in record.values or not site.block:
+        return True
+    if site.phase == "backward":
+        for (step, _), partial in record.partial_gradients.items():
+            if step == site.step and partial.param.owner == site.parameter:
+                return True
+        return False
+    if BlockLoad(site.step, site.block) in record.loads:
+        return True
+    blocks_of_step = {number.block for number in record.sums if number.step == site.step}
+    return site.block in blocks_of_step
+
+
+def _local_name(record: RankRecord, parameter: str) -> str | None:
+    """The name under which a rank has a parameter, maybe one that is tied to it."""
+    for name, param in record.shards.items():
+        if param.owner == parameter:
+            return name
+    return None
 
 
 def _close(value: Tensor, expected: Tensor) -> float:
     """Difference within which a value counts as a wrong sum."""
-    size = max(float(value.abs().max()), float(expected.abs().max())) if value.numel() else 0.0
-    return 1e-3 * size
+    if not value.numel():
+        return 0.0
+    largest_value = float(value.abs().max())
+    largest_expected = float(expected.abs().max())
+    return 1e-3 * max(largest_value, largest_expected)
 
 
 def _local_entries(
-    total: Tensor, observed: Observed, record: RankRecord, name: str
+    total: Tensor,
+    observed: Observed,
+    param: ParamShard,
 ) -> Tensor | None:
     """The entries of a local gradient that an observed tensor holds."""
-    shard = record.shards[name].shard
-    whole = torch.zeros(record.shards[name].shape, dtype=total.dtype)
+    shard = param.shard
+    whole = torch.zeros(param.shape, dtype=total.dtype)
     offset = 0
     for box in shard.boxes:
         part = total

@@ -49,7 +49,12 @@ def one_device(
     lr: float,
 ) -> tuple[StepTrace, ...]:
     """Train on whole batches, one per step, and record everything."""
-    blocks = plain_model(family, config, seed=seed, dtype=dtype)
+    blocks = plain_model(
+        family,
+        config,
+        seed=seed,
+        dtype=dtype,
+    )
     params = _untied_parameters(blocks, family, config)
     update = optimizer(params, matrices(params))
     max_norm = clip if clip > 0 else float("inf")
@@ -79,7 +84,11 @@ def _untied_parameters(
     return {name: param for name, param in named_parameters(blocks).items() if name not in ties}
 
 
-def _trace(loss: Tensor, norm: Tensor, params: Mapping[str, nn.Parameter]) -> StepTrace:
+def _trace(
+    loss: Tensor,
+    norm: Tensor,
+    params: Mapping[str, nn.Parameter],
+) -> StepTrace:
     grads = {}
     for name, param in params.items():
         if param.grad is not None:

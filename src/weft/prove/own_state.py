@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.prove.bounds import largest_difference
+from weft.core.shard import Shard
 from weft.prove.found_differences import FoundDifferences, PhaseStats
 from weft.prove.localise import Failure, key_of
 from weft.prove.places import FlatPlace, Whole
 from weft.prove.record import Observed, Site
+
+
+class _Updated(NamedTuple):
+    step: int
+    parameter: str
 
 
 @dataclass(frozen=True)
@@ -27,76 +33,117 @@ class OwnState:
 
     def compare_coverage(self) -> None:
         """Every entry of every parameter lies on some rank."""
-        held: dict[str, set[object]] = {}
-        sizes: dict[str, int] = {}
-        for record in self.found.records:
-            for param in record.shards.values():
-                shards = held.setdefault(param.owner, set())
-                if param.shard not in shards:
-                    shards.add(param.shard)
-                    sizes[param.owner] = sizes.get(param.owner, 0) + param.shard.size
-        for key, whole in self.found.bounds.plain.values.items():
+        sizes = self._held_entries()
+        for key, whole in self.found.reference.items():
             if key.phase != "update" or key.step != 1 or key.tensor == "learning rate":
                 continue
             stats = self.found.stats.setdefault("forward", PhaseStats())
             stats.add(0.0, 1.0)
-            if sizes.get(key.tensor, 0) != whole.numel():
-                block = key.tensor.partition(".")[0]
-                site = Site(1, "forward", block, f"{key.tensor} as used", key.tensor)
-                observed = Observed(torch.zeros(0), Whole(), None)
-                failure = Failure(0, observed, whole, math.inf, 0.0)
-                self.found.failures.setdefault(site, {})[0] = failure
+            if sizes.get(key.tensor, 0) == whole.numel():
+                continue
+            site = Site.of_parameter(1, "forward", key.tensor, f"{key.tensor} as used")
+            nothing = Observed(torch.zeros(0), Whole(), None)
+            failures = self.found.failures.setdefault(site, {})
+            failures[0] = Failure(
+                0,
+                nothing,
+                whole,
+                measured=math.inf,
+                bound=0.0,
+            )
+
+    def _held_entries(self) -> dict[str, int]:
+        """Number of entries of each parameter that some rank holds; replicas count once."""
+        shards: dict[str, set[Shard]] = {}
+        for record in self.found.records:
+            for param in record.shards.values():
+                shards.setdefault(param.owner, set()).add(param.shard)
+        sizes = {}
+        for owner, distinct in shards.items():
+            sizes[owner] = sum(shard.size for shard in distinct)
+        return sizes
 
     def compare(self) -> None:
         """Replicas of a parameter are bit-equal, and the next step uses the updated values, rounded
         once. In 16 bits the bounds of these tensors are wider than an update.
         """
-        states: dict[tuple[int, str], Tensor] = {}
+        states: dict[_Updated, Tensor] = {}
         for record in self.found.records:
             for site, observed in record.values.items():
                 if site.phase == "update":
                     self._join(states, record.rank, site, observed)
         for record in self.found.records:
             for site, observed in record.values.items():
-                state = states.get((site.step - 1, site.parameter))
-                if state is not None and site.tensor.endswith(" as used"):
+                if not site.tensor.endswith(" as used"):
+                    continue
+                state = states.get(_Updated(site.step - 1, site.parameter))
+                if state is not None:
                     self._check_use(record.rank, site, observed, state)
 
     def _join(
         self,
-        states: dict[tuple[int, str], Tensor],
+        states: dict[_Updated, Tensor],
         rank: int,
         site: Site,
         observed: Observed,
     ) -> None:
         """Write the entries of a rank into the logical tensor; those of a replica must be there."""
         assert isinstance(observed.place, FlatPlace), "updated values are recorded flat"
-        shape = self.found.bounds.plain.values[key_of(site)].shape
-        key = (site.step, site.parameter)
+        right = self.found.reference[key_of(site)]
+        key = _Updated(site.step, site.parameter)
         if key not in states:
-            states[key] = torch.full(shape, torch.nan, dtype=observed.value.dtype)
+            unknown = torch.full(
+                right.shape,
+                torch.nan,
+                dtype=observed.value.dtype,
+            )
+            states[key] = unknown
         whole = states[key]
         offset = 0
         for box in observed.place.boxes:
-            entries = observed.value[offset : offset + box.size].view(box.shape)
-            offset += box.size
+            end = offset + box.size
+            entries = observed.value[offset:end].view(box.shape)
+            offset = end
             before = whole[box.slices].clone()
             whole[box.slices] = entries
-            differs = ~torch.isnan(before) & (before != entries)
+            is_known = ~torch.isnan(before)
+            differs = is_known & (before != entries)
             if bool(differs.any()):
-                relative = largest_difference(entries[differs], before[differs])
-                relative /= self.found.bounds.scale(key_of(site))
-                expected = observed.place.read(self.found.bounds.plain.values[key_of(site)])
+                expected = observed.place.read(right)
                 assert expected is not None, "the boxes lie in the parameter"
-                self.found.fail(site, Failure(rank, observed, expected, relative, 0.0))
+                relative = self.found.bounds.relative(
+                    entries[differs],
+                    before[differs],
+                    key_of(site),
+                )
+                failure = Failure(
+                    rank,
+                    observed,
+                    expected,
+                    relative,
+                    bound=0.0,
+                )
+                self.found.fail(site, failure)
 
-    def _check_use(self, rank: int, site: Site, observed: Observed, state: Tensor) -> None:
+    def _check_use(
+        self,
+        rank: int,
+        site: Site,
+        observed: Observed,
+        state: Tensor,
+    ) -> None:
         local = observed.place.read(state)
         if local is None or bool(torch.isnan(local).any()):
             return
         expected = local.to(observed.value.dtype)
         if torch.equal(expected, observed.value):
             return
-        relative = largest_difference(observed.value, expected)
-        relative /= self.found.bounds.scale(key_of(site))
-        self.found.fail(site, Failure(rank, observed, expected, relative, 0.0))
+        relative = self.found.bounds.relative(observed.value, expected, key_of(site))
+        failure = Failure(
+            rank,
+            observed,
+            expected,
+            relative,
+            bound=0.0,
+        )
+        self.found.fail(site, failure)

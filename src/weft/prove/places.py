@@ -141,7 +141,11 @@ class RankPlaces:
         return (*early, *late)
 
     def micro_batch(
-        self, number: int, local_shape: Sequence[int], *, whole_columns: bool = False
+        self,
+        number: int,
+        local_shape: Sequence[int],
+        *,
+        whole_columns: bool = False,
     ) -> MicroBatchPlace:
         """The place of an activation, or a field of the batch, of this shape."""
         return MicroBatchPlace(

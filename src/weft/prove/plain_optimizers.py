@@ -41,7 +41,10 @@ class PlainOptimizer:
     """
 
     def __init__(
-        self, params: Mapping[str, Tensor], optim: OptimConfig, axes: AxisTable | None = None
+        self,
+        params: Mapping[str, Tensor],
+        optim: OptimConfig,
+        axes: AxisTable | None = None,
     ) -> None:
         self.params = params
         self.optim = optim
@@ -51,29 +54,38 @@ class PlainOptimizer:
         for name, param in params.items():
             own_axes = () if axes is None else logical_axes(name, axes)
             settings = self._settings(name, param, own_axes)
+            rule = self._rule(settings.optimizer)
             self.settings[name] = settings
-            self.state[name] = self._rule(settings.optimizer).fresh_state(param)
+            self.state[name] = rule.fresh_state(param)
 
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """Update every parameter."""
         for name, param in self.params.items():
             settings = self.settings[name]
+            update = PlainUpdate(
+                param,
+                gradients[name],
+                self.state[name],
+                lr=lr * settings.lr_scale,
+                settings=settings,
+            )
             rule = self._rule(settings.optimizer)
-            rate = lr * settings.lr_scale
-            rule.update(PlainUpdate(param, gradients[name], self.state[name], rate, settings))
+            rule.update(update)
 
     def _rule(self, name: str) -> PlainRule:
         if name not in self.rules:
             self.rules[name] = plain_rule(name, self.optim)
         return self.rules[name]
 
-    def _settings(self, name: str, param: Tensor, axes: tuple[DimAxis, ...]) -> ParameterSettings:
+    def _settings(
+        self,
+        name: str,
+        param: Tensor,
+        axes: tuple[DimAxis, ...],
+    ) -> ParameterSettings:
         """The first group whose pattern matches decides; what it leaves out is that of the run."""
         optim = self.optim
-        group = OptimGroup(match="*")
-        for candidate in reversed(optim.groups):
-            if fnmatchcase(name, candidate.match):
-                group = candidate
+        group = self._group(name)
         optimizer = group.optimizer or self._default_rule(name, param)
         lr_scale = group.lr_scale
         splits = True
@@ -91,8 +103,20 @@ class PlainOptimizer:
             lr_scale=lr_scale,
             decay=decay,
             betas=group.betas or optim.betas,
-            matrices=tuple(_matrices(param, axes, splits=splits)),
+            matrices=tuple(
+                _matrices(
+                    param,
+                    axes,
+                    splits=splits,
+                )
+            ),
         )
+
+    def _group(self, name: str) -> OptimGroup:
+        for group in self.optim.groups:
+            if fnmatchcase(name, group.match):
+                return group
+        return OptimGroup(match="*")
 
     def _default_rule(self, name: str, param: Tensor) -> str:
         """Muon, and users' rules of its kind, leave to AdamW what is no matrix of a layer."""
@@ -127,7 +151,12 @@ def plain_rule(name: str, optim: OptimConfig) -> PlainRule:
     return WholeUserRule(make_user_optimizer(name, options))
 
 
-def _matrices(param: Tensor, axes: tuple[DimAxis, ...], *, splits: bool) -> Iterator[Index]:
+def _matrices(
+    param: Tensor,
+    axes: tuple[DimAxis, ...],
+    *,
+    splits: bool,
+) -> Iterator[Index]:
     """Places of the logical matrices: each expert, and each projection of a fused weight."""
     if param.dim() not in (2, 3):
         return
@@ -135,24 +164,32 @@ def _matrices(param: Tensor, axes: tuple[DimAxis, ...], *, splits: bool) -> Iter
     for dim, size in enumerate(param.shape):
         axis = axes[dim] if dim < len(axes) else None
         if param.dim() == 3 and dim == 0:
-            choices.append(list(range(size)))
+            of_dim: list[slice | int] = list(range(size))
         elif isinstance(axis, Stacked) and splits:
-            choices.append(list(_projections(size, axis)))
+            of_dim = list(_projections(size, axis))
         else:
-            choices.append([slice(0, size)])
+            of_dim = [slice(0, size)]
+        choices.append(of_dim)
     yield from itertools.product(*choices)
 
 
 def _projections(size: int, axis: Stacked) -> Iterator[slice]:
     """The parts of a dim, in proportion to their units."""
     total = sum(units for _, units in axis.parts)
-    before = 0
+    units_before = 0
     for _, units in axis.parts:
-        yield slice(before * size // total, (before + units) * size // total)
-        before += units
+        units_after = units_before + units
+        start = units_before * size // total
+        stop = units_after * size // total
+        yield slice(start, stop)
+        units_before = units_after
 
 
-def plain_learning_rate(step: int, optim: OptimConfig, total: int) -> float:
+def plain_learning_rate(
+    step: int,
+    optim: OptimConfig,
+    total: int,
+) -> float:
     """Rate of step `step` (from 0) of `total`: linear warm-up to `lr`, then the decay to `min_lr`."""
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
@@ -161,11 +198,13 @@ def plain_learning_rate(step: int, optim: OptimConfig, total: int) -> float:
     low = min(optim.min_lr, optim.lr)
     begin = float(optim.warmup)
     if optim.decay == "wsd":
-        begin = max(begin, total - optim.cooldown * total)
-    if total <= begin:
-        done = 1.0 if step >= total else 0.0
+        length_of_decay = optim.cooldown * total
+        begin = max(begin, total - length_of_decay)
+    if total > begin:
+        done = (step - begin) / (total - begin)
+        done = min(max(done, 0.0), 1.0)
     else:
-        done = min(max((step - begin) / (total - begin), 0.0), 1.0)
+        done = 1.0 if step >= total else 0.0
     left = 1.0 - done
     if optim.decay == "cosine":
         left = math.cos(math.pi * done / 2) ** 2

@@ -48,6 +48,11 @@ class PlainUpdate:
     lr: float
     settings: ParameterSettings
 
+    @property
+    def decay_factor(self) -> float:
+        """Factor of the parameter by decoupled weight decay."""
+        return 1 - self.lr * self.settings.decay
+
 
 class PlainRule(Protocol):
     """An update of one whole parameter."""
@@ -76,15 +81,19 @@ class PlainAdamW:
 
     def update(self, given: PlainUpdate) -> None:
         beta1, beta2 = given.settings.betas
+        gradient = given.gradient
         given.state["step"] += 1
         count = float(given.state["step"])
         mean = given.state["exp_avg"]
+        mean.mul_(beta1)
+        mean.add_(gradient, alpha=1 - beta1)
         square = given.state["exp_avg_sq"]
-        mean.mul_(beta1).add_(given.gradient, alpha=1 - beta1)
-        square.mul_(beta2).add_(given.gradient * given.gradient, alpha=1 - beta2)
-        given.param.mul_(1 - given.lr * given.settings.decay)
-        corrected = square.sqrt() / math.sqrt(1 - beta2**count)
-        given.param.sub_(given.lr / (1 - beta1**count) * mean / (corrected + self.eps))
+        square.mul_(beta2)
+        square.add_(gradient * gradient, alpha=1 - beta2)
+        given.param.mul_(given.decay_factor)
+        corrected_root = square.sqrt() / math.sqrt(1 - beta2**count)
+        rate = given.lr / (1 - beta1**count)
+        given.param.sub_(rate * mean / (corrected_root + self.eps))
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,8 @@ class PlainSGD:
         change = given.gradient + given.settings.decay * given.param
         if self.momentum:
             buffer = given.state["momentum_buffer"]
-            change = buffer.mul_(self.momentum).add_(change)
+            buffer.mul_(self.momentum)
+            change = buffer.add_(change)
         given.param.sub_(given.lr * change)
 
 
@@ -114,9 +124,11 @@ class PlainLion:
     def update(self, given: PlainUpdate) -> None:
         beta1, beta2 = given.settings.betas
         average = given.state["exp_avg"]
-        direction = (beta1 * average + (1 - beta1) * given.gradient).sign()
+        mixed = beta1 * average + (1 - beta1) * given.gradient
         average.copy_(beta2 * average + (1 - beta2) * given.gradient)
-        given.param.copy_(given.param - given.lr * (direction + given.settings.decay * given.param))
+        decay = given.settings.decay * given.param
+        change = given.lr * (mixed.sign() + decay)
+        given.param.copy_(given.param - change)
 
 
 @dataclass(frozen=True)
@@ -135,21 +147,26 @@ class PlainAdafactor:
         return state
 
     def update(self, given: PlainUpdate) -> None:
-        options = self.options
+        smallest_root, smallest_scale = self.options.eps
+        if not smallest_root:
+            smallest_root = torch.finfo(given.param.dtype).eps
         given.state["step"] += 1
         count = float(given.state["step"])
-        smallest = options.eps[0] or torch.finfo(given.param.dtype).eps
-        variance = self._variance(given.gradient, given.state, count, smallest)
-        change = given.gradient / variance.clamp(min=smallest**2).sqrt()
+        variance = self._variance(given.gradient, given.state, count, smallest_root)
+        change = given.gradient / variance.clamp(min=smallest_root**2).sqrt()
         change_rms = _root_mean_square(change)
-        relative = min(given.lr, 1 / math.sqrt(count)) * max(
-            options.eps[1], _root_mean_square(given.param)
-        )
-        given.param.mul_(1 - given.lr * given.settings.decay)
-        given.param.sub_(relative / max(1.0, change_rms / options.d) * change)
+        scale = max(smallest_scale, _root_mean_square(given.param))
+        relative_step = min(given.lr, 1 / math.sqrt(count)) * scale
+        clipping = max(1.0, change_rms / self.options.d)
+        given.param.mul_(given.decay_factor)
+        given.param.sub_(relative_step / clipping * change)
 
     def _variance(
-        self, gradient: Tensor, state: TensorState, count: float, smallest: float
+        self,
+        gradient: Tensor,
+        state: TensorState,
+        count: float,
+        smallest: float,
     ) -> Tensor:
         """The second moment of each entry, of which matrices store means of rows and columns."""
         weight = count**self.options.beta2_decay
@@ -161,10 +178,15 @@ class PlainAdafactor:
         columns = state["col_var"]
         _average(rows, squares.mean(-1, keepdim=True), weight)
         _average(columns, squares.mean(-2, keepdim=True), weight)
-        return rows * columns / rows.mean(-2, keepdim=True).clamp(min=smallest)
+        mean_of_rows = rows.mean(-2, keepdim=True)
+        return rows * columns / mean_of_rows.clamp(min=smallest)
 
 
-def _average(kept: Tensor, new: Tensor, weight: float) -> None:
+def _average(
+    kept: Tensor,
+    new: Tensor,
+    weight: float,
+) -> None:
     kept.copy_(kept + weight * (new - kept))
 
 
@@ -184,32 +206,45 @@ class PlainMuon:
         return {"momentum_buffer": torch.zeros_like(param)}
 
     def update(self, given: PlainUpdate) -> None:
-        options = self.options
+        momentum = self.options.momentum
         average = given.state["momentum_buffer"]
-        average.lerp_(given.gradient, 1 - options.momentum)
-        direction = given.gradient.lerp(average, options.momentum) if options.nesterov else average
-        given.param.mul_(1 - given.lr * given.settings.decay)
+        average.lerp_(given.gradient, 1 - momentum)
+        direction = average
+        if self.options.nesterov:
+            direction = given.gradient.lerp(average, momentum)
+        given.param.mul_(given.decay_factor)
         for place in given.settings.matrices:
             change = self._orthogonal(direction[place])
-            factor = self._rate_factor(*change.shape)
-            given.param[place] -= given.lr * factor * change.to(given.param.dtype)
+            num_rows, num_columns = change.shape
+            rate = given.lr * self._rate_factor(num_rows, num_columns)
+            given.param[place] -= rate * change.to(given.param.dtype)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """U V^T of U S V^T, by an odd polynomial of degree 5 that is applied several times."""
         a, b, c = self.options.ns_coefficients
         num_rows, num_columns = matrix.shape
+        is_tall = num_rows > num_columns
         x = matrix.to(torch.bfloat16)
-        if num_rows > num_columns:
+        if is_tall:
             x = x.mT
-        x = x / x.norm().clamp(min=self.options.eps)
+        norm = x.norm().clamp(min=self.options.eps)
+        x = x / norm
         for _ in range(self.options.ns_steps):
             gram = x @ x.mT
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        return x.mT if num_rows > num_columns else x
+            polynomial = torch.addmm(
+                gram,
+                gram,
+                gram,
+                beta=b,
+                alpha=c,
+            )
+            x = torch.addmm(x, polynomial, x, beta=a)
+        return x.mT if is_tall else x
 
     def _rate_factor(self, num_rows: int, num_columns: int) -> float:
         if self.options.adjust_lr_fn == "original":
-            return math.sqrt(max(1.0, num_rows / num_columns))
+            ratio = max(1.0, num_rows / num_columns)
+            return math.sqrt(ratio)
         return 0.2 * math.sqrt(max(num_rows, num_columns))
 
 
@@ -237,12 +272,14 @@ class WholeUserRule:
             self._update_with_sums(given)
 
     def _update_matrices(self, given: PlainUpdate) -> None:
-        direction = self.rule.direction(given.gradient, given.state)
-        direction = direction.to(self.rule.gather_dtype(given.param.dtype))
+        rule = self.rule
+        gather_dtype = rule.gather_dtype(given.param.dtype)
+        direction = rule.direction(given.gradient, given.state).to(gather_dtype)
         for place in given.settings.matrices:
-            change = self.rule.transform(direction[place].clone())
+            matrix = direction[place].clone()
+            change = rule.transform(matrix)
             num_rows, num_columns = change.shape
-            self.rule.apply(
+            rule.apply(
                 given.param[place],
                 change,
                 lr=given.lr,
@@ -262,7 +299,8 @@ class WholeUserRule:
         )
         sums: Sequence[Tensor] = next(update)
         while True:
+            copies = [each.clone() for each in sums]
             try:
-                sums = update.send([each.clone() for each in sums])
+                sums = update.send(copies)
             except StopIteration:
                 return

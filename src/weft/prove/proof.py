@@ -12,6 +12,7 @@ import torch
 
 from weft.comm.comm import Comm
 from weft.config.run import Run
+from weft.config.schema import PrecisionConfig
 from weft.core.axes import local_update_axis
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
@@ -21,7 +22,6 @@ from weft.prove.arithmetic import (
     NumberTypes,
     Perturbation,
     has_jumps,
-    in_float64,
     perturbations,
 )
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
@@ -29,7 +29,9 @@ from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_
 from weft.prove.judge import Judge
 from weft.prove.local_updates import SiteProof, inside_site, sites_note
 from weft.prove.raw_batch import FirstSamples, MaskedSamples
-from weft.prove.record import RankRecord, Recorder
+from weft.prove.record import RankRecord
+from weft.prove.recorder import Recorder
+from weft.prove.reduce import in_float64
 from weft.prove.reference import Reference
 from weft.prove.report import Difference, Pass, ProofReport
 from weft.prove.stored import record_stored
@@ -66,7 +68,12 @@ class Subject:
     steps: int
 
     @staticmethod
-    def of(run: Run, *, steps: int, samples: Samples | None = None) -> Subject:
+    def of(
+        run: Run,
+        *,
+        steps: int,
+        samples: Samples | None = None,
+    ) -> Subject:
         """The subject of a run, whose data is opened; some targets of token data are masked."""
         if samples is None:
             samples = open_data(run.data, run.model)
@@ -77,6 +84,14 @@ class Subject:
     def in_float64(self) -> Subject:
         """The same in float64."""
         return replace(self, run=in_float64(self.run))
+
+    def perturbations(self) -> Sequence[Perturbation]:
+        """The perturbed versions of its reference, from which bounds are derived."""
+        return perturbations(
+            NumberTypes.of(self.run.precision),
+            self.run.optim,
+            micro_size=self.run.batch.micro_size,
+        )
 
 
 def prove(subject: Subject) -> ProofReport:
@@ -118,7 +133,7 @@ def _prove(subject: Subject) -> ProofReport:
     notes: list[str] = []
     failed: _Failed | None = None
     subjects = [subject]
-    types = NumberTypes.of(run)
+    types = NumberTypes.of(run.precision)
     unit = torch.finfo(torch.float32).eps
     if types.eps > unit:
         subjects.insert(0, subject.in_float64())
@@ -170,14 +185,24 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
         if not is_fault_of_the_layout(error, records):
             raise
         blocks = tuple(subject.family.blocks(subject.run.model))
-        difference = difference_of_error(error, records, mesh=mesh, blocks=blocks)
+        difference = difference_of_error(
+            error,
+            records,
+            mesh=mesh,
+            blocks=blocks,
+        )
         return _Failed(error_text(error), difference)
     bounds = reference_bounds(subject, skipped=skipped_steps(records[0].events))
-    judge = Judge(mesh, records, bounds, has_sharded_activations=subject.run.parallel.sequence)
+    judge = Judge(
+        mesh,
+        records,
+        bounds,
+        has_sharded_activations=subject.run.parallel.sequence,
+    )
     differences = judge.compare()
     source = bounds_text(bounds.types, is_perturbed=bool(bounds.perturbed))
     return _Outcome(
-        Pass(types_text(subject.run), source, judge.found.phase_bounds(), differences),
+        Pass(types_text(subject.run.precision), source, judge.found.phase_bounds(), differences),
         _notes(judge),
     )
 
@@ -206,20 +231,54 @@ def run_layout(subject: Subject, records: Sequence[RankRecord]) -> None:
                 record.error = error
                 raise
 
-        run_ranks(subject.run.device_mesh, rank, timeout_s=TIMEOUT_S, takes_turns=True)
+        run_ranks(
+            subject.run.device_mesh,
+            rank,
+            timeout_s=TIMEOUT_S,
+            takes_turns=True,
+        )
 
 
-def _train_rank(subject: Subject, comm: Comm, record: RankRecord, out: str) -> None:
+def _train_rank(
+    subject: Subject,
+    comm: Comm,
+    record: RankRecord,
+    out: str,
+) -> None:
     num_before = subject.steps - STEPS_AFTER_RESUME
     if num_before < 1:
-        _train_part(subject, comm, record, out=out, resume=None, total=subject.steps, saves=False)
+        _train_part(
+            subject,
+            comm,
+            record,
+            out=out,
+            resume=None,
+            total=subject.steps,
+            saves=False,
+        )
         return
-    _train_part(subject, comm, record, out=out, resume=None, total=num_before, saves=True)
+    _train_part(
+        subject,
+        comm,
+        record,
+        out=out,
+        resume=None,
+        total=num_before,
+        saves=True,
+    )
     record.resumed_after = num_before
     if comm.rank == 0:
         record_stored(record, Path(out), num_before)
     record.progress.is_restoring = True
-    _train_part(subject, comm, record, out=out, resume="auto", total=subject.steps, saves=False)
+    _train_part(
+        subject,
+        comm,
+        record,
+        out=out,
+        resume="auto",
+        total=subject.steps,
+        saves=False,
+    )
 
 
 def _train_part(
@@ -235,11 +294,20 @@ def _train_part(
     """Train up to step `total`."""
     observers = comm.observers
     run = subject.run.with_values({"out": out, "resume": resume})
-    training = build_training(run, comm, stop_requested=lambda: False, samples=subject.samples)
+    training = build_training(
+        run,
+        comm,
+        stop_requested=lambda: False,
+        samples=subject.samples,
+    )
     recorder = Recorder(record, training)
     training = recorder.attach(training)
     if resume is not None:
-        recorder.record_state(training.step_range.start, moments="checkpoint", params="checkpoint")
+        recorder.record_state(
+            training.step_range.start,
+            moments="checkpoint",
+            params="checkpoint",
+        )
         record.progress.is_restoring = False
     step_range = replace(training.step_range, total=total)
     training = replace(
@@ -255,7 +323,11 @@ def _train_part(
         record.progress.phase = "evaluate"
         first = FirstSamples.of(subject.samples, global_size=run.batch.global_size)
         loader = replace(training.loader, samples=first)
-        evaluation = Evaluation(training.step.model, loader, most_batches=0)
+        evaluation = Evaluation(
+            training.step.model,
+            loader,
+            most_batches=0,
+        )
         recorder.handle(eval_event(total, evaluation()))
     comm.observers = observers
 
@@ -276,8 +348,12 @@ def reference_bounds(subject: Subject, *, skipped: frozenset[int]) -> Bounds:
         skipped: see `Reference`.
     """
     perturbed = []
-    for perturbation in perturbations(subject.run):
-        each = reference(subject, perturbation=perturbation, skipped=skipped)
+    for perturbation in subject.perturbations():
+        each = reference(
+            subject,
+            perturbation=perturbation,
+            skipped=skipped,
+        )
         perturbed.append(each.run_all(subject.steps))
     whole = reference(subject, skipped=skipped)
     has_zero_matrices = whole.has_zero_matrices
@@ -290,7 +366,11 @@ def reference_bounds(subject: Subject, *, skipped: frozenset[int]) -> Bounds:
     if whole.types.is_exact or not has_zero_matrices:
         return bounds
     drawn = Perturbation(noise_seed=DRAWN_SIGNS_SEED, free_signs=bounds.small_gradient)
-    with_drawn_signs = reference(subject, perturbation=drawn, skipped=skipped)
+    with_drawn_signs = reference(
+        subject,
+        perturbation=drawn,
+        skipped=skipped,
+    )
     trace = with_drawn_signs.run_all(subject.steps)
     return replace(bounds, perturbed=(*perturbed, trace))
 
@@ -340,9 +420,8 @@ def model_text(run: Run) -> str:
     return f"{run.model.name} ({', '.join([*shown, batch])})"
 
 
-def types_text(run: Run) -> str:
+def types_text(precision: PrecisionConfig) -> str:
     """Number types: "float32", or "bfloat16, parameters float32, sums float32"."""
-    precision = run.precision
     if precision.params == precision.compute == precision.reduce:
         return precision.compute
     return f"{precision.compute}, parameters {precision.params}, sums {precision.reduce}"

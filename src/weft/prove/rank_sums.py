@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,40 @@ from weft.prove.reference_trace import TensorKey
 EXTRA_LOSS = "extra loss"
 Coordinates = tuple[tuple[str, int], ...]
 """Mesh axes with the index of a rank along each."""
+
+
+class _Summed(NamedTuple):
+    """What is added up: a number, load or gradient of one step, over ranks that agree along the
+    other axes.
+    """
+
+    step: int
+    name: str
+    others: Coordinates
+    block: str = ""
+
+    @property
+    def tensor(self) -> str:
+        """Its logical name."""
+        return f"{self.block}.{self.name}"
+
+
+Term = TypeVar("Term", float, Tensor)
+
+
+@dataclass
+class _Sum(Generic[Term]):
+    total: Term
+    ranks: list[int] = field(default_factory=list)
+
+    def add(self, rank: int, term: Term) -> None:
+        self.total = self.total + term
+        self.ranks.append(rank)
+
+
+class _RankGradient(NamedTuple):
+    rank: int
+    partial: PartialGradient
 
 
 @dataclass(frozen=True)
@@ -44,42 +79,46 @@ class RankSums:
 
     def _compare_partial_gradients(self) -> None:
         """Before their reduction the gradients of all ranks must add up to the right one."""
-        groups: dict[tuple[int, str, Coordinates], list[tuple[int, PartialGradient]]] = {}
+        groups: dict[_Summed, list[_RankGradient]] = {}
         for record in self.found.records:
             for (step, _), partial in record.partial_gradients.items():
-                owner = partial.param.owner
                 others = self._coordinates(record.rank, partial.param.reduce_axes)
-                key = (step, owner, others)
-                groups.setdefault(key, []).append((record.rank, partial))
-        for (step, owner, _), members in groups.items():
-            self._compare_partial_group(step, owner, members)
+                key = _Summed(step, partial.param.owner, others)
+                members = groups.setdefault(key, [])
+                members.append(_RankGradient(record.rank, partial))
+        for summed, members in groups.items():
+            self._compare_partial_group(summed.step, summed.name, members)
 
     def _coordinates(self, rank: int, summed: Sequence[str]) -> Coordinates:
         """Coordinates along the axes that are not summed; stages that share a parameter are."""
         left_out = (*summed, pipeline_axis())
+        coord = self.found.mesh.coord(rank)
         found = []
-        for axis, index in self.found.mesh.coord(rank).items():
+        for axis, index in coord.items():
             if axis not in left_out:
                 found.append((axis, index))
         return tuple(found)
 
     def _compare_partial_group(
-        self, step: int, owner: str, members: Sequence[tuple[int, PartialGradient]]
+        self,
+        step: int,
+        owner: str,
+        members: Sequence[_RankGradient],
     ) -> None:
-        block = owner.partition(".")[0]
-        site = Site(step, "backward", block, f"{owner} gradient", owner)
-        key = TensorKey(step, "backward", f"{owner} gradient")
-        whole = self.found.bounds.plain.values.get(key)
+        site = Site.of_parameter(step, "backward", owner, f"{owner} gradient")
+        key = TensorKey.of_gradient(step, "backward", owner)
+        whole = self.found.reference.get(key)
         if whole is None or self.found.is_skipped(site):
             return
-        total = torch.stack([partial.value for _, partial in members]).sum(0)
+        bounds = self.found.bounds
+        bound = bounds.bound(key)
+        parts = [member.partial.value for member in members]
+        total = torch.stack(parts).sum(0)
         for rank, partial in members:
             place = ShardPlace(partial.param.shard)
             expected = place.read(whole)
             assert expected is not None, "a shard lies in its parameter"
-            is_wrong = self.found.bounds.relative(total, expected, key) > self.found.bounds.bound(
-                key
-            )
+            is_wrong = bounds.relative(total, expected, key) > bound
             if is_wrong and self._has_right_terms(step, partial.param, rank):
                 continue  # their reduction is compared after it
             observed = Observed(total, place, partial.operation)
@@ -89,28 +128,30 @@ class RankSums:
         """Whether the ranks' own gradients add up to the right one over axes over which gradients
         of this parameter may be summed. Over others every rank must have all of it.
         """
-        right = self.gradients.right_axes(step, param.name, rank)
-        summed = {*token_axes(), *param.reduce_axes}
+        right_axes = self.gradients.right_axes(step, param.name, rank)
+        if right_axes is None:
+            return False
+        summed = set(token_axes())
+        summed.update(param.reduce_axes)
         if self.has_sharded_activations:
             summed.update(activation_axes())
-        return right is not None and summed.issuperset(right)
+        return summed.issuperset(right_axes)
 
     def _compare_sums(self) -> None:
         """Losses of each block, summed over the ranks with different tokens."""
-        totals: dict[tuple[int, str, str, Coordinates], float] = {}
-        ranks: dict[tuple[int, str, str, Coordinates], list[int]] = {}
+        sums: dict[_Summed, _Sum[float]] = {}
         for record in self.found.records:
-            for (step, block, name), value in record.sums.items():
-                if name == EXTRA_LOSS and self._is_copy(record.rank):
+            coordinates = self._coordinates(record.rank, token_axes())
+            for number, value in record.sums.items():
+                if number.name == EXTRA_LOSS and self._is_copy(record.rank):
                     continue  # a balance loss counts on the first copy alone
-                group = (step, block, name, self._coordinates(record.rank, token_axes()))
-                totals[group] = totals.get(group, 0.0) + value
-                ranks.setdefault(group, []).append(record.rank)
-        for group, total in totals.items():
-            step, block, name, _ = group
-            site = Site(step, "loss", block, f"{block}.{name}")
-            for rank in ranks[group]:
-                self.found.number(self.found.records[rank], site, total)
+                key = _Summed(number.step, number.name, coordinates, number.block)
+                summed = sums.setdefault(key, _Sum(0.0))
+                summed.add(record.rank, value)
+        for key, summed in sums.items():
+            site = Site(key.step, "loss", key.block, key.tensor)
+            for rank in summed.ranks:
+                self.found.number(self.found.records[rank], site, summed.total)
 
     def _is_copy(self, rank: int) -> bool:
         """Whether another rank computes the loss of the same tokens and counts before this one."""
@@ -119,20 +160,19 @@ class RankSums:
 
     def _compare_loads(self) -> None:
         """Tokens at each expert, summed over the ranks with different tokens; exact in float64."""
-        totals: dict[tuple[int, str, Coordinates], Tensor] = {}
-        ranks: dict[tuple[int, str, Coordinates], list[int]] = {}
+        sums: dict[_Summed, _Sum[Tensor]] = {}
         for record in self.found.records:
-            for (step, block), load in record.loads.items():
-                group = (step, block, self._coordinates(record.rank, token_axes()))
-                totals[group] = totals.get(group, torch.zeros_like(load)) + load
-                ranks.setdefault(group, []).append(record.rank)
-        for group, total in totals.items():
-            step, block, _ = group
-            site = Site(step, "forward", block, f"{block}.expert load")
-            key = TensorKey(step, "forward", site.tensor)
-            whole = self.found.bounds.plain.values.get(key)
+            coordinates = self._coordinates(record.rank, token_axes())
+            for of_block, load in record.loads.items():
+                key = _Summed(of_block.step, "expert load", coordinates, of_block.block)
+                summed = sums.setdefault(key, _Sum(torch.zeros_like(load)))
+                summed.add(record.rank, load)
+        for key, summed in sums.items():
+            site = Site(key.step, "forward", key.block, key.tensor)
+            whole_key = TensorKey(key.step, "forward", key.tensor)
+            whole = self.found.reference.get(whole_key)
             if whole is None:
                 continue
-            for rank in ranks[group]:
-                observed = Observed(total, Whole(), None)
-                self.found.check(site, rank, observed, whole, key)
+            observed = Observed(summed.total, Whole(), None)
+            for rank in summed.ranks:
+                self.found.check(site, rank, observed, whole, whole_key)

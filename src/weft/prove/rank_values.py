@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from weft.prove.bounds import largest_difference
 from weft.prove.found_differences import FoundDifferences
 from weft.prove.localise import Failure, key_of
 from weft.prove.record import Observed, RankRecord, Site
@@ -37,11 +37,8 @@ class RankValues:
             if self.found.is_skipped(site):
                 continue
             key = key_of(site)
-            whole = self.found.bounds.plain.values.get(key)
-            if whole is None:
-                self.found.uncompared.add(f"{site.phase} {site.tensor}")
-                continue
-            expected = observed.place.read(whole)
+            whole = self.found.reference.get(key)
+            expected = None if whole is None else observed.place.read(whole)
             if expected is None:
                 self.found.uncompared.add(f"{site.phase} {site.tensor}")
                 continue
@@ -52,15 +49,23 @@ class RankValues:
 
     def _compare_restored(self, record: RankRecord, site: Site, observed: Observed) -> None:
         """What a checkpoint restores is what was saved, to the last bit."""
-        phase: Phase = "update" if site.tensor == site.parameter else "moments"
-        saved_site = Site(site.step, phase, site.block, site.tensor, site.parameter)
-        saved = record.values.get(saved_site)
+        phase: Phase = "moments"
+        if site.tensor == site.parameter:
+            phase = "update"
+        saved = record.values.get(replace(site, phase=phase))
         if saved is None or torch.equal(saved.value, observed.value):
             return
-        difference = largest_difference(observed.value, saved.value)
-        scale = self.found.bounds.scale(key_of(site))
-        failure = Failure(record.rank, observed, saved.value, difference / scale, 0.0)
-        self.found.failures.setdefault(site, {})[record.rank] = failure
+        key = key_of(site)
+        relative = self.found.bounds.relative(observed.value, saved.value, key)
+        failure = Failure(
+            record.rank,
+            observed,
+            expected=saved.value,
+            measured=relative,
+            bound=0.0,
+        )
+        at_site = self.found.failures.setdefault(site, {})
+        at_site[record.rank] = failure
 
     def _compare_types(self, record: RankRecord) -> None:
         """What trained parameters, their gradients and their moments are held in. A coarser type
@@ -68,60 +73,77 @@ class RankValues:
         """
         for site, observed in record.values.items():
             right = self._right_dtype(site)
-            if right is None or observed.dtype is None or self.found.is_skipped(site):
+            dtype = observed.dtype
+            if right is None or dtype is None or self.found.is_skipped(site):
                 continue
-            expected = observed.place.read(self.found.bounds.plain.values[key_of(site)])
+            whole = self.found.reference[key_of(site)]
+            expected = observed.place.read(whole)
             if expected is None or expected.numel() != observed.value.numel():
                 continue
             text = ""
-            if observed.dtype != right:
-                text = f"in {dtype_text(observed.dtype)} in place of {dtype_text(right)}"
+            if dtype != right:
+                text = f"in {dtype_text(dtype)} in place of {dtype_text(right)}"
             elif site.phase == "update":
-                coarse = rounded_to(observed.value, expected.reshape(observed.value.shape))
-                text = f"rounded to {dtype_text(coarse)}" if coarse is not None else ""
-            if text:
-                unit = torch.finfo(observed.dtype).eps
-                failure = Failure(record.rank, observed, expected, unit, 0.0, text)
-                self.found.fail(site, failure)
+                text = _rounding_text(observed.value, expected)
+            if not text:
+                continue
+            failure = Failure(
+                record.rank,
+                observed,
+                expected,
+                measured=torch.finfo(dtype).eps,
+                bound=0.0,
+                text=text,
+            )
+            self.found.fail(site, failure)
 
     def _right_dtype(self, site: Site) -> torch.dtype | None:
         """The number type of a tensor by the config; None: it has none of its own."""
-        gradient = TensorKey(site.step, "reduce", f"{site.parameter} gradient")
-        if gradient not in self.found.bounds.plain.values:
+        gradient = TensorKey.of_gradient(site.step, "reduce", site.parameter)
+        if gradient not in self.found.reference:
             return None
         types = self.found.bounds.types
         if site.phase == "reduce":
             return types.reduce
-        if site.phase == "clip" or (site.phase == "update" and site.tensor == site.parameter):
+        if site.phase == "clip":
             return types.params
-        whole = self.found.bounds.plain.values.get(key_of(site))
-        if site.phase == "moments" and whole is not None and whole.dim():
-            return whole.dtype
+        if site.phase == "update" and site.tensor == site.parameter:
+            return types.params
+        if site.phase == "moments":
+            whole = self.found.reference.get(key_of(site))
+            if whole is not None and whole.dim():
+                return whole.dtype
         return None
 
     def _compare_numbers(self, record: RankRecord) -> None:
         for event in record.events:
             if event["event"] == "eval":
                 self._compare_evaluation(record, event)
-            if event["event"] != "step":
-                continue
-            step = int(event["step"])
-            is_skipped = step in self.found.bounds.plain.skipped
-            self.found.number(record, Site(step, "batch", "", "number of targets"), event["tokens"])
-            self.found.number(record, Site(step, "loss", "", "loss"), event["loss"])
-            self.found.number(record, Site(step, "update", "", "learning rate"), event["lr"])
-            if not is_skipped:
-                norm = Site(step, "norm", "", "gradient norm")
-                self.found.number(record, norm, event["grad_norm"])
-                factor = _clip_factor(record, step)
-                if factor is not None:
-                    self.found.number(record, Site(step, "clip", "", "clip factor"), factor)
+            elif event["event"] == "step":
+                self._compare_step(record, event)
+
+    def _compare_step(self, record: RankRecord, event: Event) -> None:
+        step = int(event["step"])
+        num_targets = Site.of_number(step, "batch", "number of targets")
+        loss = Site.of_number(step, "loss", "loss")
+        learning_rate = Site.of_number(step, "update", "learning rate")
+        self.found.number(record, num_targets, event["tokens"])
+        self.found.number(record, loss, event["loss"])
+        self.found.number(record, learning_rate, event["lr"])
+        if step in self.found.bounds.plain.skipped:
+            return
+        norm = Site.of_number(step, "norm", "gradient norm")
+        self.found.number(record, norm, event["grad_norm"])
+        factor = _clip_factor(record, step)
+        if factor is not None:
+            self.found.number(record, Site.of_number(step, "clip", "clip factor"), factor)
 
     def _compare_evaluation(self, record: RankRecord, event: Event) -> None:
         step = int(event["step"])
-        targets = Site(step, "evaluation", "", "number of targets")
-        self.found.number(record, targets, event["tokens"])
-        self.found.number(record, Site(step, "evaluation", "", "evaluation loss"), event["loss"])
+        num_targets = Site.of_number(step, "evaluation", "number of targets")
+        loss = Site.of_number(step, "evaluation", "evaluation loss")
+        self.found.number(record, num_targets, event["tokens"])
+        self.found.number(record, loss, event["loss"])
 
 
 def _clip_factor(record: RankRecord, step: int) -> float | None:
@@ -131,10 +153,16 @@ def _clip_factor(record: RankRecord, step: int) -> float | None:
     for site, after in record.values.items():
         if site.step != step or site.phase != "clip":
             continue
-        title = f"{site.parameter} gradient"
-        before_site = Site(step, "reduce", site.block, title, site.parameter)
-        before = record.values.get(before_site)
-        if before is not None and before.value.shape == after.value.shape:
-            product += float((before.value * after.value).sum())
-            square += float(before.value.square().sum())
+        unclipped = replace(site, phase="reduce", tensor=f"{site.parameter} gradient")
+        before = record.values.get(unclipped)
+        if before is None or before.value.shape != after.value.shape:
+            continue
+        product += float((before.value * after.value).sum())
+        square += float(before.value.square().sum())
     return product / square if square else None
+
+
+def _rounding_text(measured: Tensor, expected: Tensor) -> str:
+    """The coarser number type of which all values are; "": there is none."""
+    coarse = rounded_to(measured, expected.reshape(measured.shape))
+    return "" if coarse is None else f"rounded to {dtype_text(coarse)}"

@@ -86,10 +86,11 @@ class MaskedSamples:
         return self.samples.facts()
 
 
-def mask_targets(targets_BS: Ints, samples_B: Ints) -> None:
+def mask_targets(targets_BS: Ints | Tensor, samples_B: Ints) -> None:
     """Mask targets in place."""
+    length = targets_BS.shape[1]
     for row, sample in enumerate(samples_B.tolist()):
-        for column in range(targets_BS.shape[1]):
+        for column in range(length):
             if is_masked(sample, column):
                 targets_BS[row, column] = IGNORE
 
@@ -118,8 +119,16 @@ def global_batch(
         later: with the fields that multi-token prediction reads.
     """
     first = step * global_size
-    places = np.arange(first, first + global_size, dtype=np.int64)
-    return batch_of(samples, samples.at(places, seed=seed), later=later)
+    places = np.arange(
+        first,
+        first + global_size,
+        dtype=np.int64,
+    )
+    return batch_of(
+        samples,
+        samples.at(places, seed=seed),
+        later=later,
+    )
 
 
 def evaluated_samples(samples: Samples, global_size: int) -> list[Ints]:
@@ -132,56 +141,69 @@ def evaluated_samples(samples: Samples, global_size: int) -> list[Ints]:
     return found
 
 
-def batch_of(samples: Samples, numbers: Ints, *, later: bool) -> Batch:
+def batch_of(
+    samples: Samples,
+    numbers: Ints,
+    *,
+    later: bool,
+) -> Batch:
     """The batch of these samples, with whole sequences."""
     raw = samples.samples if isinstance(samples, MaskedSamples) else samples
     if not isinstance(raw, SequenceSamples):
         return _batch_of_arrays(samples.read(numbers), later=later)
     sequences = [_sequence(raw, number) for number in numbers.tolist()]
-    fields = {
-        name: _tensor([getattr(each, name) for each in sequences])
-        for name in ("inputs", "targets", "positions")
-    }
-    if raw.packing == "documents":
-        fields["documents"] = _tensor([each.documents for each in sequences])
+    targets = _tensor([each.targets for each in sequences])
     if isinstance(samples, MaskedSamples):
-        for row, number in enumerate(numbers.tolist()):
-            for column in range(raw.seq_len):
-                if is_masked(number, column):
-                    fields["targets"][row, column] = IGNORE
-    batch = Batch(**fields)
+        mask_targets(targets, numbers)
+    documents = None
+    if raw.packing == "documents":
+        documents = _tensor([each.documents for each in sequences])
+    batch = Batch(
+        inputs=_tensor([each.inputs for each in sequences]),
+        targets=targets,
+        positions=_tensor([each.positions for each in sequences]),
+        documents=documents,
+    )
     return _with_later(batch) if later else batch
 
 
 def _sequence(samples: SequenceSamples, number: int) -> _Sequence:
     """Sample `number`: tokens [number S, (number + 1) S) and the token after each."""
     length = samples.seq_len
-    start = number * length
-    tokens = samples.stream.read(start, start + length + 1).tolist()
-    starts: set[int] = set()
+    first = number * length
+    after_last = first + length + 1
+    tokens = samples.stream.read(first, after_last).tolist()
+    document_starts: set[int] = set()
     if samples.packing == "documents":
-        starts = _document_starts(samples, start, length)
+        document_starts = _document_starts(samples, first, length)
     found = _Sequence()
     document = 0
     position = 0
     for column in range(length):
-        begins = column in starts
-        document += begins
-        position = 0 if begins or column == 0 else position + 1
-        is_last = column + 1 in starts
+        if column in document_starts:
+            document += 1
+            position = 0
+        is_last = column + 1 in document_starts
+        target = IGNORE if is_last else tokens[column + 1]
         found.inputs.append(tokens[column])
-        found.targets.append(IGNORE if is_last else tokens[column + 1])
+        found.targets.append(target)
         found.positions.append(position)
         found.documents.append(document)
+        position += 1
     return found
 
 
-def _document_starts(samples: SequenceSamples, start: int, length: int) -> set[int]:
+def _document_starts(
+    samples: SequenceSamples,
+    start: int,
+    length: int,
+) -> set[int]:
     """Columns of a window but its first, its end included, at which a document begins."""
     all_bounds = samples.stream.document_bounds
     bounds = all_bounds[0 : len(all_bounds)]
-    inside = bounds[(bounds > start) & (bounds <= start + length)]
-    return {int(bound) - start for bound in inside}
+    is_inside = (bounds > start) & (bounds <= start + length)
+    columns = bounds[is_inside] - start
+    return set(columns.tolist())
 
 
 def _tensor(rows: list[list[int]]) -> Tensor:
@@ -205,18 +227,22 @@ def _with_later(batch: Batch) -> Batch:
     later_rows = []
     num_rows, length = batch.inputs.shape
     for row in range(num_rows):
+        inputs = batch.inputs[row].tolist()
+        targets = batch.targets[row].tolist()
+        documents = [0] * length
+        if batch.documents is not None:
+            documents = batch.documents[row].tolist()
         next_tokens = []
         later_targets = []
         for column in range(length):
-            is_last = column + 1 == length
-            if batch.documents is not None and not is_last:
-                is_last = bool(batch.documents[row, column] != batch.documents[row, column + 1])
+            following = column + 1
+            is_last = following == length or documents[column] != documents[following]
             if is_last:
-                next_tokens.append(max(int(batch.targets[row, column]), 0))
+                next_tokens.append(max(targets[column], 0))
                 later_targets.append(IGNORE)
             else:
-                next_tokens.append(int(batch.inputs[row, column + 1]))
-                later_targets.append(int(batch.targets[row, column + 1]))
+                next_tokens.append(inputs[following])
+                later_targets.append(targets[following])
         next_rows.append(next_tokens)
         later_rows.append(later_targets)
     return Batch(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.errors import counted
-from weft.prove.arithmetic import NumberTypes, perturbations
+from weft.prove.arithmetic import NumberTypes
 from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE, norm_rounding
 from weft.prove.proof import Subject, bounds_text, layout_text, model_text, reference, types_text
 from weft.prove.reference import Reference
@@ -22,7 +22,6 @@ from weft.run.run_ranks import arithmetic_of_ranks
 
 Number = Literal["loss", "norm"]
 NAMES: dict[Number, str] = {"loss": "loss", "norm": "gradient norm"}
-EVENT_KEYS: dict[Number, str] = {"loss": "loss", "norm": "grad_norm"}
 OTHER_SHARE = 0.25
 """Of the spread of the other number, that counts, too: a spread of two runs may be small by chance."""
 
@@ -79,7 +78,12 @@ class GrowingBound:
         self._norm_rounding = norm_rounding(most_entries, types)
         self._spread: dict[Number, float] = {"loss": 0.0, "norm": 0.0}
 
-    def add(self, number: Number, plain: float, perturbed: Sequence[float]) -> None:
+    def add(
+        self,
+        number: Number,
+        plain: float,
+        perturbed: Sequence[float],
+    ) -> None:
         """Take the numbers of one step."""
         for other in perturbed:
             spread = relative_difference(other, plain)
@@ -107,17 +111,22 @@ def prove_recorded(
     start = time.perf_counter()
     ranks = run.device_mesh.size
     show(f"{folder} ({run.device_mesh}, {counted(ranks, 'rank')}) repeated on one device:")
-    types = NumberTypes.of(run)
     comparisons: list[StepComparison] = []
     with arithmetic_of_ranks():
-        for number, found in _compare(run, recorded[:first]):
-            comparisons.extend(found)
-            if number <= 3 or number % 5 == 0 or number == first:
-                show(_step_line(number, found))
-    differences = tuple(each.difference(ranks) for each in comparisons if not each.is_equal)
-    source = bounds_text(types)
-    result = Pass(types_text(run), source, tuple(_phase_bounds(comparisons)), differences)
-    command = f"weft prove {folder / 'run.toml'}"
+        for loss, norm in _compare(run, recorded[:first]):
+            comparisons.extend((loss, norm))
+            if loss.step <= 3 or loss.step % 5 == 0 or loss.step == first:
+                show(_step_line(loss, norm))
+    differences = []
+    for each in comparisons:
+        if not each.is_equal:
+            differences.append(each.difference(ranks))
+    result = Pass(
+        types_text(run.precision),
+        bounds_text(NumberTypes.of(run.precision)),
+        tuple(_phase_bounds(comparisons)),
+        tuple(differences),
+    )
     return ProofReport(
         layout=layout_text(run),
         model=model_text(run),
@@ -125,48 +134,71 @@ def prove_recorded(
         steps=min(first, len(recorded)),
         passes=(result,),
         seconds=time.perf_counter() - start,
-        command=command,
+        command=f"weft prove {folder / 'run.toml'}",
     )
 
 
 def _compare(
-    run: Run, recorded: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[int, list[StepComparison]]]:
-    """Yields the number of each step and its comparisons."""
+    run: Run,
+    recorded: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[StepComparison, StepComparison]]:
+    """Yields the comparisons of the loss and of the gradient norm of each step."""
     samples = open_data(run.data, run.model)
-    subject = Subject.of(run, steps=len(recorded), samples=samples)
+    subject = Subject.of(
+        run,
+        steps=len(recorded),
+        samples=samples,
+    )
     plain = reference(subject, records=False)
-    others = [
-        reference(subject, perturbation=perturbation, records=False)
-        for perturbation in perturbations(run)
-    ]
+    others = []
+    for perturbation in subject.perturbations():
+        others.append(
+            reference(
+                subject,
+                perturbation=perturbation,
+                records=False,
+            )
+        )
     most_entries = max(param.numel() for param in plain.trained.values())
     bound = GrowingBound(plain.types, most_entries=most_entries)
-    steps = [each.steps(len(recorded)) for each in (plain, *others)]
-    for event, numbers in zip(recorded, zip(*steps, strict=True), strict=True):
-        found: list[StepComparison] = []
-        step = numbers[0]
-        for number, key in EVENT_KEYS.items():
-            alone = _number(plain, step, number)
-            values = [_number(other, step, number) for other in others]
-            bound.add(number, alone, values)
-            relative = relative_difference(float(event[key]), alone)
-            found.append(
-                StepComparison(
-                    step, number, float(event[key]), alone, relative, bound.bound(number)
-                )
-            )
-        yield step, found
+
+    def compared(
+        step: int,
+        number: Number,
+        found: float,
+    ) -> StepComparison:
+        alone = _number(plain, step, number)
+        bound.add(number, alone, [_number(other, step, number) for other in others])
+        return StepComparison(
+            step,
+            number,
+            recorded=found,
+            alone=alone,
+            relative=relative_difference(found, alone),
+            bound=bound.bound(number),
+        )
+
+    training = [each.steps(len(recorded)) for each in (plain, *others)]
+    all_steps = zip(*training, strict=True)
+    for event, (step, *_) in zip(recorded, all_steps, strict=True):
+        loss = compared(step, "loss", float(event["loss"]))
+        norm = compared(step, "norm", float(event["grad_norm"]))
+        yield loss, norm
 
 
-def _number(each: Reference, step: int, number: Number) -> float:
-    return float(each.trace.values[TensorKey(step, number, NAMES[number])])
+def _number(
+    each: Reference,
+    step: int,
+    number: Number,
+) -> float:
+    key = TensorKey(step, number, NAMES[number])
+    return float(each.trace.values[key])
 
 
-def _step_line(step: int, found: Sequence[StepComparison]) -> str:
-    loss, norm = found
+def _step_line(loss: StepComparison, norm: StepComparison) -> str:
     losses = f"loss {loss.recorded:.6f} and {loss.alone:.6f}"
-    return f"  step {step:>3}  {losses}  gradient norm {norm.recorded:.5f} and {norm.alone:.5f}"
+    norms = f"gradient norm {norm.recorded:.5f} and {norm.alone:.5f}"
+    return f"  step {loss.step:>3}  {losses}  {norms}"
 
 
 def _phase_bounds(comparisons: Sequence[StepComparison]) -> list[PhaseBound]:
@@ -174,8 +206,15 @@ def _phase_bounds(comparisons: Sequence[StepComparison]) -> list[PhaseBound]:
     for number in NAMES:
         own = [each for each in comparisons if each.number == number]
         largest = max(own, key=lambda each: each.relative)
-        ratio = max(each.relative / each.bound for each in own)
-        found.append(PhaseBound(number, len(own), largest.relative, largest.bound, ratio))
+        closest = max(each.relative / each.bound for each in own)
+        bound = PhaseBound(
+            number,
+            len(own),
+            largest.relative,
+            largest.bound,
+            closest,
+        )
+        found.append(bound)
     return found
 
 

@@ -34,6 +34,11 @@ MOST_MULTIPLES = 24
 HEADS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 DIMS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 SEQ_LENS = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+NUM_MICRO = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+DEFAULT_FAMILY = "llama3"
+NOT_IN_COMMAND = frozenset(
+    ("model.preset", "model.name", "out", "resume", "device", "transport", "nproc")
+)
 DOCUMENT_SEQ_LEN = 32
 """Shortest sequence with several documents."""
 MAX_VOCAB = 1024
@@ -78,24 +83,28 @@ def _reduced(run: Run) -> Run:
 
 def changes(before: Run, after: Run) -> dict[str, tuple[str, str]]:
     """Keys that differ, with both values."""
-    old, new = _flat(before), _flat(after)
+    old = _flat(before)
     found = {}
-    for key, value in new.items():
-        if key != "model.preset" and old.get(key) != value:
-            found[key] = (str(old.get(key)), str(value))
+    for key, value in _flat(after).items():
+        old_value = old.get(key)
+        if key != "model.preset" and old_value != value:
+            found[key] = (str(old_value), str(value))
     return found
 
 
 def command_of(run: Run, *, steps: int) -> str:
     """The command line that proves exactly this run."""
     default = load(["--model.name", run.model.name], FAMILIES)
-    left_out = ("model.preset", "model.name", "out", "resume", "device", "transport", "nproc")
-    flags = {"model.name": run.model.name} if run.model.name != "llama3" else {}
-    before = _flat(default)
+    flags: dict[str, Any] = {}
+    if run.model.name != DEFAULT_FAMILY:
+        flags["model.name"] = run.model.name
+    default_values = _flat(default)
     for key, value in _flat(run).items():
-        if key not in left_out and before.get(key) != value:
+        is_default = default_values.get(key) == value
+        if key not in NOT_IN_COMMAND and not is_default:
             flags[key] = value
-    return f"weft prove --full --first {steps} {as_flags(flags)}".rstrip()
+    command = f"weft prove --full --first {steps} {as_flags(flags)}"
+    return command.rstrip()
 
 
 def without_weights_note(before: Run, after: Run) -> tuple[str, ...]:
@@ -159,12 +168,16 @@ def _smaller_model(run: Run) -> Run:
     run = _first_valid(run, _head_choices(run))
     for name, smallest in SIZES.items():
         current = run.model.architecture.get(name)
-        if isinstance(current, int) and not isinstance(current, bool) and current > smallest:
+        if type(current) is int and current > smallest:
             run = _first_valid(run, _multiples(name, smallest, current))
     return _first_valid(run, _head_choices(run))
 
 
-def _multiples(name: str, smallest: int, current: int) -> Iterator[dict[str, Any]]:
+def _multiples(
+    name: str,
+    smallest: int,
+    current: int,
+) -> Iterator[dict[str, Any]]:
     for number in range(1, MOST_MULTIPLES):
         value = smallest * number
         if value < current:
@@ -176,26 +189,33 @@ def _head_choices(run: Run) -> Iterator[dict[str, Any]]:
     sizes = run.model.architecture
     if "dim" not in sizes:
         return
+    largest_dim = sizes["dim"]
     if "heads" not in sizes:
         for dim in DIMS:
-            if dim < sizes["dim"]:
+            if dim < largest_dim:
                 yield {"dim": dim}
         return
-    ratio = 2 if sizes.get("kv_heads", sizes["heads"]) < sizes["heads"] else 1
-    for num in HEADS:
-        heads = {"heads": num * ratio}
+    most_heads = sizes["heads"]
+    is_grouped = sizes.get("kv_heads", most_heads) < most_heads
+    group_size = 2 if is_grouped else 1
+    for kv_heads in HEADS:
+        num_heads = kv_heads * group_size
+        if num_heads > most_heads:
+            return
+        heads = {"heads": num_heads}
         if "kv_heads" in sizes:
-            heads["kv_heads"] = num
+            heads["kv_heads"] = kv_heads
         for dim in DIMS:
-            is_smaller = dim < sizes["dim"] or num * ratio < sizes["heads"]
-            if is_smaller and dim <= sizes["dim"] and num * ratio <= sizes["heads"]:
+            has_changed = dim < largest_dim or num_heads < most_heads
+            if dim <= largest_dim and has_changed:
                 yield {**heads, "dim": dim}
 
 
 def _first_valid(run: Run, choices: Iterable[Mapping[str, Any]]) -> Run:
     """The run with the first of these model fields that it accepts; else as it is."""
     for fields in choices:
-        values = {**run.model.model_dump(), **fields}
+        values = run.model.model_dump()
+        values.update(fields)
         try:
             model = type(run.model).model_validate(values, strict=False)
         except (ValidationError, UserError, ValueError):
@@ -213,30 +233,39 @@ def _packing(data: DataConfig) -> str:
 
 
 def _smaller_data(run: Run) -> Run:
+    """Shorter sequences, of the standard data where the vocabulary is now that of bytes."""
     if run.model.kind == "images":
         return run
-    has_own_tokens = run.data.tokenizer == "bytes" and run.data.source == "stdlib"
-    if not has_own_tokens and run.model.architecture.get("vocab", 0) == SIZES["vocab"]:
+    packing = _packing(run.data)
+    is_standard = run.data.tokenizer == "bytes" and run.data.source == "stdlib"
+    vocab = run.model.architecture.get("vocab", 0)
+    if not is_standard and vocab == SIZES["vocab"]:
         data = DataConfig(seq_len=run.data.seq_len)
-        data = data.model_copy(update={"packing": _packing(run.data)})
+        data = data.model_copy(update={"packing": packing})
         run = run.with_values({"data": data})
-    shortest = DOCUMENT_SEQ_LEN if _packing(run.data) == "documents" else SEQ_LENS[0]
+    shortest = SEQ_LENS[0]
+    if packing == "documents":
+        shortest = DOCUMENT_SEQ_LEN
     for seq_len in SEQ_LENS:
-        if shortest <= seq_len < run.data.seq_len:
-            changed = run.with_values({"data.seq_len": seq_len})
-            if is_valid(changed):
-                return changed
+        if not shortest <= seq_len < run.data.seq_len:
+            continue
+        changed = run.with_values({"data.seq_len": seq_len})
+        if is_valid(changed):
+            return changed
     return run
 
 
 def _smaller_batch(run: Run) -> Run:
     """Few sequences; more than one micro-batch where the run has more than one."""
-    most = 2 if run.device_mesh.size <= SMALL_WORLD else 1
-    micro_size = min(run.batch.micro_size, most)
-    for num_micro in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64):
-        number = min(num_micro, run.num_micro)
-        size = micro_size * number * run.num_data_ranks
-        changed = run.with_values({"batch.micro_size": micro_size, "batch.global_size": size})
+    is_small_world = run.device_mesh.size <= SMALL_WORLD
+    micro_size = min(run.batch.micro_size, 2 if is_small_world else 1)
+    for num_micro in NUM_MICRO:
+        num_sequences = micro_size * min(num_micro, run.num_micro)
+        sizes = {
+            "batch.micro_size": micro_size,
+            "batch.global_size": num_sequences * run.num_data_ranks,
+        }
+        changed = run.with_values(sizes)
         if is_valid(changed):
             return changed
     return run
@@ -244,7 +273,17 @@ def _smaller_batch(run: Run) -> Run:
 
 def with_mesh(run: Run, mesh: str) -> Run:
     """The run on another mesh, with as many micro-batches."""
-    num_micro = run.num_micro
     changed = run.with_values({"mesh": mesh})
-    size = run.batch.micro_size * num_micro * changed.num_data_ranks
-    return changed.with_values({"batch.global_size": size})
+    sequences_of_rank = run.batch.micro_size * run.num_micro
+    global_size = sequences_of_rank * changed.num_data_ranks
+    return changed.with_values({"batch.global_size": global_size})
+
+
+def in_float64(run: Run) -> Run:
+    """The run with float64 in place of its number types."""
+    values = {
+        "precision.params": "float64",
+        "precision.compute": "float64",
+        "precision.reduce": "float64",
+    }
+    return run.with_values(values)

@@ -19,7 +19,7 @@ from weft.config.run import Run
 from weft.core.axes import Box
 from weft.data.samples import Samples
 from weft.models import Family
-from weft.models.common.batch import IGNORE, Batch, Extra
+from weft.models.common.batch import IGNORE, Batch, activation_of
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation
@@ -75,10 +75,11 @@ class Reference:
         self.skipped = skipped
         self.samples = samples
         self.perturbation = perturbation
-        self.types = NumberTypes.of(run)
+        self.types = NumberTypes.of(run.precision)
         self.is_scaled = self.types.compute == torch.float16
         self.scale = FIRST_SCALE if self.is_scaled else 1.0
-        self._generator = torch.Generator().manual_seed(perturbation.noise_seed or 0)
+        noise_seed = perturbation.noise_seed or 0
+        self._generator = torch.Generator().manual_seed(noise_seed)
         ties = family.ties(run.model)
         self.blocks = dict(family.blocks(run.model))
         tie(self.blocks, ties)
@@ -86,47 +87,68 @@ class Reference:
             self._perturb_modules()
         self.params = _owned_parameters(self.blocks, ties)
         self.values = self._initial_values(family, source)
-        for name, param in self.params.items():
-            param.data = self.values[name].to(self._module_dtype(name))
-        self.trained = {
-            name: self.values[name] for name, param in self.params.items() if param.requires_grad
-        }
-        self.optimizer = PlainOptimizer(self.trained, run.optim, family.axes(run.model))
+        self.trained = self._fill_parameters()
+        axes = family.axes(run.model)
+        self.optimizer = PlainOptimizer(self.trained, run.optim, axes)
         self.trace = ReferenceTrace(tuple(self.blocks), keeps_tensors=records)
+
+    def _fill_parameters(self) -> dict[str, Tensor]:
+        """Give the modules their initial values; those that are trained, in the dtype of parameters."""
+        trained = {}
+        for name, param in self.params.items():
+            value = self.values[name]
+            param.data = value.to(self._module_dtype(name))
+            if param.requires_grad:
+                trained[name] = value
+        return trained
 
     def _perturb_modules(self) -> None:
         """Add noise to the outputs of all modules that consist of no others."""
 
-        def perturb(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            is_activation = isinstance(output, Tensor) and output.dim() > 0
-            return self.perturbed(output) if is_activation else output
+        def perturb(
+            module: nn.Module,
+            args: tuple[Any, ...],
+            output: Any,
+        ) -> Any:
+            if isinstance(output, Tensor) and output.dim() > 0:
+                return self.perturbed(output)
+            return output
 
         seen: set[int] = set()
         for block in self.blocks.values():
             for module in block.modules():
-                is_leaf = next(module.children(), None) is None
-                if is_leaf and id(module) not in seen:
-                    seen.add(id(module))
-                    module.register_forward_hook(perturb)
+                has_children = any(True for _ in module.children())
+                if has_children or id(module) in seen:
+                    continue
+                seen.add(id(module))
+                module.register_forward_hook(perturb)
 
     def _initial_values(self, family: Family, source: Source | None) -> dict[str, Tensor]:
         """Initial values in the dtype of parameters: stored ones, else drawn."""
-        stored = frozenset(source.shapes) if source is not None else frozenset()
+        stored = source.shapes if source is not None else {}
         values: dict[str, Tensor] = {}
         drawn: dict[str, Tensor] = {}
         for name, param in self.params.items():
             if source is not None and name in stored:
-                whole = source.read(name, Box.whole(tuple(param.shape)))
-                values[name] = whole.to(self.types.params)
+                everything = Box.whole(tuple(param.shape))
+                values[name] = source.read(name, everything).to(self.types.params)
             else:
-                drawn[name] = torch.empty(param.shape, dtype=self.types.params)
-        init_params(drawn, family.init(self.run.model), seed=self.run.seed)
-        return {name: values.get(name, drawn.get(name)) for name in self.params}  # type: ignore[misc]
+                values[name] = torch.empty(param.shape, dtype=self.types.params)
+                drawn[name] = values[name]
+        init_params(
+            drawn,
+            family.init(self.run.model),
+            seed=self.run.seed,
+        )
+        return values
 
     def _module_dtype(self, name: str) -> torch.dtype:
         """Biases of routers stay in the dtype of parameters, all others are cast."""
-        is_bias = any(self.params[name] is router.bias for router in self._routers.values())
-        return self.types.params if is_bias else self.types.compute
+        param = self.params[name]
+        for router in self._routers.values():
+            if router.bias is param:
+                return self.types.params
+        return self.types.compute
 
     @property
     def _routers(self) -> dict[str, Router]:
@@ -160,13 +182,18 @@ class Reference:
         """The mean loss of some samples after the last step."""
         loss = 0.0
         num_targets = 0
-        size = self.run.batch.global_size
-        for numbers in evaluated_samples(self.samples, size):
-            batch = batch_of(self.samples, numbers, later=self.run.model.reads_later_targets)
-            num_targets += int((batch.targets != IGNORE).sum())
+        for numbers in evaluated_samples(self.samples, self.run.batch.global_size):
+            batch = batch_of(
+                self.samples,
+                numbers,
+                later=self.run.model.reads_later_targets,
+            )
+            num_targets += _num_targets(batch)
             for rows in self.micro_batches(len(batch.inputs)):
-                loss += self._loss_alone(batch.rows(slice(rows.start, rows.stop)))
-        self.trace.keep_number(step, "evaluation", "evaluation loss", loss / max(num_targets, 1))
+                part = batch.rows(slice(rows.start, rows.stop))
+                loss += self._loss_alone(part)
+        mean = loss / max(num_targets, 1)
+        self.trace.keep_number(step, "evaluation", "evaluation loss", mean)
         self.trace.keep_number(step, "evaluation", "number of targets", num_targets)
 
     @torch.no_grad()
@@ -174,10 +201,9 @@ class Reference:
         """The sum over targets of the last block's loss."""
         x: Any = batch.inputs
         for block in self.blocks.values():
-            out = block(x, batch)
-            x = out.x if isinstance(out, Extra) else out
-            if isinstance(x, Tensor):
-                x = self.perturbed(x) if x.dim() else x
+            x = activation_of(block(x, batch))
+            if isinstance(x, Tensor) and x.dim():
+                x = self.perturbed(x)
         return float(x.double())
 
     def batch_of_step(self, step: int) -> Batch:
@@ -193,28 +219,44 @@ class Reference:
 
     def _step(self, step: int) -> None:
         batch = self.batch_of_step(step)
-        num_targets = max(int((batch.targets != IGNORE).sum()), 1)
+        num_targets = max(_num_targets(batch), 1)
         self._keep_inputs(step, batch, num_targets)
-        computed = self._gradients(batch, num_targets, self.scale)
-        if self._overflows_elsewhere(step, computed):
-            margin = 1 / OVERFLOW_MARGIN if computed.overflows else OVERFLOW_MARGIN
-            other = self._gradients(batch, num_targets, self.scale * margin)
-            if other.overflows != computed.overflows:  # a borderline case: as the layout does
-                computed = other
+        computed = self._gradients_as_on_layout(step, batch, num_targets)
         self._keep_gradients(step, computed, num_targets)
         lr = plain_learning_rate(step - 1, self.run.optim, self.run.steps)
         self.trace.lrs[step] = lr
         self.trace.keep_number(step, "update", "learning rate", lr)
-        self.scale = computed.scale
         if computed.overflows:
             self.trace.skipped.add(step)
             self.scale = computed.scale / 2
         else:
+            self.scale = computed.scale
             self._update(step, computed, lr=lr)
             self._rebalance(computed.forward.loads)
         self._keep_state(step)
 
-    def _keep_inputs(self, step: int, batch: Batch, num_targets: int) -> None:
+    def _gradients_as_on_layout(
+        self,
+        step: int,
+        batch: Batch,
+        num_targets: int,
+    ) -> _StepGradients:
+        """The gradients of a step; in a borderline case of float16 with the loss scale at which they
+        overflow, or not, as on the layout.
+        """
+        computed = self._gradients(batch, num_targets, self.scale)
+        if not self._overflows_elsewhere(step, computed):
+            return computed
+        margin = 1 / OVERFLOW_MARGIN if computed.overflows else OVERFLOW_MARGIN
+        other = self._gradients(batch, num_targets, self.scale * margin)
+        return computed if other.overflows == computed.overflows else other
+
+    def _keep_inputs(
+        self,
+        step: int,
+        batch: Batch,
+        num_targets: int,
+    ) -> None:
         """Keep the batch of a step, and the parameters as its forward uses them."""
         for name, tensor in vars(batch).items():
             if tensor is not None:
@@ -225,11 +267,17 @@ class Reference:
             self.trace.keep(step, "forward", f"{name} as used", param)
         self.trace.keep_number(step, "batch", "number of targets", num_targets)
 
-    def _gradients(self, batch: Batch, num_targets: int, scale: float) -> _StepGradients:
+    def _gradients(
+        self,
+        batch: Batch,
+        num_targets: int,
+        scale: float,
+    ) -> _StepGradients:
         """Forward and backward of a batch with a loss scale."""
+        trained = {name: self.params[name] for name in self.trained}
         forward = ReferencePass(
             self.blocks,
-            {name: self.params[name] for name in self.trained},
+            trained,
             batch,
             loss_scale=scale,
             num_targets=num_targets,
@@ -238,11 +286,20 @@ class Reference:
         )
         micro_batches = self.micro_batches(len(batch.inputs))
         sums = forward.run(micro_batches, reduce=self.types.reduce)
-        gradients = {name: total.to(self.types.params) for name, total in sums.items()}
-        squares = [float(gradient.double().square().sum()) for gradient in gradients.values()]
+        gradients: dict[str, Tensor] = {}
+        squares: list[float] = []
+        for name, total in sums.items():
+            gradient = total.to(self.types.params)
+            gradients[name] = gradient
+            squares.append(float(gradient.double().square().sum()))
         norm = math.sqrt(sum(squares)) / scale
-        overflows = self.is_scaled and not math.isfinite(norm)
-        return _StepGradients(forward, gradients, scale, norm, overflows)
+        return _StepGradients(
+            forward,
+            gradients,
+            scale,
+            norm,
+            overflows=self.is_scaled and not math.isfinite(norm),
+        )
 
     def _overflows_elsewhere(self, step: int, computed: _StepGradients) -> bool:
         """Whether the gradients of the step overflow here or on the layout, but not on both."""
@@ -250,25 +307,42 @@ class Reference:
             return False
         return computed.overflows != (step in self.skipped)
 
-    def _keep_gradients(self, step: int, computed: _StepGradients, num_targets: int) -> None:
-        computed.forward.keep_in(self.trace, step)
-        self.trace.keep_number(step, "loss", "loss", computed.forward.loss / num_targets)
+    def _keep_gradients(
+        self,
+        step: int,
+        computed: _StepGradients,
+        num_targets: int,
+    ) -> None:
+        forward = computed.forward
+        forward.keep_in(self.trace, step)
+        self.trace.keep_number(step, "loss", "loss", forward.loss / num_targets)
         self.trace.keep_number(step, "norm", "gradient norm", computed.norm)
         for name, gradient in computed.gradients.items():
+            title = f"{name} gradient"
             unscaled = gradient.double() / computed.scale
-            self.trace.keep(step, "backward", f"{name} gradient", unscaled)
-            self.trace.keep(step, "reduce", f"{name} gradient", unscaled)
+            self.trace.keep(step, "backward", title, unscaled)
+            self.trace.keep(step, "reduce", title, unscaled)
 
-    def _update(self, step: int, computed: _StepGradients, *, lr: float) -> None:
-        most = self.run.optim.clip
-        factor = min(1.0, most / (computed.norm + 1e-6)) if most > 0 else 1.0
+    def _update(
+        self,
+        step: int,
+        computed: _StepGradients,
+        *,
+        lr: float,
+    ) -> None:
+        largest_norm = self.run.optim.clip
+        factor = 1.0
+        if largest_norm > 0:
+            factor = min(1.0, largest_norm / (computed.norm + 1e-6))
         self.trace.keep_number(step, "clip", "clip factor", factor)
+        factor_of_scaled = factor / computed.scale
         clipped = {}
         for name, gradient in computed.gradients.items():
-            clipped[name] = gradient * (factor / computed.scale)
+            clipped[name] = gradient * factor_of_scaled
             self.trace.keep(step, "clip", f"{name} clipped gradient", clipped[name])
         with torch.no_grad():
-            self.optimizer.step(self._with_drawn_signs(step, clipped), lr)
+            signed = self._with_drawn_signs(step, clipped)
+            self.optimizer.step(signed, lr)
             for name, value in self.trained.items():
                 self.params[name].data.copy_(value)
 
@@ -280,26 +354,34 @@ class Reference:
         drawn = dict(gradients)
         for name, gradient in gradients.items():
             is_free = free_signs(name, step)
-            if is_free is not None:
-                signs = 2 * torch.randint(0, 2, gradient.shape, generator=self._generator) - 1
-                drawn[name] = torch.where(is_free, gradient * signs, gradient)
+            if is_free is None:
+                continue
+            bits = torch.randint(
+                0,
+                2,
+                gradient.shape,
+                generator=self._generator,
+            )
+            signs = 2 * bits - 1
+            drawn[name] = torch.where(is_free, gradient * signs, gradient)
         return drawn
 
     def _rebalance(self, loads: Mapping[str, Tensor]) -> None:
         """The bias of an expert rises by `rate` where its load is under the mean, and falls above."""
-        for name, load in loads.items():
+        for name, load_E in loads.items():
             router = self._routers[name]
-            if router.bias is not None and router.rate:
-                mean = load.double().mean()
-                router.bias.data += router.rate * torch.sign(mean - load.double()).to(
-                    router.bias.dtype
-                )
+            if router.bias is None or not router.rate:
+                continue
+            load_E = load_E.double()
+            directions_E = torch.sign(load_E.mean() - load_E)
+            router.bias.data += router.rate * directions_E.to(router.bias.dtype)
 
     def _keep_state(self, step: int) -> None:
         for name, param in self.params.items():
             value = self.trained.get(name, self.values[name])
-            is_bias = param.dtype == self.types.params and name not in self.trained
-            self.trace.keep(step, "update", name, param.data if is_bias else value)
+            if name not in self.trained and param.dtype == self.types.params:
+                value = param.data  # the bias of a router changes in place
+            self.trace.keep(step, "update", name, value)
         for name, state in self.optimizer.state.items():
             for key, tensor in state.items():
                 self.trace.keep(step, "moments", f"{name} {key}", tensor)
@@ -308,30 +390,47 @@ class Reference:
         """Rows of each micro-batch, in the order in which they are added; exact types take all at
         once.
         """
-        size = self.perturbation.micro_size or self.run.batch.micro_size
-        if self.types.is_exact and not self.perturbation.micro_size:
-            size = num_rows
-        parts = [range(lo, min(lo + size, num_rows)) for lo in range(0, num_rows, size)]
-        return parts[::-1] if self.perturbation.is_reversed else parts
+        size = self.perturbation.micro_size
+        if not size:
+            size = num_rows if self.types.is_exact else self.run.batch.micro_size
+        parts = []
+        for start in range(0, num_rows, size):
+            stop = min(start + size, num_rows)
+            parts.append(range(start, stop))
+        if self.perturbation.is_reversed:
+            parts.reverse()
+        return parts
 
     def perturbed(self, x: Tensor) -> Tensor:
         """x with a relative change of one unit in the last place, forward and backward."""
         if self.perturbation.noise_seed is None or not x.dtype.is_floating_point:
             return x
         eps = torch.finfo(x.dtype).eps
-        signs = torch.randint(-1, 2, x.shape, generator=self._generator)
+        signs = torch.randint(
+            -1,
+            2,
+            x.shape,
+            generator=self._generator,
+        )
         factors = (1 + eps * signs.double()).to(x.dtype)
         return x * factors
 
 
 def _owned_parameters(
-    blocks: Mapping[str, nn.Module], ties: Mapping[str, str]
+    blocks: Mapping[str, nn.Module],
+    ties: Mapping[str, str],
 ) -> dict[str, nn.Parameter]:
     """Parameters by global name; one that is shared is there once, under its first name."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for name, param in named_parameters(blocks).items():
-        if name not in ties and id(param) not in seen:
-            seen.add(id(param))
-            found[name] = param
+        if name in ties or id(param) in seen:
+            continue
+        seen.add(id(param))
+        found[name] = param
     return found
+
+
+def _num_targets(batch: Batch) -> int:
+    counts = batch.targets != IGNORE
+    return int(counts.sum())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.common.batch import Batch, Extra
+from weft.models.common.batch import Batch, Extra, activation_of
 from weft.prove.reference_trace import ReferenceTrace
 
 
@@ -60,9 +60,10 @@ class ReferencePass:
         for rows in micro_batches:
             self._micro_batch(rows)
             for name, param in self.params.items():
-                if param.grad is not None:
-                    totals[name] += param.grad.to(reduce)
-                    param.grad = None
+                if param.grad is None:
+                    continue
+                totals[name] += param.grad.to(reduce)
+                param.grad = None
         return totals
 
     def keep_in(self, trace: ReferenceTrace, step: int) -> None:
@@ -72,35 +73,45 @@ class ReferencePass:
         for name, load in self.loads.items():
             trace.keep(step, "forward", f"{name}.expert load", load)
         for name, parts in self.outputs.items():
-            trace.keep(step, "forward", f"{name}.output", _joined(parts))
+            output = _joined(parts)
+            trace.keep(step, "forward", f"{name}.output", output)
         for name, parts in self.gradients.items():
-            trace.keep(step, "backward", f"{name}.output gradient", _joined(parts))
+            gradient = _joined(parts)
+            trace.keep(step, "backward", f"{name}.output gradient", gradient)
 
     def _micro_batch(self, rows: range) -> None:
         part = self.batch.rows(slice(rows.start, rows.stop))
         x: Any = part.inputs
         losses: list[Tensor] = []
         for name, block in self.blocks.items():
-            x = block(x, part)
-            if isinstance(x, Extra):
-                losses.extend(self._take_extra(name, x))
-                x = x.x
+            out = block(x, part)
+            if isinstance(out, Extra):
+                losses.extend(self._take_extra(name, out))
+            x = activation_of(out)
             if not isinstance(x, Tensor):  # several outputs, which the loss reads
                 x = tuple(map(self.perturbed, x))
             elif x.dim():
                 x = self._take_output(name, rows, x)
         self._add(f"{name}.loss", x)
         losses.append(x)
-        self._backward([loss for loss in losses if loss.requires_grad])
+        self._backward(losses)
 
     def _backward(self, losses: list[Tensor]) -> None:
-        seed = torch.tensor(self.loss_scale / self.num_targets, dtype=torch.float64)
-        torch.autograd.backward(losses, [seed.to(loss.dtype) for loss in losses])
+        scale = self.loss_scale / self.num_targets
+        seed = torch.tensor(scale, dtype=torch.float64)
+        trained = []
+        seeds = []
+        for loss in losses:
+            if loss.requires_grad:
+                trained.append(loss)
+                seeds.append(seed.to(loss.dtype))
+        torch.autograd.backward(trained, seeds)
 
     def _take_extra(self, name: str, extra: Extra) -> list[Tensor]:
         """Count loads and the extra loss of a block; the losses that are added."""
         if extra.load is not None:
-            self.loads[name] = self.loads.get(name, 0) + extra.load
+            load_before = self.loads.get(name, 0)
+            self.loads[name] = load_before + extra.load
         if extra.loss is None:
             return []
         self._add(f"{name}.extra loss", extra.loss)
@@ -108,22 +119,32 @@ class ReferencePass:
 
     def _add(self, name: str, value: Tensor) -> None:
         number = float(value.detach().double())
-        self.sums[name] = self.sums.get(name, 0.0) + number
+        sum_before = self.sums.get(name, 0.0)
+        self.sums[name] = sum_before + number
         self.loss += number
 
-    def _take_output(self, name: str, rows: range, x: Tensor) -> Tensor:
+    def _take_output(
+        self,
+        name: str,
+        rows: range,
+        x: Tensor,
+    ) -> Tensor:
         """Keep the output of a block and its gradient; what the next block gets."""
-        if self.keeps_tensors:
-            self.outputs.setdefault(name, {})[rows.start] = x.detach().clone()
-            if x.requires_grad:
-                parts = self.gradients.setdefault(name, {})
+        if not self.keeps_tensors:
+            return self.perturbed(x)
+        outputs = self.outputs.setdefault(name, {})
+        outputs[rows.start] = x.detach().clone()
+        if x.requires_grad:
+            gradients = self.gradients.setdefault(name, {})
 
-                def keep(gradient: Tensor) -> None:
-                    parts[rows.start] = gradient.detach().double() / self.loss_scale
+            def keep(gradient: Tensor) -> None:
+                gradients[rows.start] = gradient.detach().double() / self.loss_scale
 
-                x.register_hook(keep)
+            x.register_hook(keep)
         return self.perturbed(x)
 
 
 def _joined(parts: Mapping[int, Tensor]) -> Tensor:
-    return torch.cat([parts[start] for start in sorted(parts)])
+    """The rows of all micro-batches, in their order."""
+    in_order = [parts[start] for start in sorted(parts)]
+    return torch.cat(in_order)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 CLOSE = 1e-3
 """Relative residual within which a relation holds."""
+SHARE_OF_DISTANCE = 0.02
+"""A relation explains a tensor if what is left is at most this share of its distance to the right one."""
 MAX_DENOMINATOR = 8
 FRACTION_CLOSE = 1e-5
 """Relative distance within which a factor is written as a fraction."""
@@ -45,7 +47,9 @@ def relation(
     if not bool(measured.any()):
         return "zero"
     for phrase, candidate in candidates.items():
-        if candidate.shape == measured.shape and _is_close(measured, candidate.double(), expected):
+        if candidate.shape != measured.shape:
+            continue
+        if _is_close(measured, candidate.double(), expected):
             return phrase
     if before is not None and before.shape == measured.shape:
         update = _update_relation(measured, expected, before.double())
@@ -72,14 +76,15 @@ def rounded_to(measured: Tensor, expected: Tensor) -> torch.dtype | None:
     measured = measured.double()
     expected = expected.double()
     for dtype in COARSE_TYPES:
-        if not torch.equal(measured.to(dtype).double(), measured):
+        rounded = measured.to(dtype).double()
+        if not torch.equal(rounded, measured):
             continue
-        unit = torch.finfo(dtype).eps
-        beside = (expected.to(dtype).double() - expected).abs().max()
-        distance = (measured - expected).abs().max()
         size = expected.abs().max()
-        is_between = bool(beside > ROUNDING_SHARE * unit * size)
-        is_near = bool(distance <= 2 * unit * size)
+        unit = torch.finfo(dtype).eps * size
+        rounding = expected.to(dtype).double() - expected
+        distance = measured - expected
+        is_between = bool(rounding.abs().max() > ROUNDING_SHARE * unit)
+        is_near = bool(distance.abs().max() <= 2 * unit)
         return dtype if is_between and is_near else None
     return None
 
@@ -94,32 +99,52 @@ def factor_of(measured: Tensor, expected: Tensor) -> float | None:
     square = float((expected * expected).sum())
     if square == 0:
         return None
-    factor = float((measured * expected).sum()) / square
+    product = float((measured * expected).sum())
+    factor = product / square
     if abs(factor - 1) < 1e-9 or factor == 0:
         return None
     residual = float((measured - factor * expected).norm())
     size = float(measured.norm())
     distance = float((measured - expected).norm())
-    if residual <= CLOSE * size and residual <= 0.02 * distance:
-        return factor
-    return None
+    explains = residual <= CLOSE * size and residual <= SHARE_OF_DISTANCE * distance
+    return factor if explains else None
 
 
 def _factor_text(factor: float) -> str:
     near = Fraction(factor).limit_denominator(MAX_DENOMINATOR)
-    is_near = near not in (0, 1) and abs(float(near) / factor - 1) < FRACTION_CLOSE
-    return str(near) if is_near else f"{factor:.6g}"
+    if near in (0, 1):
+        return f"{factor:.6g}"
+    distance = abs(float(near) / factor - 1)
+    return str(near) if distance < FRACTION_CLOSE else f"{factor:.6g}"
 
 
-def _is_close(measured: Tensor, candidate: Tensor, expected: Tensor) -> bool:
+def _is_close(
+    measured: Tensor,
+    candidate: Tensor,
+    expected: Tensor,
+) -> bool:
     """Whether the measured tensor is the candidate, and much nearer to it than to the right one."""
     distance = float((measured - candidate).norm())
-    size = max(float(candidate.norm()), float(measured.norm()))
     to_right = float((measured - expected).norm())
-    return distance <= CLOSE * size and distance <= 0.02 * to_right
+    candidate_size = float(candidate.norm())
+    measured_size = float(measured.norm())
+    size = max(candidate_size, measured_size)
+    return distance <= CLOSE * size and distance <= SHARE_OF_DISTANCE * to_right
 
 
-def _update_relation(measured: Tensor, expected: Tensor, before: Tensor) -> str:
+def _is_equal_up_to_order(measured: Tensor, expected: Tensor) -> bool:
+    """Whether two lists of numbers are close once they are sorted."""
+    ordered = measured.sort().values
+    right = expected.sort().values
+    zero = torch.zeros_like(right)
+    return _is_close(ordered, right, zero)
+
+
+def _update_relation(
+    measured: Tensor,
+    expected: Tensor,
+    before: Tensor,
+) -> str:
     right = expected - before
     update = measured - before
     if not bool(update.any()):
@@ -133,46 +158,69 @@ def _update_relation(measured: Tensor, expected: Tensor, before: Tensor) -> str:
 def _rearrangement(measured: Tensor, expected: Tensor) -> str:
     """A shift by one, or another order of the same values."""
     for dim in range(expected.dim()):
+        if expected.shape[dim] <= 2:
+            continue
         for shift in (1, -1):
             shifted = expected.roll(shift, dim)
-            if expected.shape[dim] > 2 and _matches_inside(measured, shifted, dim, shift):
+            if _matches_inside(measured, shifted, dim, shift):
                 return f"shifted by {shift:+d} along dim {dim}"
-    ordered = measured.flatten().sort().values
-    right = expected.flatten().sort().values
-    if bool(right.any()) and _is_close(ordered, right, torch.zeros_like(right)):
+    if bool(expected.any()) and _is_equal_up_to_order(measured.flatten(), expected.flatten()):
         return "the right values in another order (permutation)"
     if expected.dim() > 1 and len(expected) > 2:
-        own = measured.flatten(1).sum(1)
-        rows = expected.flatten(1).sum(1)
-        if _is_close(own.sort().values, rows.sort().values, torch.zeros_like(rows)):
+        own_rows = measured.flatten(1).sum(1)
+        right_rows = expected.flatten(1).sum(1)
+        if _is_equal_up_to_order(own_rows, right_rows):
             return "rows of the right values in another order (permutation)"
     return ""
 
 
-def _matches_inside(measured: Tensor, shifted: Tensor, dim: int, shift: int) -> bool:
+def _matches_inside(
+    measured: Tensor,
+    shifted: Tensor,
+    dim: int,
+    shift: int,
+) -> bool:
     """Whether all but the entry that wraps around agree."""
     length = measured.shape[dim] - 1
     start = 1 if shift > 0 else 0
     own = measured.narrow(dim, start, length)
     right = shifted.narrow(dim, start, length)
-    if not bool(right.any()) or bool((right == right.flatten()[0]).all()):
+    first = right.flatten()[0]
+    is_constant = bool((right == first).all())
+    if is_constant or not bool(right.any()):
         return False
-    return bool(torch.allclose(own, right, rtol=CLOSE, atol=0.0))
+    return bool(
+        torch.allclose(
+            own,
+            right,
+            rtol=CLOSE,
+            atol=0.0,
+        )
+    )
 
 
 def _partly(measured: Tensor, expected: Tensor) -> str:
     """Which share of the entries differs."""
     scale = float(expected.abs().max()) or 1.0
-    wrong = (measured - expected).abs() > 1e-6 * scale
+    difference = (measured - expected).abs()
+    wrong = difference > 1e-6 * scale
     share = float(wrong.double().mean())
     if share >= 0.999 or share == 0:
         return "other values in all entries"
-    for dim in range(expected.dim()):
-        others = [other for other in range(expected.dim()) if other != dim]
-        by_entry = wrong.any(dim=others) if others else wrong
-        places = by_entry.nonzero().flatten().tolist()
-        if len(places) < expected.shape[dim] and len(places) <= expected.shape[dim] // 2:
+    for dim, size in enumerate(expected.shape):
+        places = _wrong_places(wrong, dim)
+        if len(places) < size and len(places) <= size // 2:
             shown = " ".join(map(str, places[:8]))
             more = " ..." if len(places) > 8 else ""
-            return f"wrong at {shown}{more} of dim {dim} (of {expected.shape[dim]})"
+            return f"wrong at {shown}{more} of dim {dim} (of {size})"
     return f"other values in {share:.0%} of the entries"
+
+
+def _wrong_places(wrong: Tensor, dim: int) -> list[int]:
+    """Indices along a dim at which any entry is wrong."""
+    others = list(range(wrong.dim()))
+    others.remove(dim)
+    if others:
+        wrong = wrong.any(dim=others)
+    places: list[int] = wrong.nonzero().flatten().tolist()
+    return places

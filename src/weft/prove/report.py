@@ -45,6 +45,7 @@ MAX_SHOWN = 5
 """Differences that the text lists."""
 MAX_STORED = 200
 """Differences that the JSON holds."""
+MAX_RANKS = 16
 WIDTH = 80
 
 
@@ -84,15 +85,22 @@ class Difference:
     @property
     def title(self) -> str:
         """Phase, step, micro-batch and tensor."""
-        micro = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        return f"{self.phase} of step {self.step}{micro}: {self.tensor}"
+        place = f"{self.phase} of step {self.step}"
+        if self.micro_batch is not None:
+            place = f"{place}, micro-batch {self.micro_batch}"
+        return f"{place}: {self.tensor}"
+
+    @property
+    def where(self) -> str:
+        """Ranks and mesh axis."""
+        ranks = _ranks_text(self.ranks)
+        return f"{ranks}; follows the axis {self.axis}" if self.axis else ranks
 
     def lines(self) -> Iterator[str]:
         """The title, and a line for each fact."""
         yield self.title
         yield f"  is {self.relation}"
-        ranks = _ranks_text(self.ranks)
-        yield f"  on {ranks}" + (f"; follows the axis {self.axis}" if self.axis else "")
+        yield f"  on {self.where}"
         if self.collective:
             yield f"  preceding collective: {self.collective}"
         yield f"  relative difference {self.measured:.1e}, bound {self.bound:.1e}"
@@ -267,10 +275,13 @@ class ProofReport:
 
     def _unwrapped_lines(self) -> Iterator[str]:
         ranks = counted(self.ranks, "rank")
-        yield f"{self.layout}, {ranks} as threads, {counted(self.steps, 'step')}, compared with one device"
+        steps = counted(self.steps, "step")
+        yield f"{self.layout}, {ranks} as threads, {steps}, compared with one device"
         yield f"model: {self.model}"
         if self.reduced:
-            changes = [f"{key} {old} -> {new}" for key, (old, new) in self.reduced.items()]
+            changes = []
+            for key, (configured, compared) in self.reduced.items():
+                changes.append(f"{key} {configured} -> {compared}")
             yield f"reduced sizes (--full keeps them): {', '.join(changes)}"
         for each in self.passes:
             yield from _pass_lines(each)
@@ -308,9 +319,7 @@ class ProofReport:
 def _place_lines(failure: Difference) -> Iterator[str]:
     """Where an error ended the layout."""
     yield f"  in {failure.title}"
-    yield f"  on {_ranks_text(failure.ranks)}" + (
-        f"; follows the axis {failure.axis}" if failure.axis else ""
-    )
+    yield f"  on {failure.where}"
 
 
 def _pass_lines(each: Pass) -> Iterator[str]:
@@ -345,8 +354,9 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
 def _ranks_text(ranks: tuple[int, ...]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    shown = " ".join(map(str, ranks[:16]))
-    more = "" if len(ranks) <= 16 else f" and {len(ranks) - 16} more"
+    shown = " ".join(map(str, ranks[:MAX_RANKS]))
+    num_more = len(ranks) - MAX_RANKS
+    more = f" and {num_more} more" if num_more > 0 else ""
     return f"ranks {shown}{more}"
 
 

@@ -60,7 +60,10 @@ def step_pairs(
     """Pairs of the first `first` recorded step events and those trained again; yields each as it is
     computed.
     """
-    for before, now in islice(zip(recorded, again, strict=False), first):
+    for before, now in islice(
+        zip(recorded, again, strict=False),
+        first,
+    ):
         yield StepPair(
             step=now["step"],
             loss=before["loss"],

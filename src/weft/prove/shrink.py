@@ -31,7 +31,12 @@ DEFAULTS: tuple[tuple[str, Any], ...] = (
 """Options that a smaller case may do without."""
 
 
-def smallest_case(run: Run, report: ProofReport, *, seconds: float = MAX_SECONDS) -> ProofReport:
+def smallest_case(
+    run: Run,
+    report: ProofReport,
+    *,
+    seconds: float = MAX_SECONDS,
+) -> ProofReport:
     """The report of the smallest case that still fails, found greedily within some time."""
     search = _Search(run, report, time.monotonic() + seconds)
     search.run_all()
@@ -42,7 +47,12 @@ def smallest_case(run: Run, report: ProofReport, *, seconds: float = MAX_SECONDS
 class _Search:
     """A failing case, made smaller step by step."""
 
-    def __init__(self, run: Run, report: ProofReport, deadline_s: float) -> None:
+    def __init__(
+        self,
+        run: Run,
+        report: ProofReport,
+        deadline_s: float,
+    ) -> None:
         self.run = run
         self.report = report
         self.deadline_s = deadline_s
@@ -108,7 +118,11 @@ class _Search:
         return True
 
 
-def without_axis(mesh: Mesh, axis: str, degree: int) -> str:
+def without_axis(
+    mesh: Mesh,
+    axis: str,
+    degree: int,
+) -> str:
     """The text of a mesh with another degree of an axis; 1 leaves it out."""
     words = []
     for name, old in mesh.axes:

@@ -12,18 +12,22 @@ from weft.checkpoint.saver import newest_path
 from weft.checkpoint.state import MODEL
 from weft.core.axes import Box
 from weft.prove.places import Whole
-from weft.prove.record import Observed, RankRecord, Site, block_of
+from weft.prove.record import Observed, RankRecord, Site
 
 SUFFIX = " as stored"
 """Ends the name of a tensor that was read whole."""
 
 
-def record_stored(record: RankRecord, run_folder: Path, step: int) -> None:
+def record_stored(
+    record: RankRecord,
+    run_folder: Path,
+    step: int,
+) -> None:
     """Record all tensors of the newest checkpoint, which was saved after `step`. A fault in writing
     that the same ranks undo when they read is a difference here.
     """
     for owner, name, tensor in stored_tensors(run_folder):
-        site = Site(step, "checkpoint", block_of(owner), f"{name}{SUFFIX}", owner)
+        site = Site.of_parameter(step, "checkpoint", owner, f"{name}{SUFFIX}")
         record.values[site] = Observed(tensor, Whole(), None)
 
 

@@ -70,7 +70,11 @@ def generated_runs(seed: int) -> Iterator[Run]:
     while True:
         words = _words(dice, dice.choice(families))
         loaded = try_load(list(words), FAMILIES)
-        faults = run_checks(loaded.run, config_checks, known=loaded.faults)
+        faults = run_checks(
+            loaded.run,
+            config_checks,
+            known=loaded.faults,
+        )
         if not faults:
             yield reduced(loaded.run)
 
@@ -152,7 +156,12 @@ class SweepSummary:
         }
 
 
-def sweep(minutes: float, *, seed: int, most: int | None = None) -> Iterator[SweepResult]:
+def sweep(
+    minutes: float,
+    *,
+    seed: int,
+    most: int | None = None,
+) -> Iterator[SweepResult]:
     """Prove generated layouts until the time is over, at least one.
 
     Args:
@@ -171,4 +180,11 @@ def _proof(run: Run) -> ProofReport:
         return prove(Subject.of(run, steps=STEPS))
     except Exception as error:  # noqa: BLE001 - the sweep goes on
         text = type_and_message(error)
-        return ProofReport(run.mesh, run.model.name, 0, STEPS, (), error=text)
+        return ProofReport(
+            run.mesh,
+            run.model.name,
+            0,
+            STEPS,
+            (),
+            error=text,
+        )

@@ -56,7 +56,10 @@ class TensorDifference:
 
 
 def differences(
-    truth: Sequence[StepTrace], ranks: Iterable[RankTrace], *, lr: float
+    truth: Sequence[StepTrace],
+    ranks: Iterable[RankTrace],
+    *,
+    lr: float,
 ) -> list[TensorDifference]:
     """Relative difference of every loss, norm, gradient and parameter on every rank, in order of
     computation.
@@ -68,7 +71,10 @@ def differences(
     """
     found: list[TensorDifference] = []
     for rank in ranks:
-        for step, (expected, actual) in enumerate(zip(truth, rank.steps, strict=True), start=1):
+        for step, (expected, actual) in enumerate(
+            zip(truth, rank.steps, strict=True),
+            start=1,
+        ):
             found.extend(
                 _step_differences(
                     step,
@@ -103,7 +109,11 @@ def _step_differences(
     )
     for name, value in actual.grads.items():
         shard = _shard_of(expected.grads[name], rank.shards[name])
-        relative = _tensor_difference(value, shard, min_scale=1e-6 * expected.grad_norm)
+        relative = _tensor_difference(
+            value,
+            shard,
+            min_scale=1e-6 * expected.grad_norm,
+        )
         yield TensorDifference(
             step,
             f"gradient {name}",
@@ -148,7 +158,12 @@ def _shard_of(whole: Tensor, shard: Shard) -> Tensor:
     return read_shard(read, shard)
 
 
-def _tensor_difference(actual: Tensor, expected: Tensor, *, min_scale: float) -> float:
+def _tensor_difference(
+    actual: Tensor,
+    expected: Tensor,
+    *,
+    min_scale: float,
+) -> float:
     if actual.shape != expected.shape:
         return math.inf
     if not actual.numel():

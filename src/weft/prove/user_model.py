@@ -26,12 +26,14 @@ def rotated(x_BSHK: Tensor, positions_BS: Tensor) -> Tensor:
     """Pairs of neighbouring entries turned by the angle of their position."""
     size = x_BSHK.shape[-1]
     even_places = torch.arange(0, size, 2, device=x_BSHK.device)
-    frequencies = 10_000.0 ** -(even_places / size)
+    exponents = even_places / size
+    frequencies = 10_000.0**-exponents
     angles = positions_BS.unsqueeze(-1) * frequencies
     of_all_heads = angles.unsqueeze(2)
     cos = of_all_heads.cos().to(x_BSHK.dtype)
     sin = of_all_heads.sin().to(x_BSHK.dtype)
-    even, odd = x_BSHK.unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = x_BSHK.unflatten(-1, (-1, 2))
+    even, odd = pairs.unbind(-1)
     turned_even = even * cos - odd * sin
     turned_odd = even * sin + odd * cos
     turned = torch.stack((turned_even, turned_odd), dim=-1)
@@ -56,14 +58,18 @@ class UserLayer(nn.Module):
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         y_BSD = self.norm(x_BSD)
-        by_head = (-1, self.head_size)
-        q_BSHK = rotated(self.q(y_BSD).unflatten(-1, by_head), batch.positions)
-        k_BSHK = rotated(self.k(y_BSD).unflatten(-1, by_head), batch.positions)
-        v_BSHK = self.v(y_BSD).unflatten(-1, by_head)
-        attended = self.attend(q_BSHK, k_BSHK, v_BSHK, batch).flatten(2)
-        hidden = F.gelu(self.up(y_BSD))
-        out_BSD: Tensor = x_BSD + self.out(attended) + self.down(hidden)
-        return out_BSD
+        q_BSHK = self._by_head(self.q(y_BSD))
+        k_BSHK = self._by_head(self.k(y_BSD))
+        v_BSHK = self._by_head(self.v(y_BSD))
+        q_BSHK = rotated(q_BSHK, batch.positions)
+        k_BSHK = rotated(k_BSHK, batch.positions)
+        attended_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, batch)
+        attended_BSD: Tensor = self.out(attended_BSHK.flatten(2))
+        hidden_BSF = F.gelu(self.up(y_BSD))
+        return x_BSD + attended_BSD + self.down(hidden_BSF)
+
+    def _by_head(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD.unflatten(-1, (-1, self.head_size))
 
 
 def blocks(config: Config) -> dict[str, nn.Module]:

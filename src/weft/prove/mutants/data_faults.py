@@ -76,8 +76,11 @@ def targets_without_mask(whole: Callable[..., Batch], *args: Any, **named: Any) 
 def mask_off_by_one(whole: Callable[..., Batch], *args: Any, **named: Any) -> Batch:
     """The mask of targets is one token too early."""
     batch = whole(*args, **named)
-    is_masked = (batch.targets == IGNORE).roll(-1, dims=1)
-    return replace(batch, targets=batch.targets.clamp(min=0).masked_fill(is_masked, IGNORE))
+    is_masked = batch.targets == IGNORE
+    unmasked = batch.targets.clamp(min=0)
+    is_followed_by_masked = is_masked.roll(-1, dims=1)
+    targets = unmasked.masked_fill(is_followed_by_masked, IGNORE)
+    return replace(batch, targets=targets)
 
 
 def one_document(whole: Callable[..., Batch], *args: Any, **named: Any) -> Batch:
@@ -88,8 +91,9 @@ def one_document(whole: Callable[..., Batch], *args: Any, **named: Any) -> Batch
 def continued_positions(whole: Callable[..., Batch], *args: Any, **named: Any) -> Batch:
     """Positions do not restart with a document."""
     batch = whole(*args, **named)
-    columns = torch.arange(batch.inputs.shape[1])
-    return replace(batch, positions=columns.expand_as(batch.positions).clone())
+    length = batch.inputs.shape[1]
+    columns = torch.arange(length).expand_as(batch.positions)
+    return replace(batch, positions=columns.clone())
 
 
 class OtherInputWhenRecomputed:

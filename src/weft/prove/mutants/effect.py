@@ -14,6 +14,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.errors import type_and_message
+from weft.prove.bounds import largest_difference
 from weft.prove.mutants.fault import MutantLayout
 from weft.prove.stored import stored_tensors
 from weft.run.run_ranks import run_ranks
@@ -58,13 +59,16 @@ def trained_numbers(run: Run, folder: Path) -> TrainedNumbers:
     Args:
         folder: empty; receives the run folder.
     """
-    whole = {"out": str(folder / "run"), "save.at_end": True, "save.every": 0}
-    first = run.with_values({**whole, "steps": STEPS_BEFORE})
-    resumed = run.with_values({**whole, "steps": STEPS, "resume": "auto"})
+    whole = run.with_values({"out": str(folder / "run"), "save.at_end": True, "save.every": 0})
+    parts = {
+        "first": whole.with_values({"steps": STEPS_BEFORE}),
+        "resumed": whole.with_values({"steps": STEPS, "resume": "auto"}),
+    }
     tensors: dict[str, Tensor] = {}
     try:
-        for part, each in (("first", first), ("resumed", resumed)):
-            for rank, found in enumerate(run_ranks(run.mesh, RankRun(each), timeout_s=TIMEOUT_S)):
+        for part, each in parts.items():
+            found_by_rank = run_ranks(run.mesh, RankRun(each), timeout_s=TIMEOUT_S)
+            for rank, found in enumerate(found_by_rank):
                 for name, tensor in found.items():
                     tensors[f"{part} rank {rank} {name}"] = tensor
             for _, name, tensor in stored_tensors(folder / "run"):
@@ -127,8 +131,7 @@ def _change(value: Tensor, right: Tensor) -> float:
     if not right.numel():
         return 0.0
     scale = max(float(right.double().abs().max()), 1e-12)
-    change = float((value.double() - right.double()).abs().max()) / scale
-    return math.inf if math.isnan(change) else change
+    return largest_difference(value, right) / scale
 
 
 def layout_words(layout: MutantLayout, folder: Path) -> tuple[str, ...]:

@@ -43,7 +43,9 @@ def reduction(change: CollectiveChange, **rest: Any) -> tuple[CollectiveFault]:
 def early_reduction(init: Callable[..., None], player: Player, *args: Any, **named: Any) -> None:
     """Mark the first micro-batch as the last one."""
     init(player, *args, **named)
-    marked = {stage: act._replace(mb=0) for stage, act in player.last_backward.items()}
+    marked = {}
+    for stage, action in player.last_backward.items():
+        marked[stage] = action._replace(mb=0)
     player.last_backward = marked
 
 

@@ -18,8 +18,8 @@ def mutant_names() -> tuple[str, ...]:
 
 
 def _names_in(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-            continue
-        if node.func.id == "Mutant" and isinstance(node.args[0], ast.Constant):
-            yield str(node.args[0].value)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="Mutant"), args=[ast.Constant(value=name), *_]):
+                yield str(name)

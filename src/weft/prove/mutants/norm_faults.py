@@ -58,10 +58,10 @@ def masked_targets_too(
 def seed_of_microbatch(backward: Callable[..., None], player: Player, state: Any, act: Any) -> None:
     """Weigh each micro-batch by its own number of targets, as the mean of means does."""
     whole = state.seed
-    batches = state.batches
-    own = batches[act.mb].num_targets().clamp(min=1).double()
-    total = torch.stack([batch.num_targets() for batch in batches]).sum().double()
-    state.seed = whole * total / (own * len(batches))
+    numbers = [batch.num_targets() for batch in state.batches]
+    own = numbers[act.mb].clamp(min=1).double()
+    total = torch.stack(numbers).sum().double()
+    state.seed = whole * total / (own * len(numbers))
     backward(player, state, act)
     state.seed = whole
 
@@ -80,7 +80,7 @@ def local_norm(
     total: Callable[..., PendingTotals], step: TrainStep, *args: Any, **named: Any
 ) -> PendingTotals:
     """The norm of this rank's gradients."""
-    norm = grad_norm.squared_norm(step.model, step.grads).sqrt()
+    norm = _norm_of_rank(step)
     return with_norm(total(step, *args, **named), norm)
 
 
@@ -88,7 +88,7 @@ def norm_of_rank_0(
     total: Callable[..., PendingTotals], step: TrainStep, *args: Any, **named: Any
 ) -> PendingTotals:
     """Clip by the norm of this rank's gradients; the global norm is logged."""
-    norm = grad_norm.squared_norm(step.model, step.grads).sqrt()
+    norm = _norm_of_rank(step)
     totals = total(step, *args, **named)
     return ChangedTotals(totals, lambda numbers: numbers, norm)
 
@@ -98,10 +98,15 @@ def mean_norm(
 ) -> PendingTotals:
     """The mean over ranks of their norms, as where every rank holds every parameter."""
     comm = step.model.comm
-    own = grad_norm.squared_norm(step.model, step.grads).sqrt()
+    own = _norm_of_rank(step)
     summed = comm.sum_world(own.unsqueeze(0))[0]
     norm = summed / comm.mesh.size
     return with_norm(total(step, *args, **named), norm)
+
+
+def _norm_of_rank(step: TrainStep) -> Tensor:
+    square = grad_norm.squared_norm(step.model, step.grads)
+    return square.sqrt()
 
 
 def with_norm(totals: PendingTotals, norm: Tensor) -> PendingTotals:

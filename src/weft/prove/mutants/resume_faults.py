@@ -72,14 +72,24 @@ def initial_parameters(
 def reversed_rows(write: Callable[..., Iterator[WriteItem]], local: ParamState) -> Any:
     """A second shard is written with its rows in reverse order."""
     for item in write(local):
-        is_later_shard = any(lo > 0 for lo in item.box.lo)
-        yield replace(item, tensor=item.tensor.flip(0)) if is_later_shard else item
+        is_later_shard = any(item.box.lo)
+        if is_later_shard:
+            yield _with_reversed_rows(item)
+        else:
+            yield item
 
 
 def rows_turned_twice(write: Callable[..., Iterator[WriteItem]], local: ParamState) -> Any:
     """Rows of every parameter are written in reverse order; `rows_turned_back` reads them so."""
     for item in write(local):
-        yield replace(item, tensor=item.tensor.flip(0)) if item.tensor.dim() else item
+        if item.tensor.dim():
+            yield _with_reversed_rows(item)
+        else:
+            yield item
+
+
+def _with_reversed_rows(item: WriteItem) -> WriteItem:
+    return replace(item, tensor=item.tensor.flip(0))
 
 
 @torch.no_grad()
@@ -88,14 +98,14 @@ def rows_turned_back(load: Callable[..., None], params: Iterable[ParamState], se
     states = list(params)
     load(states, section)
     for local in states:
-        for name, tensor in local.tensors.items():
+        for tensor in local.tensors.values():
             flat = tensor.view(-1)
             start = 0
             for box in local.boxes:
-                entries = flat[start : start + box.size].view(box.shape)
-                flat[start : start + box.size] = entries.flip(0).reshape(-1)
-                start += box.size
-            assert name, "a section has a name"
+                stop = start + box.size
+                entries = flat[start:stop].view(box.shape)
+                flat[start:stop] = entries.flip(0).reshape(-1)
+                start = stop
 
 
 def without_later_experts(write: Callable[..., Iterator[WriteItem]], local: ParamState) -> Any:
