@@ -9,9 +9,11 @@ import torch
 from torch.distributed import HashStore
 
 from weft.comm.process_groups import ProcessTransport
+from weft.core.mesh import Mesh
 from weft.errors import LaunchError
-from weft.run import devices, worker_group
+from weft.run import devices, rank_setup, worker_group
 from weft.run.devices import GpuInventory, assign_device, check_exclusive, find_gpus
+from weft.run.world import World
 
 NONE = GpuInventory()
 ONE, TWO, EIGHT = (GpuInventory(number, number) for number in (1, 2, 8))
@@ -128,3 +130,25 @@ def test_a_fork_is_refused_where_autograd_threads_run(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "_has_autograd_threads", lambda: True)
     with pytest.raises(LaunchError, match=r"autograd's device threads .* Fix: start the ranks"):
         worker_group.fork_workers(2, tmp_path)
+
+
+def test_a_rank_process_claims_its_gpu_before_it_connects(monkeypatch):
+    """Two processes that see one GPU as theirs end with an error, not in NCCL."""
+
+    class Transport:
+        def __init__(self, rank, *args, **options):
+            self.rank = rank
+
+        def claim(self, name):
+            return 0
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(rank_setup, "ProcessTransport", Transport)
+    monkeypatch.setattr(rank_setup, "gpu_uuid", lambda device: "GPU-a")
+    world = World(rank=1, size=2, local_rank=0, local_size=1, rendezvous="tcp://host:1")
+    monkeypatch.setattr(rank_setup, "own_address", lambda world: None)
+    opened = rank_setup.open_comm(world, Mesh.parse("dp2"), torch.device("cuda:0"))
+    with pytest.raises(LaunchError, match="ranks 0 and 1 would share one GPU"), opened:
+        pass

@@ -19,6 +19,7 @@ from weft.comm.process_groups import ProcessTransport
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.errors import Fault, LaunchError, counted
+from weft.run.devices import check_exclusive, gpu_uuid
 from weft.run.world import ThreadRendezvous, World, num_cores
 
 TIMEOUT_S = 600.0
@@ -89,6 +90,8 @@ def open_comm(
         deterministic=deterministic,
     )
     try:
+        if device.type == "cuda":
+            check_exclusive(transport, gpu_uuid(device))
         if policy_of(device.type).connects_at_start:
             transport.connect_groups(planned_groups(mesh, world.rank))
         yield Comm(
