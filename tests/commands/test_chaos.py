@@ -19,27 +19,9 @@ from weft.commands.chaos_report import (
 )
 from weft.run.fault_plan import PlannedFault
 
-KILL = PlannedFault(
-    number=0,
-    kind="kill",
-    phase="forward",
-    rank=1,
-    step=4,
-)
-CLOCK = PlannedFault(
-    number=1,
-    kind="clock",
-    phase="data",
-    rank=0,
-    step=8,
-)
-STOP = PlannedFault(
-    number=2,
-    kind="stop",
-    phase="save",
-    rank=2,
-    step=12,
-)
+KILL = PlannedFault(number=0, kind="kill", phase="forward", rank=1, step=4)
+CLOCK = PlannedFault(number=1, kind="clock", phase="data", rank=0, step=8)
+STOP = PlannedFault(number=2, kind="stop", phase="save", rank=2, step=12)
 LEDGER = [
     {"attempt": 0, "resumed_at_s": 1.0, "step": 1},
     {"attempt": 0, "fault": 0, "at_s": 2.0, "num_done": 3},
@@ -94,21 +76,9 @@ def test_a_restart_after_a_fault_that_should_be_tolerated_is_needless():
 
 
 def test_a_flipped_bit_without_effect_is_not_the_cause_of_a_later_restart():
-    flipped = PlannedFault(
-        number=0,
-        kind="corrupted_message",
-        phase="reduce",
-        rank=0,
-        step=4,
-    )
+    flipped = PlannedFault(number=0, kind="corrupted_message", phase="reduce", rank=0, step=4)
     later = {**LEDGER[1], "fault": 1, "at_s": 2.2}
-    stop = PlannedFault(
-        number=1,
-        kind="stop",
-        phase="data",
-        rank=0,
-        step=8,
-    )
+    stop = PlannedFault(number=1, kind="stop", phase="data", rank=0, step=8)
     ledger = [*LEDGER[:2], later, *LEDGER[2:4]]
     first, second = outcomes_of((flipped, stop), ledger, [RESTART], end="finished")
     assert first.is_survived is True

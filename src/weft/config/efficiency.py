@@ -54,8 +54,4 @@ class Efficiency:
 
     def interval(self, seconds: float) -> Interval:
         """The range of a predicted time."""
-        return Interval(
-            low=seconds * self.low,
-            mid=seconds,
-            high=seconds * self.high,
-        )
+        return Interval(low=seconds * self.low, mid=seconds, high=seconds * self.high)

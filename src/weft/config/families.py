@@ -60,11 +60,7 @@ def choose_model(
     chosen = _after(of_file, flags, families)
     same_preset = file.get("model.preset") in (None, chosen.preset)
     keeps_file = chosen.name == of_file.name and same_preset
-    return ModelChoice(
-        name=chosen.name,
-        preset=chosen.preset,
-        keeps_file=keeps_file,
-    )
+    return ModelChoice(name=chosen.name, preset=chosen.preset, keeps_file=keeps_file)
 
 
 def _after(
@@ -208,8 +204,4 @@ def run_type(name: str, config: type[ModelConfig]) -> type[Run]:
         name=name_field,
     )
     section: Any = (model, Field(default_factory=model, description=f"the model: {name}"))
-    return create_model(
-        "Run",
-        __base__=Run,
-        model=section,
-    )
+    return create_model("Run", __base__=Run, model=section)

@@ -80,10 +80,7 @@ def split(argv: Sequence[str]) -> Words:
         else:
             _, values = flags[-1]
             values.append(word)
-    return Words(
-        loose=tuple(loose),
-        flags=tuple((name, tuple(words)) for name, words in flags),
-    )
+    return Words(loose=tuple(loose), flags=tuple((name, tuple(words)) for name, words in flags))
 
 
 def first_words(words: Words) -> Flat:

@@ -162,11 +162,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *optimizer,
         *mesh_faults,
     )
-    return Loaded(
-        run=run,
-        faults=faults,
-        auto_mesh=auto_mesh,
-    )
+    return Loaded(run=run, faults=faults, auto_mesh=auto_mesh)
 
 
 def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
@@ -227,10 +223,7 @@ def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]
         got = " ".join([*files, *named])
         faults.append(Fault(NAME, "more than one model", got=got, fix="name one"))
     model_flag = (NAME, (files[0],))
-    with_flag = flags.Words(
-        loose=tuple(other_words),
-        flags=(model_flag, *other_flags),
-    )
+    with_flag = flags.Words(loose=tuple(other_words), flags=(model_flag, *other_flags))
     return with_flag, tuple(faults)
 
 

@@ -34,11 +34,7 @@ class MuonOptions(ConfigSection):
         le=99,
         description="Newton-Schulz iterations",
     )
-    eps: float = Field(
-        1e-7,
-        gt=0,
-        description="smallest norm that a direction is divided by",
-    )
+    eps: float = Field(1e-7, gt=0, description="smallest norm that a direction is divided by")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "original", description="factor of a matrix's rate: sqrt(max(1, A/B)), 0.2 sqrt(max(A, B))"
     )
@@ -60,11 +56,7 @@ class AdafactorOptions(ConfigSection):
         (0.0, 1e-3),
         description="smallest root of the second moment (0: the dtype's), smallest parameter scale",
     )
-    d: float = Field(
-        1.0,
-        ge=1,
-        description="root mean square above which an update is clipped",
-    )
+    d: float = Field(1.0, ge=1, description="root mean square above which an update is clipped")
 
 
 OPTIONS: Mapping[str, type[ConfigSection]] = {

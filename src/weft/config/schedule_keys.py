@@ -73,8 +73,4 @@ def _of_public_name(name: object, *, has_lines: bool) -> ScheduleKeys:
         defaults = {CHUNKS: schedule.default_chunks}
     else:
         defaults = {}
-    return ScheduleKeys(
-        defaults=defaults,
-        decided={TABLE: ()},
-        faults=faults,
-    )
+    return ScheduleKeys(defaults=defaults, decided={TABLE: ()}, faults=faults)

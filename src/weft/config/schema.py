@@ -197,16 +197,8 @@ class OptimConfig(ConfigSection):
         "reject",
         description="a resumed checkpoint of another optimizer: reject, or begin with fresh state",
     )
-    lr: float = Field(
-        3e-3,
-        gt=0,
-        description="peak learning rate, per step",
-    )
-    min_lr: float = Field(
-        3e-4,
-        ge=0,
-        description="learning rate at the end of the decay, per step",
-    )
+    lr: float = Field(3e-3, gt=0, description="peak learning rate, per step")
+    min_lr: float = Field(3e-4, ge=0, description="learning rate at the end of the decay, per step")
     warmup: int = Field(
         20,
         ge=0,
@@ -225,17 +217,9 @@ class OptimConfig(ConfigSection):
     betas: tuple[Share, Share] = Field(
         (0.9, 0.95), description="adamw, lion: decay rates of both moments, 0 to 1"
     )
-    eps: float = Field(
-        1e-8,
-        gt=0,
-        description="adamw: added to the root of the second moment",
-    )
+    eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
     momentum: Share = Field(0.9, description="sgd: decay rate of the gradient's sum, 0 to 1")
-    clip: float = Field(
-        1.0,
-        ge=0,
-        description="largest global gradient norm; 0: no clipping",
-    )
+    clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
 
     @field_validator("groups", mode="before")
     @classmethod
@@ -345,11 +329,7 @@ class SiteConfig(ConfigSection):
         le=MAX_COUNT,
         description="inner steps between two outer steps",
     )
-    lr: float = Field(
-        0.7,
-        gt=0,
-        description="learning rate of the outer Nesterov SGD",
-    )
+    lr: float = Field(0.7, gt=0, description="learning rate of the outer Nesterov SGD")
     momentum: Share = Field(0.9, description="decay rate of the outer momentum, 0 to 1")
     wire: Literal["float32", "bfloat16", "int8"] = Field(
         "float32", description="type of outer gradients on the link between sites"

@@ -46,11 +46,7 @@ def vocabulary_holds_bytes(model: ModelConfig, data: DataConfig) -> Iterator[Fau
 
 def number_types_fit(precision: PrecisionConfig) -> Iterable[Fault]:
     """Parameters and gradient sums are at least as precise as the computation."""
-    return dtype_faults(
-        params=precision.params,
-        compute=precision.compute,
-        reduce=precision.reduce,
-    )
+    return dtype_faults(params=precision.params, compute=precision.compute, reduce=precision.reduce)
 
 
 def preference_loss_fits(loss: str, model: ModelConfig) -> Iterator[Fault]:

@@ -66,9 +66,8 @@ class Box:
 
     def within(self, other: Box) -> tuple[slice, ...]:
         """Index of this box in an array that holds just `other`."""
-        lo = map(operator.sub, self.lo, other.lo)
-        hi = map(operator.sub, self.hi, other.lo)
-        return tuple(map(slice, lo, hi))
+        inside = self.shifted([-start for start in other.lo])
+        return inside.slices
 
     def shifted(self, offset: Ints) -> Box:
         """The box of the same shape, moved by this number of entries along each dim."""

@@ -156,7 +156,13 @@ def shard_of(
     plain_axes = first_axes(axes)
     stacked_dim = _sharded_stacked_dim(name, axes, rule, mesh)
     if stacked_dim is None:
-        box = box_of(shape, plain_axes, rule=rule, mesh=mesh, rank=rank)
+        box = box_of(
+            shape,
+            plain_axes,
+            rule=rule,
+            mesh=mesh,
+            rank=rank,
+        )
         return Shard((box,))
     stacked = axes[stacked_dim]
     assert isinstance(stacked, Stacked), f"dim {stacked_dim} was found to be Stacked"

@@ -21,7 +21,6 @@ from weft.errors import DataError, Fault
 
 RecordFormat = Literal["chat", "instruction", "prompt", "preference"]
 OPTIONAL_FIELDS = ("input", "tools")
-FORMATS = tuple(RECORD_FIELDS)
 
 
 @dataclass(frozen=True)

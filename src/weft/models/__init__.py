@@ -207,9 +207,11 @@ def _load_user_family(reference: str, *, name: str) -> Family:
 
 
 def _load_families() -> dict[str, Family]:
-    families = list(map(FamilyFolder.load, _family_packages()))
-    families.sort(key=lambda family: family.Config.family)
-    return {family.Config.family: family for family in families}
+    families: dict[str, Family] = {}
+    for package in _family_packages():
+        family = FamilyFolder.load(package)
+        families[family.Config.family] = family
+    return dict(sorted(families.items()))
 
 
 def _collect_presets(families: Mapping[str, Family]) -> dict[str, ModelConfig]:

@@ -95,15 +95,15 @@ class UserFamily:
         """
         if self.model.AXES is None:
             raise PlanError(no_axes(self.model.label, self.model.name))
+        rows = table_of(self.model.AXES, self.user_config(cfg))
         table: dict[str, tuple[Any, ...]] = {}
-        for pattern, row in table_of(self.model.AXES, self.user_config(cfg)).items():
-            axes = [row] if isinstance(row, str) else row
-            table[pattern] = tuple(WHOLE if axis is None else axis for axis in axes)
-        for alias, owner in self._facts(cfg).ties.items():
-            owner_rows = rows_of(owner, table)
-            if len(owner_rows) == 1 and not rows_of(alias, table):
-                (row,) = owner_rows
-                table[alias] = table[row]
+        for pattern, row in rows.items():
+            table[pattern] = _axes_of_row(row)
+        ties = self._facts(cfg).ties
+        for alias, owner in ties.items():
+            owner_patterns = rows_of(owner, table)
+            if len(owner_patterns) == 1 and not rows_of(alias, table):
+                table[alias] = table[owner_patterns[0]]
         return table
 
     def ties(self, cfg: Any) -> dict[str, str]:
@@ -218,6 +218,12 @@ class UserFamily:
     def section(self, text: str) -> UserModelConfig:
         """The config with these fields, as JSON."""
         return self.Config.model_validate_json(text)
+
+
+def _axes_of_row(row: Any) -> tuple[Any, ...]:
+    """The axes of a row of a user's table, which may be a single name."""
+    axes = (row,) if isinstance(row, str) else row
+    return tuple(WHOLE if axis is None else axis for axis in axes)
 
 
 class ConstructedValues:

@@ -41,7 +41,13 @@ class FlopCount(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            self.total += float(count(*args, **(kwargs or {}), out_val=out))
+            self.total += float(
+                count(
+                    *args,
+                    **(kwargs or {}),
+                    out_val=out,
+                )
+            )
         return out
 
 

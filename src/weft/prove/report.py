@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from weft.errors import counted
 
@@ -24,19 +24,7 @@ Phase = Literal[
     "checkpoint",
     "evaluation",
 ]
-PHASES: tuple[Phase, ...] = (
-    "batch",
-    "forward",
-    "loss",
-    "backward",
-    "reduce",
-    "norm",
-    "clip",
-    "moments",
-    "update",
-    "checkpoint",
-    "evaluation",
-)
+PHASES: tuple[Phase, ...] = get_args(Phase)
 """Phases of one step, in the order of their execution; the evaluation follows the last step."""
 
 VerdictWord = Literal["equal", "not equal"]

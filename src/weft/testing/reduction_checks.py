@@ -112,7 +112,12 @@ def reduce_scatters(comm: Comm) -> Iterator[ResultCheck]:
             for dtype in DTYPES:
                 for op in SUMS:
                     if supports(op, dtype):
-                        yield _even_reduce_scatter(group, dim, dtype=dtype, op=op)
+                        yield _even_reduce_scatter(
+                            group,
+                            dim,
+                            dtype=dtype,
+                            op=op,
+                        )
             yield _uneven_reduce_scatter(group, dim)
 
 
@@ -179,7 +184,12 @@ def _in_place(
     yield _gather_in_place(group, buffers, length)
     for op in SUMS:
         if op == "sum" or dtype.is_floating_point:
-            yield from _reduce_scatter_in_place(group, buffers, length, op=op)
+            yield from _reduce_scatter_in_place(
+                group,
+                buffers,
+                length,
+                op=op,
+            )
 
 
 def _gather_in_place(

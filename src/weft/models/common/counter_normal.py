@@ -19,7 +19,6 @@ Note [Counter-based numbers]
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 from collections.abc import Iterator
@@ -189,7 +188,6 @@ def _sum_of_quantiles(bits: Tensor, table: Tensor) -> Tensor:
     return values.view(bits.shape)
 
 
-@functools.cache
 def _quantiles() -> NDArray[np.float32]:
     """Centres of 65,536 equally likely intervals of a normal distribution, scaled to variance 1/2.
 
@@ -197,11 +195,15 @@ def _quantiles() -> NDArray[np.float32]:
     show.
     """
     normal = statistics.NormalDist()
-    probabilities = (np.arange(NUM_QUANTILES // 2) + 0.5) / NUM_QUANTILES
+    centres = np.arange(NUM_QUANTILES // 2) + 0.5
+    probabilities = centres / NUM_QUANTILES
     lower = np.array([normal.inv_cdf(each) for each in probabilities.tolist()])
-    sum_of_squares = math.fsum((lower * lower).tolist())
+    squares = lower * lower
+    sum_of_squares = math.fsum(squares.tolist())
     mean_square = 2 * sum_of_squares / NUM_QUANTILES
     scale = 1 / math.sqrt(2 * mean_square)
-    below_zero = np.rint(lower * scale * 2**24) / 2**24
-    table = np.concatenate((below_zero, -below_zero[::-1]))
+    multiples = np.rint(lower * scale * 2**24)
+    below_zero = multiples / 2**24
+    above_zero = -below_zero[::-1]
+    table = np.concatenate((below_zero, above_zero))
     return table.astype(np.float32)

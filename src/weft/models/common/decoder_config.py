@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -31,6 +31,19 @@ from weft.core.model_config import (
 
 INIT_STD = 0.02
 
+ContextLength = Annotated[
+    int, Field(ge=1, description="context length of the published model; informational")
+]
+HeadSize = Annotated[
+    int,
+    Field(
+        ge=2,
+        multiple_of=2,
+        description="width of a head; heads x head_size need not be dim",
+    ),
+]
+RopeTheta = Annotated[float, Field(gt=0, description="base of RoPE's wavelengths")]
+
 
 class DecoderConfig(ModelConfig):
     """Shape of a decoder without its feed-forward part."""
@@ -38,22 +51,30 @@ class DecoderConfig(ModelConfig):
     kind: ClassVar[Literal["tokens", "images"]] = "tokens"
 
     layers: int = Field(4, ge=1, description="transformer layers")
-    dim: int = Field(128, ge=1, description="width of the residual stream")
+    dim: int = Field(
+        128,
+        ge=1,
+        description="width of the residual stream",
+    )
     heads: int = Field(4, ge=1, description="query heads")
     kv_heads: int = Field(
         2,
         ge=1,
         description="key/value heads, shared by heads / kv_heads query heads each",
     )
-    vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
-    max_seq_len: int = Field(
-        8192,
+    vocab: int = Field(
+        256,
         ge=1,
-        description="context length of the published model; informational",
+        description="entries of the vocabulary; 256 for bytes",
     )
-    norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
+    max_seq_len: ContextLength = 8192
+    norm_eps: float = Field(
+        1e-6,
+        gt=0,
+        description="added to the mean square in RMSNorm",
+    )
     tied: bool = Field(False, description="the head projects with the token embedding")
-    rope_theta: float = Field(10_000.0, gt=0, description="base of RoPE's wavelengths")
+    rope_theta: RopeTheta = 10_000.0
 
     if TYPE_CHECKING:
 
@@ -106,7 +127,11 @@ class DecoderConfig(ModelConfig):
             self.feed_forward_weights(),
         )
         window = self.window_of(layer)
-        return linears + attention_flops(seq_len, q_width, window=window)
+        return linears + attention_flops(
+            seq_len,
+            q_width,
+            window=window,
+        )
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         layers = [self.layer_flops(layer, seq_len) for layer in range(self.layers)]
@@ -128,7 +153,11 @@ class DecoderConfig(ModelConfig):
 class DenseConfig(DecoderConfig):
     """A decoder with a gated MLP in each layer."""
 
-    ffn: int = Field(352, ge=1, description="width of the feed-forward layer")
+    ffn: int = Field(
+        352,
+        ge=1,
+        description="width of the feed-forward layer",
+    )
 
     def feed_forward_axes(self) -> dict[str, int]:
         return {"ffn": self.ffn}
@@ -152,7 +181,12 @@ class FullWidthConfig(DenseConfig):
         dim = info.data.get("dim")
         if dim is None:
             return heads
-        check_divides(dim, heads, value_name="dim", parts_name="heads")
+        check_divides(
+            dim,
+            heads,
+            value_name="dim",
+            parts_name="heads",
+        )
         head_size = dim // heads
         if head_size % 2:
             raise ValueError(
@@ -165,7 +199,12 @@ class FullWidthConfig(DenseConfig):
         return self.dim // self.heads
 
 
-def check_at_most(value: int, most: int, *, of: str) -> int:
+def check_at_most(
+    value: int,
+    most: int,
+    *,
+    of: str,
+) -> int:
     """`value` if it is at most `most`.
 
     Raises:
@@ -204,7 +243,12 @@ def decoder_specs(
     logits = ("batch", "seq", vocab)
     specs = [BlockSpec("embed", 0.0, hidden, is_layer=False)]
     for layer, flops in enumerate(layer_flops):
-        layer_spec = BlockSpec(f"layer{layer}", flops, hidden, is_layer=True)
+        layer_spec = BlockSpec(
+            f"layer{layer}",
+            flops,
+            hidden,
+            is_layer=True,
+        )
         specs.append(layer_spec)
     for name, flops in (side_flops or {}).items():
         side_spec = BlockSpec(name, flops, hidden, is_layer=False)

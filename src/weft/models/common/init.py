@@ -109,7 +109,11 @@ def draw(
     box = box or Box.whole(shape)
     device = torch.device(device)
     if rule[0] == "ones":
-        return torch.ones(box.shape, dtype=torch.float32, device=device)
+        return torch.ones(
+            box.shape,
+            dtype=torch.float32,
+            device=device,
+        )
     if rule[0] == "zeros":
         return torch.zeros(box.shape, dtype=torch.float32, device=device)
     if rule[0] == "own":

@@ -68,7 +68,11 @@ class LoraLinear(nn.Linear):
         self.bias = linear.bias
         scale = lora.alpha / lora.rank
         self.lora_a = LoraFactor(linear.in_features, lora.rank)
-        self.lora_b = LoraFactor(lora.rank, linear.out_features, scale=scale)
+        self.lora_b = LoraFactor(
+            lora.rank,
+            linear.out_features,
+            scale=scale,
+        )
         return self
 
     def forward(self, input: Tensor) -> Tensor:

@@ -131,7 +131,11 @@ class Rope(nn.Module):
         """Radians per token of each pair of features, [K/2] float32, from the fastest to the
         slowest.
         """
-        frequencies = 1.0 / periods(self.head_size, theta=self.theta, device=device)
+        frequencies = 1.0 / periods(
+            self.head_size,
+            theta=self.theta,
+            device=device,
+        )
         if self.scaling is None:
             return frequencies
         return self.scaling(frequencies)

@@ -126,11 +126,7 @@ class Config(ModelConfig):
     @field_validator("first_k_dense")
     @classmethod
     def _dense_layers_are_layers(cls, first_k_dense: int, info: ValidationInfo) -> int:
-        return check_at_most(
-            first_k_dense,
-            info.data.get("layers", first_k_dense),
-            of="layers",
-        )
+        return check_at_most(first_k_dense, info.data.get("layers", first_k_dense), of="layers")
 
     @field_validator("top_k")
     @classmethod
@@ -231,11 +227,7 @@ class Config(ModelConfig):
         if self.shared_experts:
             found.update(
                 in_layers(
-                    gated_linears(
-                        self.dim,
-                        self.shared_ffn,
-                        inside="mlp.shared",
-                    ),
+                    gated_linears(self.dim, self.shared_ffn, inside="mlp.shared"),
                     mixed_layers,
                 )
             )

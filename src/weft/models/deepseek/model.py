@@ -65,11 +65,7 @@ class LatentAttention(nn.Module):
             self.q = nn.Linear(dim, q_width, bias=False)
         self.kv_a = nn.Linear(dim, kv_lora_rank + self.rope_size, bias=False)
         self.kv_a_norm = nn.RMSNorm(kv_lora_rank, eps=norm_eps)
-        self.kv_b = nn.Linear(
-            kv_lora_rank,
-            heads * (self.nope_size + self.v_size),
-            bias=False,
-        )
+        self.kv_b = nn.Linear(kv_lora_rank, heads * (self.nope_size + self.v_size), bias=False)
         self.o = nn.Linear(heads * self.v_size, dim, bias=False)
         self.attend = Attend(scale=scale)
 

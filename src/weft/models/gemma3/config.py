@@ -11,7 +11,9 @@ from weft.models.common.decoder_config import (
     DECODER_AXES,
     GATED_MLP_AXES,
     QK_NORM_AXES,
+    ContextLength,
     DenseConfig,
+    HeadSize,
     decoder_ties,
     dense_init,
 )
@@ -22,17 +24,8 @@ class Config(DenseConfig):
 
     family: ClassVar[str] = "gemma3"
 
-    head_size: int = Field(
-        32,
-        ge=2,
-        multiple_of=2,
-        description="width of a head; heads x head_size need not be dim",
-    )
-    max_seq_len: int = Field(
-        32_768,
-        ge=1,
-        description="context length of the published model; informational",
-    )
+    head_size: HeadSize = 32
+    max_seq_len: ContextLength = 32_768
     tied: bool = Field(True, description="the head projects with the token embedding")
     rope_theta: float = Field(
         1_000_000.0,

@@ -39,11 +39,7 @@ class ScaledEmbed(Embed):
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
         x_BSD = super().forward(tokens_BS, batch)
         root = x_BSD.shape[-1] ** 0.5
-        scale = torch.tensor(
-            root,
-            dtype=x_BSD.dtype,
-            device=x_BSD.device,
-        )
+        scale = torch.tensor(root, dtype=x_BSD.dtype, device=x_BSD.device)
         return x_BSD * scale
 
 
@@ -109,8 +105,5 @@ def _attention(cfg: Config, window: int | None) -> Attention:
         cfg,
         rope=Rope(cfg.head_size, theta=theta),
         qk_norm=OffsetRMSNorm,
-        attend=Attend(
-            mask=AttentionMask(window=window),
-            scale=cfg.query_pre_attn_scalar**-0.5,
-        ),
+        attend=Attend(mask=AttentionMask(window=window), scale=cfg.query_pre_attn_scalar**-0.5),
     )

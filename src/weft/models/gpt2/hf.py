@@ -61,11 +61,7 @@ HF = HFMapping(
             Key("layer_norm_epsilon", "norm_eps", default=1e-5),
         ),
         fixed=(
-            Fixed(
-                "activation_function",
-                ("gelu_new", "gelu_pytorch_tanh"),
-                is_written=True,
-            ),
+            Fixed("activation_function", ("gelu_new", "gelu_pytorch_tanh"), is_written=True),
             Fixed("tie_word_embeddings", (True,), is_written=True),
             Fixed("scale_attn_weights", (True,)),
             Fixed("scale_attn_by_inverse_layer_idx", (False,)),

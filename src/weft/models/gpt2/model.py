@@ -46,11 +46,7 @@ class GeluMLP(nn.Module):
 
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    embed = EmbedWithPositions(
-        cfg.vocab,
-        cfg.dim,
-        max_seq_len=cfg.max_seq_len,
-    )
+    embed = EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len)
     layers = [_layer(cfg) for _ in range(cfg.layers)]
     logits = nn.Linear(cfg.dim, cfg.vocab, bias=False)
     head = Head(_norm(cfg), logits)

@@ -34,8 +34,5 @@ HF = HFMapping(
         ),
         rope=ScaledRope(("default", "llama3")),
     ),
-    weights=WeightMapping(
-        rules=decoder_rules(NORMS, ATTENTION, MLP),
-        ignored=ROTARY_BUFFERS,
-    ),
+    weights=WeightMapping(rules=decoder_rules(NORMS, ATTENTION, MLP), ignored=ROTARY_BUFFERS),
 )

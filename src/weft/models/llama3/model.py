@@ -36,8 +36,4 @@ def _rope(cfg: Config) -> Rope:
         original_context=cfg.rope_scaling_original_context,
     )
     is_scaled = cfg.rope_scaling_factor != 1
-    return Rope(
-        cfg.head_size,
-        theta=cfg.rope_theta,
-        scaling=scaling if is_scaled else None,
-    )
+    return Rope(cfg.head_size, theta=cfg.rope_theta, scaling=scaling if is_scaled else None)

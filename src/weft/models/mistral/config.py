@@ -10,7 +10,9 @@ from weft.core.model_config import AxisTable
 from weft.models.common.decoder_config import (
     DECODER_AXES,
     GATED_MLP_AXES,
+    ContextLength,
     DenseConfig,
+    HeadSize,
     decoder_ties,
     dense_init,
 )
@@ -21,17 +23,8 @@ class Config(DenseConfig):
 
     family: ClassVar[str] = "mistral"
 
-    head_size: int = Field(
-        32,
-        ge=2,
-        multiple_of=2,
-        description="width of a head; heads x head_size need not be dim",
-    )
-    max_seq_len: int = Field(
-        32_768,
-        ge=1,
-        description="context length of the published model; informational",
-    )
+    head_size: HeadSize = 32
+    max_seq_len: ContextLength = 32_768
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     window: int = Field(
         64,

@@ -30,8 +30,5 @@ HF = HFMapping(
         fixed=(SILU,),
         rope=ScaledRope(),
     ),
-    weights=WeightMapping(
-        rules=decoder_rules(NORMS, ATTENTION, MLP),
-        ignored=ROTARY_BUFFERS,
-    ),
+    weights=WeightMapping(rules=decoder_rules(NORMS, ATTENTION, MLP), ignored=ROTARY_BUFFERS),
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from weft.core.model_config import AxisTable, Draw
 from weft.models.common.decoder_config import (
     DECODER_AXES,
     GATED_MLP_AXES,
     QKV_BIAS_AXES,
+    ContextLength,
     FullWidthConfig,
+    RopeTheta,
     decoder_ties,
     dense_init,
 )
@@ -22,12 +22,8 @@ class Config(FullWidthConfig):
 
     family: ClassVar[str] = "qwen2"
 
-    max_seq_len: int = Field(
-        131_072,
-        ge=1,
-        description="context length of the published model; informational",
-    )
-    rope_theta: float = Field(1_000_000.0, gt=0, description="base of RoPE's wavelengths")
+    max_seq_len: ContextLength = 131_072
+    rope_theta: RopeTheta = 1_000_000.0
 
 
 PRESETS = {

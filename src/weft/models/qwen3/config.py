@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field
-
 from weft.core.model_config import AxisTable
 from weft.models.common.decoder_config import (
     DECODER_AXES,
     GATED_MLP_AXES,
     QK_NORM_AXES,
+    ContextLength,
     DenseConfig,
+    HeadSize,
+    RopeTheta,
     decoder_ties,
     dense_init,
 )
@@ -22,18 +23,9 @@ class Config(DenseConfig):
 
     family: ClassVar[str] = "qwen3"
 
-    head_size: int = Field(
-        32,
-        ge=2,
-        multiple_of=2,
-        description="width of a head; heads x head_size need not be dim",
-    )
-    max_seq_len: int = Field(
-        40_960,
-        ge=1,
-        description="context length of the published model; informational",
-    )
-    rope_theta: float = Field(1_000_000.0, gt=0, description="base of RoPE's wavelengths")
+    head_size: HeadSize = 32
+    max_seq_len: ContextLength = 40_960
+    rope_theta: RopeTheta = 1_000_000.0
 
 
 def _published(

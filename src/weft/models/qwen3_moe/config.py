@@ -12,7 +12,10 @@ from weft.models.common.decoder_config import (
     DECODER_AXES,
     INIT_STD,
     QK_NORM_AXES,
+    ContextLength,
     DecoderConfig,
+    HeadSize,
+    RopeTheta,
     check_at_most,
     decoder_init,
     decoder_ties,
@@ -25,18 +28,9 @@ class Config(DecoderConfig):
 
     family: ClassVar[str] = "qwen3-moe"
 
-    head_size: int = Field(
-        32,
-        ge=2,
-        multiple_of=2,
-        description="width of a head; heads x head_size need not be dim",
-    )
-    max_seq_len: int = Field(
-        40_960,
-        ge=1,
-        description="context length of the published model; informational",
-    )
-    rope_theta: float = Field(1_000_000.0, gt=0, description="base of RoPE's wavelengths")
+    head_size: HeadSize = 32
+    max_seq_len: ContextLength = 40_960
+    rope_theta: RopeTheta = 1_000_000.0
     experts: int = Field(8, ge=1, description="experts of each layer")
     top_k: int = Field(2, ge=1, description="experts that each token visits")
     expert_ffn: int = Field(64, ge=1, description="width of an expert")

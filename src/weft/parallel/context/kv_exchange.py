@@ -128,13 +128,8 @@ class KVExchange(Protocol):
 
 
 @dataclass(frozen=True)
-class AllGatherExchange:
-    """Every rank gathers all keys and values: as many bytes as the ring sends, in one operation.
-
-    They are gathered again for the backward, so that between the two a rank keeps its own part
-    only.
-    Source: Grattafiori et al. 2024 (LLaMA 3), section 3.3.2.
-    """
+class AxisExchange:
+    """The ranks of one axis, which share a sequence."""
 
     comm: Comm
     axis: Axis
@@ -148,6 +143,16 @@ class AllGatherExchange:
     def num_ranks(self) -> int:
         """Ranks that share a sequence."""
         return self.comm.degree(self.axis)
+
+
+@dataclass(frozen=True)
+class AllGatherExchange(AxisExchange):
+    """Every rank gathers all keys and values: as many bytes as the ring sends, in one operation.
+
+    They are gathered again for the backward, so that between the two a rank keeps its own part
+    only.
+    Source: Grattafiori et al. 2024 (LLaMA 3), section 3.3.2.
+    """
 
     def receive(
         self,

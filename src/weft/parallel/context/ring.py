@@ -20,7 +20,7 @@ from weft.errors import Fault, PlanError
 from weft.models.common.attention import AttentionSpec
 from weft.parallel.context.blocks import BlockAttention
 from weft.parallel.context.documents import document_ranges, gather_documents
-from weft.parallel.context.kv_exchange import KeyValue, KVGradient
+from weft.parallel.context.kv_exchange import AxisExchange, KeyValue, KVGradient
 from weft.parallel.cp import AXIS as CP
 
 # Note [Two rings]
@@ -37,21 +37,8 @@ from weft.parallel.cp import AXIS as CP
 
 
 @dataclass(frozen=True)
-class RingExchange:
+class RingExchange(AxisExchange):
     """Keys and values around the ring of one axis."""
-
-    comm: Comm
-    axis: Axis
-
-    @property
-    def index(self) -> int:
-        """This rank's place on the axis."""
-        return self.comm.index(self.axis)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that share a sequence."""
-        return self.comm.degree(self.axis)
 
     def receive(
         self,

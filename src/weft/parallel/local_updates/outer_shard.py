@@ -79,18 +79,22 @@ class OuterShard:
         self.pieces = tuple(pieces)
 
     def _replica_groups(self, reducer: GradientReducer) -> tuple[_ReplicaGroup, ...]:
-        members: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
+        shapes_by_axes: dict[tuple[str, ...], dict[str, tuple[int, ...]]] = {}
         for name, tensor in self._params.items():
             axes = self._replica_axes(name, reducer)
-            shapes = members.setdefault(axes, {})
+            shapes = shapes_by_axes.setdefault(axes, {})
             shapes[name] = (tensor.numel(),)
         groups: list[_ReplicaGroup] = []
         start = 0
-        for axes in sorted(members):  # the same order on all ranks
+        for axes in sorted(shapes_by_axes):  # the same order on all ranks
             num_replicas = self.comm.degree(axes)
-            layout = FlatLayout.of(members[axes], num_replicas)
-            index = self.comm.index(axes)
-            group = _ReplicaGroup(axes, layout, index, start)
+            layout = FlatLayout.of(shapes_by_axes[axes], num_replicas)
+            group = _ReplicaGroup(
+                axes,
+                layout,
+                index=self.comm.index(axes),
+                start=start,
+            )
             groups.append(group)
             start += layout.shard_length
         return tuple(groups)
@@ -101,8 +105,11 @@ class OuterShard:
         distinct.update(self.model.shards[name].shard_axes)
         distinct.update(reducer.shard_axes[name])
         distinct.update(local_update_axes())
-        wide_axes = self.comm.mesh.wide_axes
-        return tuple(axis for axis in wide_axes if axis not in distinct)
+        found = []
+        for axis in self.comm.mesh.wide_axes:
+            if axis not in distinct:
+                found.append(axis)
+        return tuple(found)
 
     def _pieces(self, reducer: GradientReducer) -> Iterator[OuterPiece]:
         for group in self._groups:

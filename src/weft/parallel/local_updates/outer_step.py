@@ -121,8 +121,12 @@ class LocalUpdates:
 
     def before_inner_step(self) -> None:
         """Take the present parameters as the outer ones, if there are none yet."""
-        if self._state is None:
-            self._state = _OuterState(self.shard.values(), self.shard.zeros())
+        if self._state is not None:
+            return
+        self._state = _OuterState(
+            params=self.shard.values(),
+            momentum=self.shard.zeros(),
+        )
 
     def reset(self) -> None:
         """Forget outer parameters and momentum: the next step begins with the present parameters."""
@@ -134,8 +138,13 @@ class LocalUpdates:
         """Allocate what a checkpoint of so many steps is read into."""
         self.wait()
         self.num_steps = num_steps
-        self._state = _OuterState(self.shard.zeros(), self.shard.zeros())
-        self._exchange = _Exchange(None, self.shard.zeros()) if has_exchange else None
+        self._state = _OuterState(
+            params=self.shard.zeros(),
+            momentum=self.shard.zeros(),
+        )
+        self._exchange = None
+        if has_exchange:
+            self._exchange = _Exchange(None, mean=self.shard.zeros())
 
     def wait(self) -> None:
         """Wait for the exchange that is under way, if any."""
@@ -189,7 +198,9 @@ class LocalUpdates:
         message = self.wire.encode(gradient)
         work = self.comm.start_all_gather(message, self.axis)
         self._exchange = _Exchange(work)
-        return self.wire.num_bytes if self.num_sites > 1 else 0
+        if self.num_sites == 1:
+            return 0
+        return self.wire.num_bytes
 
     def _apply(self, on_exchange: Callable[[], None]) -> float:
         """Make the outer step with what the sites have exchanged; returns the seconds of waiting."""
@@ -200,24 +211,29 @@ class LocalUpdates:
         gradient = self._mean(exchange)
         waited_s = time.perf_counter() - start
         self._exchange = None
-        settings, outer = self.settings, self.outer
-        outer.momentum.mul_(settings.momentum).add_(gradient)
+        settings = self.settings
+        outer = self.outer
+        outer.momentum.mul_(settings.momentum)
+        outer.momentum.add_(gradient)
         step = gradient.add(outer.momentum, alpha=settings.momentum)
         outer.params.sub_(step, alpha=settings.lr)
-        local_share = settings.mix if settings.overlap else 0.0
+        local_share = 0.0
+        if settings.overlap:
+            local_share = settings.mix
         self.shard.write(outer.params, local_share=local_share)
         return waited_s
 
     def _mean(self, exchange: _Exchange) -> Tensor:
         """The mean outer gradient over sites, added in their order."""
-        if exchange.mean is None:
-            assert exchange.work is not None, "an exchange without a mean is under way"
-            gathered = exchange.work.wait()
-            message_length = gathered.numel() // self.num_sites
-            messages = gathered.view(self.num_sites, message_length)
-            total = self.shard.zeros()
-            for message in messages.unbind():
-                total += self.wire.decode(message)
-            exchange.mean = total / self.num_sites
-            exchange.work = None
+        if exchange.mean is not None:
+            return exchange.mean
+        assert exchange.work is not None, "an exchange without a mean is under way"
+        gathered = exchange.work.wait()
+        message_length = gathered.numel() // self.num_sites
+        messages = gathered.view(self.num_sites, message_length)
+        total = self.shard.zeros()
+        for message in messages.unbind():
+            total += self.wire.decode(message)
+        exchange.mean = total / self.num_sites
+        exchange.work = None
         return exchange.mean

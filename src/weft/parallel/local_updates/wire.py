@@ -24,6 +24,7 @@ from torch import Tensor
 
 from weft.core.axes import Box
 from weft.core.dimension import local_update_axes
+from weft.core.mesh import Mesh
 from weft.parallel.local_updates.outer_shard import OuterShard
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.zero.gradient_reducer import GradientReducer
@@ -106,14 +107,15 @@ class Int8Wire:
     def __init__(self, shard: OuterShard, reducer: GradientReducer) -> None:
         self.shard = shard
         self.comm = shard.comm
-        apart = (PP, *local_update_axes())
-        wide_axes = self.comm.mesh.wide_axes
-        self._axes = tuple(axis for axis in wide_axes if axis not in apart)
+        self._axes = _axes_inside_stage(shard.comm.mesh)
         self._in_rows = _rows_of_stage(shard, reducer)
-        self._num_rows = max([0, *(rows.stop for rows in self._in_rows.values())])
-        boxes = self._rows_of_boxes()
-        self._boxes = tuple(boxes)
-        self._num_scales = self._boxes[-1].in_message.stop if self._boxes else 0
+        self._num_rows = 0
+        for rows in self._in_rows.values():
+            self._num_rows = max(self._num_rows, rows.stop)
+        self._boxes = tuple(self._rows_of_boxes())
+        self._num_scales = 0
+        for each in self._boxes:
+            self._num_scales = each.in_message.stop
 
     def _rows_of_boxes(self) -> Iterator[_RowsOfBox]:
         first_scale = 0
@@ -177,9 +179,10 @@ class Int8Wire:
 
     def decode(self, message: Tensor) -> Tensor:
         """Entries times the scales of their rows."""
-        scale_bytes = self._num_scales * SCALE_BYTES
-        scales = message[:scale_bytes].clone().view(torch.float32)
-        entries_int8 = message[scale_bytes:]
+        num_scale_bytes = self._num_scales * SCALE_BYTES
+        scale_bytes = message[:num_scale_bytes]
+        scales = scale_bytes.clone().view(torch.float32)
+        entries_int8 = message[num_scale_bytes:]
         gradient = self.shard.zeros()
         for each in self._boxes:
             rows = scales[each.in_message].to(gradient.dtype)
@@ -190,12 +193,22 @@ class Int8Wire:
         return gradient
 
 
-def wire_format(name: WireName, shard: OuterShard, reducer: GradientReducer) -> WireFormat:
+def wire_format(
+    name: WireName,
+    shard: OuterShard,
+    reducer: GradientReducer,
+) -> WireFormat:
     """The format of this name for the entries that a rank exchanges."""
     if name == "int8":
         return Int8Wire(shard, reducer)
     dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
     return RoundedWire(shard, dtype)
+
+
+def _axes_inside_stage(mesh: Mesh) -> tuple[str, ...]:
+    """Axes along which ranks hold parts of the same rows."""
+    apart = (PP, *local_update_axes())
+    return tuple(axis for axis in mesh.wide_axes if axis not in apart)
 
 
 def _rows_of_stage(shard: OuterShard, reducer: GradientReducer) -> dict[str, slice]:

@@ -73,17 +73,20 @@ class ChainSnapshot:
 
 def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """A copy of the blocks without memory."""
-    memo: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for block in model.values():
         for module in block.modules():
             for tensor in _plain_tensors(module):
-                memo[id(tensor)] = torch.empty_like(tensor, device=META)
+                copies[id(tensor)] = torch.empty_like(tensor, device=META)
         for param in block.parameters():
             values = torch.empty_like(param, device=META)
-            memo[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
+            copies[id(param)] = nn.Parameter(
+                values,
+                requires_grad=param.requires_grad,
+            )
     copied: dict[str, nn.Module] = {}
     for name, block in model.items():
-        copied[name] = copy.deepcopy(block, memo)
+        copied[name] = copy.deepcopy(block, memo=copies)
     return copied
 
 

@@ -153,7 +153,13 @@ def parallelize(
     whole = named_parameters(all_blocks)
     axes = axes or _known_axes(plan, whole)
     shapes = {name: tuple(param.shape) for name, param in whole.items()}
-    chain = _plain_chain(all_blocks, plan, comm, example, repeats=repeats)
+    chain = _plain_chain(
+        all_blocks,
+        plan,
+        comm,
+        example,
+        repeats=repeats,
+    )
 
     block_rank = _ranks_of_blocks(plan)
     here = comm.index(pipeline_axis())
@@ -424,6 +430,10 @@ def _shard(
             rank=comm.rank,
         ),
         shard_axes=cut,
-        reduce_axes=gradient_axes(plan.mesh, varies=varies, sharded=cut),
+        reduce_axes=gradient_axes(
+            plan.mesh,
+            varies=varies,
+            sharded=cut,
+        ),
         logical=logical,
     )

@@ -99,5 +99,11 @@ def cross_stage_ties_of(
         if here == owner_rank:
             found.append(CrossStageTie(name=owner, peer=alias_rank))
         elif here == alias_rank and alias in params:
-            found.append(CrossStageTie(name=alias, peer=owner_rank, is_owner=False))
+            found.append(
+                CrossStageTie(
+                    name=alias,
+                    peer=owner_rank,
+                    is_owner=False,
+                )
+            )
     return tuple(found)

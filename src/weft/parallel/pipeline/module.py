@@ -107,20 +107,24 @@ class PipelineParallel(nn.Module):
 
         inputs[N, ...] and targets[N, ...] are this data rank's; N must divide by `microbatches`.
         """
-        no_positions = torch.zeros(0, dtype=torch.int64)
-        input_parts = inputs.chunk(self.microbatches)
-        target_parts = targets.chunk(self.microbatches)
-        batches: list[Batch] = []
-        for x, y in zip(input_parts, target_parts, strict=True):
-            batches.append(Batch(x, y, no_positions))
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
         seed = torch.tensor(1.0 / num_parts, dtype=torch.float64)
+        batches = self._micro_batches(inputs, targets)
         self._reducer.zero_grad()
         state = self._player.play(batches, seed)
         loss = state.loss * seed
         self._finish_gradients(axes)
         return self.comm.all_reduce(loss, (PP, *axes))
+
+    def _micro_batches(self, inputs: Tensor, targets: Tensor) -> list[Batch]:
+        no_positions = torch.zeros(0, dtype=torch.int64)
+        parts = zip(
+            inputs.chunk(self.microbatches),
+            targets.chunk(self.microbatches),
+            strict=True,
+        )
+        return [Batch(x, y, no_positions) for x, y in parts]
 
     def _finish_gradients(self, axes: tuple[str, ...]) -> None:
         """Wait for the sums over the data ranks; `.grad` is None where no rank used a parameter."""

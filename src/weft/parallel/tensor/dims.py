@@ -98,7 +98,11 @@ def _times(factor: DimFactor, count: int) -> DimFactor:
     )
 
 
-def with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
+def with_dim(
+    dims: Dims,
+    place: int,
+    *new: Dim,
+) -> Dims:
     """The dims with others, or none, in place of one."""
     before = dims[:place]
     after = dims[place + 1 :]

@@ -43,10 +43,19 @@ class ColumnParallelLinear(nn.Module):
         degree = comm.degree(axis)
         lo, hi = span(out_features, degree, comm.index(axis))
         local_out = hi - lo
-        self.weight = _new_param(local_out, in_features, device=device, dtype=dtype)
+        self.weight = _new_param(
+            local_out,
+            in_features,
+            device=device,
+            dtype=dtype,
+        )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _new_param(local_out, device=device, dtype=dtype)
+            self.bias = _new_param(
+                local_out,
+                device=device,
+                dtype=dtype,
+            )
         self.out_features = out_features
         self.gather_output = gather_output
         self.region = Region(comm, axis, sequence_parallel)
@@ -136,10 +145,19 @@ class RowParallelLinear(nn.Module):
         degree = comm.degree(axis)
         lo, hi = span(in_features, degree, comm.index(axis))
         local_in = hi - lo
-        self.weight = _new_param(out_features, local_in, device=device, dtype=dtype)
+        self.weight = _new_param(
+            out_features,
+            local_in,
+            device=device,
+            dtype=dtype,
+        )
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _new_param(out_features, device=device, dtype=dtype)
+            self.bias = _new_param(
+                out_features,
+                device=device,
+                dtype=dtype,
+            )
         self.region = Region(comm, axis, sequence_parallel)
         take_adapter(self)
         _reset(self)

@@ -220,7 +220,11 @@ class _Enter(torch.autograd.Function):
         region: Region = ctx.region
         comm = region.comm
         if region.sequence_parallel:
-            work = comm.start_reduce_scatter(dx, region.axis, dim=SEQ_DIM)
+            work = comm.start_reduce_scatter(
+                dx,
+                region.axis,
+                dim=SEQ_DIM,
+            )
         else:
             work = comm.start_all_reduce(dx, region.axis)
         ctx.grad.work = work

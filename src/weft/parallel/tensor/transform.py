@@ -130,7 +130,12 @@ def _regions_of(
             first_names[name] = name
         else:
             first_names[name] = first_name_of.setdefault(id(block), name)
-        modules[name] = find_sharded_modules(name, block, axes=axes, rule=rule)
+        modules[name] = find_sharded_modules(
+            name,
+            block,
+            axes=axes,
+            rule=rule,
+        )
     findings = _trace(chain, modules, plan, axes=axes)
     return ModelRegions(
         first_names=first_names,
@@ -211,7 +216,14 @@ def _local_param(
     mesh: Mesh,
     rank: int,
 ) -> LocalParam:
-    shard = shard_of(name, shape, logical, rule=rule, mesh=mesh, rank=rank)
+    shard = shard_of(
+        name,
+        shape,
+        logical,
+        rule=rule,
+        mesh=mesh,
+        rank=rank,
+    )
     dims: list[Dim] = []
     for place, axis in enumerate(logical):
         size = shard.shape[place]
@@ -397,7 +409,12 @@ def _shard_losses(
                 )
                 raise PlanError(fault)
             loss = cast(Loss, module)
-            parallel = vocab_parallel_loss(loss, vocab, comm=comm, key=key)
+            parallel = vocab_parallel_loss(
+                loss,
+                vocab,
+                comm=comm,
+                key=key,
+            )
             blocks[name] = replace_module(block, module, parallel)
 
 

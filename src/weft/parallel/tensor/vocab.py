@@ -223,7 +223,13 @@ def vocab_cross_entropy(
     """Sum over counted targets of -log softmax; `logits[..., v]` belongs to vocabulary entry `lo +
     v`.
     """
-    return vocab_token_losses(logits, targets, lo=lo, comm=comm, axis=axis).sum()
+    return vocab_token_losses(
+        logits,
+        targets,
+        lo=lo,
+        comm=comm,
+        axis=axis,
+    ).sum()
 
 
 def vocab_token_losses(
@@ -277,6 +283,6 @@ class _VocabCrossEntropy(torch.autograd.Function):
         softmax, local_targets, is_local, counted = ctx.saved_tensors
         ones = is_local.unsqueeze(-1).to(softmax.dtype)
         delta = softmax.scatter_add(-1, local_targets, -ones)
-        scale = (counted * gradient).unsqueeze(-1)  # a gradient of each loss
-        d_logits = (delta * scale).to(ctx.dtype)
-        return d_logits, None, None, None, None
+        scale = counted * gradient  # a gradient of each loss
+        d_logits = delta * scale.unsqueeze(-1)
+        return d_logits.to(ctx.dtype), None, None, None, None

@@ -29,7 +29,6 @@ DP = MutantLayout("dp2")
 ZERO1 = MutantLayout("dp2", options="--parallel.zero 1")
 ZERO2 = MutantLayout("dp2", options="--parallel.zero 2")
 ZERO3 = MutantLayout("dp2", options="--parallel.zero 3")
-FREE_NORM = "--optim.clip 0"
 HEAD = ("head",)
 LOSS = ("loss", "")
 STEP = ("",)

@@ -218,13 +218,7 @@ MUTANTS = (
         "a_layer_runs_twice",
         "both stages hold it",
         PP,
-        (
-            ModuleFault(
-                "layer1",
-                run_twice,
-                axis=PP_AXIS,
-            ),
-        ),
+        (ModuleFault("layer1", run_twice, axis=PP_AXIS),),
         axes=AXIS,
         blocks=("layer1",),
     ),

@@ -438,12 +438,7 @@ MUTANTS = (
         "the_gradient_of_a_replicated_adapter_matrix_is_not_summed",
         "ranks hold different A",
         LORA,
-        (
-            FunctionFault(
-                "weft.parallel.tensor.transform:_every_name",
-                partial_without(LORA_A),
-            ),
-        ),
+        (FunctionFault("weft.parallel.tensor.transform:_every_name", partial_without(LORA_A)),),
         axes=AXIS,
         blocks=("layer2",),
     ),
@@ -451,12 +446,7 @@ MUTANTS = (
         "the_gradient_of_a_replicated_adapter_product_is_not_summed",
         "ranks hold different B",
         LORA,
-        (
-            FunctionFault(
-                "weft.parallel.tensor.transform:_every_name",
-                partial_without(LORA_B),
-            ),
-        ),
+        (FunctionFault("weft.parallel.tensor.transform:_every_name", partial_without(LORA_B)),),
         axes=AXIS,
         blocks=("layer2",),
     ),
@@ -489,12 +479,7 @@ MUTANTS = (
         "a_replicated_norm_is_summed_over_tp_without_sequence_parallelism",
         "equal gradients are added up",
         TP,
-        (
-            FunctionFault(
-                "weft.parallel.model.parallelize:_axes_with",
-                norm_taken_for_partial,
-            ),
-        ),
+        (FunctionFault("weft.parallel.model.parallelize:_axes_with", norm_taken_for_partial),),
         axes=AXIS,
         blocks=("layer1",),
         reference=references.MEGATRON_COMPOSITION,

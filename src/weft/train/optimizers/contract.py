@@ -89,11 +89,7 @@ class Optimizer:
             if axes == "entries":
                 state[key] = torch.zeros_like(param, requires_grad=False)
             elif axes == "scalar":
-                state[key] = torch.zeros(
-                    (),
-                    dtype=torch.float32,
-                    device=param.device,
-                )
+                state[key] = torch.zeros((), dtype=torch.float32, device=param.device)
             else:
                 state[key] = param.new_zeros(state_shape(shape, axes), requires_grad=False)
         return state
