@@ -169,7 +169,9 @@ def test_what_would_compute_other_numbers_on_shards_is_rejected(
 def test_sequence_parallelism_rejects_what_mixes_positions_outside_regions(
     block: Callable[[], nn.Module], word: str
 ) -> None:
-    assert word in rejection(block, "tp2, sequence parallel")
+    message = rejection(block, "tp2, sequence parallel")
+    assert word in message
+    assert message.endswith("Fix: --parallel.sequence False")
 
 
 class PositionsOnDefaultDevice(InlineMLP):

@@ -182,7 +182,9 @@ def test_a_starved_rank_is_not_hung():
     assert job.hang_within(20)[0] is None
 
 
-@pytest.mark.parametrize("state", [TRACED, DISK, replace(SLEEPS, is_held_by_terminal=True)], ids=str)
+@pytest.mark.parametrize(
+    "state", [TRACED, DISK, replace(SLEEPS, is_held_by_terminal=True)], ids=str
+)
 def test_a_rank_that_a_debugger_a_disk_or_a_terminal_holds_up_is_not_hung(state):
     job = Job(three_ranks(snapshot(1, started={DP: 4})), {1: state})
     assert job.hang_within(20)[0] is None

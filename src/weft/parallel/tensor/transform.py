@@ -18,7 +18,7 @@ from weft.layout.plan import Plan
 from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
-from weft.parallel.tensor.dims import Dim, DimFactor
+from weft.parallel.tensor.dims import DECLARE_AXES, Dim, DimFactor
 from weft.parallel.tensor.instrument import LocalParam
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.tensor.region import SEQ_DIM, Region, SharedEntries
@@ -130,19 +130,41 @@ def _regions_of(
             first_names[name] = name
         else:
             first_names[name] = first_name_of.setdefault(id(block), name)
-        modules[name] = find_sharded_modules(
-            name,
-            block,
-            axes=axes,
-            rule=rule,
-        )
-    findings = _trace(chain, modules, plan, axes=axes)
+        modules[name] = find_sharded_modules(name, block, axes=axes, rule=rule)
+    try:
+        findings = _trace(chain, modules, plan, axes=axes)
+    except PlanError as error:
+        if not plan.sequence_parallel or not _works_on_whole_sequences(chain, modules, plan, axes):
+            raise
+        raise PlanError(*map(_with_fix_of_whole_sequences, error.faults)) from error
     return ModelRegions(
         first_names=first_names,
         modules=modules,
         findings=findings,
         partial=_every_name(findings.partial, chain),
     )
+
+
+def _works_on_whole_sequences(
+    chain: PlainChain,
+    modules: Mapping[str, ShardedModules],
+    plan: Plan,
+    axes: AxisTable,
+) -> bool:
+    """Whether the trace of the same plan without sequence parallelism succeeds."""
+    whole = plan.model_copy(update={"sequence_parallel": False})
+    try:
+        _trace(chain, modules, whole, axes=axes)
+    except PlanError:
+        return False
+    return True
+
+
+def _with_fix_of_whole_sequences(fault: Fault) -> Fault:
+    fix = "--parallel.sequence False"
+    if fault.fix != DECLARE_AXES:
+        fix = f"{fault.fix}; or {fix}"
+    return replace(fault, fix=fix)
 
 
 def _trace(
