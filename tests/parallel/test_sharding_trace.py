@@ -417,10 +417,16 @@ def test_boxes_that_a_checkpoint_gets_of_a_fused_weight_make_up_the_whole_one(na
         assert torch.equal(found[param_name], tensor), param_name
 
 
-def test_a_block_used_under_two_names_is_one_set_of_parameters() -> None:
-    """Before, its parameters were sharded twice."""
+@pytest.mark.parametrize("shared", ["", "up", "down"])
+def test_a_block_or_linear_used_under_two_names_is_one_set_of_parameters(shared: str) -> None:
+    """Before, a block's parameters were sharded twice, and the second block with a shared
+    column-parallel linear had no entry to its region: its other gradients were wrong.
+    """
     blocks = user_model(SHAPES["inline MLP"])
-    blocks["layer1"] = blocks["layer0"]
+    if shared:
+        setattr(blocks["layer1"], shared, getattr(blocks["layer0"], shared))
+    else:
+        blocks["layer1"] = blocks["layer0"]
     one_device = copy.deepcopy(blocks)
     batch = micro_batches_of_one_device()
     forward(one_device, batch).backward()
@@ -430,7 +436,7 @@ def test_a_block_used_under_two_names_is_one_set_of_parameters() -> None:
         model = weft.parallelize(
             copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN}
         )
-        assert not any(name.startswith("layer1") for name in model.params)
+        assert not any(name.startswith(f"layer1.{shared}") for name in model.params)
         forward(model.stages[0], batch).backward()
         differences = []
         for name, param in model.params.items():

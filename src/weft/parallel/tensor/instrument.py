@@ -28,6 +28,10 @@ from weft.parallel.tensor.stand_ins import (
 )
 
 
+MODULE_ATTRIBUTES = tuple(vars(nn.Module()))
+"""What every module has of its own: containers of parameters, children and hooks."""
+
+
 @dataclass(frozen=True)
 class LocalParam:
     """A parameter as one rank holds it: local shape, and its dims."""
@@ -45,8 +49,10 @@ def local_block(
 ) -> nn.Module:
     """A copy of a block with local parameters in place of whole ones.
 
+    A module that several blocks hold is copied for each of them, since hooks name its block.
+
     Args:
-        copies: the copies of objects that blocks before this one hold, too, by id.
+        copies: the copies of other objects that blocks before this one hold, too, by id.
     """
     for path, param in block.named_parameters(remove_duplicate=False):
         key = id(param)
@@ -54,7 +60,13 @@ def local_block(
             param_name = f"{name}.{path}"
             local = params[param_name]
             copies[key] = _local_copy(param_name, param, local, trace)
-    return copy.deepcopy(block, copies)
+    copied = copy.deepcopy(block, copies)
+    for module in block.modules():
+        attributes = vars(module)
+        containers = [attributes[name] for name in MODULE_ATTRIBUTES]
+        for part in (module, attributes, *containers):
+            copies.pop(id(part), None)
+    return copied
 
 
 def _local_copy(
