@@ -168,7 +168,7 @@ TABLE = {
     ),
     "layers for dual_pipe_v": (
         *("--mesh", "pp4", "--pipeline.schedule", "dual_pipe_v"),
-        'more stages than layers (got 8 stages, 4 layers; need at most 6 stages: the layers, embed and head). Fix: --mesh',
+        "more stages than layers (got 8 stages, 4 layers; need at most 6 stages: the layers, embed and head). Fix: --mesh",
     ),
     "chunks for zero_bubble": (
         *("--mesh", "pp2", "--pipeline.schedule", "zero_bubble_h2", "--pipeline.chunks", "2"),

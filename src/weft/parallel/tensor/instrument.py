@@ -27,7 +27,6 @@ from weft.parallel.tensor.stand_ins import (
     TracedRow,
 )
 
-
 MODULE_ATTRIBUTES = tuple(vars(nn.Module()))
 """What every module has of its own: containers of parameters, children and hooks."""
 
