@@ -22,7 +22,8 @@ def save(step: TrainStep, final: Path, run: Run, *, done: int = 0) -> None:
     comm = step.model.comm
     tmp = temporary_path(final)
     everyone = tuple(name for name, _ in comm.mesh.axes)
-    start_write(tmp, comm.rank, snapshot(write_items(step.state()))).wait()
+    copied = snapshot(write_items(step.state()))
+    start_write(tmp, comm.rank, copied.items, before=copied.under_way.wait).wait()
     comm.barrier(everyone)
     if comm.rank == 0:
         commit(tmp, final, run_facts(run, step)(done), ranks=comm.mesh.size)

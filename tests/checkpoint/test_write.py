@@ -178,7 +178,7 @@ def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fi
 def test_a_snapshot_does_not_see_what_training_does_next():
     tensor = torch.arange(12.0).view(3, 4)
     pieces = [WriteItem("model/a", (3, 4), Box((0, 1), (3, 3)), tensor[:, 1:3])]
-    taken = snapshot(pieces)
+    taken = snapshot(pieces).items
     before = raw(tensor[:, 1:3])
     tensor.zero_()
     assert raw(taken[0].tensor) == before
@@ -187,7 +187,7 @@ def test_a_snapshot_does_not_see_what_training_does_next():
 
 
 @pytest.mark.gpu
-def test_a_snapshot_of_a_device_is_on_the_cpu_and_complete_when_it_returns(tmp_path):
+def test_a_snapshot_of_a_device_has_the_values_from_before_the_next_change(tmp_path):
     tensors = [torch.full((1 << 20,), float(index), device="cuda") for index in range(8)]
     pieces = [
         WriteItem(
@@ -198,9 +198,12 @@ def test_a_snapshot_of_a_device_is_on_the_cpu_and_complete_when_it_returns(tmp_p
         )
         for i, tensor in enumerate(tensors)
     ]
-    taken = snapshot(pieces)
+    copied = snapshot(pieces)
+    copied.under_way.before_change()
     for tensor in tensors:
         tensor.zero_()
+    copied.under_way.wait()
+    taken = copied.items
     assert all(bool((piece.tensor == index).all()) for index, piece in enumerate(taken))
     assert {piece.tensor.device.type for piece in taken} == {"cpu"}
     written(tmp_path / "tmp", taken)

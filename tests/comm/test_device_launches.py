@@ -13,9 +13,12 @@ from torch.distributed import HashStore
 from weft.comm import backend_policy
 from weft.comm.backend import ABORT_TAG, ProcessGroupBackend
 from weft.comm.collectives import AxisGroup, all_gather, all_reduce_, recv, reduce_scatter, send
+from weft.comm.comm import Comm
 from weft.comm.group_queue import GroupQueue
+from weft.comm.meta import MetaTransport
 from weft.comm.presence import PresenceStore
 from weft.comm.transport import Call
+from weft.core.mesh import Mesh
 from weft.errors import CommError, CommTimeout, MismatchError
 
 GROUP = AxisGroup("dp", (0, 1, 2, 3), 1, checked=False)
@@ -79,6 +82,9 @@ class Recorded:
         return self._note(f"recv {source}")
 
     def abort(self) -> None:
+        """Of a group on a device."""
+
+    def shutdown(self) -> None:
         """Of a group on a device."""
 
 
@@ -217,3 +223,106 @@ def test_calls_on_the_cpu_keep_their_order_of_summation():
     for call in calls_of(GROUP):
         queue.start(call, no_report).wait()
     assert group.calls == ["alltoall"] * 3
+
+
+@pytest.mark.usefixtures("nccl")
+def test_digests_that_differ_are_an_error_also_without_the_texts(monkeypatch):
+    queue = make_queue(Recorded(sum_of_digests=5))
+    monkeypatch.setattr(ProcessGroupBackend, "_exchange_texts", lambda backend, call: Done())
+    checked = AxisGroup("dp", (0, 1, 2, 3), 1, checked=True)
+    started = queue.start(calls_of(checked)[0], no_report)
+    with pytest.raises(MismatchError, match=r"this rank called all_reduce\(sum\)"):
+        started.wait()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_call_that_blocks_in_its_launch_is_reported_and_aborted():
+    group = Recorded()
+    may_go_on = threading.Event()
+    is_launching = threading.Event()
+
+    def blocked_launch(tensors: list[Tensor], op: object) -> Done:
+        is_launching.set()
+        may_go_on.wait(60)
+        return Done()
+
+    def recv_of_abort(xs: list[Tensor], source: int, tag: int) -> Done:
+        assert tag == ABORT_TAG  # how a group of CPU tensors is closed
+        may_go_on.set()
+        return Done()
+
+    group.allreduce = blocked_launch
+    group.recv = recv_of_abort
+    queue = make_queue(group, timeout_s=0.0)
+    thread = threading.Thread(target=queue.start, args=(calls_of(GROUP)[0], no_report))
+    thread.start()
+    assert is_launching.wait(60)
+    queue.check_progress()
+    assert may_go_on.is_set()
+    thread.join(60)
+    assert isinstance(queue.failure, CommTimeout)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_what_an_aborted_call_wrote_is_not_handed_on():
+    queue = make_queue(Recorded(hangs=True), timeout_s=0.0)
+    started = queue.start(calls_of(GROUP)[0], no_report)
+    queue.check_progress()
+    with pytest.raises(CommError, match="after an earlier failure: all_reduce"):
+        started.wait()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_an_aborted_comparison_is_no_comparison():
+    queue = make_queue(Recorded(hangs=True, sum_of_digests=5), timeout_s=0.0)
+    checked = AxisGroup("dp", (0, 1, 2, 3), 1, checked=True)
+    started = queue.start(calls_of(checked)[0], no_report)
+    queue.check_progress()
+    with pytest.raises(CommError, match="after an earlier failure"):
+        started.wait()
+
+
+def test_the_host_rejects_numbers_that_it_reads_after_an_abort():
+    class Aborted(MetaTransport):
+        failure = CommTimeout("all_reduce: rank 1 did not arrive within 1 s")
+
+    comm = Comm(Mesh.parse("dp2"), 0, Aborted(2, 0, device="cpu"))
+    with pytest.raises(CommTimeout, match="rank 1 did not arrive"):
+        comm.check_connections()
+    Comm(Mesh.parse("dp2"), 0, MetaTransport(2, 0)).check_connections()
+
+
+def test_a_cpu_call_on_a_group_of_a_device_connects_in_the_worker():
+    """Connecting blocks until all members come, and the caller must not wait for that."""
+    may_connect = threading.Event()
+    group = Recorded()
+
+    def connect_device_type(device_type: str) -> Recorded:
+        if device_type == "cpu":
+            assert may_connect.wait(60)
+        return group
+
+    backend = ProcessGroupBackend(connect_device_type, {"sum": "sum"})
+    queue = make_queue(group)
+    queue._connect = lambda: backend
+    queue.connect(calls_of(GROUP)[0], "cuda")
+    started = queue.start(calls_of(GROUP)[0], no_report)
+    assert not started.is_completed()
+    may_connect.set()
+    started.wait()
+    assert group.calls == ["alltoall"]
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize(("hangs", "ended"), [(False, ["shutdown"]), (True, [])])
+def test_communicators_are_ended_together_once_their_calls_are_complete(hangs, ended):
+    group = Recorded(hangs=hangs)
+    calls: list[str] = []
+    group.shutdown = lambda: calls.append("shutdown")
+    backend = ProcessGroupBackend(lambda device_type: group, {"sum": "sum"})
+    queue = make_queue(group)
+    queue._connect = lambda: backend
+    queue.connect(calls_of(GROUP)[0], "cuda")
+    queue.start(calls_of(GROUP)[0], no_report)
+    queue.shut_down()
+    assert calls == ended

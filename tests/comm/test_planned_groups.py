@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
-from weft.comm.planned_groups import planned_groups
+from weft.comm.planned_groups import planned_groups, world_partition
 from weft.core.mesh import Mesh
 
 MAX_RANKS = 32
@@ -23,11 +24,11 @@ def meshes(draw):
     return Mesh.parse(" ".join(parts))
 
 
-@given(meshes())
+@given(meshes(), st.booleans())
 @settings(max_examples=60)
-def test_every_rank_goes_through_the_same_partitions_of_the_world(mesh):
+def test_every_rank_goes_through_the_same_partitions_of_the_world(mesh, every_axis):
     """So that all ranks can split each of them from the world's communicator, in one order."""
-    rows = [planned_groups(mesh, rank) for rank in range(mesh.size)]
+    rows = [planned_groups(mesh, rank, every_axis=every_axis) for rank in range(mesh.size)]
     assert len({len(row) for row in rows}) == 1
     for groups in zip(*rows, strict=True):
         assert len({group.axis for group in groups}) == 1
@@ -48,6 +49,27 @@ def test_the_world_comes_first_and_messages_have_no_groups_of_their_own():
     assert groups[0].ranks == tuple(range(8))
     assert [group.ranks for group in groups if group.axis == "pp"] == [(0, 4)]
     assert len(groups) == 5
+
+
+@pytest.mark.parametrize("mesh", ["pp2 dp2 cp2 tp2", "pp16 dp64 cp2 tp8", "dp4 pp8 tp8 cp2"])
+def test_a_training_run_of_four_axes_has_six_communicators_at_any_size(mesh):
+    groups = planned_groups(Mesh.parse(mesh), 0, every_axis=False)
+    assert len(groups) <= 7 if mesh.startswith("dp4 pp8") else len(groups) == 6
+
+
+@given(meshes())
+@settings(max_examples=60)
+def test_totals_of_the_world_go_along_planned_groups_in_rank_order(mesh):
+    planned = {group.ranks for group in planned_groups(mesh, 0, every_axis=False)}
+    rows = {rank: [rank] for rank in range(mesh.size)}
+    for axes in world_partition(mesh):
+        assert mesh.group(0, axes) in planned
+        gathered = {}
+        for rank in rows:
+            members = mesh.group(rank, axes)
+            gathered[rank] = [number for member in members for number in rows[member]]
+        rows = gathered
+    assert all(row == list(range(mesh.size)) for row in rows.values())
 
 
 def test_one_rank_has_no_groups():

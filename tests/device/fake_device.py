@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 ctypes.CDLL(os.environ["WEFT_FAKE_CUDA"])
@@ -25,6 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.device.layouts import Layout
+from tests.device.streams import OrderedOperations, StreamedCall, Streams, cuda_streams
+from weft.checkpoint.state import write_items
+from weft.checkpoint.write_item import snapshot
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.comm.planned_groups import planned_groups
@@ -133,22 +136,31 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordingTransport(MetaTransport):
-    """Notes the groups of all calls, and the calls of tensors on the CPU, which need gloo."""
+    """Notes the groups of all calls, and the calls of tensors on the CPU, which need gloo; calls run
+    on the stream of their group.
+    """
 
-    def __init__(self, size: int, rank: int, *, device: torch.device) -> None:
+    def __init__(self, size: int, rank: int, *, device: torch.device, streams: Streams) -> None:
         super().__init__(size, rank, device=device)
         self.groups: set[tuple[int, ...]] = set()
         self.on_cpu: set[str] = set()
+        self.streams = streams
 
-    def start(self, call: Call, on_late: OnLate) -> None:
-        self.groups.add(call.members if call.is_p2p else call.ranks)
+    def start(self, call: Call, on_late: OnLate) -> StreamedCall | None:
+        group = call.members if call.is_p2p else call.ranks
+        self.groups.add(group)
+        super().start(call, on_late)
         if call.device.type != "cuda":
             self.on_cpu.add(call.description)
-        super().start(call, on_late)
+            return None
+        if not self.streams.is_checking:
+            return None
+        return StreamedCall(self.streams, call, f"calls of {group}")
 
     def not_planned(self, mesh: Mesh) -> list[str]:
         """Groups that are not connected at start."""
-        planned = {group.ranks for group in planned_groups(mesh, self.rank)}
+        groups = planned_groups(mesh, self.rank, every_axis=False)
+        planned = {group.ranks for group in groups}
         return [str(group) for group in self.groups - planned]
 
 
@@ -206,24 +218,35 @@ def even_expert_loads(recorder: Recorder):
             module.sort_by_expert = sort_by_expert
 
 
-def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, object]:
-    """What the second training step of one rank of `layout` does on the fake device."""
+def counts_of(
+    layout: Layout,
+    *,
+    num_layers: int | None = None,
+    checks_streams: bool = False,
+) -> dict[str, object]:
+    """What the second training step of one rank of `layout` does on the fake device; with
+    `checks_streams` also the races from then on.
+    """
     run = load(layout.flags(num_layers), FAMILIES)
     recorder = Recorder()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     mesh = run.device_mesh
-    transport = RecordingTransport(mesh.size, layout.rank, device=DEVICE)
+    streams = Streams()
+    transport = RecordingTransport(mesh.size, layout.rank, device=DEVICE, streams=streams)
     comm = Comm(mesh, layout.rank, transport)
     with fake_mode:
         step = build.build_step(run, comm)
         batches = _batches(run, comm)
-    with fake_mode, recorder, even_expert_loads(recorder):
+    ordered = OrderedOperations(streams) if checks_streams else nullcontext()
+    with fake_mode, recorder, cuda_streams(streams), even_expert_loads(recorder):
         step(batches, lr=1e-3)
         comm.checked = False
-        recorder.is_recording = True
-        step(batches, lr=1e-3)
-        recorder.is_recording = False
-        late_syncs = _late_syncs(step, recorder, batches)
+        streams.is_checking = checks_streams
+        with ordered:
+            recorder.is_recording = True
+            step(batches, lr=1e-3)
+            recorder.is_recording = False
+            late_syncs = _late_syncs(step, recorder, batches)
     return {
         "layout": str(layout),
         "syncs": dict(recorder.syncs),
@@ -234,16 +257,22 @@ def counts_of(layout: Layout, *, num_layers: int | None = None) -> dict[str, obj
         "not_planned": transport.not_planned(mesh),
         "calls_on_cpu": sorted(transport.on_cpu),
         "late_syncs": late_syncs,
+        "races": dict(streams.races),
+        "overlap": streams.overlap(),
     }
 
 
 def _late_syncs(step: TrainStep, recorder: Recorder, batches) -> dict[str, int] | None:
-    """Waits of two steps whose reports are late, but for the reading; None where they cannot be."""
+    """Waits of two steps whose reports are late, but for the reading, while the state before them is
+    copied to the host; None where they cannot be.
+    """
     if not reports_late(step):
         return None
     before = recorder.syncs.copy()
     copies, launches = recorder.copies.copy(), recorder.launches.copy()
     late = LateReports(step)
+    copied = snapshot(write_items(step.state()))
+    step.grads.before_next_change(copied.under_way.before_change)
     recorder.is_recording = True
     for number in (1, 2):
         late.launch(number, batches, lr=1e-3, status=lambda: 0, on_phase=None)

@@ -115,7 +115,7 @@ class FakeNccl:
     class Options:
         """Of a process group."""
 
-        def __init__(self) -> None:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
             self._timeout: timedelta | None = None
             self.split_from: FakeNccl | None = None
             self.split_color = 0
@@ -226,6 +226,9 @@ class FakeNccl:
         return self._launch(Kernel(f"broadcast {root}", (x,), exchange))
 
     def abort(self) -> None:
+        """Nothing runs on a device."""
+
+    def shutdown(self) -> None:
         """Nothing runs on a device."""
 
 

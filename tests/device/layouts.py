@@ -15,6 +15,7 @@ class Layout:
         options: more flags of `weft train`, as one text.
         rank: whose step is run.
         measures_layers: whether the cost of one layer is measured, with a second run of more layers.
+        checks_streams: whether races between streams are looked for in every run of the tests.
         is_slow: measured by `make slow` only; other layouts have the same parts.
     """
 
@@ -24,6 +25,7 @@ class Layout:
     rank: int = 0
     measures_layers: bool = False
     num_layers: int = 2
+    checks_streams: bool = False
     is_slow: bool = False
 
     def __str__(self) -> str:
@@ -55,7 +57,7 @@ LAYOUTS = (
     Layout("dp2", is_slow=True),
     Layout("dp2", f"--parallel.zero 1 {BF16}", rank=1),
     Layout("dp2", "--parallel.zero 2", is_slow=True),
-    Layout("dp2", f"--parallel.zero 3 {BF16}", measures_layers=True),
+    Layout("dp2", f"--parallel.zero 3 {BF16}", measures_layers=True, checks_streams=True),
     Layout("tp2", rank=1, is_slow=True),
     Layout("tp2", "--parallel.sequence True", measures_layers=True),
     Layout("cp2", rank=1, is_slow=True),

@@ -1,8 +1,12 @@
-"""Measures layouts on the fake device, one JSON line each. Run: python -m tests.device.measure NUMBER..."""
+"""Measures layouts on the fake device, one JSON line each. Run: python -m tests.device.measure NUMBER...
+
+With WEFT_CHECK_STREAMS=1 the order of accesses on several streams is checked for every layout.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 
@@ -13,7 +17,8 @@ from tests.device.layouts import LAYOUTS, Layout
 def measure(layout: Layout) -> dict[str, object]:
     """The counts of a layout, or the traceback of its error."""
     try:
-        counts = counts_of(layout)
+        checks_streams = layout.checks_streams or "WEFT_CHECK_STREAMS" in os.environ
+        counts = counts_of(layout, checks_streams=checks_streams)
         if layout.measures_layers:
             larger = counts_of(layout, num_layers=layout.num_layers + 1)
             counts["launches_per_layer"] = larger["launches"] - counts["launches"]

@@ -117,6 +117,39 @@ def test_a_step_runs_on_one_device(layout, measured):
     assert counts["not_on_device"] == []
     assert counts["not_planned"] == [], "groups that are not connected at start"
     assert counts["calls_on_cpu"] == [], "calls that connect gloo"
+    assert counts["races"] == {}, "accesses on several streams that nothing orders"
+
+
+def test_gathers_and_reductions_of_zero_3_run_beside_the_computation(measured):
+    (counts,) = [counts for name, counts in measured.items() if "dp2 --parallel.zero 3" in name]
+    overlap = counts["overlap"]
+    assert overlap["all_gather"] > 0.6
+    assert overlap["reduce_scatter"] > 0.6
+
+
+@pytest.mark.slow
+def test_no_layout_has_a_race_between_streams(environ):
+    numbers = map(str, range(len(LAYOUTS)))
+    checking = {**environ, "WEFT_CHECK_STREAMS": "1"}
+    process = start("measure", *numbers, environ=checking)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    for line in output.splitlines():
+        counts = json.loads(line)
+        assert counts.get("races") == {}, counts
+
+
+@pytest.mark.slow
+def test_a_wait_between_streams_that_is_left_out_is_found(environ):
+    process = start("mutants", environ=environ)
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, errors
+    races: dict[str, dict[str, int]] = {}
+    for line in output.splitlines():
+        races.update(json.loads(line))
+    assert races.pop("none") == {}
+    assert len(races) == 4
+    assert all(races.values()), races
 
 
 @pytest.mark.parametrize("layout", CASES, ids=str)

@@ -68,7 +68,7 @@ def run_on_ranks(mesh, function):
     def run(rank):
         transport = FakeNcclTransport(rank, mesh.size, store, timeout_s=60)
         try:
-            transport.connect_groups(planned_groups(mesh, rank))
+            transport.connect_groups(planned_groups(mesh, rank, every_axis=False))
             results[rank] = function(Comm(mesh, rank, transport))
         except Exception as error:  # noqa: BLE001 - raised below
             errors.append(error)
@@ -168,5 +168,5 @@ def test_one_communicator_for_each_group_all_split_from_the_world():
     run_on_ranks(mesh, lambda comm: None)
     world, *others = FakeNccl.world.communicators
     assert world.size == 8
-    assert len(world.splits) == len(planned_groups(mesh, 0)) - 1
+    assert len(world.splits) == len(planned_groups(mesh, 0, every_axis=False)) - 1
     assert sum(communicator.size for communicator in others) == 8 * len(world.splits)

@@ -190,12 +190,16 @@ class Saver:
         start = time.perf_counter()
         yield from self.wait()
         final = checkpoint_path(self.run_folder, step)
-        items = snapshot(write_items(self._state()))
+        state = self._state()
+        copied = snapshot(write_items(state))
+        if copied.under_way:
+            state.grads.before_next_change(copied.under_way.before_change)
         write = start_write(
             temporary_path(final),
             self.comm.rank,
-            items,
+            copied.items,
             require_finite=True,
+            before=copied.under_way.wait,
         )
         stall_s = time.perf_counter() - start
         self._writing = PendingSave(

@@ -11,7 +11,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -44,6 +44,7 @@ class RankWrite:
         items: Sequence[WriteItem],
         *,
         require_finite: bool = False,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self.num_bytes = sum(item.num_bytes for item in items)
         """Bytes of this rank's pieces, without headers."""
@@ -52,6 +53,7 @@ class RankWrite:
         self._tmp = tmp
         self._rank = rank
         self._require_finite = require_finite
+        self._before = before
         self._items = deque(sorted(items, key=lambda item: write_order(_file_entry(item))))
         self._error: BaseException | None = None
         self._thread = threading.Thread(
@@ -81,6 +83,9 @@ class RankWrite:
         start_s = time.thread_time()
         try:
             free = free_bytes(self._tmp)
+            if self._before is not None:
+                self._before()
+                self._before = None
             if self._require_finite:
                 _check_finite(self._items)
             _write_rank(self._tmp, self._rank, self._items)
@@ -110,6 +115,7 @@ def start_write(
     items: Sequence[WriteItem],
     *,
     require_finite: bool = False,
+    before: Callable[[], None] | None = None,
 ) -> RankWrite:
     """Start to write this rank's pieces below `tmp` (created if missing) in a thread.
 
@@ -118,6 +124,7 @@ def start_write(
 
     Args:
         require_finite: fail, before anything is written, if an item holds NaN or infinity.
+        before: called in the thread before a tensor is read; it waits until they hold the values.
 
     Raises:
         CheckpointError: a piece is given twice.
@@ -134,7 +141,13 @@ def start_write(
                 )
             )
         seen.add(key)
-    return RankWrite(tmp, rank, items, require_finite=require_finite)
+    return RankWrite(
+        tmp,
+        rank,
+        items,
+        require_finite=require_finite,
+        before=before,
+    )
 
 
 def merge_stored(name: str, known: Stored | None, other: Stored) -> Stored:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.format import DTYPES
+from weft.checkpoint.host_copy import CopiesUnderWay, copy_to_host
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 
@@ -81,22 +82,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def snapshot(items: Iterable[WriteItem]) -> tuple[WriteItem, ...]:
-    """Copies of the items on the CPU, which later training steps do not change. Copies from a
-    device run concurrently.
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies of items on the CPU, which later training steps do not change.
+
+    Attributes:
+        items: with tensors that may be read after `under_way.wait()`.
+        under_way: `under_way.before_change()` comes before the next update.
     """
+
+    items: tuple[WriteItem, ...]
+    under_way: CopiesUnderWay
+
+
+def snapshot(items: Iterable[WriteItem]) -> Snapshot:
+    """Copy the items to the CPU; copies from GPUs go on beside the computation."""
     sources = tuple(items)
-    copies = []
-    for item in sources:
-        tensor = item.tensor
-        copy = torch.empty(
-            tensor.shape,
-            dtype=tensor.dtype,
-            device="cpu",
-            pin_memory=tensor.is_cuda,
-        )
-        copy.copy_(tensor.detach(), non_blocking=True)
-        copies.append(replace(item, tensor=copy))
-    for device in {item.tensor.device for item in sources if item.tensor.is_cuda}:
-        torch.cuda.synchronize(device)
-    return tuple(copies)
+    copies = copy_to_host([item.tensor for item in sources])
+    copied = []
+    for item, tensor in zip(sources, copies.tensors, strict=True):
+        copied.append(replace(item, tensor=tensor))
+    return Snapshot(tuple(copied), copies.under_way)

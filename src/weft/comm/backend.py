@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
 from weft.comm.backend_ops import OPERATIONS, launch_recv, launch_send, send_to_all
 from weft.comm.backend_work import (
@@ -25,6 +26,7 @@ from weft.comm.signature import (
     signature_digest,
 )
 from weft.comm.transport import Call
+from weft.errors import MismatchError
 
 MAX_RANKS_COMPARED_BY_TEXT = 8
 """In larger groups, members compare digests of their signatures first."""
@@ -33,7 +35,13 @@ SIGNATURE_TAG, ABORT_TAG = 1, 2
 
 
 class ProcessGroupBackend(DeviceGroups):
-    """Launches the calls of one group of ranks; for the arguments see `DeviceGroups`."""
+    """Launches the calls of one group of ranks; for the arguments see `DeviceGroups`.
+
+    Attributes:
+        is_aborted: whether `abort` was called: what calls on devices wrote is not to be used.
+    """
+
+    is_aborted = False
 
     def launch(self, call: Call) -> BackendCall:
         """Hand `call` to the process group of its tensors."""
@@ -55,7 +63,9 @@ class ProcessGroupBackend(DeviceGroups):
         return launched
 
     def _add_message(self, call: Call) -> TorchWork:
-        source, destination = (call.members.index(rank) for rank in call.ranks)
+        sender, receiver = call.ranks
+        source = call.members.index(sender)
+        destination = call.members.index(receiver)
         if call.op == "send":
             return launch_send(self, call, to=destination)
         return launch_recv(self, call, source=source)
@@ -65,15 +75,16 @@ class ProcessGroupBackend(DeviceGroups):
         raises MismatchError.
         """
         own = signature_digest(call)
-        total = own.to(device)
+        total = own.to(device, copy=True)
         process_group = self.process_group_for(device.type)
         checking = process_group.allreduce([total], self.reduce_ops["sum"])
         launched = self.launch(call)
 
         def compare() -> None:
-            if not digests_agree(own, total.cpu(), len(call.ranks)):
-                texts = self._exchange_texts(call)  # every member sees the same total, so all do
-                texts.wait(EXCHANGE_TIMEOUT_S)
+            total_on_host = total.cpu()
+            if self.is_aborted:
+                raise RuntimeError("aborted while signatures were compared")
+            self._compare_with_total(call, own, total_on_host)
 
         return CheckedStreamCall(launched, checking, compare)
 
@@ -93,11 +104,28 @@ class ProcessGroupBackend(DeviceGroups):
         work = self.gloo.allreduce([total], self.reduce_ops["sum"])
 
         def compare() -> None:
-            if not digests_agree(own, total, len(call.ranks)):
-                texts = self._exchange_texts(call)  # every member sees the same total, so all do
-                texts.wait(EXCHANGE_TIMEOUT_S)
+            self._compare_with_total(call, own, total)
 
         return BackendCall([work], compare)
+
+    def _compare_with_total(
+        self,
+        call: Call,
+        own: Tensor,
+        total: Tensor,
+    ) -> None:
+        """Raise MismatchError unless the digest of this member agrees with the sum of all.
+
+        Every member sees the same sum, so all of them exchange texts, or none.
+        """
+        if digests_agree(own, total, len(call.ranks)):
+            return
+        texts = self._exchange_texts(call)
+        texts.wait(EXCHANGE_TIMEOUT_S)
+        raise MismatchError(
+            f"over {call.axis}, ranks called different operations, shapes or dtypes; "
+            f"this rank called {call.signature}"
+        )
 
     def _exchange_texts(self, call: Call) -> BackendCall:
         size = len(call.ranks)
@@ -118,10 +146,11 @@ class ProcessGroupBackend(DeviceGroups):
         return MessageCall([recv, send], compare)
 
     def abort(self, index: int) -> None:
-        """Fail what is in flight; gloo has no such call, but a recv that times out closes all
-        connections.
+        """Fail what is in flight on devices, and on the CPU: gloo has no such call, but a recv that
+        times out closes all connections.
         """
-        for device_type, process_group in self.connected.items():
+        self.is_aborted = True
+        for device_type, process_group in list(self.connected.items()):
             if device_type != "cpu":
                 process_group.abort()
         if "cpu" not in self.connected:
@@ -131,6 +160,13 @@ class ProcessGroupBackend(DeviceGroups):
         never_sent = self.gloo.recv([buffer], peer, ABORT_TAG)
         with contextlib.suppress(RuntimeError):
             never_sent.wait(timedelta(milliseconds=1))
+
+    def shut_down(self) -> None:
+        """End groups of devices whose calls are all complete; those of the CPU end by themselves."""
+        for device_type in list(self.connected):
+            if device_type != "cpu":
+                process_group = self.disconnect(device_type)
+                process_group.shutdown()
 
 
 def _without_repeated_pairs(calls: Sequence[Call]) -> Iterator[list[Call]]:

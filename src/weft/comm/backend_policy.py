@@ -41,6 +41,8 @@ class BackendPolicy:
         messages_on_axis_group: messages travel on the group of their axis, several in one launch;
             else every ordered pair of ranks has a group of its own.
         connects_at_start: groups are connected before the first call, in the order of the plan.
+        totals_along_axes: totals over many ranks go along the groups of axes, which exist anyway;
+            else through groups of few ranks that are made for them.
     """
 
     native_reduce: bool
@@ -51,6 +53,7 @@ class BackendPolicy:
     checks_on_device: bool
     messages_on_axis_group: bool
     connects_at_start: bool
+    totals_along_axes: bool
 
 
 GLOO = BackendPolicy(
@@ -62,6 +65,7 @@ GLOO = BackendPolicy(
     checks_on_device=False,
     messages_on_axis_group=False,
     connects_at_start=False,
+    totals_along_axes=False,
 )
 NCCL = BackendPolicy(
     native_reduce=True,
@@ -72,6 +76,7 @@ NCCL = BackendPolicy(
     checks_on_device=True,
     messages_on_axis_group=True,
     connects_at_start=True,
+    totals_along_axes=True,
 )
 
 POLICIES = {"cpu": GLOO, "cuda": NCCL}

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from weft.comm import collectives
+from weft.comm.backend_policy import policy_of
 from weft.comm.collectives import AxisGroup, LoweredOp
 from weft.comm.observe import (
     CallMonitor,
@@ -20,11 +21,13 @@ from weft.comm.observe import (
     operation,
     print_late_ranks,
 )
+from weft.comm.planned_groups import world_partition
 from weft.comm.transport import (
     Call,
     GroupsMessages,
     PendingCall,
     Reduce,
+    ReportsFailure,
     SharesProcess,
     Transport,
     Work,
@@ -119,6 +122,18 @@ class Comm:
             yield
         finally:
             self.checked = before
+
+    def check_connections(self) -> None:
+        """Raise the failure of a call on a device that the host did not wait for.
+
+        Call it after the host has waited for a device and before it uses what it read: an aborted
+        call leaves anything in its tensors.
+
+        Raises:
+            CommError: a call was aborted.
+        """
+        if isinstance(self.transport, ReportsFailure) and self.transport.failure is not None:
+            raise self.transport.failure
 
     def all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """The reduction of every member's x, in new memory."""
@@ -327,35 +342,51 @@ class Comm:
     def all_gather_world(self, rows: Tensor) -> Tensor:
         """The rows of all ranks of the mesh, concatenated along dim 0 in rank order.
 
-        For small tensors: it goes through stages of few ranks, see Note [World stages].
+        For small tensors: it goes through several groups, see Note [World stages].
         """
-        for group in world_stages(self.rank, self.mesh.size, checked=self.checked):
-            gathered = self._start(collectives.all_gather(rows, group, 0, None))
-            rows = gathered.wait()
+        for group in self._world_groups(self.device.type):
+            lowered = collectives.all_gather(rows, group, 0, None)
+            rows = self._start(lowered).wait()
         return rows
 
     def combine_world(self, row: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
         """One row for all ranks of the mesh from one row of each; the same bits on every rank.
 
-        For small tensors: it goes through stages of few ranks, see Note [World stages].
+        For small tensors: it goes through several groups, see Note [World stages].
 
         Args:
             row: of this rank, one dimension.
             combine: from rows [n, columns] to one row; associative, as it is called once a stage.
         """
-        for group in world_stages(self.rank, self.mesh.size, checked=self.checked):
-            gathered = self._start(collectives.all_gather(row.unsqueeze(0), group, 0, None))
-            row = combine(gathered.wait())
+        for group in self._world_groups(self.device.type):
+            lowered = collectives.all_gather(row.unsqueeze(0), group, 0, None)
+            rows = self._start(lowered).wait()
+            row = combine(rows)
         return row
 
     def sum_world(self, row: Tensor) -> Tensor:
         """The sum of the rows of all ranks of the mesh; see `combine_world`."""
-        return self.combine_world(row, lambda rows: rows.sum(0))
+
+        def add(rows: Tensor) -> Tensor:
+            return rows.sum(0)
+
+        return self.combine_world(row, add)
 
     def barrier_world(self) -> None:
         """Return when every rank of the mesh has called it."""
-        for group in world_stages(self.rank, self.mesh.size, checked=self.checked):
-            self._start(collectives.barrier(group)).wait()
+        for group in self._world_groups("cpu"):
+            lowered = collectives.barrier(group)
+            self._start(lowered).wait()
+
+    def _world_groups(self, device_type: str) -> tuple[AxisGroup, ...]:
+        """The groups through which a small collective of tensors on a device type reaches all ranks,
+        innermost first.
+        """
+        stages = world_stages(self.rank, self.mesh.size, checked=self.checked)
+        is_one_group = len(stages) <= 1
+        if is_one_group or not policy_of(device_type).totals_along_axes:
+            return stages
+        return tuple(self._group(axes) for axes in world_partition(self.mesh))
 
     def _group(self, axis: Axis) -> AxisGroup:
         key = (axis, self.checked)

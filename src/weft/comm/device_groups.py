@@ -34,6 +34,7 @@ class TorchProcessGroup(Protocol):
     def _end_coalescing(self) -> TorchWork: ...
     def barrier(self) -> TorchWork: ...
     def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
 
 
 class DeviceGroups:
@@ -76,6 +77,10 @@ class DeviceGroups:
         if device_type not in self._process_groups:
             self._process_groups[device_type] = self._connect(device_type)
         return self._process_groups[device_type]
+
+    def disconnect(self, device_type: str) -> TorchProcessGroup:
+        """Forget the process group for a device type."""
+        return self._process_groups.pop(device_type)
 
     def policy(self, x: Tensor) -> BackendPolicy:
         """How tensors on the device of `x` are carried."""

@@ -5,20 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from weft.comm.backend import ProcessGroupBackend
-from weft.comm.backend_policy import policy_of
 from weft.comm.backend_work import BackendCall
+from weft.comm.device_calls import DeviceCalls
+from weft.comm.group_call import GroupCall
 from weft.comm.presence import PresenceStore
 from weft.comm.signature import rank_list
 from weft.comm.transport import Call, OnLate
 from weft.errors import CommError, CommTimeout, first_line
-
-WAIT_SLICE_S = 0.25
-"""A wait for a collective is made of waits of this length, so that Ctrl-C interrupts it."""
 
 TIMEOUT_GRACE_S, LOST_GRACE_S = 0.1, 0.5
 """How long a rank looks for the others' announcements after a time-out and after a lost connection.
@@ -81,27 +77,26 @@ class GroupQueue:
         self._queued: queue.SimpleQueue[GroupCall | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._running: GroupCall | None = None
-        self._on_device: deque[DeviceCall] = deque()
+        self._on_device = DeviceCalls()
 
     def start(self, call: Call, on_late: OnLate) -> GroupCall:
         """Start `call`: see Note [Order in a group queue]."""
         with self._lock:
-            group_call = GroupCall(self, call, position=self._num_started, on_late=on_late)
-            self._num_started += 1
+            group_call = self._next_call(call, on_late)
             if group_call.policy.launches_from_caller:
                 self._launch_on_device([group_call])
-            elif self._backend is None or call.checked or self._num_queued:
+                return group_call
+            backend = self._connected_backend(group_call.device_type)
+            if backend is None or call.checked or self._num_queued:
                 self._enqueue(group_call)
             else:
-                group_call.launch(self._backend)
+                group_call.launch(backend)
             return group_call
 
     def hold(self, call: Call, on_late: OnLate) -> GroupCall:
         """A message on a device that `launch_held` will launch."""
         with self._lock:
-            group_call = GroupCall(self, call, position=self._num_started, on_late=on_late)
-            self._num_started += 1
-            return group_call
+            return self._next_call(call, on_late)
 
     def launch_held(self, group_calls: Sequence[GroupCall]) -> None:
         """Launch messages together."""
@@ -124,40 +119,54 @@ class GroupQueue:
         """Whether the members have met."""
         return self._backend is not None
 
+    @property
+    def failure(self) -> CommError | None:
+        """Why the connections of the group were closed; None while they are open."""
+        return self._failure
+
+    def _next_call(self, call: Call, on_late: OnLate) -> GroupCall:
+        position = self._num_started
+        self._num_started += 1
+        return GroupCall(self, call, position=position, on_late=on_late)
+
+    def _connected_backend(self, device_type: str) -> ProcessGroupBackend | None:
+        """The backend, if the group is connected for tensors on a device type."""
+        backend = self._backend
+        if backend is None or device_type not in backend.connected:
+            return None
+        return backend
+
     def _launch_on_device(self, group_calls: Sequence[GroupCall]) -> None:
         """Launch one call, or messages together."""
         first = group_calls[0]
         if self._failure is not None:
             raise self.diagnose(first, None)
-        if self._backend is None:  # not in the plan: the members meet here
-            self._backend = self._connected(first.call, first.device_type)
-        if first.call.is_p2p:
-            self._launch_messages(group_calls, self._backend)
-        else:
-            self._on_device.append(DeviceCall(first, first.launch(self._backend)))
-        self._drop_completed()
-
-    def _launch_messages(
-        self, group_calls: Sequence[GroupCall], backend: ProcessGroupBackend
-    ) -> None:
-        calls = [group_call.call for group_call in group_calls]
-        launched_calls = backend.launch_messages(calls)
-        for group_call, launched in zip(group_calls, launched_calls, strict=True):
+        device_calls = self._on_device.add(group_calls)
+        try:
+            launched_calls = self._launched(group_calls)
+        except BaseException:
+            self._on_device.remove(device_calls)
+            raise
+        launches = zip(group_calls, device_calls, launched_calls, strict=True)
+        for group_call, device_call, launched in launches:
             group_call.attach(launched)
-            self._on_device.append(DeviceCall(group_call, launched))
+            device_call.launched(launched)
 
-    def _drop_completed(self) -> None:
-        """Forget the calls on a device that are complete; they complete in the order of their start."""
-        while self._on_device and self._on_device[0].is_completed():
-            self._on_device.popleft()
+    def _launched(self, group_calls: Sequence[GroupCall]) -> list[BackendCall]:
+        first = group_calls[0]
+        if self._connected_backend(first.device_type) is None:  # not in the plan: members meet here
+            self._backend = self._connected(first.call, first.device_type)
+        assert self._backend is not None, "it was connected"
+        if not first.call.is_p2p:
+            return [first.launch(self._backend)]
+        calls = [group_call.call for group_call in group_calls]
+        return self._backend.launch_messages(calls)
 
     def _check_device(self, now_s: float) -> None:
         """Report the oldest unfinished call on a device; abort the group when it is too old."""
-        with self._lock:
-            self._drop_completed()
-            if not self._on_device:
-                return
-            oldest = self._on_device[0]
+        oldest = self._on_device.oldest()
+        if oldest is None:
+            return
         age_s = now_s - oldest.started_at_s
         if age_s < self.announce_after_s:
             return
@@ -166,16 +175,25 @@ class GroupQueue:
             oldest.group_call.report_late(age_s)
         if age_s >= self.timeout_s and self._failure is None:
             self.diagnose(oldest.group_call, None)
-            assert self._backend is not None, "a call was launched"
-            self._backend.abort(oldest.call.index)
+            if self._backend is not None:
+                self._backend.abort(oldest.call.index)
+
+    def shut_down(self) -> None:
+        """End the communicators of devices, if all calls on them are complete; every member does."""
+        is_unfinished = self._on_device.oldest() is not None
+        if self._backend is None or is_unfinished or self._failure is not None:
+            return
+        self._backend.shut_down()
 
     def abort(self, index: int) -> None:
         """Fail what member `index`, this rank, has started and not waited for; let the worker
         thread end.
         """
-        is_busy = bool(self.in_flight or self._num_queued or self._on_device)
-        if self._backend is not None and is_busy:
-            self._backend.abort(index)
+        if self._backend is not None:
+            is_busy = bool(self.in_flight or self._num_queued)
+            has_devices = any(device_type != "cpu" for device_type in self._backend.connected)
+            if is_busy or has_devices:
+                self._backend.abort(index)
         self._queued.put(None)
 
     def join(self) -> None:
@@ -191,14 +209,14 @@ class GroupQueue:
 
         Called from time to time by the monitor thread of the transport.
         """
-        now = time.monotonic()
-        self._check_device(now)
+        now_s = time.monotonic()
+        self._check_device(now_s)
         for group_call in list(self.in_flight):
-            age_s = now - group_call.started_at_s
+            age_s = now_s - group_call.started_at_s
             if age_s >= self.announce_after_s:
                 self._announce(group_call.call)
         for group_call in list(self.waiting):
-            waited_s = now - group_call.waiting_since_s
+            waited_s = now_s - group_call.waiting_since_s
             if waited_s >= self.late_after_s:
                 blocking = self._blocking(group_call)
                 blocking.report_late(waited_s)
@@ -211,9 +229,14 @@ class GroupQueue:
         is_connected = self._backend is not None
         if is_connected and call.is_p2p:
             return tuple(rank for rank in call.ranks if rank != call.rank)
-        num_started = group_call.position + 1 if is_connected else 1
+        num_started = 1
+        if is_connected:
+            num_started += group_call.position
         return self.presence.missing(
-            self.name, call.ranks, num_started=num_started, within_s=within_s
+            self.name,
+            call.ranks,
+            num_started=num_started,
+            within_s=within_s,
         )
 
     def diagnose(self, group_call: GroupCall, error: RuntimeError | None) -> CommError:
@@ -222,17 +245,14 @@ class GroupQueue:
         """
         description = group_call.call.description
         if self._failure is not None:
-            return CommError(
-                f"{description}: its connections were closed after an earlier failure: {self._failure}"
-            )
+            cause = f"its connections were closed after an earlier failure: {self._failure}"
+            return CommError(f"{description}: {cause}")
         self._announce(group_call.call)
         if error is None or "imed out" in str(error):
             missing = self.missing(group_call, within_s=TIMEOUT_GRACE_S)
-            late = (
-                f"{rank_list(missing)} did not arrive"
-                if missing
-                else "all ranks arrived, but it did not complete"
-            )
+            late = "all ranks arrived, but it did not complete"
+            if missing:
+                late = f"{rank_list(missing)} did not arrive"
             self._failure = CommTimeout(f"{description}: {late} within {self.timeout_s:g} s")
         else:
             missing = self.missing(group_call, within_s=LOST_GRACE_S)
@@ -250,7 +270,7 @@ class GroupQueue:
             return
         with (
             self._announce_lock
-        ):  # the monitor and the waiting thread announce: the number must not decrease
+        ):  # the monitor and the waiting thread: the number must not decrease
             num_started = self._num_started
             if num_started > self._num_announced:
                 self._num_announced = num_started
@@ -292,145 +312,21 @@ class GroupQueue:
 
     def _run(self, group_call: GroupCall) -> None:
         call = group_call.call
-        if self._backend is None:
-            self._backend = self._connected(call, group_call.device_type)
+        backend = self._connected_backend(group_call.device_type)
+        if backend is None:
+            backend = self._connected(call, group_call.device_type)
+            self._backend = backend
         if call.checked:
-            group_call.wait_for_backend(self._backend.exchange_signatures(call))
-        group_call.wait_for_backend(group_call.launch(self._backend))
+            comparison = backend.exchange_signatures(call)
+            group_call.wait_for_backend(comparison)
+        launched = group_call.launch(backend)
+        group_call.wait_for_backend(launched)
 
     def _connected(self, call: Call, device_type: str) -> ProcessGroupBackend:
         try:
-            backend = self._connect()
+            backend = self._backend or self._connect()
             backend.process_group_for(device_type)
         except RuntimeError as error:
-            raise CommError(
-                f"{call.description}: the group cannot be connected: {error}"
-            ) from error
+            what = f"{call.description}: the group cannot be connected: {error}"
+            raise CommError(what) from error
         return backend
-
-
-class GroupCall:
-    """One call of a `GroupQueue`: run by its worker thread if queued, otherwise launched by the
-    thread that starts it.
-
-    Attributes:
-        position: place of the call in the order of its group, the same on all members.
-        device_type: of its tensors; "cpu" without any.
-        policy: how calls on that device type are carried.
-        done, error: set by the worker thread; `done` is None if the call was launched directly.
-        started_at_s, waiting_since_s: time.monotonic() of the start and of the current `wait`.
-    """
-
-    def __init__(
-        self,
-        group_queue: GroupQueue,
-        call: Call,
-        *,
-        position: int,
-        on_late: OnLate,
-    ) -> None:
-        self.queue = group_queue
-        self.call = call
-        self.position = position
-        self.device_type = call.device.type
-        self.policy = policy_of(self.device_type)
-        self.done: threading.Event | None = None
-        self.error: Exception | None = None
-        self.started_at_s = time.monotonic()
-        self.waiting_since_s = self.started_at_s
-        self.on_late = on_late
-        self._backend_call: BackendCall | None = None
-        self._is_reported = False
-
-    def launch(self, backend: ProcessGroupBackend) -> BackendCall:
-        """Hand the call to the backend."""
-        if self.call.checked and self.policy.checks_on_device:
-            self._backend_call = backend.launch_checked(self.call, self.call.device)
-        else:
-            self._backend_call = backend.launch(self.call)
-        if not self.policy.is_stream_ordered:
-            self.queue.in_flight.add(self)
-        return self._backend_call
-
-    def attach(self, launched: BackendCall) -> None:
-        """The call was launched with others."""
-        self._backend_call = launched
-
-    def wait(self) -> None:
-        """Block until the call is complete."""
-        self.waiting_since_s = time.monotonic()
-        self.queue.waiting.add(self)
-        try:
-            if self.done is not None:
-                self.done.wait()  # the worker thread keeps the time-out
-            else:
-                assert self._backend_call is not None, "it is waited for inside its group"
-                self.wait_for_backend(self._backend_call)
-        finally:
-            self.queue.waiting.discard(self)
-        if self.error is not None:
-            raise self.error
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        if self.done is not None:
-            return self.done.is_set()
-        return self._backend_call is not None and self._backend_call.is_completed()
-
-    def wait_for_backend(self, backend_call: BackendCall) -> None:
-        """Block until `backend_call` is complete; raise the diagnosis if it fails or times out."""
-        self.queue.in_flight.add(self)
-        try:
-            is_complete = self._wait_in_slices(backend_call)
-        except RuntimeError as error:
-            raise self.queue.diagnose(self, error) from error
-        finally:
-            self.queue.in_flight.discard(self)
-        if not is_complete:
-            raise self.queue.diagnose(self, None)
-
-    def report_late(self, waited_s: float) -> None:
-        """Report the members that have not joined, once; only the first rank of the group to see it
-        does.
-        """
-        if self._is_reported:
-            return
-        missing = self.queue.missing(self, within_s=0.0)
-        if not missing:
-            return
-        self._is_reported = True
-        pair = f"{self.call.ranks}/" if self.call.is_p2p else ""
-        key = f"{self.queue.name}/reported/{pair}{self.position}"
-        if self.queue.presence.is_first(key):
-            self.on_late(self.call, missing, waited_s)
-
-    def _wait_in_slices(self, backend_call: BackendCall) -> bool:
-        timeout_s = self.queue.timeout_s
-        if self.call.is_p2p:
-            return backend_call.wait(
-                timeout_s
-            )  # a message has one wait: see Note [Messages on gloo]
-        deadline = time.monotonic() + timeout_s
-        while not backend_call.wait(min(WAIT_SLICE_S, timeout_s)):
-            if time.monotonic() > deadline:
-                return False
-        return True
-
-
-class DeviceCall:
-    """A call that runs on a device: what the monitor needs, without the tensors of the call."""
-
-    def __init__(self, group_call: GroupCall, launched: BackendCall) -> None:
-        self.call = replace(group_call.call, input=None, output=None)
-        self.started_at_s = group_call.started_at_s
-        self.group_call = GroupCall(
-            group_call.queue,
-            self.call,
-            position=group_call.position,
-            on_late=group_call.on_late,
-        )
-        self._works = tuple(launched.works)
-
-    def is_completed(self) -> bool:
-        """Whether the device has completed it."""
-        return all(work.is_completed() for work in self._works)

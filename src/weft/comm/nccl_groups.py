@@ -16,6 +16,11 @@ from typing import Any
 
 import torch
 
+WATCHDOG_MARGIN = timedelta(seconds=60)
+"""How much later than weft's monitor, which names the ranks that are missing, the watchdog of torch
+ends a process whose call hangs.
+"""
+
 
 class NcclGroups:
     """Makes the communicators of this rank's GPU.
@@ -51,8 +56,8 @@ class NcclGroups:
             store: in which its members find each other.
             color: differs between the groups of one partition.
         """
-        options = self._process_group.Options()
-        options._timeout = self._timeout
+        options = self._process_group.Options(is_high_priority_stream=True)
+        options._timeout = self._timeout + WATCHDOG_MARGIN
         if self._parent is not None:
             options.split_from = self._parent
             options.split_color = color

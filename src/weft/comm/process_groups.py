@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -20,7 +21,8 @@ from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
 from weft.comm.backend import ProcessGroupBackend
 from weft.comm.device_groups import TorchProcessGroup
-from weft.comm.group_queue import GroupCall, GroupQueue
+from weft.comm.group_call import GroupCall
+from weft.comm.group_queue import GroupQueue
 from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
 from weft.comm.nccl_groups import NcclGroups
 from weft.comm.planned_groups import PlannedGroup
@@ -52,6 +54,14 @@ _REDUCE_OPS: dict[Reduce, Any] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+
+
+@dataclass(frozen=True)
+class HeldMessage:
+    """A message that is launched at the end of its block, and the queue of its group."""
+
+    group_queue: GroupQueue
+    group_call: GroupCall
 
 
 class ProcessTransport:
@@ -112,13 +122,14 @@ class ProcessTransport:
             self._store = PrefixStore(prefix, shared_store)
         self._presence = PresenceStore(self._store)
         self._queues: dict[QueueKey, GroupQueue] = {}
-        self._held: list[GroupCall] | None = None
+        self._held: list[HeldMessage] | None = None
         self._nccl: NcclGroups | None = None
         self._closing = threading.Event()
         self._monitor_interval_s = min(MONITOR_INTERVAL_S, late_after_s / 8)
         self._monitor = threading.Thread(
             target=_monitor,
-            args=(self._queues, self._closing, self._monitor_interval_s),
+            args=(self._queues, self._closing),
+            kwargs={"interval_s": self._monitor_interval_s, "device": self.device},
             name="weft monitor",
             daemon=True,
         )
@@ -166,7 +177,7 @@ class ProcessTransport:
         if self._held is None or key.kind != "messages of group":
             return group_queue.start(call, on_late)
         group_call = group_queue.hold(call, on_late)
-        self._held.append(group_call)
+        self._held.append(HeldMessage(group_queue, group_call))
         return group_call
 
     @contextmanager
@@ -179,8 +190,9 @@ class ProcessTransport:
         finally:
             self._held = None
         by_queue: dict[GroupQueue, list[GroupCall]] = {}
-        for group_call in held:
-            by_queue.setdefault(group_call.queue, []).append(group_call)
+        for message in held:
+            together = by_queue.setdefault(message.group_queue, [])
+            together.append(message.group_call)
         for group_queue, group_calls in by_queue.items():
             group_queue.launch_held(group_calls)
 
@@ -224,12 +236,27 @@ class ProcessTransport:
             return self.rank
         return int(self._store.get(f"{key}/rank"))
 
-    def close(self) -> None:
+    @property
+    def failure(self) -> CommError | None:
+        """Why a group of this rank was closed early; None while all are open."""
+        for group_queue in list(self._queues.values()):
+            if group_queue.failure is not None:
+                return group_queue.failure
+        return None
+
+    def close(self, *, is_orderly: bool = False) -> None:
         """Drop all connections; calls that were not waited for are aborted, and other ranks see
         them fail.
 
         Without it this happens at the end of the program.
+
+        Args:
+            is_orderly: whether all ranks come here, with complete calls: then communicators of GPUs
+                are ended together instead of aborted.
         """
+        if is_orderly:
+            for group_queue in list(self._queues.values()):
+                group_queue.shut_down()
         self._finalizer()
 
     def _start_monitor(self) -> None:
@@ -304,11 +331,17 @@ def _call_of(group: PlannedGroup, rank: int) -> Call:
 
 
 def _monitor(
-    queues: dict[QueueKey, GroupQueue], closing: threading.Event, interval_s: float
+    queues: dict[QueueKey, GroupQueue],
+    closing: threading.Event,
+    *,
+    interval_s: float,
+    device: torch.device,
 ) -> None:
     """Monitor thread of a transport: announces this rank's calls and reports late ranks, until
     `closing` is set.
     """
+    if device.type == "cuda":  # else its questions to CUDA would open a context on the first GPU
+        torch.cuda.set_device(device)
     while not closing.wait(interval_s):
         for group_queue in list(queues.values()):
             try:

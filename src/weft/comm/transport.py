@@ -175,6 +175,16 @@ class GroupsMessages(Protocol):
 
 
 @runtime_checkable
+class ReportsFailure(Protocol):
+    """A transport whose calls may end without their result after the host has gone on."""
+
+    @property
+    def failure(self) -> CommError | None:
+        """Why calls were aborted; None if none was."""
+        ...
+
+
+@runtime_checkable
 class SharesProcess(Protocol):
     """A transport between ranks that are threads of one process."""
 

@@ -6,6 +6,8 @@ Note [World stages]
     (16,384 = 16 * 16 * 16 * 4); the ranks that differ in one digit only form a group of that stage.
     A number that is combined within each stage, from the innermost to the outermost, is combined
     over the world. All ranks combine the same numbers in the same order, so all get the same bits.
+    On GPUs the stages of a larger world are the groups along mesh axes, whose communicators exist
+    anyway: `planned_groups.world_partition`.
 """
 
 from __future__ import annotations

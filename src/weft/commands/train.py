@@ -222,7 +222,13 @@ def train_rank(
         torch.set_num_threads(1)  # kernels add in another order on other numbers of threads
     with (
         stop_request,
-        open_comm(world, job.mesh, device, deterministic=job.deterministic) as comm,
+        open_comm(
+            world,
+            job.mesh,
+            device,
+            deterministic=job.deterministic,
+            every_axis=False,
+        ) as comm,
         _verdict_of(job.proof) as verdict,
         nullcontext() if watch is None else end_of_joined_rank(job.records, world),
         open_event_log(job.records.out, world, has_launcher=watch is None) as log,

@@ -52,11 +52,13 @@ def open_comm(
     observers: Sequence[Observer] = (),
     timeout_s: float = TIMEOUT_S,
     deterministic: bool = False,
+    every_axis: bool = True,
 ) -> Iterator[Comm]:
     """The communicator of this rank over `mesh`; its connections are closed on exit.
 
     Args:
         deterministic: whether GPUs reduce in rank order, as CPUs do, instead of by NCCL.
+        every_axis: as in `planned_groups`.
 
     Raises:
         LaunchError: the world size differs from the mesh size, the rendezvous fails, or two ranks
@@ -93,7 +95,8 @@ def open_comm(
         if device.type == "cuda":
             check_exclusive(transport, gpu_uuid(device))
         if policy_of(device.type).connects_at_start:
-            transport.connect_groups(planned_groups(mesh, world.rank))
+            groups = planned_groups(mesh, world.rank, every_axis=every_axis)
+            transport.connect_groups(groups)
         yield Comm(
             mesh,
             world.rank,
@@ -101,8 +104,10 @@ def open_comm(
             observers=tuple(observers),
             monitor=world.attempt.status if world.attempt else None,
         )
-    finally:
+    except BaseException:
         transport.close()
+        raise
+    transport.close(is_orderly=True)
 
 
 def own_address(world: World) -> str | None:

@@ -98,6 +98,7 @@ class Evaluation:
                 sums = (loss, targets.double(), loss.new_tensor(num_bytes))
                 local += torch.stack(sums)
         loss_sum, num_targets, num_bytes = comm.sum_world(local).tolist()
+        comm.check_connections()
         return EvalReport(
             loss=loss_sum / max(num_targets, 1),
             targets=int(num_targets),

@@ -232,6 +232,7 @@ class TrainStep:
         Raises:
             CheckpointError: see `weft.checkpoint.restore.restore`.
         """
+        self.grads.before_change()
         state = self.state()
         if may_reset_optimizer and not restore.has_optimizer_state(state, checkpoint.manifest):
             restore.load_parameters(state, checkpoint.section(MODEL))
@@ -247,6 +248,7 @@ class TrainStep:
 
     def reset_optimizer(self) -> None:
         """Set optimizer state and loss scale to those before the first step."""
+        self.grads.before_change()
         if self.local_updates is not None:
             self.local_updates.reset()
         self.loss_scale = LossScale.of(self.model.plan)
@@ -333,6 +335,7 @@ class TrainStep:
         report_phase = on_phase or ignore_phase
         report_phase("forward")
         if self.local_updates is not None:
+            self.grads.before_change()
             self.local_updates.before_inner_step()
         scale = self.loss_scale.value
         targets = self._count_targets(batches)
@@ -358,6 +361,7 @@ class TrainStep:
         """Exchange outer gradients with other sites where that is due."""
         if self.local_updates is None:
             return None
+        self.grads.before_change()
         return self.local_updates.after_inner_step(partial(on_phase, "exchange"))
 
     def _before_action(
@@ -395,6 +399,7 @@ class TrainStep:
             skip: scalar on the device; 1: nothing is to change. For `NamedOptimizer` with
                 `skips_on_device`.
         """
+        self.grads.before_change()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if skip is None:

@@ -76,8 +76,14 @@ class PendingTotals:
         grad_norm_tensor: the norm of this rank's replica, float64 scalar.
     """
 
-    def __init__(self, numbers: Tensor, grad_norm_tensor: Tensor) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        numbers: Tensor,
+        grad_norm_tensor: Tensor,
+    ) -> None:
         self.grad_norm_tensor = grad_norm_tensor
+        self._comm = comm
         self._numbers: Tensor | None = numbers
         self._arrived: torch.cuda.Event | None = None
 
@@ -96,12 +102,17 @@ class PendingTotals:
             self._arrived.record()
 
     def read(self) -> StepTotals:
-        """Wait for the numbers, once."""
+        """Wait for the numbers, once.
+
+        Raises:
+            CommError: a call on the device was aborted, so the numbers mean nothing.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         assert self._numbers is not None, "they are read once"
         loss, num_targets, norm, expert_load, *rest = self._numbers.tolist()
         self._numbers = None
+        self._comm.check_connections()
         return StepTotals(
             loss=loss,
             targets=int(num_targets),
@@ -141,7 +152,7 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> PendingTotals:
     means = _means(comm, row[: len(sums)], targets)
     derived = torch.stack((means.loss, means.targets, means.grad_norm))
     numbers = torch.cat((derived, row[len(sums) :]))
-    return PendingTotals(numbers, means.own_grad_norm)
+    return PendingTotals(comm, numbers, means.own_grad_norm)
 
 
 def _sums_of_rank(comm: Comm, local: RankStats, targets: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class ScaledEmbed(Embed):
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
         x_BSD = super().forward(tokens_BS, batch)
         root = x_BSD.shape[-1] ** 0.5
-        scale = torch.tensor(root, dtype=x_BSD.dtype, device=x_BSD.device)
+        scale = x_BSD.new_full((), root)
         return x_BSD * scale
 
 

@@ -232,7 +232,7 @@ def _flash_backward(
     output: BlockOutput,
     scores: Scores,
 ) -> BlockGradients:
-    no_dropout_state = torch.zeros(2, dtype=torch.int64, device=block.q.device)
+    no_dropout_state = torch.zeros(2, dtype=torch.uint64, device=block.q.device)  # as forward's
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         output.grad,
         *block,

@@ -109,7 +109,7 @@ class PipelineParallel(nn.Module):
         """
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
-        seed = torch.tensor(1.0 / num_parts, dtype=torch.float64)
+        seed = torch.full((), 1.0 / num_parts, dtype=torch.float64, device=self.comm.device)
         batches = self._micro_batches(inputs, targets)
         self._reducer.zero_grad()
         state = self._player.play(batches, seed)
@@ -118,7 +118,7 @@ class PipelineParallel(nn.Module):
         return self.comm.all_reduce(loss, (PP, *axes))
 
     def _micro_batches(self, inputs: Tensor, targets: Tensor) -> list[Batch]:
-        no_positions = torch.zeros(0, dtype=torch.int64)
+        no_positions = torch.zeros(0, dtype=torch.int64, device=inputs.device)
         parts = zip(
             inputs.chunk(self.microbatches),
             targets.chunk(self.microbatches),

@@ -90,6 +90,7 @@ class GradientReducer:
         self.shard_ranges: dict[str, tuple[int, int]] = {}
         self.arrived: set[str] = set()
         self.norm_weights: dict[tuple[str, ...], Tensor] = {}
+        self._before_change: list[Callable[[], None]] = []
         self._stages_to_sync: set[int] = set()
         self._touched: dict[int, ParamGroup] = {}
         self._complete: set[int] = set()
@@ -287,16 +288,26 @@ class GradientReducer:
         `axis`; before `finish`.
 
         Every rank calls it after `start_remaining`: one all-reduce of an integer for each
-        parameter, as torch's DistributedDataParallel does to find unused parameters.
+        parameter, as torch's DistributedDataParallel does to find unused parameters. A rank that
+        has used all of them does not wait for the result.
         """
         names: list[str] = []
         for group in self.trained_groups:
             names.extend(group.params)
         if self.comm.degree(axis) == 1 or not names:
             return frozenset(self.arrived)
-        flags = [name in self.arrived for name in names]
-        num_ranks = torch.tensor(flags, dtype=torch.int32, device=self.comm.device)
+        num_ranks = torch.ones(
+            len(names),
+            dtype=torch.int32,
+            device=self.comm.device,
+        )
+        has_used_all = self.arrived.issuperset(names)
+        if not has_used_all:
+            flags = torch.tensor([name in self.arrived for name in names])
+            num_ranks.copy_(flags)
         self.comm.all_reduce_(num_ranks, axis)
+        if has_used_all:
+            return frozenset(names)
         used: set[str] = set()
         for name, count in zip(names, num_ranks.tolist(), strict=True):
             if count > 0:
@@ -310,6 +321,18 @@ class GradientReducer:
         for group in self.groups:
             if group.sharded_grad is not None:
                 group.sharded_grad.mul_(factor)
+
+    def before_next_change(self, act: Callable[[], None]) -> None:
+        """Have `act` called, once, before parameters or optimizer states change the next time: they
+        are being copied.
+        """
+        self._before_change.append(act)
+
+    def before_change(self) -> None:
+        """Parameters or optimizer states are about to change."""
+        for act in self._before_change:
+            act()
+        self._before_change.clear()
 
     def after_optimizer_step(self) -> None:
         """All-gather the updated values, two groups at a time; under ZeRO 3 the blocks' hooks
