@@ -13,7 +13,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; 
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 1.6em; }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .25em .7em; border-bottom: 1px solid #ddd; }
 td.n { text-align: right; font-variant-numeric: tabular-nums; }
-code, pre { font: 13px/1.4 ui-monospace, monospace; background: #f4f4f4; } pre { padding: .7em; overflow-x: auto; }
+code, pre { font: 13px/1.4 ui-monospace, monospace; background: #f4f4f4; } pre { padding: .7em; white-space: pre-wrap; }
 .equal { color: #0a6b2d; } .differs { color: #a01515; }
 """
 MAX_ROWS = 50

@@ -296,7 +296,7 @@ def _time(time: Fields) -> Iterator[str]:
     tokens_per_s = count(time["tokens_per_s"])
     source = escape(str(time["efficiency"]["source"]))
     yield (
-        f'<p class="note">Expected range {low} to {high}; {tokens_per_s} tokens/s;'
+        f'<p class="note">Expected range {low} to {high}; {tokens_per_s} tokens/s over all devices;'
         f" MFU {percent(time['mfu'])}; waits are those of the rank that waits most; shares of the published"
         f" speeds: {source}.</p>"
     )

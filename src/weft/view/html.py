@@ -11,6 +11,12 @@ from weft.view.svg import COLOURS
 from weft.view.text import figures
 
 OTHER_COLOURS = ("#f28b82", "#c58af9", "#fcad70", "#9aa0a6", "#d7aefb", "#a8dab5")
+NAMES_OF_KINDS = {
+    "F": "forward (F)",
+    "B": "backward (B)",
+    "I": "input gradient (I)",
+    "W": "weight gradient (W)",
+}
 PHASE_COLOUR = "#dadce0"
 """Of what is on the lane of kernels and is no action."""
 
@@ -56,6 +62,7 @@ def _fields(timeline: Timeline) -> dict[str, object]:
         "rows": rows,
         "names": list(names),
         "kinds": kinds,
+        "legend": [NAMES_OF_KINDS.get(kind, kind) for kind in kinds],
         "colours": list(colours.values()),
         "spans": spans,
     }
