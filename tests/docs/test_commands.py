@@ -30,6 +30,7 @@ PAGES = [
     "docs/lora.md",
     "docs/optimizers.md",
     "docs/plan.md",
+    "docs/precision.md",
     "docs/proofs.md",
     "docs/schedules.md",
     "docs/sites.md",
@@ -45,6 +46,7 @@ SLOW_PAGES = {
     "docs/huggingface.md",
     "docs/lora.md",
     "docs/optimizers.md",
+    "docs/precision.md",
     "docs/proofs.md",
     "docs/sites.md",
 }
