@@ -6,8 +6,8 @@ FACTS has `perf_rows.json` (one row a published measurement) and `vtrain_single.
 Rows go to the fitted or the tested half by a hash of their text. Each row is expressed as a run of weft
 (`published_rows.py`), whose stages are measured on meta tensors (`published_work.py`). Megatron's attention of that
 time is not fused: its scores move through memory, which is a constant of the set. A source with enough fitted rows has
-constants of its own, those of its machine and software; another one has those that are fitted to the large sources of the same
-software together, and a free scale. A row that weft cannot express is listed with the reason.
+constants of its own, those of its machine and software; another one has those between the large sources of the same
+software, and a free scale. A row that weft cannot express is listed with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,19 +28,25 @@ from benchmarks.published_work import MeasuredStages
 
 from weft.config.hardware import find_hardware
 from weft.errors import WeftError
-from weft.planner.calibrate import Calibration, MeasuredStep, Residual, compare, condensed, fit
+from weft.planner.calibrate import (
+    BOUNDS,
+    Calibration,
+    MeasuredStep,
+    Residual,
+    compare,
+    condensed,
+    fit,
+)
 from weft.planner.fit_statistics import quantile, ratio_range
 
 FEW = 20
 """Rows from which a range is taken."""
-OWN = 12
+OWN = 10
 """Fitted rows from which a source has constants of its own."""
 CACHE = Path("runs/published-work.pkl")
-MOST_FITTED = 24
+MOST_FITTED = 20
 """Rows of a source that are fitted: more change little."""
-MOST_TOGETHER = 12
-"""Rows of a source that are fitted together with other sources."""
-MOST_ACTIONS = 7_000
+MOST_ACTIONS = 10_000
 """Actions of the schedule of a row that is fitted."""
 
 
@@ -76,17 +82,18 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Rows of a source beside their predictions.
+    """Rows of a source on one stack beside their predictions.
 
     Attributes:
-        low, high: range of 80% of measured over predicted times.
+        held_out: measured over predicted times of the fitted half: of rows that were not fitted, if
+            there are enough, else of those that were, each family left out.
     """
 
+    stack: Stack
     fitted: Fitted
     accounts: Sequence[Account]
     residuals: Sequence[Residual]
-    low: float
-    high: float
+    held_out: Sequence[float]
 
     def rows(self, *, is_fitted: bool) -> list[Residual]:
         """Those of one half."""
@@ -122,22 +129,31 @@ def training_rows(accounts: Sequence[Account], *, most: int) -> list[Account]:
 def fitted_source(name: str, accounts: Sequence[Account], stack: Stack) -> Fitted:
     """Constants of a large source."""
     training = training_rows(accounts, most=MOST_FITTED)
-    found = fit_rows([account.step for account in training], stack, [name])
+    found = fit_rows([account.step for account in training], stack, name)
     keys = frozenset(account.row.key for account in training)
     return Fitted(name, found, is_own=True, training=keys)
 
 
-def fitted_together(by_source: Mapping[str, Sequence[Account]], stack: Stack) -> Calibration:
-    """Constants of all large sources of a stack, each with a scale."""
-    steps: list[MeasuredStep] = []
-    for name, accounts in by_source.items():
-        for account in training_rows(accounts, most=MOST_TOGETHER):
-            steps.append(replace(account.step, group=name))
-    return fit_rows(steps, stack, list(by_source))
+def typical(large: Sequence[Fitted], stack: Stack) -> Calibration:
+    """Constants between those of the large sources of a stack: of each the geometric mean. The range
+    is that of all their rows, as if they had not been fitted.
+    """
+    values: dict[str, float] = {}
+    for name in BOUNDS:
+        of_sources = [getattr(source.found.efficiency, name) for source in large]
+        if all(of_sources):
+            values[name] = statistics.geometric_mean(of_sources)
+    left_out: list[float] = []
+    for source in large:
+        left_out.extend(source.found.left_out)
+    low, high = ratio_range(left_out)
+    names = "; ".join(source.source for source in large)
+    constants = replace(stack.start, **values, low=low, high=high, source=f"between {names}")
+    return Calibration(constants, {}, (), tuple(left_out), {})
 
 
-def fit_rows(steps: Sequence[MeasuredStep], stack: Stack, sources: Sequence[str]) -> Calibration:
-    text = f"fitted to {len(steps)} published steps: {'; '.join(sources)}"
+def fit_rows(steps: Sequence[MeasuredStep], stack: Stack, source: str) -> Calibration:
+    text = f"fitted to {len(steps)} published steps: {source}"
     begin = time.process_time()
     hardware = find_hardware(stack.hardware)
     found = fit(steps, hardware, source=text, start=stack.start)
@@ -146,13 +162,13 @@ def fit_rows(steps: Sequence[MeasuredStep], stack: Stack, sources: Sequence[str]
     return found
 
 
-def scaled(name: str, accounts: Sequence[Account], together: Calibration, stack: Stack) -> Fitted:
-    """A small source with the constants of the large ones; its scale is the median of its fitted half."""
+def scaled(name: str, accounts: Sequence[Account], between: Calibration, stack: Stack) -> Fitted:
+    """A small source with typical constants; its scale is the median of its fitted half."""
     training = [account for account in accounts if account.row.is_fitted]
-    residuals = compared(training, together, stack)
+    residuals = compared(training, between, stack)
     scale = statistics.median(residual.ratio for residual in residuals) if residuals else 1.0
     keys = frozenset(account.row.key for account in training)
-    return Fitted(name, together, is_own=False, training=keys, scale=scale)
+    return Fitted(name, between, is_own=False, training=keys, scale=scale)
 
 
 def compared(accounts: Sequence[Account], found: Calibration, stack: Stack) -> list[Residual]:
@@ -161,19 +177,28 @@ def compared(accounts: Sequence[Account], found: Calibration, stack: Stack) -> l
 
 
 def outcome_of(fitted: Fitted, accounts: Sequence[Account], stack: Stack) -> Outcome:
-    """Every row beside its prediction, and the range: from rows of the fitted half that were not
-    fitted, if there are enough, else from those that were, each family left out.
-    """
+    """Every row beside its prediction."""
     residuals = []
     for residual in compared(accounts, fitted.found, stack):
         scaled_s = fitted.scale * residual.predicted_s
         residuals.append(replace(residual, predicted_s=scaled_s))
-    spare = []
+    held_out = []
     for account, residual in zip(accounts, residuals, strict=True):
         if account.row.is_fitted and account.row.key not in fitted.training:
-            spare.append(residual.ratio)
-    low, high = ratio_range(spare) if len(spare) >= FEW else fitted.found.range
-    return Outcome(fitted, accounts, residuals, low, high)
+            held_out.append(residual.ratio)
+    if len(held_out) < FEW:
+        held_out = list(fitted.found.left_out)
+    return Outcome(stack, fitted, accounts, residuals, held_out)
+
+
+def ranges_of(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
+    """By source, the range of 80% of measured over predicted times; a source on several devices has
+    one, as its software is the same.
+    """
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for outcome in outcomes:
+        ratios[outcome.fitted.source].extend(outcome.held_out)
+    return {source: ratio_range(of_source) for source, of_source in ratios.items()}
 
 
 def outcomes_of(stack: Stack, accounts: Sequence[Account]) -> Iterator[Outcome]:
@@ -186,16 +211,17 @@ def outcomes_of(stack: Stack, accounts: Sequence[Account]) -> Iterator[Outcome]:
     for name, members in by_source.items():
         is_large = len(training_rows(members, most=OWN)) == OWN
         (large if is_large else small)[name] = members
+    fitted = {name: fitted_source(name, members, stack) for name, members in large.items()}
     for name, members in large.items():
-        yield outcome_of(fitted_source(name, members, stack), members, stack)
+        yield outcome_of(fitted[name], members, stack)
     if not small:
         return
     if not large:
         print(f"\n{stack.name}: too few rows of {'; '.join(small)} for constants")
         return
-    together = fitted_together(large, stack)
+    between = typical(list(fitted.values()), stack)
     for name, members in small.items():
-        yield outcome_of(scaled(name, members, together, stack), members, stack)
+        yield outcome_of(scaled(name, members, between, stack), members, stack)
 
 
 # -- report ------------------------------------------------------------------------------------
@@ -210,20 +236,21 @@ def print_constants(found: Calibration) -> None:
         print(f"  scale of {group}: {scale:.3f}")
 
 
-def print_outcome(outcome: Outcome) -> None:
+def print_outcome(outcome: Outcome, low: float, high: float) -> None:
     """Both halves of a source, and what its range holds."""
     name = outcome.fitted.source[:34]
+    print(f"\n{name}, {outcome.stack.name}")
     if not outcome.fitted.is_own:
-        print(f"{name}: constants of the large sources, scale {outcome.fitted.scale:.3f}")
+        print(f"{name}: constants between the large sources, scale {outcome.fitted.scale:.3f}")
     for is_fitted, half in ((True, "fitted half"), (False, "TEST half")):
         rows = outcome.rows(is_fitted=is_fitted)
         if rows:
             print(error_line(f"{name} {half}", rows))
     test = outcome.rows(is_fitted=False)
     if test:
-        covered = sum(outcome.low <= residual.ratio <= outcome.high for residual in test)
+        covered = sum(low <= residual.ratio <= high for residual in test)
         print(
-            f"  range {outcome.low:.3f} to {outcome.high:.3f} holds {covered} of {len(test)}"
+            f"  range {low:.3f} to {high:.3f} holds {covered} of {len(test)}"
             f" of the test half: {100 * covered / len(test):.0f}% (aim 80%)"
         )
     report_choice(outcome, only_tested=False)
@@ -263,8 +290,9 @@ def report_choice(outcome: Outcome, *, only_tested: bool) -> None:
     )
 
 
-def write_outcome(folder: Path, stack: Stack, outcome: Outcome) -> None:
+def write_outcome(folder: Path, outcome: Outcome, low: float, high: float) -> None:
     """Write the constants and every row beside its prediction."""
+    stack = outcome.stack
     rows = []
     for account, residual in zip(outcome.accounts, outcome.residuals, strict=True):
         row = account.row
@@ -281,7 +309,7 @@ def write_outcome(folder: Path, stack: Stack, outcome: Outcome) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     words = [*stack.name.split()[1:2], *outcome.fitted.source.split()[:2]]
     name = "-".join([stack.hardware, *words]).replace(",", "").replace("/", "")
-    constants = replace(outcome.fitted.found.efficiency, low=outcome.low, high=outcome.high)
+    constants = replace(outcome.fitted.found.efficiency, low=low, high=high)
     text = json.dumps({"efficiency": asdict(constants), "rows": rows}, indent=1)
     (folder / f"{name}.json").write_text(text)
 
@@ -340,11 +368,15 @@ def main() -> None:
     begin = time.process_time()
     stacks = accounts_of(rows, MeasuredStages(args.cache), reasons)
     print(f"measured {len(rows)} rows: {time.process_time() - begin:.0f} CPU-s")
+    outcomes: list[Outcome] = []
     for stack, accounts in stacks.items():
-        for outcome in outcomes_of(stack, accounts):
-            print_outcome(outcome)
-            if args.write is not None:
-                write_outcome(args.write, stack, outcome)
+        outcomes.extend(outcomes_of(stack, accounts))
+    ranges = ranges_of(outcomes)
+    for outcome in outcomes:
+        low, high = ranges[outcome.fitted.source]
+        print_outcome(outcome, low, high)
+        if args.write is not None:
+            write_outcome(args.write, outcome, low, high)
     print("\nnot expressed:")
     for text, number in sorted(reasons.items()):
         print(f"  {number:>4} x {text}")
