@@ -1,12 +1,13 @@
-"""The report of the GPU checks: rows, their verdicts, and the exit code."""
+"""The report of the GPU checks: checks, rows, their verdicts, a table and a JSON file. Imports no torch."""
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+LIMIT_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -34,45 +35,62 @@ class Settings:
         device: "cuda:0", or "cpu" for a rehearsal.
         is_rehearsal: tiny models and few layouts.
         folder: for files of the checks.
-        deadline_s: time.monotonic() after which no section begins.
     """
 
     device: str
     is_rehearsal: bool
     folder: Path
-    deadline_s: float
 
 
-Section = Callable[[Settings], Iterator[Row]]
+@dataclass(frozen=True)
+class Check:
+    """One check, which yields rows.
+
+    Attributes:
+        limit_s: after which its process is killed.
+    """
+
+    name: str
+    run: Callable[[Settings], Iterable[Row]]
+    limit_s: float = LIMIT_S
+
+
+def rows_of(check: Check, settings: Settings) -> Iterator[Row]:
+    """The rows of a check; an error in it is a failed row."""
+    try:
+        yield from check.run(settings)
+    except Exception as error:  # noqa: BLE001 - the other checks still run
+        yield Row(check.name, f"{type(error).__name__}: {str(error)[:300]}", is_ok=False)
 
 
 @dataclass
 class Report:
-    """Rows as they come, printed at once."""
+    """Rows as they come, printed at once, by section."""
 
-    rows: list[Row] = field(default_factory=list)
+    sections: dict[str, list[Row]] = field(default_factory=dict)
 
-    def run(self, title: str, section: Section, settings: Settings) -> None:
-        """Run a section; an error in it is a failed row, and so is a section that finds no time."""
+    def begin(self, title: str) -> None:
+        """Print the title of a section."""
+        self.sections[title] = []
         print(f"\n{title}", flush=True)
-        if time.monotonic() > settings.deadline_s:
-            self.add(Row(title, "left out: no time left", is_ok=False))
-            return
-        start = time.monotonic()
-        try:
-            for row in section(settings):
-                self.add(row)
-        except Exception as error:  # noqa: BLE001 - the other sections still run
-            traceback.print_exc()
-            self.add(Row(title, f"{type(error).__name__}: {str(error)[:200]}", is_ok=False))
-        print(f"      {time.monotonic() - start:.1f} s", flush=True)
 
-    def add(self, row: Row) -> None:
+    def add(self, title: str, row: Row) -> None:
         """Note and print a row."""
-        self.rows.append(row)
+        self.sections[title].append(row)
         print(row, flush=True)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all sections."""
+        return [row for rows in self.sections.values() for row in rows]
 
     @property
     def failures(self) -> list[Row]:
         """Rows that are not as they must be."""
         return [row for row in self.rows if row.is_ok is False]
+
+    def write(self, path: Path) -> None:
+        """Write all rows as JSON."""
+        sections = {title: [asdict(row) for row in rows] for title, rows in self.sections.items()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(sections, indent=1) + "\n")

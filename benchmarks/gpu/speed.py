@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from benchmarks.gpu.report import Row, Settings
+from benchmarks.gpu.report import Check, Row, Settings
 from torch import nn
 
 from weft.comm.comm import Comm
@@ -17,7 +19,9 @@ from weft.config.load import load
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.models.common.init import tie
+from weft.run.numerics import numerics
 from weft.train.build import build_step
+from weft.train.step import TrainStep
 
 PEAK_SIZE, REHEARSED_PEAK_SIZE = 8192, 256
 ROUNDS, STEPS_A_ROUND = 6, 3
@@ -34,6 +38,7 @@ class Workload:
 
 
 WORKLOADS = (Workload("gpt2-124m", 1024, 16), Workload("llama3-1b", 4096, 4))
+LONG = Workload("llama3-1b", 8192, 1)
 REHEARSED = (Workload("gpt2-tiny", 32, 2),)
 
 
@@ -43,14 +48,65 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def check_speed(settings: Settings) -> Iterator[Row]:
+def check_matrix_peak(settings: Settings) -> Iterator[Row]:
+    """The speed of large matrix products."""
+    yield Row("bfloat16 matrix products", f"{peak_of(settings) / 1e12:.2f} TFLOP/s")
+
+
+@functools.cache
+def peak_of(settings: Settings) -> float:
+    """FLOP/s of large products in bfloat16."""
+    size = REHEARSED_PEAK_SIZE if settings.is_rehearsal else PEAK_SIZE
+    return matrix_peak(torch.device(settings.device), size)
+
+
+def speed_checks(settings: Settings) -> list[Check]:
     """Tokens a second of each way to train each model; nothing to judge, except that it runs."""
     device = torch.device(settings.device)
-    peak = matrix_peak(device, REHEARSED_PEAK_SIZE if settings.is_rehearsal else PEAK_SIZE)
-    yield Row("bfloat16 matrix products", f"{peak / 1e12:.2f} TFLOP/s")
+    checks = []
     for workload in REHEARSED if settings.is_rehearsal else WORKLOADS:
         for name, make in ways(workload, device, settings.is_rehearsal).items():
-            yield _row(f"{workload.preset} {name}", make, workload, device, peak=peak)
+            full_name = f"{workload.preset} {name}"
+            checks.append(Check(full_name, partial(_check_way, full_name, make, workload)))
+    return checks
+
+
+def _check_way(
+    name: str,
+    make: Callable[[], Way],
+    workload: Workload,
+    settings: Settings,
+) -> Iterator[Row]:
+    device = torch.device(settings.device)
+    yield _row(name, make, workload, device, peak=peak_of(settings))
+
+
+def check_tf32(settings: Settings) -> Iterator[Row]:
+    """A float32 step with both precisions of matrix products."""
+    device = torch.device(settings.device)
+    workload = (REHEARSED if settings.is_rehearsal else WORKLOADS)[0]
+    for matmul in ("ieee", "tf32"):
+        with numerics(deterministic=False, matmul=matmul):
+            way = weft_way(workload, device, "--precision.compute", "float32")
+            seconds = seconds_a_step(way, device)
+        yield Row(f"{workload.preset} float32, matmul {matmul}", f"{1e3 * seconds:9.1f} ms")
+        del way
+
+
+def check_documents(settings: Settings) -> Iterator[Row]:
+    """Time and memory of long sequences, of one document and of several: those need a mask."""
+    device = torch.device(settings.device)
+    workload = REHEARSED[0] if settings.is_rehearsal else LONG
+    for num_documents in (1, 4):
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        way = weft_way(workload, device, num_documents=num_documents)
+        seconds = seconds_a_step(way, device)
+        memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+        name = f"{workload.preset}, {workload.seq_len} tokens in {num_documents} documents"
+        yield Row(name, f"{1e3 * seconds:9.1f} ms {memory:5.1f} GiB")
+        del way
 
 
 def matrix_peak(device: torch.device, size: int) -> float:
@@ -88,9 +144,10 @@ def ways(
         "weft selective recompute": lambda: weft_way(
             workload, device, "--parallel.recompute", "selective"
         ),
+        "weft, blocks compiled": lambda: weft_way(workload, device, is_compiled=True),
     }
     if is_rehearsal:
-        del found["plain compiled"]
+        del found["plain compiled"], found["weft, blocks compiled"]
     return found
 
 
@@ -110,13 +167,41 @@ def batch_of(workload: Workload, device: torch.device) -> Batch:
     return token_batch(tokens[:, :-1], tokens[:, 1:]).map(lambda x: x.to(device))
 
 
-def weft_way(workload: Workload, device: torch.device, *more: str) -> Way:
+def weft_way(
+    workload: Workload,
+    device: torch.device,
+    *more: str,
+    num_documents: int = 1,
+    is_compiled: bool = False,
+) -> Way:
     """One rank of weft."""
+    step, run_step = train_step(workload, device, *more, num_documents=num_documents)
+    if is_compiled:
+        for block in step.model.blocks.values():
+            block.compile()
+    return Way(run_step, step.num_params)
+
+
+def train_step(
+    workload: Workload,
+    device: torch.device,
+    *more: str,
+    num_documents: int = 1,
+) -> tuple[TrainStep, Callable[[], object]]:
+    """The step of one rank, and the call that runs it."""
     run = load([*flags(workload), *more], FAMILIES)
     world = ThreadWorld(1, devices=[device])
     step = build_step(run, Comm(run.device_mesh, 0, world.transport(0)))
     batch = batch_of(workload, device)
-    return Way(lambda: step([batch], lr=LR), step.num_params)
+    if num_documents > 1:
+        numbers = torch.arange(workload.seq_len, device=device)
+        documents = numbers * num_documents // workload.seq_len
+        batch = replace(batch, documents=documents.repeat(workload.num_sequences, 1))
+
+    def run_step() -> object:
+        return step([batch], lr=LR)
+
+    return step, run_step
 
 
 def plain_way(workload: Workload, device: torch.device, *, is_compiled: bool) -> Way:

@@ -166,7 +166,8 @@ class ProcessGroupBackend(DeviceGroups):
         for device_type in list(self.connected):
             if device_type != "cpu":
                 process_group = self.disconnect(device_type)
-                process_group.shutdown()
+                end = getattr(process_group, "shutdown", process_group.abort)  # newer than abort
+                end()
 
 
 def _without_repeated_pairs(calls: Sequence[Call]) -> Iterator[list[Call]]:
