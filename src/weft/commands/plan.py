@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ MORE_HELP = (
     "Any key of weft train as well: layouts keep those of the mesh, ZeRO, recomputation, schedule and batch that are given. "
     "weft plan --calibrate --help: fit the constants of this machine"
 )
+ORDER_OF = {"time": "fastest first", "memory": "least memory first", "cost": "cheapest first"}
 JSON_FLAG = "--json"
 
 
@@ -268,11 +270,14 @@ def _search(
         fields["command"] = command_of(run_words, best)
         print_result(json.dumps(fields, indent=1))
         return EXIT_OK
-    lines = [*_head(run, hardware, costs), *search_text(result, rates, num_shown=options.top)]
+    speeds = costs.speeds.efficiency.source
+    num_devices = math.prod(degree for _, degree in result.best[0].layout.degrees)
+    lines = _head(run, hardware, speeds, num_devices=num_devices, target=options.target)
+    lines.extend(search_text(result, rates, num_shown=options.top))
     if named is not None:
         lines.extend(why_lines(named, result, costs, capacity, rates))
     lines.extend(_scale_lines(scaled, rates))
-    print_result("\n".join([*lines, command_of(run_words, best)]))
+    print_result("\n".join([*lines, "the best one as a command:", command_of(run_words, best)]))
     return EXIT_OK
 
 
@@ -282,10 +287,17 @@ def _show_progress(text: str) -> None:
     sys.stderr.flush()
 
 
-def _head(run: Run, hardware: Hardware, costs: LayoutCosts) -> list[str]:
-    lines = [f"on {hardware.label}; speeds: {costs.speeds.efficiency.source}"]
+def _head(run: Run, hardware: Hardware, speeds: str, *, num_devices: int, target: str) -> list[str]:
+    """What is searched, on what, and the order of the layouts."""
+    model = run.model.preset or run.model.name
+    lines = [
+        f"layouts of {model} on {num_devices} devices, {ORDER_OF[target]}",
+        f"{hardware.label}; speeds: {speeds}",
+    ]
     note = hardware.slow_compute_note(run.precision.compute)
-    return [*lines, note] if note else lines
+    if note:
+        lines.append(note)
+    return lines
 
 
 def command_of(run_words: Sequence[str], best: Layout) -> str:
