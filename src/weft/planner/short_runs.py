@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from weft.config.run import Run, plan_of
 from weft.core.dimension import default_sharding_rule
@@ -45,18 +46,19 @@ class ShortRuns:
         """
         self.num_runs += 1
         num_data = layout.degree(DP) * layout.degree(EP)
-        size = NUM_MICROBATCHES * num_data * layout.micro_size
-        run = layout.applied_to(self.run).with_values({"batch.global_size": size})
-        plan = plan_of(run)
-        return measure_rank(run, 0, plan=self._shortened(plan, copies))
+        global_size = NUM_MICROBATCHES * num_data * layout.micro_size
+        of_layout = layout.applied_to(self.run)
+        run = of_layout.with_values({"batch.global_size": global_size})
+        plan = self._shortened(plan_of(run), copies)
+        return measure_rank(run, 0, plan=plan)
 
     def _shortened(self, plan: Plan, copies: int) -> Plan:
         stage = plan.stages[0]
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         kept = []
         for name in stage.blocks:
             kind = self.kinds[name]
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind] += 1
             if counts[kind] <= copies:
                 kept.append(name)
         short = stage.model_copy(update={"blocks": tuple(kept)})
@@ -64,23 +66,30 @@ class ShortRuns:
 
     def params_of_kinds(self, *, tp: int, ep: int) -> dict[str, float]:
         """Parameters of each kind of block on a rank."""
-        if (tp, ep) not in self._params:
-            self._params[tp, ep] = self._count_params({TP: tp, EP: ep})
-        return self._params[tp, ep]
+        degrees = (tp, ep)
+        known = self._params.get(degrees)
+        if known is None:
+            known = self._count_params({TP: tp, EP: ep})
+            self._params[degrees] = known
+        return known
 
     def _count_params(self, degrees: Mapping[str, int]) -> dict[str, float]:
         model = self.run.model
         family = family_of(model, self.run.lora)
         blocks = lazy_blocks(family, model)
         axes = family.axes(model)
-        rule = default_sharding_rule()
         counts = {}
         for kind in dict.fromkeys(self.kinds.values()):
             count = 0.0
             for name, param in named_parameters({kind: blocks[kind]}).items():
                 logical = first_axes(logical_axes(name, axes))
-                sharding = {rule[axis] for axis in logical if axis in rule}
-                divisor = math.prod(degrees.get(axis, 1) for axis in sharding)
-                count += param.numel() / divisor
+                count += param.numel() / num_shards(logical, degrees)
             counts[kind] = count
         return counts
+
+
+def num_shards(logical: Iterable[str], degrees: Mapping[str, int]) -> int:
+    """Shards of a parameter with these logical axes under the degrees of mesh axes."""
+    rule = default_sharding_rule()
+    sharding = {rule[axis] for axis in logical if axis in rule}
+    return math.prod(degrees.get(axis, 1) for axis in sharding)

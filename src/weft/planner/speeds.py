@@ -57,10 +57,13 @@ class Speeds:
             return seconds
         peak = self.hardware.tflops(kernel.dtype) * TERA
         if kernel.kind == "attention":
-            seconds += scores_bytes(kernel, share) / memory
-            return seconds + kernel.flops / (peak * share.attention)
+            attention_rate = peak * share.attention
+            scores_s = scores_bytes(kernel, share) / memory
+            seconds += scores_s
+            return seconds + kernel.flops / attention_rate
+        gemm_rate = peak * share.gemm
         few_outputs = 1 + share.gemm_half / outputs(kernel)
-        return seconds + kernel.flops * few_outputs / (peak * share.gemm)
+        return seconds + kernel.flops * few_outputs / gemm_rate
 
     def operation_s(self, op: Operation) -> float:
         """Seconds of one collective or message on this rank."""
@@ -68,9 +71,11 @@ class Speeds:
         if members < 2:
             return 0.0
         node = self.hardware.node
-        num_nodes = len({rank // node for rank in op.group})
+        nodes = {rank // node for rank in op.group}
+        num_nodes = len(nodes)
         transfer_s = self._transfer_s(op, num_nodes=num_nodes)
-        return transfer_s + self._latency_s(op.op, members, num_nodes)
+        latency_s = self._latency_s(op.op, members, num_nodes)
+        return transfer_s + latency_s
 
     def _transfer_s(self, op: Operation, *, num_nodes: int) -> float:
         """Seconds in which what this rank sends is on its links."""
@@ -79,11 +84,14 @@ class Speeds:
             return inside_s
         members = len(op.group)
         members_a_node = max(1, members // num_nodes)
-        if op.op == "all_to_all":
-            outside = (members - members_a_node) / (members - 1)
-            outside_s = outside * op.sent_bytes / self._network_rate
-            return max((1 - outside) * inside_s, outside_s)
-        return max(inside_s, op.sent_bytes / (self._network_rate * members_a_node))
+        if op.op != "all_to_all":
+            ring_rate = self._network_rate * members_a_node
+            return max(inside_s, op.sent_bytes / ring_rate)
+        num_outside = members - members_a_node
+        outside = num_outside / (members - 1)
+        outside_s = outside * op.sent_bytes / self._network_rate
+        share_inside_s = (1 - outside) * inside_s
+        return max(share_inside_s, outside_s)
 
     def _latency_s(self, op: str, members: int, num_nodes: int) -> float:
         """Seconds of the steps of a collective without their bytes: along a ring that crosses each
@@ -98,9 +106,12 @@ class Speeds:
             ring_s = (members - 1) * inside_s
             return 2 * ring_s if op == "all_reduce" else ring_s
         if op == "all_to_all":
-            steps = min(members - 1, 2 * math.ceil(math.log2(members)))
+            rounds = math.ceil(math.log2(members))
+            steps = min(members - 1, 2 * rounds)
             return steps * between_s
-        ring_s = (members - num_nodes) * inside_s + (num_nodes - 1) * between_s
+        num_inside = members - num_nodes
+        num_between = num_nodes - 1
+        ring_s = num_inside * inside_s + num_between * between_s
         if op != "all_reduce":
             return ring_s
         depth = math.ceil(math.log2(num_nodes))
@@ -111,10 +122,11 @@ class Speeds:
     def message_s(self, num_bytes: int, sender: int, receiver: int) -> float:
         """Seconds of one message between two ranks."""
         node = self.hardware.node
+        share = self.efficiency
         is_inside = sender // node == receiver // node
         if is_inside:
-            return num_bytes / self._link_rate + self.efficiency.latency_s
-        return num_bytes / self._network_rate + self.efficiency.network_latency_s
+            return num_bytes / self._link_rate + share.latency_s
+        return num_bytes / self._network_rate + share.network_latency_s
 
     @property
     def _link_rate(self) -> float:
@@ -157,9 +169,11 @@ def scores_bytes(kernel: KernelLaunch, share: Efficiency) -> float:
         return 0.0
     heads, queries, keys, head_size = kernel.sizes
     scores = heads * queries * keys
-    products = kernel.flops / (2 * head_size * scores)
+    flops_of_a_product = 2 * head_size * scores
+    products = kernel.flops / flops_of_a_product
     is_backward = products > FORWARD_PRODUCTS
-    return scores * share.score_bytes * (BACKWARD_SCORES if is_backward else 1.0)
+    passes = BACKWARD_SCORES if is_backward else 1.0
+    return scores * share.score_bytes * passes
 
 
 FORWARD_PRODUCTS = 2.0
