@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from weft.comm.observe import Operation
 from weft.parallel.cp import AXIS as CP
-from weft.parallel.ep import AXIS as EP
-from weft.parallel.tp import AXIS as TP
 from weft.planner.candidates import MICRO_SIZES
 from weft.planner.kernels import KernelLaunch
 from weft.planner.layout_choice import DEFAULT_CONTEXT, DEFAULT_SCHEDULE, Layout
@@ -133,7 +131,7 @@ class BlockMeasurements:
         measured with this recomputation.
         """
         whole = Layout(
-            _block_degrees(layout),
+            layout.blocks.degrees,
             recompute=recompute,
             sequence=layout.sequence,
             context=DEFAULT_CONTEXT,
@@ -199,7 +197,7 @@ class BlockMeasurements:
 
     def split_shares(self, layout: Layout) -> SplitShares:
         """Of a backward, measured once for each degree of tp and ep, and recomputation."""
-        key = Layout(_block_degrees(layout), recompute=layout.recompute)
+        key = replace(layout.blocks, recompute=layout.recompute)
         known = self._splits.get(key)
         if known is None:
             whole = self._backward_seconds(layout, DEFAULT_SCHEDULE)
@@ -220,16 +218,6 @@ class BlockMeasurements:
             costs = self._table.region(region)
             seconds[kind] = replay(costs).total
         return seconds
-
-
-def _block_degrees(layout: Layout) -> tuple[tuple[str, int], ...]:
-    """The degrees of ep and tp that are larger than 1."""
-    degrees = []
-    for axis in (EP, TP):
-        degree = layout.degree(axis)
-        if degree > 1:
-            degrees.append((axis, degree))
-    return tuple(degrees)
 
 
 def first_regions(step: RankStep) -> dict[str, RecordedRegion]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from weft.core.mesh import Mesh
 from weft.planner.rank_calls import CallEvent, group_of
 from weft.planner.recorder import Started
 
+MOST_SHOWN = 8
+"""Ranks that are listed of the group that a call should be over."""
 MOST_MEMBERS = 4
 """Ranks that are listed of a group."""
 Calls = Mapping[int, Sequence[CallEvent]]
@@ -57,9 +60,8 @@ def rank_text(mesh: Mesh, rank: int) -> str:
 def call_text(op: Operation) -> str:
     """The call of a member, with the first ranks of its group."""
     separator = " -> " if op.is_p2p else " "
-    shown = op.group[:MOST_MEMBERS]
-    ranks = separator.join(map(str, shown))
-    if len(shown) < len(op.group):
+    ranks = _ranks_text(op.group[:MOST_MEMBERS], separator)
+    if len(op.group) > MOST_MEMBERS:
         ranks = f"{ranks} ..."
     call = op.signature.text or op.op
     return f"{call} over {op.axis}, ranks {ranks}"
@@ -70,29 +72,51 @@ def wrong_groups(
     region: str,
     calls: Calls,
 ) -> Iterator[Mismatch]:
-    """Calls over other ranks than those of their axis."""
-    expected: dict[str, tuple[int, ...] | None] = {}
+    """Calls over other ranks than those of their axis; the first one of each rank."""
     for rank, events in calls.items():
-        expected.clear()
-        position: dict[str, int] = {}
-        for op in _started(events):
-            position[op.axis] = position.get(op.axis, 0) + 1
-            if op.axis not in expected:
-                expected[op.axis] = group_of(mesh, rank, op.axis)
-            group = expected[op.axis]
-            if group is None or _is_group(op, group, rank):
-                continue
-            other = next(member for member in (*group, *op.group) if member != rank)
-            right = " ".join(map(str, group[:8]))
-            yield Mismatch(
-                axis=op.axis,
-                region=region,
-                position=position[op.axis],
-                ranks=(rank, other),
-                coordinates=(mesh.coord_text(rank), mesh.coord_text(other)),
-                calls=(call_text(op), f"is of the group {right} over {op.axis}"),
-            )
-            break
+        found = _wrong_group(
+            mesh,
+            region,
+            rank,
+            events,
+        )
+        if found is not None:
+            yield found
+
+
+def _wrong_group(
+    mesh: Mesh,
+    region: str,
+    rank: int,
+    events: Sequence[CallEvent],
+) -> Mismatch | None:
+    """The first call of a rank over other ranks than those of its axis."""
+    expected: dict[str, tuple[int, ...] | None] = {}
+    positions: Counter[str] = Counter()
+    for op in _started(events):
+        axis = op.axis
+        positions[axis] += 1
+        if axis not in expected:
+            expected[axis] = group_of(mesh, rank, axis)
+        group = expected[axis]
+        if group is None or _is_group(op, group, rank):
+            continue
+        others = [member for member in (*group, *op.group) if member != rank]
+        other = others[0]
+        right = _ranks_text(group[:MOST_SHOWN])
+        return Mismatch(
+            axis=axis,
+            region=region,
+            position=positions[axis],
+            ranks=(rank, other),
+            coordinates=(mesh.coord_text(rank), mesh.coord_text(other)),
+            calls=(call_text(op), f"is of the group {right} over {axis}"),
+        )
+    return None
+
+
+def _ranks_text(ranks: Sequence[int], separator: str = " ") -> str:
+    return separator.join(str(rank) for rank in ranks)
 
 
 def _is_group(
@@ -117,18 +141,35 @@ def mismatches_of(
             if rank in calls:
                 ops = of_rank.get(rank, [])
                 members.append(_Member(rank, ops))
-        first = members[0]
-        for other in members[1:]:
-            found = _first_difference(
-                mesh,
-                region,
-                group.ranks,
-                first,
-                other,
-            )
-            if found is not None:
-                yield found
-                break
+        found = _first_mismatch(
+            mesh,
+            region,
+            group.ranks,
+            members,
+        )
+        if found is not None:
+            yield found
+
+
+def _first_mismatch(
+    mesh: Mesh,
+    region: str,
+    group: tuple[int, ...],
+    members: Sequence[_Member],
+) -> Mismatch | None:
+    """The first difference to the first member, of the first member that has one."""
+    first, *others = members
+    for other in others:
+        found = _first_difference(
+            mesh,
+            region,
+            group,
+            first,
+            other,
+        )
+        if found is not None:
+            return found
+    return None
 
 
 @dataclass(frozen=True)
@@ -152,7 +193,9 @@ def _by_group(calls: Calls) -> dict[_MemberGroup, dict[int, list[Operation]]]:
 
 
 def _started(events: Iterable[CallEvent]) -> Iterator[Operation]:
-    return (event.op for event in events if isinstance(event, Started))
+    for event in events:
+        if isinstance(event, Started):
+            yield event.op
 
 
 @dataclass(frozen=True)

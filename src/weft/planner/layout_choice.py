@@ -94,27 +94,44 @@ class Layout:
         if self.degree(CP) > 1:
             words.append(self.context)
         if self.degree(PP) > 1:
-            chunks = f"x{self.chunks}" if self.chunks > 1 else ""
-            words.append(f"{self.schedule}{chunks}")
+            words.append(self._schedule_word)
         if self.split:
-            layers = "-".join(map(str, self.split))
+            layers = "-".join(str(count) for count in self.split)
             words.append(f"{SPLIT}{layers}")
         words.append(f"micro{self.micro_size}")
         return " ".join(words)
 
     @property
+    def _schedule_word(self) -> str:
+        if self.chunks == 1:
+            return self.schedule
+        return f"{self.schedule}x{self.chunks}"
+
+    @property
     def sharding(self) -> Layout:
         """The layout on one pipeline and data rank: what the costs of its blocks depend on."""
-        degrees = [(axis, self.degree(axis)) for axis in (EP, CP, TP)]
-        inner = tuple(item for item in degrees if item[1] > 1)
-        context = self.context if self.degree(CP) > 1 else DEFAULT_CONTEXT
+        has_context = self.degree(CP) > 1
         return Layout(
-            inner,
+            self._wide(EP, CP, TP),
             recompute=self.recompute,
             sequence=self.sequence,
-            context=context,
+            context=self.context if has_context else DEFAULT_CONTEXT,
             micro_size=self.micro_size,
         )
+
+    def _wide(self, *axes: str) -> tuple[tuple[str, int], ...]:
+        """Of these axes, those with more than one rank, with their degrees."""
+        found = []
+        for axis in axes:
+            degree = self.degree(axis)
+            if degree > 1:
+                found.append((axis, degree))
+        return tuple(found)
+
+    @property
+    def blocks(self) -> Layout:
+        """Expert and tensor parallelism alone: the layout that shards the parameters of a block."""
+        return Layout(self._wide(EP, TP))
 
     @property
     def strides(self) -> tuple[tuple[str, int], ...]:
@@ -188,34 +205,52 @@ def read_layout(text: str, run: Run) -> Layout:
     )
     axes: list[str] = []
     for word in text.replace(",", " ").split():
-        changed = _with_word(layout, word)
-        if changed is None:
+        values = _values_of_word(word)
+        if values is None:
             axes.append(word)
         else:
-            layout = changed
+            layout = replace(layout, **values)
     mesh = Mesh.parse(" ".join(axes))
-    return replace(layout, degrees=tuple((axis, n) for axis, n in mesh.axes if n > 1))
+    wide = [(axis, degree) for axis, degree in mesh.axes if degree > 1]
+    return replace(layout, degrees=tuple(wide))
 
 
-def _with_word(layout: Layout, word: str) -> Layout | None:
-    """The layout with what a word says; None if it is an axis of the mesh."""
-    name, _, value = word.partition("-")
-    if word in ("zero0", "zero1", "zero2", "zero3"):
-        return replace(layout, zero=int(word[-1]))
-    if word == "sequence":
-        return replace(layout, sequence=True)
-    if name == "recompute" and value in ("none", "selective", "full"):
-        return replace(layout, recompute=value)
-    if word in ("ring", "allgather", "ulysses"):
-        return replace(layout, context=word)
-    if word.startswith("micro") and word[5:].isdecimal() and int(word[5:]):
-        return replace(layout, micro_size=int(word[5:]))
-    counts = value.split("-")
-    if name == "split" and all(part.isdecimal() for part in counts):
-        return replace(layout, split=tuple(map(int, counts)))
-    schedule, _, chunks = word.rpartition("x")
+WORDS: dict[str, dict[str, Any]] = {
+    "zero0": {"zero": 0},
+    "zero1": {"zero": 1},
+    "zero2": {"zero": 2},
+    "zero3": {"zero": 3},
+    "sequence": {"sequence": True},
+    "recompute-none": {"recompute": "none"},
+    "recompute-selective": {"recompute": "selective"},
+    "recompute-full": {"recompute": "full"},
+    "ring": {"context": "ring"},
+    "allgather": {"context": "allgather"},
+    "ulysses": {"context": "ulysses"},
+}
+
+
+MICRO = "micro"
+
+
+def _values_of_word(word: str) -> dict[str, Any] | None:
+    """The fields of a layout that a word names; None if it is an axis of the mesh."""
+    if word in WORDS:
+        return WORDS[word]
+    micro_size = word.removeprefix(MICRO)
+    if micro_size != word and _is_positive(micro_size):
+        return {"micro_size": int(micro_size)}
+    layers = word.removeprefix(SPLIT).split("-")
+    if word.startswith(SPLIT) and all(count.isdecimal() for count in layers):
+        return {"split": tuple(int(count) for count in layers)}
     if word in SCHEDULES:
-        return replace(layout, schedule=word, chunks=SCHEDULES[word].default_chunks)
-    if schedule in SCHEDULES and chunks.isdecimal() and int(chunks):
-        return replace(layout, schedule=schedule, chunks=int(chunks))
+        return {"schedule": word, "chunks": SCHEDULES[word].default_chunks}
+    schedule, _, chunks = word.rpartition("x")
+    if schedule in SCHEDULES and _is_positive(chunks):
+        return {"schedule": schedule, "chunks": int(chunks)}
     return None
+
+
+def _is_positive(text: str) -> bool:
+    """Whether a text is a decimal number of at least 1."""
+    return text.isdecimal() and int(text) > 0

@@ -21,6 +21,7 @@ Note [Shared links]
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -55,6 +56,15 @@ class LinkMessage(NamedTuple):
     link: Link
     start: float
     seconds: float
+
+    @property
+    def end(self) -> float:
+        """When it has arrived."""
+        return self.start + self.seconds
+
+    def after(self, begin: float) -> LinkMessage:
+        """The message with its start counted from `begin`."""
+        return LinkMessage(self.link, self.start - begin, self.seconds)
 
 
 class OpSpan(NamedTuple):
@@ -118,10 +128,15 @@ class LinkReplay:
             under_way = OpUnderWay(op, left_s, is_continued=has_begun)
             self.pending.append(under_way)
             self.from_before.append(under_way)
-            if left_s:
-                if has_begun:
-                    under_way.began_at = 0.0
-                self.queues.setdefault(op.lane, deque()).append(under_way)
+            if not left_s:
+                continue
+            if has_begun:
+                under_way.began_at = 0.0
+            self._add_to_lane(under_way)
+
+    def _add_to_lane(self, under_way: OpUnderWay) -> None:
+        lane = self.queues.setdefault(under_way.op.lane, deque())
+        lane.append(under_way)
 
     def oldest(self, lane: str) -> OpUnderWay | None:
         """The oldest operation of a lane that the region finds and has not waited for."""
@@ -136,7 +151,7 @@ class LinkReplay:
         under_way = OpUnderWay(op, op.seconds)
         self.pending.append(under_way)
         if op.seconds:
-            self.queues.setdefault(op.lane, deque()).append(under_way)
+            self._add_to_lane(under_way)
         return under_way
 
     def advance(self, until: float) -> None:
@@ -168,11 +183,13 @@ class LinkReplay:
         for head in heads:
             if head.began_at is None:
                 head.began_at = self.clock
-            sharers[head.op.link] = sharers.get(head.op.link, 0) + 1
+            link = head.op.link
+            sharers[link] = sharers.get(link, 0) + 1
         stopped, step = self._messages(until)
         moving = [head for head in heads if head.op.link not in stopped]
         for head in moving:
-            step = min(step, head.left_s * sharers[head.op.link])
+            share = sharers[head.op.link]
+            step = min(step, head.left_s * share)
         self.clock += step
         self.active += step
         for head in moving:
@@ -185,14 +202,14 @@ class LinkReplay:
     def _messages(self, until: float | None) -> tuple[set[Link], float]:
         """Links that a message has now, and seconds until that changes, at most until `until`."""
         stopped: set[Link] = set()
-        next_change = float("inf") if until is None else until
-        for link, start, seconds in self.blocked:
-            end = start + seconds
-            if start <= self.clock < end:
-                stopped.add(link)
+        next_change = math.inf if until is None else until
+        for message in self.blocked:
+            end = message.end
+            if message.start <= self.clock < end:
+                stopped.add(message.link)
                 next_change = min(next_change, end)
-            elif self.clock < start:
-                next_change = min(next_change, start)
+            elif self.clock < message.start:
+                next_change = min(next_change, message.start)
         return stopped, next_change - self.clock
 
     def _end(self, under_way: OpUnderWay) -> None:
@@ -202,15 +219,14 @@ class LinkReplay:
 
     def _note_span(self, under_way: OpUnderWay, *, continues: bool) -> None:
         assert under_way.began_at is not None
-        self.spans.append(
-            OpSpan(
-                op=under_way.op,
-                start=under_way.began_at,
-                end=self.clock,
-                is_continued=under_way.is_continued,
-                continues=continues,
-            )
+        span = OpSpan(
+            op=under_way.op,
+            start=under_way.began_at,
+            end=self.clock,
+            is_continued=under_way.is_continued,
+            continues=continues,
         )
+        self.spans.append(span)
 
     def carry(self) -> tuple[Carried, ...]:
         """What the next region finds."""

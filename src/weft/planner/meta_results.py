@@ -10,7 +10,6 @@ Note [Reused results]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -124,20 +123,35 @@ class MetaResults:
         if key is None:
             return
         container = type(result)
-        tensors = [result] if container is Tensor else result
         if container not in (Tensor, tuple, list):
             return
-        used = {tensor.untyped_storage()._cdata for tensor in inputs}
-        forms: list[TensorForm | None] = []
-        for tensor in tensors:
-            if tensor is None:
-                forms.append(None)
-                continue
-            if type(tensor) is not Tensor or not _has_own_storage(tensor, used):
-                return
-            used.add(tensor.untyped_storage()._cdata)
-            forms.append(TensorForm.of(tensor))
-        self._known[key] = KnownResult(container, tuple(forms), kernel)
+        tensors = [result] if container is Tensor else result
+        forms = _new_forms(tensors, inputs)
+        if forms is not None:
+            self._known[key] = KnownResult(container, forms, kernel)
+
+
+def _new_forms(
+    tensors: Sequence[Any],
+    inputs: Sequence[Tensor],
+) -> tuple[TensorForm | None, ...] | None:
+    """The forms of a result's tensors; None if one of them is not new."""
+    used = {_storage_id(tensor) for tensor in inputs}
+    forms: list[TensorForm | None] = []
+    for tensor in tensors:
+        if tensor is None:
+            forms.append(None)
+            continue
+        if type(tensor) is not Tensor or not _has_own_storage(tensor, used):
+            return None
+        used.add(_storage_id(tensor))
+        forms.append(TensorForm.of(tensor))
+    return tuple(forms)
+
+
+def _storage_id(tensor: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return tensor.untyped_storage()._cdata
 
 
 def _is_functional(func: Any) -> bool:
@@ -149,12 +163,15 @@ def _is_functional(func: Any) -> bool:
 
 def _has_own_storage(tensor: Tensor, used: set[int]) -> bool:
     """Whether a tensor on the meta device fills a storage that is not among those used."""
-    storage = tensor.untyped_storage()
-    if not tensor.is_meta or storage._cdata in used or tensor.storage_offset():
+    if not tensor.is_meta or _storage_id(tensor) in used or tensor.storage_offset():
         return False
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    num_entries = last + 1 if math.prod(tensor.shape) else 0
-    return storage.nbytes() == num_entries * tensor.element_size()
+    num_entries = 0
+    if tensor.numel():
+        num_entries = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            num_entries += (size - 1) * stride
+    num_bytes = num_entries * tensor.element_size()
+    return tensor.untyped_storage().nbytes() == num_bytes
 
 
 def _form(value: Any, tensors: dict[int, int]) -> Hashable:
@@ -167,12 +184,20 @@ def _form(value: Any, tensors: dict[int, int]) -> Hashable:
         NotReusableError: a tensor that is not a plain one on the meta device.
     """
     if isinstance(value, Tensor):
-        if type(value) not in PLAIN_TENSORS or not value.is_meta or value.is_complex():
-            raise NotReusableError
-        same_as = tensors.setdefault(id(value), len(tensors))
-        return TensorForm.of(value, same_as)
+        return _tensor_form(value, tensors)
     if isinstance(value, tuple | list):
         return tuple([_form(item, tensors) for item in value])
     if isinstance(value, dict):
-        return tuple([(name, _form(item, tensors)) for name, item in value.items()])
+        items = []
+        for name, item in value.items():
+            items.append((name, _form(item, tensors)))
+        return tuple(items)
     return type(value), value  # 1, 1.0 and True are equal
+
+
+def _tensor_form(tensor: Tensor, tensors: dict[int, int]) -> TensorForm:
+    is_plain = type(tensor) in PLAIN_TENSORS and not tensor.is_complex()
+    if not is_plain or not tensor.is_meta:
+        raise NotReusableError
+    place = tensors.setdefault(id(tensor), len(tensors))
+    return TensorForm.of(tensor, same_as=place)

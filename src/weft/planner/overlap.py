@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from weft.comm.observe import Operation
 from weft.comm.transport import Op
@@ -68,29 +68,46 @@ def step_overlap(step: RankStep, row: int) -> StepOverlap:
     return totals
 
 
+@dataclass
+class _Waiting:
+    """An operation under way.
+
+    Attributes:
+        begun: kernels of the running region before its start.
+        ran: kernels since its start, by the kind of earlier regions.
+    """
+
+    begun: int
+    ran: Counter[str] = field(default_factory=Counter)
+
+    def end_region(self, name: str, launched: int) -> None:
+        """Count the kernels of a region since its start."""
+        self.ran[name] += launched - self.begun
+        self.begun = 0
+
+
 def _labels(regions: Iterable[RecordedRegion]) -> dict[int, str]:
     """Identity of an operation -> its overlap."""
     labels: dict[int, str] = {}
-    under_way: dict[int, Counter[str]] = {}  # kernels since the start, by the kind of region
+    under_way: dict[int, _Waiting] = {}
     for region in regions:
         name = _region_label(region.name)
         launched = 0
-        begun: dict[int, int] = {}
         for event in region.events:
             if isinstance(event, KernelLaunch):
                 launched += 1
                 continue
-            key = id(event.op)
+            identity = id(event.op)
             if isinstance(event, Started):
-                under_way[key] = Counter()
-                begun[key] = launched
-            elif key in under_way:
-                ended = under_way.pop(key)
-                ended[name] += launched - begun.pop(key, 0)
-                labels[key] = _most(ended)
-        for key, waiting in under_way.items():
-            waiting[name] += launched - begun.get(key, 0)
-    labels.update((key, _most(waiting)) for key, waiting in under_way.items())
+                under_way[identity] = _Waiting(begun=launched)
+            elif identity in under_way:
+                ended = under_way.pop(identity)
+                ended.end_region(name, launched)
+                labels[identity] = _most(ended.ran)
+        for waiting in under_way.values():
+            waiting.end_region(name, launched)
+    for identity, waiting in under_way.items():
+        labels[identity] = _most(waiting.ran)
     return labels
 
 
@@ -115,11 +132,13 @@ def _add_all(
     times: int,
 ) -> None:
     for op in operations:
+        key = (op.axis, op.op)
+        share = Share(times, times * op.payload_bytes)
         _add(
             totals,
-            (op.axis, op.op),
+            key,
             labels[id(op)],
-            Share(times, times * op.payload_bytes),
+            share,
         )
 
 
@@ -132,7 +151,8 @@ def _add(
     of_key = totals.setdefault(key, {})
     before = of_key.get(label, Share(0, 0))
     of_key[label] = Share(
-        before.operations + share.operations, before.payload_bytes + share.payload_bytes
+        operations=before.operations + share.operations,
+        payload_bytes=before.payload_bytes + share.payload_bytes,
     )
 
 
@@ -151,7 +171,8 @@ def _add_messages(
         actions: Counter[str] = Counter()
         for instruction in instructions[index : ends[index]]:
             if isinstance(instruction, Act):
-                actions[NAMES[instruction.kind]] += 1
+                name = NAMES[instruction.kind]
+                actions[name] += 1
         op: Op = "send" if isinstance(transfer, Send) else "recv"
         share = Share(1, boundary_bytes(plan, transfer))
         _add(
@@ -171,7 +192,8 @@ def _ends_of_messages(instructions: Sequence[Instruction], table: Table) -> dict
     place_of_use = {}
     for index, instruction in enumerate(instructions):
         if isinstance(instruction, Act):
-            place_of_use[table.source(instruction)] = index
+            source = table.source(instruction)
+            place_of_use[source] = index
     ends: dict[int, int] = {}
     sends: deque[int] = deque()
     for index, instruction in enumerate(instructions):
@@ -180,6 +202,8 @@ def _ends_of_messages(instructions: Sequence[Instruction], table: Table) -> dict
         elif isinstance(instruction, Send):
             sends.append(index)
             if len(sends) > MAX_SENDS:
-                ends[sends.popleft()] = index
-    ends.update((index, len(instructions)) for index in sends)
+                oldest = sends.popleft()
+                ends[oldest] = index
+    for index in sends:
+        ends[index] = len(instructions)
     return ends

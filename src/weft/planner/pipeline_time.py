@@ -11,7 +11,7 @@ Note [Messages between stages]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.link_replay import Carried, LinkMessage, whole_ticks
@@ -66,25 +66,29 @@ def pipeline_order(table: Table) -> PipelineOrder:
     peers: dict[Act, int] = {}
     for place, act in enumerate(acts):
         source = table.source(act)
-        if source is not None and table.rank_of(source) != table.rank_of(act):
+        if source is None:
+            continue
+        rank = table.rank_of(act)
+        if table.rank_of(source) != rank:
             source_of[place] = places[source]
-            peers[source] = table.rank_of(act)
+            peers[source] = rank
     class_of = [0] * len(acts)
     classes: list[ActionClass] = []
     for row in range(table.num_ranks):
         numbers: dict[int, int] = {}
         for act, key in action_keys(table, row).items():
-            if id(key) not in numbers:  # equal keys of a row are one object
-                numbers[id(key)] = len(classes)
-                classes.append(
-                    ActionClass(
-                        row,
-                        key,
-                        act.stage,
-                        peers.get(act),
-                    )
+            identity = id(key)  # equal keys of a row are one object
+            if identity not in numbers:
+                numbers[identity] = len(classes)
+                action_class = ActionClass(
+                    row,
+                    key,
+                    act.stage,
+                    peers.get(act),
                 )
-            class_of[places[act]] = numbers[id(key)]
+                classes.append(action_class)
+            place = places[act]
+            class_of[place] = numbers[identity]
     return PipelineOrder(
         table=table,
         acts=acts,
@@ -177,14 +181,12 @@ class _RankLinks:
         last_end = self.last_end
         if self.messages:
             first_use = last_end if self.carried else start + region.before_first_op
-            self.messages = [entry for entry in self.messages if entry[1] + entry[2] > first_use]
+            self.messages = [each for each in self.messages if each.end > first_use]
         finds_messages = self.messages and region.ops
         if not self.carried and not finds_messages:
             return on_free_lanes
         gap = start - last_end
-        blocked = tuple(
-            [LinkMessage(link, begin - last_end, seconds) for link, begin, seconds in self.messages]
-        )
+        blocked = tuple([each.after(last_end) for each in self.messages])
         key = (number, gap, id(self.carried), blocked)
         found = self._known.get(key)
         if found is None:
@@ -200,6 +202,25 @@ class _RankLinks:
         return found
 
 
+@dataclass
+class _PlayedRank:
+    """Progress of a pipeline rank.
+
+    Attributes:
+        free_at: when its next action may start.
+        arrivals: of the messages that it has sent, in order.
+    """
+
+    links: _RankLinks
+    free_at: float
+    arrivals: list[float] = field(default_factory=list)
+
+    @property
+    def ready_at(self) -> float:
+        """When its actions have ended and its messages have been sent."""
+        return max([self.free_at, *self.arrivals])
+
+
 def play(
     order: PipelineOrder,
     costs: Sequence[ClassCosts],
@@ -212,13 +233,10 @@ def play(
         costs: by class, as in `order.classes`.
         begin: time at which every rank starts.
     """
-    num_ranks = order.table.num_ranks
     on_free_lanes = [replay(cost.region) for cost in costs]
-    ranks = [action_class.rank for action_class in order.classes]
-    peers = [-1 if entry.peer is None else entry.peer for entry in order.classes]
-    links = [_RankLinks(costs, begin) for _ in range(num_ranks)]
-    now = [begin] * num_ranks
-    sent: list[list[float]] = [[] for _ in range(num_ranks)]
+    ranks = [
+        _PlayedRank(_RankLinks(costs, begin), free_at=begin) for _ in range(order.table.num_ranks)
+    ]
     pair_free: dict[tuple[int, int], float] = {}
     num_actions = len(order.acts)
     starts = [0.0] * num_actions
@@ -227,36 +245,38 @@ def play(
     arrivals = [0.0] * num_actions
     times: list[RegionTime] = []
     for place, (number, source) in enumerate(zip(order.class_of, order.source_of, strict=True)):
-        rank = ranks[number]
-        start = now[rank]
+        action_class = order.classes[number]
+        rank = ranks[action_class.rank]
+        links = rank.links
+        start = rank.free_at
         if source >= 0 and arrivals[source] > start:
             start = arrivals[source]
         time = on_free_lanes[number]
-        rank_links = links[rank]
-        if rank_links.carried or rank_links.messages:
-            time = rank_links.time(number, start, time)
+        if links.carried or links.messages:
+            time = links.time(number, start, time)
         end = start + time.total
-        rank_links.carried = time.carried
-        rank_links.last_end = end
-        now[rank] = end
+        links.carried = time.carried
+        links.last_end = end
+        rank.free_at = end
         starts[place] = start
         ends[place] = end
         times.append(time)
-        peer = peers[number]
-        if peer < 0:
+        peer = action_class.peer
+        if peer is None:
             continue
-        message = costs[number].message
-        assert message is not None, f"no costs of the message of {order.acts[place]}"
-        message_start = max(end, now[peer], pair_free.get((rank, peer), begin))
-        arrival = message_start + message.seconds
-        pair_free[rank, peer] = arrival
+        of_message = costs[number].message
+        assert of_message is not None, f"no costs of the message of {order.acts[place]}"
+        pair = (action_class.rank, peer)
+        message_start = max(end, ranks[peer].free_at, pair_free.get(pair, begin))
+        arrival = message_start + of_message.seconds
+        pair_free[pair] = arrival
         message_starts[place] = message_start
         arrivals[place] = arrival
-        rank_links.messages.append(LinkMessage(message.link, message_start, message.seconds))
-        own_sent = sent[rank]
-        own_sent.append(arrival)
-        if len(own_sent) > MAX_SENDS and own_sent[-1 - MAX_SENDS] > end:
-            now[rank] = own_sent[-1 - MAX_SENDS]
+        links.messages.append(LinkMessage(of_message.link, message_start, of_message.seconds))
+        rank.arrivals.append(arrival)
+        if len(rank.arrivals) > MAX_SENDS:
+            oldest = rank.arrivals[-1 - MAX_SENDS]
+            rank.free_at = max(end, oldest)
     return PlayedActions(
         order=order,
         starts=starts,
@@ -264,7 +284,7 @@ def play(
         times=times,
         message_starts=message_starts,
         arrivals=arrivals,
-        ready_at=[max([now[rank], *sent[rank]]) for rank in range(num_ranks)],
-        last_end=[rank_links.last_end for rank_links in links],
-        carried=[rank_links.carried for rank_links in links],
+        ready_at=[rank.ready_at for rank in ranks],
+        last_end=[rank.links.last_end for rank in ranks],
+        carried=[rank.links.carried for rank in ranks],
     )

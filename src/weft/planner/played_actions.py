@@ -43,17 +43,20 @@ def played_microbatches(table: Table, row: int) -> tuple[int, ...]:
     if table.microbatches <= MOST_PLAYED:
         return tuple(range(table.microbatches))
     chosen: set[int] = set()
+    missing: set[ActionKey] = set()
     middle: dict[int, set[ActionKey]] = {}
     for act, key in action_keys(table, row).items():
-        if key.place == "middle":
-            middle.setdefault(act.mb, set()).add(key)
-        else:
+        if key.place != "middle":
             chosen.add(act.mb)
-    missing = set().union(*middle.values())
+            continue
+        missing.add(key)
+        keys_of_mb = middle.setdefault(act.mb, set())
+        keys_of_mb.add(key)
     for mb in chosen:
         missing -= middle.get(mb, set())
     while missing:
-        best = max(sorted(middle), key=lambda mb: len(middle[mb] & missing))
+        num_missing = {mb: len(keys & missing) for mb, keys in middle.items()}
+        best = max(sorted(middle), key=num_missing.__getitem__)
         chosen.add(best)
         missing -= middle[best]
     return tuple(sorted(chosen))
@@ -64,7 +67,11 @@ def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
     numbers = {mb: number for number, mb in enumerate(chosen)}
     rows = []
     for row in table.rows:
-        kept = [Act(act.kind, act.stage, numbers[act.mb]) for act in row if act.mb in numbers]
+        kept = []
+        for act in row:
+            number = numbers.get(act.mb)
+            if number is not None:
+                kept.append(Act(act.kind, act.stage, number))
         rows.append(kept)
     return Table.of_rows(
         rows,
@@ -92,7 +99,8 @@ def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:
             place = "last"
         elif act == first[direction]:
             place = "first"
-        key = ActionKey(act.kind, chunks[act.stage], place)
+        chunk = chunks[act.stage]
+        key = ActionKey(act.kind, chunk, place)
         keys[act] = made.setdefault(key, key)
     return keys
 

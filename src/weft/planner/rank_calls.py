@@ -26,6 +26,14 @@ MOST_RECORDED = 4
 
 
 @dataclass(frozen=True)
+class _Messages:
+    """Messages between pipeline ranks, by the action that produces and the one that uses the tensor."""
+
+    sent: dict[ActionKey, Operation]
+    received: dict[ActionKey, Operation]
+
+
+@dataclass(frozen=True)
 class RankCalls:
     """What a rank calls, in order.
 
@@ -51,22 +59,21 @@ class RankCalls:
         """Collectives of one action of each kind and of the phases."""
         total = 0
         for events in (*self.actions.values(), *self.phases.values()):
-            started = [event for event in events if isinstance(event, Started)]
-            total += len(started)
+            total += sum(isinstance(event, Started) for event in events)
         return total
 
     @staticmethod
     def of(step: RankStep) -> RankCalls:
         """The calls of a recorded step."""
         row = step.plan.mesh.index(step.rank, pipeline_axis())
-        sent, received = _messages(step, row)
+        messages = _messages(step, row)
         return RankCalls(
             rank=step.rank,
             row=row,
             actions={key: _collectives(region) for key, region in step.actions.items()},
             phases={name: _calls(region) for name, region in step.phases.items()},
-            sent=sent,
-            received=received,
+            sent=messages.sent,
+            received=messages.received,
         )
 
 
@@ -83,30 +90,31 @@ def _is_pipeline_message(op: Operation) -> bool:
     return op.is_p2p and op.axis == pipeline_axis()
 
 
-def _messages(
-    step: RankStep, row: int
-) -> tuple[dict[ActionKey, Operation], dict[ActionKey, Operation]]:
-    """Messages between pipeline ranks, by the action that produces and the one that uses the
-    tensor.
-    """
+def _messages(step: RankStep, row: int) -> _Messages:
+    """Messages of the recorded actions: they start in the order of the lowered table."""
     table = step.played
     keys = action_keys(table, row)
     consumers = {table.source(act): act for act in table.rows[row]}
-    messages: list[Operation] = []
-    for region in step.regions:
-        if region.name not in step.phases:
-            messages.extend(filter(_is_pipeline_message, region.operations))
-    started = iter(messages)
-    sent: dict[ActionKey, Operation] = {}
-    received: dict[ActionKey, Operation] = {}
+    started = _pipeline_messages(step)
+    found = _Messages({}, {})
     for instruction in lower(table).rows[row]:
         if isinstance(instruction, Send):
-            key = keys[instruction.act]
-            sent[key] = next(started)
+            producer = keys[instruction.act]
+            found.sent[producer] = next(started)
         elif isinstance(instruction, Recv):
             consumer = consumers[instruction.act]
-            received[keys[consumer]] = next(started)
-    return sent, received
+            found.received[keys[consumer]] = next(started)
+    return found
+
+
+def _pipeline_messages(step: RankStep) -> Iterator[Operation]:
+    """Messages between pipeline ranks outside of the phases, in order."""
+    for region in step.regions:
+        if region.name in step.phases:
+            continue
+        for op in region.operations:
+            if _is_pipeline_message(op):
+                yield op
 
 
 def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
@@ -117,17 +125,15 @@ def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
     """
     ranks_a_row = mesh.size // mesh.degree(pipeline_axis())
     are_all_recorded = ranks_a_row <= MOST_RECORDED
-    names: list[str] = []
-    places: list[Sequence[int]] = []
+    places: dict[str, Sequence[int]] = {}
     for name in mesh.wide_axes:
         if name == pipeline_axis():
             continue
         degree = mesh.degree(name)
         ends = (0, degree - 1)
-        names.append(name)
-        places.append(range(degree) if are_all_recorded else ends)
-    for indices in itertools.product(*places):
-        yield dict(zip(names, indices, strict=True))
+        places[name] = range(degree) if are_all_recorded else ends
+    for indices in itertools.product(*places.values()):
+        yield dict(zip(places, indices, strict=True))
 
 
 def group_of(
@@ -173,10 +179,7 @@ def _moved_operation(
 ) -> Operation:
     rank = op.rank + shift
     group = tuple(member + shift for member in op.group)
-    if not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis):
+    is_whole_group = not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis)
+    if is_whole_group:
         group = group_of(mesh, rank, op.axis) or group
-    return replace(
-        op,
-        rank=rank,
-        group=group,
-    )
+    return replace(op, rank=rank, group=group)

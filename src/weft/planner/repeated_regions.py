@@ -15,7 +15,11 @@ class NotPeriodicError(Exception):
     """One block more changes something else than the costs of a block."""
 
 
-def repeat_block(region: RecordedRegion, block: str, names: Sequence[str]) -> RecordedRegion:
+def repeat_block(
+    region: RecordedRegion,
+    block: str,
+    names: Sequence[str],
+) -> RecordedRegion:
     """The region with copies of a block's segment.
 
     Args:
@@ -250,7 +254,11 @@ def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_
             raise NotPeriodicError
 
 
-def _period(events: Sequence[Event], place: int, most: int) -> int:
+def _period(
+    events: Sequence[Event],
+    place: int,
+    most: int,
+) -> int:
     """The smallest number of events before this place that equal as many behind it; 0 if none do."""
     longest = min(most, place)
     for length in range(1, longest + 1):
@@ -319,7 +327,12 @@ class _AddedSizes:
         assert isinstance(short, KernelLaunch)
         assert isinstance(longer, KernelLaunch)
         sizes = []
-        for now, before, after in zip(event.sizes, short.sizes, longer.sizes, strict=True):
+        for now, before, after in zip(
+            event.sizes,
+            short.sizes,
+            longer.sizes,
+            strict=True,
+        ):
             size = now + count * (after - before)
             sizes.append(size)
         return replace(

@@ -63,7 +63,12 @@ def scaling(
             has_front=False,
             splits=False,
         )
-        best = _best_on(size, costs.for_run(sized), limits, pinned - {"mesh"})
+        best = _best_on(
+            size,
+            costs.for_run(sized),
+            limits,
+            pinned - {"mesh"},
+        )
         found.append(ScaledLayout(size, batch, best))
     return found
 
@@ -76,5 +81,10 @@ def _best_on(
 ) -> Found | None:
     space = Space(num_devices, costs.speeds.hardware.node, pinned)
     tried = candidates(costs.run, space)
-    result = search(tried, costs, limits, target="time")
+    result = search(
+        tried,
+        costs,
+        limits,
+        target="time",
+    )
     return result.best[0] if result.best else None

@@ -27,39 +27,48 @@ def best_split(
     """
     best = entry
     own = costs.layers_of_stages(entry.layout)
-    starts = [own, costs.split_by_seconds(entry.layout)]
-    for split in dict.fromkeys(starts):
-        found = _descended(
-            entry,
-            split,
-            costs,
-            memory_bytes,
-        )
+    by_seconds = costs.split_by_seconds(entry.layout)
+    for split in dict.fromkeys([own, by_seconds]):
+        start = costs.simulate(replace(entry.layout, split=split))
+        found = _descended(start, costs, memory_bytes)
         if _is_better(found, best, memory_bytes):
             best = found
+    if best is entry:
+        return None
     gain = 1 - best.seconds / entry.seconds
-    has_gained = gain >= MIN_GAIN or entry.peak_bytes > memory_bytes
-    return best if best is not entry and has_gained else None
+    is_needed = entry.peak_bytes > memory_bytes
+    return best if is_needed or gain >= MIN_GAIN else None
 
 
 def _descended(
-    entry: Simulated,
-    split: tuple[int, ...],
+    start: Simulated,
     costs: LayoutCosts,
     memory_bytes: float,
 ) -> Simulated:
     """The last of a row of splits, each of them better than the one before."""
-    best = costs.simulate(replace(entry.layout, split=split))
-    least = costs.least_layers(entry.layout)
+    best = start
     for _ in range(MOST_MOVES):
-        for moved in moves(split, costs.stage_seconds(best.layout), least):
-            found = costs.simulate(replace(entry.layout, split=moved))
-            if _is_better(found, best, memory_bytes):
-                best, split = found, moved
-                break
-        else:
+        better = _first_better(best, costs, memory_bytes)
+        if better is None:
             return best
+        best = better
     return best
+
+
+def _first_better(
+    entry: Simulated,
+    costs: LayoutCosts,
+    memory_bytes: float,
+) -> Simulated | None:
+    """The first split by one move that is better; None if none is."""
+    layout = entry.layout
+    seconds = costs.stage_seconds(layout)
+    least = costs.least_layers(layout)
+    for moved in moves(layout.split, seconds, least):
+        found = costs.simulate(replace(layout, split=moved))
+        if _is_better(found, entry, memory_bytes):
+            return found
+    return None
 
 
 def _is_better(
@@ -68,7 +77,8 @@ def _is_better(
     memory_bytes: float,
 ) -> bool:
     """Whether one fits better, or is faster."""
-    over, other_over = (max(0.0, each.peak_bytes - memory_bytes) for each in (one, other))
+    over = max(0.0, one.peak_bytes - memory_bytes)
+    other_over = max(0.0, other.peak_bytes - memory_bytes)
     return (over, one.seconds) < (other_over, other.seconds)
 
 
@@ -86,11 +96,14 @@ def moves(
         least: layers that every stage keeps.
     """
     stages = range(len(split))
-    busiest = max(stages, key=lambda stage: work[stage])
-    by_work = sorted(stages, key=lambda stage: work[stage])
-    for source in dict.fromkeys((busiest, 0, len(split) - 1)):
+    by_work = sorted(stages, key=work.__getitem__)
+    busiest = max(stages, key=work.__getitem__)
+    last = len(split) - 1
+    for source in dict.fromkeys((busiest, 0, last)):
+        if split[source] <= least[source]:
+            continue
         for target in by_work[:MOST_TARGETS]:
-            if source != target and split[source] > least[source]:
+            if target != source:
                 yield _moved(split, source, target)
 
 

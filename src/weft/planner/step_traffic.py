@@ -23,28 +23,41 @@ def step_traffic(step: RankStep, row: int) -> TrafficByOperation:
     were measured.
     """
     totals: TrafficByOperation = {}
-    keys = action_keys(step.plan.table, row)
-    for key, count in Counter(keys.values()).items():
-        _add(totals, step.actions[key].operations, count)
+    plan = step.plan
+    times_of_key = Counter(action_keys(plan.table, row).values())
+    for key, times in times_of_key.items():
+        _add_operations(totals, step.actions[key].operations, times)
     for region in step.phases.values():
-        _add(totals, region.operations, 1)
-    for instruction in step.plan.program.rows[row]:
-        if not isinstance(instruction, Act):
-            size = boundary_bytes(step.plan, instruction)
-            is_send = isinstance(instruction, Send)
-            op: Op = "send" if is_send else "recv"
-            one = Traffic(1, size, size if is_send else 0)
-            key_of_messages = (pipeline_axis(), op)
-            totals[key_of_messages] = totals.get(key_of_messages, Traffic()) + one
+        _add_operations(totals, region.operations, 1)
+    for instruction in plan.program.rows[row]:
+        if isinstance(instruction, Act):
+            continue
+        size = boundary_bytes(plan, instruction)
+        if isinstance(instruction, Send):
+            _add(totals, (pipeline_axis(), "send"), Traffic(1, size, size))
+        else:
+            _add(totals, (pipeline_axis(), "recv"), Traffic(1, size, 0))
     return totals
+
+
+def _add_operations(
+    totals: TrafficByOperation,
+    operations: Iterable[Operation],
+    times: int,
+) -> None:
+    for op in operations:
+        traffic = Traffic(
+            operations=times,
+            payload_bytes=times * op.payload_bytes,
+            sent_bytes=times * op.sent_bytes,
+        )
+        _add(totals, (op.axis, op.op), traffic)
 
 
 def _add(
     totals: TrafficByOperation,
-    operations: Iterable[Operation],
-    count: int,
+    key: tuple[str, Op],
+    traffic: Traffic,
 ) -> None:
-    for op in operations:
-        one = Traffic(count, count * op.payload_bytes, count * op.sent_bytes)
-        key = (op.axis, op.op)
-        totals[key] = totals.get(key, Traffic()) + one
+    before = totals.get(key, Traffic())
+    totals[key] = before + traffic

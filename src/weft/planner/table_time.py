@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.planner.pipeline_time import ActionClass, PipelineOrder
@@ -30,18 +30,16 @@ class StageSeconds:
         """Seconds of an action that is not the last one of its stage."""
         if kind == "F":
             return self.forward[stage]
-        share: Mapping[str, float] = {
-            "B": 1.0,
-            "I": self.inputs_share,
-            "W": self.weights_share,
-        }
-        return share[kind] * self.backward[stage]
+        shares = {"B": 1.0, "I": self.inputs_share, "W": self.weights_share}
+        return shares[kind] * self.backward[stage]
 
     def of_class(self, entry: ActionClass) -> float:
         """Seconds of an action."""
-        kind, stage = entry.key.kind, entry.stage
+        kind = entry.key.kind
+        stage = entry.stage
         seconds = self.of(kind, stage)
-        if entry.key.place == "last" and kind in ("B", "W"):
+        ends_backward = kind in ("B", "W")
+        if ends_backward and entry.key.place == "last":
             seconds += self.last_backward[stage] - self.backward[stage]
         return seconds
 
@@ -73,5 +71,6 @@ def busiest_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
     seconds = [stages.of(entry.key.kind, entry.stage) for entry in order.classes]
     busy = [0.0] * order.table.num_ranks
     for number in order.class_of:
-        busy[order.classes[number].rank] += seconds[number]
+        rank = order.classes[number].rank
+        busy[rank] += seconds[number]
     return max(busy) / order.table.microbatches

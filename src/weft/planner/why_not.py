@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.pp import AXIS as PP
@@ -34,7 +34,15 @@ def why_lines(
             rates,
         )
     lines.extend(rule_lines(named, costs))
-    return [part for line in lines for part in wrapped(line)]
+    return _all_wrapped(lines)
+
+
+def _all_wrapped(lines: Iterable[str]) -> list[str]:
+    """Lines of at most 80 columns."""
+    result: list[str] = []
+    for line in lines:
+        result.extend(wrapped(line))
+    return result
 
 
 def _measured_lines(
@@ -43,18 +51,22 @@ def _measured_lines(
     capacity: float,
     rates: Rates,
 ) -> list[str]:
-    named = entry.layout
-    lines = [f"why not {named.text}:"]
-    lines.extend(f"  {line}" for line in found_lines(entry, rates))
+    """What a layout takes, and what is wrong with it."""
+    lines = [f"why not {entry.layout.text}:"]
+    for line in found_lines(entry, rates):
+        lines.append(f"  {line}")
     if entry.peak_bytes > capacity:
         missing = memory(entry.peak_bytes - capacity)
-        kept = max(role.memory.kept.total for role in entry.prediction.roles)
+        most_kept = max(role.memory.kept.total for role in entry.prediction.roles)
+        kept = memory(most_kept)
         lines.append(f"  it does not fit: {missing} too much")
-        lines.append(f"  {memory(kept)} of it are parameters, gradients and optimizer states")
-    elif result.best and named == result.best[0].layout:
-        lines.append("  it is the best one")
+        lines.append(f"  {kept} of it are parameters, gradients and optimizer states")
     elif result.best:
-        lines.append(f"  the best one has {reason(result.best[0], entry)}")
+        best = result.best[0]
+        if best.layout == entry.layout:
+            lines.append("  it is the best one")
+        else:
+            lines.append(f"  the best one has {reason(best, entry)}")
     return lines
 
 
@@ -67,77 +79,97 @@ def too_large_lines(
     bound = costs.bound(named, costs.blocks(named))
     if bound.peak_bytes <= capacity:
         return []
-    change, size = smaller_change(named, costs, capacity)
-    word = "fits" if size <= capacity else "has the least bytes of those tried, and does not fit"
+    smaller = smaller_change(named, costs, capacity)
+    word = "has the least bytes of those tried, and does not fit"
+    if smaller.num_bytes <= capacity:
+        word = "fits"
+    needed = memory(bound.peak_bytes)
+    states = memory(bound.state_bytes)
     lines = [
         f"why not {named.text}:",
-        f"  it does not fit: it needs at least {memory(bound.peak_bytes)} of {memory(capacity)},"
-        f" {memory(bound.state_bytes)} of it between steps and for gradients",
-        f"  {change.text} {word}: at least {memory(size)}",
+        f"  it does not fit: it needs at least {needed} of {memory(capacity)},"
+        f" {states} of it between steps and for gradients",
+        f"  {smaller.layout.text} {word}: at least {memory(smaller.num_bytes)}",
     ]
-    return [part for line in lines for part in wrapped(line)]
+    return _all_wrapped(lines)
 
 
 def rule_lines(named: Layout, costs: LayoutCosts) -> Iterator[str]:
     """The rules by which the search leaves a layout out, and what a layout within them takes."""
     axes = [axis for axis, _ in named.degrees]
     if TP in axes[:-1]:
-        degrees = [item for item in named.degrees if item[0] != TP]
-        inner = replace(named, degrees=(*degrees, (TP, named.degree(TP))))
+        others = [item for item in named.degrees if item[0] != TP]
+        tp = (TP, named.degree(TP))
+        inner = costs.simulate(replace(named, degrees=(*others, tp)))
+        seconds = short_time(inner.seconds)
         yield (
             f"  not searched: {TP} is not the innermost axis; its collectives are the largest, and"
-            f" wait on the slower links between nodes. {_simulated_text(inner, costs)}"
+            " wait on the slower links between nodes."
+            f" {inner.layout.text} takes {seconds} (simulated)"
         )
-    tokens = costs.run.data.seq_len // named.degree(CP)
-    if named.degree(CP) > 1 and tokens < MIN_TOKENS:
+    num_context = named.degree(CP)
+    tokens = costs.run.data.seq_len // num_context
+    if num_context > 1 and tokens < MIN_TOKENS:
         yield (
             f"  not searched: {tokens} tokens of a sequence on a {CP} rank, less than {MIN_TOKENS}:"
             " attention then sends more than it computes; dp or tp takes the ranks"
         )
 
 
-def _simulated_text(layout: Layout, costs: LayoutCosts) -> str:
-    entry = costs.simulate(layout)
-    return f"{layout.text} takes {short_time(entry.seconds)} (simulated)"
+@dataclass(frozen=True)
+class SmallerLayout:
+    """A changed layout, and the bytes that a rank needs at least."""
+
+    layout: Layout
+    num_bytes: float
 
 
 def smaller_change(
     named: Layout,
     costs: LayoutCosts,
     memory_bytes: float,
-) -> tuple[Layout, float]:
-    """The layout with the fewest changes of a named one that may fit, and the bytes that it needs
-    at least; the one with the least bytes where none fits.
+) -> SmallerLayout:
+    """The layout with the fewest changes of a named one that may fit; the one with the least bytes
+    where none fits.
 
     Tried are higher ZeRO stages, recomputation, sequence parallelism, then twice the pipeline ranks.
     """
-    smallest: tuple[Layout, float] | None = None
+    tried: list[SmallerLayout] = []
     for changed in _changes(named):
         if not costs.has_stages(changed):
             continue
-        size = costs.bound(changed, costs.blocks(changed)).peak_bytes
-        if size <= memory_bytes:
-            return changed, size
-        if smallest is None or size < smallest[1]:
-            smallest = changed, size
-    assert smallest is not None, "the named layout is legal"
-    return smallest
+        bound = costs.bound(changed, costs.blocks(changed))
+        entry = SmallerLayout(changed, bound.peak_bytes)
+        if entry.num_bytes <= memory_bytes:
+            return entry
+        tried.append(entry)
+    assert tried, "the named layout is legal"
+    return min(tried, key=lambda entry: entry.num_bytes)
 
 
 def _changes(named: Layout) -> Iterator[Layout]:
     """The layout itself, then others with more and more changes."""
-    twice = tuple((axis, 2 * degree if axis == PP else degree) for axis, degree in named.degrees)
-    flags = (named.sequence, True) if named.degree(TP) > 1 else (named.sequence,)
-    for degrees in dict.fromkeys((named.degrees, twice)):
-        split = named.split if degrees == named.degrees else ()
+    for layout in dict.fromkeys((named, _with_twice_the_stages(named))):
+        flags = [named.sequence]
+        if named.degree(TP) > 1:
+            flags.append(True)
         for sequence in dict.fromkeys(flags):
             for recompute in dict.fromkeys((named.recompute, "selective", "full")):
                 for zero in range(named.zero, 4):
                     yield replace(
-                        named,
-                        degrees=degrees,
+                        layout,
                         sequence=sequence,
                         recompute=recompute,
                         zero=zero,
-                        split=split,
                     )
+
+
+def _with_twice_the_stages(named: Layout) -> Layout:
+    """The layout with twice the pipeline ranks, where it has some."""
+    if named.degree(PP) == 1:
+        return named
+    degrees = []
+    for axis, degree in named.degrees:
+        num_ranks = 2 * degree if axis == PP else degree
+        degrees.append((axis, num_ranks))
+    return replace(named, degrees=tuple(degrees), split=())

@@ -98,7 +98,12 @@ def of_kind(
     dtype: str | None = None,
 ) -> list[ComputeTimes]:
     """The times of one kind of work, of one type or of all."""
-    return [row for row in times if row.work.kind == kind and dtype in (None, row.work.dtype)]
+    found = []
+    for row in times:
+        has_type = dtype is None or row.work.dtype == dtype
+        if row.work.kind == kind and has_type:
+            found.append(row)
+    return found
 
 
 def arithmetic_share(
@@ -161,9 +166,14 @@ def rows_on_links(rows: Iterable[GroupTimes], placement: Placement) -> Iterator[
 
 def slowest_groups(rows: Iterable[GroupTimes]) -> list[GroupTimes]:
     """Of groups that did the same at the same time, the slowest."""
-    slowest: dict[tuple[str, str, int, str], GroupTimes] = {}
+    slowest: dict[object, GroupTimes] = {}
     for row in rows:
-        key = (row.axis, row.operation, row.size_bytes, row.placement)
+        key = (
+            row.axis,
+            row.operation,
+            row.size_bytes,
+            row.placement,
+        )
         other = slowest.setdefault(key, row)
         if row.median_s > other.median_s:
             slowest[key] = row
@@ -198,7 +208,9 @@ def num_steps(row: GroupTimes) -> int:
     if row.operation == "send_recv":
         return 1
     steps = len(row.ranks) - 1
-    return 2 * steps if row.operation == "all_reduce" else steps
+    if row.operation == "all_reduce":
+        return 2 * steps
+    return steps
 
 
 def machine_memory_bytes() -> int:
@@ -208,10 +220,13 @@ def machine_memory_bytes() -> int:
 
 def processor_name() -> str:
     """The processor's name as Linux gives it; "CPU" elsewhere."""
+    name = "CPU"
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             lines = [line for line in file if line.startswith("model name")]
     except OSError:
         lines = []
-    name = lines[0].partition(":")[2].strip() if lines else "CPU"
+    if lines:
+        _, _, value = lines[0].partition(":")
+        name = value.strip()
     return f"{name}, {os.cpu_count()} cores"

@@ -53,6 +53,14 @@ class KnownOperation:
         return result.numel()
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A collective on fixed inputs: what runs it, and what it must return on this rank."""
+
+    run: Callable[[], Tensor | None]
+    expected: Tensor | None
+
+
 def known_operation(
     name: OperationName,
     comm: Comm,
@@ -64,11 +72,11 @@ def known_operation(
     piece_bytes = size_bytes // members
     piece = max(1, piece_bytes // DTYPE.itemsize)
     inputs = _Inputs(comm, axis, piece)
-    run, expected = _MAKERS[name](inputs)
+    prepared = _MAKERS[name](inputs)
     return KnownOperation(
         name=name,
-        run=run,
-        expected=expected,
+        run=prepared.run,
+        expected=prepared.expected,
         size_bytes=piece * members * DTYPE.itemsize,
     )
 
@@ -116,82 +124,102 @@ class _Inputs:
         return torch.cat(pieces)
 
 
-_Made = tuple[Callable[[], Tensor | None], Tensor | None]
-
-
-def _all_reduce(inputs: _Inputs) -> _Made:
+def _all_reduce(inputs: _Inputs) -> _Prepared:
     x = inputs.whole(inputs.index)
-    return lambda: inputs.comm.all_reduce(x, inputs.axis), inputs.summed()
+    return _Prepared(
+        run=lambda: inputs.comm.all_reduce(x, inputs.axis),
+        expected=inputs.summed(),
+    )
 
 
-def _all_gather(inputs: _Inputs) -> _Made:
+def _all_gather(inputs: _Inputs) -> _Prepared:
     x = inputs.own(inputs.index)
-    expected = inputs.joined(range(inputs.members))
-    return lambda: inputs.comm.all_gather(x, inputs.axis), expected
+    members = range(inputs.members)
+    return _Prepared(
+        run=lambda: inputs.comm.all_gather(x, inputs.axis),
+        expected=inputs.joined(members),
+    )
 
 
-def _reduce_scatter(inputs: _Inputs) -> _Made:
+def _reduce_scatter(inputs: _Inputs) -> _Prepared:
     x = inputs.whole(inputs.index)
     shards = inputs.summed().chunk(inputs.members)
-    expected = shards[inputs.index].clone()
-    return lambda: inputs.comm.reduce_scatter(x, inputs.axis), expected
+    own_shard = shards[inputs.index]
+    return _Prepared(
+        run=lambda: inputs.comm.reduce_scatter(x, inputs.axis),
+        expected=own_shard.clone(),
+    )
 
 
-def _all_to_all(inputs: _Inputs) -> _Made:
+def _all_to_all(inputs: _Inputs) -> _Prepared:
     """The piece from member i to member j has offset i n + j."""
     members = inputs.members
     first_sent = inputs.index * members
-    x = inputs.joined(range(first_sent, first_sent + members))
-    expected = inputs.joined(range(inputs.index, members * members, members))
-    return lambda: inputs.comm.all_to_all(x, inputs.axis), expected
+    sent = range(first_sent, first_sent + members)
+    received = range(inputs.index, members * members, members)
+    x = inputs.joined(sent)
+    return _Prepared(
+        run=lambda: inputs.comm.all_to_all(x, inputs.axis),
+        expected=inputs.joined(received),
+    )
 
 
-def _broadcast(inputs: _Inputs) -> _Made:
+def _broadcast(inputs: _Inputs) -> _Prepared:
     sent = inputs.whole(1)
-    x = sent if inputs.index == 0 else torch.zeros_like(sent)
-    return lambda: inputs.comm.broadcast_(x, inputs.axis), sent.clone()
+    is_root = inputs.index == 0
+    x = sent if is_root else torch.zeros_like(sent)
+    return _Prepared(
+        run=lambda: inputs.comm.broadcast_(x, inputs.axis),
+        expected=sent.clone(),
+    )
 
 
-def _gather(inputs: _Inputs) -> _Made:
+def _gather(inputs: _Inputs) -> _Prepared:
     x = inputs.own(inputs.index)
     is_root = inputs.index == 0
-    expected = inputs.joined(range(inputs.members)) if is_root else None
+    members = range(inputs.members)
+    expected = inputs.joined(members) if is_root else None
 
     def run() -> Tensor | None:
         pieces = inputs.comm.gather(x, inputs.axis)
         return None if pieces is None else torch.cat(pieces)
 
-    return run, expected
+    return _Prepared(run, expected)
 
 
-def _scatter(inputs: _Inputs) -> _Made:
+def _scatter(inputs: _Inputs) -> _Prepared:
     pieces = None
-    if inputs.index == 0:
+    is_root = inputs.index == 0
+    if is_root:
         pieces = [inputs.own(member) for member in range(inputs.members)]
-    out = torch.zeros_like(inputs.own(0))
-    expected = inputs.own(inputs.index)
-    return lambda: inputs.comm.scatter(pieces, out, inputs.axis), expected
+    own = inputs.own(inputs.index)
+    out = torch.zeros_like(own)
+    return _Prepared(
+        run=lambda: inputs.comm.scatter(pieces, out, inputs.axis),
+        expected=own,
+    )
 
 
-def _send_recv(inputs: _Inputs) -> _Made:
+def _send_recv(inputs: _Inputs) -> _Prepared:
     """Each member sends to the next one and receives from the one before it."""
+    comm = inputs.comm
     x = inputs.whole(inputs.index)
     out = torch.zeros_like(x)
     before = (inputs.index - 1) % inputs.members
     behind = (inputs.index + 1) % inputs.members
 
     def run() -> Tensor:
-        with inputs.comm.grouped_messages():
-            received = inputs.comm.start_recv(out, inputs.axis, source=before)
-            sent = inputs.comm.start_send(x, inputs.axis, to=behind)
+        with comm.grouped_messages():
+            received = comm.start_recv(out, inputs.axis, source=before)
+            sent = comm.start_send(x, inputs.axis, to=behind)
         received.wait()
         sent.wait()
         return out
 
-    return run, inputs.whole(before)
+    return _Prepared(run, expected=inputs.whole(before))
 
 
-_MAKERS: dict[OperationName, Callable[[_Inputs], _Made]] = {
+_MAKERS: dict[OperationName, Callable[[_Inputs], _Prepared]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -46,6 +46,7 @@ def _efficiency(
     measured: MeasuredFigures,
     day: date,
 ) -> dict[str, Any]:
+    """The efficiency of a hardware file, with the measured shares and costs."""
     result = dict(fields.get(EFFICIENCY, {}))
     for name, share in measured.shares.items():
         reached = share.value * measured.figures[share.figure]
@@ -53,7 +54,9 @@ def _efficiency(
         result[name] = rounded(reached / figure)
     for name, seconds in measured.costs.items():
         result[name] = rounded(seconds)
-    result["source"] = _source(result.get("source", ""), f"{measured.program} {day}")
+    before = result.get("source", "")
+    added = f"{measured.program} {day}"
+    result["source"] = _source(before, added)
     return result
 
 
@@ -75,12 +78,16 @@ def rounded(value: float) -> float:
 
 def versions_of(device: torch.device, transport: str) -> str:
     """Versions of what was measured with."""
-    parts = [f"weft {__version__}", f"torch {torch.__version__}"]
-    parts.append(f"Python {platform.python_version()}")
+    parts = [
+        f"weft {__version__}",
+        f"torch {torch.__version__}",
+        f"Python {platform.python_version()}",
+    ]
     if device.type == "cuda":
+        numbers = [str(number) for number in torch.cuda.nccl.version()]
+        nccl = ".".join(numbers)
         parts.append(f"CUDA {torch.version.cuda}")
-        numbers = map(str, torch.cuda.nccl.version())
-        parts.append(f"NCCL {'.'.join(numbers)}")
+        parts.append(f"NCCL {nccl}")
     elif transport == "process":
         parts.append("gloo")
     else:

@@ -47,13 +47,17 @@ class CommTable:
     def add(self, axis: MeasuredAxis, rows: Sequence[GroupTimes]) -> None:
         """Print the lines of one operation and size."""
         if axis.name != self._axis:
-            if self._axis:
-                self._print("")
-            self._print(axis_title(axis.name, rows))
-            self._print(COMM_COLUMNS)
-            self._axis = axis.name
+            self._begin_axis(axis.name, rows)
         for row in slowest_groups(rows):
             self._print(_comm_line(row))
+
+    def _begin_axis(self, axis: str, rows: Sequence[GroupTimes]) -> None:
+        is_first = not self._axis
+        if not is_first:
+            self._print("")
+        self._print(axis_title(axis, rows))
+        self._print(COMM_COLUMNS)
+        self._axis = axis
 
 
 def comm_footer(report: CommReport) -> str:
@@ -63,41 +67,52 @@ def comm_footer(report: CommReport) -> str:
 
 
 def _comm_line(row: GroupTimes) -> str:
-    return (
-        f"{row.operation:<15}{memory(row.size_bytes):>9}{row.iterations:>7}"
-        f"{short_time(row.min_s):>11}{short_time(row.median_s):>10}"
-        f"{row.algorithm_gb_s:>10.3f}{row.bus_gb_s:>10.3f}"
-    )
+    size = memory(row.size_bytes)
+    shortest = short_time(row.min_s)
+    median = short_time(row.median_s)
+    bandwidths = f"{row.algorithm_gb_s:>10.3f}{row.bus_gb_s:>10.3f}"
+    return f"{row.operation:<15}{size:>9}{row.iterations:>7}{shortest:>11}{median:>10}{bandwidths}"
 
 
-def _by_axis(rows: Sequence[GroupTimes]) -> list[tuple[str, list[GroupTimes]]]:
-    grouped = groupby(rows, key=lambda row: row.axis)
-    return [(axis, list(rows_of_axis)) for axis, rows_of_axis in grouped]
+def _by_axis(rows: Sequence[GroupTimes]) -> dict[str, list[GroupTimes]]:
+    """The rows of each axis."""
+    found: dict[str, list[GroupTimes]] = {}
+    for row in rows:
+        rows_of_axis = found.setdefault(row.axis, [])
+        rows_of_axis.append(row)
+    return found
 
 
 def axis_title(axis: str, rows: Sequence[GroupTimes]) -> str:
     """`dp: 2 groups of 2 ranks, inside a node`."""
-    groups = {row.ranks for row in rows}
-    members = len(rows[0].ranks)
-    text = f"{axis}: {counted(len(groups), 'group')} of {counted(members, 'rank')}"
-    nodes = sorted({row.num_nodes for row in rows})
-    if nodes == [1]:
+    num_groups = len({row.ranks for row in rows})
+    num_members = len(rows[0].ranks)
+    groups = counted(num_groups, "group")
+    members = counted(num_members, "rank")
+    text = f"{axis}: {groups} of {members}"
+    numbers_of_nodes = [row.num_nodes for row in rows]
+    fewest = min(numbers_of_nodes)
+    most = max(numbers_of_nodes)
+    if most == 1:
         return f"{text}, inside a node"
-    if len(nodes) == 1:
-        return f"{text}, each on {nodes[0]} nodes"
-    return f"{text}, on {nodes[0]} to {nodes[-1]} nodes"
+    if fewest == most:
+        return f"{text}, each on {most} nodes"
+    return f"{text}, on {fewest} to {most} nodes"
 
 
 def comm_panels(report: CommReport) -> list[Panel]:
     """A panel for each axis, a line for each operation: bus bandwidth by size."""
     panels = []
-    for axis, rows in _by_axis(report.rows):
-        slowest = slowest_groups(rows)
+    for axis, rows in _by_axis(report.rows).items():
+        points: dict[str, list[tuple[float, float]]] = {}
+        for row in slowest_groups(rows):
+            of_operation = points.setdefault(row.operation, [])
+            of_operation.append((row.size_bytes, row.bus_gb_s))
         series = []
-        for name in dict.fromkeys(row.operation for row in slowest):
-            points = [(row.size_bytes, row.bus_gb_s) for row in slowest if row.operation == name]
-            series.append(Series(name, tuple(points)))
-        panels.append(Panel(axis_title(axis, rows), tuple(series)))
+        for name, of_operation in points.items():
+            series.append(Series(name, tuple(of_operation)))
+        title = axis_title(axis, rows)
+        panels.append(Panel(title, tuple(series)))
     return panels
 
 
@@ -105,13 +120,16 @@ def comm_json(report: CommReport) -> dict[str, Any]:
     """Every group's times and bandwidths."""
     rows = []
     for row in report.rows:
-        derived = {
-            "placement": row.placement,
-            "algorithm_gb_s": row.algorithm_gb_s,
-            "bus_gb_s": row.bus_gb_s,
-        }
-        rows.append({**asdict(row), **derived})
-    return {"nodes": report.nodes, "elements_checked": report.num_checked, "rows": rows}
+        fields = asdict(row)
+        fields["placement"] = row.placement
+        fields["algorithm_gb_s"] = row.algorithm_gb_s
+        fields["bus_gb_s"] = row.bus_gb_s
+        rows.append(fields)
+    return {
+        "nodes": report.nodes,
+        "elements_checked": report.num_checked,
+        "rows": rows,
+    }
 
 
 def compute_lines(times: Sequence[ComputeTimes]) -> Iterator[str]:
@@ -129,34 +147,45 @@ def _compute_line(row: ComputeTimes) -> str:
     if work.flops:
         rate = f"{row.tflops:.4g} TFLOP/s"
     elif work.num_bytes:
-        rate = f"{row.tb_s * 1e3:.4g} GB/s"
-    return (
-        f"{work.dtype:<10}{work.name:<29}{rate:>18}{_time(row.min_s):>11}{_time(row.median_s):>12}"
-    )
+        gb_s = row.tb_s * 1e3
+        rate = f"{gb_s:.4g} GB/s"
+    shortest = _time(row.min_s)
+    median = _time(row.median_s)
+    return f"{work.dtype:<10}{work.name:<29}{rate:>18}{shortest:>11}{median:>12}"
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.2f} us" if seconds < 1e-5 else short_time(seconds)
+    if seconds >= 1e-5:
+        return short_time(seconds)
+    microseconds = seconds * 1e6
+    return f"{microseconds:.2f} us"
 
 
 def compute_json(times: Sequence[ComputeTimes]) -> dict[str, Any]:
     """Every piece of work with its times and rates."""
     rows = []
     for row in times:
-        found = {"min_s": row.min_s, "median_s": row.median_s}
-        rows.append({**asdict(row.work), **found, "tflops": row.tflops, "tb_s": row.tb_s})
+        fields = asdict(row.work)
+        fields["min_s"] = row.min_s
+        fields["median_s"] = row.median_s
+        fields["tflops"] = row.tflops
+        fields["tb_s"] = row.tb_s
+        rows.append(fields)
     return {"rows": rows}
 
 
 def figure_lines(measured: MeasuredFigures) -> Iterator[str]:
     """What the measurement says of the device."""
-    yield f"{measured.label}; {counted(measured.node, 'rank')} a node"
+    ranks = counted(measured.node, "rank")
+    yield f"{measured.label}; {ranks} a node"
     for name, value in measured.figures.items():
-        yield f"  {name:<16}{value:>10.4g} {UNITS.get(name, 'TFLOP/s')}"
+        unit = UNITS.get(name, "TFLOP/s")
+        yield f"  {name:<16}{value:>10.4g} {unit}"
     for name, share in measured.shares.items():
         yield f"  {name:<16}{share.value:>10.1%} of {share.figure}"
     for name, seconds in measured.costs.items():
-        yield f"  {name:<16}{seconds * 1e6:>10.4g} us"
+        microseconds = seconds * 1e6
+        yield f"  {name:<16}{microseconds:>10.4g} us"
 
 
 def with_origin(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.schedule.actions import Act, Kind, Table
@@ -27,6 +27,53 @@ class Rule(NamedTuple):
     order: tuple[Kind, ...]
     cap: str
     deep_first: bool
+
+    def urgency(self, act: Act) -> tuple[int, int]:
+        """Sorts actions that can start: the most urgent first."""
+        place = self.order.index(act.kind)
+        if act.kind == "F" and self.deep_first:
+            return place, -act.stage
+        return place, act.stage
+
+
+@dataclass
+class _StageProgress:
+    """Actions of one kind on a stage.
+
+    Attributes:
+        arrivals: of the inputs of its micro-batches so far.
+        started: how many have started.
+    """
+
+    arrivals: list[int] = field(default_factory=list)
+    started: int = 0
+
+
+@dataclass
+class _RankProgress:
+    """A rank of a table under construction.
+
+    Attributes:
+        stages: of the rank.
+        cap: most activations that it holds.
+        free_at: end of its last action.
+        held: activations now.
+        row: actions so far.
+    """
+
+    stages: tuple[int, ...]
+    cap: int
+    free_at: int = 0
+    held: int = 0
+    row: list[Act] = field(default_factory=list)
+
+    def has_room(self, stage: int) -> bool:
+        """Whether the rank may hold one more activation, and still run a micro-batch through its
+        later stages.
+        """
+        num_later = sum(other > stage for other in self.stages)
+        num_held = self.held + 1 + num_later
+        return num_held <= self.cap
 
 
 WAITS: tuple[frozenset[Kind], ...] = (frozenset(), frozenset({"W"}), frozenset({"F", "W"}))
@@ -72,44 +119,43 @@ class _GreedyTable:
     def __init__(self, problem: SchedulingProblem, rule: Rule) -> None:
         self.problem = problem
         self.rule = rule
-        ranks = range(problem.num_ranks)
-        self.owned = tuple(map(problem.stages, ranks))
-        self.caps = tuple(map(self._cap, ranks))
-        self.free_at = [0 for _ in ranks]
-        self.held = [0 for _ in ranks]
-        self.rows: list[list[Act]] = [[] for _ in ranks]
-        self.arrivals: dict[Kind, list[list[int]]] = {}
-        self.started: dict[Kind, list[int]] = {}
+        self.ranks = [self._new_rank(rank) for rank in range(problem.num_ranks)]
+        self.progress: dict[Kind, list[_StageProgress]] = {}
         for kind in KINDS:
-            self.arrivals[kind] = [[] for _ in range(problem.num_stages)]
-            self.started[kind] = [0] * problem.num_stages
-        self.arrivals["F"][0] = [0] * problem.microbatches
+            self.progress[kind] = [_StageProgress() for _ in range(problem.num_stages)]
+        first = self.progress["F"][0]
+        first.arrivals = [0] * problem.microbatches
+
+    def _new_rank(self, rank: int) -> _RankProgress:
+        stages = self.problem.stages(rank)
+        limit = self.problem.limits[rank]
+        ranks_behind = self.problem.num_ranks - rank
+        if self.rule.cap == "falling":
+            limit = min(limit, len(stages) * ranks_behind)
+        elif self.rule.cap == "double":
+            limit = min(limit, len(stages) * (2 * ranks_behind - 1))
+        return _RankProgress(stages, cap=limit)
 
     def table(self) -> Table:
         """Place all actions."""
         num_actions = len(KINDS) * self.problem.num_stages * self.problem.microbatches
         for _ in range(num_actions):
-            choices = map(self._best_of_rank, range(self.problem.num_ranks))
-            possible = [choice for choice in choices if choice is not None]
+            possible = []
+            for rank in self.ranks:
+                choice = self._best_of_rank(rank)
+                if choice is not None:
+                    possible.append(choice)
             assert possible, "a rank may always run its oldest micro-batch"
             earliest = min(possible, key=lambda choice: choice.start)
             self._place(earliest)
         return Table.of_rows(
-            self.rows,
+            [rank.row for rank in self.ranks],
             stage_to_rank=self.problem.stage_to_rank,
             microbatches=self.problem.microbatches,
         )
 
-    def _cap(self, rank: int) -> int:
-        limit = self.problem.limits[rank]
-        num_owned = len(self.owned[rank])
-        ranks_behind = self.problem.num_ranks - rank
-        caps = {"falling": ranks_behind, "double": 2 * ranks_behind - 1}
-        if self.rule.cap not in caps:
-            return limit
-        return min(limit, num_owned * caps[self.rule.cap])
-
-    def _best_of_rank(self, rank: int) -> _Candidate | None:
+    def _best_of_rank(self, rank: _RankProgress) -> _Candidate | None:
+        """The action that the rule starts next on a rank; None if no input has arrived."""
         candidates = list(self._candidates(rank))
         if not candidates:
             return None
@@ -119,62 +165,52 @@ class _GreedyTable:
         if best.act.kind not in self.rule.waits:
             return best
         end = best.start + self._duration(best.act)
-        urgent: list[_Candidate] = []
+        urgent = []
         for other in candidates:
             arrives_before_end = first_start < other.start < end
             if arrives_before_end and self._urgency(other) < self._urgency(best):
                 urgent.append(other)
         return min(urgent, key=lambda other: other.start, default=best)
 
-    def _candidates(self, rank: int) -> Iterator[_Candidate]:
+    def _urgency(self, candidate: _Candidate) -> tuple[int, int]:
+        return self.rule.urgency(candidate.act)
+
+    def _candidates(self, rank: _RankProgress) -> Iterator[_Candidate]:
         """The next action of every kind and stage of a rank whose input has a known arrival."""
         for kind in KINDS:
-            for stage in self.owned[rank]:
-                mb = self.started[kind][stage]
-                arrivals = self.arrivals[kind][stage]
-                has_arrived = mb < len(arrivals)
+            for stage in rank.stages:
+                progress = self.progress[kind][stage]
+                mb = progress.started
+                has_arrived = mb < len(progress.arrivals)
                 if not has_arrived:
                     continue
-                if kind == "F" and not self._has_room(rank, stage):
+                if kind == "F" and not rank.has_room(stage):
                     continue
-                start = max(self.free_at[rank], arrivals[mb])
+                start = max(rank.free_at, progress.arrivals[mb])
                 yield _Candidate(Act(kind, stage, mb), start)
-
-    def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether the rank may hold one more activation, and still run a micro-batch through its
-        later stages.
-        """
-        num_later = sum(other > stage for other in self.owned[rank])
-        return self.held[rank] + 1 + num_later <= self.caps[rank]
-
-    def _urgency(self, candidate: _Candidate) -> tuple[int, int]:
-        kind = candidate.act.kind
-        stage = candidate.act.stage
-        place = self.rule.order.index(kind)
-        if kind == "F" and self.rule.deep_first:
-            return place, -stage
-        return place, stage
 
     def _duration(self, act: Act) -> int:
         return self.problem.durations[act.kind][act.stage]
 
     def _place(self, choice: _Candidate) -> None:
-        kind, stage, _ = choice.act
-        rank = self.problem.stage_to_rank[stage]
-        end = choice.start + self._duration(choice.act)
-        self.rows[rank].append(choice.act)
-        self.free_at[rank] = end
-        self.started[kind][stage] += 1
-        if kind == "F":
-            self.held[rank] += 1
+        act = choice.act
+        stage = act.stage
+        rank = self.ranks[self.problem.stage_to_rank[stage]]
+        end = choice.start + self._duration(act)
+        rank.row.append(act)
+        rank.free_at = end
+        self.progress[act.kind][stage].started += 1
+        if act.kind == "F":
+            rank.held += 1
             self._arrive(
                 "F",
                 stage,
                 stage + 1,
                 end,
             )
-        elif kind == "I":
-            self.arrivals["W"][stage].append(end)
+        elif act.kind == "I":
+            weight_grads = self.progress["W"][stage]
+            weight_grads.arrivals.append(end)
             self._arrive(
                 "I",
                 stage,
@@ -182,7 +218,7 @@ class _GreedyTable:
                 end,
             )
         else:
-            self.held[rank] -= 1
+            rank.held -= 1
 
     def _arrive(
         self,
@@ -195,7 +231,9 @@ class _GreedyTable:
         backward begins.
         """
         if other == self.problem.num_stages:
-            self.arrivals["I"][stage].append(end)
+            input_grads = self.progress["I"][stage]
+            input_grads.arrivals.append(end)
         elif other >= 0:
             hop = self.problem.hop(stage, other)
-            self.arrivals[kind][other].append(end + hop)
+            receiver = self.progress[kind][other]
+            receiver.arrivals.append(end + hop)

@@ -66,47 +66,61 @@ class SchedulingProblem:
 
     def hop(self, stage: int, other: int) -> int:
         """Time of a message between two stages; 0 on one rank."""
-        return 0 if self.stage_to_rank[stage] == self.stage_to_rank[other] else self.message
+        is_local = self.stage_to_rank[stage] == self.stage_to_rank[other]
+        return 0 if is_local else self.message
 
     def heads(self, kind: Kind) -> list[int]:
         """For each stage the earliest start of an action of this kind."""
-        starts: list[int] = [0] * self.num_stages
-        forward = self.durations["F"]
-        for stage in range(1, self.num_stages):
-            arrival = starts[stage - 1] + forward[stage - 1]
-            starts[stage] = arrival + self.hop(stage - 1, stage)
+        starts = self._forward_heads()
         if kind == "F":
             return starts
         last = self.num_stages - 1
-        backward = self.durations["I"]
-        starts[last] += forward[last]
+        starts[last] += self.durations["F"][last]
+        durations = self.durations["I"]
         for stage in reversed(range(last)):
-            arrival = starts[stage + 1] + backward[stage + 1]
-            starts[stage] = arrival + self.hop(stage + 1, stage)
-        if kind == "W":
-            return [start + backward[stage] for stage, start in enumerate(starts)]
+            behind = stage + 1
+            arrival = starts[behind] + durations[behind]
+            starts[stage] = arrival + self.hop(behind, stage)
+        if kind == "I":
+            return starts
+        return [start + duration for start, duration in zip(starts, durations, strict=True)]
+
+    def _forward_heads(self) -> list[int]:
+        durations = self.durations["F"]
+        starts = [0] * self.num_stages
+        for stage in range(1, self.num_stages):
+            before = stage - 1
+            arrival = starts[before] + durations[before]
+            starts[stage] = arrival + self.hop(before, stage)
         return starts
 
     def tails(self, kind: Kind) -> list[int]:
         """For each stage the least time from the start of an action of this kind to the end of the
         step.
         """
-        rest = list(self.durations["W"])
         if kind == "W":
-            return rest
-        backward = self.durations["I"]
-        for stage in range(self.num_stages):
-            rest[stage] += backward[stage]
-            if stage > 0:
-                behind = rest[stage - 1] + self.hop(stage, stage - 1)
-                rest[stage] = max(rest[stage], backward[stage] + behind)
+            return list(self.durations["W"])
+        rest = self._backward_tails()
         if kind == "I":
             return rest
-        forward = self.durations["F"]
+        durations = self.durations["F"]
         last = self.num_stages - 1
-        rest[last] += forward[last]
+        rest[last] += durations[last]
         for stage in reversed(range(last)):
-            rest[stage] = forward[stage] + self.hop(stage, stage + 1) + rest[stage + 1]
+            behind = stage + 1
+            arrival = durations[stage] + self.hop(stage, behind)
+            rest[stage] = arrival + rest[behind]
+        return rest
+
+    def _backward_tails(self) -> list[int]:
+        durations = self.durations["I"]
+        rest = list(self.durations["W"])
+        for stage, duration in enumerate(durations):
+            rest[stage] += duration
+            if stage > 0:
+                before = stage - 1
+                arrival = duration + self.hop(stage, before)
+                rest[stage] = max(rest[stage], arrival + rest[before])
         return rest
 
     def least_makespan(self) -> int:
@@ -120,13 +134,14 @@ class SchedulingProblem:
         for rank in range(self.num_ranks):
             stages = self.stages(rank)
             first = min(heads[stage] for stage in stages)
-            work = self.microbatches * sum(map(self._work, stages))
-            least = max(least, first + work)
-            if len(stages) == 1:  # several stages share a limit: none of them is bounded by it
-                stage = stages[0]
-                round_trip = ends[stage] + tails[stage] - first
-                num_rounds = math.ceil(self.microbatches / self.limits[rank])
-                least = max(least, first + num_rounds * round_trip)
+            work = sum(self._work(stage) for stage in stages)
+            least = max(least, first + self.microbatches * work)
+            if len(stages) > 1:  # they share a limit: none of them is bounded by it
+                continue
+            [stage] = stages
+            round_trip = ends[stage] + tails[stage] - first
+            num_rounds = math.ceil(self.microbatches / self.limits[rank])
+            least = max(least, first + num_rounds * round_trip)
         return least
 
     def _work(self, stage: int) -> int:
@@ -152,7 +167,21 @@ def solve(
     result = program.solve(seconds)
     if result.x is not None:
         return program.table(result.x)
-    return "none exists" if result.status == INFEASIBLE else "not known"
+    if result.status == INFEASIBLE:
+        return "none exists"
+    return "not known"
+
+
+class _Count(NamedTuple):
+    """n[kind, stage, time]: actions that have started at a time or before."""
+
+    kind: Kind
+    stage: int
+    time: int
+
+    def before(self, duration: int) -> _Count:
+        """The same a duration earlier."""
+        return _Count(self.kind, self.stage, self.time - duration)
 
 
 def num_variables(problem: SchedulingProblem, makespan: int) -> int:
@@ -181,17 +210,21 @@ def import_scipy(name: str) -> ModuleType:
 
 
 class _Term(NamedTuple):
-    """factor x n[kind, stage, time] in a row of the program."""
+    """factor x count in a row of the program."""
 
     factor: int
-    kind: Kind
-    stage: int
-    time: int
+    count: _Count
 
 
 @dataclass
 class _CountProgram:
-    """The program of Note [Counts instead of orders] for one makespan."""
+    """The program of Note [Counts instead of orders] for one makespan.
+
+    Attributes:
+        lows, highs: bounds of each count.
+        rows, columns, values: entries of the matrix.
+        most: of each row of it.
+    """
 
     problem: SchedulingProblem
     makespan: int
@@ -206,9 +239,15 @@ class _CountProgram:
         for kind in KINDS:
             heads = self.problem.heads(kind)
             tails = self.problem.tails(kind)
-            for stage in range(self.problem.num_stages):
-                duration = self.problem.durations[kind][stage]
-                self._add_bounds(heads[stage], self.makespan - tails[stage], duration)
+            durations = self.problem.durations[kind]
+            for first, tail, duration in zip(
+                heads,
+                tails,
+                durations,
+                strict=True,
+            ):
+                last = self.makespan - tail
+                self._add_bounds(first, last, duration)
 
     @property
     def is_contradictory(self) -> bool:
@@ -219,18 +258,13 @@ class _CountProgram:
         """The result of `scipy.optimize.milp`."""
         optimize = import_scipy("optimize")
         sparse = import_scipy("sparse")
-        for stage in range(self.problem.num_stages):
-            for time in range(self.makespan):
-                self._add_dependencies(stage, time)
-        for rank in range(self.problem.num_ranks):
-            for time in range(self.makespan):
-                self._add_capacity(rank, time)
-                self._add_memory(rank, time)
+        self._add_rows()
         num_columns = len(self.lows)
         num_forward = self.problem.num_stages * self.makespan
         late_forwards = [1] * num_forward + [0] * (num_columns - num_forward)
         shape = (len(self.most), num_columns)
-        matrix = sparse.csr_array((self.values, (self.rows, self.columns)), shape=shape)
+        entries = (self.values, (self.rows, self.columns))
+        matrix = sparse.csr_array(entries, shape=shape)
         return optimize.milp(
             late_forwards,
             integrality=[1] * num_columns,
@@ -241,19 +275,21 @@ class _CountProgram:
 
     def table(self, values: Sequence[float]) -> Table:
         """The table of a solution."""
+        problem = self.problem
         starts: dict[Act, int] = {}
         for kind in KINDS:
-            for stage in range(self.problem.num_stages):
-                for mb, time in enumerate(self._start_times(values, kind, stage)):
+            for stage in range(problem.num_stages):
+                times = self._start_times(values, kind, stage)
+                for mb, time in enumerate(times):
                     starts[Act(kind, stage, mb)] = time
-        rows: list[list[Act]] = [[] for _ in self.problem.limits]
+        rows: list[list[Act]] = [[] for _ in problem.limits]
         for act in sorted(starts, key=starts.__getitem__):
-            rank = self.problem.stage_to_rank[act.stage]
+            rank = problem.stage_to_rank[act.stage]
             rows[rank].append(act)
         return Table.of_rows(
             rows,
-            stage_to_rank=self.problem.stage_to_rank,
-            microbatches=self.problem.microbatches,
+            stage_to_rank=problem.stage_to_rank,
+            microbatches=problem.microbatches,
         )
 
     def _start_times(
@@ -262,21 +298,18 @@ class _CountProgram:
         kind: Kind,
         stage: int,
     ) -> Iterator[int]:
+        """Times at which the actions of a kind and stage start, in order."""
         started = 0
         for time in range(self.makespan):
-            number = round(values[self._column(kind, stage, time)])
+            column = self._column(_Count(kind, stage, time))
+            number = round(values[column])
             for _ in range(number - started):
                 yield time
             started = number
 
-    def _column(
-        self,
-        kind: Kind,
-        stage: int,
-        time: int,
-    ) -> int:
-        block = KINDS.index(kind) * self.problem.num_stages + stage
-        return block * self.makespan + time
+    def _column(self, count: _Count) -> int:
+        block = KINDS.index(count.kind) * self.problem.num_stages + count.stage
+        return block * self.makespan + count.time
 
     def _add_bounds(
         self,
@@ -297,145 +330,77 @@ class _CountProgram:
             self.lows.append(low)
             self.highs.append(high)
 
+    def _add_rows(self) -> None:
+        for stage in range(self.problem.num_stages):
+            for time in range(self.makespan):
+                self._add_dependencies(stage, time)
+        for rank in range(self.problem.num_ranks):
+            for time in range(self.makespan):
+                self._add_capacity(rank, time)
+                self._add_memory(rank, time)
+
     def _add_row(self, terms: Sequence[_Term], most: int) -> None:
         """The sum of the terms is at most `most`; n before time 0 is 0."""
         row = len(self.most)
         for term in terms:
-            if term.time < 0:
+            if term.count.time < 0:
                 continue
-            column = self._column(term.kind, term.stage, term.time)
             self.rows.append(row)
-            self.columns.append(column)
+            self.columns.append(self._column(term.count))
             self.values.append(term.factor)
         self.most.append(most)
 
-    def _add_at_most(self, number: _Term, other: _Term) -> None:
-        """The number is at most the other."""
-        self._add_row([number, other._replace(factor=-other.factor)], 0)
+    def _add_at_most(self, count: _Count, other: _Count) -> None:
+        """A count is at most another one."""
+        terms = [_Term(1, count), _Term(-1, other)]
+        self._add_row(terms, 0)
 
     def _add_dependencies(self, stage: int, time: int) -> None:
         """Numbers never fall, and an action starts after those that it needs have ended."""
-        forward = _Term(
-            1,
-            "F",
-            stage,
-            time,
-        )
-        input_grad = _Term(
-            1,
-            "I",
-            stage,
-            time,
-        )
-        weight_grad = _Term(
-            1,
-            "W",
-            stage,
-            time,
-        )
+        forward = _Count("F", stage, time)
+        input_grad = _Count("I", stage, time)
+        weight_grad = _Count("W", stage, time)
         if time > 0:
-            for number in (forward, input_grad, weight_grad):
-                before = number._replace(time=time - 1)
-                self._add_at_most(before, number)
+            for count in (forward, input_grad, weight_grad):
+                self._add_at_most(count.before(1), count)
         if stage > 0:
-            self._add_at_most(
-                forward,
-                self._ended(
-                    "F",
-                    stage - 1,
-                    time,
-                    receiver=stage,
-                ),
-            )
+            before = _Count("F", stage - 1, time)
+            self._add_at_most(forward, self._arrived(before, stage))
         is_last = stage + 1 == self.problem.num_stages
         if is_last:
-            self._add_at_most(
-                input_grad,
-                self._ended(
-                    "F",
-                    stage,
-                    time,
-                    receiver=stage,
-                ),
-            )
+            loss = self._ended(forward)
+            self._add_at_most(input_grad, loss)
         else:
-            self._add_at_most(
-                input_grad,
-                self._ended(
-                    "I",
-                    stage + 1,
-                    time,
-                    receiver=stage,
-                ),
-            )
-        self._add_at_most(
-            weight_grad,
-            self._ended(
-                "I",
-                stage,
-                time,
-                receiver=stage,
-            ),
-        )
+            behind = _Count("I", stage + 1, time)
+            self._add_at_most(input_grad, self._arrived(behind, stage))
+        self._add_at_most(weight_grad, self._ended(input_grad))
 
-    def _ended(
-        self,
-        kind: Kind,
-        stage: int,
-        time: int,
-        *,
-        receiver: int,
-    ) -> _Term:
+    def _ended(self, count: _Count) -> _Count:
+        """Number of actions that have ended at a time or before."""
+        duration = self.problem.durations[count.kind][count.stage]
+        return count.before(duration)
+
+    def _arrived(self, count: _Count, receiver: int) -> _Count:
         """Number of actions whose output has arrived at another stage."""
-        duration = self.problem.durations[kind][stage]
-        hop = self.problem.hop(stage, receiver)
-        return _Term(
-            1,
-            kind,
-            stage,
-            time - duration - hop,
-        )
+        hop = self.problem.hop(count.stage, receiver)
+        return self._ended(count).before(hop)
 
     def _add_capacity(self, rank: int, time: int) -> None:
         """A rank runs one action at a time."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
             for kind in KINDS:
-                ended = self._ended(
-                    kind,
-                    stage,
-                    time,
-                    receiver=stage,
-                )
-                terms.append(
-                    _Term(
-                        1,
-                        kind,
-                        stage,
-                        time,
-                    )
-                )
-                terms.append(ended._replace(factor=-1))
+                started = _Count(kind, stage, time)
+                terms.append(_Term(1, started))
+                terms.append(_Term(-1, self._ended(started)))
         self._add_row(terms, 1)
 
     def _add_memory(self, rank: int, time: int) -> None:
         """A rank holds at most its limit: a forward takes, the end of a W frees."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
-            ended = self._ended(
-                "W",
-                stage,
-                time,
-                receiver=stage,
-            )
-            terms.append(
-                _Term(
-                    1,
-                    "F",
-                    stage,
-                    time,
-                )
-            )
-            terms.append(ended._replace(factor=-1))
-        limit = self.problem.limits[rank]
-        self._add_row(terms, limit)
+            taken = _Count("F", stage, time)
+            freed = self._ended(_Count("W", stage, time))
+            terms.append(_Term(1, taken))
+            terms.append(_Term(-1, freed))
+        self._add_row(terms, self.problem.limits[rank])

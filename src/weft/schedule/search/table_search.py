@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from weft.errors import Fault, ScheduleError, counted
-from weft.schedule.actions import Kind, Table
+from weft.schedule.actions import Act, Table
 from weft.schedule.costs import ScheduleCosts, StageCosts
 from weft.schedule.search.compare import ScheduleFigures, accepting, compare
 from weft.schedule.search.greedy import greedy_tables
@@ -27,8 +27,6 @@ MAX_ACTIONS = 20_000
 """F, I and W of the largest table that is searched."""
 MAX_VARIABLES = 40_000
 """Of the largest integer program that is tried."""
-MAX_SCALE = 1000
-"""Largest common denominator of times of an integer program."""
 GREEDY_SHARE = Fraction(1, 4)
 """Part of the time for greedy tables of one placement."""
 PROBES = 16
@@ -68,25 +66,23 @@ class SearchRequest:
 
     def _faults(self) -> Iterator[Fault]:
         if len(self.limits) != self.ranks:
-            need = f"1, or {self.ranks}: one a rank"
             yield Fault(
                 LIMIT_KEY,
                 "another number of ranks",
-                f"{len(self.limits)} limits",
-                need,
+                got=f"{len(self.limits)} limits",
+                need=f"1, or {self.ranks}: one a rank",
             )
         least = min(self.limits, default=Fraction(1))
         if least < 1:
-            what = "no table holds so few activations"
-            need = "at least 1: one micro-batch through all stages of a rank"
             yield Fault(
                 LIMIT_KEY,
-                what,
-                f"{float(least):g}",
-                need,
+                "no table holds so few activations",
+                got=f"{float(least):g}",
+                need="at least 1: one micro-batch through all stages of a rank",
                 fix="--memory-limit 1",
             )
-        num_actions = len(KINDS) * self.ranks * max(self.chunks) * self.microbatches
+        num_stages = self.ranks * max(self.chunks)
+        num_actions = len(KINDS) * num_stages * self.microbatches
         if num_actions > MAX_ACTIONS:
             yield Fault(
                 "search",
@@ -95,6 +91,24 @@ class SearchRequest:
                 need=f"at most {MAX_ACTIONS}",
                 fix="fewer ranks or micro-batches",
             )
+
+
+@dataclass(frozen=True)
+class _FoundTable:
+    """A table, and what found it."""
+
+    figures: ScheduleFigures
+    origin: str
+
+    @property
+    def order(self) -> tuple[Fraction, Fraction]:
+        """Sorts tables: the shortest first, of equal ones that with the least memory."""
+        return self.figures.makespan, max(self.figures.held)
+
+    @staticmethod
+    def built_in(figures: ScheduleFigures) -> _FoundTable:
+        """A built-in schedule."""
+        return _FoundTable(figures, f"built-in schedule {figures.label}")
 
 
 @dataclass(frozen=True)
@@ -161,33 +175,32 @@ def search(request: SearchRequest) -> SearchResult:
     allowed = [figures for figures in built_in if _is_allowed(figures, request)]
     results: list[PlacementResult] = []
     for chunks in _placements(request):
-        results.append(
-            _greedy(
-                request,
-                chunks,
-                allowed,
-                deadline_s,
-            )
+        result = _greedy(
+            request,
+            chunks,
+            allowed,
+            deadline_s,
         )
+        results.append(result)
     for index, result in enumerate(results):
         num_left = len(results) - index
         now_s = time.monotonic()
         share_s = max(deadline_s - now_s, 0.0) / num_left
         known = [other.figures.makespan for other in results]
-        known += [figures.makespan for figures in allowed]
+        known.extend(figures.makespan for figures in allowed)
         results[index] = _solve(
             request,
             result,
             min(known),
             deadline_s=now_s + share_s,
         )
-    found = [(result.figures, result.origin) for result in results]
-    found += [(figures, f"built-in schedule {figures.label}") for figures in allowed]
-    best, origin = min(found, key=lambda pair: (pair[0].makespan, max(pair[0].held)))
+    found = [_FoundTable(result.figures, result.origin) for result in results]
+    found.extend(_FoundTable.built_in(figures) for figures in allowed)
+    best = min(found, key=lambda table: table.order)
     return SearchResult(
         request=request,
-        best=best,
-        origin=origin,
+        best=best.figures,
+        origin=best.origin,
         placements=tuple(results),
         built_in=built_in,
     )
@@ -200,11 +213,12 @@ def fits(figures: ScheduleFigures, limits: Sequence[Fraction]) -> bool:
 
 def _is_allowed(figures: ScheduleFigures, request: SearchRequest) -> bool:
     """Whether a built-in schedule answers the request."""
-    has_placement = request.chunks == tuple(PLACEMENTS) or any(
-        figures.table.stage_to_rank == _stage_to_rank(request.ranks, chunks)
-        for chunks in request.chunks
-    )
-    return has_placement and fits(figures, request.limits)
+    if not fits(figures, request.limits):
+        return False
+    if request.chunks == tuple(PLACEMENTS):
+        return True
+    placements = [_stage_to_rank(request.ranks, chunks) for chunks in request.chunks]
+    return figures.table.stage_to_rank in placements
 
 
 def _placements(request: SearchRequest) -> tuple[int, ...]:
@@ -226,7 +240,8 @@ def _placements(request: SearchRequest) -> tuple[int, ...]:
 
 
 def _stage_costs(request: SearchRequest, chunks: int) -> StageCosts:
-    return request.costs.of_stages(num_stages=request.ranks * chunks, chunks=chunks)
+    num_stages = request.ranks * chunks
+    return request.costs.of_stages(num_stages=num_stages, chunks=chunks)
 
 
 def _built_in(request: SearchRequest) -> tuple[ScheduleFigures, ...]:
@@ -256,25 +271,34 @@ class _Scaled:
 
 
 def _scaled(request: SearchRequest, chunks: int) -> _Scaled:
+    """The problem in the largest unit in which all of its times are whole numbers."""
     costs = _stage_costs(request, chunks)
-    times = (*costs.forward, *costs.input_grad, *costs.weight_grad, costs.message)
-    scale = math.lcm(*(time.denominator for time in times))
-    whole = [int(time * scale) for time in times]
-    divisor = math.gcd(*whole)
-    unit = Fraction(divisor, scale)
-    durations: dict[Kind, tuple[int, ...]] = {
-        "F": tuple(int(time / unit) for time in costs.forward),
-        "I": tuple(int(time / unit) for time in costs.input_grad),
-        "W": tuple(int(time / unit) for time in costs.weight_grad),
-    }
+    times = [*costs.forward, *costs.input_grad, *costs.weight_grad, costs.message]
+    unit = _common_unit(times)
+
+    def whole(times: Sequence[Fraction]) -> tuple[int, ...]:
+        return tuple(int(time / unit) for time in times)
+
+    limits = [int(limit * chunks) for limit in request.limits]
     problem = SchedulingProblem(
         stage_to_rank=_stage_to_rank(request.ranks, chunks),
         microbatches=request.microbatches,
-        durations=durations,
+        durations={
+            "F": whole(costs.forward),
+            "I": whole(costs.input_grad),
+            "W": whole(costs.weight_grad),
+        },
         message=int(costs.message / unit),
-        limits=tuple(int(limit * chunks) for limit in request.limits),
+        limits=tuple(limits),
     )
     return _Scaled(problem, unit)
+
+
+def _common_unit(times: Sequence[Fraction]) -> Fraction:
+    """The largest time of which all others are multiples."""
+    scale = math.lcm(*(time.denominator for time in times))
+    whole = [int(time * scale) for time in times]
+    return Fraction(math.gcd(*whole), scale)
 
 
 def _greedy(
@@ -285,20 +309,22 @@ def _greedy(
 ) -> PlacementResult:
     """The best of the greedy tables and of the built-in schedules of this placement."""
     scaled = _scaled(request, chunks)
-    greedy_s = min(deadline_s, time.monotonic() + request.seconds * float(GREEDY_SHARE))
+    share_s = request.seconds * float(GREEDY_SHARE)
+    greedy_s = min(deadline_s, time.monotonic() + share_s)
     found = []
     for table in greedy_tables(scaled.problem, deadline_s=greedy_s):
-        found.append((_figures(table, request.costs), "heuristic"))
+        figures = _figures(table, request.costs)
+        found.append(_FoundTable(figures, "heuristic"))
     for figures in allowed:
         if figures.table.stage_to_rank == scaled.problem.stage_to_rank:
-            found.append((figures, f"built-in schedule {figures.label}"))
-    best, origin = min(found, key=lambda pair: (pair[0].makespan, max(pair[0].held)))
+            found.append(_FoundTable.built_in(figures))
+    best = min(found, key=lambda table: table.order)
     bound = scaled.problem.least_makespan() * scaled.unit
     return PlacementResult(
         chunks,
-        best,
-        bound,
-        origin,
+        figures=best.figures,
+        bound=bound,
+        origin=best.origin,
     )
 
 
@@ -321,7 +347,8 @@ def _solve(
         return start
     size = num_variables(scaled.problem, high)
     if size > MAX_VARIABLES:
-        note = f"integer program of {counted(size, 'variable')}: at most {MAX_VARIABLES} are tried"
+        variables = counted(size, "variable")
+        note = f"integer program of {variables}: at most {MAX_VARIABLES} are tried"
         return replace(start, note=note)
     bisection = _Bisection(
         scaled.problem,
@@ -331,17 +358,14 @@ def _solve(
     )
     bisection.run()
     bound = min(bisection.proven * scaled.unit, known)
-    note = "" if bisection.is_finished else "the time was over before all makespans were decided"
+    note = ""
+    if not bisection.is_finished:
+        note = "the time was over before all makespans were decided"
+    bounded = replace(start, bound=bound, note=note)
     if bisection.table is None:
-        return replace(start, bound=bound, note=note)
+        return bounded
     figures = _figures(bisection.table, request.costs)
-    return replace(
-        start,
-        figures=figures,
-        bound=bound,
-        origin="integer program",
-        note=note,
-    )
+    return replace(bounded, figures=figures, origin="integer program")
 
 
 @dataclass
@@ -369,27 +393,38 @@ class _Bisection:
         """First the bound, by programs of little time each: those without a solution are decided
         soon. Then tables, from the shortest makespan that is left.
         """
-        probe_s = self._seconds() / PROBES
-        undecided = self.high
-        while self.proven < undecided and self._seconds() > 0:
-            middle = (self.proven + undecided) // 2
-            is_decided = self._ask(middle, probe_s)
-            undecided = min(undecided, self.high) if is_decided else middle
+        self._raise_bound()
         lowest = self.proven
         target = lowest
-        while lowest < self.high and self._seconds() > 0:
-            if not self._ask(target, self._seconds() / 2):
+        while lowest < self.high and self._has_time:
+            is_decided = self._ask(target, self._seconds / 2)
+            if not is_decided:
                 lowest = target + 1
             lowest = max(lowest, self.proven)
             target = (lowest + self.high) // 2
 
+    def _raise_bound(self) -> None:
+        probe_s = self._seconds / PROBES
+        undecided = self.high
+        while self.proven < undecided and self._has_time:
+            middle = (self.proven + undecided) // 2
+            is_decided = self._ask(middle, probe_s)
+            undecided = min(undecided, self.high) if is_decided else middle
+
+    @property
+    def _has_time(self) -> bool:
+        return self._seconds > 0
+
+    @property
     def _seconds(self) -> float:
+        """Seconds until the deadline; 0 where they are too few for a program."""
         left = self.deadline_s - time.monotonic()
         return left if left > MIN_SECONDS else 0.0
 
     def _ask(self, makespan: int, seconds: float) -> bool:
         """Solve one program; whether it was decided."""
-        answer = solve(self.problem, makespan, seconds=max(seconds, MIN_SECONDS))
+        limit_s = max(seconds, MIN_SECONDS)
+        answer = solve(self.problem, makespan, seconds=limit_s)
         if answer == "none exists":
             self.proven = makespan + 1
         elif isinstance(answer, Table):
@@ -400,12 +435,13 @@ class _Bisection:
     def _makespan(self, table: Table) -> int:
         """Makespan of a table when every action starts as soon as it can."""
         durations = self.problem.durations
-        times = action_times(
-            table,
-            lambda act: durations[act.kind][act.stage],
-            hop=self.problem.message,
-        )
-        return int(max(interval.end for interval in times.values()))
+
+        def duration(act: Act) -> int:
+            return durations[act.kind][act.stage]
+
+        intervals = action_times(table, duration, hop=self.problem.message)
+        last_end = max(interval.end for interval in intervals.values())
+        return int(last_end)
 
 
 MIN_SECONDS = 0.1
