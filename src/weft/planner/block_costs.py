@@ -160,7 +160,14 @@ class BlockMeasurements:
         if known is None:
             step = self._runs.measure(sharding)
             regions = first_regions(step)
-            first_output = Transfer(Act("F", 0, 0), 0)
+            first_output = Transfer(
+                Act(
+                    "F",
+                    0,
+                    0,
+                ),
+                0,
+            )
             known = _MeasuredBlocks(
                 names=step.plan.stages[0].blocks,
                 forward=regions["F"],

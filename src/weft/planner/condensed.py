@@ -54,7 +54,11 @@ class Condenser:
         if known is not None:
             return known.condensed
         events = self._events(region.events)
-        condensed = replace(region, events=events, segments=[])
+        condensed = replace(
+            region,
+            events=events,
+            segments=[],
+        )
         self._regions[id(region)] = _CondensedRegion(region, condensed)
         return condensed
 

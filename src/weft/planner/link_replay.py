@@ -64,7 +64,11 @@ class LinkMessage(NamedTuple):
 
     def after(self, begin: float) -> LinkMessage:
         """The message with its start counted from `begin`."""
-        return LinkMessage(self.link, self.start - begin, self.seconds)
+        return LinkMessage(
+            self.link,
+            self.start - begin,
+            self.seconds,
+        )
 
 
 class OpSpan(NamedTuple):
@@ -125,7 +129,11 @@ class LinkReplay:
 
     def __post_init__(self) -> None:
         for op, left_s, has_begun in self.carried:
-            under_way = OpUnderWay(op, left_s, is_continued=has_begun)
+            under_way = OpUnderWay(
+                op,
+                left_s,
+                is_continued=has_begun,
+            )
             self.pending.append(under_way)
             self.from_before.append(under_way)
             if not left_s:
@@ -238,5 +246,11 @@ class LinkReplay:
             has_begun = under_way.began_at is not None
             if has_begun and not under_way.has_ended:
                 self._note_span(under_way, continues=True)
-            kept.append(Carried(under_way.op, under_way.left_s, has_begun))
+            kept.append(
+                Carried(
+                    under_way.op,
+                    under_way.left_s,
+                    has_begun,
+                )
+            )
         return tuple(kept)

@@ -128,7 +128,11 @@ class MetaResults:
         tensors = [result] if container is Tensor else result
         forms = _new_forms(tensors, inputs)
         if forms is not None:
-            self._known[key] = KnownResult(container, forms, kernel)
+            self._known[key] = KnownResult(
+                container,
+                forms,
+                kernel,
+            )
 
 
 def _new_forms(
@@ -168,7 +172,11 @@ def _has_own_storage(tensor: Tensor, used: set[int]) -> bool:
     num_entries = 0
     if tensor.numel():
         num_entries = 1
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        for size, stride in zip(
+            tensor.shape,
+            tensor.stride(),
+            strict=True,
+        ):
             num_entries += (size - 1) * stride
     num_bytes = num_entries * tensor.element_size()
     return tensor.untyped_storage().nbytes() == num_bytes

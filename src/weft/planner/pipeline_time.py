@@ -244,7 +244,13 @@ def play(
     message_starts = [0.0] * num_actions
     arrivals = [0.0] * num_actions
     times: list[RegionTime] = []
-    for place, (number, source) in enumerate(zip(order.class_of, order.source_of, strict=True)):
+    for place, (number, source) in enumerate(
+        zip(
+            order.class_of,
+            order.source_of,
+            strict=True,
+        )
+    ):
         action_class = order.classes[number]
         rank = ranks[action_class.rank]
         links = rank.links
@@ -253,7 +259,11 @@ def play(
             start = arrivals[source]
         time = on_free_lanes[number]
         if links.carried or links.messages:
-            time = links.time(number, start, time)
+            time = links.time(
+                number,
+                start,
+                time,
+            )
         end = start + time.total
         links.carried = time.carried
         links.last_end = end
@@ -267,12 +277,22 @@ def play(
         of_message = costs[number].message
         assert of_message is not None, f"no costs of the message of {order.acts[place]}"
         pair = (action_class.rank, peer)
-        message_start = max(end, ranks[peer].free_at, pair_free.get(pair, begin))
+        message_start = max(
+            end,
+            ranks[peer].free_at,
+            pair_free.get(pair, begin),
+        )
         arrival = message_start + of_message.seconds
         pair_free[pair] = arrival
         message_starts[place] = message_start
         arrivals[place] = arrival
-        links.messages.append(LinkMessage(of_message.link, message_start, of_message.seconds))
+        links.messages.append(
+            LinkMessage(
+                of_message.link,
+                message_start,
+                of_message.seconds,
+            )
+        )
         rank.arrivals.append(arrival)
         if len(rank.arrivals) > MAX_SENDS:
             oldest = rank.arrivals[-1 - MAX_SENDS]

@@ -133,7 +133,13 @@ def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
         ends = (0, degree - 1)
         places[name] = range(degree) if are_all_recorded else ends
     for indices in itertools.product(*places.values()):
-        yield dict(zip(places, indices, strict=True))
+        yield dict(
+            zip(
+                places,
+                indices,
+                strict=True,
+            )
+        )
 
 
 def group_of(
@@ -143,7 +149,11 @@ def group_of(
 ) -> tuple[int, ...] | None:
     """The group of a rank that operations name `axis`; None for a name that no mesh axis has."""
     if axis.startswith(WORLD):
-        for group in world_stages(rank, mesh.size, checked=True):
+        for group in world_stages(
+            rank,
+            mesh.size,
+            checked=True,
+        ):
             if group.axis == axis:
                 return group.ranks
         return None
@@ -166,7 +176,11 @@ def moved(
         identity = id(event.op)
         copy = copies.get(identity)
         if copy is None:
-            copy = _moved_operation(event.op, mesh, shift)
+            copy = _moved_operation(
+                event.op,
+                mesh,
+                shift,
+            )
             copies[identity] = copy
         result.append(type(event)(copy))
     return tuple(result)
@@ -179,7 +193,22 @@ def _moved_operation(
 ) -> Operation:
     rank = op.rank + shift
     group = tuple(member + shift for member in op.group)
-    is_whole_group = not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis)
+    is_whole_group = not op.is_p2p and op.group == group_of(
+        mesh,
+        op.rank,
+        op.axis,
+    )
     if is_whole_group:
-        group = group_of(mesh, rank, op.axis) or group
-    return replace(op, rank=rank, group=group)
+        group = (
+            group_of(
+                mesh,
+                rank,
+                op.axis,
+            )
+            or group
+        )
+    return replace(
+        op,
+        rank=rank,
+        group=group,
+    )

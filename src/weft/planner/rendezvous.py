@@ -101,7 +101,11 @@ class _Simulation:
             if event is None:
                 continue
             missing = self._missing(rank, event)
-            blocked[rank] = Blocked(rank, event.op, missing)
+            blocked[rank] = Blocked(
+                rank,
+                event.op,
+                missing,
+            )
         return blocked
 
     def _current(self, rank: int) -> Started | Ended | None:

@@ -70,7 +70,13 @@ def block_runs(
     runs = []
     for stage in plan.table.stages(row):
         for kind, members in groupby(plan.stages[stage].blocks, key=kinds.__getitem__):
-            runs.append(BlockRun(stage, kind, tuple(members)))
+            runs.append(
+                BlockRun(
+                    stage,
+                    kind,
+                    tuple(members),
+                )
+            )
     return runs
 
 
@@ -86,11 +92,19 @@ def measure_repeated(
         kinds: name of a block -> name of the first block that equals it.
         measure_plan: measures the rank with the blocks of a plan, as `measure_rank` does.
     """
-    runs = block_runs(plan, row, kinds)
+    runs = block_runs(
+        plan,
+        row,
+        kinds,
+    )
     has_left_out = any(each.left_out for each in runs)
     if has_left_out and can_be_repeated(plan):
         try:
-            return _extended(plan, runs, measure_plan)
+            return _extended(
+                plan,
+                runs,
+                measure_plan,
+            )
         except NotPeriodicError:
             pass
     return measure_plan(plan)
@@ -134,8 +148,20 @@ def _extended(
     short = measure_plan(_shortened(plan, runs))
     longer = []
     for longest, count in _counts(runs):
-        step = measure_plan(_shortened(plan, runs, longest))
-        longer.append(_Longer(longest, step, count))
+        step = measure_plan(
+            _shortened(
+                plan,
+                runs,
+                longest,
+            )
+        )
+        longer.append(
+            _Longer(
+                longest,
+                step,
+                count,
+            )
+        )
     actions = {}
     for key in short.actions:
         actions[key] = _extended_action(
@@ -183,7 +209,11 @@ def _extended_action(
         for own in of_stage:
             if own.kind == each.run.kind:
                 change += one_more * len(own.left_out)
-    whole = _with_left_out(region, of_stage, is_forward=key.kind == "F")
+    whole = _with_left_out(
+        region,
+        of_stage,
+        is_forward=key.kind == "F",
+    )
     return replace(whole, exit_bytes=region.entry_bytes + change)
 
 
@@ -230,7 +260,11 @@ def _with_left_out(
         if each.left_out:
             middle = each.names[NEIGHBOURS:-NEIGHBOURS]
             names = middle if is_forward else middle[::-1]
-            region = repeat_block(region, each.names[NEIGHBOURS], names)
+            region = repeat_block(
+                region,
+                each.names[NEIGHBOURS],
+                names,
+            )
     return region
 
 

@@ -124,7 +124,12 @@ def grown_region(short: RecordedRegion, longer: Sequence[LongerRegion]) -> Recor
     return replace(
         short,
         exit_bytes=entry + change,
-        peak_bytes=entry + max(workspace, change, 0),
+        peak_bytes=entry
+        + max(
+            workspace,
+            change,
+            0,
+        ),
         events=_grown_events(short.events, longer),
         segments=[],
     )
@@ -167,7 +172,11 @@ class _Growth:
             before = self.inserted.setdefault(part.place, [])
             before.extend(others[part.inserted] * longer.count)
             if part.longer is not None:
-                sizes = _AddedSizes(short[part.place], others[part.longer], longer.count)
+                sizes = _AddedSizes(
+                    short[part.place],
+                    others[part.longer],
+                    longer.count,
+                )
                 self.events[part.place] = sizes.added_to(self.events[part.place])
 
     def result(self) -> list[Event]:
@@ -239,15 +248,27 @@ def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_
             other_place += 1
             continue
         num_more = len(other_rest) - len(rest)
-        num_inserted = _period(others, other_place, num_more)
+        num_inserted = _period(
+            others,
+            other_place,
+            num_more,
+        )
         if not num_inserted:
-            num_inserted = _num_inserted(rest, other_rest, num_more)
+            num_inserted = _num_inserted(
+                rest,
+                other_rest,
+                num_more,
+            )
         if num_inserted:
             stop = other_place + num_inserted
             yield _EventDifference(place, slice(other_place, stop))
             other_place = stop
         elif _first_kind(rest) == _first_kind(other_rest):
-            yield _EventDifference(place, slice(0, 0), other_place)
+            yield _EventDifference(
+                place,
+                slice(0, 0),
+                other_place,
+            )
             place += 1
             other_place += 1
         else:
@@ -301,7 +322,11 @@ def _num_inserted(
 def _num_equal(events: Sequence[Event], others: Sequence[Event]) -> int:
     """Number of equal events at the begin of both."""
     count = 0
-    for event, other in zip(events, others, strict=False):
+    for event, other in zip(
+        events,
+        others,
+        strict=False,
+    ):
         if type(event) is not type(other) or event != other:
             break
         count += 1

@@ -105,7 +105,11 @@ def _wrapped(lines: Iterable[str]) -> list[str]:
     for line in lines:
         num_spaces = len(line) - len(line.lstrip())
         indent = " " * (num_spaces + 2)
-        parts = textwrap.wrap(line, WIDTH, subsequent_indent=indent)
+        parts = textwrap.wrap(
+            line,
+            WIDTH,
+            subsequent_indent=indent,
+        )
         result.extend(parts or [""])
     return result
 
@@ -152,7 +156,11 @@ def _memory_line(row: tuple[str, ...], widths: Sequence[int]) -> str:
     """A row of the table: the name at the left, sizes at the right of their columns."""
     name, *sizes, action = row
     cells = [name.ljust(widths[0])]
-    for size, width in zip(sizes, widths[1:-1], strict=True):
+    for size, width in zip(
+        sizes,
+        widths[1:-1],
+        strict=True,
+    ):
         cells.append(size.rjust(width))
     cells.append(action)
     line = "  ".join(cells)
@@ -275,7 +283,13 @@ def _traffic_lines(roles: Sequence[RoleCosts]) -> list[str]:
         name = f"{_short_axis(axis):<9} {op:<14}"
         hidden = overlap_text(busiest.overlap[key])
         line = f"  {name} {_traffic_cells(total)}  {hidden}"
-        lines.extend(textwrap.wrap(line, WIDTH, subsequent_indent=" " * 53))
+        lines.extend(
+            textwrap.wrap(
+                line,
+                WIDTH,
+                subsequent_indent=" " * 53,
+            )
+        )
     return lines
 
 

@@ -140,17 +140,29 @@ def simulate_on(
             slowed=slowed,
         )
         inner_s = distribution.mean
-    sites = site_costs(roles, run.site, step_s=inner_s)
+    sites = site_costs(
+        roles,
+        run.site,
+        step_s=inner_s,
+    )
     step_s = _with_exchange(inner_s, sites)
     num_devices = run.device_mesh.size
     checkpoint_bytes = sum(role.step.checkpoint_bytes * role.num_ranks for role in roles)
     best = None
     of_run = None
     if failures is not None:
-        model = _failure_model(failures, num_devices, checkpoint_bytes)
+        model = _failure_model(
+            failures,
+            num_devices,
+            checkpoint_bytes,
+        )
         best = best_goodput(model, step_s=step_s)
         if run.save.every:
-            of_run = goodput_at(model, step_s=step_s, interval_steps=run.save.every)
+            of_run = goodput_at(
+                model,
+                step_s=step_s,
+                interval_steps=run.save.every,
+            )
     return RunSimulation(
         num_devices=num_devices,
         num_steps=run.steps,
@@ -192,7 +204,11 @@ def _slowest_replica(
         rows[place.row] = max(factor, others)
     steps = []
     for rows in rows_by_replica.values():
-        step = step_time(roles, speeds, slow=rows)
+        step = step_time(
+            roles,
+            speeds,
+            slow=rows,
+        )
         steps.append(step)
     return max(steps, key=lambda step: step.total_s)
 

@@ -112,7 +112,11 @@ class _Replay:
         plan = self.step.plan
         keys = action_keys(plan.table, self.row)
         phases = self.step.phases
-        self.peak = _Peak("targets", 0, phases["targets"])
+        self.peak = _Peak(
+            "targets",
+            0,
+            phases["targets"],
+        )
         yield self._pass("targets", phases["targets"])
         for instruction in plan.program.rows[self.row]:
             if isinstance(instruction, Act):
@@ -127,12 +131,20 @@ class _Replay:
 
     def _pass(self, name: str, region: RecordedRegion) -> Level:
         before = self.level
-        peak = _Peak(name, before, region)
+        peak = _Peak(
+            name,
+            before,
+            region,
+        )
         if peak.bytes > self.peak.bytes:
             self.peak = peak
         self.level += region.change
         kept = self.step.kept.total
-        return Level(name, kept + self.level, kept + peak.bytes)
+        return Level(
+            name,
+            kept + self.level,
+            kept + peak.bytes,
+        )
 
     def _transfer(self, transfer: Instruction) -> None:
         assert isinstance(transfer, Transfer)
@@ -158,7 +170,11 @@ class _Replay:
         """
         if act.kind not in ("B", "I"):
             return
-        forward = Act("F", act.stage, act.mb)
+        forward = Act(
+            "F",
+            act.stage,
+            act.mb,
+        )
         sent = {transfer.act: transfer for transfer in self.sends}
         if forward in sent:
             self.retained.add(forward)

@@ -141,7 +141,10 @@ def record_world(
             continue
         recorded[own_rank] = RankCalls.of(role.step)
         for coordinates in recorded_coordinates(mesh):
-            rank = mesh.rank(**coordinates, **{pipeline_axis(): row})
+            rank = mesh.rank(
+                **coordinates,
+                **{pipeline_axis(): row},
+            )
             if rank not in recorded:
                 recorded[rank] = RankCalls.of(record_rank(rank))
     return RecordedWorld(
@@ -182,7 +185,11 @@ def _action_problems(plan: Plan, members: Sequence[RankCalls]) -> Iterator[Probl
         calls = {}
         for member in members:
             calls[member.rank] = member.actions.get(key, ())
-        yield from _region_problems(plan.mesh, name, calls)
+        yield from _region_problems(
+            plan.mesh,
+            name,
+            calls,
+        )
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,11 @@ class _Copy:
         events = self.calls.phases.get(phase, ())
         if not self.shift:
             return events
-        return moved(events, mesh, self.shift)
+        return moved(
+            events,
+            mesh,
+            self.shift,
+        )
 
 
 def _phase_problems(world: RecordedWorld) -> Iterator[Problem]:
@@ -215,7 +226,11 @@ def _phase_problems(world: RecordedWorld) -> Iterator[Problem]:
         calls_of_rank = {}
         for copy in copies:
             calls_of_rank[copy.rank] = copy.events(mesh, phase)
-        yield from _region_problems(mesh, phase, calls_of_rank)
+        yield from _region_problems(
+            mesh,
+            phase,
+            calls_of_rank,
+        )
 
 
 def _row_rank(mesh: Mesh, row: int) -> int:
@@ -230,8 +245,16 @@ def _region_problems(
 ) -> Iterator[Problem]:
     """Mismatches in a region, or a deadlock where there is none."""
     mismatches = [
-        *wrong_groups(mesh, region, calls),
-        *mismatches_of(mesh, region, calls),
+        *wrong_groups(
+            mesh,
+            region,
+            calls,
+        ),
+        *mismatches_of(
+            mesh,
+            region,
+            calls,
+        ),
     ]
     yield from mismatches
     if mismatches:

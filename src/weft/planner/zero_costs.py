@@ -72,7 +72,10 @@ class ZeroCosts:
     operations: Mapping[Part, Counter[Operation]]
     params: float
     num_blocks: int
-    known_seconds: dict[object, float] = field(default_factory=dict, compare=False)
+    known_seconds: dict[object, float] = field(
+        default_factory=dict,
+        compare=False,
+    )
 
     def sent_s(
         self,
@@ -101,7 +104,11 @@ class ZeroCosts:
         seconds = 0.0
         for op, count in self.operations[part].items():
             sent_bytes = round(sent * op.sent_bytes)
-            resized = replace(op, group=group, sent_bytes=sent_bytes)
+            resized = replace(
+                op,
+                group=group,
+                sent_bytes=sent_bytes,
+            )
             seconds += count * speeds.operation_s(resized)
         total = repeats * seconds
         self.known_seconds[key] = total
@@ -146,15 +153,27 @@ class _ShortStep:
 
     def peak(self, kind: str, block: str) -> int:
         """Bytes during a block of the last micro-batch, without gradients that stay."""
-        segment = self._segment(kind, "last", block)
+        segment = self._segment(
+            kind,
+            "last",
+            block,
+        )
         return segment.peak_bytes - self.base_bytes
 
     def peak_of_first(self, kind: str, block: str) -> int:
         """The level at which a block of the last micro-batch begins, and above it the peak of the
         block in the first one, whose gradients are new.
         """
-        first = self._segment(kind, "first", block)
-        last = self._segment(kind, "last", block)
+        first = self._segment(
+            kind,
+            "first",
+            block,
+        )
+        last = self._segment(
+            kind,
+            "last",
+            block,
+        )
         begin = last.entry_bytes - self.base_bytes
         return begin + first.peak_bytes - first.entry_bytes
 
@@ -295,7 +314,10 @@ class ZeroMeasurements:
 
     def _num_params(self, block: str) -> float:
         """Parameters of a block, without tensor and expert parallelism."""
-        by_kind = self._runs.params_of_kinds(tp=1, ep=1)
+        by_kind = self._runs.params_of_kinds(
+            tp=1,
+            ep=1,
+        )
         kind = self._runs.kinds[block]
         return by_kind[kind]
 

@@ -83,11 +83,7 @@ class Schedule:
             range(1, microbatches + 1),
         )
         for p, v, m in candidates:
-            if not self.faults(
-                ranks=p,
-                chunks=v,
-                microbatches=m,
-            ):
+            if not self.faults(ranks=p, chunks=v, microbatches=m):
                 yield p, v, m
 
     def _range_faults(

@@ -38,11 +38,7 @@ def table(
     )
 
 
-def _row(
-    rank: int,
-    ranks: int,
-    total: int,
-) -> Iterator[str]:
+def _row(rank: int, ranks: int, total: int) -> Iterator[str]:
     behind = ranks - 1 - rank
     half, odd = divmod(rank + 1, 2)
     phases = (

@@ -48,15 +48,7 @@ def table(
 ) -> Table:
     """`chunks` stages a rank: stage s is on rank s % ranks. `check` must have passed."""
     return Table.of_rows(
-        [
-            _row(
-                rank,
-                ranks,
-                chunks,
-                microbatches,
-            )
-            for rank in range(ranks)
-        ],
+        [_row(rank, ranks, chunks, microbatches) for rank in range(ranks)],
         stage_to_rank=tuple(range(ranks)) * chunks,
         microbatches=microbatches,
     )

@@ -37,11 +37,7 @@ def table(
     )
 
 
-def _row(
-    rank: int,
-    ranks: int,
-    total: int,
-) -> Iterator[str]:
+def _row(rank: int, ranks: int, total: int) -> Iterator[str]:
     behind = ranks - rank
     phases = (
         ("Fa", 2 * behind - 1),  # until the first micro-batch has turned and is back

@@ -31,14 +31,7 @@ def table(
     """
     rows: list[Iterator[Act]] = []
     for rank in range(ranks):
-        rows.append(
-            delayed_row(
-                rank,
-                microbatches,
-                warmup=ranks - rank,
-                lag=rank,
-            )
-        )
+        rows.append(delayed_row(rank, microbatches, warmup=ranks - rank, lag=rank))
     return Table.of_rows(
         rows,
         stage_to_rank=range(ranks),

@@ -34,14 +34,7 @@ def table(
     rows: list[Iterator[Act]] = []
     for rank in range(ranks):
         warmup = 2 * (ranks - rank) - 1
-        rows.append(
-            delayed_row(
-                rank,
-                microbatches,
-                warmup=warmup,
-                lag=2 * rank,
-            )
-        )
+        rows.append(delayed_row(rank, microbatches, warmup=warmup, lag=2 * rank))
     return Table.of_rows(
         rows,
         stage_to_rank=range(ranks),

@@ -71,7 +71,11 @@ def known_operation(
     members = comm.degree(axis)
     piece_bytes = size_bytes // members
     piece = max(1, piece_bytes // DTYPE.itemsize)
-    inputs = _Inputs(comm, axis, piece)
+    inputs = _Inputs(
+        comm,
+        axis,
+        piece,
+    )
     prepared = _MAKERS[name](inputs)
     return KnownOperation(
         name=name,
@@ -156,7 +160,11 @@ def _all_to_all(inputs: _Inputs) -> _Prepared:
     members = inputs.members
     first_sent = inputs.index * members
     sent = range(first_sent, first_sent + members)
-    received = range(inputs.index, members * members, members)
+    received = range(
+        inputs.index,
+        members * members,
+        members,
+    )
     x = inputs.joined(sent)
     return _Prepared(
         run=lambda: inputs.comm.all_to_all(x, inputs.axis),
@@ -195,7 +203,11 @@ def _scatter(inputs: _Inputs) -> _Prepared:
     own = inputs.own(inputs.index)
     out = torch.zeros_like(own)
     return _Prepared(
-        run=lambda: inputs.comm.scatter(pieces, out, inputs.axis),
+        run=lambda: inputs.comm.scatter(
+            pieces,
+            out,
+            inputs.axis,
+        ),
         expected=own,
     )
 
@@ -210,8 +222,16 @@ def _send_recv(inputs: _Inputs) -> _Prepared:
 
     def run() -> Tensor:
         with comm.grouped_messages():
-            received = comm.start_recv(out, inputs.axis, source=before)
-            sent = comm.start_send(x, inputs.axis, to=behind)
+            received = comm.start_recv(
+                out,
+                inputs.axis,
+                source=before,
+            )
+            sent = comm.start_send(
+                x,
+                inputs.axis,
+                to=behind,
+            )
         received.wait()
         sent.wait()
         return out

@@ -170,7 +170,11 @@ class _GreedyTable:
             arrives_before_end = first_start < other.start < end
             if arrives_before_end and self._urgency(other) < self._urgency(best):
                 urgent.append(other)
-        return min(urgent, key=lambda other: other.start, default=best)
+        return min(
+            urgent,
+            key=lambda other: other.start,
+            default=best,
+        )
 
     def _urgency(self, candidate: _Candidate) -> tuple[int, int]:
         return self.rule.urgency(candidate.act)
@@ -187,7 +191,14 @@ class _GreedyTable:
                 if kind == "F" and not rank.has_room(stage):
                     continue
                 start = max(rank.free_at, progress.arrivals[mb])
-                yield _Candidate(Act(kind, stage, mb), start)
+                yield _Candidate(
+                    Act(
+                        kind,
+                        stage,
+                        mb,
+                    ),
+                    start,
+                )
 
     def _duration(self, act: Act) -> int:
         return self.problem.durations[act.kind][act.stage]

@@ -83,7 +83,14 @@ class SchedulingProblem:
             starts[stage] = arrival + self.hop(behind, stage)
         if kind == "I":
             return starts
-        return [start + duration for start, duration in zip(starts, durations, strict=True)]
+        return [
+            start + duration
+            for start, duration in zip(
+                starts,
+                durations,
+                strict=True,
+            )
+        ]
 
     def _forward_heads(self) -> list[int]:
         durations = self.durations["F"]
@@ -181,7 +188,11 @@ class _Count(NamedTuple):
 
     def before(self, duration: int) -> _Count:
         """The same a duration earlier."""
-        return _Count(self.kind, self.stage, self.time - duration)
+        return _Count(
+            self.kind,
+            self.stage,
+            self.time - duration,
+        )
 
 
 def num_variables(problem: SchedulingProblem, makespan: int) -> int:
@@ -206,7 +217,13 @@ def import_scipy(name: str) -> ModuleType:
     except ImportError:
         what = "the search needs scipy, which is not installed"
         fix = "pip install 'weft-train[plan]'"
-        raise ScheduleError(Fault("search", what, fix=fix)) from None
+        raise ScheduleError(
+            Fault(
+                "search",
+                what,
+                fix=fix,
+            )
+        ) from None
 
 
 class _Term(NamedTuple):
@@ -247,12 +264,23 @@ class _CountProgram:
                 strict=True,
             ):
                 last = self.makespan - tail
-                self._add_bounds(first, last, duration)
+                self._add_bounds(
+                    first,
+                    last,
+                    duration,
+                )
 
     @property
     def is_contradictory(self) -> bool:
         """Whether some number would have to be above its upper bound."""
-        return any(low > high for low, high in zip(self.lows, self.highs, strict=True))
+        return any(
+            low > high
+            for low, high in zip(
+                self.lows,
+                self.highs,
+                strict=True,
+            )
+        )
 
     def solve(self, seconds: float) -> Any:
         """The result of `scipy.optimize.milp`."""
@@ -279,9 +307,19 @@ class _CountProgram:
         starts: dict[Act, int] = {}
         for kind in KINDS:
             for stage in range(problem.num_stages):
-                times = self._start_times(values, kind, stage)
+                times = self._start_times(
+                    values,
+                    kind,
+                    stage,
+                )
                 for mb, time in enumerate(times):
-                    starts[Act(kind, stage, mb)] = time
+                    starts[
+                        Act(
+                            kind,
+                            stage,
+                            mb,
+                        )
+                    ] = time
         rows: list[list[Act]] = [[] for _ in problem.limits]
         for act in sorted(starts, key=starts.__getitem__):
             rank = problem.stage_to_rank[act.stage]
@@ -301,7 +339,13 @@ class _CountProgram:
         """Times at which the actions of a kind and stage start, in order."""
         started = 0
         for time in range(self.makespan):
-            column = self._column(_Count(kind, stage, time))
+            column = self._column(
+                _Count(
+                    kind,
+                    stage,
+                    time,
+                )
+            )
             number = round(values[column])
             for _ in range(number - started):
                 yield time
@@ -357,21 +401,41 @@ class _CountProgram:
 
     def _add_dependencies(self, stage: int, time: int) -> None:
         """Numbers never fall, and an action starts after those that it needs have ended."""
-        forward = _Count("F", stage, time)
-        input_grad = _Count("I", stage, time)
-        weight_grad = _Count("W", stage, time)
+        forward = _Count(
+            "F",
+            stage,
+            time,
+        )
+        input_grad = _Count(
+            "I",
+            stage,
+            time,
+        )
+        weight_grad = _Count(
+            "W",
+            stage,
+            time,
+        )
         if time > 0:
             for count in (forward, input_grad, weight_grad):
                 self._add_at_most(count.before(1), count)
         if stage > 0:
-            before = _Count("F", stage - 1, time)
+            before = _Count(
+                "F",
+                stage - 1,
+                time,
+            )
             self._add_at_most(forward, self._arrived(before, stage))
         is_last = stage + 1 == self.problem.num_stages
         if is_last:
             loss = self._ended(forward)
             self._add_at_most(input_grad, loss)
         else:
-            behind = _Count("I", stage + 1, time)
+            behind = _Count(
+                "I",
+                stage + 1,
+                time,
+            )
             self._add_at_most(input_grad, self._arrived(behind, stage))
         self._add_at_most(weight_grad, self._ended(input_grad))
 
@@ -390,7 +454,11 @@ class _CountProgram:
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
             for kind in KINDS:
-                started = _Count(kind, stage, time)
+                started = _Count(
+                    kind,
+                    stage,
+                    time,
+                )
                 terms.append(_Term(1, started))
                 terms.append(_Term(-1, self._ended(started)))
         self._add_row(terms, 1)
@@ -399,8 +467,18 @@ class _CountProgram:
         """A rank holds at most its limit: a forward takes, the end of a W frees."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
-            taken = _Count("F", stage, time)
-            freed = self._ended(_Count("W", stage, time))
+            taken = _Count(
+                "F",
+                stage,
+                time,
+            )
+            freed = self._ended(
+                _Count(
+                    "W",
+                    stage,
+                    time,
+                )
+            )
             terms.append(_Term(1, taken))
             terms.append(_Term(-1, freed))
         self._add_row(terms, self.problem.limits[rank])

@@ -208,7 +208,14 @@ def search(request: SearchRequest) -> SearchResult:
 
 def fits(figures: ScheduleFigures, limits: Sequence[Fraction]) -> bool:
     """Whether no rank holds more than its limit."""
-    return all(held <= limit for held, limit in zip(figures.held, limits, strict=True))
+    return all(
+        held <= limit
+        for held, limit in zip(
+            figures.held,
+            limits,
+            strict=True,
+        )
+    )
 
 
 def _is_allowed(figures: ScheduleFigures, request: SearchRequest) -> bool:
@@ -241,14 +248,21 @@ def _placements(request: SearchRequest) -> tuple[int, ...]:
 
 def _stage_costs(request: SearchRequest, chunks: int) -> StageCosts:
     num_stages = request.ranks * chunks
-    return request.costs.of_stages(num_stages=num_stages, chunks=chunks)
+    return request.costs.of_stages(
+        num_stages=num_stages,
+        chunks=chunks,
+    )
 
 
 def _built_in(request: SearchRequest) -> tuple[ScheduleFigures, ...]:
     """The built-in schedules that accept the sizes, and for whose stages there are costs."""
     found: list[ScheduleFigures] = []
     sizes = {"ranks": request.ranks, "microbatches": request.microbatches}
-    for figures in compare(accepting(**sizes), request.costs, **sizes):
+    for figures in compare(
+        accepting(**sizes),
+        request.costs,
+        **sizes,
+    ):
         try:
             _stage_costs(request, figures.chunks)
         except ScheduleError:
@@ -329,7 +343,11 @@ def _greedy(
 
 
 def _figures(table: Table, costs: ScheduleCosts) -> ScheduleFigures:
-    return ScheduleFigures("searched", table, costs)
+    return ScheduleFigures(
+        "searched",
+        table,
+        costs,
+    )
 
 
 def _solve(
@@ -361,11 +379,19 @@ def _solve(
     note = ""
     if not bisection.is_finished:
         note = "the time was over before all makespans were decided"
-    bounded = replace(start, bound=bound, note=note)
+    bounded = replace(
+        start,
+        bound=bound,
+        note=note,
+    )
     if bisection.table is None:
         return bounded
     figures = _figures(bisection.table, request.costs)
-    return replace(bounded, figures=figures, origin="integer program")
+    return replace(
+        bounded,
+        figures=figures,
+        origin="integer program",
+    )
 
 
 @dataclass
@@ -424,7 +450,11 @@ class _Bisection:
     def _ask(self, makespan: int, seconds: float) -> bool:
         """Solve one program; whether it was decided."""
         limit_s = max(seconds, MIN_SECONDS)
-        answer = solve(self.problem, makespan, seconds=limit_s)
+        answer = solve(
+            self.problem,
+            makespan,
+            seconds=limit_s,
+        )
         if answer == "none exists":
             self.proven = makespan + 1
         elif isinstance(answer, Table):
@@ -439,7 +469,11 @@ class _Bisection:
         def duration(act: Act) -> int:
             return durations[act.kind][act.stage]
 
-        intervals = action_times(table, duration, hop=self.problem.message)
+        intervals = action_times(
+            table,
+            duration,
+            hop=self.problem.message,
+        )
         last_end = max(interval.end for interval in intervals.values())
         return int(last_end)
 
