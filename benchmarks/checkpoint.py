@@ -64,8 +64,19 @@ def weft_save(folder: Path, state: State) -> None:
         writes.append(write)
     for write in writes:
         write.wait()
-    facts = Facts(step=1, seed=1, family="gpt2", architecture={}, plan={})
-    commit(tmp, final, facts, ranks=NUM_RANKS)
+    facts = Facts(
+        step=1,
+        seed=1,
+        family="gpt2",
+        architecture={},
+        plan={},
+    )
+    commit(
+        tmp,
+        final,
+        facts,
+        ranks=NUM_RANKS,
+    )
 
 
 def weft_load(folder: Path, state: State) -> None:
@@ -149,7 +160,11 @@ Round = dict[str, Seconds]
 """By operation."""
 
 
-def measure(operation: Operation, folder: Path, state: State) -> Seconds:
+def measure(
+    operation: Operation,
+    folder: Path,
+    state: State,
+) -> Seconds:
     wall_start = time.perf_counter()
     cpu_start = time.process_time()
     operation(folder, state)
@@ -158,7 +173,12 @@ def measure(operation: Operation, folder: Path, state: State) -> Seconds:
     return Seconds(wall, cpu)
 
 
-def run_round(folder: Path, state: State, *, is_reversed: bool) -> Round:
+def run_round(
+    folder: Path,
+    state: State,
+    *,
+    is_reversed: bool,
+) -> Round:
     """Every operation once; `is_reversed` swaps the two operations of each pair."""
     seconds: Round = {}
     for pair in ORDER:

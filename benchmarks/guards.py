@@ -34,7 +34,12 @@ def main(words: list[str]) -> None:
     def rank(comm: Comm) -> dict[str, float]:
         return measure(run, comm)
 
-    results = run_ranks(run.device_mesh, rank, transport="processes", timeout_s=600)
+    results = run_ranks(
+        run.device_mesh,
+        rank,
+        transport="processes",
+        timeout_s=600,
+    )
     costs_ms = results[0]
     step_ms = costs_ms["step"]
     print(f"{run.mesh or 'one rank'}: medians of {NUM_STEPS} steps, CPU ms on rank 0")

@@ -207,7 +207,13 @@ class MeasureStates:
     def _build_step(self, plan: Plan, comm: Comm) -> TrainStep:
         family = FAMILIES["llama3"]
         config = family.Config(**dict(self.fields))
-        model = build_model(family, config, plan, comm, seed=1)
+        model = build_model(
+            family,
+            config,
+            plan,
+            comm,
+            seed=1,
+        )
         decayed = matrices(model.params)
 
         def adamw(tensors: Mapping[str, Tensor]) -> Any:
@@ -244,7 +250,13 @@ class MeasureLayer:
             seq_len=self.seq_len,
             recompute=self.recompute,
         )
-        model = build_model(family, config, plan, comm, seed=1)
+        model = build_model(
+            family,
+            config,
+            plan,
+            comm,
+            seed=1,
+        )
         layer = model.blocks["layer0"]
         batch = zero_tokens(self.seq_len).columns(index=comm.index("cp"), degree=comm.degree("cp"))
         x = torch.randn(*batch.inputs.shape, config.dim).requires_grad_()
@@ -328,7 +340,10 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--dim", type=int, default=256, help="width of the model whose states are measured"
+        "--dim",
+        type=int,
+        default=256,
+        help="width of the model whose states are measured",
     )
     args = parser.parse_args()
     print_state_table(args.dim)

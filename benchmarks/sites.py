@@ -119,7 +119,12 @@ def sent_bytes(hosts: Hosts, index: int) -> int:
     """What a site has sent through its link so far."""
     counter = "/sys/class/net/eth0/statistics/tx_bytes"
     words = ["ip", "netns", "exec", hosts.names[index], "cat", counter]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return int(done.stdout)
 
 
@@ -181,7 +186,12 @@ def train(
         restarts=0,
     )
     logs = [folder / f"{index}.log" for index in range(NUM_SITES)]
-    with Hosts(NUM_SITES, rate=RATE, prefix=PREFIX, network=NETWORK) as hosts:
+    with Hosts(
+        NUM_SITES,
+        rate=RATE,
+        prefix=PREFIX,
+        network=NETWORK,
+    ) as hosts:
         agents = [
             hosts.start(
                 index,
@@ -215,7 +225,11 @@ def train(
     )
 
 
-def compare(steps: int, names: Sequence[str], held_out: str) -> None:
+def compare(
+    steps: int,
+    names: Sequence[str],
+    held_out: str,
+) -> None:
     """A row for each setting."""
     print(f"{steps} steps, two sites, {RATE}")
     print("| setting | loss, last 20 | held out | sent by a site | a step | tokens/s |")
@@ -240,37 +254,57 @@ def outage(steps: int) -> None:
     """Site 1 is killed, the other goes on alone, site 1 returns."""
     with (
         tempfile.TemporaryDirectory(prefix="weft-sites-") as name,
-        Hosts(NUM_SITES, rate=RATE, prefix=PREFIX, network=NETWORK) as hosts,
+        Hosts(
+            NUM_SITES,
+            rate=RATE,
+            prefix=PREFIX,
+            network=NETWORK,
+        ) as hosts,
     ):
         folder = Path(name)
         out = folder / "run"
-        flags = [*ELASTIC, "--steps", str(steps), "--save.every", "10", "--out", str(out)]
-        words = agent_words([*flags, "--save.keep", "3"], nodes="1:2", restarts=5)
+        flags = [
+            *ELASTIC,
+            *("--steps", str(steps)),
+            *("--save.every", "10"),
+            *("--save.keep", "3"),
+            *("--out", str(out)),
+        ]
+        words = agent_words(flags, nodes="1:2", restarts=5)
         logs = [folder / f"{index}.log" for index in range(NUM_SITES)]
-        agents = [
-            hosts.start(
+
+        def start(index: int) -> Any:
+            return hosts.start(
                 index,
                 words,
                 env=ENVIRONMENT,
-                log=log,
+                log=logs[index],
             )
-            for index, log in enumerate(logs)
-        ]
+
+        agents = [start(index) for index in range(NUM_SITES)]
         with ended(agents):
             wait_until(lambda: len(steps_of(out)) >= 45, "step 45", logs)
-            print(f"step {steps_of(out)[-1]['step']}: site 1 is killed", flush=True)
+            print(f"step {last_step(out)}: site 1 is killed", flush=True)
             kill(agents[1])
             took_s = wait_until(lambda: goes_on_with(out, "site1"), "one site", logs)
             print(f"goes on with one site after {took_s:.1f} s: {resumed(out)}", flush=True)
             wait_until(lambda: goes_on_with(out, "site1", more=25), "more steps", logs)
-            print(f"step {steps_of(out)[-1]['step']}: site 1 is started again", flush=True)
-            agents.append(hosts.start(1, words, env=ENVIRONMENT, log=logs[1]))
+            print(f"step {last_step(out)}: site 1 is started again", flush=True)
+            agents.append(start(1))
             took_s = wait_until(lambda: goes_on_with(out, "site2", more=5), "both sites", logs)
             print(f"both sites train after {took_s:.1f} s: {resumed(out)}", flush=True)
-            wait_until(lambda: steps_of(out)[-1]["step"] >= steps, "the last step", logs)
-        found = {event["step"]: event["loss"] for event in steps_of(out)}
-        shown = [number for number in found if number % 20 == 0]
-        print("loss: " + ", ".join(f"{number}: {found[number]:.3f}" for number in shown))
+            wait_until(lambda: last_step(out) >= steps, "the last step", logs)
+        losses = []
+        for event in steps_of(out):
+            if event["step"] % 20 == 0:
+                losses.append(f"{event['step']}: {event['loss']:.3f}")
+        print("loss: " + ", ".join(losses))
+
+
+def last_step(out: Path) -> int:
+    """Number of the last step that is logged."""
+    number: int = steps_of(out)[-1]["step"]
+    return number
 
 
 def starts(out: Path) -> list[tuple[int, str]]:
@@ -282,7 +316,12 @@ def starts(out: Path) -> list[tuple[int, str]]:
     return found
 
 
-def goes_on_with(out: Path, mesh: str, *, more: int = 1) -> bool:
+def goes_on_with(
+    out: Path,
+    mesh: str,
+    *,
+    more: int = 1,
+) -> bool:
     """Whether the ranks were started again on this mesh, and have made some steps."""
     begun = starts(out)
     if len(begun) < 2:
@@ -308,7 +347,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=("compare", "outage"))
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", nargs="*", default=(), choices=tuple(SETTINGS))
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=(),
+        choices=tuple(SETTINGS),
+    )
     parser.add_argument(
         "--held-out",
         default="src/weft/train/*.py",

@@ -36,10 +36,26 @@ class LayerSize:
 
 
 SIZES = (
-    LayerSize(dim=128, ffn=352, length=128),
-    LayerSize(dim=256, ffn=704, length=256),
-    LayerSize(dim=512, ffn=1408, length=256),
-    LayerSize(dim=1024, ffn=2816, length=256),
+    LayerSize(
+        dim=128,
+        ffn=352,
+        length=128,
+    ),
+    LayerSize(
+        dim=256,
+        ffn=704,
+        length=256,
+    ),
+    LayerSize(
+        dim=512,
+        ffn=1408,
+        length=256,
+    ),
+    LayerSize(
+        dim=1024,
+        ffn=2816,
+        length=256,
+    ),
 )
 
 
@@ -90,7 +106,12 @@ class Layers:
         batch = token_batch(tokens, tokens)
         x = torch.randn(NUM_SEQUENCES, size.length, size.dim).requires_grad_()
         grad = torch.randn(NUM_SEQUENCES, size.length, size.dim)
-        return Layers(layers, batch, x, grad)
+        return Layers(
+            layers,
+            batch,
+            x,
+            grad,
+        )
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -139,7 +160,10 @@ def print_size(size, ms):
     split_ms = ms["split F"] + ms["I"] + ms["W"]
     whole_ms = ms["F"] + ms["B"]
     ratio = split_ms / whole_ms
-    operations = ", ".join(f"{name} {value:.1f}" for name, value in ms.items())
+    words = []
+    for name, value in ms.items():
+        words.append(f"{name} {value:.1f}")
+    operations = ", ".join(words)
     title = f"dim {size.dim}, {NUM_SEQUENCES} x {size.length} tokens"
     print(f"{title}: {operations} ms of CPU; split / whole {ratio:.3f}")
 

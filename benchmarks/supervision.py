@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from weft.run.folder_lock import find_lock
 from weft.run.rank_status import StatusBoard
@@ -72,7 +73,11 @@ def wait_for_step(
         time.sleep(POLL_S)
 
 
-def faults(count: int, mesh: str, seed: int) -> dict[str, object]:
+def faults(
+    count: int,
+    mesh: str,
+    seed: int,
+) -> dict[str, object]:
     """Kill or stop a random rank at a random moment, `count` times."""
     chance = random.Random(seed)
     lost: list[int] = []
@@ -85,34 +90,47 @@ def faults(count: int, mesh: str, seed: int) -> dict[str, object]:
             start = 0
             for attempt in range(count):
                 rank = chance.randrange(board.num_ranks)
+                above = start + MIN_PROGRESS
                 wait_for_step(
                     board,
                     rank,
                     attempt=attempt,
-                    above=start + MIN_PROGRESS,
+                    above=above,
                 )
                 time.sleep(chance.random() * 0.3)
                 kind = chance.choice(("SIGKILL", "SIGSTOP"))
                 step = board.read(rank).step
                 os.kill(board.read(rank).pid, signal.Signals[kind])
-                wait_for_step(board, rank, attempt=attempt + 1, above=0)
-                restart = [
-                    event for event in read_events(out / EVENTS) if event["event"] == "restart"
-                ][-1]
-                start = restart["step"]
+                wait_for_step(
+                    board,
+                    rank,
+                    attempt=attempt + 1,
+                    above=0,
+                )
+                start = restarts_of(out)[-1]["step"]
                 lost.append(step - 1 - start)
                 kinds.append(kind)
-            events = [event for event in read_events(out / EVENTS) if event["event"] == "restart"]
-    result: dict[str, object] = {"mesh": mesh, "injected": count, "survived": len(events)}
+            restarts = restarts_of(out)
+    result: dict[str, object] = {"mesh": mesh, "injected": count, "survived": len(restarts)}
     for kind in sorted(set(kinds)):
-        chosen = [event for event, name in zip(events, kinds, strict=True) if name == kind]
+        chosen = [event for event, name in zip(restarts, kinds, strict=True) if name == kind]
         for key in ("detected_s", "recovered_s"):
-            result[f"{kind} {key}"] = spread([event[key] for event in chosen])
+            seconds = [event[key] for event in chosen]
+            result[f"{kind} {key}"] = spread(seconds)
     result["steps lost"] = spread(lost)
     return result
 
 
-def alarms(minutes: float, load: int, mesh: str) -> dict[str, object]:
+def restarts_of(out: Path) -> list[Any]:
+    """The restarts of a run."""
+    return [event for event in read_events(out / EVENTS) if event["event"] == "restart"]
+
+
+def alarms(
+    minutes: float,
+    load: int,
+    mesh: str,
+) -> dict[str, object]:
     """Train beside `load` busy processes."""
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(load)]
     try:

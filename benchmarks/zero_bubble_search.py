@@ -56,8 +56,29 @@ class Rank:
         """Weight gradients that could run."""
         return self.num_input_grads - self.num_weight_grads
 
+    def start_of(self, arrivals: deque[float]) -> float:
+        """When the next action with one of these inputs can start."""
+        if not arrivals:
+            return NEVER
+        return max(self.free_at, arrivals[0])
 
-def limited_table(ranks: int, microbatches: int, *, limit: float, costs: Costs) -> Table:
+
+@dataclass(frozen=True, order=True)
+class Choice:
+    """When a rank starts its next action, and the action's kind; compared by time."""
+
+    start: float
+    kind: str
+    rank: int
+
+
+def limited_table(
+    ranks: int,
+    microbatches: int,
+    *,
+    limit: float,
+    costs: Costs,
+) -> Table:
     """A table in which no rank holds more than `limit` activations.
 
     Args:
@@ -65,52 +86,81 @@ def limited_table(ranks: int, microbatches: int, *, limit: float, costs: Costs) 
     """
     state = [Rank() for _ in range(ranks)]
     state[0].forwards.extend([0.0] * microbatches)
-    for _ in range(3 * ranks * microbatches):
-        choices = [_next(rank, limit, costs) for rank in state]
-        start, kind, number = min((*choice, number) for number, choice in enumerate(choices))
-        _run(state, number, kind, start, costs)
-    rows = [rank.row for rank in state]
-    return Table.of_rows(rows, stage_to_rank=range(ranks), microbatches=microbatches)
+    num_actions = 3 * ranks * microbatches
+    for _ in range(num_actions):
+        choices = []
+        for number, rank in enumerate(state):
+            choice = _next(
+                rank,
+                number,
+                limit,
+                costs,
+            )
+            choices.append(choice)
+        _run(state, min(choices), costs)
+    return Table.of_rows(
+        [rank.row for rank in state],
+        stage_to_rank=range(ranks),
+        microbatches=microbatches,
+    )
 
 
-def _next(rank: Rank, limit: float, costs: Costs) -> tuple[float, str]:
-    """When a rank starts its next action, and its kind; NEVER if its inputs are not known yet."""
-    gradient = max(rank.free_at, rank.gradients[0]) if rank.gradients else NEVER
-    forward = max(rank.free_at, rank.forwards[0]) if rank.forwards else NEVER
+def _next(
+    rank: Rank,
+    number: int,
+    limit: float,
+    costs: Costs,
+) -> Choice:
+    """The next action of a rank; its start is NEVER if its inputs are not known yet."""
+    gradient = rank.start_of(rank.gradients)
+    forward = rank.start_of(rank.forwards)
+    weight_grad = Choice(rank.free_at, "W", number)
     has_room = rank.held + 1 <= limit + ROUNDING
     is_turn_of_forward = bool(rank.row) and rank.row[-1].kind != "F"
-    if is_turn_of_forward and forward < NEVER and not has_room and rank.num_pending:
-        return rank.free_at, "W"
     if not has_room:
+        waits_for_room = is_turn_of_forward and forward < NEVER
+        if waits_for_room and rank.num_pending:
+            return weight_grad
         forward = NEVER
-    kind = "F" if forward < gradient or (forward == gradient and is_turn_of_forward) else "I"
+    is_tie = forward == gradient
+    runs_forward = forward < gradient or (is_tie and is_turn_of_forward)
     start = min(forward, gradient)
-    if rank.num_pending and start >= rank.free_at + costs.weight_grad:
-        return rank.free_at, "W"
-    return start, kind
+    fits_before = start >= rank.free_at + costs.weight_grad
+    if rank.num_pending and fits_before:
+        return weight_grad
+    return Choice(start, "F" if runs_forward else "I", number)
 
 
-def _run(state: list[Rank], number: int, kind: str, start: float, costs: Costs) -> None:
+def _run(
+    state: list[Rank],
+    choice: Choice,
+    costs: Costs,
+) -> None:
     """Run an action, and deliver its tensor."""
+    number = choice.rank
     rank = state[number]
-    if kind == "F":
+    start = choice.start
+    if choice.kind == "F":
         end = start + 1.0
         rank.row.append(Act("F", number, rank.num_forwards))
         rank.num_forwards += 1
         rank.held += 1
         rank.forwards.popleft()
-        if number + 1 < len(state):
-            state[number + 1].forwards.append(end + costs.message)
-        else:
+        is_last = number + 1 == len(state)
+        if is_last:
             rank.gradients.append(end)
-    elif kind == "I":
+        else:
+            behind = state[number + 1]
+            behind.forwards.append(end + costs.message)
+    elif choice.kind == "I":
         end = start + costs.input_grad
         rank.row.append(Act("I", number, rank.num_input_grads))
         rank.num_input_grads += 1
         rank.held -= 1 - costs.kept
         rank.gradients.popleft()
         if number:
-            state[number - 1].gradients.append(end + costs.message)
+            before = state[number - 1]
+            before.gradients.append(end + costs.message)
     else:
         end = start + costs.weight_grad
         rank.row.append(Act("W", number, rank.num_weight_grads))

@@ -15,9 +15,10 @@ import select
 import signal
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
@@ -46,7 +47,7 @@ Answer = Mapping[str, Any]
 class RunningPrediction:
     """A prediction in a forked process; see Note [Prediction beside the run]."""
 
-    def __init__(self, run: Run, hardware: Hardware) -> None:
+    def __init__(self, predict: Callable[[], Answer]) -> None:
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
         sys.stdout.flush()
@@ -54,7 +55,7 @@ class RunningPrediction:
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._reader)
-            _predict_in_child(run, hardware, writer)
+            _predict_in_child(predict, writer)
         os.close(writer)
 
     def poll(self, patience_s: float = 0.0) -> Answer | None:
@@ -81,20 +82,23 @@ class RunningPrediction:
 def start_prediction(run: Run) -> RunningPrediction | None:
     """Start the prediction of a run whose hardware is named; None where none is."""
     hardware = hardware_of(run)
-    return None if hardware is None else RunningPrediction(run, hardware)
+    if hardware is None:
+        return None
+    return RunningPrediction(partial(predicted, run, hardware))
 
 
-def _predict_in_child(run: Run, hardware: Hardware, writer: int) -> None:
+def _predict_in_child(predict: Callable[[], Answer], writer: int) -> None:
     """Predict and write the answer as JSON, by one call; the process ends here."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         os.nice(NICENESS)
         try:
-            answer = predicted(run, hardware)
+            answer = predict()
         except Exception as error:  # noqa: BLE001 - reported by rank 0
             answer = {"failure": f"{type(error).__name__}: {error}"}
-        os.write(writer, json.dumps(answer).encode()[:PIPE_BYTES])
+        text = json.dumps(answer)
+        os.write(writer, text.encode()[:PIPE_BYTES])
         code = 0
     finally:
         os._exit(code)

@@ -67,7 +67,15 @@ def launch(words: Sequence[str]) -> int:
     folder = run.out or new_run_folder(run.model, datetime.now())
     out = Path(folder).absolute()
     job = _job(run, options, out=out, engine=engine)
-    faults = tuple(_faults(run, job, out, options=options, engine=engine))
+    faults = [
+        *size_faults(options, run.device_mesh, run.device),
+        *_option_faults(job, out, options=options, engine=engine),
+    ]
+    if run.transport == "threads":
+        what = "ranks as threads cannot run on a cluster"
+        faults.append(Fault("transport", what, got="threads", need="process"))
+    if run.save.remote is not None:
+        faults.extend(url_faults(run.save.remote))
     if faults:
         raise UserError(*faults)
     engine_files = engine.files(job, options)
@@ -172,24 +180,17 @@ def _job(
     )
 
 
-def _faults(
-    run: Run,
+def _option_faults(
     job: ClusterJob,
     out: Path,
     *,
     options: LaunchOptions,
     engine: Engine,
 ) -> Iterator[Fault]:
-    yield from size_faults(options, run.device_mesh, run.device)
     own = [name for name in type(options).model_fields if name not in SHARED_OPTIONS]
     words = [name for name in own if isinstance(getattr(options, name), str)]
     yield from text_faults(options, (out, job.work_folder), words)
     yield from engine.option_faults(options)
-    if run.transport == "threads":
-        what = "ranks as threads cannot run on a cluster"
-        yield Fault("transport", what, got="threads", need="process")
-    if run.save.remote is not None:
-        yield from url_faults(run.save.remote)
 
 
 def _text_of_files(folder: Path, files: Mapping[str, str]) -> str:

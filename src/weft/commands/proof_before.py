@@ -8,8 +8,9 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,10 +38,21 @@ class RunningProof:
         file without a name. Ranks inherit both: each waits at the end of the pipe before it opens
         the run folder, and reads the answer. So all of them start or none does, and a run that does
         not start leaves no file.
+
+    Args:
+        prove: makes the verdict.
+        folder: that keeps verdicts that are "equal".
+        is_required: whether a run without a verdict is rejected.
     """
 
-    def __init__(self, run: Run, key: str, environ: Mapping[str, str]) -> None:
-        self.is_required = run.prove.before == "always"
+    def __init__(
+        self,
+        prove: Callable[[], Verdict],
+        *,
+        folder: Path,
+        is_required: bool,
+    ) -> None:
+        self.is_required = is_required
         self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         self._reader, writer = os.pipe()
         sys.stdout.flush()
@@ -50,7 +62,7 @@ class RunningProof:
         if self.pid == 0:
             os.close(self._reader)
             end_with_parent(parent)
-            _prove_in_child(run, self._answer.fileno(), key=key, folder=cache_folder(environ))
+            _prove_in_child(prove, self._answer.fileno(), folder)
         os.close(writer)
 
     def wait(self) -> Verdict:
@@ -108,19 +120,24 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
             raise WeftError(f"prove.before is always, and the proof could not be made: {reason}")
         return {"verdict": "unknown", "reason": reason}
     key = verdict_key(reduced(run))
-    stored = read_verdict(cache_folder(environ), key)
+    folder = cache_folder(environ)
+    stored = read_verdict(folder, key)
     if stored is not None and mode == "auto":
         return {**stored, "source": "cache", "seconds": 0.0}
-    return RunningProof(run, key, environ)
+    return RunningProof(
+        partial(_proved, run, key),
+        folder=folder,
+        is_required=run.prove.before == "always",
+    )
 
 
-def _prove_in_child(run: Run, file: int, *, key: str, folder: Path) -> NoReturn:
+def _prove_in_child(prove: Callable[[], Verdict], file: int, folder: Path) -> NoReturn:
     """Prove, keep a verdict that is "equal", and write it as JSON; the process ends here."""
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
         try:
-            verdict = _proved(run, key)
+            verdict = prove()
         except Exception as error:  # noqa: BLE001 - reported by the parent
             verdict = {"failure": f"{type(error).__name__}: {error}"}
         if verdict.get("verdict") == "equal":

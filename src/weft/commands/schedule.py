@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -42,6 +43,9 @@ from weft.schedule.timeline import Timeline, bubble, makespan
 from weft.view.colour import paint
 from weft.view.svg import TitledTimeline, stacked_svg, svg
 from weft.view.text import draw, wrapped
+
+if TYPE_CHECKING:
+    from weft.planner.measure import RoleCosts
 
 USAGE = "[NAME ...] [--compare | --search] [--ranks 4 ...]"
 LINE = "draw, compare or search pipeline schedules"
@@ -252,6 +256,8 @@ def _bytes_of_schedules(run: Run, compared: Sequence[ScheduleFigures]) -> tuple[
     Raises:
         UserError: the run does not accept one of the schedules.
     """
+    from weft.planner.measure import measure  # late: it imports torch
+
     runs: list[Run] = []
     for figures in compared:
         values = {
@@ -265,13 +271,11 @@ def _bytes_of_schedules(run: Run, compared: Sequence[ScheduleFigures]) -> tuple[
         if faults:
             raise UserError(*faults)
         runs.append(changed)
-    return tuple(map(_bytes_of_run, runs))
+    return tuple(_bytes_of_roles(measure(changed)) for changed in runs)
 
 
-def _bytes_of_run(run: Run) -> ScheduleBytes:
-    from weft.planner.measure import measure  # late: it imports torch
-
-    roles = measure(run)
+def _bytes_of_roles(roles: Sequence[RoleCosts]) -> ScheduleBytes:
+    """Bytes of the fullest rank, and of all messages of one copy of the pipeline."""
     fullest = max(roles, key=lambda role: role.memory.peak)
     sent = 0
     for role in roles:

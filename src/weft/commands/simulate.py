@@ -14,8 +14,9 @@ from weft.commands.console import load_checked_run, print_result
 from weft.commands.schedule import MAX_DRAWN_ACTIONS, screen_columns, show, write_picture
 from weft.config import flags
 from weft.config.run import Run, hardware_of, plan_of
-from weft.config.schema import ConfigSection
+from weft.config.schema import ConfigSection, SiteConfig
 from weft.core.axes import local_update_axis
+from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
 from weft.schedule.actions import Act
@@ -109,7 +110,7 @@ def simulate_run(words: Sequence[str]) -> int:
     if faults:
         raise ConfigError(*faults)
     if run.hardware is None:
-        return _simulate_in_units(run, options, wants_json=wants_json)
+        return _simulate_in_units(plan_of(run), options, wants_json=wants_json)
     return _simulate_on_device(run, options, wants_json=wants_json)
 
 
@@ -166,7 +167,8 @@ def option_faults(options: SimulateOptions, run: Run) -> Iterator[Fault]:
                     need="hardware",
                     fix="--hardware h100",
                 )
-    yield from _link_faults(run)
+    if run.hardware is not None:
+        yield from _link_faults(run.device_mesh, run.site)
     if options.mtbf_hours is None:
         for name in NEED_FAILURES:
             if getattr(options, name) is not None:
@@ -198,20 +200,18 @@ def option_faults(options: SimulateOptions, run: Run) -> Iterator[Fault]:
     yield from _slow_faults(options.slow, run.device_mesh.size)
 
 
-def _link_faults(run: Run) -> Iterator[Fault]:
+def _link_faults(mesh: Mesh, site: SiteConfig) -> Iterator[Fault]:
     """A link between sites whose speed is not known: its seconds are a part of the step."""
-    axis = local_update_axis(run.device_mesh)
-    num_sites = run.device_mesh.degree(axis) if axis is not None else 1
-    if run.hardware is not None and num_sites > 1 and not run.site.gbit_s:
-        what = "is not known, and the step waits for the link between sites"
-        need = "its speed in Gbit/s"
-        yield Fault(
-            "site.gbit_s",
-            what,
-            str(run.site.gbit_s),
-            need,
-            "--site.gbit_s 1",
-        )
+    axis = local_update_axis(mesh)
+    if axis is None or mesh.degree(axis) == 1 or site.gbit_s:
+        return
+    yield Fault(
+        "site.gbit_s",
+        "is not known, and the step waits for the link between sites",
+        got=str(site.gbit_s),
+        need="its speed in Gbit/s",
+        fix="--site.gbit_s 1",
+    )
 
 
 def _slow_faults(words: Sequence[str], num_ranks: int) -> Iterator[Fault]:
@@ -254,9 +254,8 @@ def read_slow(text: str) -> tuple[int, float] | None:
     return int(found[1]), float(found[2])
 
 
-def _simulate_in_units(run: Run, options: SimulateOptions, *, wants_json: bool) -> int:
+def _simulate_in_units(plan: Plan, options: SimulateOptions, *, wants_json: bool) -> int:
     """Draw the schedule with costs of stages by their FLOPs; communication takes no time."""
-    plan = plan_of(run)
     timeline = simulate(plan.table, lambda act: action_units(plan, act))
     if wants_json:
         print_result(json.dumps({"timeline": json.loads(timeline.to_json())}, indent=1))

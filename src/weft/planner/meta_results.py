@@ -155,7 +155,8 @@ def _new_forms(
 
 def _storage_id(tensor: Tensor) -> int:
     """Equal for tensors that share memory."""
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _is_functional(func: Any) -> bool:

@@ -100,7 +100,7 @@ class _Simulation:
             event = self._current(rank)
             if event is None:
                 continue
-            missing = self._missing(rank, event)
+            missing = self._missing(event)
             blocked[rank] = Blocked(
                 rank,
                 event.op,
@@ -118,7 +118,7 @@ class _Simulation:
         has_moved = False
         while True:
             event = self._current(rank)
-            if event is None or self._missing(rank, event):
+            if event is None or self._missing(event):
                 return has_moved
             self._pass(rank, event)
             has_moved = True
@@ -139,8 +139,8 @@ class _Simulation:
             message = _MessageKind(op.group, op.op)
             counter[message] += 1
 
-    def _missing(self, rank: int, event: Started | Ended) -> tuple[int, ...]:
-        """Members that must get somewhere before this rank can go on."""
+    def _missing(self, event: Started | Ended) -> tuple[int, ...]:
+        """Members that must get somewhere before a rank can go on behind its event."""
         op = event.op
         if isinstance(event, Started):
             return () if op.is_p2p else self._absent(op)

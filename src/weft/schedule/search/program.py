@@ -227,10 +227,10 @@ def import_scipy(name: str) -> ModuleType:
 
 
 class _Term(NamedTuple):
-    """factor x count in a row of the program."""
+    """factor x number in a row of the program."""
 
     factor: int
-    count: _Count
+    number: _Count
 
 
 @dataclass
@@ -387,10 +387,10 @@ class _CountProgram:
         """The sum of the terms is at most `most`; n before time 0 is 0."""
         row = len(self.most)
         for term in terms:
-            if term.count.time < 0:
+            if term.number.time < 0:
                 continue
             self.rows.append(row)
-            self.columns.append(self._column(term.count))
+            self.columns.append(self._column(term.number))
             self.values.append(term.factor)
         self.most.append(most)
 
