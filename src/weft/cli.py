@@ -220,9 +220,7 @@ def explain(words: Sequence[str]) -> int:
 def simulate_run(words: Sequence[str]) -> int:
     """Predict the step of a config and draw it."""
     if wants_help(words):
-        own_words, config_words = commands_simulate.split_words(
-            [word for word in words if word != commands_simulate.JSON_FLAG]
-        )
+        own_words, config_words = commands_simulate.divided(words)
         usage = f"weft simulate {commands_simulate.USAGE}"
         show_help(commands_simulate.SimulateOptions(), usage, commands_simulate.LINE)
         return _help_of_run("simulate", [*config_words, *(set(own_words) & set(HELP))])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.view.test_timelines import assert_valid_trace
 from weft import cli
-from weft.commands.simulate import read_share, read_slow, split_words
+from weft.commands.simulate import divided, read_share, read_slow
 from weft.errors import EXIT_OK, EXIT_USER
 
 SMALL = (
@@ -31,7 +31,7 @@ FAILURES = [
 
 def test_words_of_the_command_and_of_the_config_may_be_mixed() -> None:
     words = "--mesh pp2 dp2 --slow 0=2 1=3 run.toml --jitter=5% --optim.lr 0.1 --mtbf-hours 5"
-    own, config = split_words(words.split())
+    own, config = divided(words.split())
     assert own == ["--slow", "0=2", "1=3", "--jitter=5%", "--mtbf-hours", "5"]
     assert config == ["--mesh", "pp2", "dp2", "run.toml", "--optim.lr", "0.1"]
 

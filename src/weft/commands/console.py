@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tyro
 from pydantic import BaseModel
@@ -204,6 +204,35 @@ def take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     flag = others[start:end]
     del others[start:end]
     return flag, others
+
+
+class SplitWords(NamedTuple):
+    """The words of a command's own options, and those of the run config."""
+
+    own: list[str]
+    others: list[str]
+
+
+def split_words(words: Sequence[str], options: type[BaseModel]) -> SplitWords:
+    """Divide mixed words by the flag before them; a file may follow a flag that has its value.
+
+    Args:
+        options: whose fields are the command's own flags.
+    """
+    split = SplitWords([], [])
+    target = split.others
+    for word in words:
+        is_file = word.endswith((".toml", ".py"))
+        if word.startswith("--"):
+            flag, _, _ = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            target = split.own if name in options.model_fields else split.others
+        elif is_file and target is split.own:
+            wants_value = split.own[-1].startswith("--")
+            if not wants_value:
+                target = split.others
+        target.append(word)
+    return split
 
 
 def check_page_path(path: str) -> None:

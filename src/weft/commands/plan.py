@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from weft.commands.auto_mesh import one_rank
-from weft.commands.console import load_checked_run, print_result, show_help, wants_help
+from weft.commands.console import load_checked_run, print_result, show_help, split_words, wants_help
 from weft.config import flags, toml
 from weft.config.checks import run_checks
 from weft.config.hardware import Hardware, world_faults
@@ -83,7 +83,8 @@ def plan(words: Sequence[str]) -> int:
     if wants_help(words):
         return show_help(PlanOptions(), f"weft plan {USAGE}", f"{LINE}. {MORE_HELP}")
     is_json = JSON_FLAG in words
-    own, run_words = split_words([word for word in words if word != JSON_FLAG])
+    without_json = [word for word in words if word != JSON_FLAG]
+    own, run_words = split_words(without_json, PlanOptions)
     options = flags.read_config(own, PlanOptions)
     pinned = _pinned(run_words)
     run = load_checked_run(
@@ -92,8 +93,8 @@ def plan(words: Sequence[str]) -> int:
         choose_mesh=one_rank,
     )
     hardware = _hardware(run)
-    _check_sites(run)
-    num_devices = _num_devices(run, options, pinned)
+    _check_sites(run.device_mesh)
+    num_devices = _num_devices(options.devices, run.device_mesh.size, pinned)
     faults = tuple(world_faults(hardware, num_devices))
     if faults:
         raise ConfigError(*faults)
@@ -122,21 +123,6 @@ def plan(words: Sequence[str]) -> int:
     )
 
 
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of `PlanOptions`, and those of the run."""
-    own: list[str] = []
-    others: list[str] = []
-    current = others
-    for word in words:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            current = own if name in PlanOptions.model_fields else others
-        elif current is own and word.endswith(".toml") and not own[-1].startswith("--"):
-            current = others
-        current.append(word)
-    return own, others
-
-
 def _pinned(words: Sequence[str]) -> frozenset[str]:
     """Keys of the search that flags or the config file give."""
     given = flags.split(words)
@@ -156,9 +142,8 @@ def _plain(run: Run, pinned: frozenset[str]) -> Run:
     return run.with_values(values)
 
 
-def _check_sites(run: Run) -> None:
+def _check_sites(mesh: Mesh) -> None:
     """Reject a mesh over sites, whose exchange the search does not count."""
-    mesh = run.device_mesh
     if local_update_axis(mesh) is not None:
         inside = without_local_updates(mesh)
         what = "layouts over sites are not searched"
@@ -174,17 +159,17 @@ def _hardware(run: Run) -> Hardware:
     return hardware
 
 
-def _num_devices(run: Run, options: PlanOptions, pinned: frozenset[str]) -> int:
-    size = run.device_mesh.size
-    if options.devices is None:
+def _num_devices(given: int | None, size: int, pinned: frozenset[str]) -> int:
+    """The number that is given; else that of a mesh of `size` ranks, if it is pinned."""
+    if given is None:
         if "mesh" not in pinned:
             raise ConfigError(Fault("devices", "no number is given", fix="--devices 256"))
         return size
-    if "mesh" in pinned and options.devices != size:
+    if "mesh" in pinned and given != size:
         fix = f"--devices {size}, or leave one of them out"
-        got = f"--devices {options.devices}, --mesh of {size}"
+        got = f"--devices {given}, --mesh of {size}"
         raise ConfigError(Fault("devices", "differ from the mesh", got, fix=fix))
-    return options.devices
+    return given
 
 
 def _check_size(layout: Layout, num_devices: int) -> None:
@@ -263,7 +248,8 @@ def _search(
     if options.target == "cost" and scaled:
         best = _cheapest_layout(scaled, best)
     if options.write is not None:
-        _write(options.write, best.applied_to(run))
+        text = toml.dump(best.applied_to(run))
+        _write(options.write, text)
     if is_json:
         fields = search_json(result, rates, num_shown=options.top)
         fields["scaling"] = {kind: scaling_json(rows, rates) for kind, rows in scaled.items()}
@@ -308,9 +294,9 @@ def command_of(run_words: Sequence[str], best: Layout) -> str:
     return f"weft train {words} {flags_of(best)}"
 
 
-def _write(path: str, run: Run) -> None:
+def _write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(toml.dump(run), encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         what = f"cannot write the file: {error.strerror}"
         raise ConfigError(

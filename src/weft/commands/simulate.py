@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from weft.commands.auto_mesh import choose_mesh
-from weft.commands.console import load_checked_run, print_result
+from weft.commands.console import SplitWords, load_checked_run, print_result, split_words
 from weft.commands.schedule import MAX_DRAWN_ACTIONS, screen_columns, show, write_picture
 from weft.config import flags
 from weft.config.run import Run, hardware_of, plan_of
@@ -103,7 +103,7 @@ class SimulateOptions(ConfigSection):
 def simulate_run(words: Sequence[str]) -> int:
     """Predict the step of a config and draw it."""
     wants_json = JSON_FLAG in words
-    own_words, config_words = split_words([word for word in words if word != JSON_FLAG])
+    own_words, config_words = divided(words)
     options = flags.read_config(own_words, SimulateOptions)
     run = load_checked_run(config_words, choose_mesh=choose_mesh)
     faults = (*file_faults(options, wants_json=wants_json), *option_faults(options, run))
@@ -114,19 +114,10 @@ def simulate_run(words: Sequence[str]) -> int:
     return _simulate_on_device(run, options, wants_json=wants_json)
 
 
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of `SimulateOptions`, and those of the config."""
-    own: list[str] = []
-    others: list[str] = []
-    target = others
-    for word in words:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            target = own if name in SimulateOptions.model_fields else others
-        elif target is own and word.endswith((".toml", ".py")) and not own[-1].startswith("--"):
-            target = others
-        target.append(word)
-    return own, others
+def divided(words: Sequence[str]) -> SplitWords:
+    """The words of `SimulateOptions`, and those of the config, without --json."""
+    others = [word for word in words if word != JSON_FLAG]
+    return split_words(others, SimulateOptions)
 
 
 def file_faults(options: SimulateOptions, *, wants_json: bool) -> Iterator[Fault]:

@@ -23,12 +23,15 @@ PHASE_COLOUR = "#dadce0"
 
 def html(timeline: Timeline, *, title: str) -> str:
     """The page. Its script reads rows (rank, lane), names, and spans [row, name, colour, start, end]."""
-    page = resources.files("weft.view").joinpath("timeline.html").read_text(encoding="utf-8")
-    footer = figures(timeline.only(kinds=COMPUTE))
+    template = resources.files("weft.view").joinpath("timeline.html")
+    page = template.read_text(encoding="utf-8")
+    actions = timeline.only(kinds=COMPUTE)
+    footer = figures(actions)
     data = json.dumps(_fields(timeline))
     page = page.replace("@TITLE@", escape(title))
     page = page.replace("@FIGURES@", escape(footer))
-    return page.replace("@DATA@", data.replace("<", "\\u003c"))
+    escaped_data = data.replace("<", "\\u003c")
+    return page.replace("@DATA@", escaped_data)
 
 
 def _fields(timeline: Timeline) -> dict[str, object]:

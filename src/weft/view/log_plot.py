@@ -52,7 +52,8 @@ class LogAxis:
         length = self.end - self.start
         log_span = math.log(self.high / self.low) or 1.0
         log_distance = math.log(value / self.low)
-        return self.start + log_distance / log_span * length
+        share = log_distance / log_span
+        return self.start + share * length
 
 
 def log_plot(
@@ -88,11 +89,25 @@ def log_plot(
             end=top + TITLE_HEIGHT,
         )
         parts.append(text_element(panel.title, x=LEFT, y=top + 20))
-        parts.extend(_x_ticks(sorted(x_values), x_axis, y_axis, x_label))
+        parts.extend(
+            _x_ticks(
+                sorted(x_values),
+                x_axis,
+                y_axis,
+                x_label,
+            )
+        )
         parts.extend(_y_ticks(y_axis, y_label))
         for number, series in enumerate(panel.series):
             colour = COLOURS[number % len(COLOURS)]
-            parts.extend(_line(series, x_axis, y_axis, colour))
+            parts.extend(
+                _line(
+                    series,
+                    x_axis,
+                    y_axis,
+                    colour,
+                )
+            )
             line_y = y_axis.end + 10 + LINE_HEIGHT * number
             parts.extend(_legend(series.name, colour, line_y))
         top = bottom + AXIS_HEIGHT
@@ -120,7 +135,12 @@ def _heading(title: str, height: int) -> Iterator[str]:
         font_size=12,
         fill="#202124",
     )
-    yield element("rect", width=WIDTH, height=height, fill="white")
+    yield element(
+        "rect",
+        width=WIDTH,
+        height=height,
+        fill="white",
+    )
     yield text_element(
         title,
         x=12,
@@ -140,7 +160,12 @@ def _x_ticks(
     last_end = 0.0
     for value in values:
         x = axis.at(value)
-        yield _rule(x, y_axis.end, x, y_axis.start)
+        yield _rule(
+            x,
+            y_axis.end,
+            x,
+            y_axis.start,
+        )
         text = memory(value)
         half_width = HALF_CHARACTER_WIDTH * len(text)
         if x - half_width > last_end:
@@ -167,7 +192,12 @@ def _y_ticks(axis: LogAxis, label: str) -> Iterator[str]:
     for exponent in range(lowest, highest + 1):
         value = 10.0**exponent
         y = axis.at(value)
-        yield _rule(LEFT, y, WIDTH - RIGHT, y)
+        yield _rule(
+            LEFT,
+            y,
+            WIDTH - RIGHT,
+            y,
+        )
         yield text_element(
             f"{value:g}",
             x=LEFT - 6,
@@ -182,7 +212,12 @@ def _y_ticks(axis: LogAxis, label: str) -> Iterator[str]:
     )
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
+def _rule(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+) -> str:
     return element(
         "line",
         x1=px(x1),
@@ -225,7 +260,11 @@ def _line(
     return [line, *dots]
 
 
-def _legend(name: str, colour: str, y: float) -> Iterator[str]:
+def _legend(
+    name: str,
+    colour: str,
+    y: float,
+) -> Iterator[str]:
     x = WIDTH - RIGHT + 14
     yield element(
         "rect",

@@ -122,10 +122,11 @@ def _arrows(timeline: Timeline, threads: Threads) -> Iterator[TraceEvent]:
 
 def _user_of(message: Span, actions: Mapping[str, Span]) -> Span | None:
     """The action that uses the tensor of a message."""
-    producer = message.name.partition(MESSAGE_TO)[0]
-    for user in _users(Act.parse(producer)):
-        if str(user) in actions:
-            return actions[str(user)]
+    producer, _, _ = message.name.partition(MESSAGE_TO)
+    for act in _users(Act.parse(producer)):
+        user = actions.get(str(act))
+        if user is not None:
+            return user
     return None
 
 

@@ -30,8 +30,10 @@ def with_tooltip(markup: str, tooltip: str) -> str:
 
 def document_start(width: int, height: int, **attributes: Attribute) -> str:
     """The opening tag of a document of this size in px; `</svg>` closes it."""
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}{_attributes(attributes)}>'
+    box = f'viewBox="0 0 {width} {height}"'
+    size = f'width="{width}" height="{height}"'
+    others = _attributes(attributes)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box} {size}{others}>'
 
 
 def px(coordinate: float) -> str:
