@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,12 @@ def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
 
 def test_the_prediction_is_for_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(
-        "weft.commands.comparison.RunningPrediction", lambda _, hardware: started.append(hardware)
-    )
+
+    def start(predict: partial[Any]) -> None:
+        _, hardware = predict.args
+        started.append(hardware)
+
+    monkeypatch.setattr("weft.commands.comparison.RunningPrediction", start)
     start_prediction(run_of("--mesh dp2 --hardware h100 --precision.matmul tf32"))
     start_prediction(run_of("--mesh dp2 --hardware h100"))
     assert [each.tflops("float32") for each in started] == [494.7, 67]

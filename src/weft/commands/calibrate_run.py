@@ -10,9 +10,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,9 @@ from weft.config.hardware import find_hardware, read_fields
 from weft.config.hardware_file import EFFICIENCY, write_fields
 from weft.config.load import load
 from weft.config.run import Run, plan_of
-from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
-from weft.planner.calibrate import BOUNDS, Calibration, MeasuredStep, fit
+from weft.planner.calibrate import BOUNDS, Calibration, MeasuredStep, Residual, fit
 from weft.planner.measure import measure
 from weft.planner.rank_step import example_batch
 from weft.run.devices import DeviceChoice, choose_device
@@ -42,6 +42,8 @@ from weft.view.quantity import short_time
 
 WARM_UP = 2
 LR = 1e-4
+NAME_COLUMNS = 52
+"""Characters that are printed of the words of a run."""
 GPU_START = Efficiency(
     gemm=0.5,
     gemm_half=1e5,
@@ -71,7 +73,9 @@ cores that compute.
 
 
 def run_calibration(
-    path: str, words_of_runs: Sequence[Sequence[str]], options: CalibrateOptions
+    path: str,
+    words_of_runs: Sequence[Sequence[str]],
+    options: CalibrateOptions,
 ) -> int:
     """Time every run, fit, print and write; the exit code."""
     runs = [load([*words, "--device", options.device], FAMILIES) for words in words_of_runs]
@@ -79,15 +83,16 @@ def run_calibration(
     if note:
         print_result(note)
     with tempfile.TemporaryDirectory() as folder:
-        code, times = timed_runs(runs, options, Path(folder))
-    if code:
-        return code
-    steps = [
-        MeasuredStep(" ".join(words), measure(run), seconds)
-        for words, run, seconds in zip(words_of_runs, runs, times, strict=True)
-    ]
+        timed = timed_runs(runs, options, Path(folder))
+    if timed.exit_code:
+        return timed.exit_code
+    steps = []
+    for words, run, seconds in zip(words_of_runs, runs, timed.seconds, strict=True):
+        step = MeasuredStep(" ".join(words), measure(run), seconds)
+        steps.append(step)
     hardware = find_hardware(path)
-    start = start_of(hardware.efficiency, is_cuda=uses_cuda(options.device))
+    is_cuda = uses_cuda(options.device)
+    start = start_of(hardware.efficiency, is_cuda=is_cuda)
     found = fit(steps, hardware, source="", start=start)
     print_result(report(found))
     write_constants(path, found, num_runs=len(steps))
@@ -116,42 +121,54 @@ def start_of(of_file: Efficiency, *, is_cuda: bool) -> Efficiency:
 
 def write_constants(path: str, found: Calibration, *, num_runs: int) -> None:
     """Write the constants into a hardware file, whose source says which are fitted."""
-    undetermined = [name for name, error in found.uncertainty.items() if error == math.inf]
     software = f"weft {__version__}, torch {torch.__version__}, {platform.machine()}"
     source = f"fitted to {num_runs} runs here, {date.today()}, {software}"
+    undetermined = [name for name, error in found.uncertainty.items() if error == math.inf]
     if undetermined:
-        source += f"; not determined by them: {', '.join(undetermined)}"
-    constants = asdict(replace(found.efficiency, source=source))
-    write_fields(path, {**read_fields(path), EFFICIENCY: constants})
+        names = ", ".join(undetermined)
+        source += f"; not determined by them: {names}"
+    constants = replace(found.efficiency, source=source)
+    fields = dict(read_fields(path))
+    fields[EFFICIENCY] = asdict(constants)
+    write_fields(path, fields)
 
 
 def load_note() -> str:
     """That other programs use this machine; "" if they do not."""
-    load_average, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load_average, _, _ = os.getloadavg()
+    cores = len(os.sched_getaffinity(0))
     if load_average < cores / 2:
         return ""
     return f"note: the load of this machine is {load_average:.1f} on {cores} cores: times are not its own"
 
 
-def timed_runs(
-    runs: Sequence[Run], options: CalibrateOptions, folder: Path
-) -> tuple[int, list[float]]:
-    """Exit code, and seconds of a step of each run; runs of one mesh in a row have one launch."""
+@dataclass(frozen=True)
+class TimedRuns:
+    """The exit code of the first launch that failed, or 0; and seconds of a step of each run."""
+
+    exit_code: int
+    seconds: tuple[float, ...] = ()
+
+
+def timed_runs(runs: Sequence[Run], options: CalibrateOptions, folder: Path) -> TimedRuns:
+    """Time the runs in their order; those of one mesh in a row have one launch."""
     times: list[float] = []
-    meshes = list(dict.fromkeys(run.mesh for run in runs))
-    for mesh in meshes:
-        chosen = [run for run in runs if run.mesh == mesh]
-        path = folder / f"{mesh}.json"
-        main = partial(_rank, chosen, options.device, options.steps, path)
-        code = launch(main, options.ranks, device=options.device, mesh=Mesh.parse(mesh))
+    path = folder / "times.json"
+    for mesh, group in groupby(runs, key=lambda run: run.device_mesh):
+        main = partial(_rank, tuple(group), options.device, options.steps, path)
+        code = launch(main, options.ranks, device=options.device, mesh=mesh)
         if code:
-            return code, []
+            return TimedRuns(code)
         times.extend(json.loads(path.read_text()))
-    return 0, times
+    return TimedRuns(0, tuple(times))
 
 
 def _rank(
-    runs: Sequence[Run], device: DeviceChoice, num_steps: int, path: Path, world: World
+    runs: Sequence[Run],
+    device: DeviceChoice,
+    num_steps: int,
+    path: Path,
+    world: World,
 ) -> None:
     """Entry point of one rank."""
     chosen = choose_device(device, world)
@@ -189,18 +206,27 @@ def report(found: Calibration) -> str:
     lines = ["constants (standard error):"]
     for name, error in found.uncertainty.items():
         value = getattr(found.efficiency, name)
-        doubt = f"+- {100 * error:.0f}%"
-        if error == math.inf:
-            doubt = "not determined by these runs: stays where it was"
+        doubt = "not determined by these runs: stays where it was"
+        if error != math.inf:
+            doubt = f"+- {100 * error:.0f}%"
         lines.append(f"  {name:<18} {value:.4g}  {doubt}")
     lines.append("runs, measured and predicted:")
     for residual in found.residuals:
-        measured, predicted = short_time(residual.measured_s), short_time(residual.predicted_s)
-        name = residual.name.replace("--", "").replace("model.", "").replace("batch.", "")
-        lines.append(f"  {measured:>8} {predicted:>8} {100 * residual.error:+4.0f}%  {name[:52]}")
+        lines.append(_residual_line(residual))
     low, high = found.range
+    percent = 100 * found.median_error
     lines.append(
-        f"median error {100 * found.median_error:.0f}%; 80% of measured times are expected at"
+        f"median error {percent:.0f}%; 80% of measured times are expected at"
         f" {low:.2f} to {high:.2f} of the predicted ones"
     )
     return "\n".join(lines)
+
+
+def _residual_line(residual: Residual) -> str:
+    measured = short_time(residual.measured_s)
+    predicted = short_time(residual.predicted_s)
+    percent = 100 * residual.error
+    name = residual.name
+    for left_out in ("--", "model.", "batch."):
+        name = name.replace(left_out, "")
+    return f"  {measured:>8} {predicted:>8} {percent:+4.0f}%  {name[:NAME_COLUMNS]}"

@@ -193,32 +193,41 @@ class MeasuredAndPredicted:
 
 def comparison_text(event: Event, utilization: Utilization | None) -> str:
     """A `prediction` event for the reader."""
-    low, high = short_time(event["low_s"]), short_time(event["high_s"])
-    is_inside = event["low_s"] <= event["measured_s"] <= event["high_s"]
+    measured_s = event["measured_s"]
+    low = short_time(event["low_s"])
+    high = short_time(event["high_s"])
+    step = f"predicted {short_time(event['step_s'])} ({low} to {high})"
+    is_inside = event["low_s"] <= measured_s <= event["high_s"]
+    word = "inside" if is_inside else "OUTSIDE"
+    peak = memory(event["peak_bytes"])
+    measured = memory(event["measured_bytes"])
     lines = [
         f"prediction for {event['hardware']} (constants: {event['source']}):",
-        f"  step   predicted {short_time(event['step_s'])} ({low} to {high}), measured "
-        f"{short_time(event['measured_s'])}: {'inside' if is_inside else 'OUTSIDE'} the range",
-        f"  memory predicted {memory(event['peak_bytes'])} of tensors, measured "
-        f"{memory(event['measured_bytes'])} more than before the model was built",
+        f"  step   {step}, measured {short_time(measured_s)}: {word} the range",
+        f"  memory predicted {peak} of tensors, measured "
+        f"{measured} more than before the model was built",
     ]
     if "outer_every" in event:
         lines.append(_sites_line(event))
     if utilization is not None:
-        mfu = 100 * utilization.mfu(event["measured_s"])
-        lines.append(f"  MFU    {mfu:.2g}%: {utilization.text}")
+        mfu_percent = 100 * utilization.mfu(measured_s)
+        lines.append(f"  MFU    {mfu_percent:.2g}%: {utilization.text}")
     return "\n".join(lines)
 
 
 def _sites_line(event: Event) -> str:
     """The wait for other sites, which is no part of the step above."""
-    steps = f"every {counted(event['outer_every'], 'step')}"
+    steps = counted(event["outer_every"], "step")
     if event["outer_s"] is None:
-        return f"  sites  a wait {steps} is not predicted: the link is not known (site.gbit_s)"
-    line = f"  sites  predicted wait {short_time(event['outer_s'])} {steps} besides"
+        return (
+            f"  sites  a wait every {steps} is not predicted: the link is not known (site.gbit_s)"
+        )
+    wait = short_time(event["outer_s"])
+    line = f"  sites  predicted wait {wait} every {steps} besides"
     if "measured_outer_s" not in event:
         return f"{line}, none measured so far"
-    return f"{line}, measured {short_time(event['measured_outer_s'])}"
+    measured = short_time(event["measured_outer_s"])
+    return f"{line}, measured {measured}"
 
 
 def comparison_of(
