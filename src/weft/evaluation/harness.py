@@ -191,30 +191,28 @@ class HarnessModel:
         return float(chosen_S.sum()), is_greedy
 
     def _continue(self, context: str, options: dict[str, Any]) -> str:
+        """The likeliest text after a context, up to the first stop text."""
         if options.get("do_sample") and options.get("temperature", 1.0) > 0:
             what = "the adapter generates the likeliest tokens alone"
             fix = "set do_sample to false in the task"
             raise UserError(Fault("generate_until", what, got="do_sample", fix=fix))
-        until = options.get("until") or []
-        if isinstance(until, str):
-            stops = [until]
-        else:
-            stops = list(until)
+        stops = _stop_texts(options.get("until"))
         most = int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS))
         tokens = list(self.tokenizer.encode(context)) or [self.prefix_token]
         new: list[int] = []
         text = ""
         while len(new) < most:
             window = tokens[-self.max_length :]
-            token = int(self._logits(tuple(window))[-1].argmax())
+            logits_SV = self._logits(tuple(window))
+            token = int(logits_SV[-1].argmax())
             if token in self.end_tokens:
                 break
             tokens.append(token)
             new.append(token)
             text = self.tokenizer.decode(new)
-            found = [text.index(stop) for stop in stops if stop and stop in text]
-            if found:
-                return text[: min(found)]
+            places = [text.index(stop) for stop in stops if stop in text]
+            if places:
+                return text[: min(places)]
         return text
 
     @torch.no_grad()
@@ -227,6 +225,12 @@ class HarnessModel:
         logits_BSV = chain(blocks, batch.inputs, batch).x
         dtype = torch.promote_types(logits_BSV.dtype, torch.float32)
         return logits_BSV[0].to(dtype)
+
+
+def _stop_texts(until: str | Sequence[str] | None) -> list[str]:
+    """The texts that end a continuation: one or several; empty ones end nothing."""
+    texts = [until] if isinstance(until, str) else list(until or ())
+    return [text for text in texts if text]
 
 
 def rolling_windows(
