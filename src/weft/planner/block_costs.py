@@ -161,11 +161,7 @@ class BlockMeasurements:
             step = self._runs.measure(sharding)
             regions = first_regions(step)
             first_output = Transfer(
-                Act(
-                    "F",
-                    0,
-                    0,
-                ),
+                Act("F", 0, 0),
                 0,
             )
             known = _MeasuredBlocks(

@@ -97,17 +97,9 @@ def _wrong_group(
         axis = op.axis
         positions[axis] += 1
         if axis not in expected:
-            expected[axis] = group_of(
-                mesh,
-                rank,
-                axis,
-            )
+            expected[axis] = group_of(mesh, rank, axis)
         group = expected[axis]
-        if group is None or _is_group(
-            op,
-            group,
-            rank,
-        ):
+        if group is None or _is_group(op, group, rank):
             continue
         others = [member for member in (*group, *op.group) if member != rank]
         other = others[0]

@@ -246,11 +246,5 @@ class LinkReplay:
             has_begun = under_way.began_at is not None
             if has_begun and not under_way.has_ended:
                 self._note_span(under_way, continues=True)
-            kept.append(
-                Carried(
-                    under_way.op,
-                    under_way.left_s,
-                    has_begun,
-                )
-            )
+            kept.append(Carried(under_way.op, under_way.left_s, has_begun))
         return tuple(kept)

@@ -92,11 +92,7 @@ def measure(run: Run, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
         )
 
     kinds = block_kinds(family_of(run.model, run.lora), run.model)
-    return role_costs(
-        plan,
-        kinds,
-        step_of,
-    )
+    return role_costs(plan, kinds, step_of)
 
 
 def role_costs(
@@ -117,11 +113,7 @@ def role_costs(
     measured: dict[object, RankStep] = {}
     roles = []
     for row in range(plan.pipeline_size):
-        signature = row_signature(
-            plan,
-            row,
-            kinds,
-        )
+        signature = row_signature(plan, row, kinds)
         if signature not in measured:
             measured[signature] = step_of(row)
         step = replace(measured[signature], row=row)

@@ -128,11 +128,7 @@ class MetaResults:
         tensors = [result] if container is Tensor else result
         forms = _new_forms(tensors, inputs)
         if forms is not None:
-            self._known[key] = KnownResult(
-                container,
-                forms,
-                kernel,
-            )
+            self._known[key] = KnownResult(container, forms, kernel)
 
 
 def _new_forms(

@@ -259,11 +259,7 @@ def play(
             start = arrivals[source]
         time = on_free_lanes[number]
         if links.carried or links.messages:
-            time = links.time(
-                number,
-                start,
-                time,
-            )
+            time = links.time(number, start, time)
         end = start + time.total
         links.carried = time.carried
         links.last_end = end
@@ -286,13 +282,7 @@ def play(
         pair_free[pair] = arrival
         message_starts[place] = message_start
         arrivals[place] = arrival
-        links.messages.append(
-            LinkMessage(
-                of_message.link,
-                message_start,
-                of_message.seconds,
-            )
-        )
+        links.messages.append(LinkMessage(of_message.link, message_start, of_message.seconds))
         rank.arrivals.append(arrival)
         if len(rank.arrivals) > MAX_SENDS:
             oldest = rank.arrivals[-1 - MAX_SENDS]

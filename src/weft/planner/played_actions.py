@@ -71,13 +71,7 @@ def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
         for act in row:
             number = numbers.get(act.mb)
             if number is not None:
-                kept.append(
-                    Act(
-                        act.kind,
-                        act.stage,
-                        number,
-                    )
-                )
+                kept.append(Act(act.kind, act.stage, number))
         rows.append(kept)
     return Table.of_rows(
         rows,
@@ -106,11 +100,7 @@ def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:
         elif act == first[direction]:
             place = "first"
         chunk = chunks[act.stage]
-        key = ActionKey(
-            act.kind,
-            chunk,
-            place,
-        )
+        key = ActionKey(act.kind, chunk, place)
         keys[act] = made.setdefault(key, key)
     return keys
 

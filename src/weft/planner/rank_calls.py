@@ -176,11 +176,7 @@ def moved(
         identity = id(event.op)
         copy = copies.get(identity)
         if copy is None:
-            copy = _moved_operation(
-                event.op,
-                mesh,
-                shift,
-            )
+            copy = _moved_operation(event.op, mesh, shift)
             copies[identity] = copy
         result.append(type(event)(copy))
     return tuple(result)
@@ -193,20 +189,9 @@ def _moved_operation(
 ) -> Operation:
     rank = op.rank + shift
     group = tuple(member + shift for member in op.group)
-    is_whole_group = not op.is_p2p and op.group == group_of(
-        mesh,
-        op.rank,
-        op.axis,
-    )
+    is_whole_group = not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis)
     if is_whole_group:
-        group = (
-            group_of(
-                mesh,
-                rank,
-                op.axis,
-            )
-            or group
-        )
+        group = group_of(mesh, rank, op.axis) or group
     return replace(
         op,
         rank=rank,

@@ -101,11 +101,7 @@ class _Simulation:
             if event is None:
                 continue
             missing = self._missing(event)
-            blocked[rank] = Blocked(
-                rank,
-                event.op,
-                missing,
-            )
+            blocked[rank] = Blocked(rank, event.op, missing)
         return blocked
 
     def _current(self, rank: int) -> Started | Ended | None:

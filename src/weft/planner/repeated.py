@@ -92,19 +92,11 @@ def measure_repeated(
         kinds: name of a block -> name of the first block that equals it.
         measure_plan: measures the rank with the blocks of a plan, as `measure_rank` does.
     """
-    runs = block_runs(
-        plan,
-        row,
-        kinds,
-    )
+    runs = block_runs(plan, row, kinds)
     has_left_out = any(each.left_out for each in runs)
     if has_left_out and can_be_repeated(plan):
         try:
-            return _extended(
-                plan,
-                runs,
-                measure_plan,
-            )
+            return _extended(plan, runs, measure_plan)
         except NotPeriodicError:
             pass
     return measure_plan(plan)
@@ -148,20 +140,8 @@ def _extended(
     short = measure_plan(_shortened(plan, runs))
     longer = []
     for longest, count in _counts(runs):
-        step = measure_plan(
-            _shortened(
-                plan,
-                runs,
-                longest,
-            )
-        )
-        longer.append(
-            _Longer(
-                longest,
-                step,
-                count,
-            )
-        )
+        step = measure_plan(_shortened(plan, runs, longest))
+        longer.append(_Longer(longest, step, count))
     actions = {}
     for key in short.actions:
         actions[key] = _extended_action(

@@ -124,12 +124,7 @@ def grown_region(short: RecordedRegion, longer: Sequence[LongerRegion]) -> Recor
     return replace(
         short,
         exit_bytes=entry + change,
-        peak_bytes=entry
-        + max(
-            workspace,
-            change,
-            0,
-        ),
+        peak_bytes=entry + max(workspace, change, 0),
         events=_grown_events(short.events, longer),
         segments=[],
     )
@@ -248,17 +243,9 @@ def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_
             other_place += 1
             continue
         num_more = len(other_rest) - len(rest)
-        num_inserted = _period(
-            others,
-            other_place,
-            num_more,
-        )
+        num_inserted = _period(others, other_place, num_more)
         if not num_inserted:
-            num_inserted = _num_inserted(
-                rest,
-                other_rest,
-                num_more,
-            )
+            num_inserted = _num_inserted(rest, other_rest, num_more)
         if num_inserted:
             stop = other_place + num_inserted
             yield _EventDifference(place, slice(other_place, stop))

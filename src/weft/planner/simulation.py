@@ -151,11 +151,7 @@ def simulate_on(
     best = None
     of_run = None
     if failures is not None:
-        model = _failure_model(
-            failures,
-            num_devices,
-            checkpoint_bytes,
-        )
+        model = _failure_model(failures, num_devices, checkpoint_bytes)
         best = best_goodput(model, step_s=step_s)
         if run.save.every:
             of_run = goodput_at(

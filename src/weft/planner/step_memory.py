@@ -131,11 +131,7 @@ class _Replay:
 
     def _pass(self, name: str, region: RecordedRegion) -> Level:
         before = self.level
-        peak = _Peak(
-            name,
-            before,
-            region,
-        )
+        peak = _Peak(name, before, region)
         if peak.bytes > self.peak.bytes:
             self.peak = peak
         self.level += region.change
@@ -170,11 +166,7 @@ class _Replay:
         """
         if act.kind not in ("B", "I"):
             return
-        forward = Act(
-            "F",
-            act.stage,
-            act.mb,
-        )
+        forward = Act("F", act.stage, act.mb)
         sent = {transfer.act: transfer for transfer in self.sends}
         if forward in sent:
             self.retained.add(forward)

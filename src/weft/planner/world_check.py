@@ -185,15 +185,11 @@ def _action_problems(plan: Plan, members: Sequence[RankCalls]) -> Iterator[Probl
         calls = {}
         for member in members:
             calls[member.rank] = member.actions.get(key, ())
-        yield from _region_problems(
-            plan.mesh,
-            name,
-            calls,
-        )
+        yield from _region_problems(plan.mesh, name, calls)
 
 
 @dataclass(frozen=True)
-class _Copy:
+class _ShiftedRank:
     """A recorded rank that stands for the rank `shift` further."""
 
     calls: RankCalls
@@ -207,30 +203,22 @@ class _Copy:
         events = self.calls.phases.get(phase, ())
         if not self.shift:
             return events
-        return moved(
-            events,
-            mesh,
-            self.shift,
-        )
+        return moved(events, mesh, self.shift)
 
 
 def _phase_problems(world: RecordedWorld) -> Iterator[Problem]:
     """Problems of the phases, in which groups span pipeline coordinates."""
     mesh = world.plan.mesh
-    copies: list[_Copy] = []
+    ranks: list[_ShiftedRank] = []
     for row, measured_row in enumerate(world.measured_rows):
         shift = _row_rank(mesh, row) - _row_rank(mesh, measured_row)
         for calls in world.members(measured_row):
-            copies.append(_Copy(calls, shift))
+            ranks.append(_ShiftedRank(calls, shift))
     for phase in world.ranks[0].phases:
         calls_of_rank = {}
-        for copy in copies:
-            calls_of_rank[copy.rank] = copy.events(mesh, phase)
-        yield from _region_problems(
-            mesh,
-            phase,
-            calls_of_rank,
-        )
+        for each in ranks:
+            calls_of_rank[each.rank] = each.events(mesh, phase)
+        yield from _region_problems(mesh, phase, calls_of_rank)
 
 
 def _row_rank(mesh: Mesh, row: int) -> int:
@@ -245,16 +233,8 @@ def _region_problems(
 ) -> Iterator[Problem]:
     """Mismatches in a region, or a deadlock where there is none."""
     mismatches = [
-        *wrong_groups(
-            mesh,
-            region,
-            calls,
-        ),
-        *mismatches_of(
-            mesh,
-            region,
-            calls,
-        ),
+        *wrong_groups(mesh, region, calls),
+        *mismatches_of(mesh, region, calls),
     ]
     yield from mismatches
     if mismatches:

@@ -153,27 +153,15 @@ class _ShortStep:
 
     def peak(self, kind: str, block: str) -> int:
         """Bytes during a block of the last micro-batch, without gradients that stay."""
-        segment = self._segment(
-            kind,
-            "last",
-            block,
-        )
+        segment = self._segment(kind, "last", block)
         return segment.peak_bytes - self.base_bytes
 
     def peak_of_first(self, kind: str, block: str) -> int:
         """The level at which a block of the last micro-batch begins, and above it the peak of the
         block in the first one, whose gradients are new.
         """
-        first = self._segment(
-            kind,
-            "first",
-            block,
-        )
-        last = self._segment(
-            kind,
-            "last",
-            block,
-        )
+        first = self._segment(kind, "first", block)
+        last = self._segment(kind, "last", block)
         begin = last.entry_bytes - self.base_bytes
         return begin + first.peak_bytes - first.entry_bytes
 

@@ -42,11 +42,7 @@ def timed(
 ) -> Times:
     """Run `work` one time after the other."""
     if device.type == "cuda":
-        return _timed_on_stream(
-            work,
-            iterations,
-            device,
-        )
+        return _timed_on_stream(work, iterations, device)
     marks = [time.perf_counter()]
     for _ in range(iterations):
         work()
@@ -77,16 +73,8 @@ def timed_for(
     device: torch.device,
 ) -> Times:
     """Run `work` twice, then for about `budget_s`."""
-    timed(
-        work,
-        1,
-        device,
-    )
-    warm = timed(
-        work,
-        1,
-        device,
-    )
+    timed(work, 1, device)
+    warm = timed(work, 1, device)
     return timed(
         work,
         num_iterations(warm.median_s, budget_s),

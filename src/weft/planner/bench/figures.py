@@ -59,14 +59,7 @@ def compute_figures(
     """Peaks are the best measured; shares are medians of the shapes."""
     figures = {"memory_gb": memory_bytes / GB}
     for dtype, name in PEAKS.items():
-        rates = [
-            row.tflops
-            for row in of_kind(
-                times,
-                "gemm",
-                dtype,
-            )
-        ]
+        rates = [row.tflops for row in of_kind(times, "gemm", dtype)]
         if rates:
             figures[name] = max(rates)
     bandwidths = [row.tb_s for row in of_kind(times, "memory")]
@@ -78,11 +71,7 @@ def compute_figures(
     peak = PEAKS[main]
     kinds: tuple[WorkKind, ...] = ("gemm", "attention")
     for kind in kinds:
-        rows = of_kind(
-            times,
-            kind,
-            main,
-        )
+        rows = of_kind(times, kind, main)
         reached = [
             arithmetic_share(
                 row,

@@ -54,7 +54,7 @@ class KnownOperation:
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _ExpectedCall:
     """A collective on fixed inputs: what runs it, and what it must return on this rank."""
 
     run: Callable[[], Tensor | None]
@@ -71,16 +71,12 @@ def known_operation(
     members = comm.degree(axis)
     piece_bytes = size_bytes // members
     piece = max(1, piece_bytes // DTYPE.itemsize)
-    inputs = _Inputs(
-        comm,
-        axis,
-        piece,
-    )
-    prepared = _MAKERS[name](inputs)
+    inputs = _Inputs(comm, axis, piece)
+    call = _MAKERS[name](inputs)
     return KnownOperation(
         name=name,
-        run=prepared.run,
-        expected=prepared.expected,
+        run=call.run,
+        expected=call.expected,
         size_bytes=piece * members * DTYPE.itemsize,
     )
 
@@ -128,34 +124,34 @@ class _Inputs:
         return torch.cat(pieces)
 
 
-def _all_reduce(inputs: _Inputs) -> _Prepared:
+def _all_reduce(inputs: _Inputs) -> _ExpectedCall:
     x = inputs.whole(inputs.index)
-    return _Prepared(
+    return _ExpectedCall(
         run=lambda: inputs.comm.all_reduce(x, inputs.axis),
         expected=inputs.summed(),
     )
 
 
-def _all_gather(inputs: _Inputs) -> _Prepared:
+def _all_gather(inputs: _Inputs) -> _ExpectedCall:
     x = inputs.own(inputs.index)
     members = range(inputs.members)
-    return _Prepared(
+    return _ExpectedCall(
         run=lambda: inputs.comm.all_gather(x, inputs.axis),
         expected=inputs.joined(members),
     )
 
 
-def _reduce_scatter(inputs: _Inputs) -> _Prepared:
+def _reduce_scatter(inputs: _Inputs) -> _ExpectedCall:
     x = inputs.whole(inputs.index)
     shards = inputs.summed().chunk(inputs.members)
     own_shard = shards[inputs.index]
-    return _Prepared(
+    return _ExpectedCall(
         run=lambda: inputs.comm.reduce_scatter(x, inputs.axis),
         expected=own_shard.clone(),
     )
 
 
-def _all_to_all(inputs: _Inputs) -> _Prepared:
+def _all_to_all(inputs: _Inputs) -> _ExpectedCall:
     """The piece from member i to member j has offset i n + j."""
     members = inputs.members
     first_sent = inputs.index * members
@@ -166,23 +162,23 @@ def _all_to_all(inputs: _Inputs) -> _Prepared:
         members,
     )
     x = inputs.joined(sent)
-    return _Prepared(
+    return _ExpectedCall(
         run=lambda: inputs.comm.all_to_all(x, inputs.axis),
         expected=inputs.joined(received),
     )
 
 
-def _broadcast(inputs: _Inputs) -> _Prepared:
+def _broadcast(inputs: _Inputs) -> _ExpectedCall:
     sent = inputs.whole(1)
     is_root = inputs.index == 0
     x = sent if is_root else torch.zeros_like(sent)
-    return _Prepared(
+    return _ExpectedCall(
         run=lambda: inputs.comm.broadcast_(x, inputs.axis),
         expected=sent.clone(),
     )
 
 
-def _gather(inputs: _Inputs) -> _Prepared:
+def _gather(inputs: _Inputs) -> _ExpectedCall:
     x = inputs.own(inputs.index)
     is_root = inputs.index == 0
     members = range(inputs.members)
@@ -192,27 +188,23 @@ def _gather(inputs: _Inputs) -> _Prepared:
         pieces = inputs.comm.gather(x, inputs.axis)
         return None if pieces is None else torch.cat(pieces)
 
-    return _Prepared(run, expected)
+    return _ExpectedCall(run, expected)
 
 
-def _scatter(inputs: _Inputs) -> _Prepared:
+def _scatter(inputs: _Inputs) -> _ExpectedCall:
     pieces = None
     is_root = inputs.index == 0
     if is_root:
         pieces = [inputs.own(member) for member in range(inputs.members)]
     own = inputs.own(inputs.index)
     out = torch.zeros_like(own)
-    return _Prepared(
-        run=lambda: inputs.comm.scatter(
-            pieces,
-            out,
-            inputs.axis,
-        ),
+    return _ExpectedCall(
+        run=lambda: inputs.comm.scatter(pieces, out, inputs.axis),
         expected=own,
     )
 
 
-def _send_recv(inputs: _Inputs) -> _Prepared:
+def _send_recv(inputs: _Inputs) -> _ExpectedCall:
     """Each member sends to the next one and receives from the one before it."""
     comm = inputs.comm
     x = inputs.whole(inputs.index)
@@ -236,10 +228,10 @@ def _send_recv(inputs: _Inputs) -> _Prepared:
         sent.wait()
         return out
 
-    return _Prepared(run, expected=inputs.whole(before))
+    return _ExpectedCall(run, expected=inputs.whole(before))
 
 
-_MAKERS: dict[OperationName, Callable[[_Inputs], _Prepared]] = {
+_MAKERS: dict[OperationName, Callable[[_Inputs], _ExpectedCall]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -37,11 +37,7 @@ def extended(
             versions=versions,
         )
         result[name] = fields_of(figure)
-    result[EFFICIENCY] = _efficiency(
-        result,
-        measured,
-        day,
-    )
+    result[EFFICIENCY] = _efficiency(result, measured, day)
     return result
 
 

@@ -192,11 +192,7 @@ class _GreedyTable:
                     continue
                 start = max(rank.free_at, progress.arrivals[mb])
                 yield _Candidate(
-                    Act(
-                        kind,
-                        stage,
-                        mb,
-                    ),
+                    Act(kind, stage, mb),
                     start,
                 )
 

@@ -264,11 +264,7 @@ class _CountProgram:
                 strict=True,
             ):
                 last = self.makespan - tail
-                self._add_bounds(
-                    first,
-                    last,
-                    duration,
-                )
+                self._add_bounds(first, last, duration)
 
     @property
     def is_contradictory(self) -> bool:
@@ -307,19 +303,9 @@ class _CountProgram:
         starts: dict[Act, int] = {}
         for kind in KINDS:
             for stage in range(problem.num_stages):
-                times = self._start_times(
-                    values,
-                    kind,
-                    stage,
-                )
+                times = self._start_times(values, kind, stage)
                 for mb, time in enumerate(times):
-                    starts[
-                        Act(
-                            kind,
-                            stage,
-                            mb,
-                        )
-                    ] = time
+                    starts[Act(kind, stage, mb)] = time
         rows: list[list[Act]] = [[] for _ in problem.limits]
         for act in sorted(starts, key=starts.__getitem__):
             rank = problem.stage_to_rank[act.stage]
@@ -339,13 +325,7 @@ class _CountProgram:
         """Times at which the actions of a kind and stage start, in order."""
         started = 0
         for time in range(self.makespan):
-            column = self._column(
-                _Count(
-                    kind,
-                    stage,
-                    time,
-                )
-            )
+            column = self._column(_Count(kind, stage, time))
             number = round(values[column])
             for _ in range(number - started):
                 yield time
@@ -401,21 +381,9 @@ class _CountProgram:
 
     def _add_dependencies(self, stage: int, time: int) -> None:
         """Numbers never fall, and an action starts after those that it needs have ended."""
-        forward = _Count(
-            "F",
-            stage,
-            time,
-        )
-        input_grad = _Count(
-            "I",
-            stage,
-            time,
-        )
-        weight_grad = _Count(
-            "W",
-            stage,
-            time,
-        )
+        forward = _Count("F", stage, time)
+        input_grad = _Count("I", stage, time)
+        weight_grad = _Count("W", stage, time)
         if time > 0:
             for count in (forward, input_grad, weight_grad):
                 self._add_at_most(count.before(1), count)
@@ -454,11 +422,7 @@ class _CountProgram:
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
             for kind in KINDS:
-                started = _Count(
-                    kind,
-                    stage,
-                    time,
-                )
+                started = _Count(kind, stage, time)
                 terms.append(_Term(1, started))
                 terms.append(_Term(-1, self._ended(started)))
         self._add_row(terms, 1)
@@ -467,18 +431,8 @@ class _CountProgram:
         """A rank holds at most its limit: a forward takes, the end of a W frees."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
-            taken = _Count(
-                "F",
-                stage,
-                time,
-            )
-            freed = self._ended(
-                _Count(
-                    "W",
-                    stage,
-                    time,
-                )
-            )
+            taken = _Count("F", stage, time)
+            freed = self._ended(_Count("W", stage, time))
             terms.append(_Term(1, taken))
             terms.append(_Term(-1, freed))
         self._add_row(terms, self.problem.limits[rank])

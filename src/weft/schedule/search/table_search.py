@@ -343,11 +343,7 @@ def _greedy(
 
 
 def _figures(table: Table, costs: ScheduleCosts) -> ScheduleFigures:
-    return ScheduleFigures(
-        "searched",
-        table,
-        costs,
-    )
+    return ScheduleFigures("searched", table, costs)
 
 
 def _solve(
