@@ -137,15 +137,15 @@ def test_the_number_of_ranks_is_that_of_the_launcher_else_nproc_else_gpus_else_c
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auto_mesh, "num_cores", lambda: 6)
-    assert devices_here(run_of()).num_ranks == 6
+    assert devices_here("auto", None).num_ranks == 6
     monkeypatch.setattr(auto_mesh, "_num_gpus", lambda device: 4)
-    assert devices_here(run_of()).num_ranks == 4
-    assert devices_here(run_of("--nproc", "3")).num_ranks == 3
+    assert devices_here("auto", None).num_ranks == 4
+    assert devices_here("auto", 3).num_ranks == 3
     monkeypatch.setenv("SLURM_PROCID", "5")
     monkeypatch.setenv("SLURM_NTASKS", "16")
     monkeypatch.setenv("SLURM_LOCALID", "1")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-4]")
-    devices = devices_here(run_of())
+    devices = devices_here("auto", None)
     assert (devices.num_ranks, devices.num_local, devices.is_joined) == (16, 4, True)
 
 

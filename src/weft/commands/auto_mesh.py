@@ -16,18 +16,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from weft.checkpoint.folder import FOLDER
-from weft.checkpoint.resume import starts_new
+from weft.checkpoint.resume import AUTO, starts_new
 from weft.commands import environment
 from weft.commands.shared_choice import agent_store, choose_once
 from weft.config import toml
-from weft.config.checks import CheckTable
+from weft.config.checks import Check
 from weft.config.hardware import (
     GB,
     Figure,
@@ -115,11 +115,12 @@ def choose_mesh(run: Run, *, is_flag: bool, before_ranks: bool = False) -> Chose
 
 def _choose_here(run: Run, *, is_flag: bool, before_ranks: bool) -> ChosenMesh:
     """`choose_mesh` in this process."""
-    recorded = None if is_flag else _recorded(run)
-    if recorded is not None:
-        return recorded
-    devices = devices_here(run)
-    hardware = _hardware(run, devices)
+    if not is_flag and run.resume is not None:
+        recorded = _recorded(run.resume, run.out)
+        if recorded is not None:
+            return recorded
+    devices = devices_here(run.device, run.nproc)
+    hardware = hardware_of(run) or _hardware_here(devices, run.precision.matmul)
     faults = tuple(world_faults(hardware, devices.num_ranks))
     if faults:
         raise ConfigError(*faults)
@@ -133,34 +134,37 @@ def _choose_here(run: Run, *, is_flag: bool, before_ranks: bool) -> ChosenMesh:
     return _fastest(run, found, hardware, devices, before_ranks=before_ranks)
 
 
-def _recorded(run: Run) -> ChosenMesh | None:
+def _recorded(resume: str, out: str | None) -> ChosenMesh | None:
     """The mesh of the run whose checkpoint is resumed."""
-    if run.resume is None or starts_new(run.resume, run.out):
+    if starts_new(resume, out):
         return None
-    named = Path(run.out or "") if run.resume == "auto" else Path(run.resume)
-    folders = [named, *named.parents[:2]] if named.parent.name == FOLDER else [named, named.parent]
-    for folder in folders:
+    named = Path(out or "") if resume == AUTO else Path(resume)
+    num_above = 2 if named.parent.name == FOLDER else 1
+    for folder in (named, *named.parents[:num_above]):
         path = folder / RUN_FILE
-        if path.is_file():
-            mesh = str(toml.read(str(path)).get("mesh", ""))
-            if mesh == AUTO_MESH:
-                return None
-            return ChosenMesh(mesh, _note(mesh, f"as in {path}; --mesh auto chooses anew"))
+        if not path.is_file():
+            continue
+        values = toml.read(str(path))
+        mesh = str(values.get("mesh", ""))
+        if mesh == AUTO_MESH:
+            return None
+        return ChosenMesh(mesh, _note(mesh, f"as in {path}; --mesh auto chooses anew"))
     return None
 
 
-def devices_here(run: Run) -> DevicesHere:
+def devices_here(device: str, nproc: int | None) -> DevicesHere:
     """The ranks of torchrun or Slurm; else `nproc`, the visible GPUs, or the cores.
 
     Raises:
         LaunchError: variables of the launcher are missing or contradict each other.
     """
     world = detect(os.environ)
-    num_gpus = _num_gpus(run.device)
+    num_gpus = _num_gpus(device)
+    has_gpus = num_gpus > 0
     if world is not None:
-        return DevicesHere(world.size, world.local_size, is_joined=True, has_gpus=num_gpus > 0)
-    number = run.nproc or num_gpus or num_cores()
-    return DevicesHere(number, number, is_joined=False, has_gpus=num_gpus > 0)
+        return DevicesHere(world.size, world.local_size, is_joined=True, has_gpus=has_gpus)
+    number = nproc or num_gpus or num_cores()
+    return DevicesHere(number, number, is_joined=False, has_gpus=has_gpus)
 
 
 def _num_gpus(device: str) -> int:
@@ -172,11 +176,8 @@ def _num_gpus(device: str) -> int:
     return find_gpus().num_visible
 
 
-def _hardware(run: Run, devices: DevicesHere) -> Hardware:
-    """The device of the config; else that of the GPUs; else a core with assumed speeds."""
-    named = hardware_of(run)
-    if named is not None:
-        return named
+def _hardware_here(devices: DevicesHere, matmul: Literal["ieee", "tf32"]) -> Hardware:
+    """The device of the GPUs; else a core with assumed speeds."""
     if not devices.has_gpus:
         return assumed_core(devices.num_local)
     from weft.run.devices import gpu_names  # late: it imports torch
@@ -187,7 +188,7 @@ def _hardware(run: Run, devices: DevicesHere) -> Hardware:
         what = "auto needs the figures of the GPU, which the table does not have"
         fix = "weft bench compute --write gpu.toml, then --hardware gpu.toml; or name a mesh"
         raise ConfigError(Fault("mesh", what, ", ".join(names) or "unknown", fix=fix))
-    return found.for_matmul(run.precision.matmul)
+    return found.for_matmul(matmul)
 
 
 def assumed_core(num_local: int) -> Hardware:
@@ -215,7 +216,7 @@ def legal_meshes(run: Run, space: Space) -> Candidates:
     groups: list[LayoutGroup] = []
     for group in found.groups:
         changed = run.with_values({"mesh": group.base.mesh})
-        reason = _first_reason(changed, config_checks)
+        reason = _first_reason(config_checks(changed))
         if reason is None:
             groups.append(group)
         else:
@@ -223,8 +224,9 @@ def legal_meshes(run: Run, space: Space) -> Candidates:
     return Candidates(groups, found.illegal)
 
 
-def _first_reason(run: Run, table: CheckTable) -> str | None:
-    for check in table(run):
+def _first_reason(checks: Iterable[Check]) -> str | None:
+    """The reason of the first fault; None where all checks pass."""
+    for check in checks:
         for fault in check.find():
             return reason_of(fault)
     return None
@@ -281,7 +283,11 @@ def _fastest(
         words.append("no other was found that fits")
     if not is_complete:
         words.append("not proven the fastest")
-    words.append(_source(run, hardware))
+    is_assumed = run.hardware is None and hardware.name == "cpu"
+    if is_assumed:
+        words.append("speeds of the CPU: assumed")
+    else:
+        words.append(f"on {hardware.label}, {hardware.efficiency.source}")
     return ChosenMesh(best, _note(best, "; ".join(words)))
 
 
@@ -293,12 +299,6 @@ def _nothing_fits(
     need = f"at most {memory(capacity)}"
     fix = "more ranks, --parallel.zero 1 to 3, --parallel.recompute full, or name a mesh"
     return Fault("mesh", what, got=least, need=need, fix=fix)
-
-
-def _source(run: Run, hardware: Hardware) -> str:
-    if run.hardware is None and hardware.name == "cpu":
-        return "speeds of the CPU: assumed"
-    return f"on {hardware.label}, {hardware.efficiency.source}"
 
 
 def _ranks(devices: DevicesHere) -> str:

@@ -258,19 +258,28 @@ def _strided(op: Operation, stride: int) -> Operation:
 
 def block_segments(region: RecordedRegion) -> dict[str, BlockSegments]:
     """What runs in a region, by block."""
+    ends = []
+    for following in region.segments[1:]:
+        ends.append(_SegmentEnd(following.first_event, following.entry_bytes))
+    ends.append(_SegmentEnd(len(region.events), region.exit_bytes))
     found: dict[str, BlockSegments] = {}
-    segments = region.segments
-    for place, segment in enumerate(segments):
-        is_last = place + 1 == len(segments)
-        stop = len(region.events) if is_last else segments[place + 1].first_event
-        exit_bytes = region.exit_bytes if is_last else segments[place + 1].entry_bytes
+    for segment, end in zip(region.segments, ends, strict=True):
         known = found.get(segment.block, BlockSegments(segment.block))
-        events = region.events[segment.first_event : stop]
+        events = region.events[segment.first_event : end.event]
+        change = end.level_bytes - segment.entry_bytes
         peak = segment.peak_bytes - segment.entry_bytes
         found[segment.block] = BlockSegments(
             block=segment.block,
             events=(*known.events, events),
-            change_bytes=known.change_bytes + exit_bytes - segment.entry_bytes,
+            change_bytes=known.change_bytes + change,
             peak_bytes=max(known.peak_bytes, peak),
         )
     return found
+
+
+@dataclass(frozen=True)
+class _SegmentEnd:
+    """The event behind a segment, and the bytes that live then."""
+
+    event: int
+    level_bytes: int

@@ -151,11 +151,14 @@ def thinned_front(front: Sequence[Simulated], most: int) -> list[Simulated]:
     """So many entries of a front, at equal steps of memory between its ends."""
     if len(front) <= most:
         return list(front)
-    first, last = front[0].peak_bytes, front[-1].peak_bytes
+    first = front[0].peak_bytes
+    last = front[-1].peak_bytes
+    num_steps = max(1, most - 1)
     chosen: list[Simulated] = []
     for place in range(most):
-        aim = first + (last - first) * place / max(1, most - 1)
-        nearest = min(front, key=lambda entry: abs(entry.peak_bytes - aim))
+        aim = first + (last - first) * place / num_steps
+        distances = [abs(entry.peak_bytes - aim) for entry in front]
+        nearest = front[distances.index(min(distances))]
         if nearest not in chosen:
             chosen.append(nearest)
     return chosen

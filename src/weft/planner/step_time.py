@@ -112,17 +112,18 @@ def step_time(
     plan = roles[0].step.plan
     if order is None:
         order = pipeline_order(plan.table)
-    table = CostTable(speeds)
-    step = _StepCosts(roles, table, slow or {})
-    begin = max(replay(step.phase(row, "targets")).total for row in range(len(roles)))
+    rows = range(len(roles))
+    step = _StepCosts(roles, CostTable(speeds), slow or {})
+    counts = [replay(step.phase(row, "targets")) for row in rows]
+    begin = max(count.total for count in counts)
     costs = [step.action(plan, action_class) for action_class in order.classes]
     played = play(order, costs, begin=begin)
-    reductions = [step.reduction(row, played) for row in range(len(roles))]
+    reductions = [step.reduction(row, played) for row in rows]
     synced_at = max(span.end for span in reductions)
-    updates = [step.update(row, synced_at) for row in range(len(roles))]
+    updates = [step.update(row, synced_at) for row in rows]
     ended_at = max(span.end for span in updates)
     pipeline_end = max(played.last_end)
-    targets = [PhaseSpan(row, "targets", 0.0, begin, None) for row in range(len(roles))]
+    targets = [PhaseSpan(row, "targets", 0.0, begin, None) for row in rows]
     return StepTime(
         total_s=ended_at,
         targets_s=begin,
@@ -204,18 +205,20 @@ def _message(
 
 def _most_exposed(played: PlayedActions) -> dict[str, float]:
     """Waits of the rank that waits most for collectives, by axis."""
-    by_rank: list[dict[str, float]] = [{} for _ in played.last_end]
     order = played.order
+    by_rank: list[dict[str, float]] = [{} for _ in played.last_end]
     for number, time in zip(order.class_of, played.times, strict=True):
-        rank = order.classes[number].rank
-        exposed = by_rank[rank]
+        action_class = order.classes[number]
+        exposed = by_rank[action_class.rank]
         for axis, seconds in time.exposed.items():
             before = exposed.get(axis, 0.0)
             exposed[axis] = before + seconds
-    totals = [sum(exposed.values()) for exposed in by_rank]
-    busiest = totals.index(max(totals))
-    most = by_rank[busiest]
+    most = max(by_rank, key=_total)
     return {axis: seconds for axis, seconds in most.items() if seconds}
+
+
+def _total(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.values())
 
 
 def _bubble(
