@@ -244,13 +244,7 @@ def play(
     message_starts = [0.0] * num_actions
     arrivals = [0.0] * num_actions
     times: list[RegionTime] = []
-    for place, (number, source) in enumerate(
-        zip(
-            order.class_of,
-            order.source_of,
-            strict=True,
-        )
-    ):
+    for place, (number, source) in enumerate(zip(order.class_of, order.source_of, strict=True)):
         action_class = order.classes[number]
         rank = ranks[action_class.rank]
         links = rank.links

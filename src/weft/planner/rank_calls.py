@@ -133,13 +133,7 @@ def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
         ends = (0, degree - 1)
         places[name] = range(degree) if are_all_recorded else ends
     for indices in itertools.product(*places.values()):
-        yield dict(
-            zip(
-                places,
-                indices,
-                strict=True,
-            )
-        )
+        yield dict(zip(places, indices, strict=True))
 
 
 def group_of(
@@ -192,8 +186,4 @@ def _moved_operation(
     is_whole_group = not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis)
     if is_whole_group:
         group = group_of(mesh, rank, op.axis) or group
-    return replace(
-        op,
-        rank=rank,
-        group=group,
-    )
+    return replace(op, rank=rank, group=group)

@@ -309,11 +309,7 @@ def _num_inserted(
 def _num_equal(events: Sequence[Event], others: Sequence[Event]) -> int:
     """Number of equal events at the begin of both."""
     count = 0
-    for event, other in zip(
-        events,
-        others,
-        strict=False,
-    ):
+    for event, other in zip(events, others, strict=False):
         if type(event) is not type(other) or event != other:
             break
         count += 1

@@ -53,11 +53,7 @@ def table_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
     message_s = stages.message_s
     now = [0.0] * order.table.num_ranks
     ends: list[float] = []
-    for number, source in zip(
-        order.class_of,
-        order.source_of,
-        strict=True,
-    ):
+    for number, source in zip(order.class_of, order.source_of, strict=True):
         rank = ranks[number]
         start = now[rank]
         if source >= 0:

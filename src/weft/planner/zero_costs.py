@@ -104,11 +104,7 @@ class ZeroCosts:
         seconds = 0.0
         for op, count in self.operations[part].items():
             sent_bytes = round(sent * op.sent_bytes)
-            resized = replace(
-                op,
-                group=group,
-                sent_bytes=sent_bytes,
-            )
+            resized = replace(op, group=group, sent_bytes=sent_bytes)
             seconds += count * speeds.operation_s(resized)
         total = repeats * seconds
         self.known_seconds[key] = total

@@ -72,10 +72,13 @@ class ScheduleFigures:
     @cached_property
     def num_messages(self) -> int:
         """Tensors sent between ranks in a step."""
+        table = self.table
         found = 0
-        for act in self.table.actions:
-            source = self.table.source(act)
-            if source is not None and self.table.rank_of(source) != self.table.rank_of(act):
+        for act in table.actions:
+            source = table.source(act)
+            if source is None:
+                continue
+            if table.rank_of(source) != table.rank_of(act):
                 found += 1
         return found
 

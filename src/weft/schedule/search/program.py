@@ -83,14 +83,7 @@ class SchedulingProblem:
             starts[stage] = arrival + self.hop(behind, stage)
         if kind == "I":
             return starts
-        return [
-            start + duration
-            for start, duration in zip(
-                starts,
-                durations,
-                strict=True,
-            )
-        ]
+        return [start + duration for start, duration in zip(starts, durations, strict=True)]
 
     def _forward_heads(self) -> list[int]:
         durations = self.durations["F"]
@@ -269,14 +262,7 @@ class _CountProgram:
     @property
     def is_contradictory(self) -> bool:
         """Whether some number would have to be above its upper bound."""
-        return any(
-            low > high
-            for low, high in zip(
-                self.lows,
-                self.highs,
-                strict=True,
-            )
-        )
+        return any(low > high for low, high in zip(self.lows, self.highs, strict=True))
 
     def solve(self, seconds: float) -> Any:
         """The result of `scipy.optimize.milp`."""

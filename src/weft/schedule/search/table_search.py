@@ -208,14 +208,8 @@ def search(request: SearchRequest) -> SearchResult:
 
 def fits(figures: ScheduleFigures, limits: Sequence[Fraction]) -> bool:
     """Whether no rank holds more than its limit."""
-    return all(
-        held <= limit
-        for held, limit in zip(
-            figures.held,
-            limits,
-            strict=True,
-        )
-    )
+    pairs = zip(figures.held, limits, strict=True)
+    return all(held <= limit for held, limit in pairs)
 
 
 def _is_allowed(figures: ScheduleFigures, request: SearchRequest) -> bool:
@@ -375,19 +369,11 @@ def _solve(
     note = ""
     if not bisection.is_finished:
         note = "the time was over before all makespans were decided"
-    bounded = replace(
-        start,
-        bound=bound,
-        note=note,
-    )
+    bounded = replace(start, bound=bound, note=note)
     if bisection.table is None:
         return bounded
     figures = _figures(bisection.table, request.costs)
-    return replace(
-        bounded,
-        figures=figures,
-        origin="integer program",
-    )
+    return replace(bounded, figures=figures, origin="integer program")
 
 
 @dataclass
