@@ -106,7 +106,10 @@ class StageMessage:
     seconds: float
 
     @staticmethod
-    def of(link: Link, seconds: float) -> StageMessage:
+    def of(
+        link: Link,
+        seconds: float,
+    ) -> StageMessage:
         """A message of the nearest whole tick, see TICKS_A_SECOND."""
         return StageMessage(link, whole_ticks(seconds))
 
@@ -162,7 +165,11 @@ class _RankLinks:
     they find: most of them repeat.
     """
 
-    def __init__(self, costs: Sequence[ClassCosts], begin: float) -> None:
+    def __init__(
+        self,
+        costs: Sequence[ClassCosts],
+        begin: float,
+    ) -> None:
         self.costs = costs
         self.last_end = begin
         self.carried: tuple[Carried, ...] = ()

@@ -35,7 +35,10 @@ class ActionKey:
     place: Place
 
 
-def played_microbatches(table: Table, row: int) -> tuple[int, ...]:
+def played_microbatches(
+    table: Table,
+    row: int,
+) -> tuple[int, ...]:
     """Micro-batches that stand for all on a pipeline coordinate: all of a short step, else those of
     the first and the last action of each stage and direction, and others until every key of its
     actions is there.
@@ -62,7 +65,10 @@ def played_microbatches(table: Table, row: int) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
+def thinned(
+    table: Table,
+    chosen: tuple[int, ...],
+) -> Table:
     """The table with these micro-batches alone, numbered from 0; the order of actions stays."""
     numbers = {mb: number for number, mb in enumerate(chosen)}
     rows = []
@@ -80,7 +86,10 @@ def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
     )
 
 
-def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:
+def action_keys(
+    table: Table,
+    row: int,
+) -> dict[Act, ActionKey]:
     """The key of each action of a row, in order; equal keys are one object."""
     actions = table.rows[row]
     chunks = {stage: chunk for chunk, stage in enumerate(table.stages(row))}

@@ -90,7 +90,10 @@ def _is_pipeline_message(op: Operation) -> bool:
     return op.is_p2p and op.axis == pipeline_axis()
 
 
-def _messages(step: RankStep, row: int) -> _Messages:
+def _messages(
+    step: RankStep,
+    row: int,
+) -> _Messages:
     """Messages of the recorded actions: they start in the order of the lowered table."""
     table = step.played
     keys = action_keys(table, row)
@@ -186,4 +189,8 @@ def _moved_operation(
     is_whole_group = not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis)
     if is_whole_group:
         group = group_of(mesh, rank, op.axis) or group
-    return replace(op, rank=rank, group=group)
+    return replace(
+        op,
+        rank=rank,
+        group=group,
+    )

@@ -119,7 +119,11 @@ class _Simulation:
             self._pass(rank, event)
             has_moved = True
 
-    def _pass(self, rank: int, event: Started | Ended) -> None:
+    def _pass(
+        self,
+        rank: int,
+        event: Started | Ended,
+    ) -> None:
         """Let a rank, or all members that meet in a collective, go on behind an event."""
         op = event.op
         is_start = isinstance(event, Started)
@@ -171,7 +175,10 @@ class _Simulation:
         return tuple(absent)
 
 
-def _is_collective_of(event: Started | Ended | None, group: tuple[int, ...]) -> bool:
+def _is_collective_of(
+    event: Started | Ended | None,
+    group: tuple[int, ...],
+) -> bool:
     """Whether a rank is at a collective over this group."""
     if not isinstance(event, Started):
         return False

@@ -72,7 +72,11 @@ class _Repeater:
             self.shift += self.change
         self.shift -= self.change
 
-    def add(self, place: int, name: str) -> None:
+    def add(
+        self,
+        place: int,
+        name: str,
+    ) -> None:
         """Add a segment, or a copy of it."""
         segments = self.region.segments
         segment = segments[place]
@@ -113,7 +117,10 @@ class LongerRegion:
     count: int
 
 
-def grown_region(short: RecordedRegion, longer: Sequence[LongerRegion]) -> RecordedRegion:
+def grown_region(
+    short: RecordedRegion,
+    longer: Sequence[LongerRegion],
+) -> RecordedRegion:
     """The region with the difference to each longer one added as often as that says."""
     change = short.change
     workspace = short.workspace
@@ -130,7 +137,10 @@ def grown_region(short: RecordedRegion, longer: Sequence[LongerRegion]) -> Recor
     )
 
 
-def _grown_events(events: Sequence[Event], longer: Sequence[LongerRegion]) -> list[Event]:
+def _grown_events(
+    events: Sequence[Event],
+    longer: Sequence[LongerRegion],
+) -> list[Event]:
     """The events with those of all blocks inserted, and the sizes of the others grown.
 
     Raises:
@@ -156,7 +166,11 @@ class _Growth:
     events: list[Event]
     inserted: dict[int, list[Event]] = field(default_factory=dict)
 
-    def add(self, short: Sequence[Event], longer: LongerRegion) -> None:
+    def add(
+        self,
+        short: Sequence[Event],
+        longer: LongerRegion,
+    ) -> None:
         """Add blocks of one kind.
 
         Raises:
@@ -189,7 +203,10 @@ def _started_ids(events: Sequence[Event]) -> set[int]:
     return {id(event.op) for event in events if isinstance(event, Started)}
 
 
-def linked(events: Sequence[Event], own: Collection[int]) -> list[Event]:
+def linked(
+    events: Sequence[Event],
+    own: Collection[int],
+) -> list[Event]:
     """The events with operations of their own: each wait is for the earliest operation that equals
     its own and has not been waited for. A wait for an operation of an earlier region stays.
 
@@ -227,7 +244,10 @@ class _EventDifference:
     longer: int | None = None
 
 
-def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_EventDifference]:
+def _differences(
+    events: Sequence[Event],
+    others: Sequence[Event],
+) -> Iterator[_EventDifference]:
     """How `others` differs from `events`.
 
     Raises:
@@ -306,7 +326,10 @@ def _num_inserted(
     return best
 
 
-def _num_equal(events: Sequence[Event], others: Sequence[Event]) -> int:
+def _num_equal(
+    events: Sequence[Event],
+    others: Sequence[Event],
+) -> int:
     """Number of equal events at the begin of both."""
     count = 0
     for event, other in zip(events, others, strict=False):

@@ -40,7 +40,10 @@ def costs_text(costs: RunCosts) -> str:
     return "\n".join(lines)
 
 
-def time_lines(roles: Sequence[RoleCosts], speeds: Speeds) -> list[str]:
+def time_lines(
+    roles: Sequence[RoleCosts],
+    speeds: Speeds,
+) -> list[str]:
     """The predicted step of a measured run."""
     return prediction_lines(predict_measured(roles, speeds))
 
@@ -152,7 +155,10 @@ def _memory_lines(roles: Sequence[RoleCosts]) -> list[str]:
     return lines
 
 
-def _memory_line(row: tuple[str, ...], widths: Sequence[int]) -> str:
+def _memory_line(
+    row: tuple[str, ...],
+    widths: Sequence[int],
+) -> str:
     """A row of the table: the name at the left, sizes at the right of their columns."""
     name, *sizes, action = row
     cells = [name.ljust(widths[0])]
@@ -255,7 +261,10 @@ def _routing_lines(costs: RunCosts) -> list[str]:
     return lines
 
 
-def _routing_line(name: str, roles: Sequence[RoleCosts]) -> str:
+def _routing_line(
+    name: str,
+    roles: Sequence[RoleCosts],
+) -> str:
     peak = memory_text(fullest(roles).memory.peak)
     most_sent = max(routed_bytes(role) for role in roles)
     sent = memory_text(most_sent)

@@ -26,7 +26,11 @@ class StageSeconds:
     weights_share: float
     message_s: float
 
-    def of(self, kind: str, stage: int) -> float:
+    def of(
+        self,
+        kind: str,
+        stage: int,
+    ) -> float:
         """Seconds of an action that is not the last one of its stage."""
         if kind == "F":
             return self.forward[stage]
@@ -44,7 +48,10 @@ class StageSeconds:
         return seconds
 
 
-def table_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
+def table_seconds(
+    order: PipelineOrder,
+    stages: StageSeconds,
+) -> float:
     """When the last action of a table ends, if each begins as soon as its rank is free and its
     input has arrived.
     """
@@ -66,7 +73,10 @@ def table_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
     return max(now)
 
 
-def busiest_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
+def busiest_seconds(
+    order: PipelineOrder,
+    stages: StageSeconds,
+) -> float:
     """Seconds in which the busiest rank works on one micro-batch, on average, without the last."""
     seconds = [stages.of(entry.key.kind, entry.stage) for entry in order.classes]
     busy = [0.0] * order.table.num_ranks

@@ -175,7 +175,10 @@ def check_recorded(world: RecordedWorld) -> WorldCheck:
     )
 
 
-def _action_problems(plan: Plan, members: Sequence[RankCalls]) -> Iterator[Problem]:
+def _action_problems(
+    plan: Plan,
+    members: Sequence[RankCalls],
+) -> Iterator[Problem]:
     """Problems of the actions of one pipeline coordinate."""
     row = members[0].row
     names: dict[ActionKey, str] = {}
@@ -199,7 +202,11 @@ class _ShiftedRank:
     def rank(self) -> int:
         return self.calls.rank + self.shift
 
-    def events(self, mesh: Mesh, phase: str) -> Sequence[CallEvent]:
+    def events(
+        self,
+        mesh: Mesh,
+        phase: str,
+    ) -> Sequence[CallEvent]:
         events = self.calls.phases.get(phase, ())
         if not self.shift:
             return events
@@ -221,7 +228,10 @@ def _phase_problems(world: RecordedWorld) -> Iterator[Problem]:
         yield from _region_problems(mesh, phase, calls_of_rank)
 
 
-def _row_rank(mesh: Mesh, row: int) -> int:
+def _row_rank(
+    mesh: Mesh,
+    row: int,
+) -> int:
     """The first rank of a pipeline coordinate."""
     return mesh.rank(**{pipeline_axis(): row})
 
@@ -245,7 +255,10 @@ def _region_problems(
         yield Deadlock(region, tuple(waits))
 
 
-def _wait_line(mesh: Mesh, blocked: Blocked) -> str:
+def _wait_line(
+    mesh: Mesh,
+    blocked: Blocked,
+) -> str:
     listed = blocked.waits_for[:MOST_WAITED]
     waited = [rank_text(mesh, rank) for rank in listed]
     others = ", ".join(waited)

@@ -43,7 +43,11 @@ class ParamCost:
     whole: float
     shared: float = 0.0
 
-    def of(self, params: float, num_data: int) -> float:
+    def of(
+        self,
+        params: float,
+        num_data: int,
+    ) -> float:
         """Of so many parameters, where so many data ranks share them."""
         return params * (self.whole + self.shared / num_data)
 
@@ -104,7 +108,11 @@ class ZeroCosts:
         seconds = 0.0
         for op, count in self.operations[part].items():
             sent_bytes = round(sent * op.sent_bytes)
-            resized = replace(op, group=group, sent_bytes=sent_bytes)
+            resized = replace(
+                op,
+                group=group,
+                sent_bytes=sent_bytes,
+            )
             seconds += count * speeds.operation_s(resized)
         total = repeats * seconds
         self.known_seconds[key] = total
@@ -118,7 +126,11 @@ class _ShortStep:
     step: RankStep
     zero: int
 
-    def region(self, kind: str, place: str) -> RecordedRegion:
+    def region(
+        self,
+        kind: str,
+        place: str,
+    ) -> RecordedRegion:
         for key, region in self.step.actions.items():
             if key.kind == kind and key.place == place:
                 return region
@@ -147,12 +159,20 @@ class _ShortStep:
     def state_bytes(self) -> int:
         return self.step.kept.total + self.left_bytes
 
-    def peak(self, kind: str, block: str) -> int:
+    def peak(
+        self,
+        kind: str,
+        block: str,
+    ) -> int:
         """Bytes during a block of the last micro-batch, without gradients that stay."""
         segment = self._segment(kind, "last", block)
         return segment.peak_bytes - self.base_bytes
 
-    def peak_of_first(self, kind: str, block: str) -> int:
+    def peak_of_first(
+        self,
+        kind: str,
+        block: str,
+    ) -> int:
         """The level at which a block of the last micro-batch begins, and above it the peak of the
         block in the first one, whose gradients are new.
         """
@@ -180,7 +200,11 @@ class _ShortStep:
         place = "first" if part == "backward" else "last"
         return self.region("B", place).events
 
-    def kernels_s(self, part: Part, table: CostTable) -> float:
+    def kernels_s(
+        self,
+        part: Part,
+        table: CostTable,
+    ) -> float:
         seconds = 0.0
         for event in self.events(part):
             if isinstance(event, KernelLaunch):
@@ -236,20 +260,33 @@ class _Comparison:
 class ZeroMeasurements:
     """Costs of the ZeRO stages, each measured once."""
 
-    def __init__(self, runs: ShortRuns, table: CostTable) -> None:
+    def __init__(
+        self,
+        runs: ShortRuns,
+        table: CostTable,
+    ) -> None:
         self._runs = runs
         self._table = table
         self._steps: dict[tuple[int, int], _ShortStep] = {}
         self._costs: dict[tuple[int, bool], ZeroCosts] = {}
 
-    def of(self, zero: int, *, num_data: int) -> ZeroCosts:
+    def of(
+        self,
+        zero: int,
+        *,
+        num_data: int,
+    ) -> ZeroCosts:
         """The costs of a ZeRO stage on so many data ranks."""
         key = zero, num_data > 1
         if key not in self._costs:
             self._costs[key] = self._shared(zero) if num_data > 1 else self._alone(zero)
         return self._costs[key]
 
-    def _step(self, zero: int, num_data: int) -> _ShortStep:
+    def _step(
+        self,
+        zero: int,
+        num_data: int,
+    ) -> _ShortStep:
         key = zero, num_data
         if key not in self._steps:
             degrees = ((DP, num_data),) if num_data > 1 else ()
@@ -263,7 +300,11 @@ class ZeroMeasurements:
     def _shared(self, zero: int) -> ZeroCosts:
         return self._costs_of(self._step(zero, 2), self._step(zero, 4))
 
-    def _costs_of(self, first: _ShortStep, second: _ShortStep | None) -> ZeroCosts:
+    def _costs_of(
+        self,
+        first: _ShortStep,
+        second: _ShortStep | None,
+    ) -> ZeroCosts:
         """From steps on two and on four data ranks, or on one."""
         steps = (first,) if second is None else (first, second)
         blocks = first.step.plan.stages[0].blocks
@@ -320,7 +361,10 @@ class ZeroMeasurements:
         return preferred[len(preferred) // 2]
 
 
-def _fitted(values: Sequence[float], params: float) -> ParamCost:
+def _fitted(
+    values: Sequence[float],
+    params: float,
+) -> ParamCost:
     """From the values on two and on four data ranks, or on one alone; 0 without parameters."""
     if not params:
         return ParamCost(0.0)

@@ -95,7 +95,11 @@ RULES: tuple[Rule, ...] = tuple(
 )
 
 
-def greedy_tables(problem: SchedulingProblem, *, deadline_s: float) -> Iterator[Table]:
+def greedy_tables(
+    problem: SchedulingProblem,
+    *,
+    deadline_s: float,
+) -> Iterator[Table]:
     """A table within the limits by each rule, until the deadline (`time.monotonic`); at least one."""
     is_first = True
     for rule in RULES:
@@ -116,7 +120,11 @@ class _Candidate:
 class _GreedyTable:
     """A table under construction: actions are placed in the order of their start."""
 
-    def __init__(self, problem: SchedulingProblem, rule: Rule) -> None:
+    def __init__(
+        self,
+        problem: SchedulingProblem,
+        rule: Rule,
+    ) -> None:
         self.problem = problem
         self.rule = rule
         self.ranks = [self._new_rank(rank) for rank in range(problem.num_ranks)]

@@ -64,7 +64,11 @@ class SchedulingProblem:
         """Stages of a rank."""
         return tuple(stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank)
 
-    def hop(self, stage: int, other: int) -> int:
+    def hop(
+        self,
+        stage: int,
+        other: int,
+    ) -> int:
         """Time of a message between two stages; 0 on one rank."""
         is_local = self.stage_to_rank[stage] == self.stage_to_rank[other]
         return 0 if is_local else self.message
@@ -188,7 +192,10 @@ class _Count(NamedTuple):
         )
 
 
-def num_variables(problem: SchedulingProblem, makespan: int) -> int:
+def num_variables(
+    problem: SchedulingProblem,
+    makespan: int,
+) -> int:
     """Size of the program."""
     return len(KINDS) * problem.num_stages * makespan
 
@@ -349,7 +356,11 @@ class _CountProgram:
                 self._add_capacity(rank, time)
                 self._add_memory(rank, time)
 
-    def _add_row(self, terms: Sequence[_Term], most: int) -> None:
+    def _add_row(
+        self,
+        terms: Sequence[_Term],
+        most: int,
+    ) -> None:
         """The sum of the terms is at most `most`; n before time 0 is 0."""
         row = len(self.most)
         for term in terms:
@@ -360,12 +371,20 @@ class _CountProgram:
             self.values.append(term.factor)
         self.most.append(most)
 
-    def _add_at_most(self, count: _Count, other: _Count) -> None:
+    def _add_at_most(
+        self,
+        count: _Count,
+        other: _Count,
+    ) -> None:
         """A count is at most another one."""
         terms = [_Term(1, count), _Term(-1, other)]
         self._add_row(terms, 0)
 
-    def _add_dependencies(self, stage: int, time: int) -> None:
+    def _add_dependencies(
+        self,
+        stage: int,
+        time: int,
+    ) -> None:
         """Numbers never fall, and an action starts after those that it needs have ended."""
         forward = _Count("F", stage, time)
         input_grad = _Count("I", stage, time)
@@ -398,12 +417,20 @@ class _CountProgram:
         duration = self.problem.durations[count.kind][count.stage]
         return count.before(duration)
 
-    def _arrived(self, count: _Count, receiver: int) -> _Count:
+    def _arrived(
+        self,
+        count: _Count,
+        receiver: int,
+    ) -> _Count:
         """Number of actions whose output has arrived at another stage."""
         hop = self.problem.hop(count.stage, receiver)
         return self._ended(count).before(hop)
 
-    def _add_capacity(self, rank: int, time: int) -> None:
+    def _add_capacity(
+        self,
+        rank: int,
+        time: int,
+    ) -> None:
         """A rank runs one action at a time."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
@@ -413,7 +440,11 @@ class _CountProgram:
                 terms.append(_Term(-1, self._ended(started)))
         self._add_row(terms, 1)
 
-    def _add_memory(self, rank: int, time: int) -> None:
+    def _add_memory(
+        self,
+        rank: int,
+        time: int,
+    ) -> None:
         """A rank holds at most its limit: a forward takes, the end of a W frees."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
