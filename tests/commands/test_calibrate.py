@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from weft.commands.calibrate_options import CalibrateOptions
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.config.load import load
+from weft.core.mesh import Mesh
 from weft.errors import ConfigError
 from weft.models import FAMILIES
 from weft.planner.calibrate import Calibration, Residual
@@ -42,6 +45,29 @@ def test_24_runs_of_three_meshes_are_valid() -> None:
     for words in (runs[0], runs[9], runs[23]):
         load(list(words), FAMILIES)
     assert {words[1] for words in runs} == {"dp2", "tp2", "pp2"}
+
+
+def test_seconds_belong_to_their_runs_where_meshes_alternate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weft.commands import calibrate_run  # late: it imports torch
+
+    launched: list[str] = []
+
+    def fake_launch(main: partial[None], num_ranks: int, *, device: str, mesh: Mesh) -> int:
+        runs, _, _, path = main.args
+        launched.append(str(mesh))
+        path.write_text(json.dumps([float(run.seed) for run in runs]))
+        return 0
+
+    monkeypatch.setattr(calibrate_run, "launch", fake_launch)
+    meshes = ("dp2", "tp2", "tp2", "dp2")
+    runs = []
+    for seed, mesh in enumerate(meshes):
+        runs.append(load(["--mesh", mesh, "--seed", str(seed)], FAMILIES))
+    timed = calibrate_run.timed_runs(runs, CalibrateOptions(), tmp_path)
+    assert timed.seconds == (0.0, 1.0, 2.0, 3.0)
+    assert launched == ["dp2", "tp2", "dp2"]
 
 
 def test_a_file_with_figures_is_needed(tmp_path: Path) -> None:
