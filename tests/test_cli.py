@@ -25,6 +25,7 @@ def test_help_lists_the_commands_that_exist(capsys):
         assert all(f"weft {name} " in shown for name in COMMANDS)
         assert max(map(len, shown.splitlines())) <= 80
         assert "2 invalid input" in shown
+        assert shown.count("\n  weft ") == len(COMMANDS) + 2  # each once, and two to begin with
 
 
 def test_the_version_is_printed(capsys):

@@ -158,12 +158,18 @@ def _reject_url(name: str, words: Sequence[str]) -> None:
 
 
 def overview() -> str:
-    """All commands, one line each."""
-    lines = [f"  weft {name:<9} {command.line}" for name, command in COMMANDS.items()]
+    """All commands by purpose, one line each, and two to begin with."""
+    lines: list[str] = []
+    for purpose, names in PURPOSES.items():
+        lines.extend(("", f"{purpose}:"))
+        for name in names:
+            lines.append(f"  weft {name:<9} {COMMANDS[name].line}")
     return "\n".join(
         (
-            "weft trains one model on many devices.",
+            "weft trains one model on many devices. To begin with:",
             "",
+            '  weft explain --mesh "dp2 tp2"             who computes, holds and sends what',
+            '  weft train --mesh "dp2 tp2" --steps 20    four ranks on this machine',
             *lines,
             "",
             "weft NAME --help shows usage and keys of a command.",
@@ -256,6 +262,13 @@ class Command:
     run: Callable[[Sequence[str]], int]
 
 
+PURPOSES = {
+    "before a run": ("explain", "simulate", "plan", "schedule", "bench", "doctor"),
+    "train": ("train", "data", "launch", "status", "axes"),
+    "be sure of the numbers": ("prove", "replay", "chaos"),
+    "use a model": ("generate", "eval", "import", "export"),
+}
+"""Names of commands by what a reader wants."""
 COMMANDS = {
     "train": Command(
         CONFIG_USAGE, "train a model (default: a small LLaMA 3 on Python's sources)", train
