@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -240,6 +242,32 @@ def test_a_second_synchronized_backward_is_an_error() -> None:
 
     with pytest.raises(CommError, match="arrived after its group was reduced"):
         run_ranks("dp2", rank)
+
+
+def test_a_deleted_model_leaves_no_parameters_behind() -> None:
+    """Before, torch's hooks kept every model of a process in memory."""
+
+    def rank(comm: Comm) -> None:
+        net = DistributedDataParallel(nn.Linear(2, 2), comm)
+        net(torch.ones(1, 2)).sum().backward()
+        net.finish_gradient_synchronization()
+        weight = weakref.ref(net.module.weight)
+        del net
+        gc.collect()
+        assert weight() is None
+
+    run_ranks("dp2", rank)
+
+
+def test_a_gradient_of_a_module_whose_wrapper_was_deleted_is_an_error() -> None:
+    def rank(comm: Comm) -> None:
+        module = nn.Linear(2, 2)
+        DistributedDataParallel(module, comm)
+        gc.collect()
+        with pytest.raises(RuntimeError, match="its wrapper was deleted"):
+            module(torch.ones(1, 2)).sum().backward()
+
+    run_ranks("dp2", rank)
 
 
 Loop = Callable[[torch.optim.Optimizer, Callable[[], None]], None]

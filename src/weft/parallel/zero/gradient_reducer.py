@@ -19,11 +19,17 @@ Note [Reduction order]
     and every rank starts its collectives in the same order, whichever parameters its own samples
     use. A group waits for those before it; what a backward leaves is reduced at its end where every
     backward is reduced, else by `finish`.
+
+Note [Hooks hold no reducer]
+    torch keeps a hook on accumulated gradients where Python's garbage collector cannot see it. A
+    hook that held the reducer would keep the parameters, which hold the hook, for ever: each model
+    of a process would stay in memory. So hooks find the reducer by a weak reference.
 """
 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -100,8 +106,8 @@ class GradientReducer:
         self._is_reduced_once = False
         for group in self.groups:
             self._register_shards(group)
-        for group in self.trained_groups:
-            self._register_hooks(group)
+        for place, group in enumerate(self.trained_groups):
+            self._register_hooks(place)
             stages.add(group.stage)
             if group.policy.keeps_unsharded_grad:
                 self._is_reduced_once = True
@@ -126,14 +132,22 @@ class GradientReducer:
             self.shard_axes[name] = group.axes if policy.zero else ()
             self.shard_ranges[name] = (entries.start, entries.stop)
 
-    def _register_hooks(self, group: ParamGroup) -> None:
+    def _register_hooks(self, place: int) -> None:
+        """Hooks of the parameters of one of `trained_groups`; see Note [Hooks hold no reducer]."""
+        weak_self = weakref.ref(self)
+
         def hook_of(name: str) -> Callable[[Tensor], None]:
             def on_gradient(param: Tensor) -> None:
-                self._on_gradient(group, name, param)
+                reducer = weak_self()
+                if reducer is None:
+                    raise RuntimeError(
+                        f"{name} has a gradient, and its wrapper was deleted: keep it"
+                    )
+                reducer._on_gradient(reducer.trained_groups[place], name, param)
 
             return on_gradient
 
-        for name, param in group.params.items():
+        for name, param in self.trained_groups[place].params.items():
             hook = hook_of(name)
             param.register_post_accumulate_grad_hook(hook)
 
