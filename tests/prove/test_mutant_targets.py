@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 import weft
 from weft.prove.mutants.all_mutants import all_mutants
+from weft.prove.mutants.changes import ChangedTotals
 from weft.prove.mutants.fault import CollectiveFault
 from weft.prove.mutants.plant import planted
 from weft.prove.mutants.trial import MutantResult
 from weft.prove.report import ProofReport
+from weft.testing import run_ranks
+from weft.train.step_stats import RankStats, total_stats
 
 
 def test_every_mutant_can_be_planted():
@@ -38,3 +44,17 @@ def test_an_error_of_the_planted_code_is_no_detection():
     result = MutantResult(mutant, effect="loss", report=report, seconds=0.0)
     assert not result.is_detected
     assert result.message == f"the planted code fails: {error}"
+
+
+def test_changed_totals_are_those_of_the_step_but_for_the_change():
+    def totals(comm):
+        one = torch.ones((), dtype=torch.float64)
+        local = RankStats(
+            loss=3 * one, grad_sq_norm=4 * one, mem_bytes=5, expert_load=0 * one, status=0
+        )
+        pending = total_stats(comm, local, one)
+        changed = ChangedTotals(pending, lambda numbers: replace(numbers, grad_norm=7.0), 8 * one)
+        read = changed.read()
+        return read.loss, read.grad_norm, read.mem_bytes, float(changed.grad_norm_tensor)
+
+    assert run_ranks("dp1", totals, transport="threads") == [(3.0, 7.0, (5,), 8.0)]

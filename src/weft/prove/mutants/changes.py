@@ -85,8 +85,9 @@ class ChangedTotals(PendingTotals):
         change: Callable[[StepTotals], StepTotals],
         grad_norm_tensor: Tensor | None = None,
     ) -> None:
-        norm = totals.grad_norm_tensor if grad_norm_tensor is None else grad_norm_tensor
-        super().__init__(totals._numbers, norm)
+        vars(self).update(vars(totals))  # what is pending stays; only `read` differs
+        if grad_norm_tensor is not None:
+            self.grad_norm_tensor = grad_norm_tensor
         self._change = change
 
     def read(self) -> StepTotals:
