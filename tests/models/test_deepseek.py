@@ -206,21 +206,24 @@ def model_and_batch(**fields) -> tuple[deepseek.Config, dict[str, torch.nn.Modul
 
 def test_side_block_hands_on_x_and_adds_the_weighted_loss_of_the_token_after_the_next():
     _, blocks, batch = model_and_batch(balance_loss=0.0, mtp_loss=0.25)
-    side, x = blocks["mtp0"], torch.randn(2, 8, 24)
+    side = blocks["mtp0"]
+    head = blocks["head"]
+    x = torch.randn(2, 8, 24)
     out = side(x, batch)
     assert out.x is x
-    hidden = blocks["head"].norm(x)
-    joined = side.join(
-        torch.cat((side.next_norm(blocks["embed"].tok(batch.next_inputs)), side.x_norm(hidden)), -1)
-    )
-    logits = blocks["head"].proj(side.norm(side.layer(joined, batch).x))
-    want = sum(
-        -logits[b, s].log_softmax(-1)[batch.targets[b, s + 1]]
-        for b in range(2)
-        for s in range(7)
-        if batch.targets[b, s + 1] != IGNORE
-    )
-    torch.testing.assert_close(out.loss, 0.25 * want, **EXACT)
+    next_tokens = blocks["embed"].tok(batch.next_inputs)
+    next_embedded = side.next_norm(next_tokens)
+    hidden = side.x_norm(head.norm(x))
+    joined = side.join(torch.cat((next_embedded, hidden), -1))
+    of_layer = side.layer(joined, batch).x
+    log_probs = head.proj(side.norm(of_layer)).log_softmax(-1)
+    expected = 0.0
+    for b in range(2):
+        for s in range(7):
+            target = batch.targets[b, s + 1]
+            if target != IGNORE:
+                expected = expected - log_probs[b, s, target]
+    torch.testing.assert_close(out.loss, 0.25 * expected, **EXACT)
     assert out.load.sum() == 2 * 8 * 2
 
 
@@ -236,17 +239,19 @@ def test_side_block_adds_the_balance_loss_of_its_layer():
 def test_no_token_sees_what_it_is_to_predict():
     """Logits at s may depend on tokens up to s + 1, and on no target."""
     _, blocks, batch = model_and_batch()
-    side, seen = blocks["mtp0"], []
+    side = blocks["mtp0"]
+    seen = []
     side.proj.register_forward_hook(lambda module, args, out: seen.append(out))
     x = torch.randn(2, 8, 24)
     side(x, batch)
-    later = torch.cat((batch.inputs[:, :5], (batch.inputs[:, 5:] + 1) % TINY.vocab), dim=1)
-    side(
-        torch.cat((x[:, :4], torch.randn(2, 4, 24)), 1),
-        with_later_targets(token_batch(later, batch.targets)),
-    )
-    assert torch.equal(seen[0][:, :4], seen[1][:, :4])
-    assert not torch.equal(seen[0][:, 4], seen[1][:, 4])
+    other_tokens = (batch.inputs[:, 5:] + 1) % TINY.vocab
+    tokens = torch.cat((batch.inputs[:, :5], other_tokens), dim=1)
+    other_x = torch.cat((x[:, :4], torch.randn(2, 4, 24)), dim=1)
+    other_batch = with_later_targets(token_batch(tokens, batch.targets))
+    side(other_x, other_batch)
+    logits, other_logits = seen
+    assert torch.equal(logits[:, :4], other_logits[:, :4])
+    assert not torch.equal(logits[:, 4], other_logits[:, 4])
 
 
 def test_embedding_last_norm_and_head_are_the_models_own():

@@ -124,12 +124,15 @@ def test_two_runs_are_bit_equal():
     runs = []
     for _ in range(2):
         torch.manual_seed(0)
-        moe, x = make_moe(), torch.randn(3, 40, DIM, requires_grad=True)
+        moe = make_moe()
+        x = torch.randn(3, 40, DIM, requires_grad=True)
         out = moe(x, flat_batch(x))
-        (out.x.sum() + out.loss).backward()
+        total = out.x.sum() + out.loss
+        total.backward()
         gradients = [p.grad for p in moe.parameters() if p.requires_grad]
         runs.append([out.x, out.loss, x.grad, *gradients])
-    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
 
 
 def test_experts_cut_along_their_features_sum_to_the_whole_and_along_their_number_follow_each_other():
@@ -206,17 +209,22 @@ def test_weights_are_scores_without_bias_normalised_and_scaled(scoring, normalis
     choice = Choice(
         num_experts=4, top_k=2, scoring=scoring, norm_topk_prob=normalise, routed_scaling_factor=2.5
     )
-    router, x = Router(DIM, choice), torch.randn(1, 1, DIM)
+    router = Router(DIM, choice)
+    x = torch.randn(1, 1, DIM)
+    logits = router.proj.weight @ x.flatten()
     if scoring == "sigmoid":
         router.bias.data = torch.tensor([0.0, 9.0, 0.0, 8.0])
+        scores = logits.sigmoid()
+        chosen = [1, 3]
+    else:
+        scores = logits.exp() / logits.exp().sum()
+        chosen = scores.argsort(descending=True)[:2].tolist()
     routing = router(x)
-    logits = router.proj.weight @ x.flatten()
-    scores = logits.sigmoid() if scoring == "sigmoid" else logits.exp() / logits.exp().sum()
-    chosen = [1, 3] if scoring == "sigmoid" else scores.argsort(descending=True)[:2].tolist()
     assert routing.experts.flatten().tolist() == chosen, "the bias chooses"
-    picked = scores[chosen]
-    want = 2.5 * (picked / picked.sum() if normalise else picked)
-    torch.testing.assert_close(routing.weights.flatten(), want, **EXACT)
+    weights = scores[chosen]
+    if normalise:
+        weights = weights / weights.sum()
+    torch.testing.assert_close(routing.weights.flatten(), 2.5 * weights, **EXACT)
     torch.testing.assert_close(routing.scores.flatten(), scores, **EXACT)
 
 
@@ -232,15 +240,19 @@ def test_softmax_routing_has_no_bias_and_the_bias_of_sigmoid_routing_no_gradient
     ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
 )
 def test_routing_is_computed_in_float32_at_least_and_tokens_keep_their_dtype(dtype, wide):
-    moe, x = make_moe().to(dtype), torch.randn(2, 3, DIM).to(dtype)
+    moe = make_moe().to(dtype)
+    x = torch.randn(2, 3, DIM).to(dtype)
     routing = moe.router(x)
-    assert routing.scores.dtype == routing.weights.dtype == wide
-    scores = (x.to(wide) @ moe.router.proj.weight.to(wide).T).sigmoid()
-    torch.testing.assert_close(
-        routing.scores, scores, rtol=1e-6, atol=0.0
-    )  # float32: 6 products, 6e-8 each
+    assert routing.scores.dtype == wide
+    assert routing.weights.dtype == wide
+    wide_weight = moe.router.proj.weight.to(wide)
+    scores = (x.to(wide) @ wide_weight.T).sigmoid()
+    six_products = 1e-6  # in float32, 6e-8 each
+    torch.testing.assert_close(routing.scores, scores, rtol=six_products, atol=0.0)
     out = moe(x, flat_batch(x))
-    assert (out.x.dtype, out.loss.dtype, out.load.dtype) == (dtype, wide, torch.int64)
+    assert out.x.dtype == dtype
+    assert out.loss.dtype == wide
+    assert out.load.dtype == torch.int64
 
 
 def test_bias_goes_one_step_up_under_the_mean_and_down_over_it():
@@ -318,10 +330,14 @@ def scores_and_batch(
 def test_balance_loss_is_the_papers_for_each_sequence_as_often_as_it_has_targets(top_k):
     scores, batch = scores_and_batch()
     loss = Balance(top_k=top_k, weight=0.25)(scores, batch)
-    want = sum(0.25 * 2 * row * naive_balance(scores[row], top_k) for row in range(3))
-    torch.testing.assert_close(loss, want, **EXACT)
-    ours, naive = (torch.autograd.grad(value, scores)[0] for value in (loss, want))
-    torch.testing.assert_close(ours, naive, **EXACT)
+    expected = 0.0
+    for row in range(3):
+        num_targets = 2 * row
+        expected = expected + 0.25 * num_targets * naive_balance(scores[row], top_k)
+    torch.testing.assert_close(loss, expected, **EXACT)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    (expected_gradient,) = torch.autograd.grad(expected, scores)
+    torch.testing.assert_close(gradient, expected_gradient, **EXACT)
 
 
 def test_balance_loss_of_even_scores_is_its_weight_for_each_target():
@@ -350,14 +366,16 @@ def test_balance_losses_of_the_parts_of_cut_sequences_add_up_to_the_whole():
             chosen = F.one_hot(scores.topk(2).indices, 5).sum((1, 2))
             return chosen, (batch.targets != IGNORE).sum(1)
 
-    parts = sum(
-        Whole(top_k=2, weight=1.0)(scores[:, cut], batch.map(lambda x, cut=cut: x[:, cut]))
-        for cut in cuts
-    )
+    balance = Whole(top_k=2, weight=1.0)
+    total = 0.0
+    for cut in cuts:
+        part = batch.map(lambda x, cut=cut: x[:, cut])
+        total = total + balance(scores[:, cut], part)
     whole = Balance(top_k=2, weight=1.0)(scores, batch)
-    torch.testing.assert_close(parts, whole, **EXACT)
-    gradients = [torch.autograd.grad(value, scores)[0] for value in (parts, whole)]
-    torch.testing.assert_close(*gradients, **EXACT)
+    torch.testing.assert_close(total, whole, **EXACT)
+    (gradient,) = torch.autograd.grad(total, scores)
+    (whole_gradient,) = torch.autograd.grad(whole, scores)
+    torch.testing.assert_close(gradient, whole_gradient, **EXACT)
 
 
 def test_balance_loss_of_weight_0_costs_nothing():
@@ -405,12 +423,14 @@ def test_packed_documents_do_not_change_a_layer():
 @pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 4), (5, 7), (16, 4)])
 def test_a_dry_run_takes_the_load_as_even(num_tokens: int, num_experts: int):
     with torch.device("meta"):
-        moe, x = (
-            make_moe(num_experts=num_experts),
-            torch.empty(1, num_tokens, DIM, requires_grad=True),
-        )
-        out = moe(x, Batch(*[torch.zeros(1, num_tokens, dtype=torch.int64)] * 3))
-        (out.x.sum() + out.loss).backward()
+        moe = make_moe(num_experts=num_experts)
+        x = torch.empty(1, num_tokens, DIM, requires_grad=True)
+        tokens = torch.zeros(1, num_tokens, dtype=torch.int64)
+        out = moe(x, Batch(tokens, tokens, tokens))
+        total = out.x.sum() + out.loss
+        total.backward()
     assert isinstance(out, Extra)
-    assert (out.x.shape, out.load.shape) == (x.shape, (num_experts,))
-    assert all(p.grad is not None for p in moe.parameters() if p.requires_grad)
+    assert out.x.shape == x.shape
+    assert out.load.shape == (num_experts,)
+    for param in moe.parameters():
+        assert param.grad is not None or not param.requires_grad

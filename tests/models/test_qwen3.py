@@ -64,8 +64,10 @@ def test_about_a_tenth_of_the_mixed_preset_meets_each_token():
 
 def test_length_of_queries_and_keys_does_not_matter_as_they_are_normalised():
     cfg = qwen3.Config(layers=1, dim=32, heads=4, kv_heads=2, head_size=12, norm_eps=1e-30)
-    attn, x = attention(cfg, qk_norm=torch.nn.RMSNorm), torch.randn(2, 5, 32)
-    batch = token_batch(*[torch.zeros(2, 5, dtype=torch.int64)] * 2)
+    attn = attention(cfg, qk_norm=torch.nn.RMSNorm)
+    x = torch.randn(2, 5, 32)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    batch = token_batch(tokens, tokens)
     before = attn(x, batch)
     for weight in (attn.q.weight, attn.k.weight):
         weight.data *= 7.0
@@ -76,29 +78,37 @@ def test_length_of_queries_and_keys_does_not_matter_as_they_are_normalised():
 
 def test_heads_are_normalised_one_by_one_before_they_are_rotated():
     cfg = qwen3.Config(layers=1, dim=16, heads=2, kv_heads=1, head_size=6)
-    attn, x = attention(cfg, qk_norm=torch.nn.RMSNorm), torch.randn(1, 4, 16)
+    attn = attention(cfg, qk_norm=torch.nn.RMSNorm)
+    x = torch.randn(1, 4, 16)
     for norm in (attn.q_norm, attn.k_norm):
         norm.weight.data = torch.rand(6) + 0.5
     seen = []
     attn.attend.register_forward_pre_hook(lambda module, args: seen.extend(args[:2]))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
     with torch.no_grad():
-        attn(x, token_batch(*[torch.zeros(1, 4, dtype=torch.int64)] * 2))
-    for ours, linear, norm in zip(seen, (attn.q, attn.k), (attn.q_norm, attn.k_norm), strict=True):
-        for s, head in ((s, head) for s in range(4) for head in range(ours.shape[2])):
-            h = linear.weight[6 * head : 6 * head + 6] @ x[0, s]
-            h = h / math.sqrt((h @ h).item() / 6 + cfg.norm_eps) * norm.weight
-            angles = torch.tensor([s * 1e6 ** (-pair / 3) for pair in range(3)])
-            left, right = h[:3], h[3:]
-            turned = torch.cat(
-                (
-                    left * angles.cos() - right * angles.sin(),
-                    right * angles.cos() + left * angles.sin(),
-                )
-            )
+        attn(x, token_batch(tokens, tokens))
+    queries, keys = seen
+    assert_normalised_and_rotated(queries, x[0], attn.q, attn.q_norm.weight, cfg)
+    assert_normalised_and_rotated(keys, x[0], attn.k, attn.k_norm.weight, cfg)
+
+
+def assert_normalised_and_rotated(ours, x_SD, linear, norm_weight, cfg):
+    """Compare queries or keys with the formula, token by token and head by head."""
+    num_heads = ours.shape[2]
+    for s, x in enumerate(x_SD):
+        angles = torch.tensor([s * 1e6 ** (-pair / 3) for pair in range(3)])
+        cos = angles.cos()
+        sin = angles.sin()
+        for head in range(num_heads):
+            h = linear.weight[6 * head : 6 * head + 6] @ x
+            mean_square = (h @ h).item() / 6
+            h = h / math.sqrt(mean_square + cfg.norm_eps) * norm_weight
+            left = h[:3]
+            right = h[3:]
+            turned = torch.cat((left * cos - right * sin, right * cos + left * sin))
             # angles up to 3 are float32 in the model: 3 x 6e-8 radians, and sine and cosine 6e-8 more
-            torch.testing.assert_close(
-                ours[0, s, head], turned, rtol=0.0, atol=4 * 6e-8 * h.norm().item()
-            )
+            largest_error = 4 * 6e-8 * h.norm().item()
+            torch.testing.assert_close(ours[0, s, head], turned, rtol=0.0, atol=largest_error)
 
 
 @pytest.mark.parametrize("family", [FAMILIES["qwen3"], FAMILIES["qwen3-moe"]])

@@ -66,8 +66,8 @@ class Box:
 
     def within(self, other: Box) -> tuple[slice, ...]:
         """Index of this box in an array that holds just `other`."""
-        inside = self.shifted([-start for start in other.lo])
-        return inside.slices
+        to_origin = tuple(-start for start in other.lo)
+        return self.shifted(to_origin).slices
 
     def shifted(self, offset: Ints) -> Box:
         """The box of the same shape, moved by this number of entries along each dim."""

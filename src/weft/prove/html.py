@@ -83,8 +83,8 @@ def _pass(each: Pass) -> Iterator[str]:
     if each.differences:
         yield f"<p>{len(each.differences):,} differences, in the order of execution:</p>"
         shown = each.differences[:MAX_ROWS]
-        head = ("tensor", "is", "axis", "ranks", "difference", "bound")
-        yield _table(head, map(_row, shown))
+        columns = ("tensor", "is", "axis", "ranks", "difference", "bound")
+        yield _table(columns, map(_row, shown))
 
 
 def _paragraph(text: str) -> str:
