@@ -30,7 +30,7 @@ from weft.planner.measure import measure, size_problem
 from weft.planner.predict import predict_measured
 from weft.planner.site_costs import site_costs
 from weft.planner.speeds import Speeds
-from weft.train.loop import Event
+from weft.train.training import Event
 from weft.view.quantity import memory, short_time
 
 WARM_UP_STEPS = 2

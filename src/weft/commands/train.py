@@ -37,8 +37,9 @@ from weft.run.world import Attempt, World, detect
 from weft.train.build import check_initial_parameters
 from weft.train.build_training import build_training
 from weft.train.event_log import EventLog, append_missing_end_event
-from weft.train.loop import Event, Training, run_training
+from weft.train.loop import run_training
 from weft.train.step_stats import memory_bytes
+from weft.train.training import Event, Training
 from weft.view.live import open_view
 
 PROMPT = "def "

@@ -255,28 +255,38 @@ class Localisation:
         """Tensors that the measured one may be by mistake, by their description."""
         found: dict[str, Tensor] = {}
         key = key_of(site)
-        stale = self._entries(key._replace(step=site.step - 1), failure)
+        step_before = site.step - 1
+        stale = self._entries(key._replace(step=step_before), failure)
         if stale is not None and failure.expected.dim():
-            text = f"the value of step {site.step - 1} (stale)"
+            text = f"the value of step {step_before} (stale)"
             found[text] = stale.reshape(failure.expected.shape)
-        whole = self.bounds.plain.values.get(key)
-        if whole is None:
-            return found
         if site.phase == "clip":
             gradient = TensorKey.of_gradient(site.step, "reduce", site.parameter)
             unclipped = self._entries(gradient, failure)
             if unclipped is not None:
                 found["not clipped"] = unclipped
+        whole = self.bounds.plain.values.get(key)
+        if whole is not None:
+            found.update(self._other_shards(site, failure, whole))
+        return found
+
+    def _other_shards(
+        self,
+        site: Site,
+        failure: Failure,
+        whole: Tensor,
+    ) -> dict[str, Tensor]:
+        """What other ranks hold of the tensor, where it has the same shape."""
+        found: dict[str, Tensor] = {}
         for record in self.records:
             other = record.values.get(site)
-            if other is None or record.rank == failure.rank:
-                continue
-            if other.place == failure.observed.place:
+            if other is None or other.place == failure.observed.place:
                 continue
             shard = other.place.read(whole)
-            if shard is not None and shard.shape == failure.expected.shape:
-                where = self.mesh.coord_text(record.rank)
-                found[f"the shard of rank {record.rank} ({where}), repeated"] = shard
+            if shard is None or shard.shape != failure.expected.shape:
+                continue
+            where = self.mesh.coord_text(record.rank)
+            found[f"the shard of rank {record.rank} ({where}), repeated"] = shard
         return found
 
     def _entries(self, key: TensorKey, failure: Failure) -> Tensor | None:

@@ -80,9 +80,12 @@ class MicroBatchPlace:
         """The entries by rows and columns; a further sharded dim is recognised by its length."""
         if whole.dim() != len(self.local_shape):
             return None
-        part = whole[list(self.rows)]
-        if self.columns is not None and part.dim() > 1 and part.shape[1] > max(self.columns):
-            part = part[:, list(self.columns)]
+        rows = list(self.rows)
+        part = whole[rows]
+        if self.columns is not None and part.dim() > 1:
+            columns = list(self.columns)
+            if part.shape[1] > max(columns):
+                part = part[:, columns]
         for dim in range(1, part.dim()):
             part = self._chunk(part, dim)
         return part if tuple(part.shape) == self.local_shape else None
@@ -116,29 +119,34 @@ class RankPlaces:
 
     def rows(self, micro_batch: int) -> tuple[int, ...]:
         """Sequences of the global batch in a micro-batch."""
+        size = self.plan.micro_size
         num_data_ranks = self.mesh.degree(sequence_axes())
         data_rank = self.mesh.index(self.rank, sequence_axes())
         ranks_of_run = num_data_ranks // self.num_runs
         run, index = divmod(data_rank, ranks_of_run)
-        first_of_run = run * (self.plan.global_size // self.num_runs)
-        size = self.plan.micro_size
-        start = first_of_run + (micro_batch * ranks_of_run + index) * size
+        sequences_of_run = self.plan.global_size // self.num_runs
+        first_of_run = run * sequences_of_run
+        num_before = (micro_batch * ranks_of_run + index) * size
+        start = first_of_run + num_before
         return tuple(range(start, start + size))
 
     def columns(self) -> tuple[int, ...] | None:
         """Positions of every sequence: chunks `i` and `2c - 1 - i` of `2c` on rank i of c."""
         if not self.has_columns:
             return None
-        degree = self.mesh.degree(position_axes())
         length = self.plan.seq_len
+        degree = self.mesh.degree(position_axes())
         if degree == 1:
             return tuple(range(length))
-        index = self.mesh.index(self.rank, position_axes())
-        chunk = length // (2 * degree)
-        early = range(index * chunk, (index + 1) * chunk)
-        mirrored = 2 * degree - 1 - index
-        late = range(mirrored * chunk, (mirrored + 1) * chunk)
-        return (*early, *late)
+        num_chunks = 2 * degree
+        chunk = length // num_chunks
+        early = self.mesh.index(self.rank, position_axes())
+        late = num_chunks - 1 - early
+        columns: list[int] = []
+        for index in (early, late):
+            start = index * chunk
+            columns.extend(range(start, start + chunk))
+        return tuple(columns)
 
     def micro_batch(
         self,

@@ -40,7 +40,8 @@ from weft.train.build import family_of, initial_source
 from weft.train.build_training import build_training
 from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import EventLog
-from weft.train.loop import Event, run_training
+from weft.train.loop import run_training
+from weft.train.training import Event
 
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""

@@ -13,7 +13,7 @@ from weft.prove.record import Observed, RankRecord, Site
 from weft.prove.reference_trace import TensorKey
 from weft.prove.relations import dtype_text, rounded_to
 from weft.prove.report import Phase
-from weft.train.loop import Event
+from weft.train.training import Event
 
 
 @dataclass(frozen=True)
@@ -124,25 +124,26 @@ class RankValues:
 
     def _compare_step(self, record: RankRecord, event: Event) -> None:
         step = int(event["step"])
-        num_targets = Site.of_number(step, "batch", "number of targets")
-        loss = Site.of_number(step, "loss", "loss")
-        learning_rate = Site.of_number(step, "update", "learning rate")
-        self.found.number(record, num_targets, event["tokens"])
-        self.found.number(record, loss, event["loss"])
-        self.found.number(record, learning_rate, event["lr"])
-        if step in self.found.bounds.plain.skipped:
-            return
-        norm = Site.of_number(step, "norm", "gradient norm")
-        self.found.number(record, norm, event["grad_norm"])
-        factor = _clip_factor(record, step)
-        if factor is not None:
-            self.found.number(record, Site.of_number(step, "clip", "clip factor"), factor)
+        numbers = {
+            Site.of_number(step, "batch", "number of targets"): event["tokens"],
+            Site.of_number(step, "loss", "loss"): event["loss"],
+            Site.of_number(step, "update", "learning rate"): event["lr"],
+        }
+        if step not in self.found.bounds.plain.skipped:
+            norm = Site.of_number(step, "norm", "gradient norm")
+            numbers[norm] = event["grad_norm"]
+            factor = _clip_factor(record, step)
+            if factor is not None:
+                clipping = Site.of_number(step, "clip", "clip factor")
+                numbers[clipping] = factor
+        for site, value in numbers.items():
+            self.found.number(record, site, value)
 
     def _compare_evaluation(self, record: RankRecord, event: Event) -> None:
         step = int(event["step"])
         num_targets = Site.of_number(step, "evaluation", "number of targets")
-        loss = Site.of_number(step, "evaluation", "evaluation loss")
         self.found.number(record, num_targets, event["tokens"])
+        loss = Site.of_number(step, "evaluation", "evaluation loss")
         self.found.number(record, loss, event["loss"])
 
 

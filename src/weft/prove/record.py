@@ -14,7 +14,7 @@ from weft.parallel.model.parallelize import ParamShard
 from weft.prove.places import Place
 from weft.prove.report import Phase
 from weft.run.rank_status import Phase as StepPhase
-from weft.train.loop import Event
+from weft.train.training import Event
 
 
 @dataclass(frozen=True)

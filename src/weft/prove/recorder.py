@@ -29,8 +29,8 @@ from weft.prove.record import (
 from weft.prove.report import Phase
 from weft.run.rank_status import Phase as StepPhase
 from weft.train.data_loader import DataLoader
-from weft.train.loop import Training
 from weft.train.step import TrainStep
+from weft.train.training import Training
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 

@@ -45,11 +45,11 @@ from weft.train.init_from import (
     lora_base,
     place_buffers,
 )
-from weft.train.loop import StepRange
 from weft.train.optim import StepOptimizer, learning_rate, make_optimizer, matrices
 from weft.train.reference_logprobs import References
 from weft.train.run_start import StartState, find_start
 from weft.train.step import TrainStep
+from weft.train.training import StepRange
 
 DPO = "dpo"
 

@@ -37,7 +37,6 @@ from weft.train.evaluate import Evaluation
 from weft.train.guard import StepGuard
 from weft.train.guard_records import FOLDER as GUARD_FOLDER
 from weft.train.guard_records import left_out_batches, read_records
-from weft.train.loop import Evaluator, Event, Training
 from weft.train.run_records import (
     facts_of,
     note_event,
@@ -51,6 +50,7 @@ from weft.train.run_start import restore_newest
 from weft.train.step import TrainStep
 from weft.train.step_phases import report_blocks
 from weft.train.straggler import StragglerWatch
+from weft.train.training import Evaluator, Event, Training
 
 
 def build_training(

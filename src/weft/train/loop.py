@@ -3,117 +3,31 @@
 from __future__ import annotations
 
 import shlex
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
-from weft.checkpoint.memory import DUE, MemorySnapshots
-from weft.checkpoint.saver import Saver, StatusFlag, newest_path
+from weft.checkpoint.memory import MemorySnapshots
+from weft.checkpoint.saver import Saver, newest_path
 from weft.config.schema import GuardConfig
 from weft.errors import CorruptionError, GuardError, NonFiniteError, WeftError
-from weft.models.common.batch import Batch
-from weft.run.rank_status import OnPhase, Phase
+from weft.run.rank_status import OnPhase
 from weft.train.best import EvalHistory
-from weft.train.data_loader import DataLoader, prefetch
-from weft.train.digest import StateDigests, StateFault
-from weft.train.evaluate import Evaluation, eval_event
+from weft.train.data_loader import DataLoader
+from weft.train.digest import StateDigests
 from weft.train.event_lines import STEP_COUNTING
 from weft.train.event_log import EventLog
-from weft.train.guard import FailedStep, StepGuard
-from weft.train.late_report import LateReports, LaunchedStep, reports_late
+from weft.train.guard import StepGuard
 from weft.train.loop_texts import (
-    MAX_ADVISED_LR,
     non_finite_advice,
     restart_note,
-    step_event,
     stop_note,
 )
-from weft.train.step import StepReport, TrainStep
+from weft.train.step import TrainStep
+from weft.train.step_loop import StepLoop, ignore_phase
 from weft.train.straggler import StragglerWatch
+from weft.train.training import Evaluator, Event, StepRange, Training
 
-Event = dict[str, Any]
 Outcome = Literal["finished", "stopped"]
-
-CHECKED_STEPS = 2
-"""First steps in which members of every group compare the signatures of collectives; later steps
-repeat the same ones.
-"""
-
-LATER_FLAGS = StatusFlag.STOP_REQUESTED | DUE
-"""Status flags that ask for something after the step in which they are seen."""
-
-
-@dataclass(frozen=True)
-class Evaluator:
-    """When to evaluate, and how.
-
-    Attributes:
-        history: the losses so far.
-        saves_best: whether a new lowest loss is saved.
-    """
-
-    evaluation: Evaluation
-    every: int
-    total_steps: int
-    history: EvalHistory = field(default_factory=EvalHistory)
-    saves_best: bool = False
-
-    def is_due(self, step: int) -> bool:
-        """Whether an evaluation follows step `step` (the first is 1)."""
-        return step % self.every == 0 or step == self.total_steps
-
-
-@dataclass(frozen=True)
-class StepRange:
-    """The steps that a run trains, and their learning rates.
-
-    Attributes:
-        start: steps that are done already.
-        total: steps of the whole run.
-        learning_rate: step (from 0) -> learning rate.
-        prefetch: steps whose data is loaded ahead.
-    """
-
-    start: int
-    total: int
-    learning_rate: Callable[[int], float]
-    prefetch: int = 0
-
-
-@dataclass(frozen=True)
-class Training:
-    """The parts of one rank's training run.
-
-    Attributes:
-        save_at_end: whether the last step is saved.
-        files: name -> text of the files that describe the run in its folder.
-        opening_events: events before the first step.
-        guard: judges every step.
-        digests: compare the training state of replicas; None: not at all.
-        stragglers: reports slow ranks; None: not at all.
-        peak_lr: the configured learning rate, for the advice after a non-finite step.
-        on_phase: called with the step and the phase whenever this rank begins a phase.
-        snapshots: in memory; None if there are none.
-    """
-
-    step: TrainStep
-    loader: DataLoader
-    step_range: StepRange
-    saver: Saver
-    evaluator: Evaluator | None
-    save_at_end: bool
-    run_folder: Path
-    files: Mapping[str, str]
-    opening_events: tuple[Event, ...]
-    guard: StepGuard
-    digests: StateDigests | None = None
-    stragglers: StragglerWatch | None = None
-    peak_lr: float = MAX_ADVISED_LR
-    on_phase: OnPhase | None = None
-    snapshots: MemorySnapshots | None = None
 
 
 def run_training(
@@ -274,7 +188,7 @@ def step_events(
     """
     if guard is None:
         guard = StepGuard(GuardConfig(), loader, step.model.comm.mesh)
-    steps = _Steps(
+    steps = StepLoop(
         step=step,
         loader=loader,
         step_range=step_range,
@@ -293,294 +207,3 @@ def step_events(
         start = None
     while start is not None:
         start = yield from steps.train_from(start)
-
-
-@dataclass
-class _StepClock:
-    """What the loop keeps from step to step.
-
-    Attributes:
-        last_s: time.perf_counter() of the last event.
-        has_experts: whether the last step had a load of experts.
-        carried: flags of a late report, for the next step: what they ask for needs its state.
-    """
-
-    last_s: float
-    has_experts: bool = False
-    carried: int = 0
-
-
-@dataclass(frozen=True)
-class _Left:
-    """The loop ends.
-
-    Attributes:
-        start: the number of steps to go on from; None at the end of the run.
-    """
-
-    start: int | None
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """The steps of a run, from any of them on."""
-
-    step: TrainStep
-    loader: DataLoader
-    step_range: StepRange
-    evaluator: Evaluator | None
-    saver: Saver | None
-    guard: StepGuard
-    digests: StateDigests | None
-    stragglers: StragglerWatch | None
-    on_phase: OnPhase | None
-    snapshots: MemorySnapshots | None
-
-    def train_from(self, start: int) -> Generator[Event, None, int | None]:
-        """Train the steps after the first `start`; returns where to go on after a rollback, None at
-        the end.
-        """
-        comm = self.step.model.comm
-        steps = range(start, self.step_range.total)
-        batch_numbers = map(self.guard.batch_of, steps)
-        report_phase = self.on_phase or ignore_phase
-        clock = _StepClock(time.perf_counter())
-        may_be_late = reports_late(self.step) and self.digests is None
-        late = LateReports(self.step) if may_be_late else None
-        waiting: LaunchedStep | None = None
-        with prefetch(self.loader.batches, batch_numbers, most=self.step_range.prefetch) as batches:
-            for index in steps:
-                number = index + 1
-                report_phase(number, "data")
-                is_first = index < start + CHECKED_STEPS
-                comm.checked = is_first
-                lr = self.step_range.learning_rate(index)
-                batch = next(batches)
-                launched: LaunchedStep | None = None
-                left: _Left | None = None
-                if late is not None and not is_first and not clock.has_experts:
-                    launched = late.launch(
-                        number,
-                        batch,
-                        lr=lr,
-                        status=self._status,
-                        on_phase=self._phase_of(number),
-                    )
-                if late is not None and waiting is not None:
-                    left, is_repeated = yield from self._read_late(late, waiting, clock)
-                    if is_repeated:
-                        launched = None  # it was left out, or is not of the state there is now
-                    waiting = None
-                if left is None and launched is None:
-                    report = self._run(number, batch, lr)
-                    left = yield from self._after_step(number, report, lr, clock)
-                elif left is None and launched is not None and late is not None:
-                    waiting = launched
-                    if clock.carried or self._ends_wait(number):
-                        left, _ = yield from self._read_late(late, launched, clock)
-                        waiting = None
-                if left is not None:
-                    return left.start
-        return None
-
-    def _run(self, number: int, batches: Sequence[Batch], lr: float) -> StepReport:
-        """Train on a step and wait for its numbers."""
-        return self.step(
-            batches,
-            lr=lr,
-            status=self._status,
-            on_phase=self._phase_of(number),
-            on_nonfinite="skip",
-        )
-
-    def _phase_of(self, number: int) -> Callable[[Phase], None] | None:
-        return partial(self.on_phase, number) if self.on_phase else None
-
-    def _ends_wait(self, number: int) -> bool:
-        """Whether what follows a step needs its state: an evaluation, a save, a snapshot, the end."""
-        snapshots = self.snapshots
-        return (
-            number == self.step_range.total
-            or (self.evaluator is not None and self.evaluator.is_due(number))
-            or (self.saver is not None and self.saver.is_due(number))
-            or (snapshots is not None and snapshots.is_due(number, 0))
-        )
-
-    def _read_late(
-        self, late: LateReports, launched: LaunchedStep, clock: _StepClock
-    ) -> Generator[Event, None, tuple[_Left | None, bool]]:
-        """What follows a launched step: where the run leaves the loop, and whether the step was
-        repeated, because it is not finite. See Note [Reports one step late].
-        """
-        number, lr = launched.number, launched.lr
-        report = late.read(launched)
-        is_repeated = report is None
-        if report is None:
-            late.forget()
-            report = self._run(number, launched.batches, lr)
-        elif not self._ends_wait(number) and not clock.carried:
-            clock.carried = report.status & LATER_FLAGS
-            report = replace(report, status=report.status & ~LATER_FLAGS)
-        else:
-            report = replace(report, status=report.status | clock.carried)
-            clock.carried = 0
-        left = yield from self._after_step(number, report, lr, clock)
-        return left, is_repeated
-
-    def _after_step(
-        self, number: int, report: StepReport, lr: float, clock: _StepClock
-    ) -> Generator[Event, None, _Left | None]:
-        """Judge a step, log it, and do what follows it; where the run leaves the loop, if it does."""
-        report_phase = self.on_phase or ignore_phase
-        clock.has_experts = report.expert_load is not None
-        yield from self._check_unchanged(number, report)
-        failed = self.guard.judge(number, report)
-        if failed is not None:
-            yield from self._after_failure(failed)
-            if failed.action == "rollback":
-                return _Left((yield from self._roll_back(failed)))
-        now = time.perf_counter()
-        report_phase(number, "end")
-        yield step_event(
-            number,
-            report,
-            lr=lr,
-            elapsed_s=now - clock.last_s,
-        )
-        clock.last_s = now
-        if self.stragglers is not None:
-            yield from self.stragglers.after_step(number)
-        best_loss: float | None = None
-        if self.evaluator is not None and self.evaluator.is_due(number):
-            report_phase(number, "evaluate")
-            best_loss = yield from self._evaluate(number, self.evaluator)
-            clock.last_s = time.perf_counter()
-        is_best = best_loss is not None
-        yield from self._compare_replicas(number, report, is_best=is_best)
-        if self.saver is not None:
-            report_phase(number, "save")
-            yield from self.saver.after_step(number, report.status, best_loss=best_loss)
-        if self.snapshots is not None:
-            yield from self.snapshots.after_step(number, report.status)
-        if report.status & StatusFlag.STOP_REQUESTED:
-            return _Left(None)
-        if self.evaluator is not None and self.evaluator.history.is_exhausted:
-            return _Left(None)
-        return None
-
-    def _evaluate(
-        self,
-        number: int,
-        evaluator: Evaluator,
-    ) -> Generator[Event, None, float | None]:
-        """Evaluate after a step; returns the loss where it is to be saved as the lowest so far."""
-        report = evaluator.evaluation()
-        yield eval_event(number, report)
-        is_best = evaluator.history.add(number, report.loss)
-        if is_best and evaluator.saves_best:
-            return report.loss
-        return None
-
-    def _status(self) -> int:
-        """Status flags of this rank, just before the update."""
-        if self.saver:
-            status = self.saver.status()
-        else:
-            status = StatusFlag(0)
-        if self.digests is not None and self.digests.has_changed():
-            status |= StatusFlag.STATE_CHANGED
-        if self.snapshots is None:
-            return int(status)
-        return int(status) | self.snapshots.status()
-
-    def _check_unchanged(
-        self,
-        number: int,
-        report: StepReport,
-    ) -> Iterator[Event]:
-        """Stop if the state of a rank changed since the last comparison of replicas.
-
-        Raises:
-            CorruptionError: it did.
-        """
-        if report.status & StatusFlag.STATE_CHANGED and self.digests is not None:
-            yield from _stop_at(number, self.digests.changed_fault(number))
-
-    def _compare_replicas(
-        self,
-        number: int,
-        report: StepReport,
-        *,
-        is_best: bool,
-    ) -> Iterator[Event]:
-        """Compare replicas, where that is due, and before every save and snapshot.
-
-        Args:
-            is_best: whether the step is saved for its evaluation loss.
-
-        Raises:
-            CorruptionError: they differ.
-        """
-        if self.digests is None:
-            return
-        is_last = number == self.step_range.total
-        is_stopping = bool(report.status & StatusFlag.STOP_REQUESTED)
-        is_saved = is_best or (self.saver is not None and self.saver.is_due(number))
-        if self.snapshots is not None and self.snapshots.is_due(number, report.status):
-            is_saved = True
-        if not (self.digests.is_due(number) or is_saved or is_last or is_stopping):
-            return
-        fault = self.digests.compare(number)
-        if fault is not None:
-            yield from _stop_at(number, fault)
-
-    def _after_failure(self, failed: FailedStep) -> Iterator[Event]:
-        """The event of a failed step.
-
-        Raises:
-            NonFiniteError: the guard stops the run.
-        """
-        yield failed.event()
-        if failed.action == "stop" and failed.kind == "nonfinite":
-            raise NonFiniteError(failed.text)
-        if failed.action == "stop":
-            raise GuardError(f"{failed.text}. Stopped after the update, which is not saved")
-
-    def _roll_back(self, failed: FailedStep) -> Generator[Event, None, int]:
-        """Go back to the newest checkpoint; returns its number of steps."""
-        if self.saver is not None:
-            yield from self.saver.wait()
-        if self.snapshots is not None:
-            yield from self.snapshots.wait()
-        restored = self.guard.roll_back(failed)
-        if self.evaluator is not None:
-            self.evaluator.history.forget_above(restored.num_done)
-        if self.snapshots is not None:
-            self.snapshots.remove_above(restored.num_done)
-        if self.digests is not None:
-            self.digests.forget()
-        yield restored.event
-        return restored.num_done
-
-
-def _stop_at(step: int, fault: StateFault) -> Iterator[Event]:
-    """The event of a damaged training state.
-
-    Raises:
-        CorruptionError: always, after the event.
-    """
-    yield {
-        "event": "guard",
-        "kind": "digest",
-        "step": step,
-        "action": "stop",
-        "rank": fault.ranks[0],
-        "ranks": list(fault.ranks),
-        "tensors": list(fault.tensors),
-        "text": f"guard: {fault.text}. Stopping",
-    }
-    raise CorruptionError(fault.text)
-
-
-def ignore_phase(step: int, phase: Phase) -> None:
-    """Do nothing."""

@@ -17,10 +17,10 @@ from weft.errors import counted
 from weft.layout.explain import explain
 from weft.layout.plan import Plan
 from weft.train.guard_records import GuardState
-from weft.train.loop import Event, StepRange
 from weft.train.optim import NamedOptimizer
 from weft.train.optimizers.groups import group_lines
 from weft.train.step import TrainStep
+from weft.train.training import Event, StepRange
 
 # Note [There is no random state]
 # Starting values are drawn from (seed, parameter), the order of the data from (seed, step), what a model generates from

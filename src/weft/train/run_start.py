@@ -21,8 +21,8 @@ from weft.errors import CheckpointError, DataError, Fault, GuardError
 from weft.run.world import Attempt, Restart
 from weft.train.guard import Restored
 from weft.train.guard_records import GuardState
-from weft.train.loop import Event
 from weft.train.step import TrainStep
+from weft.train.training import Event
 
 StateSource = Literal["memory", "checkpoint", "start"]
 

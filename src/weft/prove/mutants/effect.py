@@ -20,7 +20,8 @@ from weft.prove.stored import stored_tensors
 from weft.run.run_ranks import run_ranks
 from weft.train.build_training import build_training
 from weft.train.event_log import EventLog
-from weft.train.loop import Event, Training, run_training
+from weft.train.loop import run_training
+from weft.train.training import Event, Training
 
 TIMEOUT_S = 120.0
 STEPS_BEFORE = 2
