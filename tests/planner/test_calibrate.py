@@ -17,7 +17,7 @@ from weft.planner.calibrate import (
     fit,
     predict_all,
 )
-from weft.planner.fit_statistics import fit_errors, quantile, ratio_range
+from weft.planner.fit_statistics import derivatives, fit_errors, quantile, ratio_range
 from weft.planner.measure import measure
 
 A100 = find_hardware("a100")
@@ -103,6 +103,16 @@ def test_a_family_of_steps_is_left_out_together() -> None:
     others = [mean_of_b, mean_of_b, mean_of_a, mean_of_a, mean_of_a]
     for value, other, left_out in zip(values, others, found.left_out, strict=True):
         assert left_out == pytest.approx(value - other, rel=0.05)
+
+
+def test_a_fit_of_no_number_leaves_residuals_as_they_are() -> None:
+    pytest.importorskip("numpy")
+    residuals = [0.5, -0.5]
+    none = derivatives(lambda logs: residuals, [], before=residuals, highest=[])
+    assert none.shape == (2, 0)
+    found = fit_errors(none, residuals)
+    assert found.of_numbers == []
+    assert found.left_out == pytest.approx(residuals)
 
 
 @pytest.mark.slow

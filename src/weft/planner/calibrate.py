@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from weft.config.efficiency import Efficiency
@@ -302,6 +302,15 @@ class _Solution:
     tangent: _Tangent
 
 
+def _linear_residuals(step: Any, *, rows: Any, at_now: Any) -> Any:
+    """After a step, as if residuals were linear."""
+    return at_now + rows @ step
+
+
+def _linear_derivatives(_step: Any, *, rows: Any) -> Any:
+    return rows
+
+
 def _step_bounds(now: Any, lowest: Sequence[float], highest: Sequence[float]) -> tuple[Any, Any]:
     """How far each logarithm may go; a little more than none, as least_squares wants."""
     import numpy as np
@@ -374,16 +383,18 @@ class _StepResiduals:
         origin = np.asarray(self.start_logs(names))
         lowest, highest = self._log_bounds(names)
         pull = PULL * np.eye(len(origin))
-        now = np.clip(logs, lowest, highest)
+        now: Any = np.clip(logs, lowest, highest)
         residuals = self._residuals(names, now)
         for _ in range(MOST_LINEARIZATIONS):
             tangent = self._tangent(names, now, residuals, highest)
+            if not now.size:
+                break
             rows = np.concatenate([tangent.jacobian, pull])
             at_now = np.concatenate([residuals, PULL * (now - origin)])
             found = least_squares(
-                lambda step, rows=rows, at_now=at_now: at_now + rows @ step,
+                partial(_linear_residuals, rows=rows, at_now=at_now),
                 np.zeros(len(now)),
-                jac=lambda step, rows=rows: rows,
+                jac=partial(_linear_derivatives, rows=rows),
                 bounds=_step_bounds(now, lowest, highest),
                 loss="cauchy",
                 f_scale=OUTLIER,

@@ -115,6 +115,8 @@ def derivatives(
         changed = [*logs[:place], log + step, *logs[place + 1 :]]
         after = np.asarray(function(changed))
         columns.append((after - np.asarray(before)) / step)
+    if not columns:
+        return np.empty((len(before), 0))
     return np.stack(columns, axis=1)
 
 
