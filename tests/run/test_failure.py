@@ -67,6 +67,13 @@ def test_a_failure_has_message_location_and_traceback():
     assert failure.trace.startswith("Traceback (most recent call last)")
 
 
+def test_a_lost_connection_is_reported_without_the_advice_that_gloo_adds():
+    advice = "This is typically caused by a remote worker crashing. Check the logs. GLHF! \N{BEACH WITH UMBRELLA}\ufe0f"
+    error = raised(CommError(f"recv: lost rank 0 ({GLOO_TEXT}. {advice})"))
+    text = describe_error(error, rank=1, at_s=0.0).text
+    assert text.startswith(f"CommError: recv: lost rank 0 ({GLOO_TEXT}) [test_failure.py:")
+
+
 def test_a_report_fits_into_a_pipe_that_is_not_read():
     failure = describe_error(raised(ValueError("€" * 10**6)), rank=1, at_s=0.0)
     assert len(pickle.dumps(failure)) < PIPE_BYTES

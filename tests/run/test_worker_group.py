@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -29,3 +30,17 @@ def test_a_failed_fork_is_one_line(monkeypatch, tmp_path):
     ):
         fork_workers(2, tmp_path)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set(), "signals are unblocked afterwards"
+
+
+def test_what_a_rank_inherits_is_left_to_no_garbage_collection(monkeypatch, tmp_path):
+    frozen: list[int] = []
+
+    def refuse() -> int:
+        frozen.append(gc.get_freeze_count())
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(LaunchError):
+        fork_workers(1, tmp_path)
+    assert frozen[0] > 100_000, "the objects of torch and weft"
+    assert gc.get_freeze_count() == 0, "the launcher's own garbage is collected again"

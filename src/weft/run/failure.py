@@ -43,6 +43,10 @@ TRACE_VARIABLE = "WEFT_TRACEBACK"
 SECONDARY = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused)|[Bb]roken pipe|gloo/transport|[Ss]ocket [Tt]imeout|NCCL .*(abort|remote)"
 )
+GLOO_ADVICE = re.compile(
+    r"\. This is typically caused by a remote worker crashing\..*?GLHF!\s*[^\s\w)\]]*"
+)
+"""What gloo adds to "Connection closed by peer"."""
 MAX_TEXT = 4_000
 MAX_TRACE = 10_000
 """Characters. A report of this size fits into the buffer of a pipe that is not read yet."""
@@ -128,7 +132,7 @@ class ErrorContext:
 def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailure:
     """The record of an exception that `rank` raised."""
     kind = _kind_of(error)
-    text = str(error)
+    text = GLOO_ADVICE.sub("", str(error))
     if kind not in NO_LOCATION_KINDS:
         name = type(error).__name__
         text = f"{name}: {text}" if text else name
