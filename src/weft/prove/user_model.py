@@ -66,7 +66,12 @@ class UserLayer(nn.Module):
         attended_BSHK = self.attend(q_BSHK, k_BSHK, v_BSHK, batch)
         attended_BSD: Tensor = self.out(attended_BSHK.flatten(2))
         hidden_BSF = F.gelu(self.up(y_BSD))
-        return x_BSD + attended_BSD + self.down(hidden_BSF)
+        mlp_BSD: Tensor = self.down(hidden_BSF)
+        return x_BSD + attended_BSD + mlp_BSD
+
+    def _by_head(self, x_BSD: Tensor) -> Tensor:
+        x_BSHK: Tensor = x_BSD.unflatten(-1, (-1, self.head_size))
+        return x_BSHK
 
     def _by_head(self, x_BSD: Tensor) -> Tensor:
         return x_BSD.unflatten(-1, (-1, self.head_size))

@@ -186,6 +186,7 @@ def _trial(
             error = failure
         else:
             return _make_trial(family, config, length, dtype)
+    assert error is not None, "at least one length is tried"
     what = f"its forward raises {type_and_message(error)}"
     raise PlanError(Fault(family.model.label, what)) from error
 
