@@ -127,22 +127,28 @@ class _GreedyTable:
     ) -> None:
         self.problem = problem
         self.rule = rule
-        self.ranks = [self._new_rank(rank) for rank in range(problem.num_ranks)]
+        self.ranks: list[_RankProgress] = []
+        for rank in range(problem.num_ranks):
+            self.ranks.append(self._new_rank(rank))
         self.progress: dict[Kind, list[_StageProgress]] = {}
         for kind in KINDS:
-            self.progress[kind] = [_StageProgress() for _ in range(problem.num_stages)]
+            stages = range(problem.num_stages)
+            self.progress[kind] = [_StageProgress() for _ in stages]
         first = self.progress["F"][0]
         first.arrivals = [0] * problem.microbatches
 
     def _new_rank(self, rank: int) -> _RankProgress:
         stages = self.problem.stages(rank)
-        limit = self.problem.limits[rank]
         ranks_behind = self.problem.num_ranks - rank
-        if self.rule.cap == "falling":
-            limit = min(limit, len(stages) * ranks_behind)
-        elif self.rule.cap == "double":
-            limit = min(limit, len(stages) * (2 * ranks_behind - 1))
-        return _RankProgress(stages, cap=limit)
+        most_of_rule = {
+            "falling": ranks_behind,
+            "double": 2 * ranks_behind - 1,
+        }
+        cap = self.problem.limits[rank]
+        most = most_of_rule.get(self.rule.cap)
+        if most is not None:
+            cap = min(cap, len(stages) * most)
+        return _RankProgress(stages, cap)
 
     def table(self) -> Table:
         """Place all actions."""

@@ -132,21 +132,31 @@ class SchedulingProblem:
         memory limit allows at once.
         """
         heads = self.heads("F")
-        ends = self.heads("W")
-        tails = self.tails("W")
         least = self.tails("F")[0]
         for rank in range(self.num_ranks):
             stages = self.stages(rank)
             first = min(heads[stage] for stage in stages)
             work = sum(self._work(stage) for stage in stages)
-            least = max(least, first + self.microbatches * work)
-            if len(stages) > 1:  # they share a limit: none of them is bounded by it
-                continue
-            [stage] = stages
-            round_trip = ends[stage] + tails[stage] - first
-            num_rounds = math.ceil(self.microbatches / self.limits[rank])
-            least = max(least, first + num_rounds * round_trip)
+            busy = self.microbatches * work
+            least = max(least, first + busy)
+            if len(stages) == 1:  # several stages share a limit: none of them is bounded by it
+                waits = self._round_trips(rank, stages[0])
+                least = max(least, first + waits)
         return least
+
+    def _round_trips(
+        self,
+        rank: int,
+        stage: int,
+    ) -> int:
+        """Time of the only stage of a rank from its first forward to the end of its last backward,
+        as its memory limit allows.
+        """
+        first = self.heads("F")[stage]
+        last = self.heads("W")[stage]
+        round_trip = last + self.tails("W")[stage] - first
+        num_rounds = math.ceil(self.microbatches / self.limits[rank])
+        return num_rounds * round_trip
 
     def _work(self, stage: int) -> int:
         """Time of one micro-batch on a stage."""
@@ -449,7 +459,9 @@ class _CountProgram:
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
             taken = _Count("F", stage, time)
-            freed = self._ended(_Count("W", stage, time))
+            weight_grad = _Count("W", stage, time)
+            freed = self._ended(weight_grad)
             terms.append(_Term(1, taken))
             terms.append(_Term(-1, freed))
-        self._add_row(terms, self.problem.limits[rank])
+        limit = self.problem.limits[rank]
+        self._add_row(terms, limit)
