@@ -48,9 +48,12 @@ class ScheduleFigures:
     @cached_property
     def timeline(self) -> Timeline:
         """The simulated step; exact."""
-        times = self.costs.of_stages(num_stages=self.table.num_stages, chunks=self.chunks)
-        cost = cast(Cost, times.cost)  # fractions behave as floats here, and stay exact
-        return simulate(self.table, cost, hop=cast(float, times.message))
+        table = self.table
+        times = self.costs.of_stages(num_stages=table.num_stages, chunks=self.chunks)
+        # fractions behave as floats here, and stay exact
+        cost = cast(Cost, times.cost)
+        hop = cast(float, times.message)
+        return simulate(table, cost, hop=hop)
 
     @cached_property
     def makespan(self) -> Fraction:

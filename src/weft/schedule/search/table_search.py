@@ -265,9 +265,15 @@ def _built_in(request: SearchRequest) -> tuple[ScheduleFigures, ...]:
     return tuple(found)
 
 
-def _stage_to_rank(ranks: int, chunks: int) -> tuple[int, ...]:
+def _stage_to_rank(
+    ranks: int,
+    chunks: int,
+) -> tuple[int, ...]:
+    """The placements of `PLACEMENTS`."""
     straight = tuple(range(ranks))
-    return straight if chunks == 1 else (*straight, *reversed(straight))
+    if chunks == 1:
+        return straight
+    return (*straight, *reversed(straight))
 
 
 @dataclass(frozen=True)
@@ -304,7 +310,8 @@ def _scaled(request: SearchRequest, chunks: int) -> _Scaled:
 
 def _common_unit(times: Sequence[Fraction]) -> Fraction:
     """The largest time of which all others are multiples."""
-    scale = math.lcm(*(time.denominator for time in times))
+    denominators = [time.denominator for time in times]
+    scale = math.lcm(*denominators)
     whole = [int(time * scale) for time in times]
     return Fraction(math.gcd(*whole), scale)
 
