@@ -144,7 +144,7 @@ class BlockMeasurements:
         measured with this recomputation.
         """
         whole = Layout(
-            layout.blocks.degrees,
+            layout.block_degrees,
             recompute=recompute,
             sequence=layout.sequence,
             context=DEFAULT_CONTEXT,
@@ -221,7 +221,7 @@ class BlockMeasurements:
 
     def split_shares(self, layout: Layout) -> SplitShares:
         """Of a backward, measured once for each degree of tp and ep, and recomputation."""
-        key = replace(layout.blocks, recompute=layout.recompute)
+        key = Layout(layout.block_degrees, recompute=layout.recompute)
         known = self._splits.get(key)
         if known is None:
             whole = self._backward_seconds(layout, DEFAULT_SCHEDULE)

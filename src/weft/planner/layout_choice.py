@@ -129,9 +129,9 @@ class Layout:
         return tuple(found)
 
     @property
-    def blocks(self) -> Layout:
-        """Expert and tensor parallelism alone: the layout that shards the parameters of a block."""
-        return Layout(self._wide(EP, TP))
+    def block_degrees(self) -> tuple[tuple[str, int], ...]:
+        """The axes that shard the parameters of a block, with their degrees."""
+        return self._wide(EP, TP)
 
     @property
     def strides(self) -> tuple[tuple[str, int], ...]:
