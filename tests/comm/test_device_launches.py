@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from weft.comm import backend_policy
+from weft.comm.axis_group import AxisGroup
 from weft.comm.backend import ABORT_TAG, ProcessGroupBackend
-from weft.comm.collectives import AxisGroup, all_gather, all_reduce_, recv, reduce_scatter, send
+from weft.comm.collectives import all_gather, all_reduce_, recv, reduce_scatter, send
 from weft.comm.comm import Comm
 from weft.comm.group_queue import GroupQueue
 from weft.comm.meta import MetaTransport

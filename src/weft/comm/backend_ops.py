@@ -64,7 +64,12 @@ def _all_reduce_of_two(groups: DeviceGroups, call: Call) -> BackendCall:
     output = call.required_output
     process_group = groups.process_group(output)
     received = torch.empty_like(output)
-    work = _exchange_with_peer(process_group, call, sent=output, received=received)
+    work = _exchange_with_peer(
+        process_group,
+        call,
+        sent=output,
+        received=received,
+    )
 
     def add_received() -> None:
         reduce_two_(output, received, call.reduce)
@@ -111,9 +116,9 @@ def _all_gather(groups: DeviceGroups, call: Call) -> BackendCall:
     if has_equal_pieces and groups.policy(output).native_gather:
         process_group = groups.process_group(output)
         own = _as_bytes(call.required_input)
-        return _backend_call(
-            groups, output, [process_group._allgather_base(_as_bytes(output), own)]
-        )
+        whole = _as_bytes(output)
+        work = process_group._allgather_base(whole, own)
+        return _backend_call(groups, output, [work])
     if _num_bytes(output) <= SMALL_BYTES:
         own_for_each_member = call.required_input.repeat(len(call.ranks))
         return _all_to_all_of(groups, call, own_for_each_member)
@@ -128,7 +133,12 @@ def _all_gather_of_two(groups: DeviceGroups, call: Call) -> BackendCall:
     peer_slot = slots[1 - call.index]
     _copy_unless_same(own, own_slot)
     process_group = groups.process_group(output)
-    work = _exchange_with_peer(process_group, call, sent=own, received=peer_slot)
+    work = _exchange_with_peer(
+        process_group,
+        call,
+        sent=own,
+        received=peer_slot,
+    )
     return BackendCall([work])
 
 
@@ -141,7 +151,9 @@ def _all_gather_by_broadcasts(groups: DeviceGroups, call: Call) -> BackendCall:
     works = []
     for root, slot in enumerate(slots):
         if slot.numel() > 0:
-            works.append(process_group.broadcast(_as_bytes(slot), root))
+            piece = _as_bytes(slot)
+            work = process_group.broadcast(piece, root)
+            works.append(work)
     return _backend_call(groups, output, works)
 
 
@@ -206,7 +218,12 @@ def _reduce_scatter_of_two(groups: DeviceGroups, call: Call) -> BackendCall:
         received = output
         other = own_shard
     process_group = groups.process_group(output)
-    work = _exchange_with_peer(process_group, call, sent=peer_shard, received=received)
+    work = _exchange_with_peer(
+        process_group,
+        call,
+        sent=peer_shard,
+        received=received,
+    )
 
     def add_other() -> None:
         reduce_two_(output, other, call.reduce)
@@ -242,7 +259,8 @@ def _gather(groups: DeviceGroups, call: Call) -> BackendCall:
     own = call.required_input
     process_group = groups.process_group(own)
     wholes = _chunks_at_root(call.output, len(call.ranks))
-    work = process_group.gather(wholes, _as_bytes(own), call.root)
+    sent = _as_bytes(own)
+    work = process_group.gather(wholes, sent, call.root)
     return _backend_call(groups, own, [work])
 
 
@@ -250,7 +268,8 @@ def _scatter(groups: DeviceGroups, call: Call) -> BackendCall:
     output = call.required_output
     process_group = groups.process_group(output)
     wholes = _chunks_at_root(call.input, len(call.ranks))
-    work = process_group.scatter(_as_bytes(output), wholes, call.root)
+    own = _as_bytes(output)
+    work = process_group.scatter(own, wholes, call.root)
     return _backend_call(groups, output, [work])
 
 
@@ -290,7 +309,9 @@ def _unless_empty(launch: Launch) -> Launch:
     """
 
     def launch_unless_empty(groups: DeviceGroups, call: Call) -> BackendCall:
-        tensor = call.input if call.input is not None else call.output
+        tensor = call.input
+        if tensor is None:
+            tensor = call.output
         if tensor is not None and tensor.numel() == 0:
             return BackendCall(())
         return launch(groups, call)
@@ -319,8 +340,10 @@ def _backend_call(
     finish: Callable[[], object] | None = None,
 ) -> BackendCall:
     """The handle of collectives on tensors like `x`."""
-    is_stream_ordered = groups.policy(x).is_stream_ordered
-    return StreamCall(works, finish) if is_stream_ordered else BackendCall(works, finish)
+    policy = groups.policy(x)
+    if policy.is_stream_ordered:
+        return StreamCall(works, finish)
+    return BackendCall(works, finish)
 
 
 def _chunks_at_root(buffer: Tensor | None, size: int) -> list[Tensor]:

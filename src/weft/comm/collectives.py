@@ -10,66 +10,12 @@ import torch
 from torch import Tensor
 
 from weft.comm import flat_buffers
+from weft.comm.axis_group import AxisGroup
 from weft.comm.signature import signature_text
-from weft.comm.transport import Call, Op, Reduce
+from weft.comm.transport import Call, Reduce
 from weft.errors import CommError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class AxisGroup:
-    """The ranks along an axis.
-
-    Attributes:
-        axis: mesh axis, or several joined by "+".
-        ranks: world ranks in mesh order.
-        index: this rank's place in `ranks`.
-        checked: whether members compare signatures before each call.
-    """
-
-    axis: str
-    ranks: tuple[int, ...]
-    index: int
-    checked: bool = True
-
-    @property
-    def degree(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
-
-    def call(
-        self,
-        op: Op,
-        signature: str,
-        *,
-        input: Tensor | None = None,
-        output: Tensor | None = None,
-        input_split_sizes: tuple[int, ...] = (),
-        output_split_sizes: tuple[int, ...] = (),
-        reduce: Reduce = "sum",
-        root: int = 0,
-    ) -> Call:
-        """A call of this group; the arguments are fields of `Call`."""
-        return Call(
-            op=op,
-            axis=self.axis,
-            ranks=self.ranks,
-            index=self.index,
-            signature=signature,
-            input=input,
-            output=output,
-            input_split_sizes=input_split_sizes,
-            output_split_sizes=output_split_sizes,
-            reduce=reduce,
-            root=root,
-            checked=self.checked,
-        )
-
-    def check_member(self, index: int, what: str) -> None:
-        """Raise CommError unless `index` is a place in the group."""
-        if not 0 <= index < self.degree:
-            raise CommError(f"{what} {index} is outside axis {self.axis!r} of degree {self.degree}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +41,17 @@ def all_reduce_(x: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
         return LoweredOp(None, lambda: x)
     output = flat_buffers.flatten(x)
     signature = signature_text(f"all_reduce({op})", x.dtype, x.shape)
-    call = group.call("all_reduce", signature, output=output, reduce=op)
-    return LoweredOp(call, lambda: _copy_back(x, output))
+    call = group.call(
+        "all_reduce",
+        signature,
+        output=output,
+        reduce=op,
+    )
+
+    def finish() -> Tensor:
+        return _copy_back(x, output)
+
+    return LoweredOp(call, finish)
 
 
 def all_gather(
@@ -121,7 +76,12 @@ def all_gather(
     output = x.new_empty(sum(numels))
     call = group.call(
         "all_gather",
-        signature_text(f"all_gather(dim {dim})", x.dtype, x.shape, variable_dim=dim),
+        signature_text(
+            f"all_gather(dim {dim})",
+            x.dtype,
+            x.shape,
+            variable_dim=dim,
+        ),
         input=flat_buffers.flatten(x),
         output=output,
         input_split_sizes=(x.numel(),) * group.degree,
@@ -180,7 +140,12 @@ def reduce_scatter(
     _check_average(x, op)
     dim = _normalized_dim(x, dim)
     what = f"reduce_scatter over {group.axis}: dim {dim}"
-    lengths = flat_buffers.split_sizes(x.shape[dim], group.degree, sizes, what=what)
+    lengths = flat_buffers.split_sizes(
+        x.shape[dim],
+        group.degree,
+        sizes,
+        what=what,
+    )
     if group.degree == 1:
         return LoweredOp(None, x.detach().clone)
     numels = flat_buffers.piece_numels(x.shape, dim, lengths)
@@ -195,7 +160,8 @@ def reduce_scatter(
         output_split_sizes=(own_numel,) * group.degree,
         reduce=op,
     )
-    shape = flat_buffers.with_length(x.shape, dim, lengths[group.index])
+    own_length = lengths[group.index]
+    shape = flat_buffers.with_length(x.shape, dim, own_length)
     return LoweredOp(call, lambda: output.view(shape))
 
 
@@ -208,7 +174,12 @@ def all_to_all(
     """Along dim 0: piece j goes to member j; the result holds the received pieces in group order."""
     _normalized_dim(x, 0)
     what = f"all_to_all over {group.axis}: dim 0"
-    sent = flat_buffers.split_sizes(x.shape[0], group.degree, send_sizes, what=what)
+    sent = flat_buffers.split_sizes(
+        x.shape[0],
+        group.degree,
+        send_sizes,
+        what=what,
+    )
     received = sent
     if recv_sizes is not None:
         received = flat_buffers.member_sizes(recv_sizes, group.degree, what=what)
@@ -218,7 +189,12 @@ def all_to_all(
     output = x.new_empty(sum(output_numels))
     call = group.call(
         "all_to_all",
-        signature_text("all_to_all", x.dtype, x.shape, variable_dim=0),
+        signature_text(
+            "all_to_all",
+            x.dtype,
+            x.shape,
+            variable_dim=0,
+        ),
         input=flat_buffers.flatten(x),
         output=output,
         input_split_sizes=flat_buffers.piece_numels(x.shape, 0, sent),
@@ -235,8 +211,17 @@ def broadcast_(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[Tensor]:
         return LoweredOp(None, lambda: x)
     output = flat_buffers.flatten(x)
     signature = signature_text(f"broadcast(root {root})", x.dtype, x.shape)
-    call = group.call("broadcast", signature, output=output, root=root)
-    return LoweredOp(call, lambda: _copy_back(x, output))
+    call = group.call(
+        "broadcast",
+        signature,
+        output=output,
+        root=root,
+    )
+
+    def finish() -> Tensor:
+        return _copy_back(x, output)
+
+    return LoweredOp(call, finish)
 
 
 def gather(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[tuple[Tensor, ...] | None]:
@@ -364,8 +349,10 @@ def _own_shard(buffer: Tensor, group: AxisGroup, what: str) -> Tensor:
 def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGroup) -> Tensor:
     given = list(pieces or ())
     shapes = [piece.shape for piece in given]
-    if shapes != [out.shape] * group.degree:
-        need = f"{group.degree} pieces of shape {list(out.shape)}"
+    expected_shapes = [out.shape] * group.degree
+    if shapes != expected_shapes:
+        shape = list(out.shape)
+        need = f"{group.degree} pieces of shape {shape}"
         raise CommError(f"scatter over {group.axis}: the root needs {need}")
     flat_pieces = [piece.detach().reshape(-1) for piece in given]
     packed = torch.cat(flat_pieces)

@@ -9,8 +9,9 @@ from typing import TypeVar
 from torch import Tensor
 
 from weft.comm import collectives
+from weft.comm.axis_group import AxisGroup, axis_group
 from weft.comm.backend_policy import policy_of
-from weft.comm.collectives import AxisGroup, LoweredOp
+from weft.comm.collectives import LoweredOp
 from weft.comm.observe import (
     CallMonitor,
     LateRanks,
@@ -18,6 +19,8 @@ from weft.comm.observe import (
     Observer,
     TimedCall,
     WaitClock,
+    failure_note,
+    late_ranks,
     operation,
     print_late_ranks,
 )
@@ -33,14 +36,10 @@ from weft.comm.transport import (
     Work,
 )
 from weft.comm.world_stages import world_stages
-from weft.core.dimension import all_axes
-from weft.core.mesh import Axis, Mesh, axis_names
-from weft.errors import CommError, Fault, MeshError, counted, did_you_mean
+from weft.core.mesh import Axis, Mesh
+from weft.errors import CommError, counted
 
 T = TypeVar("T")
-
-MAX_RANKS_IN_NOTE = 16
-"""Members whose coordinates are listed in the note of an error."""
 
 
 class Comm:
@@ -164,7 +163,12 @@ class Comm:
         """Every member's x, concatenated along `dim`; `sizes` are the members' lengths along `dim`
         if they differ.
         """
-        work = self.start_all_gather(x, axis, dim=dim, sizes=sizes)
+        work = self.start_all_gather(
+            x,
+            axis,
+            dim=dim,
+            sizes=sizes,
+        )
         return work.wait()
 
     def start_all_gather(
@@ -246,7 +250,12 @@ class Comm:
         """Piece j of x along dim 0 goes to member j; returns the received pieces in group order.
         Equal pieces by default.
         """
-        work = self.start_all_to_all(x, axis, send_sizes=send_sizes, recv_sizes=recv_sizes)
+        work = self.start_all_to_all(
+            x,
+            axis,
+            send_sizes=send_sizes,
+            recv_sizes=recv_sizes,
+        )
         return work.wait()
 
     def start_all_to_all(
@@ -289,7 +298,12 @@ class Comm:
         root: int = 0,
     ) -> Tensor:
         """Piece i of member `root`'s `pieces` (None elsewhere), written into member i's `out`."""
-        work = self.start_scatter(pieces, out, axis, root=root)
+        work = self.start_scatter(
+            pieces,
+            out,
+            axis,
+            root=root,
+        )
         return work.wait()
 
     def start_scatter(
@@ -359,7 +373,8 @@ class Comm:
             combine: from rows [n, columns] to one row; associative, as it is called once a stage.
         """
         for group in self._world_groups(self.device.type):
-            lowered = collectives.all_gather(row.unsqueeze(0), group, 0, None)
+            own_row = row.unsqueeze(0)
+            lowered = collectives.all_gather(own_row, group, 0, None)
             rows = self._start(lowered).wait()
             row = combine(rows)
         return row
@@ -383,16 +398,23 @@ class Comm:
         innermost first.
         """
         stages = world_stages(self.rank, self.mesh.size, checked=self.checked)
-        is_one_group = len(stages) <= 1
-        if is_one_group or not policy_of(device_type).totals_along_axes:
+        has_one_group = len(stages) <= 1
+        policy = policy_of(device_type)
+        if has_one_group or not policy.totals_along_axes:
             return stages
-        return tuple(self._group(axes) for axes in world_partition(self.mesh))
+        groups = map(self._group, world_partition(self.mesh))
+        return tuple(groups)
 
     def _group(self, axis: Axis) -> AxisGroup:
         key = (axis, self.checked)
         group = self._groups.get(key)
         if group is None:
-            group = _axis_group(self.mesh, self.rank, axis, checked=self.checked)
+            group = axis_group(
+                self.mesh,
+                self.rank,
+                axis,
+                checked=self.checked,
+            )
             self._groups[key] = group
         return group
 
@@ -401,7 +423,11 @@ class Comm:
         if call is None:
             return Work.done(lowered.finish())
         if not self.observers:
-            return Work(self._start_call(call), lowered.finish, lambda: self._failure_note(call))
+            return Work(
+                self._start_call(call),
+                lowered.finish,
+                lambda: failure_note(call, self.mesh, self.rank),
+            )
         record = operation(call)
         for observer in self.observers:
             observer.started(record)
@@ -412,7 +438,7 @@ class Comm:
                 observer.finished(record)
             return lowered.finish()
 
-        return Work(pending, finish, lambda: self._failure_note(call))
+        return Work(pending, finish, lambda: failure_note(call, self.mesh, self.rank))
 
     def _start_call(self, call: Call) -> PendingCall | None:
         pending = self._start_monitored(call)
@@ -427,52 +453,19 @@ class Comm:
         pending = self.transport.start(call, self._report_late)
         if pending is None:
             return None
-        return MonitoredCall(pending, call, monitor=self.monitor, position=position)
-
-    def _failure_note(self, call: Call) -> str:
-        """`reported by rank 0 (tp0) of mesh tp2; ranks: 0 = tp0, 1 = tp1`."""
-        members = []
-        for rank in call.ranks[:MAX_RANKS_IN_NOTE]:
-            coordinates = self.mesh.coord_text(rank)
-            members.append(f"{rank} = {coordinates}")
-        own_coordinates = self.mesh.coord_text(self.rank)
-        reporter = f"rank {self.rank} ({own_coordinates}) of mesh {self.mesh}"
-        return f"reported by {reporter}; ranks: {', '.join(members)}"
+        return MonitoredCall(
+            pending,
+            call,
+            monitor=self.monitor,
+            position=position,
+        )
 
     def _report_late(self, call: Call, missing: tuple[int, ...], waited_s: float) -> None:
-        coordinates = {rank: self.mesh.coord_text(rank) for rank in (self.rank, *missing)}
-        late = LateRanks(
-            call=call.description,
+        late = late_ranks(
+            call,
+            missing,
+            waited_s,
+            mesh=self.mesh,
             rank=self.rank,
-            missing=missing,
-            coordinates=coordinates,
-            waited_s=waited_s,
         )
         self.on_late(late)
-
-
-def _axis_group(
-    mesh: Mesh,
-    rank: int,
-    axis: Axis,
-    *,
-    checked: bool,
-) -> AxisGroup:
-    """The group of `rank` along `axis`; axes of degree 1 are left out of its name.
-
-    Raises:
-        MeshError: an axis of an unknown name.
-    """
-    wanted = axis_names(axis)
-    known = all_axes()
-    for name in wanted:
-        if name not in known:
-            fix = did_you_mean(name, known)
-            raise MeshError(Fault("axis", f"unknown axis {name!r}", fix=fix))
-    present = tuple(name for name, degree in mesh.axes if name in wanted and degree > 1)
-    return AxisGroup(
-        axis="+".join(present or wanted),
-        ranks=mesh.group(rank, present),
-        index=mesh.index(rank, present),
-        checked=checked,
-    )

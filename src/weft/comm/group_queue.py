@@ -127,7 +127,12 @@ class GroupQueue:
     def _next_call(self, call: Call, on_late: OnLate) -> GroupCall:
         position = self._num_started
         self._num_started += 1
-        return GroupCall(self, call, position=position, on_late=on_late)
+        return GroupCall(
+            self,
+            call,
+            position=position,
+            on_late=on_late,
+        )
 
     def _connected_backend(self, device_type: str) -> ProcessGroupBackend | None:
         """The backend, if the group is connected for tensors on a device type."""
@@ -147,7 +152,12 @@ class GroupQueue:
         except BaseException:
             self._on_device.remove(device_calls)
             raise
-        launches = zip(group_calls, device_calls, launched_calls, strict=True)
+        launches = zip(
+            group_calls,
+            device_calls,
+            launched_calls,
+            strict=True,
+        )
         for group_call, device_call, launched in launches:
             group_call.attach(launched)
             device_call.launched(launched)

@@ -15,10 +15,14 @@ class MetaTransport:
     """
 
     def __init__(self, size: int, rank: int, *, device: str | torch.device = "meta") -> None:
-        self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.rank = rank
+        self.size = size
+        self.device = torch.device(device)
 
     def start(self, call: Call, on_late: OnLate) -> None:
         """Complete `call` at once."""
+        output = call.output
         is_in_place = call.op in ("all_reduce", "broadcast")
-        if call.output is not None and not call.output.is_meta and not is_in_place:
-            call.output.zero_()
+        if output is None or output.is_meta or is_in_place:
+            return
+        output.zero_()

@@ -48,7 +48,14 @@ class NcclGroups:
             self._is_planned = False
             self._parent = None
 
-    def connect(self, store: Any, *, index: int, size: int, color: int) -> Any:
+    def connect(
+        self,
+        store: Any,
+        *,
+        index: int,
+        size: int,
+        color: int,
+    ) -> Any:
         """The process group of `size` members, of which this rank is number `index`; it blocks until
         all have come.
 

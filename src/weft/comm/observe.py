@@ -13,6 +13,10 @@ from torch import Tensor
 
 from weft.comm.signature import NO_SIGNATURE, Signature
 from weft.comm.transport import Call, Op, PendingCall
+from weft.core.mesh import Mesh
+
+MAX_RANKS_IN_NOTE = 16
+"""Members whose coordinates are listed in the note of an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,37 @@ class LateRanks:
 
     def _with_coordinates(self, rank: int) -> str:
         return f"rank {rank} ({self.coordinates[rank]})"
+
+
+def late_ranks(
+    call: Call,
+    missing: tuple[int, ...],
+    waited_s: float,
+    *,
+    mesh: Mesh,
+    rank: int,
+) -> LateRanks:
+    """What `rank` reports of a call that it waits for."""
+    coordinates = {each: mesh.coord_text(each) for each in (rank, *missing)}
+    return LateRanks(
+        call=call.description,
+        rank=rank,
+        missing=missing,
+        coordinates=coordinates,
+        waited_s=waited_s,
+    )
+
+
+def failure_note(call: Call, mesh: Mesh, rank: int) -> str:
+    """`reported by rank 0 (tp0) of mesh tp2; ranks: 0 = tp0, 1 = tp1`."""
+    members = []
+    for member in call.ranks[:MAX_RANKS_IN_NOTE]:
+        coordinates = mesh.coord_text(member)
+        members.append(f"{member} = {coordinates}")
+    own_coordinates = mesh.coord_text(rank)
+    reporter = f"rank {rank} ({own_coordinates}) of mesh {mesh}"
+    listed = ", ".join(members)
+    return f"reported by {reporter}; ranks: {listed}"
 
 
 def print_late_ranks(late: LateRanks) -> None:

@@ -83,10 +83,21 @@ def all_gather(
         return x
 
     def forward(x: Tensor) -> Tensor:
-        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
+        return comm.all_gather(
+            x,
+            axis,
+            dim=dim,
+            sizes=sizes,
+        )
 
     def adjoint(grad: Tensor) -> Tensor:
-        return reduce_scatter(grad, comm, axis, dim, sizes=sizes)
+        return reduce_scatter(
+            grad,
+            comm,
+            axis,
+            dim,
+            sizes=sizes,
+        )
 
     return _differentiable(x, forward, adjoint)
 
@@ -108,10 +119,21 @@ def reduce_scatter(
         return x
 
     def forward(x: Tensor) -> Tensor:
-        return comm.reduce_scatter(x, axis, dim=dim, sizes=sizes)
+        return comm.reduce_scatter(
+            x,
+            axis,
+            dim=dim,
+            sizes=sizes,
+        )
 
     def adjoint(grad: Tensor) -> Tensor:
-        return all_gather(grad, comm, axis, dim, sizes=sizes)
+        return all_gather(
+            grad,
+            comm,
+            axis,
+            dim,
+            sizes=sizes,
+        )
 
     return _differentiable(x, forward, adjoint)
 
@@ -133,7 +155,12 @@ def scatter_to_region(
     if degree == 1:
         return x
     what = f"scatter_to_region over {axis}: dim {dim}"
-    lengths = flat_buffers.split_sizes(x.shape[dim], degree, sizes, what=what)
+    lengths = flat_buffers.split_sizes(
+        x.shape[dim],
+        degree,
+        sizes,
+        what=what,
+    )
     index = comm.index(axis)
     start = sum(lengths[:index])
 
@@ -142,7 +169,13 @@ def scatter_to_region(
         return own_slice.clone(memory_format=torch.contiguous_format)
 
     def adjoint(grad: Tensor) -> Tensor:
-        return gather_from_region(grad, comm, axis, dim, sizes=sizes)
+        return gather_from_region(
+            grad,
+            comm,
+            axis,
+            dim,
+            sizes=sizes,
+        )
 
     return _differentiable(x, forward, adjoint)
 
@@ -165,10 +198,21 @@ def gather_from_region(
         return x
 
     def forward(x: Tensor) -> Tensor:
-        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
+        return comm.all_gather(
+            x,
+            axis,
+            dim=dim,
+            sizes=sizes,
+        )
 
     def adjoint(grad: Tensor) -> Tensor:
-        return scatter_to_region(grad, comm, axis, dim, sizes=sizes)
+        return scatter_to_region(
+            grad,
+            comm,
+            axis,
+            dim,
+            sizes=sizes,
+        )
 
     return _differentiable(x, forward, adjoint)
 
@@ -200,7 +244,12 @@ def all_to_all(
     dim = dim % x.dim()
     join_dim = dim if join_dim is None else join_dim % x.dim()
     what = f"all_to_all over {axis}: dim {dim}"
-    sent = flat_buffers.split_sizes(x.shape[dim], degree, send_sizes, what=what)
+    sent = flat_buffers.split_sizes(
+        x.shape[dim],
+        degree,
+        send_sizes,
+        what=what,
+    )
     if recv_sizes is not None:
         received = tuple(recv_sizes)
     elif join_dim == dim:
@@ -211,7 +260,13 @@ def all_to_all(
     joined = _Split(join_dim, received)
 
     def forward(x: Tensor) -> Tensor:
-        return _all_to_all_once(x, comm, axis, split=split, joined=joined)
+        return _all_to_all_once(
+            x,
+            comm,
+            axis,
+            split=split,
+            joined=joined,
+        )
 
     def adjoint(grad: Tensor) -> Tensor:
         return all_to_all(

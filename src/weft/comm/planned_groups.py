@@ -68,14 +68,19 @@ def world_partition(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
     Neighbouring data axes are taken together, as gradients are.
     """
     summed = data_axes(mesh)
-    runs: list[list[str]] = []
+    outermost_first: list[tuple[str, ...]] = []
+    run: tuple[str, ...] = ()
     for axis in mesh.wide_axes:
-        is_after_data_axis = bool(runs) and runs[-1][-1] in summed
-        if axis in summed and is_after_data_axis:
-            runs[-1].append(axis)
-        else:
-            runs.append([axis])
-    return tuple(tuple(run) for run in reversed(runs))
+        is_data_axis = axis in summed
+        if not is_data_axis or not run:
+            run = ()
+        run = (*run, axis)
+        if len(run) > 1:
+            outermost_first.pop()
+        outermost_first.append(run)
+        if not is_data_axis:
+            run = ()
+    return tuple(reversed(outermost_first))
 
 
 def _axis_tuples(mesh: Mesh, *, every_axis: bool) -> tuple[tuple[str, ...], ...]:
@@ -86,12 +91,15 @@ def _axis_tuples(mesh: Mesh, *, every_axis: bool) -> tuple[tuple[str, ...], ...]
     wide = mesh.wide_axes
     tokens = data_axes(mesh)
     without_experts = tuple(axis for axis in tokens if not dimensions()[axis].params)
-    found = [tokens, without_experts]
-    for summed in (tokens, without_experts):
-        also_partial = (*summed, *activation_axes())
-        found.append(_in_mesh_order(mesh, also_partial))
-    found.append(_in_mesh_order(mesh, token_axes()))
-    found.extend(world_partition(mesh))
+    partial = activation_axes()
+    found = [
+        tokens,
+        without_experts,
+        _in_mesh_order(mesh, (*tokens, *partial)),
+        _in_mesh_order(mesh, (*without_experts, *partial)),
+        _in_mesh_order(mesh, token_axes()),
+        *world_partition(mesh),
+    ]
     for axis in wide:
         if every_axis or _has_calls_of_its_own(dimensions()[axis]):
             found.append((axis,))

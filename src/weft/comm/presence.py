@@ -74,9 +74,11 @@ class PresenceStore:
         missing = ranks
         try:
             for interval_s in poll_intervals(len(ranks)):
-                missing = tuple(
-                    rank for rank in missing if self._num_started(group, rank) < num_started
-                )
+                still_missing = []
+                for rank in missing:
+                    if self._num_started(group, rank) < num_started:
+                        still_missing.append(rank)
+                missing = tuple(still_missing)
                 is_over = self.is_closed or time.monotonic() > deadline_s
                 if not missing or is_over:
                     break
@@ -107,7 +109,12 @@ class PresenceStore:
             if self.is_closed or time.monotonic() > deadline_s:
                 break
             time.sleep(interval_s)
-        missing = self.missing(group, call.ranks, num_started=1, within_s=0.0)
+        missing = self.missing(
+            group,
+            call.ranks,
+            num_started=1,
+            within_s=0.0,
+        )
         if missing:
             late = f"{rank_list(missing)} did not arrive within {timeout_s:g} s"
             raise CommTimeout(f"{call.description}: {late}")
@@ -115,7 +122,10 @@ class PresenceStore:
     def _num_started(self, group: str, rank: int) -> int:
         key = _key(group, rank)
         is_announced = self._store.check([key])
-        return int(self._store.get(key)) if is_announced else 0
+        if not is_announced:
+            return 0
+        number = self._store.get(key)
+        return int(number)
 
 
 def _key(group: str, rank: int) -> str:

@@ -1,36 +1,32 @@
-"""Process transport: one rank per process, over gloo and NCCL. The only module that imports torch.distributed."""
+"""Process transport: one rank per process, over gloo and NCCL."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
 from weft.comm.backend import ProcessGroupBackend
 from weft.comm.device_groups import TorchProcessGroup
+from weft.comm.find_store import PollingStore, find_store, next_namespace
 from weft.comm.group_call import GroupCall
 from weft.comm.group_queue import GroupQueue
-from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
 from weft.comm.nccl_groups import NcclGroups
 from weft.comm.planned_groups import PlannedGroup
-from weft.comm.presence import PresenceStore, poll_intervals
+from weft.comm.presence import PresenceStore
 from weft.comm.queue_key import QueueKey
 from weft.comm.store_namespace import agree_on_namespace
 from weft.comm.transport import Call, OnLate, Reduce
-from weft.errors import CommError, CommTimeout, Fault, LaunchError, first_line
+from weft.errors import CommError, Fault, LaunchError
 
 # Note [Groups without a registry]
 # Process groups are made here one by one and not by `dist.new_group`, which keeps names and counters for the whole
@@ -113,12 +109,24 @@ class ProcessTransport:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices(address)
-        shared_store = find_store(rendezvous, rank, size, timeout_s=timeout_s, listener=listener)
+        shared_store = find_store(
+            rendezvous,
+            rank,
+            size,
+            timeout_s=timeout_s,
+            listener=listener,
+        )
         is_private = not isinstance(rendezvous, str) or rendezvous.startswith("file:")
         if nonce or is_private:
-            self._store = _next_namespace(shared_store, rank, nonce)
+            self._store = next_namespace(shared_store, rank, nonce)
         else:
-            prefix = agree_on_namespace(shared_store, rank, size, job=job, timeout_s=timeout_s)
+            prefix = agree_on_namespace(
+                shared_store,
+                rank,
+                size,
+                job=job,
+                timeout_s=timeout_s,
+            )
             self._store = PrefixStore(prefix, shared_store)
         self._presence = PresenceStore(self._store)
         self._queues: dict[QueueKey, GroupQueue] = {}
@@ -153,7 +161,14 @@ class ProcessTransport:
         if not dist.is_available() or not dist.is_initialized():
             what = "no other ranks are known: torch.distributed is not initialised"
             fix = "pass comm=weft.init(...), or call torch.distributed.init_process_group first"
-            raise LaunchError(Fault("comm", what, got="None", fix=fix))
+            raise LaunchError(
+                Fault(
+                    "comm",
+                    what,
+                    got="None",
+                    fix=fix,
+                )
+            )
         store = dist.distributed_c10d._get_default_store()
         return ProcessTransport(
             dist.get_rank(),
@@ -300,11 +315,16 @@ class ProcessTransport:
             options._devices = self._gloo_devices
             options._timeout = timedelta(seconds=self.timeout_s)
             options._threads = GLOO_THREADS
-            polling_store = _PollingStore(store, self._presence, self.timeout_s)
+            polling_store = PollingStore(store, self._presence, self.timeout_s)
             return cast(TorchProcessGroup, gloo(polling_store, call.index, size, options))
         if device_type == "cuda" and dist.is_nccl_available():
             color = min(call.ranks) + 1  # torch rejects 0
-            made = self._nccl_groups().connect(store, index=call.index, size=size, color=color)
+            made = self._nccl_groups().connect(
+                store,
+                index=call.index,
+                size=size,
+                color=color,
+            )
             return cast(TorchProcessGroup, made)
         raise CommError(f"no backend carries tensors on {device_type!r} between processes")
 
@@ -369,35 +389,6 @@ def _close(
     queues.clear()
 
 
-class _PollingStore(Store):
-    """A store that polls instead of blocking: a group that connects must not hold up the store's
-    other users.
-    """
-
-    def __init__(self, store: Store, presence: PresenceStore, timeout_s: float) -> None:
-        super().__init__()
-        self._store, self._presence, self._timeout_s = store, presence, timeout_s
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return bytes(self._store.get(key))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + timeout_s
-        for interval_s in poll_intervals():
-            if self._store.check(keys):
-                return
-            if time.monotonic() > deadline or self._presence.is_closed:
-                raise CommTimeout(
-                    f"a member of the group left while it was being connected; missing {keys}"
-                )
-            time.sleep(interval_s)
-
-
 def _gloo_devices(address: str | None) -> list[Any]:
     """Where gloo listens: the interfaces of GLOO_SOCKET_IFNAME, gloo's own variable, else
     `address`.
@@ -413,76 +404,3 @@ def _gloo_devices(address: str | None) -> list[Any]:
     if address is not None:
         return [gloo.create_device(hostname=address)]
     return [gloo.create_default_device()]
-
-
-def find_store(
-    rendezvous: str | Store,
-    rank: int,
-    size: int,
-    *,
-    timeout_s: float,
-    listener: int | None,
-) -> Store:
-    """The store of a world; arguments as of `ProcessTransport`.
-
-    Raises:
-        LaunchError: it cannot be reached, or opened.
-    """
-    if isinstance(rendezvous, Store):
-        return rendezvous
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        url = _without_agent(rendezvous)
-        if url.startswith("tcp:"):
-            return _tcp_store(url, rank, timeout=timeout, listener=listener)
-        found = next(find_rendezvous(url, rank, size, timeout=timeout))
-    except (ValueError, RuntimeError, OSError) as error:
-        reason = first_line(error)
-        what = f"rank {rank} of {size} cannot meet the others at {rendezvous}"
-        raise LaunchError(Fault("rendezvous", what, got=reason)) from error
-    store = found[0]
-    return cast(Store, store)
-
-
-def _without_agent(url: str) -> str:
-    """`tcp://host:port` for the variables that were set by hand, where no agent has a store."""
-    env = os.environ
-    has_agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if url != "env://" or has_agent or not env.get("MASTER_ADDR") or not env.get("MASTER_PORT"):
-        return url
-    host = env["MASTER_ADDR"]
-    shown = f"[{host}]" if ":" in host else host
-    return f"tcp://{shown}:{env['MASTER_PORT']}"
-
-
-def _tcp_store(url: str, rank: int, *, timeout: timedelta, listener: int | None) -> Store:
-    """The store at `tcp://host:port`: rank 0 listens, on one address; see `weft.comm.interfaces`."""
-    parts = urlsplit(url)
-    host, port = parts.hostname, parts.port
-    if not host or port is None:
-        raise ValueError(f"{url} names no host and port")
-    if rank > 0:
-        return TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-    if listener is None:
-        address = listen_address(host, port)
-        listening = listen(address, port) if address else listen_anywhere(port)
-        file = listening.detach()
-    else:
-        file = os.dup(listener)
-        address = host
-    return TCPStore(
-        address or LOOPBACK,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=file,
-    )
-
-
-def _next_namespace(store: Store, rank: int, nonce: str) -> Store:
-    """Keys of this transport alone in a store of this world: a second transport starts afresh."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    root = f"weft/{nonce or attempt}"
-    generation = store.add(f"{root}/joined/{rank}", 1)
-    return PrefixStore(f"{root}/{generation}", store)

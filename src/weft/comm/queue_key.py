@@ -41,5 +41,8 @@ class QueueKey(NamedTuple):
         members = "-".join(map(str, self.ranks))
         if len(members) <= MAX_NAME_LENGTH:
             return f"{self.kind} {members}"
-        digest = hashlib.sha256(members.encode()).hexdigest()
-        return f"{self.kind} of {len(self.ranks)} from {self.ranks[0]}, {digest[:16]}"
+        digest = hashlib.sha256(members.encode())
+        short_digest = digest.hexdigest()[:16]
+        size = len(self.ranks)
+        first = self.ranks[0]
+        return f"{self.kind} of {size} from {first}, {short_digest}"

@@ -106,7 +106,9 @@ def _receives(receiver: MemberCall, sender: MemberCall) -> bool:
     expected = receiver.signature.output_split_sizes
     if not sent and not expected:
         return True
-    if max(receiver.place, sender.place) >= min(len(sent), len(expected)):
+    num_members = min(len(sent), len(expected))
+    last_place = max(receiver.place, sender.place)
+    if last_place >= num_members:
         return False
     return sent[receiver.place] == expected[sender.place]
 
@@ -118,7 +120,12 @@ def encode_signature(call: Call) -> Tensor:
     input_sizes = call.input_split_sizes or absent
     output_sizes = call.output_split_sizes or absent
     text = call.signature.encode()
-    encoded = struct.pack(_format(size), text[:TEXT_BYTES], *input_sizes, *output_sizes)
+    encoded = struct.pack(
+        _format(size),
+        text[:TEXT_BYTES],
+        *input_sizes,
+        *output_sizes,
+    )
     writable = bytearray(encoded)
     return torch.frombuffer(writable, dtype=torch.uint8)
 
@@ -150,8 +157,9 @@ DIGEST_MODULUS = 2**40
 
 def signature_digest(call: Call) -> Tensor:
     """Two numbers of this member's signature, int64[2]: see Note [Digests of signatures]."""
-    text = _comparable(call.signature).encode()
-    text_hash = int.from_bytes(hashlib.sha256(text).digest()[:5], "big")
+    text = _comparable(call.signature)
+    text_digest = hashlib.sha256(text.encode()).digest()
+    text_hash = int.from_bytes(text_digest[:5], "big")
     own = call.index
     difference = 0
     for member, num_elements in enumerate(call.input_split_sizes):
@@ -165,14 +173,17 @@ def digests_agree(own: Tensor, total: Tensor, size: int) -> bool:
     """Whether the signatures of all `size` members agree, from this member's digest and the sum of
     all.
     """
-    has_equal_texts = int(total[0]) == size * int(own[0])
-    has_matching_sizes = int(total[1]) % DIGEST_MODULUS == 0
-    return has_equal_texts and has_matching_sizes
+    own_text_hash, _ = own.tolist()
+    text_hashes, differences = total.tolist()
+    has_equal_texts = text_hashes == size * own_text_hash
+    has_matching_sizes = differences % DIGEST_MODULUS == 0
+    return bool(has_equal_texts and has_matching_sizes)
 
 
 def _hash_of_transfer(source: int, destination: int, num_elements: int) -> int:
     packed = struct.pack("3q", source, destination, num_elements)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=5).digest(), "big")
+    digest = hashlib.blake2b(packed, digest_size=5)
+    return int.from_bytes(digest.digest(), "big")
 
 
 def _format(size: int) -> str:

@@ -59,11 +59,30 @@ def agree_on_namespace(
     root = f"weft/{job}" if job else "weft"
     deadline = time.monotonic() + timeout_s
     if rank == 0:
-        return _lead(store, root, size, deadline=deadline, timeout_s=timeout_s)
-    return _follow(store, root, rank, deadline=deadline, timeout_s=timeout_s)
+        return _lead(
+            store,
+            root,
+            size,
+            deadline=deadline,
+            timeout_s=timeout_s,
+        )
+    return _follow(
+        store,
+        root,
+        rank,
+        deadline=deadline,
+        timeout_s=timeout_s,
+    )
 
 
-def _lead(store: NamespaceStore, root: str, size: int, *, deadline: float, timeout_s: float) -> str:
+def _lead(
+    store: NamespaceStore,
+    root: str,
+    size: int,
+    *,
+    deadline: float,
+    timeout_s: float,
+) -> str:
     prefix = f"{root}/{secrets.token_hex(16)}"
     store.set(f"{root}/leader", prefix)
     for interval_s in poll_intervals():
@@ -112,7 +131,15 @@ def _follow(
     what = f"another process is rank {rank} of this job"
     got = owner.rpartition(" ")[0]
     fix = "use another port, or end that process"
-    raise LaunchError(Fault("rendezvous", what, got=got, need="one process for each rank", fix=fix))
+    raise LaunchError(
+        Fault(
+            "rendezvous",
+            what,
+            got=got,
+            need="one process for each rank",
+            fix=fix,
+        )
+    )
 
 
 def _value(store: NamespaceStore, key: str) -> str:

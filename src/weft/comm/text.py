@@ -16,27 +16,47 @@ PADDING = 0xFF
 
 def all_gather_text(comm: Comm, text: str) -> tuple[str, ...]:
     """The text of every rank of the mesh, in rank order; every rank must call it."""
-    encoded = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
-    local_length = torch.tensor([len(encoded)], device=comm.device)
-    longest = int(comm.combine_world(local_length, _largest))
-    if not longest:
+    encoded = text.encode()
+    length = _longest(comm, len(encoded))
+    if length == 0:
         return ("",) * comm.mesh.size
-    padded = torch.full((longest,), PADDING, dtype=torch.uint8, device=comm.device)
-    padded[: len(encoded)] = encoded
-    rows = comm.all_gather_world(padded.unsqueeze(0)).cpu()
     padding = bytes([PADDING])
-    return tuple(bytes(row.tolist()).rstrip(padding).decode() for row in rows)
+    padded = encoded.ljust(length, padding)
+    row = _bytes_as_tensor(comm, padded)
+    rows = comm.all_gather_world(row.unsqueeze(0))
+    texts = []
+    for received in rows.cpu():
+        stripped = bytes(received.tolist()).rstrip(padding)
+        texts.append(stripped.decode())
+    return tuple(texts)
 
 
 def broadcast_text(comm: Comm, text: str) -> str:
     """The text of rank 0 on every rank; every rank must call it."""
-    local = text.encode() if comm.rank == 0 else b""
-    local_length = torch.tensor([len(local)], device=comm.device)
-    length = int(comm.combine_world(local_length, _largest))
-    row = torch.zeros(length, dtype=torch.uint8, device=comm.device)
+    encoded = b""
     if comm.rank == 0:
-        row.copy_(torch.tensor(list(local), dtype=torch.uint8))
-    return bytes(comm.combine_world(row, _largest).tolist()).decode()
+        encoded = text.encode()
+    length = _longest(comm, len(encoded))
+    zeros = bytes(1)
+    padded = encoded.ljust(length, zeros)
+    row = _bytes_as_tensor(comm, padded)
+    received = comm.combine_world(row, _largest)
+    return bytes(received.tolist()).decode()
+
+
+def _longest(comm: Comm, length: int) -> int:
+    """The largest of the numbers of all ranks."""
+    local = torch.tensor([length], device=comm.device)
+    largest = comm.combine_world(local, _largest)
+    return int(largest)
+
+
+def _bytes_as_tensor(comm: Comm, content: bytes) -> Tensor:
+    return torch.tensor(
+        list(content),
+        dtype=torch.uint8,
+        device=comm.device,
+    )
 
 
 def _largest(rows: Tensor) -> Tensor:
@@ -55,11 +75,12 @@ def raise_on_all_ranks(comm: Comm, action: Callable[[], None]) -> None:
         action()
     except CheckpointError as error:
         faults = error.faults
-    texts = all_gather_text(comm, "; ".join(str(fault) for fault in faults))
+    local_text = "; ".join(map(str, faults))
+    texts = all_gather_text(comm, local_text)
     if faults:
         raise CheckpointError(*faults)
     for rank, text in enumerate(texts):
         if text:
-            raise CheckpointError(
-                Fault("resume", f"rank {rank} ({comm.mesh.coord_text(rank)}) failed: {text}")
-            )
+            place = comm.mesh.coord_text(rank)
+            fault = Fault("resume", f"rank {rank} ({place}) failed: {text}")
+            raise CheckpointError(fault)

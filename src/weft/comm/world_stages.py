@@ -12,7 +12,7 @@ Note [World stages]
 
 from __future__ import annotations
 
-from weft.comm.collectives import AxisGroup
+from weft.comm.axis_group import AxisGroup
 
 MAX_STAGE_RANKS = 16
 
@@ -53,10 +53,18 @@ def world_stages(rank: int, world_size: int, *, checked: bool) -> tuple[AxisGrou
     groups = []
     stride = 1
     for stage, size in enumerate(sizes):
+        width = size * stride
         index = rank // stride % size
         first = rank - index * stride
-        ranks = tuple(range(first, first + size * stride, stride))
-        name = f"world, stage {stage + 1} of {len(sizes)}" if len(sizes) > 1 else "world"
-        groups.append(AxisGroup(axis=name, ranks=ranks, index=index, checked=checked))
-        stride *= size
+        name = "world"
+        if len(sizes) > 1:
+            name = f"world, stage {stage + 1} of {len(sizes)}"
+        group = AxisGroup(
+            axis=name,
+            ranks=tuple(range(first, first + width, stride)),
+            index=index,
+            checked=checked,
+        )
+        groups.append(group)
+        stride = width
     return tuple(groups)

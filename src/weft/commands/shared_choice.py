@@ -48,7 +48,7 @@ def agent_store(world: World) -> NamespaceStore | None:
     is_env = world.rendezvous == "env://"
     if not is_env or os.environ.get(AGENT_VARIABLE) != "True" or world.size == 1:
         return None
-    from weft.comm.process_groups import find_store  # late: it imports torch
+    from weft.comm.find_store import find_store  # late: it imports torch
 
     return find_store("env://", world.rank, world.size, timeout_s=ARRIVAL_S, listener=None)
 
