@@ -27,7 +27,7 @@ from weft.checkpoint.holders import HolderShift, choose_holders
 from weft.checkpoint.memory import MemorySnapshots
 from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.checkpoint.saver import StatusFlag
-from weft.checkpoint.state import TrainState, write_items
+from weft.checkpoint.state import TrainState, snapshot_of
 from weft.checkpoint.transfer import (
     CHUNK_BYTES,
     distribute,
@@ -36,7 +36,6 @@ from weft.checkpoint.transfer import (
     read_chunk,
 )
 from weft.checkpoint.write import RankWrite, start_write
-from weft.checkpoint.write_item import snapshot
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text, raise_on_all_ranks
 from weft.errors import CheckpointError
@@ -143,9 +142,15 @@ class NodeSaver:
     def save(self, step: int) -> Iterator[Event]:
         """Start to write a snapshot; waits first for an earlier one."""
         yield from self.wait()
-        items = snapshot(write_items(self._state()))
+        copied = snapshot_of(self._state())
         tmp = temporary_path(checkpoint_path(self.memory.pieces, step))
-        write = start_write(tmp, self.comm.rank, items, require_finite=True)
+        write = start_write(
+            tmp,
+            self.comm.rank,
+            copied.items,
+            require_finite=True,
+            before=copied.under_way.wait,
+        )
         self._writing = _Pending(step, tmp, self._facts(step), write)
 
     def wait(self) -> Iterator[Event]:

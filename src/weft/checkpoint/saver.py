@@ -33,10 +33,9 @@ from weft.checkpoint.folder import (
 )
 from weft.checkpoint.format import Facts
 from weft.checkpoint.remote import RemoteCopies
-from weft.checkpoint.state import TrainState, write_items
+from weft.checkpoint.state import TrainState, snapshot_of
 from weft.checkpoint.transfer import collect
 from weft.checkpoint.write import RankWrite, start_write
-from weft.checkpoint.write_item import snapshot
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text, broadcast_text
 from weft.errors import CheckpointError
@@ -190,10 +189,7 @@ class Saver:
         start = time.perf_counter()
         yield from self.wait()
         final = checkpoint_path(self.run_folder, step)
-        state = self._state()
-        copied = snapshot(write_items(state))
-        if copied.under_way:
-            state.grads.before_next_change(copied.under_way.before_change)
+        copied = snapshot_of(self._state())
         write = start_write(
             temporary_path(final),
             self.comm.rank,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from weft.checkpoint.write_item import WriteItem
+from weft.checkpoint.write_item import Snapshot, WriteItem, snapshot
 from weft.core.axes import Box, span
 from weft.core.dimension import local_update_axes
 from weft.parallel.local_updates.outer_shard import OuterPiece
@@ -184,6 +184,14 @@ def write_items(state: TrainState) -> tuple[WriteItem, ...]:
     for local in param_states(state):
         items.extend(local.write_items())
     return tuple(items)
+
+
+def snapshot_of(state: TrainState) -> Snapshot:
+    """Copies of what this rank writes; the next change of the state waits for those under way."""
+    copied = snapshot(write_items(state))
+    if copied.under_way:
+        state.grads.before_next_change(copied.under_way.before_change)
+    return copied
 
 
 def param_states(state: TrainState) -> Iterator[ParamState]:
