@@ -73,9 +73,6 @@ class UserLayer(nn.Module):
         x_BSHK: Tensor = x_BSD.unflatten(-1, (-1, self.head_size))
         return x_BSHK
 
-    def _by_head(self, x_BSD: Tensor) -> Tensor:
-        return x_BSD.unflatten(-1, (-1, self.head_size))
-
 
 def blocks(config: Config) -> dict[str, nn.Module]:
     """The chain of blocks."""
