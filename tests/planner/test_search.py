@@ -22,7 +22,7 @@ from weft.planner.layout_costs import LayoutCosts, Simulated
 from weft.planner.plan_report import nothing_fits_text
 from weft.planner.search import SearchLimits, search
 from weft.planner.speeds import Speeds
-from weft.planner.stage_split import best_split
+from weft.planner.stage_split import best_split, moves
 from weft.planner.why_not import rule_lines, smaller_change
 
 SMALL = "--model.layers 4 --model.dim 64 --model.ffn 128 --data.seq_len 64 --batch.global_size 8"
@@ -176,6 +176,8 @@ def narrow_costs(words: str = "") -> LayoutCosts:
         "dp8 zero2 micro1",
         "pp2 dp4 zero3 micro1",
         "pp2 dp4 zero3 interleavedx2 recompute-selective micro1",
+        "pp4 dp2 zero1 split-0-4-4-0 micro1",
+        "pp2 dp4 zero1 interleavedx2 split-0-4-4-0 micro1",
     ],
 )
 def test_a_simulated_layout_takes_the_time_and_memory_of_the_measured_one(words: str) -> None:
@@ -197,6 +199,18 @@ def test_context_ranks_on_two_nodes_wait_longer_than_on_one() -> None:
     assert far.seconds > near.seconds
 
 
+def test_stages_without_layers_are_possible_at_the_ends_alone() -> None:
+    costs = narrow_costs("--model.layers 2")
+    possible = {}
+    for ranks in (2, 3, 4, 5, 6):  # with embedding, head and loss the model has five blocks
+        layout = read_layout(f"pp{ranks} micro1", costs.run)
+        possible[ranks] = costs.has_stages(layout)
+    assert possible == {2: True, 3: True, 4: True, 5: False, 6: False}
+    assert costs.stages.layers(read_layout("pp4 micro1", costs.run)) == (0, 1, 1, 0)
+    assert list(moves((1, 1), [1.0, 2.0], [0, 0])) == [(2, 0), (0, 2)]
+    assert list(moves((1, 1), [1.0, 2.0], [1, 0])) == [(2, 0)]
+
+
 @pytest.mark.slow
 def test_the_layers_of_stages_are_the_best_of_all_splits() -> None:
     """Three stages; the head has as many parameters as seven layers, and the uneven start is bad."""
@@ -206,8 +220,8 @@ def test_the_layers_of_stages_are_the_best_of_all_splits() -> None:
     found = best_split(start, costs, 1e12)
     assert found is not None
     simulated = []
-    for first in range(1, 8):
-        for second in range(1, 9 - first):
+    for first in range(9):
+        for second in range(1, 10 - first):
             split = first, second, 9 - first - second
             simulated.append(costs.simulate(replace(layout, split=split)).seconds)
     assert found.seconds == min(simulated)

@@ -65,7 +65,7 @@ def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None
     check_stage_limit(num_stages)
     chain = _layered(blocks)
     num_layers = len(chain.layers)
-    most = num_layers + chain.can_lack_layers.count(True)
+    most = most_stages(blocks)
     if num_stages > most:
         fills_ranks = num_stages % max(num_layers, 1) == 0
         stages = counted(num_stages, "stage")
@@ -118,6 +118,12 @@ def split_by_counts(
             )
             raise PlanError(fault)
     return _names_by_counts(chain, counts)
+
+
+def most_stages(blocks: Sequence[BlockSpec]) -> int:
+    """Stages of a model at most: its layers, and the ends that other blocks can fill."""
+    chain = _layered(blocks)
+    return len(chain.layers) + chain.can_lack_layers.count(True)
 
 
 def least_layers(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[int, ...]:

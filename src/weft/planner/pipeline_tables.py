@@ -72,21 +72,29 @@ class PipelineTables:
     def most_held(self, table: Table) -> list[HeldActivations]:
         """For each rank of a table of these the activations when it holds most of them."""
         if id(table) not in self._held:
-            self._held[id(table)] = [_most_held_by(row) for row in table.rows]
+            sizes = [1] * len(table.stage_to_rank)
+            self._held[id(table)] = most_held_bytes(table, sizes)
         return self._held[id(table)]
 
 
-def _most_held_by(row: Sequence[Act]) -> HeldActivations:
-    """The activations when a row of actions holds most of them."""
+def most_held_bytes(table: Table, sizes: Sequence[int]) -> list[HeldActivations]:
+    """For each rank the activations when it holds most bytes of them; `sizes` are those of an
+    activation of every stage.
+    """
+    return [_most_held_by(row, sizes) for row in table.rows]
+
+
+def _most_held_by(row: Sequence[Act], sizes: Sequence[int]) -> HeldActivations:
+    """The activations when a row of actions holds most bytes of them."""
     held: Counter[int] = Counter()
     most = HeldActivations(Counter(), row[0].stage)
-    num_held = 0
-    num_most = 0
+    held_bytes = 0
+    most_bytes = 0
     for act in row:
         change = ACTIVATION_CHANGE[act.kind]
         held[act.stage] += change
-        num_held += change
-        if num_held > num_most:
-            num_most = num_held
+        held_bytes += change * sizes[act.stage]
+        if held_bytes > most_bytes:
+            most_bytes = held_bytes
             most = HeldActivations(held.copy(), act.stage)
     return most

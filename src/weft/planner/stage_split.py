@@ -26,7 +26,7 @@ def best_split(
         memory_bytes: that a rank may use.
     """
     best = entry
-    own = costs.layers_of_stages(entry.layout)
+    own = costs.stages.layers(entry.layout)
     by_seconds = costs.split_by_seconds(entry.layout)
     for split in dict.fromkeys([own, by_seconds]):
         start = costs.simulate(replace(entry.layout, split=split))
@@ -63,7 +63,7 @@ def _first_better(
     """The first split by one move that is better; None if none is."""
     layout = entry.layout
     seconds = costs.stage_seconds(layout)
-    least = costs.least_layers(layout)
+    least = costs.stages.least_layers(layout)
     for moved in moves(layout.split, seconds, least):
         found = costs.simulate(replace(layout, split=moved))
         if _is_better(found, entry, memory_bytes):
