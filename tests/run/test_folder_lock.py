@@ -22,7 +22,6 @@ from weft.run import folder_lock
 from weft.run.folder_lock import (
     LOCK,
     STALE_AFTER_S,
-    LockHolder,
     acquire,
     acquire_new,
     find_lock,
@@ -30,6 +29,7 @@ from weft.run.folder_lock import (
     held_fault,
     publish_status_board,
 )
+from weft.run.lock_holder import LockHolder
 
 HOLD = """
 import os, sys, time

@@ -14,7 +14,7 @@ from tests.comm.test_store_namespace import MemoryStore
 from weft.comm.transport import Call
 from weft.core.mesh import Mesh
 from weft.run import peer_watch
-from weft.run.folder_lock import LockHolder
+from weft.run.lock_holder import LockHolder
 from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.process_state import ProcessState
 from weft.run.rank_status import StatusBoard

@@ -19,8 +19,9 @@ from weft.config import flags, toml
 from weft.config.schema import ConfigSection
 from weft.core.mesh import Mesh
 from weft.errors import Fault, UserError, WeftError
-from weft.run.folder_lock import FolderLock, LockHolder, find_lock
+from weft.run.folder_lock import FolderLock, find_lock
 from weft.run.hang import diagnose
+from weft.run.lock_holder import LockHolder
 from weft.run.private_folder import is_private_file
 from weft.run.process_state import STOPPED, process_state
 from weft.run.rank_status import RankSnapshot, StatusBoard

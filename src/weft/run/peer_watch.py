@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from weft.core.mesh import Mesh
-from weft.run.folder_lock import LockHolder
 from weft.run.hang import MIN_TIMEOUT_S, phase_limit_s, step_limit_s
+from weft.run.lock_holder import LockHolder
 from weft.run.process_state import STOPPED, process_state
 from weft.run.rank_status import Phase, RankSnapshot, StatusBoard, WaitingCall
 
