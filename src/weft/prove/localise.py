@@ -96,7 +96,7 @@ class Localisation:
         ranks = tuple(sorted(failures))
         first = failures[ranks[0]]
         worst = max(failures.values(), key=lambda failure: failure.measured)
-        cause = _Cause("", "other values")
+        cause = _Cause("", "different")
         if has_relation:
             cause = self._explain(site, first)
         operation = first.observed.operation

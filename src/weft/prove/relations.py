@@ -206,14 +206,14 @@ def _partly(measured: Tensor, expected: Tensor) -> str:
     wrong = difference > 1e-6 * scale
     share = float(wrong.double().mean())
     if share >= 0.999 or share == 0:
-        return "other values in all entries"
+        return "different in all entries"
     for dim, size in enumerate(expected.shape):
         places = _wrong_places(wrong, dim)
         if len(places) < size and len(places) <= size // 2:
             shown = " ".join(map(str, places[:8]))
             more = " ..." if len(places) > 8 else ""
             return f"wrong at {shown}{more} of dim {dim} (of {size})"
-    return f"other values in {share:.0%} of the entries"
+    return f"different in {share:.0%} of the entries"
 
 
 def _wrong_places(wrong: Tensor, dim: int) -> list[int]:
