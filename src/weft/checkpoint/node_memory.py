@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,7 @@ def _shift_file(
             file.write(arrived.cpu().numpy().data)
 
     for start in range(0, max(sizes), CHUNK_BYTES):
-        raise_on_all_ranks(comm, lambda start=start: exchange_chunk(start))
+        raise_on_all_ranks(comm, partial(exchange_chunk, start))
 
 
 def remove_pieces(memory: NodeMemory, *, below: int = 0, above: int | None = None) -> None:
