@@ -12,8 +12,8 @@ from weft.comm.backend_work import BackendCall
 from weft.comm.device_calls import DeviceCalls
 from weft.comm.group_call import GroupCall
 from weft.comm.presence import PresenceStore
-from weft.comm.signature import rank_list
 from weft.comm.transport import Call, OnLate
+from weft.core.mesh import rank_list
 from weft.errors import CommError, CommTimeout, first_line
 
 TIMEOUT_GRACE_S, LOST_GRACE_S = 0.1, 0.5

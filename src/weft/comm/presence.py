@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from weft.comm.signature import rank_list
 from weft.comm.transport import Call
+from weft.core.mesh import rank_list
 from weft.errors import CommTimeout
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02

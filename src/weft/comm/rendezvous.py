@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass
 
 from weft.comm.in_process import run_collective
-from weft.comm.signature import Signature, check_signatures, rank_list
+from weft.comm.signature import Signature, check_signatures
 from weft.comm.transport import Call, GroupKey, OnLate
+from weft.core.mesh import rank_list
 from weft.errors import CommError, CommTimeout
 
 WAIT_SLICE_S = 1.0

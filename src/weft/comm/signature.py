@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.transport import Call
+from weft.core.mesh import rank_list
 from weft.errors import MismatchError
 
 TEXT_BYTES = 192
@@ -229,10 +230,3 @@ def _ranks_by_text(ranks: Sequence[int], texts: Sequence[str]) -> str:
     for text, members in ranks_of_text.items():
         parts.append(f"{rank_list(members)}: {text}")
     return "; ".join(parts)
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """`rank 3` or `ranks 0 2`, for messages."""
-    noun = "ranks" if len(ranks) > 1 else "rank"
-    numbers = " ".join(map(str, ranks))
-    return f"{noun} {numbers}"

@@ -12,7 +12,7 @@ import time
 from typing import Protocol
 
 from weft.comm.presence import poll_intervals
-from weft.comm.signature import rank_list
+from weft.core.mesh import rank_list
 from weft.errors import Fault, LaunchError
 
 REPLACED_WAIT_S = 60.0

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.core.dimension import all_axes, dimensions
@@ -278,3 +278,10 @@ def axis_names(axis: Axis) -> tuple[str, ...]:
     if isinstance(axis, str):
         return (axis,)
     return tuple(axis)
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3` or `ranks 0 2`, for messages."""
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    numbers = " ".join(map(str, ranks))
+    return f"{noun} {numbers}"
