@@ -13,7 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
 from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
-from weft.comm.presence import PresenceStore, poll_intervals
+from weft.comm.presence import PresenceStore
+from weft.comm.store_namespace import poll_intervals
 from weft.errors import CommTimeout, Fault, LaunchError, first_line
 
 

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Protocol
 
+from weft.comm.store_namespace import poll_intervals
 from weft.comm.transport import Call
 from weft.core.mesh import rank_list
 from weft.errors import CommTimeout
-
-FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
-POLL_S_PER_MEMBER = 2e-5
-"""Added to the longest interval for each member of a group: 16,384 members ask 50,000 times a second
-together.
-"""
-POLL_GROWTH = 1.3
-
-
-def poll_intervals(num_members: int = 0) -> Iterator[float]:
-    """Seconds between two looks at the store: short at first, for ranks that arrive together."""
-    longest_s = LONGEST_POLL_S + POLL_S_PER_MEMBER * num_members
-    interval_s = FIRST_POLL_S
-    while True:
-        yield interval_s
-        interval_s = min(POLL_GROWTH * interval_s, longest_s)
 
 
 class Store(Protocol):

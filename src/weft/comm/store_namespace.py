@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
-from weft.comm.presence import poll_intervals
 from weft.core.mesh import rank_list
 from weft.errors import Fault, LaunchError
 
@@ -19,6 +19,12 @@ REPLACED_WAIT_S = 60.0
 """How long a rank whose slot another process holds waits for a new leader."""
 MAX_NAMED_SLOTS = 4096
 """Largest world in which a time-out looks up which ranks are missing."""
+FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
+POLL_S_PER_MEMBER = 2e-5
+"""Added to the longest interval for each member of a group: 16,384 members ask 50,000 times a second
+together.
+"""
+POLL_GROWTH = 1.3
 
 # Note [Job nonce]
 # A store outlives the processes that use it (the agent of torchrun keeps one over all restarts), and a process of another
@@ -33,6 +39,15 @@ MAX_NAMED_SLOTS = 4096
 #                       that claims it is rejected in one line that names the first, and changes nothing
 #
 # Each rank sends a constant number of requests besides polling.
+
+
+def poll_intervals(num_members: int = 0) -> Iterator[float]:
+    """Seconds between two looks at the store: short at first, for ranks that arrive together."""
+    longest_s = LONGEST_POLL_S + POLL_S_PER_MEMBER * num_members
+    interval_s = FIRST_POLL_S
+    while True:
+        yield interval_s
+        interval_s = min(POLL_GROWTH * interval_s, longest_s)
 
 
 class NamespaceStore(Protocol):

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from weft.comm.presence import poll_intervals
-from weft.comm.store_namespace import NamespaceStore, agree_on_namespace
+from weft.comm.store_namespace import NamespaceStore, agree_on_namespace, poll_intervals
 from weft.errors import (
     ConfigError,
     Fault,
