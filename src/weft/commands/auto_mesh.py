@@ -25,7 +25,6 @@ from typing import Any, Literal, Protocol
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.resume import AUTO, starts_new
 from weft.commands import environment
-from weft.commands.shared_choice import agent_store, choose_once
 from weft.config import toml
 from weft.config.checks import Check
 from weft.config.hardware import (
@@ -102,8 +101,12 @@ def choose_mesh(run: Run, *, is_flag: bool, before_ranks: bool = False) -> Chose
             not valid.
     """
     world = detect(os.environ)
-    store = None if world is None else agent_store(world)
-    if world is None or store is None:
+    if world is None:
+        return _choose_here(run, is_flag=is_flag, before_ranks=before_ranks)
+    from weft.commands.shared_choice import agent_store, choose_once  # late: it imports torch
+
+    store = agent_store(world)
+    if store is None:
         return _choose_here(run, is_flag=is_flag, before_ranks=before_ranks)
 
     def choose() -> dict[str, Any]:
