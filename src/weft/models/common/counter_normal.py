@@ -19,6 +19,7 @@ Note [Counter-based numbers]
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Iterator
@@ -188,6 +189,7 @@ def _sum_of_quantiles(bits: Tensor, table: Tensor) -> Tensor:
     return values.view(bits.shape)
 
 
+@functools.cache
 def _quantiles() -> NDArray[np.float32]:
     """Centres of 65,536 equally likely intervals of a normal distribution, scaled to variance 1/2.
 
