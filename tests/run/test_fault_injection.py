@@ -39,7 +39,7 @@ def attempt_with(folder: Path, *faults: PlannedFault, number: int = 0) -> Attemp
         restart = Restart(
             number, 9, rank=0, reason="killed", detected_s=0.1, at_s=7.0, had_started=True
         )
-    return FaultInjection(plan).adapt(0, Attempt(status, None, restart))
+    return FaultInjection(plan).adapt(0, Attempt(status, restart=restart))
 
 
 def fault(kind: FaultKind, phase: Phase, *, number: int = 0, rank: int = 0, step: int = 4):
