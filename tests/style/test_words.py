@@ -47,6 +47,8 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 def test_comments_docstrings_and_messages_use_no_private_vocabulary(path):
     if path == Path(__file__):
         return
+    if not PRIVATE_VOCABULARY.search(path.read_text(encoding="utf-8")):
+        return  # without the cost of tokenizing
     found = [
         f"{number}: {line.strip()}"
         for number, line in prose(path)
