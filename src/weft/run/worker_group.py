@@ -65,6 +65,7 @@ def fork_workers(
         fix = "start the ranks before anything is computed, or start them with torchrun"
         raise LaunchError(Fault("ranks", problem, fix=fix))
     import_modules_of_ranks(mesh)
+    had_frozen = gc.get_freeze_count() > 0  # forks of the fork server have, and keep it so
     gc.collect()
     gc.freeze()  # see Note [Garbage collection in ranks]
     group = WorkerGroup()
@@ -74,7 +75,7 @@ def fork_workers(
             worker = fork_worker(rank, folder / f"stack{rank}.txt", close=inherited)
         except OSError as error:
             group.kill()
-            gc.unfreeze()
+            _unfreeze(unless=had_frozen)
             raise LaunchError(
                 Fault("ranks", f"cannot start rank {rank} of {size}", got=str(error))
             ) from error
@@ -82,8 +83,13 @@ def fork_workers(
             return worker
         group.workers.append(worker)
         inherited.append(worker.pipe)
-    gc.unfreeze()
+    _unfreeze(unless=had_frozen)
     return group
+
+
+def _unfreeze(*, unless: bool) -> None:
+    if not unless:
+        gc.unfreeze()
 
 
 def import_modules_of_ranks(mesh: Mesh | None) -> None:
