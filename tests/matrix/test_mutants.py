@@ -31,10 +31,10 @@ from weft.train.step import TrainStep
 MUTANTS = all_mutants()
 REPRESENTATIVE = (
     "targets_are_shifted_twice",
-    "float16_gradients_are_not_divided_by_the_loss_scale",
     "moments_are_swapped_in_the_checkpoint",
 )
 MORE_REPRESENTATIVE = (
+    "float16_gradients_are_not_divided_by_the_loss_scale",
     "targets_of_multi_token_prediction_are_made_after_the_split",
     "gradients_are_averaged_although_the_loss_is_normalised_globally",
     "tied_embeddings_are_not_summed_across_stages",
