@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from weft.config.changed_runs import command_of
 from weft.config.checks import run_checks
 from weft.config.load import load, try_load
 from weft.config.run import Run, plan_of
+from weft.config.small_runs import reduced
+from weft.config.smaller_cases import DEFAULTS
 from weft.config.toml import dump
 from weft.config.validate import config_checks
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.prove.reduce import command_of, reduced
-from weft.prove.shrink import DEFAULTS
+from weft.prove.small_sizes import accepts_sizes
 from weft.schedule.catalog import make_table
 from weft.schedule.table_file import table_lines
 
@@ -97,7 +99,7 @@ def test_other_sizes_come_with_those_that_work(folder: Path) -> None:
 
 def test_a_proof_at_reduced_size_keeps_the_table_and_a_smaller_case_drops_it(folder: Path) -> None:
     run = read(*WORDS, "--pipeline.schedule", "my.schedule")
-    assert plan_of(reduced(run)).table == TABLE
+    assert plan_of(reduced(run, accepts_sizes)).table == TABLE
     assert ("pipeline.schedule", "1f1b") in DEFAULTS
     plain = run.with_values({"pipeline.schedule": "1f1b", "pipeline.chunks": 1})
     assert plan_of(plain).table == make_table("1f1b", ranks=2, microbatches=3)
@@ -106,5 +108,5 @@ def test_a_proof_at_reduced_size_keeps_the_table_and_a_smaller_case_drops_it(fol
 def test_the_command_of_a_proof_has_the_content_of_the_file(folder: Path) -> None:
     run = read(*WORDS, "--pipeline.schedule", "my.schedule")
     (folder / "my.schedule").unlink()
-    _, _, words = command_of(run, steps=1).partition("--first 1 ")
+    _, _, words = command_of(run, FAMILIES, steps=1).partition("--first 1 ")
     assert read(*shlex.split(words)).pipeline == run.pipeline

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.commands.prove import prove_config
+from weft.config.changed_runs import in_float64
 from weft.config.load import load
 from weft.config.schema import DataConfig
 from weft.data import document_bounds as bounds_module
@@ -20,7 +21,6 @@ from weft.data.prepare import PrepareOptions, prepare
 from weft.data.samples import IGNORE
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
-from weft.prove.reduce import in_float64
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 

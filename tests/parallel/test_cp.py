@@ -10,6 +10,7 @@ import weft
 from tests.matrix.layouts import Case, batches, check, shallow
 from weft.comm.comm import Comm
 from weft.commands.prove import prove_config
+from weft.config.changed_runs import in_float64
 from weft.config.load import load
 from weft.core.attention_mask import AttentionMask
 from weft.core.sequence import Context
@@ -17,7 +18,6 @@ from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.models.common.attention import Attend, AttentionSpec
 from weft.models.common.batch import Batch
-from weft.prove.reduce import in_float64
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader, build_model
 

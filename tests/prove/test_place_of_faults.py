@@ -9,7 +9,8 @@ from weft.models import FAMILIES
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.effect import layout_words, write_texts
 from weft.prove.mutants.plant import planted
-from weft.prove.proof import Subject, prove
+from weft.prove.proof import prove
+from weft.prove.subject import Subject
 
 
 @pytest.mark.parametrize(

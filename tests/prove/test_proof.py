@@ -22,8 +22,9 @@ from weft.prove.failure import is_fault_of_the_layout
 from weft.prove.html import page
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.plant import planted
-from weft.prove.proof import Subject, reference, reference_bounds
+from weft.prove.proof import reference, reference_bounds
 from weft.prove.shrink import smallest_case
+from weft.prove.subject import Subject
 from weft.train import data_loader
 from weft.train.step import TrainStep
 

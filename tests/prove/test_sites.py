@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 from weft.commands.prove import prove_config
+from weft.config.changed_runs import inside_site
 from weft.config.load import load
 from weft.config.run import Run
-from weft.data.dataset import open_data
+from weft.config.small_runs import reduced
 from weft.models import FAMILIES
 from weft.parallel.local_updates.outer_step import LocalUpdates
-from weft.prove.local_updates import SiteProof, inside_site
-from weft.prove.reduce import reduced
-from weft.train.build import family_of
+from weft.prove.local_updates import SiteProof
+from weft.prove.small_sizes import accepts_sizes
+from weft.prove.subject import Subject
 
 
 def run_of(*words: str) -> Run:
@@ -20,8 +21,8 @@ def run_of(*words: str) -> Run:
 
 
 def site_proof(run: Run) -> SiteProof:
-    run = reduced(run)
-    return SiteProof.of(run, family_of(run.model, run.lora), open_data(run.data, run.model))
+    small = reduced(run, accepts_sizes)
+    return SiteProof.of(Subject.of_recorded(small, steps=2))
 
 
 def test_one_site_is_the_layout_without_the_axis_on_its_part_of_the_batch() -> None:

@@ -13,7 +13,8 @@ from weft.config.run import Run, plan_of
 from weft.config.validate import config_checks
 from weft.errors import UserError
 from weft.models import FAMILIES
-from weft.prove.proof import Subject, prove
+from weft.prove.proof import prove
+from weft.prove.subject import Subject
 from weft.train.model_checks import check_user_model
 
 FOLDER = Path(__file__).parent

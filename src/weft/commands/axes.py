@@ -97,7 +97,8 @@ def _run(
 
 
 def _prove(run: Run) -> int:
-    from weft.prove.proof import Subject, prove  # they import torch
+    from weft.prove.proof import prove  # they import torch
+    from weft.prove.subject import Subject
     from weft.train.model_checks import check_user_model
 
     check_user_model(FAMILIES[run.model.name], run.model, plan_of(run))

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.prove import prove_config
-from weft.config.run import Run
+from weft.config.run import Run, plan_of
+from weft.config.small_runs import reduced
 from weft.errors import WeftError
-from weft.prove.reduce import reduced
+from weft.prove.small_sizes import accepts_sizes
 from weft.prove.verdicts import cache_folder, read_verdict, verdict_key, write_verdict
 from weft.run.worker import end_with_parent
 
@@ -119,7 +120,8 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
         if mode == "always":
             raise WeftError(f"prove.before is always, and the proof could not be made: {reason}")
         return {"verdict": "unknown", "reason": reason}
-    key = verdict_key(reduced(run))
+    small = reduced(run, accepts_sizes)
+    key = verdict_key(small.model_dump(mode="json"), plan_of(small))
     folder = cache_folder(environ)
     stored = read_verdict(folder, key)
     if stored is not None and mode == "auto":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,21 +23,24 @@ from weft.commands.console import (
 from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.preflight import data_checks
 from weft.config import flags
+from weft.config.changed_runs import changes, command_of
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.run import Run
 from weft.config.schema import ConfigSection
+from weft.config.small_runs import reduced
 from weft.core.axes import local_update_axis
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
 from weft.prove.html import page
 from weft.prove.recorded import first_config_path, recorded_steps
-from weft.prove.reduce import changes, command_of, reduced, without_weights_note
 from weft.prove.report import ProofReport
+from weft.prove.small_sizes import accepts_sizes
 
 USAGE = "[RUN | CONFIG.toml] [--first 4] [--json] [--html FILE] | --mutants | --sweep MINUTES"
 LINE = "compare a run or a layout with one device, number by number"
 KEY = "weft prove"
+WEIGHTS_NOTE = "the weights of {} are compared with --full only"
 
 TESTS_OF_THE_PROOF = {"--mutants": "prove_mutants", "--sweep": "prove_sweep"}
 """Flags that test the proof itself -> function of `weft.commands.prove_mutants`, which gets all
@@ -155,24 +158,30 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
         UserError: the reference on one device does not compute the run's loss.
     """
     _check_loss(run.loss)
-    from weft.prove.proof import Subject, prove  # late: it imports torch
+    from weft.prove.proof import prove  # late: it imports torch
     from weft.prove.shrink import smallest_case
+    from weft.prove.subject import Subject
 
-    subject = run if full else reduced(run)
-    report = prove(Subject.of(subject, steps=steps))
-    if full:
-        notes = report.notes
-    else:
-        notes = (*report.notes, *without_weights_note(run, subject))
+    compared = run if full else reduced(run, accepts_sizes)
+    report = prove(Subject.of(compared, steps=steps))
+    weights_notes = _weights_notes(run, compared)
     report = replace(
         report,
-        reduced=changes(run, subject),
-        command=command_of(subject, steps=steps),
-        notes=notes,
+        reduced=changes(run, compared),
+        command=command_of(compared, FAMILIES, steps=steps),
+        notes=(*report.notes, *weights_notes),
     )
     if report.holds:
         return report
-    return report.with_smallest(smallest_case(subject, report))
+    return report.with_smallest(smallest_case(compared, report))
+
+
+def _weights_notes(run: Run, compared: Run) -> Iterator[str]:
+    """A note where stored weights are not compared."""
+    if run.model.from_hf and not compared.model.from_hf:
+        yield WEIGHTS_NOTE.format("model.from_hf")
+    elif run.lora.base and not compared.lora.base:
+        yield WEIGHTS_NOTE.format("lora.base")
 
 
 def ignore_line(line: str) -> int:
@@ -207,5 +216,8 @@ def prove_folder(
         raise UserError(*faults)
     set_openmp_policy()
     from weft.prove.recorded_run import prove_recorded  # late: it imports torch
+    from weft.prove.subject import Subject
 
-    return prove_recorded(folder, run, steps, first=first, show=show)
+    compared = steps[:first]
+    subject = Subject.of_recorded(run, steps=len(compared))
+    return prove_recorded(folder, subject, compared, show=show)

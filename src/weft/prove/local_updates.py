@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,18 @@ from torch import Tensor
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
-from weft.config.run import Run
+from weft.config.changed_runs import in_float64, inside_site
 from weft.config.schema import SiteConfig
 from weft.core.axes import Box, local_update_axis, without_local_updates
-from weft.data.samples import Samples
-from weft.models import Family
+from weft.core.dimension import sequence_axes
+from weft.core.mesh import Mesh
 from weft.models.common.batch import Batch
-from weft.parallel.site import AXIS as SITE
 from weft.prove.bounds import TOLERANCE
 from weft.prove.raw_batch import global_batch
-from weft.prove.reduce import in_float64
 from weft.prove.reference import Reference
 from weft.prove.report import Difference, Pass, PhaseBound
+from weft.prove.subject import Subject, Task, shortened
 from weft.run.run_ranks import run_ranks
-from weft.train.build import initial_source
-from weft.train.build_training import build_training
 from weft.train.event_log import EventLog
 from weft.train.loop import run_training
 
@@ -47,24 +44,9 @@ MOST = 127.0
 Tensors = dict[str, Tensor]
 
 
-def inside_site(run: Run) -> Run:
-    """The run of one site: its layout and its part of the batch, without local updates."""
-    mesh = run.device_mesh
-    axis = local_update_axis(mesh)
-    assert axis is not None, "the run has sites"
-    num_sites = mesh.degree(axis)
-    return run.with_values(
-        {
-            "mesh": without_local_updates(mesh).text,
-            "batch.global_size": run.batch.global_size // num_sites,
-            SITE: SiteConfig(),
-        }
-    )
-
-
-def sites_note(run: Run) -> str:
+def sites_note(mesh: Mesh) -> str:
     """What was compared, for the report."""
-    inner = str(without_local_updates(run.device_mesh))
+    inner = str(without_local_updates(mesh))
     return (
         f"sites train apart: compared are the layout inside a site ({inner}) with one device,"
         f" and {STEPS} steps of all sites, joined every {EVERY}, with local updates on one device"
@@ -76,20 +58,15 @@ class SiteProof:
     """The comparison of outer steps.
 
     Attributes:
-        run: the run over sites, with the sizes that are compared.
+        subject: the run over sites, with the sizes that are compared.
     """
 
-    run: Run
-    family: Family
-    samples: Samples
+    subject: Subject
 
     @staticmethod
-    def of(
-        run: Run,
-        family: Family,
-        samples: Samples,
-    ) -> SiteProof:
+    def of(subject: Subject) -> SiteProof:
         """The proof of a run, in float64 and with short periods."""
+        run = in_float64(subject.run)
         values: dict[str, Any] = {
             "site.every": EVERY,
             "site.overlap": min(run.site.overlap, EVERY - 1),
@@ -98,12 +75,12 @@ class SiteProof:
         }
         if "balance_rate" in run.model.architecture:
             values["model.balance_rate"] = 0.0  # proved inside the site
-        return SiteProof(in_float64(run).with_values(values), family, samples)
+        return SiteProof(subject.with_run(run.with_values(values)))
 
     @property
     def num_sites(self) -> int:
         """Number of sites."""
-        mesh = self.run.device_mesh
+        mesh = self.subject.mesh
         return mesh.degree(local_update_axis(mesh) or ())
 
     def compare(self) -> Pass:
@@ -127,7 +104,7 @@ class SiteProof:
 
     def _difference(self, name: str, measured: float) -> Difference:
         parameter = name.rpartition("/")[2]
-        mesh = self.run.device_mesh
+        mesh = self.subject.mesh
         return Difference(
             tensor=name,
             block=parameter.partition(".")[0],
@@ -165,7 +142,7 @@ class SiteProof:
                 )
 
             run_ranks(
-                self.run.device_mesh,
+                self.subject.mesh,
                 rank,
                 timeout_s=TIMEOUT_S,
                 takes_turns=True,
@@ -181,21 +158,8 @@ class SiteProof:
         resume: str | None,
         total: int,
     ) -> None:
-        run = self.run.with_values({"out": str(out), "resume": resume})
-        training = build_training(
-            run,
-            comm,
-            stop_requested=lambda: False,
-            samples=self.samples,
-        )
-        training = replace(
-            training,
-            step_range=replace(training.step_range, total=total),
-            save_at_end=True,
-            stragglers=None,
-            evaluator=None,
-            files={},
-        )
+        training = self.subject.build_training(comm, out=str(out), resume=resume)
+        training = shortened(training, total=total, saves=True)
         run_training(training, EventLog(None, []))
 
     def _stored(self, path: Path) -> Tensors:
@@ -213,14 +177,14 @@ class SiteProof:
         return found
 
     def _section_of_site(self, index: int) -> str:
-        axis = local_update_axis(self.run.device_mesh)
+        axis = local_update_axis(self.subject.mesh)
         return f"{axis}/{index}/model"
 
     # on one device
 
     def _train_plain(self) -> Tensors:
         sites = [self._plain_site(index) for index in range(self.num_sites)]
-        plain = PlainOuterStep(self.run.site, sites)
+        plain = PlainOuterStep(self.subject.site, sites)
         training = [site.steps(STEPS) for site in sites]
         for number, *_ in zip(*training, strict=True):
             plain.after_step(number)
@@ -234,44 +198,50 @@ class SiteProof:
         return found
 
     def _plain_site(self, index: int) -> PlainSite:
-        run = self.run
+        inside = self.subject.with_run(inside_site(self.subject.run))
+        task = inside.task()
+        num_data_ranks = inside.mesh.degree(sequence_axes())
         return PlainSite(
-            inside_site(run),
-            self.family,
-            self.samples,
-            source=initial_source(run.model, base=run.lora.base),
-            records=False,
+            task,
             index=index,
             num_sites=self.num_sites,
+            sequences_of_round=num_data_ranks * task.batch.micro_size,
         )
 
 
 class PlainSite(Reference):
-    """One site on one device: it trains on its part of every batch."""
+    """One site on one device: it trains on its part of every batch.
+
+    Args:
+        task: of one site.
+        sequences_of_round: in a micro-batch of each data rank of a site.
+    """
 
     def __init__(
         self,
-        *args: object,
+        task: Task,
+        *,
         index: int,
         num_sites: int,
-        **options: object,
+        sequences_of_round: int,
     ) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]
+        super().__init__(task, records=False)
         self.index = index
         self.num_sites = num_sites
+        self.sequences_of_round = sequences_of_round
 
     def batch_of_step(self, step: int) -> Batch:
         """Of each round of micro-batches over all data ranks the part of this site."""
-        batch = self.run.batch
+        task = self.task
         whole = global_batch(
-            self.samples,
+            task.samples,
             step - 1,
-            global_size=batch.global_size * self.num_sites,
-            seed=self.run.seed,
-            later=self.run.model.reads_later_targets,
+            global_size=task.batch.global_size * self.num_sites,
+            seed=task.seed,
+            later=task.model.reads_later_targets,
         )
-        unit = self.run.num_data_ranks * batch.micro_size
-        rows = torch.arange(len(whole.inputs)).view(-1, self.num_sites, unit)
+        rows = torch.arange(len(whole.inputs))
+        rows = rows.view(-1, self.num_sites, self.sequences_of_round)
         return whole.rows(rows[:, self.index].flatten())
 
 
@@ -340,8 +310,11 @@ WIRES: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 def _relative_difference(found: Tensor | None, right: Tensor) -> float:
     if found is None or found.shape != right.shape:
-        return float("inf")
+        return math.inf
     difference = (found - right).abs().max()
-    largest = right.abs().max().clamp(min=torch.finfo(right.dtype).tiny)
+    smallest_divisor = torch.finfo(right.dtype).tiny
+    largest = right.abs().max().clamp(min=smallest_divisor)
     ratio = float(difference / largest)
-    return float("inf") if math.isnan(ratio) else ratio
+    if math.isnan(ratio):
+        return math.inf
+    return ratio

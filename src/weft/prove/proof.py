@@ -11,33 +11,21 @@ from pathlib import Path
 import torch
 
 from weft.comm.comm import Comm
-from weft.config.run import Run
-from weft.config.schema import PrecisionConfig
+from weft.config.changed_runs import inside_site
 from weft.core.axes import local_update_axis
-from weft.data.dataset import open_data
-from weft.data.samples import Samples
-from weft.models import Family
-from weft.prove.arithmetic import (
-    PLAIN,
-    NumberTypes,
-    Perturbation,
-    has_jumps,
-    perturbations,
-)
+from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation, has_jumps
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
 from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_layout
 from weft.prove.judge import Judge
-from weft.prove.local_updates import SiteProof, inside_site, sites_note
-from weft.prove.raw_batch import FirstSamples, MaskedSamples
+from weft.prove.local_updates import SiteProof, sites_note
+from weft.prove.raw_batch import FirstSamples
 from weft.prove.record import RankRecord
 from weft.prove.recorder import Recorder
-from weft.prove.reduce import in_float64
 from weft.prove.reference import Reference
 from weft.prove.report import Difference, Pass, ProofReport
 from weft.prove.stored import record_stored
+from weft.prove.subject import Subject, shortened
 from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
-from weft.train.build import family_of, initial_source
-from weft.train.build_training import build_training
 from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import EventLog
 from weft.train.loop import run_training
@@ -52,49 +40,6 @@ DRAWN_SIGNS_SEED = 3
 MAX_NOTES = 4
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is proved.
-
-    Attributes:
-        run: the run, with the sizes that are compared.
-        family: its model family, with adapters.
-        samples: its data.
-        steps: optimizer steps; the last one follows a checkpoint that is written and read back.
-    """
-
-    run: Run
-    family: Family
-    samples: Samples
-    steps: int
-
-    @staticmethod
-    def of(
-        run: Run,
-        *,
-        steps: int,
-        samples: Samples | None = None,
-    ) -> Subject:
-        """The subject of a run, whose data is opened; some targets of token data are masked."""
-        if samples is None:
-            samples = open_data(run.data, run.model)
-            if run.model.kind == "tokens":
-                samples = MaskedSamples(samples)
-        return Subject(run, family_of(run.model, run.lora), samples, steps)
-
-    def in_float64(self) -> Subject:
-        """The same in float64."""
-        return replace(self, run=in_float64(self.run))
-
-    def perturbations(self) -> Sequence[Perturbation]:
-        """The perturbed versions of its reference, from which bounds are derived."""
-        return perturbations(
-            NumberTypes.of(self.run.precision),
-            self.run.optim,
-            micro_size=self.run.batch.micro_size,
-        )
-
-
 def prove(subject: Subject) -> ProofReport:
     """Compare the layout of a run with one device: in its own number types, and, where those have 16
     bits, in float64, too.
@@ -103,7 +48,7 @@ def prove(subject: Subject) -> ProofReport:
         UserError: what the run asks for is not possible.
     """
     with arithmetic_of_ranks():
-        if local_update_axis(subject.run.device_mesh) is None:
+        if local_update_axis(subject.mesh) is None:
             return _prove(subject)
         return _prove_sites(subject)
 
@@ -111,56 +56,66 @@ def prove(subject: Subject) -> ProofReport:
 def _prove_sites(subject: Subject) -> ProofReport:
     """The layout inside a site, then the steps that join the sites. See `weft.prove.local_updates`."""
     start = time.perf_counter()
-    run = subject.run
-    inside = _prove(replace(subject, run=inside_site(run)))
+    inside = _prove(subject.with_run(inside_site(subject.run)))
     passes = inside.passes
     if inside.holds:
-        outer = SiteProof.of(run, subject.family, subject.samples).compare()
+        outer = SiteProof.of(subject).compare()
         passes = (*passes, outer)
     return replace(
         inside,
-        layout=layout_text(run),
-        ranks=run.device_mesh.size,
+        layout=subject.layout_text,
+        ranks=subject.mesh.size,
         passes=passes,
         seconds=time.perf_counter() - start,
-        notes=(*inside.notes, sites_note(run)),
+        notes=(*inside.notes, sites_note(subject.mesh)),
     )
 
 
 def _prove(subject: Subject) -> ProofReport:
     start = time.perf_counter()
-    run = subject.run
     passes: list[Pass] = []
     notes: list[str] = []
-    failed: _Failed | None = None
-    subjects = [subject]
-    types = NumberTypes.of(run.precision)
-    unit = torch.finfo(torch.float32).eps
-    if types.eps > unit:
-        subjects.insert(0, subject.in_float64())
-    elif not types.is_exact and has_jumps(run.optim):
-        subjects = [subject.in_float64()]
-        notes.append(JUMPS_NOTE.format(run.optim.name))
-    for each in subjects:
+    error = ""
+    failure: Difference | None = None
+    if _is_compared_in_float64_alone(subject):
+        notes.append(JUMPS_NOTE.format(subject.optim.name))
+    for each in _in_number_types(subject):
         outcome = _prove_once(each)
         if isinstance(outcome, _Failed):
-            failed = outcome
+            error = outcome.text
+            failure = outcome.difference
             break
         passes.append(outcome.result)
         notes.extend(outcome.notes)
         if outcome.result.differences:
             break
     return ProofReport(
-        layout=layout_text(run),
-        model=model_text(run),
-        ranks=run.device_mesh.size,
+        layout=subject.layout_text,
+        model=subject.model_text,
+        ranks=subject.mesh.size,
         steps=subject.steps,
         passes=tuple(passes),
-        error="" if failed is None else failed.text,
-        failure=None if failed is None else failed.difference,
+        error=error,
+        failure=failure,
         seconds=time.perf_counter() - start,
         notes=tuple(dict.fromkeys(notes)),
     )
+
+
+def _in_number_types(subject: Subject) -> list[Subject]:
+    """The subject in the number types in which it is compared, one after the other."""
+    if _is_compared_in_float64_alone(subject):
+        return [subject.in_float64()]
+    if subject.types.eps > torch.finfo(torch.float32).eps:
+        return [subject.in_float64(), subject]
+    return [subject]
+
+
+def _is_compared_in_float64_alone(subject: Subject) -> bool:
+    """Whether updates magnify rounding errors of its float32."""
+    types = subject.types
+    has_16_bits = types.eps > torch.finfo(torch.float32).eps
+    return not has_16_bits and not types.is_exact and has_jumps(subject.optim)
 
 
 @dataclass(frozen=True)
@@ -178,14 +133,14 @@ class _Outcome:
 
 
 def _prove_once(subject: Subject) -> _Outcome | _Failed:
-    mesh = subject.run.device_mesh
+    mesh = subject.mesh
     records = [RankRecord(rank) for rank in range(mesh.size)]
     try:
         run_layout(subject, records)
     except Exception as error:
         if not is_fault_of_the_layout(error, records):
             raise
-        blocks = tuple(subject.family.blocks(subject.run.model))
+        blocks = tuple(subject.family.blocks(subject.model))
         difference = difference_of_error(
             error,
             records,
@@ -198,23 +153,27 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
         mesh,
         records,
         bounds,
-        has_sharded_activations=subject.run.parallel.sequence,
+        has_sharded_activations=subject.has_sharded_activations,
     )
     differences = judge.compare()
-    source = bounds_text(bounds.types, is_perturbed=bool(bounds.perturbed))
-    return _Outcome(
-        Pass(types_text(subject.run.precision), source, judge.found.phase_bounds(), differences),
-        _notes(judge),
+    result = Pass(
+        subject.types_text,
+        bounds_text(bounds.types, is_perturbed=bool(bounds.perturbed)),
+        judge.found.phase_bounds(),
+        differences,
     )
+    return _Outcome(result, _notes(judge))
 
 
 def _notes(judge: Judge) -> tuple[str, ...]:
-    if not judge.found.uncompared:
-        return tuple(judge.found.notes)
+    notes = list(judge.found.notes)
     names = sorted(judge.found.uncompared)
-    shown = ", ".join(names[:MAX_NOTES])
-    more = f" and {len(names) - MAX_NOTES} more" if len(names) > MAX_NOTES else ""
-    return (*judge.found.notes, f"not compared, of no known shape on a rank: {shown}{more}")
+    if names:
+        shown = ", ".join(names[:MAX_NOTES])
+        num_more = len(names) - MAX_NOTES
+        more = f" and {num_more} more" if num_more > 0 else ""
+        notes.append(f"not compared, of no known shape on a rank: {shown}{more}")
+    return tuple(notes)
 
 
 def run_layout(subject: Subject, records: Sequence[RankRecord]) -> None:
@@ -233,7 +192,7 @@ def run_layout(subject: Subject, records: Sequence[RankRecord]) -> None:
                 raise
 
         run_ranks(
-            subject.run.device_mesh,
+            subject.mesh,
             rank,
             timeout_s=TIMEOUT_S,
             takes_turns=True,
@@ -294,13 +253,7 @@ def _train_part(
 ) -> None:
     """Train up to step `total`."""
     observers = comm.observers
-    run = subject.run.with_values({"out": out, "resume": resume})
-    training = build_training(
-        run,
-        comm,
-        stop_requested=lambda: False,
-        samples=subject.samples,
-    )
+    training = subject.build_training(comm, out=out, resume=resume)
     recorder = Recorder(record, training)
     training = recorder.attach(training)
     if resume is not None:
@@ -310,19 +263,11 @@ def _train_part(
             params="checkpoint",
         )
         record.progress.is_restoring = False
-    step_range = replace(training.step_range, total=total)
-    training = replace(
-        training,
-        step_range=step_range,
-        save_at_end=saves,
-        stragglers=None,
-        evaluator=None,
-        files={},
-    )
+    training = shortened(training, total=total, saves=saves)
     run_training(training, EventLog(None, [recorder]))
     if total == subject.steps:
         record.progress.phase = "evaluate"
-        first = FirstSamples.of(subject.samples, global_size=run.batch.global_size)
+        first = FirstSamples.of(subject.samples, global_size=training.loader.global_size)
         loader = replace(training.loader, samples=first)
         evaluation = Evaluation(
             training.step.model,
@@ -362,7 +307,7 @@ def reference_bounds(subject: Subject, *, skipped: frozenset[int]) -> Bounds:
         whole.run_all(subject.steps),
         tuple(perturbed),
         whole.types,
-        update_eps=MUON_EPS if subject.run.optim.name == "muon" else 0.0,
+        update_eps=MUON_EPS if subject.optim.name == "muon" else 0.0,
     )
     if whole.types.is_exact or not has_zero_matrices:
         return bounds
@@ -384,48 +329,12 @@ def reference(
     skipped: frozenset[int] | None = None,
 ) -> Reference:
     """The one-device reference of a subject."""
-    run = subject.run
-    source = initial_source(run.model, base=run.lora.base)
     return Reference(
-        run,
-        subject.family,
-        subject.samples,
-        source=source,
+        subject.task(),
         perturbation=perturbation,
         records=records,
         skipped=skipped,
     )
-
-
-def layout_text(run: Run) -> str:
-    """Mesh and options that differ from their defaults."""
-    words = [str(run.device_mesh)]
-    for section in ("parallel", "pipeline"):
-        values = getattr(run, section)
-        default = type(values)()
-        for key in type(values).model_fields:
-            value = getattr(values, key)
-            is_content = key == "table"  # of the schedule file, which is named
-            if value != getattr(default, key) and not is_content:
-                words.append(f"{section}.{key} {value}")
-    return ", ".join(words)
-
-
-def model_text(run: Run) -> str:
-    """Family, main sizes and batch."""
-    sizes = run.model.architecture
-    shown = [f"{key} {sizes[key]}" for key in ("layers", "dim", "vocab") if key in sizes]
-    batch = f"batch {run.batch.global_size} x {run.data.seq_len}"
-    if run.model.kind == "images":
-        batch = f"batch {run.batch.global_size}"
-    return f"{run.model.name} ({', '.join([*shown, batch])})"
-
-
-def types_text(precision: PrecisionConfig) -> str:
-    """Number types: "float32", or "bfloat16, parameters float32, sums float32"."""
-    if precision.params == precision.compute == precision.reduce:
-        return precision.compute
-    return f"{precision.compute}, parameters {precision.params}, sums {precision.reduce}"
 
 
 def bounds_text(types: NumberTypes, *, is_perturbed: bool = False) -> str:

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.config.run import Run
-from weft.data.dataset import open_data
 from weft.errors import counted
 from weft.prove.arithmetic import NumberTypes
 from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE, norm_rounding
-from weft.prove.proof import Subject, bounds_text, layout_text, model_text, reference, types_text
+from weft.prove.proof import bounds_text, reference
 from weft.prove.reference import Reference
 from weft.prove.reference_trace import TensorKey
 from weft.prove.report import Difference, Pass, PhaseBound, ProofReport
+from weft.prove.subject import Subject
 from weft.run.run_ranks import arithmetic_of_ranks
 
 Number = Literal["loss", "norm"]
@@ -101,37 +100,41 @@ class GrowingBound:
 
 def prove_recorded(
     folder: Path,
-    run: Run,
+    subject: Subject,
     recorded: Sequence[Mapping[str, Any]],
     *,
-    first: int,
     show: Callable[[str], object],
 ) -> ProofReport:
-    """Compare the first steps of a run folder with the reference; shows each as it is computed."""
+    """Compare the steps of a run folder with the reference; shows each as it is computed.
+
+    Args:
+        recorded: the events of the steps that are compared.
+    """
     start = time.perf_counter()
-    ranks = run.device_mesh.size
-    show(f"{folder} ({run.device_mesh}, {counted(ranks, 'rank')}) repeated on one device:")
+    ranks = subject.mesh.size
+    show(f"{folder} ({subject.mesh}, {counted(ranks, 'rank')}) repeated on one device:")
     comparisons: list[StepComparison] = []
     with arithmetic_of_ranks():
-        for loss, norm in _compare(run, recorded[:first]):
+        for loss, norm in _compare(subject, recorded):
             comparisons.extend((loss, norm))
-            if loss.step <= 3 or loss.step % 5 == 0 or loss.step == first:
+            is_last = loss.step == len(recorded)
+            if loss.step <= 3 or loss.step % 5 == 0 or is_last:
                 show(_step_line(loss, norm))
     differences = []
     for each in comparisons:
         if not each.is_equal:
             differences.append(each.difference(ranks))
     result = Pass(
-        types_text(run.precision),
-        bounds_text(NumberTypes.of(run.precision)),
+        subject.types_text,
+        bounds_text(subject.types),
         tuple(_phase_bounds(comparisons)),
         tuple(differences),
     )
     return ProofReport(
-        layout=layout_text(run),
-        model=model_text(run),
+        layout=subject.layout_text,
+        model=subject.model_text,
         ranks=ranks,
-        steps=min(first, len(recorded)),
+        steps=len(recorded),
         passes=(result,),
         seconds=time.perf_counter() - start,
         command=f"weft prove {folder / 'run.toml'}",
@@ -139,16 +142,10 @@ def prove_recorded(
 
 
 def _compare(
-    run: Run,
+    subject: Subject,
     recorded: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[StepComparison, StepComparison]]:
     """Yields the comparisons of the loss and of the gradient norm of each step."""
-    samples = open_data(run.data, run.model)
-    subject = Subject.of(
-        run,
-        steps=len(recorded),
-        samples=samples,
-    )
     plain = reference(subject, records=False)
     others = []
     for perturbation in subject.perturbations():
@@ -196,9 +193,10 @@ def _number(
 
 
 def _step_line(loss: StepComparison, norm: StepComparison) -> str:
+    step = f"step {loss.step:>3}"
     losses = f"loss {loss.recorded:.6f} and {loss.alone:.6f}"
     norms = f"gradient norm {norm.recorded:.5f} and {norm.alone:.5f}"
-    return f"  step {loss.step:>3}  {losses}  {norms}"
+    return f"  {step}  {losses}  {norms}"
 
 
 def _phase_bounds(comparisons: Sequence[StepComparison]) -> list[PhaseBound]:

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.read import Source
-from weft.config.run import Run
 from weft.core.axes import Box
-from weft.data.samples import Samples
 from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, activation_of
 from weft.models.common.init import init_params, named_parameters, tie
@@ -27,6 +25,7 @@ from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.raw_batch import batch_of, evaluated_samples, global_batch
 from weft.prove.reference_pass import ReferencePass
 from weft.prove.reference_trace import ReferenceTrace
+from weft.prove.subject import Task
 
 FIRST_SCALE = 65536.0
 """Loss scale of float16 before the first step, in the definition of the run."""
@@ -52,7 +51,7 @@ class _StepGradients:
 
 
 class Reference:
-    """A run on one device.
+    """The training of a run on one device.
 
     Args:
         perturbation: see there.
@@ -62,34 +61,31 @@ class Reference:
 
     def __init__(
         self,
-        run: Run,
-        family: Family,
-        samples: Samples,
+        task: Task,
         *,
-        source: Source | None = None,
         perturbation: Perturbation = PLAIN,
         records: bool = True,
         skipped: frozenset[int] | None = None,
     ) -> None:
-        self.run = run
+        self.task = task
         self.skipped = skipped
-        self.samples = samples
         self.perturbation = perturbation
-        self.types = NumberTypes.of(run.precision)
+        self.types = NumberTypes.of(task.precision)
         self.is_scaled = self.types.compute == torch.float16
         self.scale = FIRST_SCALE if self.is_scaled else 1.0
         noise_seed = perturbation.noise_seed or 0
         self._generator = torch.Generator().manual_seed(noise_seed)
-        ties = family.ties(run.model)
-        self.blocks = dict(family.blocks(run.model))
+        family = task.family
+        ties = family.ties(task.model)
+        self.blocks = dict(family.blocks(task.model))
         tie(self.blocks, ties)
         if perturbation.is_inside_blocks:
             self._perturb_modules()
         self.params = _owned_parameters(self.blocks, ties)
-        self.values = self._initial_values(family, source)
+        self.values = self._initial_values(family, task.source)
         self.trained = self._fill_parameters()
-        axes = family.axes(run.model)
-        self.optimizer = PlainOptimizer(self.trained, run.optim, axes)
+        axes = family.axes(task.model)
+        self.optimizer = PlainOptimizer(self.trained, task.optim, axes)
         self.trace = ReferenceTrace(tuple(self.blocks), keeps_tensors=records)
 
     def _fill_parameters(self) -> dict[str, Tensor]:
@@ -137,8 +133,8 @@ class Reference:
                 drawn[name] = values[name]
         init_params(
             drawn,
-            family.init(self.run.model),
-            seed=self.run.seed,
+            family.init(self.task.model),
+            seed=self.task.seed,
         )
         return values
 
@@ -182,11 +178,12 @@ class Reference:
         """The mean loss of some samples after the last step."""
         loss = 0.0
         num_targets = 0
-        for numbers in evaluated_samples(self.samples, self.run.batch.global_size):
+        task = self.task
+        for numbers in evaluated_samples(task.samples, task.batch.global_size):
             batch = batch_of(
-                self.samples,
+                task.samples,
                 numbers,
-                later=self.run.model.reads_later_targets,
+                later=task.model.reads_later_targets,
             )
             num_targets += _num_targets(batch)
             for rows in self.micro_batches(len(batch.inputs)):
@@ -208,13 +205,13 @@ class Reference:
 
     def batch_of_step(self, step: int) -> Batch:
         """The whole batch of step `step` (the first is 1)."""
-        run = self.run
+        task = self.task
         return global_batch(
-            self.samples,
+            task.samples,
             step - 1,
-            global_size=run.batch.global_size,
-            seed=run.seed,
-            later=run.model.reads_later_targets,
+            global_size=task.batch.global_size,
+            seed=task.seed,
+            later=task.model.reads_later_targets,
         )
 
     def _step(self, step: int) -> None:
@@ -223,7 +220,7 @@ class Reference:
         self._keep_inputs(step, batch, num_targets)
         computed = self._gradients_as_on_layout(step, batch, num_targets)
         self._keep_gradients(step, computed, num_targets)
-        lr = plain_learning_rate(step - 1, self.run.optim, self.run.steps)
+        lr = plain_learning_rate(step - 1, self.task.optim, self.task.steps)
         self.trace.lrs[step] = lr
         self.trace.keep_number(step, "update", "learning rate", lr)
         if computed.overflows:
@@ -330,7 +327,7 @@ class Reference:
         *,
         lr: float,
     ) -> None:
-        largest_norm = self.run.optim.clip
+        largest_norm = self.task.optim.clip
         factor = 1.0
         if largest_norm > 0:
             factor = min(1.0, largest_norm / (computed.norm + 1e-6))
@@ -392,7 +389,7 @@ class Reference:
         """
         size = self.perturbation.micro_size
         if not size:
-            size = num_rows if self.types.is_exact else self.run.batch.micro_size
+            size = num_rows if self.types.is_exact else self.task.batch.micro_size
         parts = []
         for start in range(0, num_rows, size):
             stop = min(start + size, num_rows)

@@ -168,6 +168,24 @@ class ProofReport:
     command: str = ""
     notes: tuple[str, ...] = ()
 
+    @staticmethod
+    def of_error(
+        error: str,
+        *,
+        layout: str,
+        model: str,
+        steps: int,
+    ) -> ProofReport:
+        """The report of a proof that an error has ended."""
+        return ProofReport(
+            layout,
+            model,
+            ranks=0,
+            steps=steps,
+            passes=(),
+            error=error,
+        )
+
     @property
     def verdict(self) -> VerdictWord:
         """Whether the layout computes what one device computes."""

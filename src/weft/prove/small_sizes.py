@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from weft.config.schema import ModelSection
+from weft.errors import UserError
+from weft.layout.plan import Plan
 from weft.models import FAMILIES
 
 SMALL_SIZES: Mapping[str, str] = MappingProxyType(
@@ -47,3 +50,16 @@ def small_words(family: str) -> tuple[str, ...]:
         if name in fields:
             words += (f"--model.{name}", value)
     return tuple(words)
+
+
+def accepts_sizes(model: ModelSection, plan: Plan) -> bool:
+    """Whether a user's model takes the sizes of its config; models of weft take all that are valid."""
+    if not FAMILIES.is_user_model(model.name):
+        return True
+    from weft.train.model_checks import check_user_model  # late: it imports torch
+
+    try:
+        check_user_model(FAMILIES[model.name], model, plan)
+    except UserError:
+        return False
+    return True

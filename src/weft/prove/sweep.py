@@ -8,17 +8,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from weft.config.changed_runs import command_of
 from weft.config.checks import run_checks
 from weft.config.load import try_load
 from weft.config.run import Run
+from weft.config.small_runs import reduced
 from weft.config.validate import config_checks
 from weft.core.dimension import exact_axes
 from weft.errors import type_and_message
 from weft.models import FAMILIES
-from weft.prove.proof import Subject, prove
-from weft.prove.reduce import command_of, reduced
+from weft.prove.proof import prove
 from weft.prove.report import ProofReport
-from weft.prove.small_sizes import small_words
+from weft.prove.small_sizes import accepts_sizes, small_words
+from weft.prove.subject import Subject
 from weft.schedule.catalog import SCHEDULES
 
 USER_MODEL = "weft.prove.user_model"
@@ -53,7 +55,7 @@ class SweepResult:
     @property
     def command(self) -> str:
         """The command that repeats it."""
-        return command_of(self.run, steps=STEPS)
+        return command_of(self.run, FAMILIES, steps=STEPS)
 
     @property
     def message(self) -> str:
@@ -76,7 +78,7 @@ def generated_runs(seed: int) -> Iterator[Run]:
             known=loaded.faults,
         )
         if not faults:
-            yield reduced(loaded.run)
+            yield reduced(loaded.run, accepts_sizes)
 
 
 def _words(dice: random.Random, family: str) -> tuple[str, ...]:
@@ -179,12 +181,9 @@ def _proof(run: Run) -> ProofReport:
     try:
         return prove(Subject.of(run, steps=STEPS))
     except Exception as error:  # noqa: BLE001 - the sweep goes on
-        text = type_and_message(error)
-        return ProofReport(
-            run.mesh,
-            run.model.name,
-            0,
-            STEPS,
-            (),
-            error=text,
+        return ProofReport.of_error(
+            type_and_message(error),
+            layout=run.mesh,
+            model=run.model.name,
+            steps=STEPS,
         )

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.config.run import Run, plan_of
 from weft.config.user_code import is_reference, load_module, source_digest
+from weft.layout.plan import Plan
 from weft.small_files import UnreadableFile, read_json_object
 
 MAX_BYTES = 2**16
@@ -39,23 +39,27 @@ def weft_digest() -> str:
     return digest.hexdigest()
 
 
-def verdict_key(run: Run) -> str:
+def verdict_key(config: Mapping[str, Any], plan: Plan) -> str:
     """Hash of all that a proof of this run depends on: code, versions, layout, options, sizes.
 
     Args:
-        run: with reduced sizes.
+        config: of a run with reduced sizes, as JSON.
+        plan: of the same run.
     """
+    code_names = (config["model"]["name"], config["optim"]["name"])
+    options = {key: value for key, value in config.items() if key not in IRRELEVANT}
     facts = {
         "weft": weft_digest(),
-        "code": [_code_digest(name) for name in (run.model.name, run.optim.name)],
+        "code": [_code_digest(name) for name in code_names],
         "torch": version("torch"),
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "plan": plan_of(run).to_json(),
-        "options": run.model_dump(mode="json", exclude=IRRELEVANT),
-        "packing": run.data.packing,
+        "plan": plan.to_json(),
+        "options": options,
+        "packing": config["data"]["packing"],
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _code_digest(reference: str) -> str:
@@ -68,10 +72,10 @@ def _code_digest(reference: str) -> str:
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """Where verdicts are kept."""
-    base = environ.get(CACHE_VARIABLE, "")
-    if not base or not os.path.isabs(base):
-        base = os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / FOLDER
+    base = Path(environ.get(CACHE_VARIABLE, ""))
+    if not base.is_absolute():
+        base = Path.home() / ".cache"
+    return base / FOLDER
 
 
 def read_verdict(folder: Path, key: str) -> dict[str, Any] | None:

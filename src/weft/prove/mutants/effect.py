@@ -113,11 +113,15 @@ def _state(training: Training) -> dict[str, Tensor]:
     return found
 
 
-def changed_numbers(healthy: TrainedNumbers, planted: TrainedNumbers, run: Run) -> str:
-    """The number that the mutant changes most, as text; "" if it changes none."""
+def changed_numbers(healthy: TrainedNumbers, planted: TrainedNumbers, *, dtype: str) -> str:
+    """The number that the mutant changes most, as text; "" if it changes none.
+
+    Args:
+        dtype: in which the layout computes.
+    """
     if planted.error:
         return planted.error
-    least = MIN_CHANGE[run.precision.compute]
+    least = MIN_CHANGE[dtype]
     worst, name = 0.0, ""
     for key, right in healthy.tensors.items():
         change = _change(planted.tensors[key], right)

@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from weft.config.changed_runs import with_degree
 from weft.config.load import load
 from weft.config.run import Run
+from weft.config.small_runs import is_valid
 from weft.errors import type_and_message
 from weft.models import FAMILIES
 from weft.prove.mutants.effect import (
@@ -25,10 +27,9 @@ from weft.prove.mutants.effect import (
 )
 from weft.prove.mutants.fault import Mutant, MutantLayout
 from weft.prove.mutants.plant import planted
-from weft.prove.proof import Subject, prove
-from weft.prove.reduce import is_valid, with_mesh
+from weft.prove.proof import prove
 from weft.prove.report import ProofReport
-from weft.prove.shrink import without_axis
+from weft.prove.subject import Subject
 
 STEPS_OF_HEALTHY = 3
 ERRORS_OF_CODE = ("AttributeError", "NameError", "TypeError", "UnboundLocalError")
@@ -136,9 +137,9 @@ class MutantResult:
         }
 
 
-def _false_alarm(run: Run) -> str:
+def _false_alarm(subject: Subject) -> str:
     """The first difference of a healthy layout; "" if it is equal to one device."""
-    report = prove(Subject.of(run, steps=STEPS_OF_HEALTHY))
+    report = prove(subject)
     if report.holds:
         return ""
     return report.error or str(report.first)
@@ -147,12 +148,17 @@ def _false_alarm(run: Run) -> str:
 def _proof(run: Run, *, steps: int) -> ProofReport:
     """The report, with the smallest mesh that fails, too."""
     try:
-        report = prove(Subject.of(run, steps=steps))
+        subject = Subject.of(run, steps=steps)
+        report = prove(subject)
         if not report.holds and not _names_axis(report):
-            report = report.with_smallest(_on_fewest_axes(run, report, steps=steps))
+            report = report.with_smallest(_on_fewest_axes(subject, report))
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
-        text = type_and_message(error)
-        return ProofReport(str(run.device_mesh), run.model.name, 0, steps, (), error=text)
+        return ProofReport.of_error(
+            type_and_message(error),
+            layout=str(run.device_mesh),
+            model=run.model.name,
+            steps=steps,
+        )
     return report
 
 
@@ -162,15 +168,17 @@ def _names_axis(report: ProofReport) -> bool:
     return first is not None and bool(first.axis) and first.axis in first.relation
 
 
-def _on_fewest_axes(run: Run, report: ProofReport, *, steps: int) -> ProofReport:
+def _on_fewest_axes(subject: Subject, report: ProofReport) -> ProofReport:
     """The report without each axis that is not needed to fail; see `smallest_case`."""
-    for axis, _ in run.device_mesh.axes:
-        smaller = with_mesh(run, without_axis(run.device_mesh, axis, 1))
+    for axis, _ in subject.mesh.axes:
+        smaller = with_degree(subject.run, axis, 1)
         if not is_valid(smaller):
             continue
-        found = prove(Subject.of(smaller, steps=steps))
+        tried = subject.with_run(smaller)
+        found = prove(tried)
         if not found.holds:
-            run, report = smaller, found
+            subject = tried
+            report = found
     return report
 
 
@@ -199,25 +207,27 @@ class MutantTrials:
         """Plant a mutant and prove its layout."""
         start = time.perf_counter()
         run = self.run_of(mutant.layout)
-        healthy = self._healthy(mutant.layout, run)
+        healthy = self._healthy(mutant.layout)
         alarm = self.false_alarms[mutant.layout]
         if alarm:
             return MutantResult(mutant, "", None, time.perf_counter() - start, alarm)
         with planted(mutant):
             numbers = trained_numbers(run, self._new_folder())
-        effect = changed_numbers(healthy, numbers, run)
+        effect = changed_numbers(healthy, numbers, dtype=run.precision.compute)
         report = None
         if effect:
             with planted(mutant):
                 report = _proof(run, steps=mutant.steps)
         return MutantResult(mutant, effect, report, time.perf_counter() - start)
 
-    def _healthy(self, layout: MutantLayout, run: Run) -> TrainedNumbers:
+    def _healthy(self, layout: MutantLayout) -> TrainedNumbers:
         if layout not in self.healthy:
+            run = self.run_of(layout)
             numbers = trained_numbers(run, self._new_folder())
             assert not numbers.error, f"{layout} fails without a mutant: {numbers.error}"
             self.healthy[layout] = numbers
-            self.false_alarms[layout] = _false_alarm(run)
+            subject = Subject.of(run, steps=STEPS_OF_HEALTHY)
+            self.false_alarms[layout] = _false_alarm(subject)
         return self.healthy[layout]
 
     def _new_folder(self) -> Path:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from weft.config.checks import as_flags
-from weft.config.load import load
 from weft.config.run import Run, plan_of
-from weft.config.schema import DataConfig
+from weft.config.schema import DataConfig, ModelSection
 from weft.config.validate import config_checks
 from weft.errors import UserError
-from weft.models import FAMILIES
+from weft.layout.plan import Plan
 
 SIZES = {
     "layers": 2,
@@ -35,10 +33,6 @@ HEADS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 DIMS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 SEQ_LENS = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 NUM_MICRO = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-DEFAULT_FAMILY = "llama3"
-NOT_IN_COMMAND = frozenset(
-    ("model.preset", "model.name", "out", "resume", "device", "transport", "nproc")
-)
 DOCUMENT_SEQ_LEN = 32
 """Shortest sequence with several documents."""
 MAX_VOCAB = 1024
@@ -51,25 +45,22 @@ STORED_SIZES = {"dim": 128, "layers": 8, "vocab": 4096}
 """A model with stored weights of at most these sizes keeps them, and so its weights are compared."""
 
 
-def reduced(run: Run) -> Run:
-    """The run with reduced sizes; equal layout, options and number types. A user's model keeps its
-    sizes where it does not take the reduced ones.
+AcceptsSizes = Callable[[ModelSection, Plan], bool]
+"""Whether a model takes the sizes of its config, in a layout."""
+
+
+def reduced(run: Run, accepts_sizes: AcceptsSizes) -> Run:
+    """The run with reduced sizes; equal layout, options and number types. A model that does not take
+    the reduced sizes keeps its own.
     """
     smaller = _reduced(run)
-    if FAMILIES.is_user_model(run.model.name) and not _suits_user_model(smaller):
+    try:
+        plan = plan_of(smaller)
+    except UserError:
+        return _smaller_schedule(run)
+    if not accepts_sizes(smaller.model, plan):
         return _smaller_schedule(run)
     return smaller
-
-
-def _suits_user_model(run: Run) -> bool:
-    """Whether the model of a user takes these sizes."""
-    from weft.train.model_checks import check_user_model  # late: it imports torch
-
-    try:
-        check_user_model(FAMILIES[run.model.name], run.model, plan_of(run))
-    except UserError:
-        return False
-    return True
 
 
 def _reduced(run: Run) -> Run:
@@ -81,59 +72,12 @@ def _reduced(run: Run) -> Run:
     return _smaller_batch(run)
 
 
-def changes(before: Run, after: Run) -> dict[str, tuple[str, str]]:
-    """Keys that differ, with both values."""
-    old = _flat(before)
-    found = {}
-    for key, value in _flat(after).items():
-        old_value = old.get(key)
-        if key != "model.preset" and old_value != value:
-            found[key] = (str(old_value), str(value))
-    return found
-
-
-def command_of(run: Run, *, steps: int) -> str:
-    """The command line that proves exactly this run."""
-    default = load(["--model.name", run.model.name], FAMILIES)
-    flags: dict[str, Any] = {}
-    if run.model.name != DEFAULT_FAMILY:
-        flags["model.name"] = run.model.name
-    default_values = _flat(default)
-    for key, value in _flat(run).items():
-        is_default = default_values.get(key) == value
-        if key not in NOT_IN_COMMAND and not is_default:
-            flags[key] = value
-    command = f"weft prove --full --first {steps} {as_flags(flags)}"
-    return command.rstrip()
-
-
-def without_weights_note(before: Run, after: Run) -> tuple[str, ...]:
-    """A note where stored weights are not compared."""
-    if before.model.from_hf and not after.model.from_hf:
-        return ("the weights of model.from_hf are compared with --full only",)
-    if before.lora.base and not after.lora.base:
-        return ("the weights of lora.base are compared with --full only",)
-    return ()
-
-
 def is_valid(run: Run) -> bool:
     """Whether the checks of the config accept the run."""
     try:
         return not any(check.fails() for check in config_checks(run))
     except (UserError, ValueError):
         return False
-
-
-def _flat(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in type(run).model_fields:
-        value = getattr(run, name)
-        if isinstance(value, BaseModel):
-            for key in type(value).model_fields:
-                found[f"{name}.{key}"] = getattr(value, key)
-        else:
-            found[name] = value
-    return found
 
 
 def _keeps_weights(run: Run) -> bool:
@@ -269,21 +213,3 @@ def _smaller_batch(run: Run) -> Run:
         if is_valid(changed):
             return changed
     return run
-
-
-def with_mesh(run: Run, mesh: str) -> Run:
-    """The run on another mesh, with as many micro-batches."""
-    changed = run.with_values({"mesh": mesh})
-    sequences_of_rank = run.batch.micro_size * run.num_micro
-    global_size = sequences_of_rank * changed.num_data_ranks
-    return changed.with_values({"batch.global_size": global_size})
-
-
-def in_float64(run: Run) -> Run:
-    """The run with float64 in place of its number types."""
-    values = {
-        "precision.params": "float64",
-        "precision.compute": "float64",
-        "precision.reduce": "float64",
-    }
-    return run.with_values(values)

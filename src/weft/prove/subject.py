@@ -1,0 +1,223 @@
+"""What a proof compares: a run unpacked into the training that one device repeats, its layout, and the texts of its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from weft.checkpoint.read import Source
+from weft.comm.comm import Comm
+from weft.config.changed_runs import in_float64
+from weft.config.run import Run
+from weft.config.schema import (
+    BatchConfig,
+    ModelSection,
+    OptimConfig,
+    ParallelConfig,
+    PipelineConfig,
+    PrecisionConfig,
+    SiteConfig,
+)
+from weft.core.mesh import Mesh
+from weft.data.dataset import open_data
+from weft.data.samples import Samples
+from weft.models import Family
+from weft.prove.arithmetic import NumberTypes, Perturbation, perturbations
+from weft.prove.raw_batch import MaskedSamples
+from weft.train.build import family_of, initial_source
+from weft.train.build_training import build_training
+from weft.train.training import Training
+
+MAIN_SIZES = ("layers", "dim", "vocab")
+"""Sizes of a model that a report shows."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The training that one device repeats: what a run computes, whatever its layout.
+
+    Attributes:
+        family: with adapters.
+        source: holds initial values; None if they are drawn.
+        steps: of the learning rate schedule.
+    """
+
+    family: Family
+    model: ModelSection
+    samples: Samples
+    source: Source | None
+    batch: BatchConfig
+    optim: OptimConfig
+    precision: PrecisionConfig
+    seed: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is proved.
+
+    Attributes:
+        run: the run, with the sizes that are compared; the layout trains it whole.
+        family: its model family, with adapters.
+        samples: its data.
+        steps: optimizer steps; the last one follows a checkpoint that is written and read back.
+    """
+
+    run: Run
+    family: Family
+    samples: Samples
+    steps: int
+
+    @staticmethod
+    def of(run: Run, *, steps: int) -> Subject:
+        """The subject of a run, whose data is opened; some targets of token data are masked."""
+        subject = Subject.of_recorded(run, steps=steps)
+        if run.model.kind != "tokens":
+            return subject
+        return replace(subject, samples=MaskedSamples(subject.samples))
+
+    @staticmethod
+    def of_recorded(run: Run, *, steps: int) -> Subject:
+        """The subject of a run as it was trained: its data is as it is."""
+        samples = open_data(run.data, run.model)
+        family = family_of(run.model, run.lora)
+        return Subject(run, family, samples, steps)
+
+    def with_run(self, run: Run) -> Subject:
+        """The same model and data in another run."""
+        return replace(self, run=run)
+
+    def in_float64(self) -> Subject:
+        """The same in float64."""
+        return self.with_run(in_float64(self.run))
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of the layout."""
+        return self.run.device_mesh
+
+    @property
+    def model(self) -> ModelSection:
+        """The config of the model."""
+        return self.run.model
+
+    @property
+    def optim(self) -> OptimConfig:
+        """The config of the optimizer."""
+        return self.run.optim
+
+    @property
+    def site(self) -> SiteConfig:
+        """The config of local updates."""
+        return self.run.site
+
+    @property
+    def types(self) -> NumberTypes:
+        """The number types."""
+        return NumberTypes.of(self.run.precision)
+
+    @property
+    def has_sharded_activations(self) -> bool:
+        """Whether activations between blocks are sharded along the sequence."""
+        return self.run.parallel.sequence
+
+    def task(self) -> Task:
+        """The training that one device repeats; stored initial values are opened."""
+        run = self.run
+        return Task(
+            family=self.family,
+            model=run.model,
+            samples=self.samples,
+            source=initial_source(run.model, base=run.lora.base),
+            batch=run.batch,
+            optim=run.optim,
+            precision=run.precision,
+            seed=run.seed,
+            steps=run.steps,
+        )
+
+    def perturbations(self) -> Sequence[Perturbation]:
+        """The perturbed versions of its reference, from which bounds are derived."""
+        return perturbations(
+            self.types,
+            self.run.optim,
+            micro_size=self.run.batch.micro_size,
+        )
+
+    def build_training(
+        self,
+        comm: Comm,
+        *,
+        out: str,
+        resume: str | None,
+    ) -> Training:
+        """The training run of one rank of the layout; every rank must call it.
+
+        Args:
+            out: run folder.
+        """
+        run = self.run.with_values({"out": out, "resume": resume})
+        return build_training(
+            run,
+            comm,
+            stop_requested=lambda: False,
+            samples=self.samples,
+        )
+
+    # texts of the report
+
+    @property
+    def layout_text(self) -> str:
+        """Mesh and options that differ from their defaults."""
+        parallel = _changed_options("parallel", self.run.parallel)
+        pipeline = _changed_options("pipeline", self.run.pipeline)
+        return ", ".join([str(self.mesh), *parallel, *pipeline])
+
+    @property
+    def model_text(self) -> str:
+        """Family, main sizes and batch."""
+        run = self.run
+        sizes = run.model.architecture
+        words = [f"{key} {sizes[key]}" for key in MAIN_SIZES if key in sizes]
+        batch = f"batch {run.batch.global_size}"
+        if run.model.kind != "images":
+            batch = f"{batch} x {run.data.seq_len}"
+        words.append(batch)
+        return f"{run.model.name} ({', '.join(words)})"
+
+    @property
+    def types_text(self) -> str:
+        """Number types: "float32", or "bfloat16, parameters float32, sums float32"."""
+        precision = self.run.precision
+        if precision.params == precision.compute == precision.reduce:
+            return precision.compute
+        return f"{precision.compute}, parameters {precision.params}, sums {precision.reduce}"
+
+
+def _changed_options(section: str, values: ParallelConfig | PipelineConfig) -> list[str]:
+    """The options of a section that differ from their defaults, as `section.key value`."""
+    default = type(values)()
+    words = []
+    for key in type(values).model_fields:
+        value = getattr(values, key)
+        is_content = key == "table"  # of the schedule file, which is named
+        if value != getattr(default, key) and not is_content:
+            words.append(f"{section}.{key} {value}")
+    return words
+
+
+def shortened(training: Training, *, total: int, saves: bool) -> Training:
+    """A training run up to step `total`, without what only watches it.
+
+    Args:
+        saves: whether it saves a checkpoint at its end.
+    """
+    return replace(
+        training,
+        step_range=replace(training.step_range, total=total),
+        save_at_end=saves,
+        stragglers=None,
+        evaluator=None,
+        files={},
+    )
