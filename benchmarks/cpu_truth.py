@@ -53,9 +53,10 @@ from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.parallel.pipeline.player import Player, StepState
-from weft.planner.calibrate import MeasuredStep, fit
+from weft.planner.calibrate import fit
 from weft.planner.jitter import replicas_of, step_distribution
 from weft.planner.measure import measure
+from weft.planner.measured_steps import MeasuredStep
 from weft.planner.predict import predict
 from weft.planner.speeds import Speeds
 from weft.run.devices import choose_device

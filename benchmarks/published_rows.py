@@ -1,6 +1,18 @@
 """Rows of the published facts as runs of weft, or the reason why a row is none.
 
 `perf_rows.json` has one row a published measurement, `vtrain_single.csv` 720 steps on one node of A100.
+
+Note [ScaleTorch]
+    Rows of ScaleTorch are expressed as its code runs them, which is not what their labels say
+    (github.com/jianzhnie/ScaleTorch at 454b589; scaletorch/trainer, models, parallel):
+    - Pipeline stages call their layers without `gradient_checkpointing`: nothing is recomputed.
+    - The model is built without the argument for sequence parallelism: the same run as without.
+    - The flag of ring attention is set after the layers have read it: a rank attends to its own
+      part of a sequence alone, as if the parts were sequences.
+    - Gradients are reduced by a wrapper that is made where dp > 1, over dp x cp, in float32. With
+      gradient accumulation all micro-batches are inside of `no_sync`: no reduction at all (in a
+      pipeline, one).
+    - Parameters and both moments are bfloat16 (`model.to(dtype)`, AdamW on them).
 """
 
 from __future__ import annotations
@@ -61,6 +73,8 @@ class Stack:
     start: Efficiency
 
 
+MOSAIC = "MosaicML llm-foundry benchmarks"
+SCALETORCH = "ScaleTorch README"
 MEGATRON = Stack("A100, Megatron with unfused attention", "a100", UNFUSED)
 DEEPSPEED = Stack("A100, DeepSpeed ZeRO 3", "a100", UNFUSED)
 STACKS = {
@@ -70,9 +84,8 @@ STACKS = {
     "Zero Bubble PP (arXiv 2401.10241)": MEGATRON,
     "Korthikanti et al. 2022 (arXiv 2205.05198)": MEGATRON,
     "Narayanan et al. SC'21 (arXiv 2104.04473)": MEGATRON,
-    "ScaleTorch README": Stack("910B, ScaleTorch", "910b", FUSED),
+    SCALETORCH: Stack("910B, ScaleTorch", "910b", FUSED),
 }
-MOSAIC = "MosaicML llm-foundry benchmarks"
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class Published:
         layers: of each stage.
         hardware: of its devices, with the network that the source prints.
         group: rows of one model and batch, of which one layout is the fastest.
-        waits_for_norm: see `weft.planner.calibrate.MeasuredStep`.
+        waits_for_norm: see `weft.planner.measured_steps.MeasuredStep`.
     """
 
     key: str
@@ -205,15 +218,50 @@ def stage_layers(layers: int, stages: int, *, is_balanced: bool = False) -> tupl
 
 def run_of_row(row: Mapping[str, Any]) -> Published:
     """A row of `perf_rows.json` as a run."""
-    model, layout = row["model"], row["layout"]
     _check_sizes(row)
+    if row["source"] != SCALETORCH:
+        return _run_of_checked_row(row, seconds=seconds_of(row))
+    seconds = seconds_of(row)
+    _check_ranks(row, row["layout"])
+    return _run_of_checked_row(as_scaletorch_runs(row), seconds=seconds)
+
+
+def as_scaletorch_runs(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row as its software runs it; see Note [ScaleTorch]."""
+    layout = {**row["layout"], "sp": False, "cp": 1, "params": "bfloat16"}
+    is_pipeline = layout["pp"] > 1
+    if is_pipeline:
+        layout["recompute"] = "none"
+    model = dict(row["model"])
+    batch = row["global_batch"]
+    context = row["layout"].get("cp") or 1
+    model["seq"] //= context
+    accumulates = layout.get("grad_accum", 1) > 1 and not is_pipeline
+    if accumulates:
+        batch //= layout["dp"]
+        layout["dp"] = 1
+    elif layout["dp"] > 1:
+        batch *= context
+        layout["dp"] *= context
+    return {
+        **row,
+        "model": model,
+        "layout": layout,
+        "global_batch": batch,
+        "dtype": "bf16 (fp32 grad accum)",
+        "hardware": {**row["hardware"], "count": None},
+    }
+
+
+def _run_of_checked_row(row: Mapping[str, Any], *, seconds: float) -> Published:
+    model, layout = row["model"], row["layout"]
     printed_schedule = str(layout.get("schedule"))
     recompute = RECOMPUTE.get(str(layout.get("recompute")))
     if printed_schedule not in SCHEDULES or recompute is None:
         what = f"{layout.get('schedule')}, recompute {layout.get('recompute')}"
         raise InexpressibleError(what)
-    degrees = {name: layout.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
-    _check_ranks(row, degrees)
+    degrees = degrees_of(layout)
+    _check_ranks(row, layout)
     schedule, chunks = _schedule(layout)
     words = [
         *model_words(model, tp=degrees["tp"], layers=model["layers"]),
@@ -227,6 +275,8 @@ def run_of_row(row: Mapping[str, Any]) -> Published:
         words += ["--pipeline.schedule", schedule, "--pipeline.chunks", str(chunks)]
     reduce = "float32" if "fp32" in row["dtype"] else "bfloat16"
     words += ["--precision.reduce", reduce]
+    if "params" in layout:
+        words += ["--precision.params", layout["params"]]
     stack = stack_of(row)
     if stack == MEGATRON and layout.get("zero") == 3:
         stack = DEEPSPEED  # Megatron-LM has no ZeRO 3
@@ -240,7 +290,7 @@ def run_of_row(row: Mapping[str, Any]) -> Published:
             degrees["pp"] * chunks,
             is_balanced=layout.get("embedding_as_stage_layer") is False,
         ),
-        seconds=seconds_of(row),
+        seconds=seconds,
         hardware=hardware_of(row, stack),
         waits_for_norm=printed_schedule not in WITHOUT_NORM_SYNC,
     )
@@ -260,8 +310,13 @@ def _check_sizes(row: Mapping[str, Any]) -> None:
         raise InexpressibleError("batch not printed")
 
 
-def _check_ranks(row: Mapping[str, Any], degrees: Mapping[str, int]) -> None:
-    ranks = math.prod(degrees.values())
+def degrees_of(layout: Mapping[str, Any]) -> dict[str, int]:
+    """Degrees of the mesh axes; those that are not printed are 1."""
+    return {name: layout.get(name) or 1 for name in ("pp", "dp", "cp", "tp")}
+
+
+def _check_ranks(row: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    ranks = math.prod(degrees_of(layout).values())
     devices = row["hardware"].get("count")
     if devices and devices != ranks:
         raise InexpressibleError(f"{ranks} ranks are printed for {devices} devices")

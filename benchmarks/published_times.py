@@ -28,16 +28,9 @@ from benchmarks.published_work import MeasuredStages
 
 from weft.config.hardware import find_hardware
 from weft.errors import WeftError
-from weft.planner.calibrate import (
-    BOUNDS,
-    Calibration,
-    MeasuredStep,
-    Residual,
-    compare,
-    condensed,
-    fit,
-)
+from weft.planner.calibrate import BOUNDS, Calibration, fit
 from weft.planner.fit_statistics import quantile, ratio_range
+from weft.planner.measured_steps import MeasuredStep, Residual, compare, condensed
 
 FEW = 20
 """Rows from which a range is taken."""
@@ -64,12 +57,21 @@ class Account:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """A row that was not fitted, or as if its family had not been: measured over predicted time."""
+
+    ratio: float
+    family: str
+
+
+@dataclass(frozen=True)
 class Fitted:
     """A source with its constants.
 
     Attributes:
         is_own: whether they are fitted to this source alone.
         training: keys of the rows that decided them.
+        left_out: of these rows, each family left out.
         scale: predicted times are so many times longer.
     """
 
@@ -77,6 +79,7 @@ class Fitted:
     found: Calibration
     is_own: bool
     training: frozenset[str]
+    left_out: tuple[HeldOut, ...]
     scale: float = 1.0
 
 
@@ -85,15 +88,15 @@ class Outcome:
     """Rows of a source on one stack beside their predictions.
 
     Attributes:
-        held_out: measured over predicted times of the fitted half: of rows that were not fitted, if
-            there are enough, else of those that were, each family left out.
+        held_out: rows of the fitted half: those that were not fitted, if there are enough, else
+            those that were, each family left out.
     """
 
     stack: Stack
     fitted: Fitted
     accounts: Sequence[Account]
     residuals: Sequence[Residual]
-    held_out: Sequence[float]
+    held_out: Sequence[HeldOut]
 
     def rows(self, *, is_fitted: bool) -> list[Residual]:
         """Those of one half."""
@@ -131,25 +134,22 @@ def fitted_source(name: str, accounts: Sequence[Account], stack: Stack) -> Fitte
     training = training_rows(accounts, most=MOST_FITTED)
     found = fit_rows([account.step for account in training], stack, name)
     keys = frozenset(account.row.key for account in training)
-    return Fitted(name, found, is_own=True, training=keys)
+    left_out = []
+    for account, ratio in zip(training, found.left_out, strict=True):
+        left_out.append(HeldOut(ratio, account.row.family))
+    return Fitted(name, found, is_own=True, training=keys, left_out=tuple(left_out))
 
 
 def typical(large: Sequence[Fitted], stack: Stack) -> Calibration:
-    """Constants between those of the large sources of a stack: of each the geometric mean. The range
-    is that of all their rows, as if they had not been fitted.
-    """
+    """Constants between those of the large sources of a stack: of each the geometric mean."""
     values: dict[str, float] = {}
     for name in BOUNDS:
         of_sources = [getattr(source.found.efficiency, name) for source in large]
         if all(of_sources):
             values[name] = statistics.geometric_mean(of_sources)
-    left_out: list[float] = []
-    for source in large:
-        left_out.extend(source.found.left_out)
-    low, high = ratio_range(left_out)
     names = "; ".join(source.source for source in large)
-    constants = replace(stack.start, **values, low=low, high=high, source=f"between {names}")
-    return Calibration(constants, {}, (), tuple(left_out), {})
+    constants = replace(stack.start, **values, source=f"between {names}")
+    return Calibration(constants, {}, (), (), {})
 
 
 def fit_rows(steps: Sequence[MeasuredStep], stack: Stack, source: str) -> Calibration:
@@ -162,13 +162,19 @@ def fit_rows(steps: Sequence[MeasuredStep], stack: Stack, source: str) -> Calibr
     return found
 
 
-def scaled(name: str, accounts: Sequence[Account], between: Calibration, stack: Stack) -> Fitted:
-    """A small source with typical constants; its scale is the median of its fitted half."""
+def scaled(name: str, accounts: Sequence[Account], large: Sequence[Fitted], stack: Stack) -> Fitted:
+    """A small source with typical constants; its scale is the median of its fitted half, its range
+    that of the rows of all large sources.
+    """
+    between = typical(large, stack)
+    left_out: list[HeldOut] = []
+    for source in large:
+        left_out.extend(source.left_out)
     training = [account for account in accounts if account.row.is_fitted]
     residuals = compared(training, between, stack)
     scale = statistics.median(residual.ratio for residual in residuals) if residuals else 1.0
     keys = frozenset(account.row.key for account in training)
-    return Fitted(name, between, is_own=False, training=keys, scale=scale)
+    return Fitted(name, between, is_own=False, training=keys, left_out=tuple(left_out), scale=scale)
 
 
 def compared(accounts: Sequence[Account], found: Calibration, stack: Stack) -> list[Residual]:
@@ -185,9 +191,9 @@ def outcome_of(fitted: Fitted, accounts: Sequence[Account], stack: Stack) -> Out
     held_out = []
     for account, residual in zip(accounts, residuals, strict=True):
         if account.row.is_fitted and account.row.key not in fitted.training:
-            held_out.append(residual.ratio)
+            held_out.append(HeldOut(residual.ratio, account.row.family))
     if len(held_out) < FEW:
-        held_out = list(fitted.found.left_out)
+        held_out = list(fitted.left_out)
     return Outcome(stack, fitted, accounts, residuals, held_out)
 
 
@@ -195,10 +201,15 @@ def ranges_of(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
     """By source, the range of 80% of measured over predicted times; a source on several devices has
     one, as its software is the same.
     """
-    ratios: dict[str, list[float]] = defaultdict(list)
+    rows: dict[str, list[HeldOut]] = defaultdict(list)
     for outcome in outcomes:
-        ratios[outcome.fitted.source].extend(outcome.held_out)
-    return {source: ratio_range(of_source) for source, of_source in ratios.items()}
+        rows[outcome.fitted.source].extend(outcome.held_out)
+    ranges = {}
+    for source, of_source in rows.items():
+        ratios = [row.ratio for row in of_source]
+        families = [row.family for row in of_source]
+        ranges[source] = ratio_range(ratios, families)
+    return ranges
 
 
 def outcomes_of(stack: Stack, accounts: Sequence[Account]) -> Iterator[Outcome]:
@@ -219,9 +230,9 @@ def outcomes_of(stack: Stack, accounts: Sequence[Account]) -> Iterator[Outcome]:
     if not large:
         print(f"\n{stack.name}: too few rows of {'; '.join(small)} for constants")
         return
-    between = typical(list(fitted.values()), stack)
     for name, members in small.items():
-        yield outcome_of(scaled(name, members, between, stack), members, stack)
+        own = scaled(name, members, list(fitted.values()), stack)
+        yield outcome_of(own, members, stack)
 
 
 # -- report ------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from weft.config.load import load
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError
 from weft.models import FAMILIES
-from weft.planner.calibrate import Calibration, Residual
+from weft.planner.calibrate import Calibration
+from weft.planner.measured_steps import Residual
 
 FIGURES = """
 node = 8

@@ -11,14 +11,10 @@ from tests.planner.test_step_costs import run_of
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.errors import PlanError
-from weft.planner.calibrate import (
-    UNDETERMINED,
-    MeasuredStep,
-    fit,
-    predict_all,
-)
+from weft.planner.calibrate import UNDETERMINED, fit
 from weft.planner.fit_statistics import derivatives, fit_errors, quantile, ratio_range
 from weft.planner.measure import measure
+from weft.planner.measured_steps import MeasuredStep, predict_all
 
 A100 = find_hardware("a100")
 START = Efficiency()
@@ -137,6 +133,16 @@ def test_the_range_holds_four_of_five_other_ratios() -> None:
     assert ratio_range(ratios) == (pytest.approx(ratios[1]), pytest.approx(ratios[17]))
     few = ratio_range(ratios[:8])
     assert few == (ratios[0], pytest.approx(ratios[7]))  # the next one is outside with 2 of 9
+
+
+def test_a_family_counts_as_one_in_the_range_however_many_steps_it_has() -> None:
+    ratios = [0.9 + 0.02 * number for number in range(19)]
+    names = [str(number) for number in range(19)]
+    outlier = [1.5] * 30
+    assert ratio_range([*ratios, *outlier])[1] == 1.5
+    _, high = ratio_range([*ratios, *outlier], [*names, *["outlier"] * 30])
+    _, high_of_one = ratio_range([*ratios, 1.5])
+    assert high == pytest.approx(high_of_one)
 
 
 def test_the_range_always_holds_the_prediction() -> None:

@@ -30,8 +30,9 @@ from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
-from weft.planner.calibrate import BOUNDS, Calibration, MeasuredStep, Residual, fit
+from weft.planner.calibrate import BOUNDS, Calibration, fit
 from weft.planner.measure import measure
+from weft.planner.measured_steps import MeasuredStep, Residual
 from weft.planner.rank_step import example_batch
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.launch import launch

@@ -6,6 +6,7 @@ scipy is an extra, and so numpy is imported where it is used.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,19 +121,41 @@ def derivatives(
     return np.stack(columns, axis=1)
 
 
-def ratio_range(ratios: Sequence[float]) -> tuple[float, float]:
+def ratio_range(ratios: Sequence[float], families: Sequence[str] = ()) -> tuple[float, float]:
     """The range of measured over predicted times that holds 80% of those of other steps: n ratios
     divide the line into n + 1 parts, and the next one lies in each of them with the same probability
-    (conformal prediction: Vovk et al. 2005).
+    (conformal prediction: Vovk et al. 2005). Steps of a family fail together, so a family counts as
+    one, and the range holds 80% of the steps of another family (Lee, Barber and Willett 2023).
 
     Args:
         ratios: of steps that were not fitted, or as if they had not been.
+        families: of each step; default: each is its own.
     """
     tail = (1 - COVERED) / 2
-    num_parts = len(ratios) + 1
-    low = _between(ratios, num_parts * tail)
-    high = _between(ratios, num_parts * (1 - tail))
+    names = families or range(len(ratios))
+    sizes = Counter(names)
+    part = 1 / (len(sizes) + 1)
+    points = []
+    for ratio, name in zip(ratios, names, strict=True):
+        points.append((ratio, part / sizes[name]))
+    points.sort()
+    low = _beyond(points, tail)
+    high = _beyond(points[::-1], tail)
     return min(low, 1.0), max(high, 1.0)
+
+
+def _beyond(points: Sequence[tuple[float, float]], tail: float) -> float:
+    """The value before which, in this order, points with this sum of weights lie; between
+    neighbours in proportion.
+    """
+    before, total = points[0][0], 0.0
+    for value, weight in points:
+        if total + weight >= tail:
+            share = (tail - total) / weight if total else 1.0
+            return before + share * (value - before)
+        before = value
+        total += weight
+    return before
 
 
 def quantile(values: Sequence[float], share: float) -> float:
