@@ -131,11 +131,11 @@ def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
 def test_the_prediction_is_for_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
-    def start(predict: partial[Any]) -> None:
+    def start(predict: partial[Any], niceness: int) -> None:
         _, hardware = predict.args
         started.append(hardware)
 
-    monkeypatch.setattr("weft.commands.comparison.RunningPrediction", start)
+    monkeypatch.setattr("weft.commands.comparison.ForkedAnswer", start)
     start_prediction(run_of("--mesh dp2 --hardware h100 --precision.matmul tf32"))
     start_prediction(run_of("--mesh dp2 --hardware h100"))
     assert [each.tflops("float32") for each in started] == [494.7, 67]

@@ -12,12 +12,8 @@ Note [Choice of a mesh]
 from __future__ import annotations
 
 import glob
-import json
 import os
-import signal
-import sys
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -37,7 +33,7 @@ from weft.config.hardware import (
 from weft.config.load import AUTO_MESH
 from weft.config.run import Run, hardware_of
 from weft.config.validate import config_checks
-from weft.errors import ConfigError, Fault, PlanError, WeftError, counted
+from weft.errors import ConfigError, Fault, PlanError, counted
 from weft.planner.candidates import (
     Candidates,
     LayoutGroup,
@@ -47,6 +43,7 @@ from weft.planner.candidates import (
     reason_of,
 )
 from weft.planner.layout_choice import SEARCHED
+from weft.run.forked_answer import FAILURE, ForkedAnswer
 from weft.run.world import detect, num_cores
 from weft.view.quantity import memory
 
@@ -322,45 +319,15 @@ def _apart(function: Callable[[], Any]) -> Any:
 
     if fork_problem():
         return function()
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reader)
-        _answer(function, writer)
-    os.close(writer)
-    text = ""
+    forked = ForkedAnswer(lambda: {"result": function()})
     try:
-        with os.fdopen(reader) as file:
-            text = file.read()
+        answer = forked.wait()
     finally:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    answer = json.loads(text) if text else {"failure": "the process that measures has ended"}
-    if "failure" in answer:
+        forked.end()
+    if FAILURE in answer:
         what = "auto cannot measure the layouts"
-        raise PlanError(Fault("mesh", what, answer["failure"], fix="name a mesh: --mesh dp2"))
+        raise PlanError(Fault("mesh", what, answer[FAILURE], fix="name a mesh: --mesh dp2"))
     return answer["result"]
-
-
-def _answer(function: Callable[[], Any], writer: int) -> None:
-    """Write the result of a function to a pipe; this process ends here."""
-    code = 1
-    try:
-        answer: dict[str, Any]
-        try:
-            answer = {"result": function()}
-        except WeftError as error:
-            answer = {"failure": str(error)}
-        except Exception as error:  # noqa: BLE001 - reported by the parent
-            answer = {"failure": f"{type(error).__name__}: {error}"}
-        with os.fdopen(writer, "w") as file:
-            json.dump(answer, file)
-        code = 0
-    finally:
-        os._exit(code)
 
 
 def choose_before_ranks(run: Run, *, is_flag: bool) -> ChosenMesh:

@@ -2,24 +2,18 @@
 
 Note [Prediction beside the run]
     A process forked from the launcher measures the run on meta tensors, at low priority, while the
-    ranks start. Rank 0 looks into its pipe after every step; once the prediction is there and some
+    ranks start (see Note [Answer of a forked process]). Rank 0 polls it after every step; once the prediction is there and some
     steps are timed, one `prediction` event compares them. Only the last step of a run waits for it,
     for a few seconds.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
 from weft.config.run import Run, hardware_of, plan_of
@@ -30,6 +24,7 @@ from weft.planner.measure import measure, size_problem
 from weft.planner.predict import predict_measured
 from weft.planner.site_costs import site_costs
 from weft.planner.speeds import Speeds
+from weft.run.forked_answer import Answer, ForkedAnswer
 from weft.train.training import Event
 from weft.view.quantity import memory, short_time
 
@@ -40,68 +35,14 @@ TIMED_STEPS = 3
 NICENESS = 5
 PATIENCE_S = 10.0
 """Time that the last step of a run waits for its prediction."""
-PIPE_BYTES = 4096
-Answer = Mapping[str, Any]
 
 
-class RunningPrediction:
-    """A prediction in a forked process; see Note [Prediction beside the run]."""
-
-    def __init__(self, predict: Callable[[], Answer]) -> None:
-        self._reader, writer = os.pipe()
-        os.set_blocking(self._reader, False)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._reader)
-            _predict_in_child(predict, writer)
-        os.close(writer)
-
-    def poll(self, patience_s: float = 0.0) -> Answer | None:
-        """The answer, if it is there in time: a prediction, or the reason why there is none."""
-        select.select([self._reader], [], [], patience_s)
-        try:
-            text = os.read(self._reader, PIPE_BYTES)
-        except BlockingIOError:
-            return None
-        if not text:
-            return {"failure": "its process has ended, or an earlier attempt has shown it"}
-        answer: Answer = json.loads(text)
-        return answer
-
-    def end(self) -> None:
-        """End the process, if it still runs; called by the process that started it."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
-        os.close(self._reader)
-
-
-def start_prediction(run: Run) -> RunningPrediction | None:
+def start_prediction(run: Run) -> ForkedAnswer | None:
     """Start the prediction of a run whose hardware is named; None where none is."""
     hardware = hardware_of(run)
     if hardware is None:
         return None
-    return RunningPrediction(partial(predicted, run, hardware))
-
-
-def _predict_in_child(predict: Callable[[], Answer], writer: int) -> None:
-    """Predict and write the answer as JSON, by one call; the process ends here."""
-    code = 1
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-        os.nice(NICENESS)
-        try:
-            answer = predict()
-        except Exception as error:  # noqa: BLE001 - reported by rank 0
-            answer = {"failure": f"{type(error).__name__}: {error}"}
-        text = json.dumps(answer)
-        os.write(writer, text.encode()[:PIPE_BYTES])
-        code = 0
-    finally:
-        os._exit(code)
+    return ForkedAnswer(partial(predicted, run, hardware), niceness=NICENESS)
 
 
 def predicted(run: Run, hardware: Hardware) -> Answer:
@@ -139,7 +80,7 @@ class MeasuredAndPredicted:
     """
 
     utilization: Utilization | None
-    prediction: RunningPrediction | None
+    prediction: ForkedAnswer | None
     base_bytes: int
     last_step: int
     step_times: list[float] = field(default_factory=list)
@@ -235,7 +176,7 @@ def comparison_of(
     hardware: str | None,
     *,
     cuda_name: str | None,
-    prediction: RunningPrediction | None,
+    prediction: ForkedAnswer | None,
     base_bytes: int,
     last_step: int,
 ) -> MeasuredAndPredicted:

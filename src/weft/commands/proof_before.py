@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.prove import prove_config
@@ -21,7 +15,7 @@ from weft.config.small_runs import reduced
 from weft.errors import WeftError
 from weft.prove.small_sizes import accepts_sizes
 from weft.prove.verdicts import cache_folder, read_verdict, verdict_key, write_verdict
-from weft.run.worker import end_with_parent
+from weft.run.forked_answer import FAILURE, ForkedAnswer
 
 MODE_VARIABLE = "WEFT_PROVE_BEFORE"
 """Environment variable in place of `prove.before = auto`, for machines on which nothing is proved."""
@@ -35,36 +29,18 @@ class RunningProof:
 
     Note [Proof beside the start of ranks]
         The process of the proof is forked before the ranks are, by a process that has computed
-        nothing, and inherits the end of a pipe that it holds open until it ends. Its answer is in a
-        file without a name. Ranks inherit both: each waits at the end of the pipe before it opens
-        the run folder, and reads the answer. So all of them start or none does, and a run that does
-        not start leaves no file.
+        nothing. Each rank waits for its answer before it opens the run folder (see Note [Answer of a
+        forked process]). So all of them start or none does, and a run that does not start leaves no
+        file.
 
     Args:
         prove: makes the verdict.
-        folder: that keeps verdicts that are "equal".
         is_required: whether a run without a verdict is rejected.
     """
 
-    def __init__(
-        self,
-        prove: Callable[[], Verdict],
-        *,
-        folder: Path,
-        is_required: bool,
-    ) -> None:
+    def __init__(self, prove: Callable[[], Verdict], *, is_required: bool) -> None:
         self.is_required = is_required
-        self._answer = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
-        self._reader, writer = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._reader)
-            end_with_parent(parent)
-            _prove_in_child(prove, self._answer.fileno(), folder)
-        os.close(writer)
+        self._answer = ForkedAnswer(prove)
 
     def wait(self) -> Verdict:
         """The verdict, for the records of the run; in this process, or in one that it has forked.
@@ -73,26 +49,16 @@ class RunningProof:
             WeftError: the layout does not compute what one device computes; or the proof itself
                 failed, and is required.
         """
-        os.read(self._reader, 1)  # its end, when the process of the proof has ended
-        file = self._answer.fileno()
-        text = os.pread(file, os.fstat(file).st_size, 0)
-        if not text:
-            return self._unknown("the process of the proof ended without a verdict")
-        answer = json.loads(text)
-        if "failure" in answer:
-            return self._unknown(str(answer["failure"]))
+        answer = self._answer.wait()
+        if FAILURE in answer:
+            return self._unknown(str(answer[FAILURE]))
         if answer["verdict"] != "equal":
             raise WeftError(str(answer["refusal"]))
         return dict(answer)
 
     def end(self) -> None:
         """End the process, if it still runs; called by the process that started it."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
-        os.close(self._reader)
-        self._answer.close()
+        self._answer.end()
 
     def _unknown(self, reason: str) -> Verdict:
         """The verdict of a proof that could not be made.
@@ -127,36 +93,22 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
     if stored is not None and mode == "auto":
         return {**stored, "source": "cache", "seconds": 0.0}
     return RunningProof(
-        partial(_proved, run, key),
-        folder=folder,
+        partial(_proved, run, key, folder),
         is_required=run.prove.before == "always",
     )
 
 
-def _prove_in_child(prove: Callable[[], Verdict], file: int, folder: Path) -> NoReturn:
-    """Prove, keep a verdict that is "equal", and write it as JSON; the process ends here."""
-    code = 1
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-        try:
-            verdict = prove()
-        except Exception as error:  # noqa: BLE001 - reported by the parent
-            verdict = {"failure": f"{type(error).__name__}: {error}"}
-        if verdict.get("verdict") == "equal":
-            write_verdict(folder, verdict)
-        os.pwrite(file, json.dumps(verdict).encode(), 0)
-        code = 0
-    finally:
-        os._exit(code)
+def _proved(run: Run, key: str, folder: Path) -> Verdict:
+    """The verdict of a proof that is made now; with the reason of a refusal where it fails.
 
-
-def _proved(run: Run, key: str) -> Verdict:
-    """The verdict of a proof that is made now; with the reason of a refusal where it fails."""
+    Args:
+        folder: that keeps verdicts that are "equal".
+    """
     start_s = time.perf_counter()
     answer = prove_config(run, steps=STEPS).to_dict()
     if answer["verdict"] != "equal":
         return {"verdict": answer["verdict"], "refusal": _refusal(answer)}
-    return {
+    verdict = {
         "verdict": "equal",
         "key": key,
         "source": "proved",
@@ -164,6 +116,8 @@ def _proved(run: Run, key: str) -> Verdict:
         "steps": answer["steps"],
         "seconds": round(time.perf_counter() - start_s, 3),
     }
+    write_verdict(folder, verdict)
+    return verdict
 
 
 def _refusal(answer: Mapping[str, Any]) -> str:

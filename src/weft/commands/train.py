@@ -15,7 +15,6 @@ import torch
 from weft.checkpoint.resume import starts_new
 from weft.commands.comparison import (
     MeasuredAndPredicted,
-    RunningPrediction,
     comparison_of,
     start_prediction,
 )
@@ -28,6 +27,7 @@ from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
+from weft.run.forked_answer import ForkedAnswer
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
 from weft.run.numerics import numerics
 from weft.run.rank_setup import open_comm
@@ -154,12 +154,12 @@ def _train(
 
 
 @contextmanager
-def _ended(process: RunningPrediction | RunningProof | Verdict | None) -> Iterator[None]:
+def _ended(process: ForkedAnswer | RunningProof | Verdict | None) -> Iterator[None]:
     """End the process of a prediction or proof when the ranks have ended."""
     try:
         yield
     finally:
-        if isinstance(process, RunningPrediction | RunningProof):
+        if isinstance(process, ForkedAnswer | RunningProof):
             process.end()
 
 
@@ -179,7 +179,7 @@ class RankJob:
     device: DeviceChoice
     mesh: Mesh
     hardware: str | None
-    prediction: RunningPrediction | None
+    prediction: ForkedAnswer | None
     proof: RunningProof | Verdict | None
     deterministic: bool
     records: RecordFolder
