@@ -1,7 +1,8 @@
-"""The choice of rank 0 on all ranks of torchrun: made once, its error on every rank, time-outs."""
+"""The choice of rank 0 on all ranks of torchrun or Slurm: made once, its error on every rank, time-outs."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.comm.test_store_namespace import MemoryStore
-from weft.commands.shared_choice import agent_store, choose_once
+from weft.commands.shared_choice import CHOICE_PORTS, choose_once, shared_store
 from weft.errors import Fault, LaunchError, PlanError, UserError, WeftError
 from weft.run.world import World
 
@@ -92,10 +93,41 @@ def set_all_but_the_choice(store: MemoryStore, key: str, value: str) -> None:
         store.values[key] = value
 
 
-def test_ranks_without_the_agent_of_torchrun_choose_by_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_of_torchrun_set_by_hand_have_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    assert agent_store(world_of(1)) is None
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert agent_store(World(0, 2, 0, 2, "tcp://host:1")) is None
+    assert shared_store(world_of(1)) is None
+    alone = World(0, 1, 0, 1, "tcp://host:1")
+    assert shared_store(alone) is None
+
+
+def test_ranks_of_slurm_read_the_choice_from_a_store_of_rank_0() -> None:
+    """Its port is not that of the run, whose store is opened later."""
+    port = free_port()
+    called: list[int] = []
+
+    def run(rank: int) -> dict[str, Any]:
+        world = World(rank, NUM_RANKS, rank, NUM_RANKS, f"tcp://127.0.0.1:{port}", job="slurm 7.0")
+        store = shared_store(world)
+        assert store is not None
+
+        def choose() -> dict[str, Any]:
+            called.append(rank)
+            return {"mesh": "dp3"}
+
+        return choose_once(choose, store, world, arrival_s=20, choice_s=20)
+
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        assert list(pool.map(run, range(NUM_RANKS))) == [{"mesh": "dp3"}] * NUM_RANKS
+    assert called == [0]
+
+
+def free_port() -> int:
+    """A port whose port for choices is free now."""
+    for port in CHOICE_PORTS:
+        with socket.socket() as tried:
+            try:
+                tried.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("no port is free")

@@ -2,9 +2,8 @@
 
 Note [Choice of a mesh]
     The choice is a function of the config, the number of ranks and the kind of device, without
-    clocks or random numbers. Of ranks that torchrun has started rank 0 chooses for all
-    (shared_choice.py); under Slurm every rank does. Ranks that
-    weft starts get the choice of the process that starts them. Before a training run layouts are
+    clocks or random numbers. Of ranks that torchrun or Slurm has started rank 0 chooses for all
+    (shared_choice.py). Ranks that weft starts get the choice of the process that starts them. Before a training run layouts are
     measured in a process of their own: a backward starts threads of autograd, which do not survive
     the fork of the ranks, and the meta device loads modules that the ranks do not need.
 """
@@ -100,9 +99,9 @@ def choose_mesh(run: Run, *, is_flag: bool, before_ranks: bool = False) -> Chose
     world = detect(os.environ)
     if world is None:
         return _choose_here(run, is_flag=is_flag, before_ranks=before_ranks)
-    from weft.commands.shared_choice import agent_store, choose_once  # late: it imports torch
+    from weft.commands.shared_choice import choose_once, shared_store  # late: it imports torch
 
-    store = agent_store(world)
+    store = shared_store(world)
     if store is None:
         return _choose_here(run, is_flag=is_flag, before_ranks=before_ranks)
 

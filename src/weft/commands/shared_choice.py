@@ -1,7 +1,8 @@
-"""One choice for all ranks of torchrun: rank 0 makes it, the others read it, or its error, from the store of torchrun's agent.
+"""One choice for all ranks of torchrun or Slurm: rank 0 makes it, the others read it, or its error, from a store.
 
 Ranks that the agent of torchrun has started find its store before they have any communicator, and it
-outlives them. Slurm has no such store: there every rank makes the choice, which is the same on all.
+outlives them. Under Slurm rank 0 opens a store for the choice, at a port of its own, and keeps it
+until all others have read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import urlsplit
 
 from weft.comm.store_namespace import NamespaceStore, agree_on_namespace, poll_intervals
 from weft.errors import (
@@ -25,11 +27,16 @@ from weft.errors import (
 )
 from weft.run.world import World
 
+ENV = "env://"
 AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 ARRIVAL_S = 600.0
 """Seconds within which all ranks arrive."""
 CHOICE_S = 1800.0
 """Seconds for which ranks wait for the choice of rank 0."""
+READ_S = 60.0
+"""Seconds for which rank 0 keeps a store of its own for ranks that have not read yet."""
+CHOICE_PORTS = range(30_000, 32_500)
+"""Ports of such stores: below Linux's range for outgoing connections, beside those of jobs."""
 ERRORS: Mapping[str, type[UserError]] = {
     error.__name__: error for error in (ConfigError, LaunchError, MeshError, PlanError, UserError)
 }
@@ -38,18 +45,38 @@ ERRORS: Mapping[str, type[UserError]] = {
 Values = dict[str, Any]
 
 
-def agent_store(world: World) -> NamespaceStore | None:
-    """The store of torchrun's agent; None for ranks that no agent has started.
+def shared_store(world: World) -> NamespaceStore | None:
+    """The store for the choice of a world; None where every rank must choose by itself: variables of
+    torchrun that were set by hand, and a world of one rank.
 
     Raises:
-        LaunchError: the store cannot be reached.
+        LaunchError: the store cannot be reached, or opened.
     """
-    is_env = world.rendezvous == "env://"
-    if not is_env or os.environ.get(AGENT_VARIABLE) != "True" or world.size == 1:
+    url = _store_url(world)
+    if url is None:
         return None
     from weft.comm.find_store import find_store  # late: it imports torch
 
-    return find_store("env://", world.rank, world.size, timeout_s=ARRIVAL_S, listener=None)
+    return find_store(url, world.rank, world.size, timeout_s=ARRIVAL_S, listener=None)
+
+
+def ends_with_rank_0(world: World) -> bool:
+    """Whether the store of a world is rank 0's own."""
+    return world.rendezvous != ENV
+
+
+def _store_url(world: World) -> str | None:
+    """Where the store of a choice is; None: there is none."""
+    if world.size == 1 or not isinstance(world.rendezvous, str):
+        return None
+    if world.rendezvous == ENV:
+        return ENV if os.environ.get(AGENT_VARIABLE) == "True" else None
+    address = urlsplit(world.rendezvous)
+    if address.scheme != "tcp" or address.port is None:
+        return None
+    port = CHOICE_PORTS[address.port % len(CHOICE_PORTS)]
+    host, _, _ = address.netloc.rpartition(":")
+    return f"tcp://{host}:{port}"
 
 
 def choose_once(
@@ -74,9 +101,25 @@ def choose_once(
     job = f"{world.job}/choice"
     prefix = agree_on_namespace(store, world.rank, world.size, job=job, timeout_s=arrival_s)
     key = f"{prefix}/chosen"
+    readers = f"{prefix}/readers"
     if world.rank == 0:
-        return _chosen_here(choose, store, key)
-    return _read(_awaited(store, key, choice_s=choice_s))
+        try:
+            return _chosen_here(choose, store, key)
+        finally:
+            if ends_with_rank_0(world):
+                _wait_for_readers(store, readers, world.size - 1)
+    text = _awaited(store, key, choice_s=choice_s)
+    store.add(readers, 1)
+    return _read(text)
+
+
+def _wait_for_readers(store: NamespaceStore, key: str, number: int) -> None:
+    """Return when so many ranks have read, or after `READ_S`."""
+    deadline = time.monotonic() + READ_S
+    for interval_s in poll_intervals():
+        if store.add(key, 0) >= number or time.monotonic() > deadline:
+            return
+        time.sleep(interval_s)
 
 
 def _chosen_here(choose: Callable[[], Values], store: NamespaceStore, key: str) -> Values:

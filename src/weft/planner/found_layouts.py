@@ -64,6 +64,7 @@ class FoundLayouts:
             measured nor simulated; None: there are none, or all are worse than the best.
         next_simulated: the best simulated one of those that were not measured.
         num_bounded: candidates that have a bound from the costs of their own blocks.
+        num_unbounded: candidates that have no bound; the limit of seconds has ended that.
         num_simulated: candidates whose step was simulated.
         is_out_of_time: whether the limit of seconds ended the search.
         smallest: the candidate with the least memory by its bound, where none fits.
@@ -78,6 +79,7 @@ class FoundLayouts:
     next_bound: float | None = None
     next_simulated: Simulated | None = None
     num_bounded: int = 0
+    num_unbounded: int = 0
     num_simulated: int = 0
     is_out_of_time: bool = False
     smallest: tuple[float, Layout] | None = None
@@ -85,7 +87,7 @@ class FoundLayouts:
     @property
     def is_proven(self) -> bool:
         """Whether no layout that was not measured can be better than the best one, by its bound."""
-        if not self.best or self.rejected[DEEP]:
+        if not self.best or self.rejected[DEEP] or self.num_unbounded:
             return False
         best = self.best[0]
         value = best.peak_bytes if self.target == "memory" else best.seconds

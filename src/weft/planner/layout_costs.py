@@ -120,7 +120,8 @@ class LayoutCosts:
         self.runs = ShortRuns(run, self.kinds)
         cost_table = CostTable(speeds)
         self._blocks = BlockMeasurements(self.runs, cost_table)
-        self._data = DataCosts(ZeroMeasurements(self.runs, cost_table), speeds)
+        zeros = ZeroMeasurements(self.runs.with_fewer_experts(), cost_table)
+        self._data = DataCosts(zeros, speeds)
         self.stages = LayoutStages(self._specs, self.kinds, self.runs.params_of_kinds)
         self._tables = PipelineTables()
         self._busiest: dict[object, float] = {}
@@ -283,15 +284,22 @@ class LayoutCosts:
         Args:
             costs: `blocks` or `larger_blocks` of the layout.
         """
-        in_flight = self._in_flight(layout, costs)
+        return Bound(
+            self._busiest_s(layout, costs),
+            self.least_peak(layout, costs),
+            self.state_bytes(layout),
+        )
+
+    def least_peak(self, layout: Layout, costs: CostsByKind) -> float:
+        """Bytes that the fullest rank needs at least; `costs` as for `bound`."""
         states = self._data.zero(layout).states
         num_data = layout.num_data
+        sizes_of_ranks = self.stages.sizes_of_ranks(layout, self._table(layout))
+        in_flight = self._in_flight(layout, costs)
         peaks = []
-        for sizes, own in zip(
-            self.stages.sizes_of_ranks(layout, self._table(layout)), in_flight, strict=True
-        ):
+        for sizes, own in zip(sizes_of_ranks, in_flight, strict=True):
             peaks.append(states.of(sum(sizes), num_data) + max(own.forward, own.begin))
-        return Bound(self._busiest_s(layout, costs), max(peaks), self.state_bytes(layout))
+        return max(peaks)
 
     def _shape(self, layout: Layout) -> tuple[object, ...]:
         """What a layout's pipeline depends on."""

@@ -15,6 +15,7 @@ from weft.models import Family
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, even_load, first_rank_load
+from weft.planner.equal_blocks import equal_blocks
 from weft.planner.overlap import StepOverlap, step_overlap
 from weft.planner.played_actions import action_keys, played_microbatches
 from weft.planner.rank_step import RankStep, measure_rank
@@ -153,9 +154,10 @@ def block_kinds(family: Family, model: ModelConfig) -> Mapping[str, str]:
         for name in (alias, owner):
             block, _, _ = name.partition(".")
             tied.add(block)
-    repeats: Mapping[str, str] = {}
     if isinstance(blocks, LazyBlocks):
         repeats = blocks.repeats(distinct=tied)
+    else:
+        repeats = equal_blocks(blocks, distinct=tied)
     return {name: repeats.get(name, name) for name in blocks}
 
 

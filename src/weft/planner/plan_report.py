@@ -92,6 +92,9 @@ def proof_lines(result: FoundLayouts) -> list[str]:
     if result.is_proven:
         better = "smaller" if result.target == "memory" else "faster"
         return [f"proven: no layout that was not measured is {better}, by its bound"]
+    if result.num_unbounded:
+        number = count(result.num_unbounded)
+        return [f"not proven: --seconds left {number} layouts without a bound"]
     if result.next_bound is None:
         return []
     bound = value_text(result.next_bound, result.target)

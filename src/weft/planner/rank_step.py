@@ -6,7 +6,7 @@ See Note [A step in regions] in `played_actions`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from weft.planner.recorder import (
     StepRecorder,
     fused_attention_on_meta,
     storage_bytes,
+    storages,
 )
 from weft.run.rank_status import Phase
 from weft.schedule.actions import Act, Table
@@ -198,7 +199,7 @@ def record_step(
     """
     model = step.model
     comm = model.comm
-    recorder = recorder_type(comm.device, parts=lambda: _parts(step))
+    recorder = recorder_type(comm.device, parts=_parts_of(step))
     marker = _Marker(recorder)
     sync = step.grads.set_requires_gradient_sync
     one_microbatch = thinned(table, (0,))
@@ -319,11 +320,12 @@ def _kept_tensors(step: TrainStep) -> dict[str, list[Tensor]]:
     for state in step.state().optimizer_state.values():
         optimizer.extend(state.values())
     optimizer.extend(_outer(step))
+    gathered = set(storages(_gathered_params(step)))
     buffers: list[Tensor] = []
     for block in model.blocks.values():
         buffers.extend(block.buffers())
     return {
-        "params": [tensor for tensor in params if not _is_gathered(tensor, step)],
+        "params": [tensor for tensor in params if tensor.untyped_storage()._cdata not in gathered],
         "gradients": gradients,
         "optimizer": optimizer,
         "buffers": buffers,
@@ -376,16 +378,27 @@ def _gathered_params(step: TrainStep) -> list[Tensor]:
     return found
 
 
-def _is_gathered(tensor: Tensor, step: TrainStep) -> bool:
-    place = tensor.untyped_storage()._cdata
-    return any(flat.untyped_storage()._cdata == place for flat in _gathered_params(step))
+def _parts_of(step: TrainStep) -> Callable[[], Parts]:
+    """A function for the bytes of the buffers that ZeRO has allocated at the moment of a call.
 
-
-def _parts(step: TrainStep) -> Parts:
-    """Bytes of the buffers that ZeRO allocates during a step, now."""
-    gathered = storage_bytes(_gathered_params(step))
-    reducing: list[Tensor] = []
+    Which groups allocate some is decided here, as it does not change and the function is called at
+    each new peak.
+    """
+    resharding = [group for group in step.grads.groups if group.reshards]
+    reducing = []
     for group in step.grads.trained_groups:
-        if not group.policy.keeps_unsharded_grad and group.unsharded_grad is not None:
-            reducing.append(group.unsharded_grad)
-    return {"gathered parameters": gathered, "gradients being reduced": storage_bytes(reducing)}
+        if not group.policy.keeps_unsharded_grad:
+            reducing.append(group)
+
+    def parts() -> Parts:
+        gathered: list[Tensor] = []
+        for group in resharding:
+            if group.unsharded_params is not None:
+                gathered.append(group.unsharded_params.flat)
+        gradients = [group.unsharded_grad for group in reducing if group.unsharded_grad is not None]
+        return {
+            "gathered parameters": storage_bytes(gathered),
+            "gradients being reduced": storage_bytes(gradients),
+        }
+
+    return parts

@@ -5,7 +5,9 @@ Note [Best first]
     parallelism, method of context parallelism) have equal blocks. Shardings wait in a queue by a
     lower bound of the target, from larger blocks. At the head of it, the blocks of a sharding
     are measured, and each of its layouts (order and degrees of pp and dp, ZeRO stage, schedule,
-    chunks) gets a bound from them; those whose bound is near the best are simulated. That ends when
+    chunks) gets a bound from them; those whose bound is near the best are simulated. Before that,
+    layouts are left out whose activations do not fit as shares of those of larger blocks: these are
+    measured once for many shardings. All that ends when
     no bound in the queue is below the best simulated ones, as many as are measured. Pipelines
     among the best are also simulated with other layers a stage (stage_split.py). Then the best are
     measured as a whole and predicted, best first, until enough fit. The winner is proven the best
@@ -23,9 +25,13 @@ Note [Peaks of measured layouts]
     Where no layout fits and there is time for one more measurement, the smallest one is measured.
 
 Note [Time limit]
-    With a limit of seconds (of one core), simulations end after `RANKING_SHARE` of it, and no
-    measurement begins that would end after it, if it took as long as the longest one so far; the
-    first one is made in any case. Without a limit the result is the same on every machine.
+    With a limit of seconds (of one core), bounds from larger blocks are measured for
+    `BOUNDING_SHARE` of it, most plausible shardings first: tp within a node, and of these the
+    smallest; the others stay without a bound. Simulations end after `RANKING_SHARE`. Where no
+    layout that fits was found after `NOTHING_FITS_SHARE`, the rest of the ranking takes the leanest
+    shardings alone: full recomputation and the smallest micro-batch. No layout is measured as a
+    whole that would end after the limit, if it took as long as the longest one so far; the first one
+    is made in any case. Without a limit the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.tp import AXIS as TP
 from weft.planner.candidates import Candidates, LayoutGroup, PipelineChoice
 from weft.planner.found_layouts import (
     ACTIVATIONS,
@@ -69,6 +77,8 @@ MOST_FAILED = 3
 NUM_BEST = 3
 RANKING_SHARE, FRONT_RANKING_SHARE = 0.42, 0.58
 """Of the seconds of a search, after which the ranking by the target ends, and the other one."""
+BOUNDING_SHARE, NOTHING_FITS_SHARE = 0.25, 0.34
+"""Of the seconds of a search; see Note [Time limit]."""
 SIMULATED_WITHIN = 1.5
 """A layout is simulated where its bound is at most so many times the best simulated one."""
 PEAK_ERROR = 0.05
@@ -154,12 +164,13 @@ class _Sharding:
 
     Attributes:
         rest: decides between equal bounds.
-        number: of the sharding.
+        key: the sharding, as a layout on one pipeline and data rank.
         groups: with the ZeRO stages whose states fit.
     """
 
     bound: float
     rest: tuple[int, ...]
+    key: Layout = field(compare=False)
     groups: list[tuple[LayoutGroup, tuple[int, ...]]] = field(compare=False)
 
     def __len__(self) -> int:
@@ -190,6 +201,8 @@ class _LayoutSearch:
         self.clock = _Clock(limits.seconds)
         self.result = FoundLayouts(len(found), target)
         self.waiting: dict[Layout, _Sharding] = {}
+        self.known_bounds: dict[Layout, float] = {}
+        """Bounds of the objective of shardings, by their layout on one pipeline and data rank."""
         self.simulated: list[Simulated] = []
         self.too_large: list[Simulated] = []
         self.bounded: list[tuple[Bound, Layout]] = []
@@ -206,6 +219,8 @@ class _LayoutSearch:
         for group in self.candidates.groups:
             self._add_group(group)
         self._rank(self.objective, RANKING_SHARE)
+        if not self.simulated:
+            self._rank_leanest()
         if self.limits.has_front:
             other: Objective = "memory" if self.objective == "time" else "time"
             self._rank(other, FRONT_RANKING_SHARE, is_aside=True)
@@ -240,7 +255,7 @@ class _LayoutSearch:
             is_other = key.context != DEFAULT_CONTEXT
             leanness = LEANEST_FIRST.index(key.recompute)
             rest = key.micro_size, is_other, leanness, not key.sequence, len(self.waiting)
-            self.waiting[key] = _Sharding(0.0, rest, [])
+            self.waiting[key] = _Sharding(0.0, rest, key, [])
         self.waiting[key].groups.append((group, tuple(fitting)))
 
     def _rank(self, objective: Objective, share: float, *, is_aside: bool = False) -> None:
@@ -250,21 +265,60 @@ class _LayoutSearch:
         Args:
             is_aside: the ranking serves the front alone.
         """
-        queue = []
-        for sharding in self.waiting.values():
-            queue.append(replace(sharding, bound=self._sharding_bound(sharding, objective)))
+        queue = self._bounded_shardings(objective, is_aside=is_aside)
         heapq.heapify(queue)
         while queue:
             if queue[0].bound >= self._worst_of_best(objective):
                 return
-            if self.clock.is_over(share if self.simulated else 1.0):
+            if self.clock.is_over(share if self.simulated else NOTHING_FITS_SHARE):
                 self.result.is_out_of_time |= not is_aside
                 return
-            sharding = heapq.heappop(queue)
-            del self.waiting[sharding.groups[0][0].base.sharding]
-            self._expand(sharding, objective)
-            num_simulated = self.result.num_simulated
-            self._report(f"{self.result.num_bounded} bounded, {num_simulated} simulated")
+            self._expand_next(queue, objective)
+
+    def _expand_next(self, queue: list[_Sharding], objective: Objective) -> None:
+        """Expand the sharding at the head of a queue."""
+        sharding = heapq.heappop(queue)
+        del self.waiting[sharding.key]
+        self._expand(sharding, objective)
+        num_simulated = self.result.num_simulated
+        self._report(f"{self.result.num_bounded} bounded, {num_simulated} simulated")
+
+    def _bounded_shardings(self, objective: Objective, *, is_aside: bool) -> list[_Sharding]:
+        """The waiting shardings with their bounds, as far as the limit of seconds allows."""
+        waiting = sorted(self.waiting.values(), key=self._plausibility)
+        found: list[_Sharding] = []
+        for sharding in waiting:
+            if not is_aside and self.clock.is_over(BOUNDING_SHARE):
+                self.result.is_out_of_time = True
+                break
+            bound = self._sharding_bound(sharding, objective)
+            if not is_aside:
+                self.known_bounds[sharding.key] = bound
+            found.append(replace(sharding, bound=bound))
+        return found
+
+    def _plausibility(self, sharding: _Sharding) -> tuple[object, ...]:
+        """Sorts shardings: those that are bounded first."""
+        key = sharding.key
+        tp = key.degree(TP)
+        is_wide = tp > self.costs.speeds.hardware.node
+        return is_wide, tp, not key.sequence, -key.degree(EP), sharding.rest
+
+    def _rank_leanest(self) -> None:
+        """Expand the leanest shardings that have a bound, best bound first, until one layout fits
+        and `RANKING_SHARE` of the seconds is over; without one that fits until all of them are.
+        """
+        lean = [each for each in self.waiting.values() if each.key in self.known_bounds]
+        if not lean:
+            return
+        leanest = min(_leanness(each) for each in lean)
+        queue: list[_Sharding] = []
+        for sharding in lean:
+            if _leanness(sharding) == leanest:
+                queue.append(replace(sharding, bound=self.known_bounds[sharding.key]))
+        heapq.heapify(queue)
+        while queue and not self.clock.is_over(RANKING_SHARE if self.simulated else 1.0):
+            self._expand_next(queue, self.objective)
 
     def _worst_of_best(self, objective: Objective) -> float:
         best = self.best[objective]
@@ -290,17 +344,13 @@ class _LayoutSearch:
     def _expand(self, sharding: _Sharding, objective: Objective) -> None:
         """Bound the layouts of a sharding by its own blocks, and simulate the better ones."""
         bounded: list[tuple[Bound, Layout]] = []
-        for group, zeros in sharding.groups:
-            costs = self.costs.blocks(group.base)
-            for pipeline in group.pipelines:
-                for zero in zeros:
-                    layout = layout_of(group, pipeline, zero)
-                    bound = self.costs.bound(layout, costs)
-                    self.result.num_bounded += 1
-                    if bound.peak_bytes > self.limits.memory_bytes:
-                        self.result.rejected[ACTIVATIONS] += 1
-                    else:
-                        bounded.append((bound, layout))
+        for layout in self._that_may_fit(sharding):
+            bound = self.costs.bound(layout, self.costs.blocks(layout))
+            self.result.num_bounded += 1
+            if bound.peak_bytes > self.limits.memory_bytes:
+                self.result.rejected[ACTIVATIONS] += 1
+            else:
+                bounded.append((bound, layout))
         bounded.sort(key=lambda entry: objective_of(entry[0], objective))
         for bound, layout in bounded:
             best = self.best[objective]
@@ -309,6 +359,20 @@ class _LayoutSearch:
                 self.bounded.append((bound, layout))
             else:
                 self._simulate(layout, bound)
+
+    def _that_may_fit(self, sharding: _Sharding) -> list[Layout]:
+        """The layouts of a sharding whose activations fit as shares of those of larger blocks."""
+        found: list[Layout] = []
+        for group, zeros in sharding.groups:
+            costs = self.costs.larger_blocks(group.base)
+            for pipeline in group.pipelines:
+                for zero in zeros:
+                    layout = layout_of(group, pipeline, zero)
+                    if self.costs.least_peak(layout, costs) > self.limits.memory_bytes:
+                        self.result.rejected[ACTIVATIONS] += 1
+                    else:
+                        found.append(layout)
+        return found
 
     def _simulate(self, layout: Layout, bound: Bound) -> None:
         entry = self.costs.simulate(layout)
@@ -435,9 +499,13 @@ class _LayoutSearch:
             result.rejected[SLOWER if value >= best else OPEN] += 1
             left.append(value)
         for sharding in self.waiting.values():
-            value = self._sharding_bound(sharding, self.objective)
-            result.rejected[SLOWER if value >= best else OPEN] += len(sharding)
-            left.append(value)
+            known = self.known_bounds.get(sharding.key)
+            if known is None:
+                result.num_unbounded += len(sharding)
+                result.rejected[OPEN] += len(sharding)
+                continue
+            result.rejected[SLOWER if known >= best else OPEN] += len(sharding)
+            left.append(known)
         below = [value for value in left if value < best]
         result.next_bound = min(below, default=None)
         self.simulated.sort(key=self._order)
@@ -446,6 +514,11 @@ class _LayoutSearch:
     def _report(self, text: str) -> None:
         if self.progress is not None:
             self.progress(f"{self.clock.elapsed_s:.0f} s: {text}")
+
+
+def _leanness(sharding: _Sharding) -> tuple[int, int]:
+    """Sorts shardings: those with the fewest activations first."""
+    return LEANEST_FIRST.index(sharding.key.recompute), sharding.key.micro_size
 
 
 def layout_of(group: LayoutGroup, pipeline: PipelineChoice, zero: int) -> Layout:

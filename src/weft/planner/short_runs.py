@@ -6,14 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from pydantic import ValidationError
+
 from weft.config.run import Run, plan_of
 from weft.core.dimension import default_sharding_rule
-from weft.core.model_config import logical_axes
+from weft.core.model_config import ModelConfig, logical_axes
 from weft.core.shard import first_axes
 from weft.layout.plan import Plan
 from weft.models.common.init import named_parameters
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
+from weft.parallel.ep import EXPERTS
 from weft.parallel.tp import AXIS as TP
 from weft.planner.layout_choice import Layout
 from weft.planner.rank_step import RankStep, measure_rank
@@ -22,6 +25,13 @@ from weft.train.init_from import lazy_blocks
 
 NUM_MICROBATCHES = 2
 """Micro-batches of a short run: only the last one reduces gradients below ZeRO 2."""
+
+
+FEWER_EXPERTS = (16, 32, 64)
+"""Numbers of experts a layer that stand for more of them where each parameter costs the same."""
+
+
+VOCAB = "vocab"
 
 
 class ShortRuns:
@@ -37,6 +47,15 @@ class ShortRuns:
         self.kinds = kinds
         self.num_runs = 0
         self._params: dict[tuple[int, int], dict[str, float]] = {}
+
+    def with_fewer_experts(self) -> ShortRuns:
+        """Runs of the same model with fewer experts a layer, where it has many, and as much smaller
+        a vocabulary: the shares of blocks in all parameters stay about the same.
+        """
+        model = _with_fewer_experts(self.run.model)
+        if model is self.run.model:
+            return self
+        return ShortRuns(self.run.with_values({"model": model}), self.kinds)
 
     def measure(self, layout: Layout, *, copies: int = 1) -> RankStep:
         """A step of two micro-batches of the first rank of a layout without pipeline ranks.
@@ -86,6 +105,24 @@ class ShortRuns:
                 count += param.numel() / num_shards(logical, degrees)
             counts[kind] = count
         return counts
+
+
+def _with_fewer_experts(model: ModelConfig) -> ModelConfig:
+    """The model with the smallest of `FEWER_EXPERTS` that it takes; itself where it takes none."""
+    num_experts = model.axis_sizes().get(EXPERTS, 0)
+    if EXPERTS not in type(model).model_fields:
+        return model
+    for fewer in FEWER_EXPERTS:
+        if fewer >= num_experts:
+            break
+        changed = {**model.model_dump(), EXPERTS: fewer}
+        if VOCAB in changed:
+            changed[VOCAB] = max(1, changed[VOCAB] * fewer // num_experts)
+        try:
+            return type(model).model_validate(changed)
+        except ValidationError:  # top_k is larger, or groups do not divide them
+            continue
+    return model
 
 
 def num_shards(logical: Iterable[str], degrees: Mapping[str, int]) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.common.batch import Batch
-from weft.models.common.decoder import chain_blocks
+from weft.models.common.decoder import chain_builders
 from weft.models.common.layers import Attention, DecoderLayer, Head
+from weft.models.common.lazy_blocks import Builders, build_all
 from weft.models.gpt2.config import Config
 
 
@@ -44,13 +47,24 @@ class GeluMLP(nn.Module):
         return out
 
 
+def builders(cfg: Config) -> Builders:
+    """Builders of the blocks; all layers have the same one."""
+    layer = partial(_layer, cfg)
+    return chain_builders(partial(_embed, cfg), [layer] * cfg.layers, partial(_head, cfg))
+
+
 def blocks(cfg: Config) -> dict[str, nn.Module]:
     """The chain "embed", "layer0", ..., "head", "loss"."""
-    embed = EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len)
-    layers = [_layer(cfg) for _ in range(cfg.layers)]
+    return build_all(builders(cfg))
+
+
+def _embed(cfg: Config) -> EmbedWithPositions:
+    return EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len)
+
+
+def _head(cfg: Config) -> Head:
     logits = nn.Linear(cfg.dim, cfg.vocab, bias=False)
-    head = Head(_norm(cfg), logits)
-    return chain_blocks(embed, layers, head)
+    return Head(_norm(cfg), logits)
 
 
 def _layer(cfg: Config) -> DecoderLayer:
