@@ -56,6 +56,7 @@ from weft.parallel.pipeline.player import Player, StepState
 from weft.planner.calibrate import fit
 from weft.planner.jitter import replicas_of, step_distribution
 from weft.planner.measure import measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.measured_steps import MeasuredStep
 from weft.planner.predict import predict
 from weft.planner.speeds import Speeds
@@ -279,7 +280,7 @@ def calibrate(path: Path, num_steps: int, folder: Path) -> str:
             seconds[number] = statistics.median(step.seconds for step in own)
     measured = []
     for each, run, own_s in zip(words, runs, seconds, strict=True):
-        measured.append(MeasuredStep(" ".join(each), measure(run), own_s))
+        measured.append(MeasuredStep(" ".join(each), measure(MeasuredRun.of(run)), own_s))
     hardware = find_hardware(str(path))
     start = start_of(hardware.efficiency, is_cuda=False)
     found = fit(measured, hardware, source="", start=start)
@@ -315,7 +316,7 @@ def compare(path: Path, num_repeats: int, num_steps: int, folder: Path) -> dict[
     for name, run in runs.items():
         own = steps[name]
         jitter = action_jitter(own) if run.pipeline_size > 1 else 0.0
-        prediction = predict(run, speeds)
+        prediction = predict(MeasuredRun.of(run), speeds)
         drawn = step_distribution(
             prediction.step,
             replicas_of(prediction.roles),

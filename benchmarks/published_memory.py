@@ -23,9 +23,10 @@ from typing import Any
 from benchmarks.zero_bubble_search import Costs, limited_table
 
 from weft.config.load import load
-from weft.config.run import Run, plan_of
+from weft.config.run import Run
 from weft.errors import UserError
 from weft.models import FAMILIES
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.played_actions import ActionKey
 from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.step_memory import StepMemory, step_memory
@@ -124,7 +125,7 @@ def run_of(row: Row, schedule: str) -> Run:
 
 def searched_run(row: Row) -> Run:
     """The row with a table of the paper's heuristic."""
-    inner = measure_rank(run_of(row, SCHEDULES[row.schedule]), 1).actions
+    inner = measure_rank(MeasuredRun.of(run_of(row, SCHEDULES[row.schedule])), 1).actions
     forward, weight_grad = (inner[ActionKey(kind, 0, "middle")].change for kind in ("F", "W"))
     table = limited_table(
         row.pipeline,
@@ -140,8 +141,9 @@ def searched_run(row: Row) -> Run:
 
 def memory_of_rows(run: Run) -> list[StepMemory]:
     """The memory of every pipeline rank. The inner ones have equal layers: one of them is played."""
-    last = plan_of(run).pipeline_size - 1
-    played: dict[int, RankStep] = {rank: measure_rank(run, rank) for rank in (0, 1, last)}
+    measured = MeasuredRun.of(run)
+    last = measured.plan.pipeline_size - 1
+    played: dict[int, RankStep] = {rank: measure_rank(measured, rank) for rank in (0, 1, last)}
     return [step_memory(played.get(row, played[1]), row) for row in range(last + 1)]
 
 

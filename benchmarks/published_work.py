@@ -25,6 +25,7 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.planner.condensed import Condenser
 from weft.planner.measure import RoleCosts, measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.played_actions import ActionKey, action_keys
 from weft.planner.rank_step import RankStep
 from weft.planner.recorder import Ended, Event, RecordedRegion, Started
@@ -127,7 +128,8 @@ class MeasuredStages:
     def roles(self, words: tuple[str, ...]) -> tuple[RoleCosts, ...]:
         """The measured roles of a run."""
         if words not in self.known:
-            self.known[words] = measure(load(list(words), FAMILIES))
+            run = load(list(words), FAMILIES)
+            self.known[words] = measure(MeasuredRun.of(run))
             self.num_new += 1
         return self.known[words]
 

@@ -19,6 +19,7 @@ from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_USER, ConfigError, PlanError
 from weft.models import FAMILIES
 from weft.planner.candidates import Candidates, Space
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.predict import predict
 from weft.planner.speeds import Speeds
 
@@ -89,7 +90,9 @@ def test_the_choice_is_the_fastest_of_all_legal_layouts_and_the_same_on_every_ra
     seconds = {}
     for group in legal_of(run, 8).groups:
         mesh = group.base.mesh
-        seconds[mesh] = predict(run.with_values({"mesh": mesh}), speeds).step.total_s
+        seconds[mesh] = predict(
+            MeasuredRun.of(run.with_values({"mesh": mesh})), speeds
+        ).step.total_s
     assert len(seconds) > 3, "so many are searched"
     best = min(seconds, key=lambda mesh: seconds[mesh])
     chosen = set()

@@ -23,6 +23,7 @@ from weft.config.load import load
 from weft.config.run import plan_of
 from weft.layout.utilization import Utilization, model_flops
 from weft.models import FAMILIES
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.predict import predict
 from weft.planner.speeds import Speeds
 
@@ -99,7 +100,7 @@ def test_a_run_that_cannot_be_predicted_says_why() -> None:
 def test_mfu_of_a_prediction_and_of_a_run_are_one_formula() -> None:
     run = run_of("--mesh dp2")
     device = find_hardware("h100")
-    prediction = predict(run, Speeds(device))
+    prediction = predict(MeasuredRun.of(run), Speeds(device))
     assert prediction.speeds.efficiency == device.efficiency
     plan = plan_of(run)
     measured = Utilization.of(plan, peak_tflops=device.bf16_tflops)

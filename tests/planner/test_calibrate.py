@@ -14,6 +14,7 @@ from weft.errors import PlanError
 from weft.planner.calibrate import UNDETERMINED, fit
 from weft.planner.fit_statistics import derivatives, fit_errors, quantile, ratio_range
 from weft.planner.measure import measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.measured_steps import MeasuredStep, predict_all
 
 A100 = find_hardware("a100")
@@ -28,7 +29,7 @@ LAYOUTS = (
 
 @pytest.fixture(scope="module")
 def unmeasured() -> list[MeasuredStep]:
-    return [MeasuredStep(flags, measure(run_of(flags)), 1.0) for flags in LAYOUTS]
+    return [MeasuredStep(flags, measure(MeasuredRun.of(run_of(flags))), 1.0) for flags in LAYOUTS]
 
 
 def measured(steps: list[MeasuredStep], truth: Efficiency) -> list[MeasuredStep]:
@@ -121,7 +122,7 @@ def test_groups_have_a_scale_of_their_own(unmeasured: list[MeasuredStep]) -> Non
 
 
 def test_too_few_runs_and_times_that_are_none_are_rejected() -> None:
-    step = MeasuredStep("a run", measure(run_of("--model.layers 1")), 1.0)
+    step = MeasuredStep("a run", measure(MeasuredRun.of(run_of("--model.layers 1"))), 1.0)
     with pytest.raises(PlanError, match="too few runs"):
         fit([step], A100, source="a test")
     with pytest.raises(PlanError, match="has no time"):

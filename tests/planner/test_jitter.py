@@ -14,6 +14,7 @@ from tests.planner.test_step_costs import run_of
 from weft.config.run import Run
 from weft.planner.jitter import LognormalFactors, Replicas, replicas_of, step_distribution
 from weft.planner.measure import RoleCosts, measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.speeds import Speeds
 from weft.planner.step_time import StepTime, step_time
 
@@ -23,7 +24,7 @@ LAUNCHES = Speeds(SPEEDS.hardware.with_efficiency(replace(SPEEDS.efficiency, lau
 
 @pytest.fixture(scope="module")
 def roles() -> tuple[RoleCosts, ...]:
-    return measure(run_of("--mesh pp2,dp2 --parallel.zero 1"))
+    return measure(MeasuredRun.of(run_of("--mesh pp2,dp2 --parallel.zero 1")))
 
 
 def predicted(roles: tuple[RoleCosts, ...]) -> tuple[StepTime, Replicas]:
@@ -114,7 +115,7 @@ def test_ranks_that_wait_within_actions_are_coupled(
     flags: str, axes: tuple[str, ...], coupled: int
 ) -> None:
     run: Run = run_of(flags)
-    replicas = replicas_of(measure(run))
+    replicas = replicas_of(measure(MeasuredRun.of(run)))
     assert (replicas.axes, replicas.num_coupled) == (axes, coupled)
     assert replicas.count * replicas.num_coupled == run.device_mesh.size // run.device_mesh.degree(
         "pp"

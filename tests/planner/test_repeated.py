@@ -7,13 +7,12 @@ import pytest
 from tests.planner.test_step_costs import run_of
 from weft.config.run import Run, plan_of
 from weft.layout.plan import Plan
-from weft.planner.measure import block_kinds
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.recorder import KernelLaunch, RecordedRegion, Started
 from weft.planner.repeated import measure_repeated
 from weft.planner.step_memory import step_memory
 from weft.planner.step_traffic import step_traffic
-from weft.train.build import family_of
 
 WIDE = "--model.layers {} --model.dim 2048 --model.ffn 8192 --batch.micro_size 1 --data.seq_len 16"
 LAYOUTS = {
@@ -40,13 +39,13 @@ class CountedMeasurement:
     """`measure_rank` of one rank, with the number of its calls."""
 
     def __init__(self, run: Run, rank: int) -> None:
-        self.run = run
+        self.run = MeasuredRun.of(run)
         self.rank = rank
         self.count = 0
 
     def __call__(self, plan: Plan) -> RankStep:
         self.count += 1
-        return measure_rank(self.run, self.rank, plan=plan)
+        return measure_rank(self.run.with_plan(plan), self.rank)
 
 
 def events_of(region: RecordedRegion) -> list[object]:
@@ -87,10 +86,10 @@ def test_five_blocks_stand_for_all(name: str) -> None:
     num_layers, flags = LAYOUTS[name]
     run = run_of(f"{flags} --batch.global_size 16 {WIDE.format(num_layers)}")
     plan = plan_of(run)
-    kinds = block_kinds(family_of(run.model, run.lora), run.model)
+    kinds = MeasuredRun.of(run).block_kinds()
     for row in range(plan.pipeline_size):
         rank = plan.mesh.rank(pp=row)
-        whole = measure_rank(run, rank)
+        whole = measure_rank(MeasuredRun.of(run), rank)
         measured = CountedMeasurement(run, rank)
         short = measure_repeated(plan, row, kinds, measured)
         assert measured.count == 2  # a short stage and one with a block more

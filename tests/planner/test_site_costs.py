@@ -15,6 +15,7 @@ from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.planner.measure import measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.simulation import Failures, simulate_on, simulation_json, simulation_lines
 from weft.planner.site_costs import SiteCosts, site_costs, site_text
 from weft.planner.speeds import Speeds
@@ -58,7 +59,7 @@ def counted_bytes(run: Run) -> list[int]:
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_bytes_equal_those_of_a_real_run(wire: str) -> None:
     run = run_of("--mesh", "site2 tp2", "--site.wire", wire)
-    costs = site_costs(measure(run), run.site)
+    costs = site_costs(measure(MeasuredRun.of(run)), run.site)
     assert costs is not None
     counted = counted_bytes(run)
     assert costs.site_bytes == sum(counted) // 2
@@ -82,7 +83,14 @@ def test_a_simulated_run_waits_for_the_link() -> None:
     """Bytes over the link's speed every H steps, in the mean step and in the seconds of the run."""
     run = run_of("--mesh", "site2", "--site.every", "10", "--site.gbit_s", "0.001")
     failures = Failures(mtbf_hours=1e9, restart_s=1.0, checkpoint_s=1e-9)
-    simulation = simulate_on(run, Speeds(find_hardware("h100")), failures=failures)
+    simulation = simulate_on(
+        MeasuredRun.of(run),
+        Speeds(find_hardware("h100")),
+        num_steps=run.steps,
+        save_every=run.save.every,
+        site=run.site,
+        failures=failures,
+    )
     assert simulation.sites is not None
     waits_s = simulation.sites.link_bytes / 125_000
     expected = simulation.step.total_s + waits_s / 10

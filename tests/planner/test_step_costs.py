@@ -22,6 +22,7 @@ from weft.models.common.batch import Batch
 from weft.models.common.moe import Choice, MoE, Router
 from weft.parallel.expert.dispatch import even_load, first_rank_load
 from weft.planner import played_actions, rank_step
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.rank_step import RankStep, measure_rank, record_step
 from weft.planner.step_memory import step_memory
 from weft.planner.step_traffic import step_traffic
@@ -142,7 +143,9 @@ def test_the_meta_device_shows_what_a_real_step_does(name: str) -> None:
     run = run_of(LAYOUTS[name])
     for rank, (real, counter) in enumerate(real_steps(run)):
         is_split = run.pipeline.schedule == "zbv"  # a split backward has a scalar on the host
-        assert_equal_steps(measure_rank(run, rank), real, counter, tolerance=64 if is_split else 0)
+        assert_equal_steps(
+            measure_rank(MeasuredRun.of(run), rank), real, counter, tolerance=64 if is_split else 0
+        )
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES])
@@ -162,7 +165,7 @@ def assert_forced_routing(name: str, *, is_worst: bool) -> None:
     used = num_experts // num_ranks if is_worst else num_experts
     load = first_rank_load(num_ranks) if is_worst else even_load
     for rank, (real, counter) in enumerate(real_steps(run, num_used=used)):
-        assert_equal_steps(measure_rank(run, rank, load=load), real, counter)
+        assert_equal_steps(measure_rank(MeasuredRun.of(run), rank, load=load), real, counter)
 
 
 def test_a_dispatch_without_an_assumed_load_is_rejected() -> None:
@@ -232,7 +235,7 @@ def test_the_peak_is_that_of_the_allocator(name: str) -> None:
     is_bfloat16 = "bfloat16" in name
     wider = " --model.dim 64 --model.ffn 96" if is_bfloat16 else ""
     run = run_of(LAYOUTS[name] + wider)
-    memory = step_memory(measure_rank(run, 0), 0)
+    memory = step_memory(measure_rank(MeasuredRun.of(run), 0), 0)
     measured = memory.kept.total + allocated_peak(run)
     is_wide = run.precision.compute == "float32"
     assert memory.peak == pytest.approx(measured, abs=32, rel=1e-12 if is_wide else 0.05)
@@ -246,9 +249,9 @@ def test_three_micro_batches_stand_for_all(name: str, monkeypatch: pytest.Monkey
     flags = LAYOUTS[name].replace("--batch.global_size 6", "")
     run = run_of(f"{flags} --batch.global_size 16")
     for rank in range(run.device_mesh.size):
-        short = measure_rank(run, rank)
+        short = measure_rank(MeasuredRun.of(run), rank)
         monkeypatch.setattr(played_actions, "MOST_PLAYED", 99)
-        whole = measure_rank(run, rank)
+        whole = measure_rank(MeasuredRun.of(run), rank)
         monkeypatch.undo()
         assert (
             step_memory(short, short.row).levels[ACTIONS]

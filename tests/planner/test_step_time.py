@@ -12,6 +12,7 @@ from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.recorder import Ended, RecordedRegion, Started
 from weft.planner.region_time import region_time
 from weft.planner.speeds import Speeds
@@ -82,7 +83,7 @@ def test_a_group_of_several_nodes_takes_the_network() -> None:
 
 def test_the_step_of_a_run() -> None:
     run = run_of("--mesh pp2,dp2 --parallel.zero 1")
-    roles = measure(run)
+    roles = measure(MeasuredRun.of(run))
     time = step_time(roles, SPEEDS)
     parts = time.targets_s + time.pipeline_s + time.reduce_s + time.update_s
     assert time.total_s == pytest.approx(parts)
@@ -131,7 +132,7 @@ def test_attention_that_is_not_fused_moves_its_scores() -> None:
     "flags", ["--mesh pp2,dp2 --parallel.zero 1", "--mesh pp2,dp2 --parallel.zero 3"]
 )
 def test_the_step_is_as_long_as_its_timeline_of_all_lanes(flags: str) -> None:
-    time = step_time(measure(run_of(flags)), SPEEDS)
+    time = step_time(measure(MeasuredRun.of(run_of(flags))), SPEEDS)
     whole = time.whole_timeline
     assert makespan(whole) == pytest.approx(time.total_s)
     assert makespan(time.timeline) == pytest.approx(time.pipeline_s)
@@ -146,7 +147,7 @@ def test_the_step_is_as_long_as_its_timeline_of_all_lanes(flags: str) -> None:
 
 def test_reductions_of_zero_2_overlap_with_the_next_micro_batch() -> None:
     """A reduction that ends before the next backward is waited for without exposed time."""
-    roles = measure(run_of("--mesh pp2,dp2 --parallel.zero 2"))
+    roles = measure(MeasuredRun.of(run_of("--mesh pp2,dp2 --parallel.zero 2")))
     instant = replace(IDEAL, launch_s=1e-3)
     hidden = step_time(roles, Speeds(H100.with_efficiency(instant)))
     assert hidden.exposed_s.get("dp", 0.0) == 0.0

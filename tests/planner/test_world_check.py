@@ -15,6 +15,7 @@ from weft.comm.signature import MemberCall, Signature, calls_agree
 from weft.core.mesh import Mesh
 from weft.planner.call_mismatch import Mismatch
 from weft.planner.measure import measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.rank_calls import CallEvent, RankCalls, group_of, recorded_coordinates
 from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.recorder import CallRecorder, Ended, Started
@@ -32,10 +33,12 @@ def world() -> RecordedWorld:
     """Eight ranks, each of which is played."""
     run = run_of("--mesh pp2,dp2,tp2 --batch.global_size 4 --model.layers 2")
 
-    def record_rank(rank: int) -> RankStep:
-        return measure_rank(run, rank, recorder_type=CallRecorder)
+    measured = MeasuredRun.of(run)
 
-    return record_world(measure(run), record_rank)
+    def record_rank(rank: int) -> RankStep:
+        return measure_rank(measured, rank, recorder_type=CallRecorder)
+
+    return record_world(measure(measured), record_rank)
 
 
 def edited(world: RecordedWorld, edits: dict[int, Edit]) -> RecordedWorld:

@@ -32,6 +32,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import Batch
 from weft.planner.calibrate import BOUNDS, Calibration, fit
 from weft.planner.measure import measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.measured_steps import MeasuredStep, Residual
 from weft.planner.rank_step import example_batch
 from weft.run.devices import DeviceChoice, choose_device
@@ -89,8 +90,8 @@ def run_calibration(
         return timed.exit_code
     steps = []
     for words, run, seconds in zip(words_of_runs, runs, timed.seconds, strict=True):
-        step = MeasuredStep(" ".join(words), measure(run), seconds)
-        steps.append(step)
+        roles = measure(MeasuredRun.of(run))
+        steps.append(MeasuredStep(" ".join(words), roles, seconds))
     hardware = find_hardware(path)
     is_cuda = uses_cuda(options.device)
     start = start_of(hardware.efficiency, is_cuda=is_cuda)

@@ -21,6 +21,7 @@ from weft.errors import WeftError, counted
 from weft.layout.plan import Plan
 from weft.layout.utilization import Utilization
 from weft.planner.measure import measure, size_problem
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.predict import predict_measured
 from weft.planner.site_costs import site_costs
 from weft.planner.speeds import Speeds
@@ -50,7 +51,8 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
     problem = size_problem(plan_of(run))
     if problem:
         return {"failure": f"too large to be measured: {problem}"}
-    prediction = predict_measured(measure(run), Speeds(hardware))
+    roles = measure(MeasuredRun.of(run))
+    prediction = predict_measured(roles, Speeds(hardware))
     answer = {
         "hardware": hardware.label,
         "source": hardware.efficiency.source,

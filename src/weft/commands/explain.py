@@ -80,11 +80,12 @@ def _explain_costs(
     output: ExplainOutput,
 ) -> int:
     from weft.planner.costs_json import costs_json  # late: they import torch
+    from weft.planner.measured_run import MeasuredRun
     from weft.planner.report import costs_text
     from weft.planner.run_costs import run_costs
     from weft.planner.site_costs import site_costs, site_json, site_text
 
-    costs = run_costs(run, hardware)
+    costs = run_costs(MeasuredRun.of(run), hardware)
     fields: dict[str, Any] = {"plan": json.loads(plan.to_json()), **costs_json(costs)}
     step_s = None if costs.prediction is None else costs.prediction.step.total_s
     sites = site_costs(costs.roles, run.site, step_s=step_s)

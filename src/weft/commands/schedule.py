@@ -256,7 +256,8 @@ def _bytes_of_schedules(run: Run, compared: Sequence[ScheduleFigures]) -> tuple[
     Raises:
         UserError: the run does not accept one of the schedules.
     """
-    from weft.planner.measure import measure  # late: it imports torch
+    from weft.planner.measure import measure  # late: they import torch
+    from weft.planner.measured_run import MeasuredRun
 
     runs: list[Run] = []
     for figures in compared:
@@ -271,7 +272,7 @@ def _bytes_of_schedules(run: Run, compared: Sequence[ScheduleFigures]) -> tuple[
         if faults:
             raise UserError(*faults)
         runs.append(changed)
-    return tuple(_bytes_of_roles(measure(changed)) for changed in runs)
+    return tuple(_bytes_of_roles(measure(MeasuredRun.of(changed))) for changed in runs)
 
 
 def _bytes_of_roles(roles: Sequence[RoleCosts]) -> ScheduleBytes:

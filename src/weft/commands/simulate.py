@@ -263,7 +263,8 @@ def _simulate_in_units(plan: Plan, options: SimulateOptions, *, wants_json: bool
 
 def _simulate_on_device(run: Run, options: SimulateOptions, *, wants_json: bool) -> int:
     """Predict the step of a run on a device, and draw it."""
-    from weft.planner.simulation import (  # late: they import torch
+    from weft.planner.measured_run import MeasuredRun  # late: they import torch
+    from weft.planner.simulation import (
         Failures,
         Jitter,
         simulate_on,
@@ -289,8 +290,11 @@ def _simulate_on_device(run: Run, options: SimulateOptions, *, wants_json: bool)
         )
     slow = dict(filter(None, map(read_slow, options.slow)))
     simulation = simulate_on(
-        run,
+        MeasuredRun.of(run),
         Speeds(hardware),
+        num_steps=run.steps,
+        save_every=run.save.every,
+        site=run.site,
         jitter=jitter,
         slow=slow,
         failures=failures,

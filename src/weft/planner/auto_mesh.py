@@ -10,6 +10,7 @@ from weft.planner.found_layouts import Found
 from weft.planner.layout_choice import Layout
 from weft.planner.layout_costs import LayoutCosts
 from weft.planner.measure import size_problem
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.predict import predict
 from weft.planner.search import SearchLimits, search
 from weft.planner.speeds import Speeds
@@ -62,7 +63,9 @@ def _are_few_and_small(run: Run, layouts: list[Layout]) -> bool:
 
 
 def _rank_all(run: Run, layouts: list[Layout], speeds: Speeds, memory_bytes: float) -> MeshRanking:
-    entries = [Found(layout, predict(layout.applied_to(run), speeds)) for layout in layouts]
+    entries = [
+        Found(layout, predict(MeasuredRun.of(layout.applied_to(run)), speeds)) for layout in layouts
+    ]
     fitting = [entry for entry in entries if entry.peak_bytes <= memory_bytes]
     fitting.sort(key=lambda entry: (entry.seconds, entry.peak_bytes, entry.layout.order))
     least_bytes = min(entry.peak_bytes for entry in entries)

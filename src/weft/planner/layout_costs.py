@@ -29,7 +29,8 @@ from weft.planner.block_costs import BlockCosts, BlockMeasurements, CostsByKind,
 from weft.planner.data_costs import DataCosts
 from weft.planner.layout_choice import Layout
 from weft.planner.layout_stages import LayoutStages
-from weft.planner.measure import block_kinds, role_costs
+from weft.planner.measure import role_costs
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.pipeline_tables import PipelineTables, most_held_bytes
 from weft.planner.predict import Prediction, predict_measured
 from weft.planner.rank_step import RankStep, measure_rank
@@ -44,7 +45,6 @@ from weft.planner.zero_costs import (
 )
 from weft.schedule.actions import Table
 from weft.schedule.catalog import find
-from weft.train.build import family_of
 
 MOST_BLOCKS_IN_FULL = 12
 """Blocks of a rank that are measured where none may be left out."""
@@ -115,7 +115,8 @@ class LayoutCosts:
     def __init__(self, run: Run, speeds: Speeds) -> None:
         self.run = run
         self.speeds = speeds
-        self.kinds = block_kinds(family_of(run.model, run.lora), run.model)
+        self.measured = MeasuredRun.of(run)
+        self.kinds = self.measured.block_kinds()
         self.num_measured = 0
         self.runs = ShortRuns(run, self.kinds)
         cost_table = CostTable(speeds)
@@ -145,14 +146,13 @@ class LayoutCosts:
     def predict(self, layout: Layout) -> Prediction:
         """The prediction of a layout, from all of its roles."""
         if layout not in self._predictions:
-            run = layout.applied_to(self.run)
-            plan = plan_of(run)
+            plan = plan_of(layout.applied_to(self.run))
 
             def step_of(row: int) -> RankStep:
                 rank = plan.mesh.rank(**{pipeline_axis(): row})
 
                 def measure_plan(shortened: Plan) -> RankStep:
-                    return measure_rank(run, rank, plan=shortened)
+                    return measure_rank(self.measured.with_plan(shortened), rank)
 
                 return measure_repeated(plan, row, self.kinds, measure_plan)
 

@@ -6,23 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from weft.config.run import Run, plan_of
 from weft.core.dimension import pipeline_axis
-from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError, counted
 from weft.layout.plan import Plan
-from weft.models import Family
-from weft.models.common.lazy_blocks import LazyBlocks
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, even_load, first_rank_load
-from weft.planner.equal_blocks import equal_blocks
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.overlap import StepOverlap, step_overlap
 from weft.planner.played_actions import action_keys, played_microbatches
 from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.step_memory import StepMemory, step_memory
 from weft.planner.step_traffic import TrafficByOperation, step_traffic
-from weft.train.build import family_of
-from weft.train.init_from import lazy_blocks
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ def size_problem(plan: Plan) -> str | None:
     return None
 
 
-def measure(run: Run, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
+def measure(run: MeasuredRun, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
     """The costs of every role of a run, in the order of pipeline coordinates.
 
     Args:
@@ -78,22 +72,16 @@ def measure(run: Run, *, load: ExpertLoad = even_load) -> tuple[RoleCosts, ...]:
     Raises:
         PlanError: the run is too large, see `size_problem`.
     """
-    plan = plan_of(run)
+    plan = run.plan
     problem = size_problem(plan)
     if problem:
         raise PlanError(Fault("mesh", f"too large to be measured: {problem}"))
 
     def step_of(row: int) -> RankStep:
         rank = plan.mesh.rank(**{pipeline_axis(): row})
-        return measure_rank(
-            run,
-            rank,
-            plan=plan,
-            load=load,
-        )
+        return measure_rank(run, rank, load=load)
 
-    kinds = block_kinds(family_of(run.model, run.lora), run.model)
-    return role_costs(plan, kinds, step_of)
+    return role_costs(plan, run.block_kinds(), step_of)
 
 
 def role_costs(
@@ -107,7 +95,7 @@ def role_costs(
 
     Args:
         has_regions: whether steps have the regions between actions; else overlaps are left out.
-        kinds: `block_kinds` of the run.
+        kinds: `MeasuredRun.block_kinds`.
         step_of: measures a pipeline coordinate; called once for equal ones.
     """
     num_ranks = plan.mesh.size // plan.pipeline_size
@@ -142,23 +130,6 @@ def worst_load(roles: Sequence[RoleCosts]) -> ExpertLoad | None:
         return None
     num_ranks = roles[0].step.plan.mesh.degree(EP)
     return first_rank_load(num_ranks)
-
-
-def block_kinds(family: Family, model: ModelConfig) -> Mapping[str, str]:
-    """Name of a block -> name of the first block that equals it; blocks with tied parameters equal
-    none.
-    """
-    blocks = lazy_blocks(family, model)
-    tied: set[str] = set()
-    for alias, owner in family.ties(model).items():
-        for name in (alias, owner):
-            block, _, _ = name.partition(".")
-            tied.add(block)
-    if isinstance(blocks, LazyBlocks):
-        repeats = blocks.repeats(distinct=tied)
-    else:
-        repeats = equal_blocks(blocks, distinct=tied)
-    return {name: repeats.get(name, name) for name in blocks}
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.config.run import Run
 from weft.core.interval import Interval
 from weft.layout.utilization import Utilization
 from weft.planner.measure import RoleCosts, measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.speeds import Speeds
 from weft.planner.step_time import StepTime, step_time
 
@@ -50,7 +50,7 @@ class Prediction:
         return Utilization.of(plan, peak_tflops=peak).mfu(self.step.total_s)
 
 
-def predict(run: Run, speeds: Speeds) -> Prediction:
+def predict(run: MeasuredRun, speeds: Speeds) -> Prediction:
     """Measure the run on meta tensors and predict its step.
 
     Raises:

@@ -16,8 +16,6 @@ from torch import Tensor
 from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
-from weft.config.run import Run, plan_of
-from weft.config.schema import MAX_COUNT
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError
@@ -29,6 +27,7 @@ from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_l
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero.param_group import ParamGroup
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.played_actions import ActionKey, action_keys, played_microbatches, thinned
 from weft.planner.recorder import (
     Parts,
@@ -40,7 +39,7 @@ from weft.planner.recorder import (
 )
 from weft.run.rank_status import Phase
 from weft.schedule.actions import Act, Table
-from weft.train.build import build_step
+from weft.train.build import build_configured_step
 from weft.train.step import TrainStep
 from weft.train.step_phases import report_blocks
 
@@ -118,10 +117,9 @@ def example_batch(
 
 
 def measure_rank(
-    run: Run,
+    run: MeasuredRun,
     rank: int,
     *,
-    plan: Plan | None = None,
     load: ExpertLoad = even_load,
     recorder_type: type[StepRecorder] = StepRecorder,
 ) -> RankStep:
@@ -130,21 +128,18 @@ def measure_rank(
     The first step allocates what stays allocated; the second one is recorded.
 
     Args:
-        plan: default: that of the run. A plan whose stages lack blocks measures the others.
         load: of experts that are sharded over ep; without ep it changes nothing.
         recorder_type: `CallRecorder` for collectives and messages alone: bytes and kernels are then
             not counted.
     """
-    if plan is None:
-        plan = plan_of(run)
+    plan = run.plan
     comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
-    inner_steps = {"site.every": MAX_COUNT}  # the recorded one is followed by no outer step
-    step = build_step(run.with_values(inner_steps), comm, plan=plan)
+    step = build_configured_step(run.config, plan, comm)
     for dispatch in dispatches(step):
         dispatch.meta_load = load
     row = plan.mesh.index(rank, pipeline_axis())
     played = thinned(plan.table, played_microbatches(plan.table, row))
-    batch = example_batch(run.model, plan, comm)
+    batch = example_batch(run.config.model, plan, comm)
     batches = [batch] * played.microbatches
     return record_step(
         step,

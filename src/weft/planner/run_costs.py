@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.hardware import Hardware
-from weft.config.run import Run
 from weft.planner.measure import RoleCosts, measure, worst_load
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.predict import Prediction, predict_measured
 from weft.planner.rank_step import RankStep, measure_rank
 from weft.planner.recorder import CallRecorder
@@ -36,7 +36,7 @@ class RunCosts:
         return max(self.roles, key=lambda role: role.memory.peak)
 
 
-def run_costs(run: Run, hardware: Hardware | None) -> RunCosts:
+def run_costs(run: MeasuredRun, hardware: Hardware | None) -> RunCosts:
     """Measure a run, on a device if there is one.
 
     Raises:
@@ -45,15 +45,9 @@ def run_costs(run: Run, hardware: Hardware | None) -> RunCosts:
     roles = measure(run)
     load = worst_load(roles)
     worst = () if load is None else measure(run, load=load)
-    plan = roles[0].step.plan
 
     def record_rank(rank: int) -> RankStep:
-        return measure_rank(
-            run,
-            rank,
-            plan=plan,
-            recorder_type=CallRecorder,
-        )
+        return measure_rank(run, rank, recorder_type=CallRecorder)
 
     prediction = None
     if hardware is not None:

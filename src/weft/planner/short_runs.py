@@ -19,6 +19,7 @@ from weft.parallel.ep import AXIS as EP
 from weft.parallel.ep import EXPERTS
 from weft.parallel.tp import AXIS as TP
 from weft.planner.layout_choice import Layout
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.rank_step import RankStep, measure_rank
 from weft.train.build import family_of
 from weft.train.init_from import lazy_blocks
@@ -44,6 +45,7 @@ class ShortRuns:
 
     def __init__(self, run: Run, kinds: Mapping[str, str]) -> None:
         self.run = run
+        self.measured = MeasuredRun.of(run)
         self.kinds = kinds
         self.num_runs = 0
         self._params: dict[tuple[int, int], dict[str, float]] = {}
@@ -69,7 +71,7 @@ class ShortRuns:
         of_layout = layout.applied_to(self.run)
         run = of_layout.with_values({"batch.global_size": global_size})
         plan = self._shortened(plan_of(run), copies)
-        return measure_rank(run, 0, plan=plan)
+        return measure_rank(self.measured.with_plan(plan), 0)
 
     def _shortened(self, plan: Plan, copies: int) -> Plan:
         stage = plan.stages[0]

@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from weft.config.run import Run
+from weft.config.schema import SiteConfig
 from weft.core.mesh import WIDTH
 from weft.planner.failures import HOUR_S, FailureModel, Goodput, best_goodput, goodput_at
 from weft.planner.jitter import Replicas, StepDistribution, replicas_of, step_distribution
 from weft.planner.measure import RoleCosts, measure
+from weft.planner.measured_run import MeasuredRun
 from weft.planner.report import time_lines
 from weft.planner.site_costs import SiteCosts, site_costs, site_json, site_text
 from weft.planner.speeds import Speeds
@@ -100,9 +101,12 @@ class RunSimulation:
 
 
 def simulate_on(
-    run: Run,
+    run: MeasuredRun,
     speeds: Speeds,
     *,
+    num_steps: int,
+    save_every: int,
+    site: SiteConfig,
     jitter: Jitter | None = None,
     slow: Mapping[int, float] | None = None,
     failures: Failures | None = None,
@@ -110,6 +114,8 @@ def simulate_on(
     """Measure a run on the meta device and simulate it.
 
     Args:
+        num_steps: of the run.
+        save_every: steps between its checkpoints; 0: it saves at its end only.
         slow: factor of the kernels of a world rank.
 
     Raises:
@@ -135,33 +141,33 @@ def simulate_on(
             replicas,
             jitter=jitter.spread,
             draws=jitter.draws,
-            seed=run.seed,
+            seed=run.config.seed,
             slow=slow,
             slowed=slowed,
         )
         inner_s = distribution.mean
     sites = site_costs(
         roles,
-        run.site,
+        site,
         step_s=inner_s,
     )
     step_s = _with_exchange(inner_s, sites)
-    num_devices = run.device_mesh.size
+    num_devices = run.plan.mesh.size
     checkpoint_bytes = sum(role.step.checkpoint_bytes * role.num_ranks for role in roles)
     best = None
     of_run = None
     if failures is not None:
         model = _failure_model(failures, num_devices, checkpoint_bytes)
         best = best_goodput(model, step_s=step_s)
-        if run.save.every:
+        if save_every:
             of_run = goodput_at(
                 model,
                 step_s=step_s,
-                interval_steps=run.save.every,
+                interval_steps=save_every,
             )
     return RunSimulation(
         num_devices=num_devices,
-        num_steps=run.steps,
+        num_steps=num_steps,
         roles=roles,
         speeds=speeds,
         step=step,

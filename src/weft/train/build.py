@@ -149,12 +149,29 @@ def initial_source(model: ModelSection, *, base: str | None) -> Source | None:
     return None
 
 
-def build_step(run: Run, comm: Comm, *, plan: Plan | None = None) -> TrainStep:
-    """The training step of this rank. Parameters have their initial values, unless the run resumes:
-    then they are drawn, and meant to be replaced.
+@dataclass(frozen=True)
+class StepConfig:
+    """What a training step is built from, besides its plan and ranks.
 
-    Args:
-        plan: default: that of the run.
+    Attributes:
+        family: with adapters and the loss of the run.
+        source: holds initial values; None if they are drawn, or a checkpoint replaces them.
+        fixed_order: whether gradients are added in an order that does not depend on the ranks.
+        outer: settings of the outer step, where the mesh has an axis of local updates.
+    """
+
+    family: Family
+    model: ModelSection
+    optim: OptimConfig
+    seed: int
+    source: Source | None
+    fixed_order: bool
+    outer: OuterSettings
+
+
+def step_config(run: Run) -> StepConfig:
+    """What the training step of a run is built from. Where the run resumes, its initial values are
+    drawn, and meant to be replaced.
     """
     if run.resume is None:
         source = initial_source(run.model, base=run.lora.base)
@@ -163,25 +180,43 @@ def build_step(run: Run, comm: Comm, *, plan: Plan | None = None) -> TrainStep:
     family = family_of(run.model, run.lora)
     if run.loss == DPO:
         family = with_preference_loss(family, run.dpo.beta)
-    model = build_model(
-        family,
-        run.model,
-        plan or plan_of(run),
-        comm,
+    return StepConfig(
+        family=family,
+        model=run.model,
+        optim=run.optim,
         seed=run.seed,
         source=source,
+        fixed_order=run.deterministic,
+        outer=outer_settings(run.site),
+    )
+
+
+def build_step(run: Run, comm: Comm) -> TrainStep:
+    """The training step of a run on this rank; see `step_config` for its parameters."""
+    return build_configured_step(step_config(run), plan_of(run), comm)
+
+
+def build_configured_step(config: StepConfig, plan: Plan, comm: Comm) -> TrainStep:
+    """The training step of this rank under a plan, with initial parameters."""
+    model = build_model(
+        config.family,
+        config.model,
+        plan,
+        comm,
+        seed=config.seed,
+        source=config.source,
     )
     decay_names = matrices(model.params)
 
     def optimizer(tensors: Mapping[str, Tensor]) -> StepOptimizer:
-        return make_optimizer(tensors, run.optim, decay_names=decay_names)
+        return make_optimizer(tensors, config.optim, decay_names=decay_names)
 
     return TrainStep(
         model,
         make_optimizer=optimizer,
-        clip=run.optim.clip,
-        fixed_order=run.deterministic,
-        outer=outer_settings(run.site),
+        clip=config.optim.clip,
+        fixed_order=config.fixed_order,
+        outer=config.outer,
     )
 
 
