@@ -136,14 +136,21 @@ def test_the_range_holds_four_of_five_other_ratios() -> None:
     assert few == (ratios[0], pytest.approx(ratios[7]))  # the next one is outside with 2 of 9
 
 
-def test_a_family_counts_as_one_in_the_range_however_many_steps_it_has() -> None:
+def test_a_family_with_many_steps_does_not_narrow_the_range() -> None:
     ratios = [0.9 + 0.02 * number for number in range(19)]
     names = [str(number) for number in range(19)]
-    outlier = [1.5] * 30
-    assert ratio_range([*ratios, *outlier])[1] == 1.5
-    _, high = ratio_range([*ratios, *outlier], [*names, *["outlier"] * 30])
-    _, high_of_one = ratio_range([*ratios, 1.5])
-    assert high == pytest.approx(high_of_one)
+    alike = [1.0] * 200
+    narrow = ratio_range([*ratios, *alike])
+    wide = ratio_range([*ratios, *alike], [*names, *["alike"] * 200])
+    assert narrow == (pytest.approx(1.0), pytest.approx(1.0, abs=0.02))
+    assert wide == pytest.approx(ratio_range([*ratios, 1.0]))
+
+
+def test_a_family_with_many_steps_widens_the_range() -> None:
+    ratios = [0.9 + 0.02 * number for number in range(19)]
+    names = [str(number) for number in range(19)]
+    _, high = ratio_range([*ratios, *[1.5] * 30], [*names, *["slow"] * 30])
+    assert high == 1.5
 
 
 def test_the_range_always_holds_the_prediction() -> None:

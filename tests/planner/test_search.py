@@ -178,6 +178,9 @@ def narrow_costs(words: str = "") -> LayoutCosts:
         "pp2 dp4 zero3 interleavedx2 recompute-selective micro1",
         "pp4 dp2 zero1 split-0-4-4-0 micro1",
         "pp2 dp4 zero1 interleavedx2 split-0-4-4-0 micro1",
+        "pp2 dp2 zero1 interleavedx2 split-0-4-4-0 micro1",  # half of its micro-batches are played
+        "pp2 dp4 zero1 zbv recompute-full micro1",
+        "pp4 zero_bubble_h2 recompute-full micro1",
     ],
 )
 def test_a_simulated_layout_takes_the_time_and_memory_of_the_measured_one(words: str) -> None:

@@ -97,6 +97,7 @@ class BlockMeasurements:
         self._blocks: dict[object, CostsByKind] = {}
         self._bounds: dict[tuple[Layout, bool], CostsByKind] = {}
         self._splits: dict[Layout, SplitShares] = {}
+        self._deferred: dict[Layout, Mapping[str, int]] = {}
 
     def of(self, layout: Layout) -> CostsByKind:
         """The costs of each kind of block under the sharding of a layout, with the ranks of its
@@ -232,6 +233,22 @@ class BlockMeasurements:
             )
             self._splits[key] = known
         return known
+
+    def deferred_bytes(self, layout: Layout) -> Mapping[str, int]:
+        """Bytes of each kind of block from the input part of a split backward to its weight part."""
+        sharding = layout.sharding
+        if sharding not in self._deferred:
+            step = self._runs.measure(replace(sharding, schedule=SPLIT_SCHEDULE))
+            regions = first_regions(step)
+            forwards = block_segments(regions["F"])
+            inputs = block_segments(regions["I"])
+            found = {}
+            for name in step.plan.stages[0].blocks:
+                saved = forwards.get(name, BlockSegments(name)).change_bytes
+                change = inputs.get(name, BlockSegments(name)).change_bytes
+                found[name] = max(0, saved + change)
+            self._deferred[sharding] = found
+        return self._deferred[sharding]
 
     def _backward_seconds(
         self,

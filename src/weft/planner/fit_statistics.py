@@ -124,24 +124,34 @@ def derivatives(
 def ratio_range(ratios: Sequence[float], families: Sequence[str] = ()) -> tuple[float, float]:
     """The range of measured over predicted times that holds 80% of those of other steps: n ratios
     divide the line into n + 1 parts, and the next one lies in each of them with the same probability
-    (conformal prediction: Vovk et al. 2005). Steps of a family fail together, so a family counts as
-    one, and the range holds 80% of the steps of another family (Lee, Barber and Willett 2023).
+    (conformal prediction: Vovk et al. 2005). Steps of a family fail together, and another step may
+    be of another family: the range also holds 80% where each family counts as one (Lee, Barber and
+    Willett 2023).
 
     Args:
         ratios: of steps that were not fitted, or as if they had not been.
         families: of each step; default: each is its own.
     """
+    places = [str(place) for place in range(len(ratios))]
+    by_step = _weighted_range(ratios, places)
+    by_family = _weighted_range(ratios, families or places)
+    low = min(by_step[0], by_family[0], 1.0)
+    high = max(by_step[1], by_family[1], 1.0)
+    return low, high
+
+
+def _weighted_range(ratios: Sequence[float], families: Sequence[str]) -> tuple[float, float]:
+    """The range where each family counts as one."""
     tail = (1 - COVERED) / 2
-    names = families or range(len(ratios))
-    sizes = Counter(names)
+    sizes = Counter(families)
     part = 1 / (len(sizes) + 1)
     points = []
-    for ratio, name in zip(ratios, names, strict=True):
-        points.append((ratio, part / sizes[name]))
+    for ratio, family in zip(ratios, families, strict=True):
+        points.append((ratio, part / sizes[family]))
     points.sort()
     low = _beyond(points, tail)
     high = _beyond(points[::-1], tail)
-    return min(low, 1.0), max(high, 1.0)
+    return low, high
 
 
 def _beyond(points: Sequence[tuple[float, float]], tail: float) -> float:

@@ -5,8 +5,8 @@ Note [Simulated layouts]
     the collectives over the data ranks: these take the place of the work where they take longer,
     slow it down meanwhile, and what is gathered before the first block can begin is waited for. The
     schedule's table is played with them (table_time.py). Of a long step the first micro-batches are
-    played; the others take the time of the busiest rank. The peak is that of the states, the
-    activations in flight, and the buffers of the ZeRO stage. Not counted are links that several
+    played; the others take as long as those of the last round that is played. The peak is that of
+    the states, the activations in flight, and the buffers of the ZeRO stage. Not counted are links that several
     collectives share, and waits of one action for what an earlier one has started.
 """
 
@@ -25,8 +25,14 @@ from weft.core.model_config import BlockSpec
 from weft.layout.plan import Plan
 from weft.layout.stages import split_by_cost
 from weft.parallel.pp import AXIS as PP
-from weft.planner.block_costs import BlockCosts, BlockMeasurements, CostsByKind, SplitShares
+from weft.planner.block_costs import BlockMeasurements, CostsByKind, SplitShares
 from weft.planner.data_costs import DataCosts
+from weft.planner.in_flight import (
+    InFlight,
+    StageBytes,
+    in_flight_when_fullest,
+    replayed_in_flight,
+)
 from weft.planner.layout_choice import Layout
 from weft.planner.layout_stages import LayoutStages
 from weft.planner.measure import role_costs
@@ -38,7 +44,7 @@ from weft.planner.region_costs import CostTable
 from weft.planner.repeated import can_be_repeated, measure_repeated
 from weft.planner.short_runs import ShortRuns
 from weft.planner.speeds import Speeds
-from weft.planner.table_time import StageSeconds, busiest_seconds, table_seconds
+from weft.planner.table_time import StageSeconds, table_seconds
 from weft.planner.zero_costs import (
     ZERO_THAT_REDUCES_EACH,
     ZeroMeasurements,
@@ -75,23 +81,6 @@ class Simulated:
     layout: Layout
     seconds: float
     peak_bytes: float
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """Bytes of the activations in flight of a rank.
-
-    Attributes:
-        forward: most during a forward.
-        begin: most during the first block of a backward.
-        backward: most during a block of a backward that has parameters.
-        others: most during one that has none.
-    """
-
-    forward: float
-    begin: float
-    backward: float
-    others: float
 
 
 @dataclass(frozen=True)
@@ -190,9 +179,28 @@ class LayoutCosts:
         order = self._tables.order(table)
         stages = self._stage_seconds(layout, costs, is_split=bool(table.splits))
         by_rank = self.stages.params_of_ranks(layout, table)
+        played_s = table_seconds(order, stages)
+        more_s = self._seconds_of_more(layout, table, stages, played_s)
+        return played_s + more_s + self._data.after_s(layout, by_rank)
+
+    def _seconds_of_more(
+        self, layout: Layout, table: Table, stages: StageSeconds, played_s: float
+    ) -> float:
+        """Seconds of the micro-batches that a shortened table leaves out: each adds as much as one
+        of its last round, of a micro-batch for each pipeline rank, adds to a table without that.
+        """
         num_more = self._num_micro(layout) - table.microbatches
-        more_s = num_more * busiest_seconds(order, stages) if num_more else 0.0
-        return table_seconds(order, stages) + more_s + self._data.after_s(layout, by_rank)
+        if not num_more:
+            return 0.0
+        ranks = layout.degree(PP)
+        shorter = self._tables.table(
+            layout.schedule,
+            ranks=ranks,
+            chunks=layout.chunks,
+            num_micro=table.microbatches - ranks,
+        )
+        round_s = played_s - table_seconds(self._tables.order(shorter), stages)
+        return num_more * round_s / ranks
 
     def _stage_seconds(
         self,
@@ -341,25 +349,39 @@ class LayoutCosts:
         return self._held[key]
 
     def _activations(self, layout: Layout, costs: CostsByKind) -> Iterator[InFlight]:
-        stages = self.stages.names(layout)
-        saved = self._stage_work(layout, costs).saved_bytes
         table = self._table(layout)
+        is_recomputed = layout.recompute != "none"
+        is_measured = costs is self._blocks.of(layout)
+        if table.splits and is_recomputed and is_measured:
+            stages = self._stage_bytes(layout, costs)
+            for row in table.rows:
+                yield replayed_in_flight(row, stages)
+            return
+        names_of_stages = self.stages.names(layout)
+        saved = self._stage_work(layout, costs).saved_bytes
         if 0 in self.stages.layers(layout):
             most_held = most_held_bytes(table, saved)  # stages of very different sizes
         else:
             most_held = self._tables.most_held(table)
         for held in most_held:
-            size = sum(count * saved[stage] for stage, count in held.counts.items())
-            names = stages[held.last_stage]
+            names = names_of_stages[held.last_stage]
             blocks = [costs[self.kinds[name]] for name in names]
             has_params = [bool(count) for count in self.stages.sizes(layout)[held.last_stage]]
-            before = size - saved[held.last_stage]
-            yield InFlight(
-                forward=_forward_peak(before, blocks),
-                begin=size + blocks[-1].backward_peak,
-                backward=_backward_peak(size, blocks, has_params),
-                others=_backward_peak(size, blocks, [not has for has in has_params]),
+            yield in_flight_when_fullest(held, blocks, saved=saved, has_params=has_params)
+
+    def _stage_bytes(self, layout: Layout, costs: CostsByKind) -> dict[int, StageBytes]:
+        """Of every stage, whose backwards are split."""
+        deferred = self._blocks.deferred_bytes(layout)
+        sizes = self.stages.sizes(layout)
+        found = {}
+        for stage, names in enumerate(self.stages.names(layout)):
+            kinds = [self.kinds[name] for name in names]
+            found[stage] = StageBytes.of(
+                [costs[kind] for kind in kinds],
+                has_params=[bool(count) for count in sizes[stage]],
+                deferred=[deferred[kind] for kind in kinds],
             )
+        return found
 
     def _stage_work(self, layout: Layout, costs: CostsByKind) -> StageWork:
         key = layout.degree(PP) * layout.chunks, layout.split, id(costs)
@@ -410,27 +432,6 @@ class LayoutCosts:
             chunks=layout.chunks,
             num_micro=self._num_micro(layout),
         )
-
-
-def _forward_peak(before: float, blocks: Sequence[BlockCosts]) -> float:
-    """Most bytes during the forward of a stage that begins with so many."""
-    most = before
-    level = before
-    for block in blocks:
-        most = max(most, level + block.forward_peak)
-        level += block.saved_bytes
-    return most
-
-
-def _backward_peak(before: float, blocks: Sequence[BlockCosts], counted: Sequence[bool]) -> float:
-    """Most bytes during some blocks of the backward of a stage that begins with so many."""
-    most = 0.0
-    level = before
-    for block, is_counted in zip(reversed(blocks), reversed(counted), strict=True):
-        if is_counted:
-            most = max(most, level + block.backward_peak)
-        level -= block.saved_bytes
-    return most
 
 
 def _mean_of_neighbours(sizes: Sequence[float]) -> float:

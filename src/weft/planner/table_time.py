@@ -71,16 +71,3 @@ def table_seconds(
         now[rank] = end
         ends.append(end)
     return max(now)
-
-
-def busiest_seconds(
-    order: PipelineOrder,
-    stages: StageSeconds,
-) -> float:
-    """Seconds in which the busiest rank works on one micro-batch, on average, without the last."""
-    seconds = [stages.of(entry.key.kind, entry.stage) for entry in order.classes]
-    busy = [0.0] * order.table.num_ranks
-    for number in order.class_of:
-        rank = order.classes[number].rank
-        busy[rank] += seconds[number]
-    return max(busy) / order.table.microbatches
