@@ -15,6 +15,7 @@ from weft.cli import main
 from weft.config.load import load
 from weft.errors import EXIT_USER
 from weft.models import FAMILIES
+from weft.prove.proof import Subject, prove
 
 LIMIT_S = 2.0
 GOOD = """
@@ -105,6 +106,21 @@ CASES: dict[str, tuple[str, str, str]] = {
         FORWARD.replace("self.up(x)", "F.linear(x, self.up.weight)"),
         "layer0.up.bias: is a parameter that the loss does not use",
     ),
+    "a hook on a gradient": (
+        "self.calls = 0",
+        "self.up.weight.register_hook(lambda grad: 2 * grad)",
+        "layer0.up.weight: has a gradient hook",
+    ),
+    "a nested backward": (
+        FORWARD,
+        "import torch.utils.checkpoint as c; return x + c.checkpoint(lambda y: self.down(self.up(y)), x, use_reentrant=True)",
+        "use_reentrant=False",
+    ),
+    "a backward that fails": (
+        FORWARD,
+        "y = self.up(x).exp(); z = self.down(y); y.add_(1); return x + z",
+        "its backward raises RuntimeError",
+    ),
     "unknown parameters": (
         "self.calls = 0",
         "self.calls = nn.Parameter(torch.ones(1))",
@@ -139,6 +155,55 @@ def test_a_bad_model_file_is_one_line(
     assert line in captured.err
     assert len(errors) == 1
     assert os.listdir(tmp_path) == ["my_model.py"]
+
+
+def test_a_stage_that_hands_on_two_tensors_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before, an error on the ranks."""
+    path = tmp_path / "my_model.py"
+    path.write_text(
+        GOOD.replace(
+            "forward(self, x):",
+            "forward(self, pair):\n        x = pair if torch.is_tensor(pair) else pair[0]",
+        )
+        .replace(FORWARD, f"{FORWARD}, x")
+        .replace('"head": nn', '"one": One(), "head": nn')
+        .replace(
+            "def blocks",
+            "class One(nn.Module):\n    def forward(self, pair): return pair[0]\n\ndef blocks",
+        )
+    )
+    assert main(["train", str(path), "--mesh", "pp2", "--data.seq_len", "16"]) == EXIT_USER
+    assert (
+        "layer0: hands on several tensors, and a pipeline stage sends one"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_recurrent_layer_is_given_values(tmp_path: Path) -> None:
+    """Before, every layout failed: torch swaps no tensor that a module refers to weakly."""
+    path = tmp_path / "my_model.py"
+    text = GOOD.replace("self.calls = 0", "self.rnn = nn.GRU(c.dim, c.dim, batch_first=True)")
+    text = text.replace(FORWARD, f"x = x + self.rnn(x)[0]; {FORWARD}")
+    path.write_text(
+        text.replace("AXES = {", 'AXES = {"layer*.rnn.w*": (None, None), "layer*.rnn.b*": (None,),')
+    )
+    words = [
+        str(path),
+        "--mesh",
+        "dp2",
+        "--parallel.zero",
+        "3",
+        "--data.seq_len",
+        "8",
+        "--batch.global_size",
+        "2",
+        "--batch.micro_size",
+        "1",
+    ]
+    report = prove(Subject.of(load(words, FAMILIES), steps=1).in_float64())
+    assert report.holds, report
 
 
 def test_the_good_file_is_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,15 @@ class CountsItself(nn.Module):
         return self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
 
 
+class RotatesByPlace(SeamAttention):
+    """Rotates queries and keys by the place in the tensor. Before, it passed: values do not show it."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 1, -1)).unbind(2)
+        angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None, None]
+        return x + self.attend(q * angles.cos(), k * angles.cos(), v, batch).flatten(2)
+
+
 class MeanOverSequence(nn.Module):
     """Adds the mean of the sequence."""
 
@@ -90,7 +99,7 @@ class GatedMLP(nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("block", [OwnAttention, Convolution, MeanOverSequence])
+@pytest.mark.parametrize("block", [OwnAttention, Convolution, MeanOverSequence, RotatesByPlace])
 def test_a_block_that_mixes_tokens_is_rejected(block: type[nn.Module], device: str) -> None:
     with pytest.raises(
         weft.WeftError, match=r"layer1: mixes tokens outside of Attend, or counts positions itself"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +41,7 @@ from weft.models.common.experts import Dispatch, Experts
 from weft.models.common.init import named_parameters
 from weft.models.common.layers import Loss
 from weft.models.common.moe import Choice, MoE, Router
+from weft.parallel.tensor.sharded_sizes import ShardedNumber, ShardedSize
 from weft.testing import run_ranks
 
 PLAIN: AxisTable = {**ATTENTION, **MLP}
@@ -88,6 +90,31 @@ class LocalHeadConstants(InlineMLP):
         return self.o(self.attend(q * slopes, heads(self.k(y)), heads(self.v(y)), batch).flatten(2))
 
 
+class ScaleOfLocalWidth(InlineMLP):
+    """Before, 1/16 on one device and 1/8 on two ranks."""
+
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.down(self.up(y) / self.up.weight.shape[0] ** 0.5)
+
+
+class ScaleOfLocalHeads(InlineMLP):
+    def mlp(self, y: Tensor) -> Tensor:
+        hidden = self.up(y)
+        return self.down(hidden) * (1 / hidden.size(-1))
+
+
+class RootOfLocalEntries(InlineMLP):
+    def mlp(self, y: Tensor) -> Tensor:
+        return super().mlp(y) / math.sqrt(self.up.weight.numel())
+
+
+class InPlace(InlineMLP):
+    """Changes outputs of linears in place. Before, autograd refused: they were views."""
+
+    def mlp(self, y: Tensor) -> Tensor:
+        return self.down(self.up(y).mul_(0.5).relu_()).add_(1)
+
+
 class HalfOfSharded(InlineMLP):
     def mlp(self, y: Tensor) -> Tensor:
         up = self.up(y)
@@ -128,6 +155,9 @@ REJECTED: dict[Callable[[], nn.Module], str] = {
     GateFromOutside: "an activation from outside a tensor-parallel region meets a sharded one",
     ScaleOnBothSides: "parameter layer0.scale is used both inside and outside tensor-parallel regions",
     LocalHeadConstants: "mul of a sharded dim with a whole one of 2 entries",
+    ScaleOfLocalWidth: "div computes with the local size of a sharded dim",
+    ScaleOfLocalHeads: "mul computes with the local size of a sharded dim",
+    RootOfLocalEntries: "float() or math computes with the local size of a sharded dim",
     HalfOfSharded: "slice of a sharded dim",
     ProductByHand: "sums over a sharded dim outside a row-parallel nn.Linear",
     OwnLinear: "DoubledLinear overrides Linear.forward",
@@ -172,6 +202,34 @@ def test_sequence_parallelism_rejects_what_mixes_positions_outside_regions(
     message = rejection(block, "tp2, sequence parallel")
     assert word in message
     assert message.endswith("Fix: --parallel.sequence False")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2, sequence parallel"])
+def test_outputs_of_parallel_linears_may_be_changed_in_place(layout: str) -> None:
+    assert compare(Shape(InPlace, PLAIN), layout) < TOLERANCE
+
+
+def test_a_compiled_block_is_rejected() -> None:
+    """Before, a KeyError."""
+    blocks = user_model(SHAPES["inline MLP"])
+    blocks["layer0"] = torch.compile(blocks["layer0"], backend="eager")
+
+    def rank(comm: Comm) -> None:
+        weft.parallelize(dict(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
+
+    with pytest.raises(weft.WeftError, match="layer0: is compiled, and tensor parallelism"):
+        run_ranks("tp2", rank)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s / 2", "1 / s", "2 * s", "s // 3", "-s", "s % 3", "s * 0.1", "s**-0.5", "2**-s", "round(s / 3)", "sum([s, 1])"],
+)  # fmt: skip
+def test_arithmetic_with_the_size_of_a_shard_stays_marked(text: str) -> None:
+    size = ShardedSize(16)
+    found = eval(text, {"s": size})
+    assert isinstance(found, (ShardedSize, ShardedNumber))
+    assert found == eval(text, {"s": 16})
 
 
 class PositionsOnDefaultDevice(InlineMLP):

@@ -196,7 +196,7 @@ def unknown_key(key: str, known: Iterable[str]) -> Fault:
             "is a section, not a value",
             fix=f"set one of its keys: {', '.join(inside)}",
         )
-    return Fault(key, "unknown key", fix=_nearest_key(key, keys))
+    return Fault(key or "--", "unknown key", fix=_nearest_key(key, keys))
 
 
 def _nearest_key(key: str, keys: list[str]) -> str:

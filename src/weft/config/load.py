@@ -315,6 +315,7 @@ def _mesh_faults(text: str) -> tuple[Fault, ...]:
             "is too large",
             got=f"{size} ranks",
             need=f"at most {MAX_RANKS}",
+            fix="smaller degrees",
         ),
     )
 

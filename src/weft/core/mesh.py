@@ -228,7 +228,7 @@ def _read_axis(
     text: str,
 ) -> Fault | None:
     """Add the axis that `word` names to `degrees`, or say what is wrong with it."""
-    match = re.fullmatch(r"([A-Za-z]+)(\d+)", word)
+    match = re.fullmatch(r"([A-Za-z]+)([0-9]+)", word)
     if match is None:
         need, fix = "axis names with degrees", 'write it like "pp2 dp2 tp2"'
         return Fault(
@@ -243,7 +243,7 @@ def _read_axis(
             "mesh",
             f"unknown axis {name!r}",
             got=repr(text),
-            fix=did_you_mean(name, all_axes()),
+            fix=did_you_mean(name.lower(), all_axes()),
         )
     if name in degrees:
         return Fault(

@@ -48,7 +48,18 @@ def chain_of(made: Any, *, name: str) -> dict[str, nn.Module]:
         faults.append(fault)
     if faults:
         raise PlanError(*faults)
+    for block in blocks.values():
+        _drop_weak_references(block)
     return blocks
+
+
+def _drop_weak_references(block: nn.Module) -> None:
+    """Of recurrent modules to their weights: torch swaps no tensor that has one. They only tell
+    whether weights were moved one by one.
+    """
+    for module in block.modules():
+        if isinstance(module, nn.RNNBase):
+            module._flat_weight_refs = [None] * len(module._flat_weights)  # type: ignore[list-item]
 
 
 def _named_modules_of(made: Any, *, name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,8 @@ def measure_blocks(
     for block_name, block in blocks.items():
         counter = FlopCount()
         try:
-            with torch.no_grad(), counter:
+            with torch.no_grad(), counter, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a dry run, about gradients and devices
                 out = block(x, batch)
         except Exception as error:
             fault = Fault(

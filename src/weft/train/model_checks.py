@@ -10,6 +10,7 @@ what would compute other numbers.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,11 +53,30 @@ def check_user_model(family: Family, config: ModelConfig, plan: Plan) -> None:
     faults = tuple(axes_faults(shapes, family.axes(config)))
     if faults:
         raise PlanError(*faults)
-    with _one_thread():
+    check_stage_outputs(family, plan)
+    with _one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of trial runs; the ranks show theirs
         num_entries = sum(_numel(shape) for shape in shapes.values())
         if num_entries <= MOST_ENTRIES:
             _check_numbers(family, config, seq_len=plan.seq_len)
         check_layout(family, config, plan)
+
+
+def check_stage_outputs(family: UserFamily, plan: Plan) -> None:
+    """Reject a pipeline whose stages hand on several tensors.
+
+    Raises:
+        PlanError: the first block that does.
+    """
+    for stage in plan.stages[:-1]:
+        if not stage.out:
+            raise PlanError(
+                Fault(
+                    f"{family.model.label}: {stage.blocks[-1]}",
+                    "hands on several tensors, and a pipeline stage sends one",
+                    fix="concatenate them along the last dim, or a mesh without pp",
+                )
+            )
 
 
 def check_layout(family: Family, config: ModelConfig, plan: Plan) -> None:
@@ -319,7 +339,17 @@ def _check_gradients(trial: _Trial, loss: Tensor) -> None:
     for name, param in trial.params.items():
         if param.requires_grad:
             trained[name] = param
-    grads = torch.autograd.grad(loss, tuple(trained.values()), allow_unused=True)
+    for name, param in trained.items():
+        _check_hooks(trial, name, param)
+    try:
+        grads = torch.autograd.grad(loss, tuple(trained.values()), allow_unused=True)
+    except Exception as error:
+        what = f"its backward raises {type_and_message(error)}"
+        fix = ""
+        if "use_reentrant" in str(error):
+            what = "its backward recomputes activations by a nested backward"
+            fix = "torch.utils.checkpoint with use_reentrant=False, or --parallel.recompute full"
+        raise PlanError(Fault(trial.name, what, fix=fix)) from error
     for name, grad in zip(trained, grads, strict=True):
         if grad is None:
             raise PlanError(
@@ -329,6 +359,20 @@ def _check_gradients(trial: _Trial, loss: Tensor) -> None:
                     fix="remove it, or set requires_grad=False",
                 )
             )
+
+
+def _check_hooks(trial: _Trial, name: str, param: nn.Parameter) -> None:
+    """The gradient is what the loss says: hooks of a parameter would run on gradients of a rank's
+    shard, before they are summed.
+    """
+    if param._backward_hooks or param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        raise PlanError(
+            Fault(
+                f"{trial.name}: {name}",
+                "has a gradient hook, which no layout would run on its whole gradient",
+                fix='no hook: scale in the forward, or --optim.groups "PATTERN: lr_scale=2"',
+            )
+        )
 
 
 def _not_a_sum(trial: _Trial, whole: Tensor, parts: Tensor) -> Fault:

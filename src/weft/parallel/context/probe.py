@@ -1,9 +1,10 @@
 """Check that a block mixes tokens through `Attend` alone: under cp, other token mixing would use only a rank's own positions.
 
 Each block computes a small random batch twice: whole sequences, and the columns of one
-context-parallel rank. While it does, its `Attend` seams return each token's own values. A block
-whose other layers treat every token by itself yields the same columns both times; one with
-attention of its own, a convolution over the sequence or positions that it counts itself does not.
+context-parallel rank. While it does, its `Attend` seams return each token's own values, scaled by
+functions of its own query and key. A block whose other layers treat every token by itself yields the
+same columns both times; one with attention of its own, a convolution over the sequence or positions
+that it counts itself (also in a rotation of queries and keys alone) does not.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def _num_meta_entries(block: nn.Module) -> int:
 
 
 class _OwnValues:
-    """Attention of each token to itself alone."""
+    """Attention of each token to itself alone, which depends on its query and key, too."""
 
     name = "probe"
     supports = ALL_FEATURES
@@ -206,7 +207,18 @@ class _OwnValues:
         spec: AttentionSpec,
     ) -> Tensor:
         group_size = q_BSHK.shape[2] // v_BSGW.shape[2]
-        return v_BSGW.repeat_interleave(group_size, dim=2)
+        scaled_BSGW = v_BSGW * _scale_of(k_BSGK)
+        values_BSHW = scaled_BSGW.repeat_interleave(group_size, dim=2)
+        return values_BSHW * _scale_of(q_BSHK)
+
+
+def _scale_of(x_BSHK: Tensor) -> Tensor:
+    """[B, S, H, 1] between 0.5 and 1.5, which changes where a vector is rotated."""
+    size = x_BSHK.shape[-1]
+    weights_K = torch.arange(1, size + 1, dtype=x_BSHK.dtype, device=x_BSHK.device) / size
+    means_BSH = (x_BSHK * weights_K).mean(-1, keepdim=True)
+    lengths_BSH = x_BSHK.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return 1 + 0.5 * means_BSH / lengths_BSH
 
 
 class _Probe:

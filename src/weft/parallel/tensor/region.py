@@ -276,7 +276,9 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.deferred = deferred
-        return nn.functional.linear(x, weight, bias)
+        y = nn.functional.linear(x, weight, bias)
+        # no view in the eyes of autograd: the caller may change it in place, as with nn.Linear
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     def backward(

@@ -51,6 +51,10 @@ from weft.parallel.tensor.dims import (
 from weft.parallel.tensor.propagate import arguments, rule_of
 from weft.parallel.tensor.traced_op import TracedOp
 
+DECLARE_ENTRY = (
+    "shard nn.Linear weights alone, whose input enters a region, or declare both ends in one module: "
+    "weft.RegionInput and weft.RegionOutput; or name axes that are not sharded"
+)
 SEQ_DIM = 1
 """Dim of the sequence in x_BSD."""
 
@@ -180,6 +184,9 @@ class ShardingTrace(TorchDispatchMode):
         self._values: TensorNotes[Value] = TensorNotes()
         self._readers: dict[int, str] = {}
 
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor in self._values
+
     def value(self, tensor: Tensor) -> Value:
         """What is known of a tensor; of an unknown one, that it is a whole constant."""
         known = self._values.get(tensor)
@@ -253,7 +260,8 @@ class ShardingTrace(TorchDispatchMode):
             params.update(value.params)
             if inside and value.activation and not value.inside:
                 raise ShardingError(
-                    "an activation from outside a tensor-parallel region meets a sharded one"
+                    "an activation from outside a tensor-parallel region meets a sharded one",
+                    fix=DECLARE_ENTRY,
                 )
         if inside or activation:
             self.use(frozenset(params), partial=varies)

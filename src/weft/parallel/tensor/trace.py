@@ -15,15 +15,20 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError, first_line
 from weft.models.common.batch import Batch, activation_of
+from weft.models.common.init import path_below
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.tensor.dims import DimFactor, ShardingError, whole_dim
 from weft.parallel.tensor.instrument import LocalParam, instrument, local_block
 from weft.parallel.tensor.sharded_modules import ShardedModules
+from weft.parallel.tensor.sharded_sizes import SizesOfShards
 from weft.parallel.tensor.sharding_mode import SEQ_DIM, Findings, ShardingTrace, Value
 from weft.parallel.tensor.stand_ins import (
     SIZES_IN_REGION,
 )
+
+COMPILED = "torch._dynamo.eval_frame"
+"""Module that defines the class of what `torch.compile` makes of a module."""
 
 
 def trace_blocks(
@@ -152,7 +157,7 @@ class ChainTrace:
                 return self._repeat(record, name)
         block = self._instrument(name)
         before = self._state(block, batch)
-        with self.trace:
+        with self.trace, SizesOfShards(self.trace):
             x = _run(name, block, x, batch, self.trace)
         if before is None or self._state(block, batch) != before:
             self._is_stateless = False
@@ -238,6 +243,7 @@ class ChainTrace:
             self.model[name] = copy.deepcopy(self.model[name])
         block = self.model[name]
         key = id(block)
+        _reject_compiled(name, block)
         if key not in self._instrumented:  # a block may be used twice
             copied = local_block(
                 name,
@@ -249,6 +255,18 @@ class ChainTrace:
             kinds = self.kinds[name]
             self._instrumented[key] = instrument(name, copied, kinds, self.trace)
         return self._instrumented[key]
+
+
+def _reject_compiled(name: str, block: nn.Module) -> None:
+    for path, module in block.named_modules():
+        if type(module).__module__ == COMPILED:
+            raise PlanError(
+                Fault(
+                    path_below(name, path),
+                    "is compiled, and tensor parallelism would change the modules inside",
+                    fix="no torch.compile around modules, or a mesh without tp",
+                )
+            )
 
 
 def _blocks_with_tied_params(model: Mapping[str, nn.Module]) -> frozenset[str]:
