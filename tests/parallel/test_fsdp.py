@@ -479,6 +479,54 @@ def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(zero: An
             torch.testing.assert_close(state[name], value, **CLOSE)
 
 
+def test_ranks_that_use_different_parameters_of_a_block_start_their_calls_in_one_order() -> None:
+    """Found: under ZeRO 3 a rank that left a parameter unused met the others' all-gathers with its
+    reductions.
+    """
+    plain = DifferingCells()
+    nets = [copy.deepcopy(plain) for _ in range(2)]
+    x = torch.ones(4, 3, dtype=torch.float64)
+
+    def gradients_of(comm: Comm) -> dict[str, Tensor]:
+        net = FullyShardedDataParallel(nets[comm.rank], comm)
+        net(x, use_last=comm.rank == 0).sum().backward()
+        net.finish_gradient_synchronization()
+        with torch.no_grad():
+            for shard in net.parameters():
+                shard.copy_(shard.grad)
+        return net.full_state_dict()
+
+    for use_last in (True, False):
+        (plain(x, use_last=use_last).sum() / 2).backward()
+    for found in run_ranks("dp2", gradients_of):
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.grad, **CLOSE)
+
+
+class DifferingCells(nn.Module):
+    """Four blocks; each uses its last layer only where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.cells = nn.ModuleList([DifferingCell() for _ in range(4)])
+
+    def forward(self, x: Tensor, *, use_last: bool) -> Tensor:
+        for cell in self.cells:
+            x = cell(x, use_last)
+        return x
+
+
+class DifferingCell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(3, 3).double() for _ in range(2))
+
+    def forward(self, x: Tensor, use_last: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.last(x) if use_last else x
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_an_unused_parameter_stays_as_it_is_whatever_loop_zeroes_gradients(

@@ -15,6 +15,7 @@ from weft.core.mesh import Axis, axis_names
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
+from weft.parallel.zero.backward_order import register_backward_order
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
 from weft.parallel.zero.param_group import ParamGroup
@@ -104,6 +105,7 @@ class FullyShardedDataParallel(nn.Module):
         params_of_block = [own_params(block, chain) for block in chain]
         groups = self._make_groups(chain)
         self._reducer = GradientReducer(groups, self.comm)
+        register_backward_order(self._reducer, 0, chosen)
         uses: list[BlockGroups] = []
         for block, params in zip(chain, params_of_block, strict=True):
             used_groups = groups_of(params, groups)
@@ -377,9 +379,6 @@ def _device_of(module: nn.Module) -> torch.device:
         if not param.is_meta:
             return param.device
     return torch.device("cpu")
-
-
-"""Attribute of a shard: the reducer of its gradient."""
 
 
 def default_blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -68,6 +68,7 @@ class GradientReducer:
         shard_ranges: which entries of this rank's part of a parameter, counted row by row, lie in
             its tensor: (start, stop).
         trained_groups: those of `groups` with gradients.
+        is_reduced_once: whether a group keeps its unsharded gradient, to be reduced once a step.
         arrived: parameters that have had a gradient since the last `finish`.
         norm_weights: for the names of some gradients, 1 for each that counts in the norm, else 0;
             kept on the device from step to step.
@@ -101,16 +102,17 @@ class GradientReducer:
         self._touched: dict[int, ParamGroup] = {}
         self._complete: set[int] = set()
         self._waiting: dict[int, deque[ParamGroup]] = {}
-        self._under_way = ReductionsUnderWay(comm.mesh)
+        self._block_positions: dict[int, int] = {}
+        self._under_way = ReductionsUnderWay(comm)
         stages: set[int] = set()
-        self._is_reduced_once = False
+        self.is_reduced_once = False
         for group in self.groups:
             self._register_shards(group)
         for place, group in enumerate(self.trained_groups):
             self._register_hooks(place)
             stages.add(group.stage)
             if group.policy.keeps_unsharded_grad:
-                self._is_reduced_once = True
+                self.is_reduced_once = True
         self._stages = sorted(stages)
         self._requeue(self._stages)
 
@@ -226,6 +228,34 @@ class GradientReducer:
         if not waiting and stage in self.split_stages:
             self._requeue([stage])
 
+    def order_by_blocks(self, stage: int, positions: Mapping[int, int]) -> None:
+        """Say that `reduce_behind` is called for a stage.
+
+        Args:
+            positions: id of a parameter -> which block of the stage is the first to use it.
+        """
+        self._under_way.ordered_stages.add(stage)
+        for group in self.trained_groups:
+            if group.stage == stage:
+                first_uses = [positions.get(id(param), 0) for param in group.params.values()]
+                self._block_positions[id(group)] = min(first_uses)
+
+    def reduce_behind(self, stage: int, position: int) -> None:
+        """Hook: the backward of the block at `position` begins, so those of the blocks behind it
+        have ended. See Note [One order of gathers and reductions].
+        """
+        if not self._touched or not self._reduces_now(stage):
+            return
+        waiting = self._waiting[stage]
+        while waiting:
+            group = waiting[0]
+            if self._block_positions.get(id(group), 0) <= position:
+                break
+            waiting.popleft()
+            self._complete.discard(id(group))
+            group.missing = set(group.params)
+            self._start_reduce(group)
+
     def _requeue(self, stages: Iterable[int]) -> None:
         """Expect a reduction of every group of these stages, last group first."""
         for stage in stages:
@@ -258,11 +288,13 @@ class GradientReducer:
         """Reduce the groups that a backward left incomplete; those that are reduced once a step
         wait for `finish`.
         """
-        if self._is_reduced_once or not self._reduces_now(stage):
+        if self.is_reduced_once or not self._reduces_now(stage):
             return
         for group in self._waiting[stage]:
-            self._complete.discard(id(group))
             self._start_reduce(group)
+        for group in self.trained_groups:
+            if group.stage == stage:
+                self._complete.discard(id(group))
         self._requeue([stage])
 
     # between the last backward and the next forward

@@ -13,6 +13,7 @@ from torch import nn
 from weft.comm.comm import Comm
 from weft.layout.plan import Plan
 from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.zero.backward_order import register_backward_order
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.sharding_policy import ShardingPolicy
@@ -64,7 +65,8 @@ def make_gradient_reducer(
         ungrouped=ungrouped,
     )
     chains: list[list[BlockGroups]] = []
-    for stage in model.stages.values():
+    for number, stage in model.stages.items():
+        register_backward_order(reducer, number, tuple(stage.values()))
         chain: list[BlockGroups] = []
         for block in stage.values():
             used = groups_of(block.parameters(), groups)

@@ -2,11 +2,13 @@
 
 Note [Reductions under way]
     Under ZeRO 2 and 3 a reduction holds the unsharded gradient of its group until it is waited for.
-    So at most MAX_UNDER_WAY are under way: before another one begins, the oldest is waited for.
-    Another rank may start that one only at the end of its backward, if its tokens do not use a
-    parameter. That is no problem while its backward needs nothing of this rank. Where the two
-    exchange tokens in between (context and expert parallelism) it would be a deadlock: there the
-    wait ends after MOST_WAIT_S, and for the rest of the step gradients stay allocated instead.
+    So at most MAX_UNDER_WAY are under way: before another one begins, the oldest is waited for. The
+    other ranks have started that one, or will before they need anything of this rank: see
+    backward_order.py.
+    Only without that order, where the backward is split, may a rank whose tokens do not use a
+    parameter start it as late as the end of the step. Where ranks exchange tokens meanwhile (context
+    and expert parallelism) a wait would be a deadlock. There a GPU keeps gradients allocated instead
+    of waiting; a CPU waits for at most MOST_WAIT_S a step, and then does the same.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from weft.comm.backend_policy import policy_of
+from weft.comm.comm import Comm
 from weft.core.dimension import token_exchange_axes
-from weft.core.mesh import Mesh
 from weft.parallel.zero.param_group import ParamGroup
 
 MAX_UNDER_WAY = 2
@@ -26,11 +29,17 @@ POLL_S = 0.0005
 
 
 class ReductionsUnderWay:
-    """Starts reductions and waits for the oldest ones. See Note [Reductions under way]."""
+    """Starts reductions and waits for the oldest ones. See Note [Reductions under way].
 
-    def __init__(self, mesh: Mesh) -> None:
+    Attributes:
+        ordered_stages: stages whose reductions follow the order of backward_order.py.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.ordered_stages: set[int] = set()
         self._groups: deque[ParamGroup] = deque()
-        self._wait_is_limited = mesh.degree(token_exchange_axes()) > 1
+        self._exchanges_tokens = comm.degree(token_exchange_axes()) > 1
+        self._host_waits = not policy_of(comm.device.type).is_stream_ordered
         self._wait_left_s = MOST_WAIT_S
 
     def start(self, group: ParamGroup) -> None:
@@ -46,8 +55,11 @@ class ReductionsUnderWay:
 
     def _may_wait_for(self, group: ParamGroup) -> bool:
         """Whether the wait for a reduction ends whatever the other ranks do meanwhile."""
-        if not self._wait_is_limited:
+        if not self._exchanges_tokens or group.stage in self.ordered_stages:
             return True
+        return self._host_waits and self._arrives_in_time(group)
+
+    def _arrives_in_time(self, group: ParamGroup) -> bool:
         start_s = time.monotonic()
         while not group.is_reduce_completed():
             waited_s = time.monotonic() - start_s
