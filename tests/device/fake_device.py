@@ -30,13 +30,13 @@ from weft.checkpoint.state import write_items
 from weft.checkpoint.write_item import snapshot
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
-from weft.comm.planned_groups import planned_groups
+from weft.comm.planned_groups import StepGroups, planned_groups
 from weft.comm.transport import Call, OnLate
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.core.mesh import Mesh
 from weft.models import FAMILIES
-from weft.models.common import experts
+from weft.models.common import experts, init
 from weft.models.common.batch import token_batch
 from weft.train import build
 from weft.train.late_report import LateReports, reports_late
@@ -64,9 +64,15 @@ def prepare_torch() -> None:
     torch.cuda.max_memory_allocated = lambda device=None: 1
     torch.cuda.Event = FakeEvent
     torch.utils.swap_tensors = _swap_tensors
+    init.normal_entries = _without_values
     for name in ("lazy_blocks", "parallelize"):
         plain = getattr(build, name)
         setattr(build, name, partial(_without_fake_tensors, plain))
+
+
+def _without_values(key: int, shape, box, *, std: float, device: torch.device) -> Tensor:
+    """As `normal_entries`: fake tensors have no values, and drawing them takes hundreds of calls."""
+    return torch.empty(box.shape, dtype=torch.float32, device=device)
 
 
 def _without_fake_tensors(function, *args, **kwargs):
@@ -140,14 +146,21 @@ class RecordingTransport(MetaTransport):
     on the stream of their group.
     """
 
-    def __init__(self, size: int, rank: int, *, device: torch.device, streams: Streams) -> None:
-        super().__init__(size, rank, device=device)
-        self.groups: set[tuple[int, ...]] = set()
+    def __init__(
+        self, mesh: Mesh, rank: int, *, steps: StepGroups, device: torch.device, streams: Streams
+    ) -> None:
+        super().__init__(mesh.size, rank, device=device)
+        planned = planned_groups(mesh, rank, steps=steps)
+        self.planned = {(group.ranks, group.communicator) for group in planned}
+        self.groups: set[tuple[tuple[int, ...], str]] = set()
         self.on_cpu: set[str] = set()
         self.streams = streams
 
     def start(self, call: Call, on_late: OnLate) -> StreamedCall | None:
-        group = call.members if call.is_p2p else call.ranks
+        ranks = call.members if call.is_p2p else call.ranks
+        group = (ranks, call.communicator)
+        if call.communicator != "group" and group not in self.planned:
+            group = (ranks, "group")
         self.groups.add(group)
         super().start(call, on_late)
         if call.device.type != "cuda":
@@ -157,11 +170,9 @@ class RecordingTransport(MetaTransport):
             return None
         return StreamedCall(self.streams, call, f"calls of {group}")
 
-    def not_planned(self, mesh: Mesh) -> list[str]:
+    def not_planned(self) -> list[str]:
         """Groups that are not connected at start."""
-        groups = planned_groups(mesh, self.rank, every_axis=False)
-        planned = {group.ranks for group in groups}
-        return [str(group) for group in self.groups - planned]
+        return [str(group) for group in self.groups - self.planned]
 
 
 def source_line() -> str:
@@ -223,16 +234,23 @@ def counts_of(
     *,
     num_layers: int | None = None,
     checks_streams: bool = False,
+    checks_late: bool = True,
 ) -> dict[str, object]:
     """What the second training step of one rank of `layout` does on the fake device; with
-    `checks_streams` also the races from then on.
+    `checks_streams` also the races from then on, with `checks_late` the waits of late reports.
     """
     run = load(layout.flags(num_layers), FAMILIES)
     recorder = Recorder()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     mesh = run.device_mesh
     streams = Streams()
-    transport = RecordingTransport(mesh.size, layout.rank, device=DEVICE, streams=streams)
+    transport = RecordingTransport(
+        mesh,
+        layout.rank,
+        steps=build.step_groups(run),
+        device=DEVICE,
+        streams=streams,
+    )
     comm = Comm(mesh, layout.rank, transport)
     with fake_mode:
         step = build.build_step(run, comm)
@@ -246,7 +264,7 @@ def counts_of(
             recorder.is_recording = True
             step(batches, lr=1e-3)
             recorder.is_recording = False
-            late_syncs = _late_syncs(step, recorder, batches)
+            late_syncs = _late_syncs(step, recorder, batches) if checks_late else None
     return {
         "layout": str(layout),
         "syncs": dict(recorder.syncs),
@@ -254,11 +272,13 @@ def counts_of(
         "mixed": dict(recorder.mixed),
         "launches": recorder.launches.total(),
         "not_on_device": _not_on_device(step),
-        "not_planned": transport.not_planned(mesh),
+        "not_planned": transport.not_planned(),
         "calls_on_cpu": sorted(transport.on_cpu),
         "late_syncs": late_syncs,
         "races": dict(streams.races),
         "overlap": streams.overlap(),
+        "gathers_behind_reductions": streams.num_gathers_behind,
+        "communicators": len(transport.planned),
     }
 
 

@@ -1,4 +1,4 @@
-"""Programs for a process with the fake device. Run: python -m tests.device.scenarios fork|threads."""
+"""What threads and forks of a process with the fake device may do; `measure` runs them."""
 
 # ruff: noqa: E402
 
@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import time
 
@@ -81,5 +80,4 @@ def meet_in_backward(meeting: threading.Barrier) -> None:
         assert x.grad.is_cuda
 
 
-if __name__ == "__main__":
-    {"fork": fork, "threads": threads}[sys.argv[1]]()
+SCENARIOS = {"fork": fork, "threads": threads}

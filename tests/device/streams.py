@@ -48,7 +48,12 @@ class Memory:
 
 
 class Streams:
-    """The streams of one device, and the races among them."""
+    """The streams of one device, and the races among them.
+
+    Attributes:
+        num_gathers_behind: all-gathers that were launched behind a reduction of the same stream that
+            nothing has waited for.
+    """
 
     def __init__(self) -> None:
         self.is_checking = False
@@ -59,6 +64,8 @@ class Streams:
         self.races: Counter[str] = Counter()
         self.num_streams = 0
         self.beside: dict[str, list[int]] = {}
+        self.last_calls: dict[str, StreamedCall] = {}
+        self.num_gathers_behind = 0
 
     def clock(self, stream: str) -> Clock:
         return self.clocks.setdefault(stream, {})
@@ -166,6 +173,12 @@ class StreamedCall:
     def __init__(self, streams: Streams, call: Call, stream: str) -> None:
         self.streams = streams
         self.op = call.op
+        self.is_waited_for = False
+        last = streams.last_calls.get(stream)
+        if last is not None and not last.is_waited_for:
+            is_behind = (last.op, call.op) == ("reduce_scatter", "all_gather")
+            streams.num_gathers_behind += is_behind
+        streams.last_calls[stream] = self
         self.launched_at = streams.clock(MAIN).get(MAIN, 0)
         streams.wait(stream, streams.clock(streams.current))
         reads = [] if call.input is None else [call.input]
@@ -178,6 +191,7 @@ class StreamedCall:
         beside = streams.clock(MAIN).get(MAIN, 0) - self.launched_at
         streams.beside.setdefault(self.op, []).append(beside)
         streams.wait(streams.current, self.end)
+        self.is_waited_for = True
 
     def is_completed(self) -> bool:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,8 @@ TABLE = Path(__file__).with_name("counts.json")
 it.
 """
 PATIENCE_S = 400.0
+SCENARIOS = ("fork", "threads")
+"""Of tests/device/scenarios.py; the first must run before anything else in its process."""
 
 CASES = [
     pytest.param(layout, marks=pytest.mark.slow if layout.is_slow else ()) for layout in LAYOUTS
@@ -32,21 +35,28 @@ pytestmark = [
 
 
 def build_library(folder: Path) -> Path:
-    """Compile the fake device."""
-    library = folder / "fake_cuda.so"
+    """Compile the fake device, unless the same source was compiled for this torch before."""
     torch_folder = Path(torch.__file__).parent
     source = Path(__file__).with_name("fake_cuda.cpp")
     command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", "-w", str(source)]
     command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
     command += ["-Wl,--no-as-needed", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder}/lib"]
-    subprocess.run([*command, "-o", str(library)], check=True)
+    compiled_from = f"{command} {torch.__version__} {torch.version.git_version}".encode()
+    key = hashlib.sha256(compiled_from + source.read_bytes()).hexdigest()[:16]
+    library = folder / f"fake_cuda_{key}.so"
+    if not library.exists():
+        unfinished = folder / f"{key}_{os.getpid()}.so"
+        subprocess.run([*command, "-o", str(unfinished)], check=True)
+        unfinished.replace(library)
     return library
 
 
 @pytest.fixture(scope="session")
-def environ(tmp_path_factory):
-    """The environment of a process with the fake device."""
-    library = build_library(tmp_path_factory.mktemp("device"))
+def environ(request, tmp_path_factory):
+    """The environment of a process with the fake device; pytest's cache keeps its library."""
+    cache = getattr(request.config, "cache", None)
+    folder = cache.mkdir("fake_cuda") if cache else tmp_path_factory.mktemp("device")
+    library = build_library(folder)
     root = Path(__file__).parents[2]
     path = os.pathsep.join((str(root / "src"), str(root)))
     return {**os.environ, "WEFT_FAKE_CUDA": str(library), "PYTHONPATH": path}
@@ -67,9 +77,10 @@ def start(module: str, *args: str, environ: dict[str, str]) -> subprocess.Popen[
 @pytest.fixture(scope="session")
 def measured(request, environ):
     """Counts of the layouts whose tests were selected, by layout; an error counts as a result."""
-    chosen = selected_layouts(request.session.items)
+    chosen = selected_params(request.session.items)
     numbers = [str(number) for number, layout in enumerate(LAYOUTS) if layout in chosen]
-    process = start("measure", *numbers, environ=environ)
+    scenarios = [name for name in SCENARIOS if name in chosen]
+    process = start("measure", *scenarios, *numbers, environ=environ)
     output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     found = {}
@@ -77,19 +88,20 @@ def measured(request, environ):
         counts = json.loads(line)
         found[counts["layout"]] = counts
     if os.environ.get("WEFT_UPDATE_COUNTS"):
-        rows = {name: summary(counts) for name, counts in found.items()}
+        rows = {name: summary(counts) for name, counts in found.items() if "launches" in counts}
         TABLE.write_text(json.dumps({**allowed(), **rows}, indent=1) + "\n")
     return found
 
 
-def selected_layouts(items: Sequence[pytest.Item]) -> set[Layout]:
-    """The layouts of the selected tests."""
+def selected_params(items: Sequence[pytest.Item]) -> set[Layout | str]:
+    """The layouts and scenarios of the selected tests."""
     found = set()
     for item in items:
         callspec = getattr(item, "callspec", None)
-        layout = callspec.params.get("layout") if callspec else None
-        if isinstance(layout, Layout):
-            found.add(layout)
+        params = callspec.params if callspec else {}
+        for name in ("layout", "scenario"):
+            if name in params:
+                found.add(params[name])
     return found
 
 
@@ -122,6 +134,7 @@ def test_a_step_runs_on_one_device(layout, measured):
 
 def test_gathers_and_reductions_of_zero_3_run_beside_the_computation(measured):
     (counts,) = [counts for name, counts in measured.items() if "dp2 --parallel.zero 3" in name]
+    assert counts["gathers_behind_reductions"] == 0, "on a communicator of their own"
     overlap = counts["overlap"]
     assert overlap["all_gather"] > 0.6
     assert overlap["reduce_scatter"] > 0.6
@@ -170,8 +183,6 @@ def test_every_layout_has_a_row_in_the_table():
     assert {str(layout) for layout in LAYOUTS} == set(allowed())
 
 
-@pytest.mark.parametrize("scenario", ["fork", "threads"])
-def test_scenarios(scenario, environ):
-    process = start("scenarios", scenario, environ=environ)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, errors
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios(scenario, measured):
+    assert "error" not in measured[scenario], measured[scenario]["error"]

@@ -13,7 +13,7 @@ from tests.device import fake_nccl
 from tests.device.fake_nccl import FakeNccl, FakeNcclTransport, World
 from weft.comm import backend_policy
 from weft.comm.comm import Comm
-from weft.comm.planned_groups import planned_groups
+from weft.comm.planned_groups import StepGroups, planned_groups
 from weft.config.load import load
 from weft.config.run import plan_of
 from weft.core.mesh import Mesh
@@ -21,7 +21,7 @@ from weft.errors import CommError
 from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
 from weft.prove.layout import micro_batches
-from weft.train.build import build_step
+from weft.train.build import build_step, step_groups
 
 TINY = (
     "--model.layers 4 --model.dim 16 --model.heads 4 --model.kv_heads 2 --model.ffn 32 "
@@ -45,6 +45,7 @@ LAYOUTS = [
     pytest.param("pp2 tp2 dp2", "--parallel.zero 1 --model.tied True", TINY, marks=slow),
     pytest.param("pp2 dp2 cp2", "--parallel.zero 1", TINY, marks=slow),
     pytest.param("dp2 tp2", "--parallel.zero 3 --parallel.sequence True", TINY, marks=slow),
+    pytest.param("dp2", "--parallel.zero 3", TINY),
     pytest.param("dp3", "--parallel.zero 2 --batch.global_size 9", TINY, marks=slow),
     pytest.param("cp4", "", TINY, marks=slow),
     pytest.param("cp3", "--data.seq_len 24", TINY, marks=slow),
@@ -60,7 +61,7 @@ def nccl(monkeypatch):
     monkeypatch.setattr(FakeNccl, "world", World(), raising=False)
 
 
-def run_on_ranks(mesh, function):
+def run_on_ranks(mesh, function, steps=StepGroups()):  # noqa: B008 - frozen
     """`function(comm)` on a rank thread each; results in rank order."""
     store = HashStore()
     results, errors = {}, []
@@ -68,7 +69,7 @@ def run_on_ranks(mesh, function):
     def run(rank):
         transport = FakeNcclTransport(rank, mesh.size, store, timeout_s=60)
         try:
-            transport.connect_groups(planned_groups(mesh, rank, every_axis=False))
+            transport.connect_groups(planned_groups(mesh, rank, steps=steps))
             results[rank] = function(Comm(mesh, rank, transport))
         except Exception as error:  # noqa: BLE001 - raised below
             errors.append(error)
@@ -103,7 +104,7 @@ def losses_of(mesh, options, model):
             numbers += [report.loss, report.grad_norm]
         return numbers
 
-    return run_on_ranks(run.device_mesh, train)
+    return run_on_ranks(run.device_mesh, train, step_groups(run))
 
 
 @pytest.mark.timeout(300)
@@ -168,5 +169,20 @@ def test_one_communicator_for_each_group_all_split_from_the_world():
     run_on_ranks(mesh, lambda comm: None)
     world, *others = FakeNccl.world.communicators
     assert world.size == 8
-    assert len(world.splits) == len(planned_groups(mesh, 0, every_axis=False)) - 1
+    assert len(world.splits) == len(planned_groups(mesh, 0, steps=StepGroups())) - 1
     assert sum(communicator.size for communicator in others) == 8 * len(world.splits)
+
+
+def test_reductions_of_zero_3_travel_beside_the_gathers_in_one_order_on_all_ranks():
+    run = load(["--mesh", "dp2", *TINY.split(), "--parallel.zero", "3"], FAMILIES)
+    losses_of("dp2", "--parallel.zero 3", TINY)
+    communicators = FakeNccl.world.communicators
+    assert len(communicators) == len(planned_groups(run.device_mesh, 0, steps=step_groups(run)))
+    gathering, reducing = (set(kernel_ops(each)) for each in communicators)
+    assert "allgather" in gathering
+    assert "reduce_scatter" not in gathering
+    assert reducing <= {"reduce_scatter", "allreduce"}, "signatures are compared by all-reduces"
+
+
+def kernel_ops(communicator):
+    return [name.split()[0] for name in communicator.log]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.comm.transport import Call, Op, Reduce
+from weft.comm.transport import Call, Communicator, Op, Reduce
 from weft.core.dimension import all_axes
 from weft.core.mesh import Axis, Mesh, axis_names
 from weft.errors import CommError, Fault, MeshError, did_you_mean
@@ -21,12 +21,14 @@ class AxisGroup:
         ranks: world ranks in mesh order.
         index: this rank's place in `ranks`.
         checked: whether members compare signatures before each call.
+        communicator: which of the group's communicators carries its calls.
     """
 
     axis: str
     ranks: tuple[int, ...]
     index: int
     checked: bool = True
+    communicator: Communicator = "group"
 
     @property
     def degree(self) -> int:
@@ -59,6 +61,7 @@ class AxisGroup:
             reduce=reduce,
             root=root,
             checked=self.checked,
+            communicator=self.communicator,
         )
 
     def check_member(self, index: int, what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -27,6 +28,7 @@ from weft.comm.observe import (
 from weft.comm.planned_groups import world_partition
 from weft.comm.transport import (
     Call,
+    Communicator,
     GroupsMessages,
     PendingCall,
     Reduce,
@@ -222,8 +224,10 @@ class Comm:
         dim: int = 0,
         op: Reduce = "sum",
         sizes: Sequence[int] | None = None,
+        communicator: Communicator = "group",
     ) -> Work:
-        lowered = collectives.reduce_scatter(x, self._group(axis), dim, op, sizes)
+        group = replace(self._group(axis), communicator=communicator)
+        lowered = collectives.reduce_scatter(x, group, dim, op, sizes)
         return self._start(lowered)
 
     def reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:

@@ -188,6 +188,8 @@ class ProcessTransport:
         if self._presence.is_closed:
             raise CommError(f"{call.description}: this transport was closed")
         key = QueueKey.of(call)
+        if call.communicator != "group" and key not in self._queues:  # it was not planned
+            key = QueueKey.of_group(call.ranks, "group")
         group_queue = self._queue(key, call)
         if self._held is None or key.kind != "messages of group":
             return group_queue.start(call, on_late)
@@ -234,7 +236,8 @@ class ProcessTransport:
                     group_queue.connect(_call_of(group, self.rank), self.device.type)
 
     def _queue_of(self, group: PlannedGroup) -> GroupQueue:
-        return self._queue(QueueKey("group", group.ranks), _call_of(group, self.rank))
+        key = QueueKey.of_group(group.ranks, group.communicator)
+        return self._queue(key, _call_of(group, self.rank))
 
     def _nccl_groups(self) -> NcclGroups:
         if self._nccl is None:

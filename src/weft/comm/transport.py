@@ -27,6 +27,10 @@ Op = Literal[
     "barrier",
 ]
 Reduce = Literal["sum", "avg", "max", "min", "product"]
+Communicator = Literal["group", "reductions"]
+"""Calls of one group are matched in the order of their start, and run one after the other on GPUs.
+"reductions" is a second communicator of the group, with an order of its own, where one was planned.
+"""
 
 GroupKey = tuple[bool, tuple[int, ...]]
 """Whether the group is an ordered pair for messages, and its world ranks."""
@@ -51,6 +55,7 @@ class Call:
         root: place of the root in `ranks`, for broadcast, gather and scatter.
         members: for send and recv: world ranks of the axis in mesh order.
         checked: whether members compare their signatures first, if that costs messages.
+        communicator: which of the group's communicators carries the call.
     """
 
     # Note [Flat calls]
@@ -82,6 +87,7 @@ class Call:
     root: int = 0
     members: tuple[int, ...] = ()
     checked: bool = True
+    communicator: Communicator = "group"
 
     @property
     def rank(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from weft.checkpoint.resume import starts_new
+from weft.comm.planned_groups import StepGroups
 from weft.commands.comparison import (
     MeasuredAndPredicted,
     comparison_of,
@@ -34,7 +35,7 @@ from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
 from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
-from weft.train.build import check_initial_parameters
+from weft.train.build import check_initial_parameters, step_groups
 from weft.train.build_training import build_training
 from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.loop import run_training
@@ -104,6 +105,7 @@ def _train(
     job = RankJob(
         device=run.device,
         mesh=run.device_mesh,
+        step_groups=step_groups(run),
         hardware=run.hardware,
         prediction=prediction,
         proof=proof,
@@ -168,6 +170,7 @@ class RankJob:
     """What every rank of a run does, equal on all ranks.
 
     Attributes:
+        step_groups: which groups of ranks its steps use.
         hardware: name or file of a device, for MFU.
         prediction: of the run, read by rank 0.
         proof: of the run, or its verdict, for the records; None: nothing is proved.
@@ -178,6 +181,7 @@ class RankJob:
 
     device: DeviceChoice
     mesh: Mesh
+    step_groups: StepGroups
     hardware: str | None
     prediction: ForkedAnswer | None
     proof: RunningProof | Verdict | None
@@ -228,7 +232,7 @@ def train_rank(
             job.mesh,
             device,
             deterministic=job.deterministic,
-            every_axis=False,
+            steps=job.step_groups,
         ) as comm,
         _verdict_of(job.proof) as verdict,
         nullcontext() if watch is None else end_of_joined_rank(job.records, world),

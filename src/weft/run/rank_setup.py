@@ -14,7 +14,7 @@ from weft.comm.backend_policy import policy_of
 from weft.comm.comm import Comm
 from weft.comm.interfaces import LOOPBACK, address_toward
 from weft.comm.observe import Observer
-from weft.comm.planned_groups import planned_groups
+from weft.comm.planned_groups import StepGroups, planned_groups
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
@@ -52,13 +52,13 @@ def open_comm(
     observers: Sequence[Observer] = (),
     timeout_s: float = TIMEOUT_S,
     deterministic: bool = False,
-    every_axis: bool = True,
+    steps: StepGroups | None = None,
 ) -> Iterator[Comm]:
     """The communicator of this rank over `mesh`; its connections are closed on exit.
 
     Args:
         deterministic: whether GPUs reduce in rank order, as CPUs do, instead of by NCCL.
-        every_axis: as in `planned_groups`.
+        steps: as in `planned_groups`.
 
     Raises:
         LaunchError: the world size differs from the mesh size, the rendezvous fails, or two ranks
@@ -95,7 +95,7 @@ def open_comm(
         if device.type == "cuda":
             check_exclusive(transport, gpu_uuid(device))
         if policy_of(device.type).connects_at_start:
-            groups = planned_groups(mesh, world.rank, every_axis=every_axis)
+            groups = planned_groups(mesh, world.rank, steps=steps)
             transport.connect_groups(groups)
         yield Comm(
             mesh,

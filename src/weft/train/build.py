@@ -14,6 +14,7 @@ from torch import Tensor
 from weft.checkpoint.read import Source
 from weft.checkpoint.resume import AUTO
 from weft.comm.comm import Comm
+from weft.comm.planned_groups import StepGroups
 from weft.config.run import Run, plan_of
 from weft.config.schema import (
     BatchConfig,
@@ -24,7 +25,7 @@ from weft.config.schema import (
     SiteConfig,
 )
 from weft.core.dimension import data_axis, position_axes, sequence_axes
-from weft.core.model_config import ModelConfig
+from weft.core.model_config import AxisTable, ModelConfig
 from weft.data.dataset import open_data
 from weft.data.logprob_files import FOLDER
 from weft.data.samples import Samples
@@ -34,6 +35,7 @@ from weft.models import FAMILIES, Family
 from weft.models.common.batch import image_example
 from weft.models.common.lora import adapted
 from weft.models.common.preference import with_preference_loss
+from weft.parallel.ep import AXIS as EP
 from weft.parallel.local_updates.outer_step import OuterSettings
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
 from weft.run.world import Attempt
@@ -121,6 +123,14 @@ def build_model(
 def family_of(model: ModelSection, lora: LoraConfig) -> Family:
     """The family of a model, with its adapters, if any."""
     return adapted(FAMILIES[model.name], lora)
+
+
+def step_groups(run: Run) -> StepGroups:
+    """Which groups of ranks the steps of a run use."""
+    axes: AxisTable = {}
+    if run.device_mesh.degree(EP) > 1:  # they matter to the gradients of experts alone
+        axes = family_of(run.model, run.lora).axes(run.model)
+    return StepGroups.of(zero=run.parallel.zero, axes=axes)
 
 
 def check_initial_parameters(model: ModelSection) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.comm.transport import Work
+from weft.comm.transport import Communicator, Work
 from weft.errors import CommError
 from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, TreeSum
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
@@ -285,7 +285,8 @@ class ParamGroup:
         if self.is_sharded and self.policy.shares_grad_memory:
             return comm.start_reduce_scatter_(unsharded, axes)
         if self.is_sharded:
-            return comm.start_reduce_scatter(unsharded, axes)
+            communicator: Communicator = "reductions" if self.reshards else "group"
+            return comm.start_reduce_scatter(unsharded, axes, communicator=communicator)
         if axes:
             return comm.start_all_reduce_(unsharded, axes)
         return Work.done(unsharded)
