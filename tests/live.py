@@ -40,7 +40,20 @@ class Live(TorchDispatchMode):
     def num_bytes(self, *, but: Iterable[Tensor] = ()) -> int:
         """Bytes of the noted storages that are alive now, without those of `but`."""
         left_out = {tensor.untyped_storage()._cdata for tensor in but}
-        return sum(_size(storage) for place, storage in self._made.items() if place not in left_out)
+        total = 0
+        for place, storage in self._made.items():
+            if place not in left_out:
+                total += _size(storage)
+        return total
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of these tensors, each counted once."""
+    num_bytes = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        num_bytes[storage._cdata] = storage.nbytes()
+    return sum(num_bytes.values())
 
 
 def _size(storage: StorageWeakRef) -> int:

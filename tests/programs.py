@@ -261,7 +261,8 @@ class Server:
         program.
         """
         while True:
-            ready, _, _ = select.select([self.connection, self.wakeup], [], [])
+            waits_for = [self.connection, self.wakeup]
+            ready, _, _ = select.select(waits_for, [], [])
             if self.wakeup in ready:
                 os.read(self.wakeup, 4096)
                 self._report_ended()

@@ -38,7 +38,8 @@ HF_FAMILIES = tuple(hf_mappings(FAMILIES))
 def small_fields(family: str, **changes: object) -> dict[str, object]:
     """The sizes that the family has, with `changes` of those that it has."""
     known = FAMILIES[family].Config.model_fields
-    return {name: value for name, value in {**SIZES, **changes}.items() if name in known}
+    fields = {**SIZES, **changes}
+    return {name: value for name, value in fields.items() if name in known}
 
 
 def small_config(family: str, **changes: object) -> ModelConfig:

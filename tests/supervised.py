@@ -1,4 +1,4 @@
-"""`weft train` of a tiny model in a process of its own: where its ranks are, and faults at chosen places."""
+"""`weft train` of a tiny model in a separate process: the state of its ranks, and faults at chosen places."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ def test_help_lists_the_commands_that_exist(capsys):
     for words in (["--help"], ["-h"], []):
         assert main(words) == EXIT_OK
         shown = capsys.readouterr().out
-        assert all(f"weft {name} " in shown for name in COMMANDS)
+        for name in COMMANDS:
+            assert f"weft {name} " in shown
         assert max(map(len, shown.splitlines())) <= 80
         assert "2 invalid input" in shown
         assert shown.count("\n  weft ") == len(COMMANDS) + 2  # each once, and two to begin with
@@ -156,7 +157,8 @@ def test_simulate_uses_the_flops_of_the_models_blocks(capsys, monkeypatch):
     bubbles = {}
     for split in ("3 3 3 3", "1 1 1 9"):
         assert main(["simulate", *words, *split.split()]) == EXIT_OK
-        bubbles[split] = float(capsys.readouterr().out.splitlines()[-1].partition("%")[0])
+        last_line = capsys.readouterr().out.splitlines()[-1]
+        bubbles[split] = float(last_line.partition("%")[0])
     assert 25 < bubbles["3 3 3 3"] < 40
     assert bubbles["1 1 1 9"] > 60
 

@@ -49,7 +49,9 @@ def test_a_proof_is_a_record_with_its_bounds_and_the_first_difference() -> None:
     assert report.steps == 2
     assert report.first is None
     assert report.differences == ()
-    assert all(bound.compared > 0 and bound.closest <= 1 for bound in report.bounds)
+    for bound in report.bounds:
+        assert bound.compared > 0
+        assert bound.closest <= 1
 
 
 def test_a_proof_of_wrong_gradients_names_them() -> None:

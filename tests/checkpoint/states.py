@@ -62,23 +62,27 @@ def cut(box: Box, chance: random.Random) -> tuple[Box, ...]:
     if box.size <= 1 or chance.random() < 0.2:
         return (box,)
     if chance.random() < 0.4:
-        bounds = sorted(
-            {0, box.size, *(chance.randrange(box.size) for _ in range(chance.randrange(1, 5)))}
-        )
-        return tuple(
-            part for start, stop in pairwise(bounds) for part in boxes_of_range(box, start, stop)
-        )
-    dim = chance.choice([dim for dim, length in enumerate(box.shape) if length > 1])
+        return _flat_ranges(box, chance)
+    longer_than_one = [dim for dim, length in enumerate(box.shape) if length > 1]
+    dim = chance.choice(longer_than_one)
     at = chance.randrange(box.lo[dim] + 1, box.hi[dim])
-    left = Box(
-        lo=box.lo,
-        hi=(*box.hi[:dim], at, *box.hi[dim + 1 :]),
-    )
-    right = Box(
-        lo=(*box.lo[:dim], at, *box.lo[dim + 1 :]),
-        hi=box.hi,
-    )
+    left = Box(lo=box.lo, hi=_with_entry(box.hi, dim, at))
+    right = Box(lo=_with_entry(box.lo, dim, at), hi=box.hi)
     return (*cut(left, chance), *cut(right, chance))
+
+
+def _flat_ranges(box: Box, chance: random.Random) -> tuple[Box, ...]:
+    num_cuts = chance.randrange(1, 5)
+    cuts = [chance.randrange(box.size) for _ in range(num_cuts)]
+    bounds = sorted({0, box.size, *cuts})
+    boxes: list[Box] = []
+    for start, stop in pairwise(bounds):
+        boxes += boxes_of_range(box, start, stop)
+    return tuple(boxes)
+
+
+def _with_entry(numbers: tuple[int, ...], place: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:place], number, *numbers[place + 1 :])
 
 
 def held_by(state: State, *, ranks: int, seed: int) -> list[list[WriteItem]]:

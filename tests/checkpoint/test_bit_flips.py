@@ -1,4 +1,4 @@
-"""Claims about silent damage: one flipped bit anywhere in a checkpoint is found, and so is any truncation."""
+"""Damaged checkpoints: one flipped bit in any file is detected, and so is any truncation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def random_bits(
     by_kind = {kind: places(path, kind) for kind in KINDS}
     for number in range(count):
         kind = KINDS[number % len(KINDS)]
-        file, start, stop = chance.choice([place for place in by_kind[kind] if place[1] < place[2]])
+        not_empty = [place for place in by_kind[kind] if place[1] < place[2]]
+        file, start, stop = chance.choice(not_empty)
         yield kind, file, chance.randrange(8 * start, 8 * stop)
 
 
@@ -108,5 +109,6 @@ def test_a_block_of_zeros_is_found_wherever_it_is(path):
         content = file.read_bytes()
         for start in range(0, len(content) - 16, 61):
             file.write_bytes(content[:start] + bytes(16) + content[start + 16 :])
-            assert not whole(path) or content[start : start + 16] == bytes(16), (file.name, start)
+            was_zero = content[start : start + 16] == bytes(16)
+            assert was_zero or not whole(path), (file.name, start)
         file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Claims about a disk without room: it is said how much was needed, and no checkpoint that was there is harmed."""
+"""Saving to a full disk: the error states how many bytes are missing, and existing checkpoints stay intact."""
 
 from __future__ import annotations
 
@@ -131,8 +131,10 @@ def test_an_error_of_any_one_disk_call_of_a_save_harms_nothing(tmp_path, code):
                 file.unlink()
             final.rmdir()
         check_unharmed(tmp_path, path)
-    assert all(os.strerror(code) in text for text in errors)
-    assert all(("disk is full" in text) == (code in disk.DISK_FULL_ERRNOS) for text in errors)
+    for text in errors:
+        assert os.strerror(code) in text
+    for text in errors:
+        assert ("disk is full" in text) == (code in disk.DISK_FULL_ERRNOS)
     assert len(errors) == calls == 6, (
         "data, manifest, checksum, their folder, ckpt/, the run's folder"
     )

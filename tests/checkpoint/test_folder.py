@@ -1,4 +1,4 @@
-"""Claims about a run's checkpoints: which is the newest whole one, what is removed, and in what order."""
+"""The checkpoint folder of a run: which checkpoint is the newest complete one, which are deleted, and in what order."""
 
 from __future__ import annotations
 
@@ -77,8 +77,11 @@ def test_the_newest_are_kept_and_broken_ones_do_not_count(tmp_path):
     one, two, three, four, five = saved(tmp_path, 1, 2, 3, 4, 5)
     (four / DIGEST).unlink()
     assert prune(tmp_path, 2) == (two, one)
-    assert [path for _, path in checkpoints(tmp_path)] == [five, four, three]
-    assert sorted(os.listdir(five.parent)) == [path.name for path in (three, four, five)]
+    actual = [path for _, path in checkpoints(tmp_path)]
+    assert actual == [five, four, three]
+    actual = sorted(os.listdir(five.parent))
+    expected = [path.name for path in (three, four, five)]
+    assert actual == expected
     assert prune(tmp_path, 2) == ()
 
 

@@ -1,4 +1,4 @@
-"""Claims about the files: plain safetensors that others read, one canonical text, boxes that make up a whole."""
+"""Files of a checkpoint: plain safetensors that other programs read, a canonical manifest, boxes that cover each tensor."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_every_data_file_is_a_safetensors_file_whose_names_say_the_box(tmp_path)
             if piece.box.size
         }
         assert loaded.keys() == titled.keys()
-        assert all(same_bits(loaded[title], titled[title]) for title in titled)
+        for title in titled:
+            assert same_bits(loaded[title], titled[title])
 
 
 def test_a_title_is_name_and_box():
@@ -76,9 +77,11 @@ def test_pieces_follow_without_a_gap_and_each_starts_at_a_multiple_of_its_entrie
     slots.sort(key=write_order)
     layout = lay_out(slots)
     assert len(layout.header) % ALIGNMENT == 0
-    assert int.from_bytes(layout.header[:8], "little") == len(layout.header) - 8
+    actual = int.from_bytes(layout.header[:8], "little")
+    assert actual == len(layout.header) - 8
     ends = [at + slot.num_bytes for at, slot in zip(layout.offsets, slots, strict=True)]
-    assert [len(layout.header), *ends] == [*layout.offsets, layout.num_bytes]
+    actual = [len(layout.header), *ends]
+    assert actual == [*layout.offsets, layout.num_bytes]
     assert all(
         at % DTYPES[slot.dtype][1] == 0 for at, slot in zip(layout.offsets, slots, strict=True)
     )
@@ -103,7 +106,8 @@ def test_the_manifest_is_canonical_and_its_checksum_is_that_of_sha256sum(tmp_pat
     text = (path / MANIFEST).read_bytes()
     manifest = Manifest.model_validate_json(text)
     assert manifest.to_json().encode() == text
-    assert (path / DIGEST).read_text() == f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
+    digest = hashlib.sha256(text).hexdigest()
+    assert (path / DIGEST).read_text() == f"{digest}  {MANIFEST}\n"
     assert json.loads(text)["facts"] == json.loads(facts_of(1).to_json())
 
 
@@ -113,7 +117,8 @@ def test_every_byte_of_the_data_files_belongs_to_a_header_or_to_one_piece(tmp_pa
     for stored in manifest.tensors.values():
         for piece in stored.pieces:
             owned[piece.file] += stored.num_bytes(piece)
-    assert owned == {name: file.num_bytes for name, file in manifest.files.items()}
+    expected = {name: file.num_bytes for name, file in manifest.files.items()}
+    assert owned == expected
 
 
 def test_sections_hold_the_names_below_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Claims about a process that dies while it saves: what it acknowledged is there, whole, and nothing half-written is taken."""
+"""Processes killed during a save: every acknowledged checkpoint is complete, and no partly written one is used."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
                 saves=chance.randrange(3),
                 after_s=chance.random() * save_s,
             )
-            torn += any(path.name.startswith(".tmp-") for path in (run / "ckpt").iterdir())
+            is_torn = any(path.name.startswith(".tmp-") for path in (run / "ckpt").iterdir())
+            torn += is_torn
             newest = check(run, acknowledged)
     finally:
         server.stdin.close()

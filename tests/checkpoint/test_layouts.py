@@ -1,4 +1,4 @@
-"""A checkpoint has no layout: what eight layouts save, all eight load, every parameter and every moment to the last bit."""
+"""Checkpoints are independent of the layout: each of eight layouts loads what any of them saved, bit for bit."""
 
 from __future__ import annotations
 
@@ -161,7 +161,8 @@ def readers() -> Iterator[object]:
 @pytest.mark.parametrize("case", list(readers()), ids=str)
 def test_what_any_layout_saved_this_one_loads_to_the_last_bit(case, saved):
     folder, truth = saved
-    checkpoints = [open_checkpoint(folder / f"step-{number:06d}") for number in range(len(LAYOUTS))]
+    paths = [folder / f"step-{number:06d}" for number in range(len(LAYOUTS))]
+    checkpoints = [open_checkpoint(path) for path in paths]
 
     def rank(comm: Comm) -> tuple[list[Entries], list[str]]:
         step = build_step(run_of(case, 99), comm)

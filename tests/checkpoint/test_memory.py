@@ -1,4 +1,4 @@
-"""Snapshots in memory: when they are taken, what they cost, and that ranks started again go on bit for bit."""
+"""Snapshots in memory: when they are taken, what they cost, and that restarted ranks continue bit for bit."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_ranks_that_are_started_again_go_on_from_the_newest_snapshot_bit_for_bit
         "dp3",
         lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank), until=7),
     )[0]
-    assert [event["event"] for event in died] == ["run", *["step"] * 7], "snapshots are no events"
+    actual = [event["event"] for event in died]
+    assert actual == ["run", *["step"] * 7], "snapshots are no events"
     ((step, _),) = checkpoints(tmp_path / "memory")
     assert step in (4, 6), "the newest that was complete, and it alone"
     restart = Restart(
@@ -204,7 +205,8 @@ def test_no_snapshots_where_memory_is_short_and_a_warning_if_they_were_asked_for
         )[0]
         notes = [event["text"] for event in events if event["event"] == "note"]
         assert len(notes) == num_notes
-        assert all("100 bytes of memory are available" in note for note in notes)
+        for note in notes:
+            assert "100 bytes of memory are available" in note
         assert list(checkpoints(folder / "memory")) == []
 
 
@@ -240,7 +242,8 @@ def test_automatic_snapshots_take_less_than_their_share_of_the_time(run, tmp_pat
     times = run_ranks("", asked_at)[0]
     assert times[0] == pytest.approx(MIN_INTERVAL_S, abs=0.2)
     gaps = [after - before for before, after in itertools.pairwise(times)]
-    assert all(0.5 / gap <= MAX_COST + 1e-9 for gap in gaps)
+    for gap in gaps:
+        assert 0.5 / gap <= MAX_COST + 1e-9
     assert len(times) > 10
     shutil.rmtree(tmp_path, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Snapshots in the memory of several nodes: the copy is on another node, and the loss of one node loses no step."""
+"""Snapshots in the memory of several nodes: each is copied to another node, so the loss of one node loses no step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_nodes_of_equal_size_always_have_holders(degrees, ranks_a_node):
     dp, pp, tp = degrees
     mesh = Mesh.parse(f"dp{dp} pp{pp} tp{tp}")
     num_nodes, rest = divmod(mesh.size, ranks_a_node)
-    found = choose_holders(mesh, [str(rank // ranks_a_node) for rank in range(mesh.size)])
+    nodes = [str(rank // ranks_a_node) for rank in range(mesh.size)]
+    found = choose_holders(mesh, nodes)
     if not rest and num_nodes > 1:
         assert found is not None
 
@@ -123,7 +124,8 @@ def test_a_run_goes_on_from_memory_bit_for_bit_when_a_node_is_lost(run, tmp_path
         resumed = train_on_nodes(again(run), memory)
         (resume,) = [event for event in resumed if event["event"] == "resume"]
         assert resume["step"] in (2, 4)
-        assert steps_of(died)[: resume["step"]] + steps_of(resumed) == steps_of(whole)
+        actual = steps_of(died)[: resume["step"]] + steps_of(resumed)
+        assert actual == steps_of(whole)
     assert not (tmp_path / "run" / "ckpt").exists(), "nothing was saved on disk"
 
 
@@ -174,7 +176,8 @@ sys.stdin.read()
         cwd=tmp_path,
     )
     assert process.stdout is not None
-    first, second = process.stdout.readline().strip(), process.stdout.readline().strip()
+    first = process.stdout.readline().strip()
+    second = process.stdout.readline().strip()
     assert first == second, "both ranks, one after the other, have the same"
     folder = Path(first)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -1,4 +1,4 @@
-"""Claims about checkpoints that cannot be used: each says what is wrong, where, and in one line."""
+"""Unusable checkpoints: each error states in one line what is wrong and in which file."""
 
 from __future__ import annotations
 
@@ -301,8 +301,10 @@ def test_a_tensor_or_box_that_is_not_there_is_reported(path):
 
 def test_empty_boxes_are_read_as_nothing(path):
     source = open_checkpoint(path).section("model")
-    assert source.read("embed.weight", Box((3, 2), (3, 5))).shape == (0, 3)
-    assert source.read("none.weight", Box((0, 0), (0, 4))).shape == (0, 4)
+    shape = source.read("embed.weight", Box((3, 2), (3, 5))).shape
+    assert shape == (0, 3)
+    shape = source.read("none.weight", Box((0, 0), (0, 4))).shape
+    assert shape == (0, 4)
 
 
 def test_another_model_is_rejected_by_family_and_by_field():

@@ -1,4 +1,4 @@
-"""Copies of checkpoints at a URL: what an interrupted upload leaves, which copy is the newest, what is downloaded, one writer."""
+"""Copies of checkpoints at a URL: interrupted uploads, the newest complete copy, downloads, a single writer."""
 
 from __future__ import annotations
 
@@ -316,7 +316,8 @@ def test_a_run_whose_out_is_a_url_goes_on_on_another_host(
     second = tmp_path / "second"
     alone = tmp_path / "alone"
     assert training.train(first, "--steps", "2", "--mesh", "dp2") == EXIT_OK
-    saves = [event for event in read_events(training.out(first) / EVENTS) if "remote" in event]
+    events = read_events(training.out(first) / EVENTS)
+    saves = [event for event in events if "remote" in event]
     assert saves[-1]["remote"] == f"{training.url}/ckpt/step-000002"
     copied = list(read_events(tmp_path / "bucket" / "run" / EVENTS))
     assert copied[-1]["event"] == "end"
@@ -356,7 +357,8 @@ def test_uploads_that_fail_are_told_and_end_the_run_with_an_error(
     output = capsys.readouterr()
     assert "finished after step 3, which could not be saved: save.remote: " in output.err
     assert "warning: step 2 is saved here only" in output.out + output.err
-    assert [step for step, _ in checkpoints(training.out(host))] == [3, 2]
+    actual = [step for step, _ in checkpoints(training.out(host))]
+    assert actual == [3, 2]
     monkeypatch.undo()
     monkeypatch.chdir(host)
     assert RemoteFolder.open(training.url).newest() == 1
@@ -379,7 +381,9 @@ def test_the_end_of_a_failed_run_is_copied_to_its_url(training, tmp_path, monkey
     *_, end = read_events(tmp_path / "bucket" / "run" / EVENTS)
     assert end["status"] == "failed"
     assert "no second step" in end["error"]
-    assert end == list(read_events(training.out(tmp_path / "host") / EVENTS))[-1]
+    events = list(read_events(training.out(tmp_path / "host") / EVENTS))
+    expected = events[-1]
+    assert end == expected
 
 
 @pytest.mark.parametrize("makes_copies", [False, True])

@@ -1,4 +1,4 @@
-"""Claims about cuts: whatever boxes ranks wrote, any other boxes are read back bit by bit."""
+"""Resharding: tensors written in any boxes are read in any other boxes, bit for bit."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def test_reading_some_rows_checks_the_blocks_of_those_rows_only(tmp_path, monkey
     seen: list[int] = []
     monkeypatch.setattr(data_file.zlib, "crc32", counted(data_file.zlib.crc32, seen))
     source = checkpoint.section("model")
-    assert torch.equal(source.read("a", Box((5, 1), (9, 2))), rows[5:9, 1:2])
+    actual = source.read("a", Box((5, 1), (9, 2)))
+    expected = rows[5:9, 1:2]
+    assert torch.equal(actual, expected)
     header = checkpoint.manifest.files[piece.file].header_bytes
     assert seen == [header, 64, 64]
     source.read("a", Box((4, 0), (8, 4)))
@@ -137,7 +139,8 @@ def test_a_file_that_is_not_needed_is_not_opened(tmp_path):
     (piece,) = checkpoint.manifest.tensors["model/t0"].pieces
     (other,) = set(checkpoint.manifest.files) - {piece.file}
     (path / other).unlink()
-    assert torch.equal(checkpoint.section("model").read("t0", Box((1,), (3,))), torch.zeros(2))
+    actual = checkpoint.section("model").read("t0", Box((1,), (3,)))
+    assert torch.equal(actual, torch.zeros(2))
 
 
 def test_what_is_read_is_memory_of_its_own(tmp_path):
@@ -145,5 +148,6 @@ def test_what_is_read_is_memory_of_its_own(tmp_path):
     checkpoint = open_checkpoint(path)
     before = {file: (path / file).read_bytes() for file in checkpoint.manifest.files}
     checkpoint.section("model").read("a", Box((0,), (8,))).zero_()
-    assert torch.equal(checkpoint.section("model").read("a", Box((0,), (8,))), torch.ones(8))
+    actual = checkpoint.section("model").read("a", Box((0,), (8,)))
+    assert torch.equal(actual, torch.ones(8))
     assert {file: (path / file).read_bytes() for file in before} == before

@@ -1,4 +1,4 @@
-"""Stopping changes nothing: the same layout goes on to the last bit, another one within rounding; what would is rejected."""
+"""Resuming a run: bit for bit on the same layout, within rounding on another one; incompatible changes are rejected."""
 
 from __future__ import annotations
 
@@ -139,8 +139,10 @@ def test_another_layout_continues_within_rounding(tmp_path):
         assert abs(loss - right_loss) <= 1e-9 * right_loss
         assert abs(norm - right_norm) <= 1e-9 * right_norm
     for name, values in right.items():
-        scale = max(values.abs().max().item(), 1e-6 if name.startswith("optim/") else LR)
-        assert (last[name] - values).abs().max().item() <= 1e-9 * scale, name
+        smallest_scale = 1e-6 if name.startswith("optim/") else LR
+        scale = max(values.abs().max().item(), smallest_scale)
+        value = (last[name] - values).abs().max().item()
+        assert value <= 1e-9 * scale, name
 
 
 # saving while training goes on
@@ -186,7 +188,8 @@ def play(
     events = []
     every = batches(case)
     for index in steps:
-        batch = micro_batches(every[index % len(every)], step.model.plan, step.model.comm.rank)
+        batch_of_all = every[index % len(every)]
+        batch = micro_batches(batch_of_all, step.model.plan, step.model.comm.rank)
         report = step(batch, lr=LR, status=saver.status)
         events += list(saver.after_step(index + 1, report.status))
         if report.status & StatusFlag.STOP_REQUESTED:
@@ -200,7 +203,8 @@ def test_checkpoints_come_during_training_and_the_oldest_are_removed(tmp_path):
     def rank(comm: Comm) -> list[dict[str, Any]]:
         step = build_step(case.run, comm)
         saver = saver_of(step, tmp_path, case.run)
-        return play(step, case, saver, range(9)) + list(saver.finish(9, save=True))
+        events = play(step, case, saver, range(9))
+        return events + list(saver.finish(9, save=True))
 
     first, *others = run_ranks(case.mesh, rank)
     assert [(event["event"], event["step"]) for event in first] == [
@@ -305,8 +309,10 @@ def test_a_disk_error_of_one_rank_fails_the_save_and_nothing_else(tmp_path, monk
     assert events[1]["newest"].endswith("step-000002")
     assert "rank 1 (dp1): " in events[1]["why"]
     assert "the disk is full" in events[1]["why"]
-    assert all("the disk is full" in trouble for _, trouble in ranks), "every rank knows"
-    assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["step-000002"]
+    for _, trouble in ranks:
+        assert "the disk is full" in trouble, "every rank knows"
+    names = [path.name for path in (tmp_path / "ckpt").iterdir()]
+    assert names == ["step-000002"]
 
 
 def test_all_ranks_leave_after_the_step_in_which_one_was_asked_to(tmp_path):
@@ -432,7 +438,8 @@ def test_a_run_that_is_done_has_nothing_to_do_and_more_steps_go_on(place, capsys
     )
     shown = capsys.readouterr().out
     assert f"resumed after step 5: {run}/ckpt/step-000005, written by one rank" in shown
-    assert [event["step"] for event in step_history(events_of(run))] == [1, 2, 3, 4, 5, 6, 7]
+    actual = [event["step"] for event in step_history(events_of(run))]
+    assert actual == [1, 2, 3, 4, 5, 6, 7]
     assert (run / "run-1.toml").read_text() == (place[0] / "run" / "run.toml").read_text()
     assert json.loads((run / "plan.json").read_text())["mesh"] == "dp2"
 
@@ -455,9 +462,12 @@ def test_the_same_command_can_be_started_for_ever(place, capsys):
     )
     assert weft(*words) == EXIT_OK
     events = events_of(place[0] / "ever")
-    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3]
-    assert [event["step"] for event in events if event["event"] == "resume"] == [0, 3]
-    assert [event["step"] for event in events if event["event"].startswith("save")] == [1, 2, 3]
+    actual = [event["step"] for event in events if event["event"] == "step"]
+    assert actual == [1, 2, 3]
+    actual = [event["step"] for event in events if event["event"] == "resume"]
+    assert actual == [0, 3]
+    actual = [event["step"] for event in events if event["event"].startswith("save")]
+    assert actual == [1, 2, 3]
 
 
 def test_auto_falls_back_past_broken_checkpoints_and_says_so(place, capsys):
@@ -486,7 +496,8 @@ def test_another_run_folder_begins_with_the_checkpoints_of_one(place, capsys):
     assert weft(*place[1], "--out", str(out), *words) == EXIT_OK
     (step,) = step_history(events_of(out))
     assert step["step"] == 5
-    assert step["loss"] == step_history(events_of(place[0] / "run"))[-1]["loss"]
+    expected = step_history(events_of(place[0] / "run"))[-1]["loss"]
+    assert step["loss"] == expected
     capsys.readouterr()
     assert prove(out) != EXIT_OK
     assert "starts after step 4" in capsys.readouterr().err
@@ -610,9 +621,11 @@ def test_what_cannot_be_resumed_is_one_line_before_the_start(
     ]
     if "gpt2" in told_words:
         tiny = list(TINY[TINY.index("--data.seq_len") :])
-    assert main(["train", *tiny, *spoilt[1], *told_words]) == EXIT_USER
+    actual = main(["train", *tiny, *spoilt[1], *told_words])
+    assert actual == EXIT_USER
     told = capsys.readouterr().err.splitlines()
-    assert any(line.format(tmp=spoilt[0]) in each for each in told), told
+    message = line.format(tmp=spoilt[0])
+    assert any(message in each for each in told), told
     assert len(told) == 1 or case == "another family"
 
 
@@ -625,7 +638,8 @@ def test_it_is_reported_before_torch_is_imported(spoilt):
         text=True,
         check=False,
     )
-    assert (ran.returncode, len(ran.stderr.splitlines())) == (EXIT_USER, 1), ran.stderr
+    actual = (ran.returncode, len(ran.stderr.splitlines()))
+    assert actual == (EXIT_USER, 1), ran.stderr
 
 
 def test_other_data_is_rejected(place, capsys):

@@ -1,4 +1,4 @@
-"""Copies in a real S3 server (moto): a run fails, leaves its checkpoints and its end there, and resumes on another layout."""
+"""Copies of checkpoints in an S3 server (moto): a failed run uploads its checkpoints and resumes on another layout."""
 
 from __future__ import annotations
 

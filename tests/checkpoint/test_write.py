@@ -1,4 +1,4 @@
-"""Claims about writing: a checkpoint is there whole or not at all, whatever happens meanwhile, and never twice."""
+"""Writing a checkpoint: it is complete or absent whatever fails meanwhile, and it is never written twice."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def written(tmp: Path, *ranks: list[WriteItem]) -> None:
 def rejected(*words: str):
     with pytest.raises(CheckpointError) as caught:
         yield
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 # What makes up a checkpoint
@@ -172,12 +173,14 @@ def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fi
     commit(temporary_path(final), final, facts_of(), ranks=3)
     source = open_checkpoint(final).section("model")
     assert same_bits(source.read("a", Box.whole((6, 8))), whole)
-    assert torch.equal(source.read("p", Box((0,), (3,))), torch.ones(3))
+    actual = source.read("p", Box((0,), (3,)))
+    assert torch.equal(actual, torch.ones(3))
 
 
 def test_a_snapshot_does_not_see_what_training_does_next():
     tensor = torch.arange(12.0).view(3, 4)
-    pieces = [WriteItem("model/a", (3, 4), Box((0, 1), (3, 3)), tensor[:, 1:3])]
+    box = Box((0, 1), (3, 3))
+    pieces = [WriteItem("model/a", (3, 4), box, tensor[:, 1:3])]
     taken = snapshot(pieces).items
     before = raw(tensor[:, 1:3])
     tensor.zero_()
@@ -188,7 +191,9 @@ def test_a_snapshot_does_not_see_what_training_does_next():
 
 @pytest.mark.gpu
 def test_a_snapshot_of_a_device_has_the_values_from_before_the_next_change(tmp_path):
-    tensors = [torch.full((1 << 20,), float(index), device="cuda") for index in range(8)]
+    tensors = []
+    for index in range(8):
+        tensors.append(torch.full((1 << 20,), float(index), device="cuda"))
     pieces = [
         WriteItem(
             name=f"model/t{i}",
@@ -204,7 +209,8 @@ def test_a_snapshot_of_a_device_has_the_values_from_before_the_next_change(tmp_p
         tensor.zero_()
     copied.under_way.wait()
     taken = copied.items
-    assert all(bool((piece.tensor == index).all()) for index, piece in enumerate(taken))
+    for index, piece in enumerate(taken):
+        assert bool((piece.tensor == index).all())
     assert {piece.tensor.device.type for piece in taken} == {"cpu"}
     written(tmp_path / "tmp", taken)
 
@@ -214,7 +220,8 @@ def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_pat
     real = write.block_crcs
 
     def blocks(data, *, block_bytes):
-        seen.append((torch.frombuffer(data, dtype=torch.uint8).data_ptr(), len(writing._items)))
+        address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+        seen.append((address, len(writing._items)))
         return real(data, block_bytes=block_bytes)
 
     monkeypatch.setattr(write, "block_crcs", blocks)
@@ -363,7 +370,8 @@ def test_at_every_moment_of_a_save_and_a_removal_there_is_a_whole_newest_checkpo
                 tensor,
             )
         remove_leftovers(at)
-        assert all(path.name.startswith("step-") for path in (at / "ckpt").iterdir())
+        for path in (at / "ckpt").iterdir():
+            assert path.name.startswith("step-")
 
 
 def test_what_a_dead_run_left_does_not_become_part_of_a_checkpoint(tmp_path):

@@ -124,7 +124,8 @@ class Hosts:
         """Make namespaces, and the switch that joins them."""
         for index in range(self.size):
             self._make_namespace(index)
-        words = [sys.executable, str(Path(__file__).with_name("switch.py")), *self.names]
+        switch = Path(__file__).with_name("switch.py")
+        words = [sys.executable, str(switch), *self.names]
         self._switch = subprocess.Popen(
             [*words, "--rate", "100", "--delay", str(self.delay_ms)],
             stdin=subprocess.PIPE,
@@ -154,7 +155,8 @@ class Hosts:
     def _write_names(self, name: str) -> None:
         NAMES_FOLDER.mkdir(parents=True, exist_ok=True)
         lines = ["127.0.0.1 localhost"]
-        lines += [f"{self.address(index)} {other}" for index, other in enumerate(self.names)]
+        for index, other in enumerate(self.names):
+            lines.append(f"{self.address(index)} {other}")
         lines.append(f"{self.bridge_address} {os.uname().nodename}")
         (NAMES_FOLDER / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -90,7 +90,10 @@ class Switch:
                 self._deliver()
 
     def _wait_s(self) -> float | None:
-        return max(0.0, self.waiting[0][0] - time.monotonic()) if self.waiting else None
+        if not self.waiting:
+            return None
+        first_s = self.waiting[0][0]
+        return max(0.0, first_s - time.monotonic())
 
     def _obey(self, line: str) -> bool:
         """Carry out a command; False at the end of the input."""
@@ -108,14 +111,16 @@ class Switch:
                 packet = os.read(self.files[source], MAX_PACKET_BYTES)
             except BlockingIOError:
                 return
-            target = packet[DESTINATION][-1] - 1 if packet[0] >> 4 == 4 else -1
+            is_ipv4 = packet[0] >> 4 == 4
+            target = packet[DESTINATION][-1] - 1 if is_ipv4 else -1
             if not 0 <= target < len(self.files) or {source, target} & self.cut:
                 continue
             now_s = time.monotonic()
             start_s = max(now_s, self.free_at_s[source])
             if start_s - now_s > MAX_QUEUE_S:
                 continue
-            self.free_at_s[source] = start_s + 8 * len(packet) / self.rate
+            num_bits = 8 * len(packet)
+            self.free_at_s[source] = start_s + num_bits / self.rate
             self.num_packets += 1
             at_s = self.free_at_s[source] + self.delay_s
             heapq.heappush(self.waiting, (at_s, self.num_packets, target, packet))

@@ -38,7 +38,9 @@ def measure(
     words += ["--operations", operations]
     words += ["--json", str(folder / "x.json"), "--write", str(folder / "x.toml")]
     logs = [folder / f"{name}.log" for name in hosts.names]
-    agents = [hosts.start(index, words, env=ENVIRONMENT, log=log) for index, log in enumerate(logs)]
+    agents = []
+    for index, log in enumerate(logs):
+        agents.append(hosts.start(index, words, env=ENVIRONMENT, log=log))
     try:
         codes = [agent.wait(TIMEOUT_S) for agent in agents]
     finally:
@@ -48,7 +50,8 @@ def measure(
                 agent.wait()
     text = "\n".join(log.read_text(errors="replace") for log in logs)
     assert codes == [0] * hosts.size, text[-6000:]
-    report: dict[str, Any] = json.loads((folder / "x.json").read_text(encoding="utf-8"))
+    text = (folder / "x.json").read_text(encoding="utf-8")
+    report: dict[str, Any] = json.loads(text)
     return report
 
 

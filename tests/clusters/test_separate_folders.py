@@ -46,7 +46,8 @@ def train_on_hosts(hosts: Hosts, flags: tuple[str, ...], *, out: Path, logs: Pat
             if agent.poll() is None:
                 os.killpg(agent.pid, signal.SIGKILL)
                 agent.wait()
-    texts = "\n".join(path.read_text(errors="replace")[-3000:] for path in files.values())
+    ends = [path.read_text(errors="replace")[-3000:] for path in files.values()]
+    texts = "\n".join(ends)
     assert [agent.returncode for agent in agents] == [0, 0], texts
 
 

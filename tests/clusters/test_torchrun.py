@@ -71,7 +71,11 @@ def train_over_a_cut(hosts: Hosts, folder: Path, flags: tuple[str, ...]) -> Cut:
         hosts.restore(hosts.size - 1)
         restored_s = time.monotonic()
         assert last_step(out) <= step + 5
-        wait_until(lambda: last_step(out) > step + 20 or resumed_from(out), "goes on", logs)
+
+        def goes_on() -> bool:
+            return last_step(out) > step + 20 or resumed_from(out)
+
+        wait_until(goes_on, "goes on", logs)
         goes_on_after_s = time.monotonic() - restored_s
         wait_until(lambda: all(agent.poll() is not None for agent in agents), "the end", logs)
     finally:
@@ -80,7 +84,8 @@ def train_over_a_cut(hosts: Hosts, folder: Path, flags: tuple[str, ...]) -> Cut:
                 os.killpg(agent.pid, signal.SIGKILL)
                 agent.wait()
     cut = Cut(out, logs, goes_on_after_s)
-    assert [agent.returncode for agent in agents] == [0] * hosts.size, cut.text()[-6000:]
+    returncodes = [agent.returncode for agent in agents]
+    assert returncodes == [0] * hosts.size, cut.text()[-6000:]
     return cut
 
 

@@ -58,7 +58,8 @@ def events(out: Path) -> list[dict[str, Any]]:
 
 def losses(out: Path) -> dict[int, float]:
     """Step -> loss; of a repeated step the last."""
-    return {event["step"]: event["loss"] for event in events(out) if event["event"] == "step"}
+    steps = [event for event in events(out) if event["event"] == "step"]
+    return {event["step"]: event["loss"] for event in steps}
 
 
 def repeated_losses_differ(out: Path) -> list[int]:

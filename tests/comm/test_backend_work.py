@@ -1,4 +1,4 @@
-"""Works of a backend: what a wait that times out means, and when a call is complete."""
+"""`Work` handles of a backend: `wait` that times out, and `is_completed`."""
 
 from __future__ import annotations
 

@@ -40,4 +40,5 @@ def test_outputs_of_the_meta_transport_are_zero_unless_in_place():
     x = torch.ones(2)
     assert comm.all_reduce(x, "dp").tolist() == [1, 1]
     assert comm.all_gather(x, "dp").tolist() == [0] * 6
-    assert comm.recv(torch.ones(2), "dp", source=0).tolist() == [0, 0]
+    values = comm.recv(torch.ones(2), "dp", source=0).tolist()
+    assert values == [0, 0]

@@ -37,7 +37,9 @@ def report(comm):
 def test_results_are_ordered_by_rank(transport):
     reports = run_ranks("pp2 tp2", report, transport=transport)
     assert [one.rank for one in reports] == [0, 1, 2, 3]
-    assert all(type(one) is Report and one.total.tolist() == [4, 4] for one in reports)
+    for one in reports:
+        assert type(one) is Report
+        assert one.total.tolist() == [4, 4]
 
 
 def test_closures_lambdas_and_recursive_functions_are_sent(transport):
@@ -217,7 +219,9 @@ def test_a_rank_that_exits_with_0_before_it_returns_is_an_error():
 def alive(pid):
     try:
         os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        state = after_name.split()[0]
+        return state != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False
 
@@ -263,7 +267,8 @@ if __name__ == "__main__":
 
 def test_a_killed_caller_leaves_no_server_and_no_ranks(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    caller = subprocess.Popen([sys.executable, str(tmp_path / "script.py"), str(tmp_path)])
+    script = tmp_path / "script.py"
+    caller = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
     files = [tmp_path / f"pid-{rank}" for rank in range(2)]
     deadline = time.monotonic() + 60
     while (
@@ -295,7 +300,9 @@ def test_backward_of_every_thread_runs_in_that_thread():
         x.register_hook(
             lambda grad: seen.append(threading.current_thread().name) or comm.all_reduce(grad, "dp")
         )
-        (x * (comm.rank + 1)).sum().backward()
+        loss = (x * (comm.rank + 1)).sum()
+        loss.backward()
         return seen, x.grad.tolist()
 
-    assert run_ranks("dp3", run) == [([f"rank {rank}"], [6.0, 6.0]) for rank in range(3)]
+    expected = [([f"rank {rank}"], [6.0, 6.0]) for rank in range(3)]
+    assert run_ranks("dp3", run) == expected

@@ -35,8 +35,9 @@ def calls(text: str, sizes: list[list[int]]) -> list[Call]:
 
 
 def with_call(made: list[Call], index: int, **changes: object) -> list[Call]:
-    fields = {name: getattr(made[index], name) for name in Call.__dataclass_fields__} | changes
-    return [Call(**fields) if place == index else call for place, call in enumerate(made)]
+    fields = {name: getattr(made[index], name) for name in Call.__dataclass_fields__}
+    fields.update(changes)
+    return [*made[:index], Call(**fields), *made[index + 1 :]]
 
 
 def verdicts(made: list[Call]) -> tuple[set[bool], bool]:
@@ -58,7 +59,8 @@ def test_digests_conclude_what_the_comparison_of_texts_does():
         text = "all_to_all float32[3*, 8]"
         good = calls(text, sizes)
         assert verdicts(good) == ({True}, True)
-        index, peer = draws.randrange(NUM_RANKS), draws.randrange(NUM_RANKS)
+        index = draws.randrange(NUM_RANKS)
+        peer = draws.randrange(NUM_RANKS)
         other_length = with_call(good, index, signature="all_to_all float32[7*, 8]")
         assert verdicts(other_length) == ({True}, True)
         other_dtype = with_call(good, index, signature="all_to_all bfloat16[3*, 8]")

@@ -5,7 +5,8 @@ from benchmarks.scale import count
 
 def test_a_rank_of_a_thousand_asks_the_store_as_often_as_one_of_eight():
     """Two training steps with the code of `weft train`, on a transport without other ranks."""
-    small, large = count(8), count(1024)
+    small = count(8)
+    large = count(1024)
     assert large.store_requests == 4 * large.groups
     assert small.store_requests == 4 * small.groups
     assert large.groups <= small.groups + 2  # two stages more for numbers of all ranks

@@ -1,4 +1,4 @@
-"""Rank threads that take turns: one computes at a time, and none waits for a turn that does not come."""
+"""Rank threads that take turns on one core: one computes at a time, and none waits for a turn that never comes."""
 
 from __future__ import annotations
 

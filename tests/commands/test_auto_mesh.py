@@ -50,9 +50,11 @@ def test_training_on_the_chosen_mesh_equals_training_on_it_by_name_and_resume_ke
 ) -> None:
     text = write_text(tmp_path)
     common = (*TINY, "--data.source", str(text), "--prove.before", "never", "--device", "cpu")
-    auto, named = tmp_path / "auto", tmp_path / "named"
+    auto = tmp_path / "auto"
+    named = tmp_path / "named"
     chosen = ("--mesh", "auto", "--nproc", "2")
-    assert main(["train", *common, *chosen, "--steps", "2", "--out", str(auto)]) == EXIT_OK
+    actual = main(["train", *common, *chosen, "--steps", "2", "--out", str(auto)])
+    assert actual == EXIT_OK
     note = re.search(r"^mesh auto -> (\S+) \(of (\d+) legal layouts of 2 ranks; next best "
                      r"\S+, [\d.]+ times the predicted step; speeds of the CPU: assumed\)$",
                      capsys.readouterr().err, re.MULTILINE)  # fmt: skip
@@ -60,7 +62,8 @@ def test_training_on_the_chosen_mesh_equals_training_on_it_by_name_and_resume_ke
     mesh = note[1]
     assert recorded_mesh(auto) == mesh
     assert Mesh.parse(mesh).size == 2
-    assert main(["train", *common, "--mesh", mesh, "--steps", "2", "--out", str(named)]) == EXIT_OK
+    actual = main(["train", *common, "--mesh", mesh, "--steps", "2", "--out", str(named)])
+    assert actual == EXIT_OK
     assert losses(auto) == losses(named)
 
     other = "tp2" if mesh != "tp2" else "dp2"

@@ -1,4 +1,4 @@
-"""`weft axes`: proposals for models of other people, and the proof that confirms them."""
+"""`weft axes`: proposed logical axes for models of users, and the proof that confirms them."""
 
 from __future__ import annotations
 

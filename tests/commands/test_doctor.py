@@ -29,8 +29,10 @@ sys.exit(main(["doctor"]))
 def test_doctor_checks_versions_memory_and_a_collective_between_ranks(capsys):
     assert main(["doctor"]) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
-    assert all(line.startswith(("ok ", " " * doctor.INDENT)) for line in lines)
-    assert all(len(line) <= doctor.WIDTH for line in lines)
+    for line in lines:
+        assert line.startswith(("ok ", " " * doctor.INDENT))
+    for line in lines:
+        assert len(line) <= doctor.WIDTH
     names = {line[6:19].strip() for line in lines}
     assert {"versions", "cores", "memory", "ranks"} <= names
 
@@ -55,7 +57,8 @@ def test_doctor_works_without_torch_and_says_how_to_install_it():
     others = done.stdout.splitlines()
     last = next(line for line in others if line.startswith("FAIL  torch "))
     found = others[: others.index(last)]
-    assert all(line.startswith(("ok ", " " * doctor.INDENT)) for line in found)
+    for line in found:
+        assert line.startswith(("ok ", " " * doctor.INDENT))
     assert "cannot be imported: No module named 'torch'" in " ".join(done.stdout.split())
     assert "Fix: pip install torch" in " ".join(done.stdout.split())
 

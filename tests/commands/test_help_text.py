@@ -1,4 +1,4 @@
-"""Boxes of `--help`: what is not printed, and that every text is kept."""
+"""The text of `--help`: boxes that are left out, and that no option's text is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run starts again under an agent: from its newest checkpoint, on the ranks that there are, without other rejections."""
+"""Restarts under an agent: from the newest checkpoint, on the ranks that are left, without checks that a restart must pass."""
 
 from __future__ import annotations
 

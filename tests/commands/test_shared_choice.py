@@ -1,4 +1,4 @@
-"""The choice of rank 0 on all ranks of torchrun or Slurm: made once, its error on every rank, time-outs."""
+"""Choices that rank 0 makes for all ranks of torchrun or Slurm: computed once, its error on every rank, time-outs."""
 
 from __future__ import annotations
 

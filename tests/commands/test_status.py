@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,8 @@ def test_an_ended_run_shows_its_restarts(tmp_path):
     restart = {"event": "restart", "attempt": 1, "step": 4}
     end = {"event": "end", "status": "finished"}
     events = ({"event": "run"}, restart, {"event": "run"}, restart, STEP, end)
-    assert status_of(write(tmp_path / "run", *events)).restarts == 1
+    restarts = status_of(write(tmp_path / "run", *events)).restarts
+    assert restarts == 1
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,9 @@ def test_a_board_that_no_launcher_of_the_owner_has_made_is_not_read(
         def lstat(path, **options):
             found = real(path, **options)
             is_lock = str(path).endswith("run.lock")
-            return os.stat_result((*found[:4], found.st_uid + is_lock, *found[5:10]))
+            fields = list(found[:10])
+            fields[stat.ST_UID] += is_lock
+            return os.stat_result(fields)
 
         monkeypatch.setattr("weft.commands.status.os.lstat", lstat)
     with acquire(folder):

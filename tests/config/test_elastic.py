@@ -18,7 +18,8 @@ def fit(mesh: str, size: int, *, global_size: int = 16) -> str | None:
     run = load(["--mesh", mesh, *batch], FAMILIES)
 
     def is_valid(smaller: str) -> bool:
-        return not any(check.fails() for check in config_checks(run.with_values({"mesh": smaller})))
+        checks = config_checks(run.with_values({"mesh": smaller}))
+        return not any(check.fails() for check in checks)
 
     return fit_to_ranks(run.device_mesh, size, is_valid=is_valid)
 

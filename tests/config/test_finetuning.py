@@ -42,7 +42,8 @@ def test_a_run_from_scratch_keeps_the_defaults_of_training():
         "optim.weight_decay": 0.1,
     }
     assert run.data.seq_len == 128
-    assert not any("fine-tuning" in note for note in training_notes(run))
+    for note in training_notes(run):
+        assert "fine-tuning" not in note
 
 
 def test_a_trained_model_gets_lower_rates_no_decay_and_its_own_length(folder):

@@ -69,11 +69,13 @@ def test_float32_products_are_in_tf32_where_the_run_asks_for_it() -> None:
 
 def test_a_world_needs_the_bandwidths_between_its_ranks(tmp_path: Path) -> None:
     device = find_hardware(laptop(tmp_path))
-    assert [fault.what for fault in world_faults(device, 2)] == [f"{device.name} has no link"]
+    whats = [fault.what for fault in world_faults(device, 2)]
+    assert whats == [f"{device.name} has no link"]
     link = 'link_gb_s = {value = 1, published = "its label"}\n'
     device = find_hardware(laptop(tmp_path, link + LAPTOP))
     assert not list(world_faults(device, 2))
-    assert [fault.what for fault in world_faults(device, 3)] == [f"{device.name} has no network"]
+    whats = [fault.what for fault in world_faults(device, 3)]
+    assert whats == [f"{device.name} has no network"]
     assert not list(world_faults(find_hardware("h100"), 16384))
 
 
@@ -117,4 +119,5 @@ def test_the_hardware_file_of_the_page_is_valid(tmp_path: Path) -> None:
     assert device.price_usd_h == 2.1
     assert device.efficiency == Efficiency(gemm=0.8, source="measured by hand")
     for name in HardwareTable.model_fields:
-        assert f"`{name}`" in PAGE or f"`[{name}]`" in PAGE or name == "label"
+        is_explained = f"`{name}`" in PAGE or f"`[{name}]`" in PAGE
+        assert is_explained or name == "label"

@@ -358,4 +358,5 @@ def test_core_and_data_never_import_torch():
         "for module in pkgutil.walk_packages(weft.core.__path__, 'weft.core.'): importlib.import_module(module.name)\n"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    returncode = subprocess.run([sys.executable, "-c", code], check=False).returncode
+    assert returncode == 0

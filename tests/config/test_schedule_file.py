@@ -63,7 +63,8 @@ def test_the_digest_of_a_plan_depends_on_the_content(folder: Path) -> None:
     first = plan_of(read(*WORDS, "--pipeline.schedule", "my.schedule"))
     other = make_table("dual_pipe_v", ranks=2, microbatches=3)
     (folder / "my.schedule").write_text(other.text, encoding="utf-8")
-    assert plan_of(read(*WORDS, "--pipeline.schedule", "my.schedule")).digest != first.digest
+    digest = plan_of(read(*WORDS, "--pipeline.schedule", "my.schedule")).digest
+    assert digest != first.digest
 
 
 def test_a_flag_replaces_the_stored_content(folder: Path) -> None:
@@ -109,4 +110,5 @@ def test_the_command_of_a_proof_has_the_content_of_the_file(folder: Path) -> Non
     run = read(*WORDS, "--pipeline.schedule", "my.schedule")
     (folder / "my.schedule").unlink()
     _, _, words = command_of(run, FAMILIES, steps=1).partition("--first 1 ")
-    assert read(*shlex.split(words)).pipeline == run.pipeline
+    pipeline = read(*shlex.split(words)).pipeline
+    assert pipeline == run.pipeline

@@ -88,7 +88,8 @@ def test_tp_is_rejected_exactly_where_it_does_not_divide(
     words += ["--model.ffn", f"{ffn}", "--mesh", f"tp{degree}"]
     run = read(*words)
     faults = list(layout_rules.axes_divide(run.device_mesh, run.model))
-    assert bool(faults) == any(size % degree for size in (heads, kv_heads, ffn))
+    is_divisible = all(size % degree == 0 for size in (heads, kv_heads, ffn))
+    assert bool(faults) != is_divisible
 
 
 def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_no_fault():
@@ -161,7 +162,8 @@ def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(
             seq_len=run.data.seq_len,
         )
     )
-    assert bool(faults) == (len(counts) != ranks * chunks or sum(counts) != layers)
+    fits = len(counts) == ranks * chunks and sum(counts) == layers
+    assert bool(faults) != fits
 
 
 @given(numbers=st.lists(st.integers(1, 60), min_size=1, max_size=3))
@@ -261,7 +263,9 @@ def test_a_check_is_skipped_where_a_key_that_it_reads_is_at_fault(reads, key):
     found = Fault("x", "found")
     check = Check((reads,), lambda: [found])
     reported = run_checks(read(), lambda run: [check], known=[known])
-    is_blind = f"{key}.".startswith(f"{reads}.") or f"{reads}.".startswith(f"{key}.")
+    is_part = f"{key}.".startswith(f"{reads}.")
+    is_whole = f"{reads}.".startswith(f"{key}.")
+    is_blind = is_part or is_whole
     assert reported == ((known,) if is_blind else (known, found))
 
 

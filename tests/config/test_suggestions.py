@@ -44,7 +44,8 @@ wanted = st.fixed_dictionaries(
 
 
 def words_of(choices: dict[str, object]) -> list[str]:
-    mesh = " ".join(f"{axis}{choices.pop(axis)}" for axis in ("pp", "dp", "ep", "cp", "tp"))
+    axes = ("pp", "dp", "ep", "cp", "tp")
+    mesh = " ".join(f"{axis}{choices.pop(axis)}" for axis in axes)
     name = str(choices.get("model.name", "llama3"))
     if name == "mnist":
         choices.pop("model.vocab", None)
@@ -131,7 +132,8 @@ def test_flags_are_words_of_the_command_line() -> None:
         as_flags({"mesh": "dp2 tp2", "pipeline.split": (2, 2)})
         == '--mesh "dp2 tp2" --pipeline.split 2 2'
     )
-    assert load(shlex.split(as_flags({"mesh": ""})), FAMILIES).mesh == ""
+    mesh = load(shlex.split(as_flags({"mesh": ""})), FAMILIES).mesh
+    assert mesh == ""
 
 
 def test_multiples_around_a_value_come_nearest_first() -> None:

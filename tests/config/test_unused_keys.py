@@ -63,7 +63,8 @@ def test_a_contradiction_is_one_fault_with_a_fix(words: str, line: str) -> None:
 def test_a_key_of_what_is_switched_off_is_a_note(words: str, line: str) -> None:
     run = load(words.split(), FAMILIES)
     assert run_checks(run, config_checks) == ()
-    (note,) = [note for note in training_notes(run) if "is set" in note or "is not below" in note]
+    notes = training_notes(run)
+    (note,) = [note for note in notes if "is set" in note or "is not below" in note]
     assert note.startswith(line)
 
 
@@ -76,7 +77,8 @@ def test_betas_of_a_group_whose_optimizer_has_none_are_a_note() -> None:
 
 def test_keys_without_effect_under_a_launcher_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     run = load(["--port", "29501", "--save.memory_every", "2"], FAMILIES)
-    assert not any("is not used" in note for note in training_notes(run))
+    for note in training_notes(run):
+        assert "is not used" not in note
     for name, value in LAUNCHER.items():
         monkeypatch.setenv(name, value)
     port, memory = [note for note in training_notes(run) if "is not used" in note]
@@ -107,7 +109,8 @@ def test_keys_without_effect_under_a_launcher_are_notes(monkeypatch: pytest.Monk
 def test_a_key_with_an_effect_is_accepted(words: str) -> None:
     run = load(words.split(), FAMILIES)
     assert run_checks(run, config_checks) == ()
-    assert not any("is set" in note for note in training_notes(run))
+    for note in training_notes(run):
+        assert "is set" not in note
 
 
 def test_an_elastic_run_names_the_key_of_a_full_mesh_that_is_none() -> None:

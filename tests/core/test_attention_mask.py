@@ -1,4 +1,4 @@
-"""Attention masks: block questions agree with the pairs, features are named, impossible masks are rejected."""
+"""Attention masks: answers for blocks agree with those for single pairs, features have names, impossible masks are rejected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def place(pair: tuple[int, int], queries: range, keys: range) -> int:
 
 def test_a_window_counts_the_query_itself() -> None:
     """As `sliding_window` of transformers."""
-    assert [key for key in range(9) if AttentionMask(window=3).allows(5, key)] == [3, 4, 5]
+    actual = [key for key in range(9) if AttentionMask(window=3).allows(5, key)]
+    assert actual == [3, 4, 5]
 
 
 def test_features_are_named() -> None:

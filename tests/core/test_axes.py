@@ -1,4 +1,4 @@
-"""Boxes cover tensors exactly once; the gradient rule."""
+"""Boxes cover tensors exactly once, and gradients are summed over the axes that the gradient rule states."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_boxes_of_all_ranks_cover_every_entry_exactly_once(
     for rank in range(mesh.size):
         held.add(box_of(shape, axes, rule=rule, mesh=mesh, rank=rank))
     assert held == pieces
-    assert sum(piece.size for piece in pieces) == math.prod(shape)
+    total = sum(piece.size for piece in pieces)
+    assert total == math.prod(shape)
     solid = [piece for piece in pieces if piece.size]
     for one, other in itertools.combinations(solid, 2):
         assert (one & other).size == 0
@@ -98,7 +99,8 @@ def test_axes_of_degree_one_shard_nothing() -> None:
 def test_a_range_of_a_box_is_few_boxes_in_its_order(
     sides: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    box = Box.of_spans([(lo, lo + length) for lo, length in sides])
+    spans = [(lo, lo + length) for lo, length in sides]
+    box = Box.of_spans(spans)
     numbers = st.integers(0, box.size)
     start, stop = sorted((data.draw(numbers), data.draw(numbers)))
     pieces = boxes_of_range(box, start, stop)

@@ -69,4 +69,5 @@ def test_transforms_take_the_arguments_that_parallelize_passes(name: str) -> Non
 
 def test_records_import_no_torch() -> None:
     code = "import sys; from weft.core.dimension import dimensions; dimensions(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    returncode = subprocess.run([sys.executable, "-c", code], check=False).returncode
+    assert returncode == 0

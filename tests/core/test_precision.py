@@ -17,7 +17,8 @@ ROWS = re.findall(
 
 @pytest.mark.parametrize("compute", REPRESENTS)
 def test_the_page_names_the_types_that_validation_accepts(compute: Dtype) -> None:
-    ((_, params, reduce),) = (row for row in ROWS if row[0] == compute)
+    (row,) = [row for row in ROWS if row[0] == compute]
+    _, params, reduce = row
     for kind in REPRESENTS:
         faults = dtype_faults(params=kind, compute=compute, reduce=kind)
         keys = {fault.key for fault in faults}

@@ -30,7 +30,8 @@ CASES = {
 
 
 def local(whole: np.ndarray, shard: Shard) -> np.ndarray:
-    return np.concatenate([whole[box.slices] for box in shard.boxes], axis=shard.dim)
+    parts = [whole[box.slices] for box in shard.boxes]
+    return np.concatenate(parts, axis=shard.dim)
 
 
 def shards(case: str) -> list[Shard]:
@@ -75,8 +76,10 @@ def test_a_rank_holds_its_heads_of_each_part() -> None:
         shard_of("w", (16,), (QKV,), rule=RULE, mesh=Mesh.parse("tp2"), rank=rank)
         for rank in (0, 1)
     )
-    assert local(whole, first).tolist() == [0, 1, 2, 3, 8, 9, 12, 13]
-    assert local(whole, second).tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
+    values = local(whole, first).tolist()
+    assert values == [0, 1, 2, 3, 8, 9, 12, 13]
+    values = local(whole, second).tolist()
+    assert values == [4, 5, 6, 7, 10, 11, 14, 15]
 
 
 @pytest.mark.parametrize(

@@ -69,5 +69,6 @@ def conversations(number: int = 12) -> list[dict[str, Any]]:
 
 def write_jsonl(file: Path, records: list[dict[str, Any]]) -> Path:
     """A JSONL file with these records."""
-    file.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+    file.write_text("".join(lines))
     return file

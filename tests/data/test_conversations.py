@@ -122,7 +122,9 @@ def test_prompt_and_completion_are_masked_as_trl_does(
             prompt = reference(record["prompt"])["input_ids"]
             whole = reference(record["prompt"] + record["completion"] + "</s>")["input_ids"]
         assert tokens == whole
-        assert mask == [0] * len(prompt) + [1] * (len(whole) - len(prompt))
+        num_answer = len(whole) - len(prompt)
+        expected = [0] * len(prompt) + [1] * num_answer
+        assert mask == expected
 
 
 def test_instructions_are_conversations_of_two_messages(tmp_path, tok):
@@ -167,12 +169,14 @@ def test_rows_keep_conversations_apart_and_whole(tmp_path, tok):
             tokens, mask = documents[number]
             (where,) = np.nonzero(arrays.documents[row] == place)
             assert arrays.inputs[row, where].tolist() == tokens
-            assert arrays.positions[row, where].tolist() == list(range(len(tokens)))
+            values = arrays.positions[row, where].tolist()
+            assert values == list(range(len(tokens)))
             expected = [
                 token if counts else IGNORE
                 for token, counts in zip(tokens[1:], mask[1:], strict=True)
             ]
-            assert arrays.targets[row, where].tolist() == [*expected, IGNORE]
+            values = arrays.targets[row, where].tolist()
+            assert values == [*expected, IGNORE]
             seen.append(number)
         padding = arrays.documents[row] > place
         assert (arrays.targets[row, padding] == IGNORE).all()
@@ -199,7 +203,8 @@ def test_rows_hold_every_item_once_within_their_capacity(lengths):
 
 def test_the_drawing_of_rows_is_what_is_packed():
     rows = pack_rows(np.array([6, 4, 3, 2, 1]), 8)
-    assert [rows[row].tolist() for row in range(2)] == [[0, 3], [1, 2, 4]]
+    actual = [rows[row].tolist() for row in range(2)]
+    assert actual == [[0, 3], [1, 2, 4]]
 
 
 def test_truncation_is_counted_and_reported(tmp_path, tok):
@@ -211,7 +216,8 @@ def test_truncation_is_counted_and_reported(tmp_path, tok):
     lengths = [len(tokens) for tokens, _ in masked_documents(samples)]
     facts = samples.facts()
     assert facts["cut"] == 2
-    assert facts["cut_tokens"] == sum(max(length - 32, 0) for length in lengths)
+    expected = sum(max(length - 32, 0) for length in lengths)
+    assert facts["cut_tokens"] == expected
     assert facts["without_target"] == 1
     note = truncation_note(facts, seq_len=32)
     lost = facts["cut_tokens"]
@@ -299,5 +305,6 @@ def test_built_in_templates_mark_answers_for_bytes(tmp_path, name):
     records = [{"instruction": "hi", "output": "yo"}]
     samples = opened(tmp_path, records, tokenizer="bytes", chat_template=name)
     ((tokens, mask),) = masked_documents(samples)
-    answer = bytes(t for t, counts in zip(tokens, mask, strict=True) if counts)
+    answer_tokens = [token for token, counts in zip(tokens, mask, strict=True) if counts]
+    answer = bytes(answer_tokens)
     assert answer in (b"yo<|im_end|>", b"yo\n\n")

@@ -51,7 +51,8 @@ def complaint(source, model=BYTES_MODEL, **data):
 
 @given(length=st.integers(1, 400), key=st.integers(0, 2**64 - 1))
 def test_an_epoch_is_a_permutation(length, key):
-    assert sorted(permuted(np.arange(length), length, key=key).tolist()) == list(range(length))
+    values = sorted(permuted(np.arange(length), length, key=key).tolist())
+    assert values == list(range(length))
 
 
 def test_an_epoch_of_a_trillion_samples_costs_no_more():
@@ -83,10 +84,12 @@ def test_a_permutation_is_mixed_and_changes_with_its_key():
 def test_every_order_of_three_samples_comes_up_about_as_often():
     counts = {}
     for key in range(1200):
-        order = tuple(permuted(np.arange(3), 3, key=key * 0x9E3779B97F4A7C15 % 2**64).tolist())
+        seed = key * 0x9E3779B97F4A7C15 % 2**64
+        order = tuple(permuted(np.arange(3), 3, key=seed).tolist())
         counts[order] = counts.get(order, 0) + 1
     assert len(counts) == 6
-    assert all(140 < count < 260 for count in counts.values())
+    for count in counts.values():
+        assert 140 < count < 260
 
 
 @given(
@@ -166,11 +169,14 @@ def test_every_layout_reads_the_same_samples_a_step(
         )
         for index in range(degree)
     ]
-    assert all(part.shape == (num_micro, micro) for part in parts)
+    for part in parts:
+        assert part.shape == (num_micro, micro)
     for m in range(num_micro):
         for d in range(degree):
             for i in range(micro):
-                assert parts[d][m, i] == samples[(m * degree + d) * micro + i]
+                actual = parts[d][m, i]
+                expected = samples[(m * degree + d) * micro + i]
+                assert actual == expected
 
 
 # ---- token streams
@@ -217,7 +223,8 @@ def test_a_stream_reads_across_files_as_if_they_were_one(sizes, span):
     start = span[0]
     stop = min(sum(span), len(whole))
     if start < stop:
-        assert stream.read(start, stop).tolist() == list(range(start, stop))
+        values = stream.read(start, stop).tolist()
+        assert values == list(range(start, stop))
 
 
 def test_a_folder_is_its_text_files_end_to_end_sorted_by_path(tmp_path):
@@ -244,7 +251,8 @@ def test_a_folder_is_its_text_files_end_to_end_sorted_by_path(tmp_path):
 
 def test_bytes_that_are_no_text_are_tokens_too(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(255, -1, -1)))
-    assert open_tokens(tmp_path / "a.txt").stream.read(0, 256).tolist() == list(range(255, -1, -1))
+    values = open_tokens(tmp_path / "a.txt").stream.read(0, 256).tolist()
+    assert values == list(range(255, -1, -1))
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -257,14 +265,16 @@ def test_token_files_are_numbers_in_little_endian(
 ):
     monkeypatch.setattr(tokens, "MIN_ON_DISK_BYTES", left_from)
     ids = np.arange(0, 5000, 50)
-    ids[:60].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "a.bin")
-    ids[60:].astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "b.bin")
+    little_endian = np.dtype(dtype).newbyteorder("<")
+    ids[:60].astype(little_endian).tofile(tmp_path / "a.bin")
+    ids[60:].astype(little_endian).tofile(tmp_path / "b.bin")
     data = open_tokens(tmp_path, model=gpt2.Config(vocab=5000), token_dtype=dtype)
     assert all(
         isinstance(piece, tokens.TokenFile) == (left_from == 0) for piece in data.stream.parts
     )
     assert data.num_samples == 24
-    assert np.array_equal(data.read(np.arange(24)).inputs.ravel(), ids[:96])
+    inputs = data.read(np.arange(24)).inputs
+    assert np.array_equal(inputs.ravel(), ids[:96])
 
 
 def test_the_standard_library_is_what_plain_python_reads():
@@ -280,7 +290,9 @@ def test_the_standard_library_is_what_plain_python_reads():
     assert list(data.stream.files) == sorted(data.stream.files)
     text = b"".join(file.read_bytes() for file in data.stream.files)
     assert data.facts()["sha256"] == hashlib.sha256(text).hexdigest()[:12]
-    assert bytes(data.read(np.array([1000])).inputs[0].astype(np.uint8)) == text[128_000:128_128]
+    (sample,) = data.read(np.array([1000])).inputs
+    actual = bytes(sample.astype(np.uint8))
+    assert actual == text[128_000:128_128]
     assert 5e6 < data.facts()["bytes"] <= files.STDLIB_MAX_BYTES
 
 
@@ -371,7 +383,8 @@ def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read_at_the_latest(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tokens, "SCANNED_TOKENS", 5)
-    np.array([1, 2, 3, 4, 5, 6, 999, 8, 9], dtype="<u2").tofile(tmp_path / "a.bin")
+    numbers = [1, 2, 3, 4, 5, 6, 999, 8, 9]
+    np.array(numbers, dtype="<u2").tofile(tmp_path / "a.bin")
     data = open_tokens(tmp_path)
     data.read(np.array([0]))
     with pytest.raises(DataError, match=r"at token 6 \(got id 999"):

@@ -31,7 +31,9 @@ def folder(tmp_path: Path) -> Path:
     place = tmp_path / "letters"
     place.mkdir()
     for split, texts in (("train", TEXTS), ("test", ["kept apart"])):
-        rows = [json.dumps({"text": text, "n": number}) for number, text in enumerate(texts)]
+        rows = []
+        for number, text in enumerate(texts):
+            rows.append(json.dumps({"text": text, "n": number}))
         (place / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     return place
 

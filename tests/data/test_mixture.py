@@ -1,4 +1,4 @@
-"""Mixtures of sources: shares, the epochs of each source, and that every layout reads the same samples."""
+"""Mixtures of data sources: the share and the epochs of each source; every layout reads the same samples."""
 
 from __future__ import annotations
 
@@ -87,14 +87,16 @@ def test_each_source_walks_through_its_own_epochs(mixed):
         epochs = [
             own[start : start + size].tolist() for start in range(0, len(own) - size + 1, size)
         ]
-        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        for epoch in epochs:
+            assert sorted(epoch) == list(range(size))
         assert epochs[0] != epochs[1]
 
 
 def test_samples_of_several_sources_come_in_the_order_in_which_they_are_asked_for(mixed):
     chosen = samples_of(mixed, 0, global_size=16, seed=7)
     letters = mixed.read(chosen).inputs[:, 0]
-    assert letters.tolist() == [ord("a") if number < 30 else ord("b") for number in chosen]
+    letters_of_chosen = ["a" if number < 30 else "b" for number in chosen]
+    assert letters.tolist() == list(map(ord, letters_of_chosen))
     assert (letters == ord("b")).sum() == 4
 
 
@@ -105,7 +107,8 @@ def test_every_layout_reads_the_same_mixture(mixed):
             layout_of(chosen, index=index, degree=degree, micro_size=micro)
             for index in range(degree)
         ]
-        assert sorted(np.concatenate([part.ravel() for part in parts])) == sorted(chosen)
+        actual = sorted(np.concatenate([part.ravel() for part in parts]))
+        assert actual == sorted(chosen)
 
 
 def test_exact_shares_are_reported(mixed):
@@ -121,7 +124,8 @@ def test_a_run_that_is_resumed_continues_with_the_same_mixture(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()
         for number in range(40):
-            (tmp_path / name / f"{number}.txt").write_text(f"{name}{number} " * (3 + number % 7))
+            num_words = 3 + number % 7
+            (tmp_path / name / f"{number}.txt").write_text(f"{name}{number} " * num_words)
     model = [
         "--model.layers",
         "1",

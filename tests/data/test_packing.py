@@ -39,7 +39,10 @@ def test_a_window_is_packed_as_a_look_at_every_token_says(lengths, window):
     begins = np.diff(mine) > 0
     assert (np.diff(found.documents) == begins).all()
     assert found.documents[0] == 0
-    positions = [sum(mine[:place] == mine[place]) for place in range(length)]
+    positions = []
+    for place in range(length):
+        is_same_document = mine[:place] == mine[place]
+        positions.append(sum(is_same_document))
     assert found.positions.tolist() == positions
     is_last = mine != after
     assert found.is_last.tolist() == is_last.tolist()
@@ -76,7 +79,8 @@ def test_the_drawing_of_the_note_is_what_is_made():
     """documents   a a a a a a b b c c c c c c c d d d      windows of 6"""
     bounds = np.array([0, 6, 8, 15, 18])
     windows = [pack(bounds, start, 6) for start in (0, 6)]
-    assert [window.documents.tolist() for window in windows] == [[0] * 6, [0, 0, 1, 1, 1, 1]]
+    actual = [window.documents.tolist() for window in windows]
+    assert actual == [[0] * 6, [0, 0, 1, 1, 1, 1]]
     assert [window.positions.tolist() for window in windows] == [
         [0, 1, 2, 3, 4, 5],
         [0, 1, 0, 1, 2, 3],
@@ -140,7 +144,9 @@ def test_samples_read_one_by_one_are_those_read_together(folder):
     for number in range(20):
         alone = samples.read(np.array([number]))
         for name in ("inputs", "targets", "positions", "documents"):
-            assert np.array_equal(getattr(alone, name)[0], getattr(together, name)[number])
+            row_alone = getattr(alone, name)[0]
+            row_together = getattr(together, name)[number]
+            assert np.array_equal(row_alone, row_together)
 
 
 def test_text_files_are_documents_without_being_prepared(tmp_path):

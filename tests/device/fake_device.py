@@ -205,7 +205,8 @@ def even_expert_loads(recorder: Recorder):
         if recorder.is_recording and x.is_cuda:
             recorder.syncs[source_line()] += 1
         if x.dtype == torch.int64:
-            row = [num_slots // x.shape[-1]] * x.shape[-1]
+            row_length = x.shape[-1]
+            row = [num_slots // row_length] * row_length
             return [row] * x.shape[0] if x.dim() == 2 else row
         recorder.is_listing = True
         try:
@@ -289,7 +290,8 @@ def _late_syncs(step: TrainStep, recorder: Recorder, batches) -> dict[str, int] 
     if not reports_late(step):
         return None
     before = recorder.syncs.copy()
-    copies, launches = recorder.copies.copy(), recorder.launches.copy()
+    copies = recorder.copies.copy()
+    launches = recorder.launches.copy()
     late = LateReports(step)
     copied = snapshot(write_items(step.state()))
     step.grads.before_next_change(copied.under_way.before_change)
@@ -303,7 +305,8 @@ def _late_syncs(step: TrainStep, recorder: Recorder, batches) -> dict[str, int] 
 
 
 def _batches(run: Run, comm: Comm):
-    tokens = torch.zeros(run.batch.micro_size, run.data.seq_len + 1, dtype=torch.int64)
+    shape = (run.batch.micro_size, run.data.seq_len + 1)
+    tokens = torch.zeros(shape, dtype=torch.int64)
     batch = token_batch(tokens[:, :-1], tokens[:, 1:])
     own = batch.columns(index=comm.index("cp"), degree=comm.degree("cp"))
     on_device = own.map(lambda x: x.to(DEVICE))

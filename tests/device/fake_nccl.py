@@ -170,7 +170,9 @@ class FakeNccl:
     def _end_coalescing(self) -> Work:
         assert self.group is not None
         kernel, self.group = self.group, None
-        kernel.name = f"messages of {self.rank}: to {[*kernel.sends]}, from {[*kernel.recvs]}"
+        sends = list(kernel.sends)
+        recvs = list(kernel.recvs)
+        kernel.name = f"messages of {self.rank}: to {sends}, from {recvs}"
         return self._launch(kernel)
 
     def send(self, xs: list[Tensor], to: int, tag: int) -> None:
@@ -191,7 +193,8 @@ class FakeNccl:
                 member.tensors[0].copy_(total)
 
         x = tensors[0]
-        return self._launch(Kernel(f"allreduce {x.dtype} {x.numel()}", (x,), exchange))
+        name = f"allreduce {x.dtype} {x.numel()}"
+        return self._launch(Kernel(name, (x,), exchange))
 
     def _allgather_base(self, out: Tensor, x: Tensor) -> Work:
         def exchange(members: list[Kernel]) -> None:
@@ -213,7 +216,8 @@ class FakeNccl:
         def exchange(members: list[Kernel]) -> None:
             pieces = [member.tensors[2:] for member in members]
             for place, member in enumerate(members):
-                member.tensors[0].copy_(torch.cat([row[place] for row in pieces]))
+                parts = [row[place] for row in pieces]
+                member.tensors[0].copy_(torch.cat(parts))
 
         own_pieces = torch.split(x, list(sizes))
         return self._launch(Kernel("alltoall", (out, x, *own_pieces), exchange))

@@ -29,7 +29,8 @@ class Layout:
     is_slow: bool = False
 
     def __str__(self) -> str:
-        words = (self.model, self.mesh or "one", self.options, f"rank {self.rank}")
+        mesh = self.mesh or "one"
+        words = (self.model, mesh, self.options, f"rank {self.rank}")
         return " ".join(word for word in words if word)
 
     def flags(self, num_layers: int | None = None) -> list[str]:

@@ -26,7 +26,9 @@ def measure(layout: Layout) -> dict[str, object]:
             larger = counts_of(layout, num_layers=layout.num_layers + 1, checks_late=False)
             counts["launches_per_layer"] = larger["launches"] - counts["launches"]
             for key in ("syncs", "copies"):
-                added = sum(larger[key].values()) - sum(counts[key].values())
+                before = sum(counts[key].values())
+                after = sum(larger[key].values())
+                added = after - before
                 counts[f"{key}_per_layer"] = added
     except Exception:  # noqa: BLE001 - the test shows it
         return {"layout": str(layout), "error": traceback.format_exc()}

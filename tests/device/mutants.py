@@ -1,4 +1,4 @@
-"""Waits between streams that are left out, each found by the race checker. Run: python -m tests.device.mutants"""
+"""Mutants of stream synchronization: each removes one wait, which the race checker finds. Run: python -m tests.device.mutants"""
 
 from __future__ import annotations
 

@@ -210,28 +210,39 @@ class OrderedOperations(TorchDispatchMode):
         if name.endswith("resize_") and isinstance(args[0], Tensor) and args[1] == 0:
             self.streams.free(args[0].untyped_storage())
         outputs = func(*args, **kwargs)
-        if func.is_view or "empty" in name or "detach" in name or "alias" in name or "set_" in name:
+        if func.is_view or any(word in name for word in WITHOUT_ACCESS):
             return outputs
-        mutated = set()
-        for argument, schema in zip(args, func._schema.arguments, strict=False):
-            if schema.alias_info is not None and schema.alias_info.is_write:
-                mutated.update(id(leaf) for leaf in tree_leaves(argument))
-        for schema in func._schema.arguments:
-            if (
-                schema.name in kwargs
-                and schema.alias_info is not None
-                and schema.alias_info.is_write
-            ):
-                mutated.update(id(leaf) for leaf in tree_leaves(kwargs[schema.name]))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        reads = [x for x in inputs if x.is_cuda and id(x) not in mutated]
-        writes = [x for x in inputs if x.is_cuda and id(x) in mutated]
+        mutated = _mutated(func, args, kwargs)
+        inputs = _cuda_tensors((args, kwargs))
         known = {id(x) for x in inputs}
-        writes += [x for x in results if x.is_cuda and id(x) not in known]
+        reads = [x for x in inputs if id(x) not in mutated]
+        writes = [x for x in inputs if id(x) in mutated]
+        writes += [x for x in _cuda_tensors(outputs) if id(x) not in known]
         if reads or writes:
             self.streams.run(reads, writes)
         return outputs
+
+
+WITHOUT_ACCESS = ("empty", "detach", "alias", "set_")
+"""Parts of the names of operations that touch no memory of a tensor."""
+
+
+def _cuda_tensors(values: object) -> list[Tensor]:
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [x for x in tensors if x.is_cuda]
+
+
+def _mutated(func, args, kwargs) -> set[int]:
+    """Ids of the arguments that an operation writes into."""
+    given = list(zip(func._schema.arguments, args, strict=False))
+    for schema in func._schema.arguments:
+        if schema.name in kwargs:
+            given.append((schema, kwargs[schema.name]))
+    mutated = set()
+    for schema, argument in given:
+        if schema.alias_info is not None and schema.alias_info.is_write:
+            mutated.update(id(leaf) for leaf in tree_leaves(argument))
+    return mutated
 
 
 @contextmanager

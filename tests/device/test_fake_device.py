@@ -117,7 +117,9 @@ def summary(counts: dict[str, object]) -> dict[str, int]:
         "copies": sum(counts["copies"].values()),
         "launches": counts["launches"],
     }
-    row.update({key: value for key, value in counts.items() if key.endswith("_per_layer")})
+    for key, value in counts.items():
+        if key.endswith("_per_layer"):
+            row[key] = value
     return row
 
 

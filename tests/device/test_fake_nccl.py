@@ -76,7 +76,9 @@ def run_on_ranks(mesh, function, steps=StepGroups()):  # noqa: B008 - frozen
         finally:
             transport.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(mesh.size)]
+    threads = []
+    for rank in range(mesh.size):
+        threads.append(threading.Thread(target=run, args=(rank,)))
     for thread in threads:
         thread.start()
     for thread in threads:

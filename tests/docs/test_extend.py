@@ -1,4 +1,4 @@
-"""docs/extend.md, followed literally: its files in a copy of the sources, then its commands. One file or folder for each."""
+"""Follows docs/extend.md literally: adds its files to a copy of the sources, then runs its commands."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(
     assert section.commands
     for words in section.commands:
         done = run(python, words, tmp_path)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+        output = f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, output
 
 
 def test_redundant_ranks_that_disagree_are_reported(tmp_path: Path, python: ProgramServer) -> None:

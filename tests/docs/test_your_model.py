@@ -1,4 +1,4 @@
-"""docs/your-model.md, followed literally: its three programs and their commands; the notebook; the table of the twelve models."""
+"""Follows docs/your-model.md literally: its programs, commands and notebook, and its table of twelve models."""
 
 from __future__ import annotations
 
@@ -38,15 +38,18 @@ def commands() -> list[list[str]]:
 def run_all(chosen: list[list[str]], folder: Path) -> None:
     for words in chosen:
         done = programs().run(WEFT, *words, folder=folder, timeout=110)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+        output = f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, output
 
 
 @pytest.mark.timeout(240)
 def test_each_program_of_the_page_is_proven(folder: Path) -> None:
     programs_of_page = {path.name for path in folder.glob("*.py")}
-    first = {words[1]: words for words in reversed(commands()) if words[0] == "prove"}
+    proofs = [words for words in commands() if words[0] == "prove"]
+    first = {words[1]: words for words in reversed(proofs)}
     assert set(first) == programs_of_page == {"gpt.py", "vit.py", "two_outputs.py"}
-    run_all([[*words[:-1], "1"] for words in first.values()], folder)
+    one_step = [[*words[:-1], "1"] for words in first.values()]
+    run_all(one_step, folder)
 
 
 @pytest.mark.slow

@@ -103,7 +103,8 @@ def test_rolling_scores_every_token_once(model):
     assert scored == tokens
     assert windows[0].tokens[0] == 99
     texts = ("the cat", "", TEXT[:60])
-    short, empty, long = model.loglikelihood_rolling([Request((text,)) for text in texts])
+    requests = [Request((text,)) for text in texts]
+    short, empty, long = model.loglikelihood_rolling(requests)
     expected = logprobs(model, [0, *b"the cat"])
     assert short == pytest.approx(sum(expected), rel=1e-5)
     assert empty == 0.0
@@ -163,5 +164,6 @@ def test_the_library_itself_counts_the_bits_of_a_text(run, tmp_path, monkeypatch
         bootstrap_iters=0,
     )
     tokens = [model.prefix_token, *model.tokenizer.encode("the cat sat")]
-    bits = -sum(logprobs(model, tokens)) / math.log(2) / len("the cat sat")
+    total_bits = -sum(logprobs(model, tokens)) / math.log(2)
+    bits = total_bits / len("the cat sat")
     assert results["results"]["rolling"]["bits_per_byte,none"] == pytest.approx(bits, rel=1e-5)

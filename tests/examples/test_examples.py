@@ -45,7 +45,8 @@ def test_example_shows_its_lesson_and_equals_one_process(name: str, tmp_path: Pa
 
 
 def test_every_example_is_run() -> None:
-    assert {file.name for file in FOLDER.glob("*.py")} == {*SHOWS, *NO_COMMAND}
+    names = {file.name for file in FOLDER.glob("*.py")}
+    assert names == {*SHOWS, *NO_COMMAND}
 
 
 def test_example_that_is_wrong_says_what_differs_and_fails(tmp_path: Path) -> None:

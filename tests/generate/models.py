@@ -1,5 +1,4 @@
-"""Shared by the tests of generation: tiny models of every family, layouts, stored tensors in memory, and the reference,
-which is the plain model without a cache."""
+"""Models for tests of generation: tiny ones of every family, layouts, tensors in memory, the reference without a cache."""
 
 from __future__ import annotations
 
@@ -171,7 +170,8 @@ class Generation:
             for _ in range(self.num_tokens):
                 inputs = torch.tensor([tokens])
                 with torch.no_grad():
-                    last_V = chain(kept, inputs, token_batch(inputs, inputs)).x[0, -1]
+                    out = chain(kept, inputs, token_batch(inputs, inputs))
+                    last_V = out.x[0, -1]
                 logits.setdefault(sample, []).append(last_V)
                 tokens.append(
                     sample_token(last_V, self.sampling, TokenPosition(sample, len(tokens)))

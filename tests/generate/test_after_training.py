@@ -1,4 +1,4 @@
-"""The text that a run samples at its end is that of the plain model, for every family, on every layout that trains."""
+"""The text that a run generates at its end equals that of the plain model, for every family and layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text generated with a cache equals that of the model without one, on one rank and on many."""
+"""Generation with a key/value cache equals that of the model without one, on one rank and on many."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_a_prompt_read_in_parts_equals_one_read(family: str):
         return decoder.read([sum(row, ()) for row in zip(*parts, strict=True)])
 
     config = config_of(family)
-    (ours,), (right,) = on_ranks(config, "", in_parts), on_ranks(config, "", at_once)
+    (ours,) = on_ranks(config, "", in_parts)
+    (right,) = on_ranks(config, "", at_once)
     assert ours is not None
     assert right is not None
     assert worst({0: list(ours)}, {0: list(right)}) < SAME
@@ -110,7 +111,8 @@ def test_finished_rows_leave_the_batch(family: str, mesh: str):
         return [row.tokens for row in rows]
 
     for ours in on_ranks(config, mesh, act):
-        assert ours == [text[:length] for text, length in zip(texts, lengths, strict=True)]
+        expected = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+        assert ours == expected
 
 
 def test_cache_memory_is_that_of_its_cells():
@@ -127,7 +129,8 @@ def test_cache_memory_is_that_of_its_cells():
     head_size = 4
     float64 = 8
     for degree, mesh in ((1, ""), (2, "tp2")):
-        one = both * batch * (kv_heads // degree) * cache.BLOCK * head_size * float64
+        block_entries = (kv_heads // degree) * cache.BLOCK * head_size
+        one = both * batch * block_entries * float64
         assert on_ranks(config, mesh, act) == [(one,) * 3] * degree
 
 

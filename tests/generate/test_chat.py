@@ -19,7 +19,8 @@ def trained(folder, *words):
     source = ["--data.source", str(folder / "chat.jsonl"), "--data.format", "chat"]
     sizes = ["--data.seq_len", "512", "--model.vocab", "320", "--batch.global_size", "1"]
     out = ["--steps", "1", "--out", str(folder / "run")]
-    assert main(["train", *TINY, *source, *sizes, *out, *words]) == 0
+    actual = main(["train", *TINY, *source, *sizes, *out, *words])
+    assert actual == 0
     return find_model(str(folder / "run"))
 
 
@@ -61,7 +62,8 @@ def test_the_template_of_the_tokenizer_is_transformers(tmp_path):
 def test_without_a_template_one_line_says_so(tmp_path):
     (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 20)
     out = ["--steps", "1", "--out", str(tmp_path / "run")]
-    assert main(["train", *TINY, "--data.source", str(tmp_path / "t.txt"), *out]) == 0
+    actual = main(["train", *TINY, "--data.source", str(tmp_path / "t.txt"), *out])
+    assert actual == 0
     source = find_model(str(tmp_path / "run"))
     with pytest.raises(UserError, match="has no chat template"):
         make_job(Request(prompt="hi", chat=True), source)

@@ -45,7 +45,8 @@ def stdout_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def objects(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, object]]:
-    return [json.loads(line) for line in stdout_of(capsys, *words, *FAST, "--json").splitlines()]
+    lines = stdout_of(capsys, *words, *FAST, "--json").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,8 @@ def test_a_checkpoint_generates_what_its_run_generates(
 ):
     run = folder / "llama3"
     prompt = ("--prompt", "x")
-    assert objects(capsys, run / "ckpt" / "step-000003", *prompt) == objects(capsys, run, *prompt)
+    actual = objects(capsys, run / "ckpt" / "step-000003", *prompt)
+    assert actual == objects(capsys, run, *prompt)
 
 
 def test_a_json_object_holds_the_text_and_its_facts(
@@ -140,10 +142,14 @@ def test_greedy_texts_of_one_prompt_are_equal(folder: Path, capsys: pytest.Captu
 
 def test_a_text_ends_before_its_stop_text(folder: Path, capsys: pytest.CaptureFixture[str]):
     (whole,) = objects(capsys, folder / "llama3", "--prompt", "a")
-    at = next(place for place, token in enumerate(whole["tokens"]) if token < 128 and place)  # type: ignore[arg-type]
-    stop = chr(whole["tokens"][at])  # type: ignore[index]
+    tokens = list(whole["tokens"])  # type: ignore[call-overload]
+    at = 1
+    while tokens[at] >= 128:
+        at += 1
+    stop = chr(tokens[at])
     (found,) = objects(capsys, folder / "llama3", "--prompt", "a", "--stop", stop)
-    assert (found["end"], found["tokens"]) == ("stop", whole["tokens"][: at + 1])  # type: ignore[index]
+    assert found["end"] == "stop"
+    assert found["tokens"] == tokens[: at + 1]
     assert found["text"] == str(whole["text"]).partition(stop)[0]
 
 
@@ -180,6 +186,8 @@ def test_generation_uses_the_compute_dtype_and_no_training_blocks(tmp_path: Path
     job = make_job(Request(prompt="x"), find_model(str(tmp_path / "run")))
     assert job.plan.compute == "bfloat16"
     assert job.plan.params == "bfloat16"
-    assert not any(block.startswith("mtp") for stage in job.plan.stages for block in stage.blocks)
+    for stage in job.plan.stages:
+        for block in stage.blocks:
+            assert not block.startswith("mtp")
     asked = make_job(Request(prompt="x", dtype="float32"), find_model(str(tmp_path / "run")))
     assert asked.plan.compute == "float32"

@@ -55,7 +55,10 @@ def test_invalid_bytes_stream_as_they_decode_at_once(data: bytes):
 
 @given(st.binary().filter(lambda data: len(data) % 2 == 0))
 def test_tokens_of_several_bytes_stream_as_they_decode_at_once(data: bytes):
-    tokens = [int.from_bytes(data[place : place + 2], "big") for place in range(0, len(data), 2)]
+    tokens = []
+    for place in range(0, len(data), 2):
+        pair = data[place : place + 2]
+        tokens.append(int.from_bytes(pair, "big"))
     assert "".join(pieces_of(Halves(), tokens)) == data.decode(errors="replace")
 
 

@@ -49,7 +49,8 @@ def test_every_rank_reads_its_own_shards_only(family: str, mesh: str):
             (piece.owner, piece.box.size) for piece in model.shards.values()
         )
         for name, piece in model.shards.items():
-            assert torch.equal(model.params[name], source.tensors[piece.owner][piece.box.slices])
+            expected = source.tensors[piece.owner][piece.box.slices]
+            assert torch.equal(model.params[name], expected)
             assert not model.params[name].requires_grad
 
     run_ranks(mesh, rank)

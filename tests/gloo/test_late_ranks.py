@@ -1,4 +1,4 @@
-"""Processes: ranks that do not arrive are reported by one of those that wait, and the call completes when they come."""
+"""Ranks that do not arrive at a collective, in processes: a waiting rank reports them, and the call ends when they arrive."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def unchecked_all_reduce(comm: Comm) -> float:
 def unchecked_message(comm: Comm) -> float:
     x = torch.tensor([7.0 if comm.rank == 0 else 0.0])
     with comm.unchecked():
-        comm.send(x, "pp", to=1) if comm.rank == 0 else comm.recv(x, "pp", source=0)
+        if comm.rank == 0:
+            comm.send(x, "pp", to=1)
+        else:
+            comm.recv(x, "pp", source=0)
     return x.item()
 
 

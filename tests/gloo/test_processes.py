@@ -96,7 +96,10 @@ def test_a_message_whose_handle_was_dropped_still_arrives():
         received = []
         if comm.rank == 1:
             time.sleep(0.1)
-            received = [comm.recv(torch.empty(1000), "pp", source=0)[0].item() for _ in range(3)]
+            received = []
+            for _ in range(3):
+                message = comm.recv(torch.empty(1000), "pp", source=0)
+                received.append(message[0].item())
         comm.barrier("pp")
         return received
 

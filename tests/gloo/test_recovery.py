@@ -1,4 +1,4 @@
-"""Killed and stopped ranks: the run goes on by itself and computes the bits of a run without faults."""
+"""Recovery from killed and stopped ranks: the run continues automatically with the bits of a run without faults."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def test_a_flipped_bit_restarts_the_run_from_a_state_without_it(tmp_path):
     layout = ("--mesh", "dp3", "--batch.global_size", "6")
     options = {"save__every": 4, "save__memory_every": 1, "guard__digest_every": 3}
     words = words_of(layout, steps=12, **options)
-    clean_out, out = tmp_path / "clean", tmp_path / "run"
+    clean_out = tmp_path / "clean"
+    out = tmp_path / "run"
     with training(clean_out, *words) as process:
         assert finish(process)[0] == EXIT_OK
     with training(out, *words, str(tmp_path / "flipped"), program=FLIP_ONE_BIT) as process:
@@ -149,7 +150,11 @@ def test_more_faults_than_restarts_end_the_run(tmp_path):
     words = words_of(DP3, steps=100_000, save__memory_every=1, run__restarts=1)
     with training(out, *words) as process:
         first = send_signal(out, 0, signal.SIGKILL, step=5)
-        wait_for_rank(out, 0, lambda found: found.attempt == 1 and found.step > first.step + 2)
+
+        def goes_on_after_restart(found) -> bool:
+            return found.attempt == 1 and found.step > first.step + 2
+
+        wait_for_rank(out, 0, goes_on_after_restart)
         send_signal(out, 2, signal.SIGKILL, step=1)
         code, _, stderr = finish(process)
     assert code == 1

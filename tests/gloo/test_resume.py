@@ -1,4 +1,4 @@
-"""`weft train` in real processes: killed, asked to leave, started again, out of disk; and the numbers as if nothing had been."""
+"""`weft train` in real processes, interrupted in several ways and resumed: the numbers equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_asked_to_leave_then_killed_then_started_again_it_ends_with_the_same_num
     )
     finished(folder, "--out", str(folder / "straight"), *last)
     assert numbers(out) == numbers(folder / "straight")
-    assert [step for step, _, _ in numbers(out)] == list(range(1, newest + 3))
+    actual = [step for step, _, _ in numbers(out)]
+    assert actual == list(range(1, newest + 3))
 
 
 def test_sigterm_in_threads_saves_without_save_every(folder):
@@ -138,7 +139,8 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(folder, small_disk):
     assert [event["step"] for event in events if event["event"] == "save"] == [2]
     (path,) = [path for _, path in checkpoints(out)]
     open_checkpoint(path).verify()
-    assert [step for step, _, _ in numbers(out)] == [1, 2, 3, 4, 5]
+    actual = [step for step, _, _ in numbers(out)]
+    assert actual == [1, 2, 3, 4, 5]
     (warning,) = [line for line in shown.splitlines() if line.startswith("warning: step 4 ")]
     assert "KiB needed" in warning
     assert "KiB free" in warning

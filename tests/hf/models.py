@@ -145,7 +145,10 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+    tensors = {}
+    for file in folder.glob("*.safetensors"):
+        tensors.update(load_file(file))
+    return tensors
 
 
 def run_of(folder: Path, *words: str) -> Run:

@@ -72,13 +72,15 @@ def trained(
     with torch.no_grad():
         for param in params.values():
             param.add_(0.1 * torch.randn_like(param))
-    return blocks, Memory({each: param.detach() for each, param in params.items()})
+    values = {each: param.detach() for each, param in params.items()}
+    return blocks, Memory(values)
 
 
 def logits_of(blocks: dict[str, nn.Module], tokens: Tensor) -> Tensor:
     batch: Batch = with_later_targets(token_batch(tokens, tokens))
     with torch.no_grad():
-        return forward({name: block for name, block in blocks.items() if name != "loss"}, batch)
+        without_loss = {name: block for name, block in blocks.items() if name != "loss"}
+        return forward(without_loss, batch)
 
 
 def tokens_of() -> Tensor:
@@ -86,7 +88,9 @@ def tokens_of() -> Tensor:
 
 
 def near(ours: Tensor, theirs: Tensor, bound: float) -> None:
-    assert ((ours - theirs).abs().max() / theirs.abs().max()).item() <= bound
+    largest_error = (ours - theirs).abs().max()
+    value = (largest_error / theirs.abs().max()).item()
+    assert value <= bound
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -163,7 +167,8 @@ def test_merging_computes_wide_and_rounds_once() -> None:
         }
     )
     each, linear = "layer0.attn.q.weight", "layer0.attn.q"
-    merged = merge_adapters(low, LORA).read(each, Box.whole(low.shapes[each]))
+    box = Box.whole(low.shapes[each])
+    merged = merge_adapters(low, LORA).read(each, box)
     wide = low.tensors[each].float() + 3.0 * (
         low.tensors[linear + LORA_B] @ low.tensors[linear + LORA_A]
     )
@@ -215,9 +220,15 @@ def test_names_and_shapes_are_those_of_pefts_layout(tmp_path: Path) -> None:
         for i in (0, 1)
         for linear in ("mlp.down_proj", "self_attn.q_proj")
     ]
-    assert sorted(tensors) == [f"{head}.lora_{factor}.weight" for head in heads for factor in "AB"]
-    assert tensors[f"{heads[0]}.lora_A.weight"].shape == (2, 24)
-    assert tensors[f"{heads[0]}.lora_B.weight"].shape == (16, 2)
+    expected = []
+    for head in heads:
+        for factor in "AB":
+            expected.append(f"{head}.lora_{factor}.weight")
+    assert sorted(tensors) == expected
+    shape = tensors[f"{heads[0]}.lora_A.weight"].shape
+    assert shape == (2, 24)
+    shape = tensors[f"{heads[0]}.lora_B.weight"].shape
+    assert shape == (16, 2)
     config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "q_proj"]
     assert config["peft_type"] == "LORA"
@@ -295,7 +306,8 @@ def test_peft_computes_the_same_with_the_adapters(
     with_adapters = peft.PeftModel.from_pretrained(model, tmp_path / "adapters").eval()
     theirs = with_adapters(input_ids=tokens_of(), use_cache=False).logits.detach()
     ours = logits_of(blocks, tokens_of())
-    assert (before - theirs).abs().max() > 1e-2 * theirs.abs().max(), "the adapters count"
+    largest = (before - theirs).abs().max()
+    assert largest > 1e-2 * theirs.abs().max(), "the adapters count"
     near(ours, theirs, 1e-5)
     merged = with_adapters.merge_and_unload()(
         input_ids=tokens_of(), use_cache=False
@@ -362,4 +374,5 @@ def test_adapters_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
             lora=LORA,
             base=None,
         )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["full"]

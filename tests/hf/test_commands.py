@@ -49,7 +49,8 @@ def life(tmp_path_factory: pytest.TempPathFactory, fast_disk: None) -> Path:
     write(base / "hf", LLAMA, small(LLAMA, dtype=torch.bfloat16))
     (base / "hf" / "tokenizer_config.json").write_text('{"kept": true}')
     edit_config(base / "hf", eos_token_id=7)
-    (base / "text.txt").write_text("".join(f"{i} weaves with {i + 1}\n" for i in range(500)))
+    text = "".join(f"{i} weaves with {i + 1}\n" for i in range(500))
+    (base / "text.txt").write_text(text)
     data = ("--data.source", str(base / "text.txt"))
     run = str(base / "run")
     assert main(["import", str(base / "hf"), "--out", run, "--compare", "False"]) == 0
@@ -59,7 +60,8 @@ def life(tmp_path_factory: pytest.TempPathFactory, fast_disk: None) -> Path:
 
 
 def losses(run: Path) -> list[float]:
-    return [event["loss"] for event in read_events(run / EVENTS) if event["event"] == "step"]
+    steps = [event for event in read_events(run / EVENTS) if event["event"] == "step"]
+    return [event["loss"] for event in steps]
 
 
 def test_an_imported_run_trains_from_its_values_and_is_exported(life: Path):
@@ -72,7 +74,9 @@ def test_an_imported_run_trains_from_its_values_and_is_exported(life: Path):
     for name, shape in before.shapes.items():
         box = Box.whole(shape)
         assert torch.equal(after.read(name, box), trained.read(name, box))
-        assert not torch.equal(after.read(name, box), before.read(name, box).float())
+        value_before = before.read(name, box).float()
+        value_after = after.read(name, box)
+        assert not torch.equal(value_after, value_before)
 
 
 def test_small_files_of_the_model_come_along(life: Path):
@@ -132,7 +136,8 @@ def test_adapters_of_a_folder_with_values_are_merged_on_export_or_written_alone(
     before = HfFolder(life / "hf", LLAMA)
     after = HfFolder(merged, LLAMA)
     for name, shape in before.shapes.items():
-        values = (each.read(name, Box.whole(shape)).float() for each in (before, after))
+        box = Box.whole(shape)
+        values = [each.read(name, box).float() for each in (before, after)]
         assert torch.equal(*values) != name.endswith("attn.q.weight"), name
     assert main(["export", run, str(alone), "--adapters", "True"]) == 0
     assert {path.name for path in alone.iterdir()} == {
@@ -140,7 +145,8 @@ def test_adapters_of_a_folder_with_values_are_merged_on_export_or_written_alone(
         "adapter_model.safetensors",
     }
     capsys.readouterr()
-    assert main(["export", str(life / "run"), str(tmp_path / "none"), "--adapters", "True"]) == 2
+    actual = main(["export", str(life / "run"), str(tmp_path / "none"), "--adapters", "True"])
+    assert actual == 2
     assert "the model has no adapters to write" in capsys.readouterr().err
 
 
@@ -264,7 +270,9 @@ def test_a_shape_that_does_not_fit_is_reported_before_anything_is_written(
 ):
     edit_config(fresh / "hf", intermediate_size=48)
     for words in (IMPORT, FROM_HF, (*FROM_HF, "--resume", "auto")):
-        assert main([word.format_map({"hf": fresh / "hf", "base": fresh}) for word in words]) == 2
+        folders = {"hf": fresh / "hf", "base": fresh}
+        actual = main([word.format_map(folders) for word in words])
+        assert actual == 2
         lines = [
             line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")
         ]
@@ -317,9 +325,11 @@ def test_a_run_that_continues_from_a_checkpoint_does_not_look_at_its_folder(
 def test_nothing_is_imported_or_exported_over_something(
     life: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["import", str(life / "hf"), "--out", str(life / "run")]) == 2
+    actual = main(["import", str(life / "hf"), "--out", str(life / "run")])
+    assert actual == 2
     assert "error: out: holds a run already" in capsys.readouterr().err
-    assert main(["export", str(life / "run"), str(life / "out")]) == 2
+    actual = main(["export", str(life / "run"), str(life / "out")])
+    assert actual == 2
     assert f"error: {life / 'out'}: exists already" in capsys.readouterr().err
 
 

@@ -478,7 +478,8 @@ def test_published_models_are_the_presets(tmp_path: Path, name: str):
     preset = PRESETS[name]
     found = described(folder_with(tmp_path, PUBLISHED[name]))
     assert found.family == preset.family
-    assert type(preset)(**{**preset.model_dump(), **found.fields, **found.suggested}) == preset
+    actual = type(preset)(**{**preset.model_dump(), **found.fields, **found.suggested})
+    assert actual == preset
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -617,10 +618,13 @@ def test_yarn_without_mscales_scales_what_it_rotates_alone(tmp_path: Path):
 
 def test_configs_that_transformers_cannot_compute_are_not_written():
     softmax = PRESETS["deepseek-16b"]
-    assert [fault.key for fault in unwritable(softmax, FAMILIES)] == ["model.scoring"]
+    keys = [fault.key for fault in unwritable(softmax, FAMILIES)]
+    assert keys == ["model.scoring"]
     odd = PRESETS["deepseek-v3-671b"].model_copy(update={"rope_scaling_mscale": 0.0})
-    assert [fault.key for fault in unwritable(odd, FAMILIES)] == ["model.rope_scaling_mscale"]
-    assert [fault.key for fault in unwritable(PRESETS["mnist-mlp"], FAMILIES)] == ["model.name"]
+    keys = [fault.key for fault in unwritable(odd, FAMILIES)]
+    assert keys == ["model.rope_scaling_mscale"]
+    keys = [fault.key for fault in unwritable(PRESETS["mnist-mlp"], FAMILIES)]
+    assert keys == ["model.name"]
 
 
 def test_original_keys_that_change_no_logit_are_kept():
@@ -702,7 +706,8 @@ def test_a_run_that_sets_every_field_does_not_need_its_folder(tmp_path: Path):
 
 def test_text_is_read_with_the_tokenizer_of_the_folder_unless_another_is_named(tmp_path: Path):
     folder = folder_with(tmp_path / "a", LLAMA)
-    assert try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == "bytes"
+    tokenizer = try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer
+    assert tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
     assert try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == str(
         folder / "tokenizer.json"

@@ -117,7 +117,8 @@ def test_published_and_packed_experts_are_the_same_model(tmp_path: Path):
 
 
 def test_every_rule_of_every_family_is_used(tmp_path: Path):
-    used: dict[str, set[WeightRule]] = {name: set() for name in hf_mappings(FAMILIES)}
+    mappings = hf_mappings(FAMILIES)
+    used: dict[str, set[WeightRule]] = {name: set() for name in mappings}
     for name, cfg in CONFIGS.items():
         folders = [write(tmp_path / name, cfg, random_values(cfg))]
         if "experts" in cfg.axis_sizes():

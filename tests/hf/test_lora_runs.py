@@ -44,7 +44,8 @@ def run_of(case: Case, **updates: object) -> Run:
 
 
 def train(step: TrainStep, case: Case, index: int) -> tuple[float, float]:
-    report = step(micro_batches(batches(case)[index], step.model.plan, step.model.comm.rank), lr=LR)
+    own = micro_batches(batches(case)[index], step.model.plan, step.model.comm.rank)
+    report = step(own, lr=LR)
     return report.loss, report.grad_norm
 
 
@@ -232,7 +233,8 @@ def test_bad_input_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    assert message in rejected(["train", *TINY, "--out", str(tmp_path / "out"), *words], capsys)
+    actual = rejected(["train", *TINY, "--out", str(tmp_path / "out"), *words], capsys)
+    assert message in actual
 
 
 @pytest.mark.parametrize(

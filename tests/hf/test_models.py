@@ -49,7 +49,8 @@ def test_in_and_out_gives_the_same_bytes_and_the_same_logits(tmp_path: Path, nam
     theirs = tensors_in(folder)
     ours = tensors_in(tmp_path / "ours")
     assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(tensor, ours[name])
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
     tokens = torch.randint(61, (2, 40))
     with torch.no_grad():
@@ -114,7 +115,9 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
     folder = tmp_path / "theirs"
     head = "model.layers.2."
     published = {"post_norm.": "shared_head.norm.", "mtp_block.": ""}
-    own = {head + _renamed(name, published): tensor for name, tensor in side.state_dict().items()}
+    own = {}
+    for name, tensor in side.state_dict().items():
+        own[head + _renamed(name, published)] = tensor
     own |= {
         f"{head}embed_tokens.weight": main.model.embed_tokens.weight,
         f"{head}shared_head.head.weight": main.lm_head.weight,

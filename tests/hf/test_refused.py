@@ -130,7 +130,8 @@ def test_a_rule_that_is_dropped_or_doubled_is_found(tmp_path: Path):
             tensors = [each.tensor.replace("{expert}", "0") for each in rule.expand(indices)]
             if not any(tensor in listed for tensor in tensors):
                 continue
-            less = replace(mapping, rules=tuple(each for each in mapping.rules if each is not rule))
+            other_rules = [each for each in mapping.rules if each is not rule]
+            less = replace(mapping, rules=tuple(other_rules))
             with pytest.raises(CheckpointError, match=r"no place for|not used exactly once"):
                 match_tensors(less, cfg, listed, ties=ties, folder="hf")
             if rule.param.format_map(_First()) not in ties:

@@ -97,7 +97,8 @@ def theirs_after_steps(
     )
     for batch in batches:
         logits = model(input_ids=batch.inputs, use_cache=False).logits
-        F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100).backward()
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+        loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip)
         assert norm > run.optim.clip, "clipping is part of the claim"
         optimizer.step()
@@ -166,7 +167,8 @@ def test_three_steps_on_a_layout_are_three_steps_of_transformers(
     for key, tensor in theirs.items():
         assert torch.allclose(trained[key], tensor, rtol=0, atol=1e-9), key
         if not key.endswith("e_score_correction_bias"):
-            assert (tensor - untrained[key]).abs().max() > 1e-3, f"{key} has moved"
+            largest = (tensor - untrained[key]).abs().max()
+            assert largest > 1e-3, f"{key} has moved"
 
 
 def test_each_rank_starts_from_its_own_boxes_under_zero_3(
@@ -205,7 +207,8 @@ def test_each_rank_starts_from_its_own_boxes_under_zero_3(
         )
         for name, value in step.grads.full_parameters().items():
             piece = step.model.shards[name]
-            assert torch.equal(value, plain(whole, piece.owner, piece.box).to(torch.float64)), name
+            expected = plain(whole, piece.owner, piece.box).to(torch.float64)
+            assert torch.equal(value, expected), name
 
     run_ranks(plan_of(run).mesh, rank, timeout_s=100)
     assert len(read) == 8

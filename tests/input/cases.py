@@ -1,4 +1,4 @@
-"""The table of bad inputs: words of a command, what is done to the valid folders before, and a part of the one line."""
+"""The table of bad inputs: words of a command, the change to the valid folders before it, and a part of the expected line."""
 
 from __future__ import annotations
 
@@ -497,7 +497,8 @@ def _with_templates(name: str, content: str | bytes) -> Change:
 
 def records() -> Iterator[Case]:
     for name, (form, rows, template, line) in RECORDS.items():
-        text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        text = "".join(f"{line}\n" for line in lines)
         change = _with_templates("c.jsonl", text)
         chosen = ("--data.chat_template", template) if template else ()
         loss = ("--loss", "dpo") if form == "preference" else ()
@@ -1383,7 +1384,8 @@ def starts() -> Iterator[Case]:
         ("Slurm", SLURM, ("--nproc", "4"), "nproc: differs"),
     )
     for way, env, words, line in rows:
-        yield Case(f"{way} {' '.join(words)}", ("train", "--mesh", "dp2", *words), line, env=env)
+        name = f"{way} {' '.join(words)}"
+        yield Case(name, ("train", "--mesh", "dp2", *words), line, env=env)
     launch = ("launch", "slurm", "--mesh", "dp2", "--dry-run")
     yield Case("launch with threads", (*launch, *threads), "ranks as threads")
     yield Case("launch, no such URL", (*launch, "--out", "nowhere://x/y"), "unknown file system")

@@ -59,7 +59,8 @@ def write_base(folder: Path) -> None:
         {"event": "step", "step": 1, "loss": 5.5, "grad_norm": 1.0},
         {"event": "end", "status": "finished", "steps": 1, "seconds": 1.0},
     ]
-    (folder / "run" / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    lines = [json.dumps(event) + "\n" for event in events]
+    (folder / "run" / "events.jsonl").write_text("".join(lines))
 
 
 def write_hf(folder: Path) -> None:

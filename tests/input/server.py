@@ -75,17 +75,20 @@ def _child(words: list[str], folder: str, files: dict[str, Path]) -> None:
     report_file = os.open(files["report"], os.O_WRONLY | os.O_CREAT, 0o600)
     os.chdir(folder)
     for descriptor, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(files[name], os.O_WRONLY | os.O_CREAT, 0o600), descriptor)
+        file = os.open(files[name], os.O_WRONLY | os.O_CREAT, 0o600)
+        os.dup2(file, descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     sys.stdin = open(os.devnull)  # noqa: SIM115 - until the process ends
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", errors="backslashreplace")
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w", errors="backslashreplace")
     opened: list[str] = []
     forbidden: list[str] = []
 
     def record(event: str, arguments: tuple[Any, ...]) -> None:
         if event in OPEN_EVENTS and isinstance(arguments[0], (str, bytes)):
-            opened.append(os.path.join(os.getcwd(), os.fsdecode(arguments[0])))
+            path = os.fsdecode(arguments[0])
+            opened.append(os.path.join(os.getcwd(), path))
         elif event in FORBIDDEN_EVENTS:
             forbidden.append(event)
 

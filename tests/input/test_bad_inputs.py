@@ -59,7 +59,8 @@ class Server:
         request = {"words": case.words, "folder": str(folder), "env": dict(case.env)}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        report: dict[str, Any] = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        report: dict[str, Any] = json.loads(line)
         return report
 
 
@@ -177,13 +178,16 @@ def test_bad_input_is_one_line(
         if has_changed:
             found.append("files have changed")
         if found:
-            wrong.append(f"{case.name}: {'; '.join(found)}: {report['err'][-300:]}")
+            end_of_output = report["err"][-300:]
+            wrong.append(f"{case.name}: {'; '.join(found)}: {end_of_output}")
         if has_changed or case.change is not None:
             shutil.rmtree(folder)
     assert not wrong, "\n" + "\n".join(wrong)
 
 
 def test_the_table_has_over_300_cases_with_names_of_their_own():
-    names = [f"{group}: {case.name}" for group, make in GROUPS.items() for case in make()]
+    names = []
+    for group, make in GROUPS.items():
+        names += [f"{group}: {case.name}" for case in make()]
     assert len(names) > 300
     assert len(set(names)) == len(names)

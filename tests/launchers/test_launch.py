@@ -1,4 +1,4 @@
-"""`weft launch`: job files of every engine against reviewed golden files, and what is rejected before anything is written.
+"""`weft launch`: job files of every engine against reviewed golden files, and rejected input, for which nothing is written.
 
 WEFT_GOLDEN=1 writes the golden files again.
 """
@@ -48,7 +48,8 @@ def job() -> ClusterJob:
 def rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["launch", *words]) == 2
     text = capsys.readouterr().err
-    assert all(line.startswith("error: ") for line in text.splitlines())
+    for line in text.splitlines():
+        assert line.startswith("error: ")
     return text
 
 
@@ -82,7 +83,8 @@ def test_a_job_whose_out_is_a_url_has_a_local_folder_and_copies(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")
     url = "file://bucket/run7"
-    assert main(["launch", name, *MESH, *OPTIONS[name], "--out", url]) == 0
+    actual = main(["launch", name, *MESH, *OPTIONS[name], "--out", url])
+    assert actual == 0
     (path,) = tmp_path.glob("runs/remote/run7-*/job/config.toml")
     config = load([str(path)], FAMILIES)
     assert (config.save.remote, config.resume) == (url, "auto")

@@ -32,18 +32,27 @@ def num_layers(stages: tuple[tuple[str, ...], ...]) -> list[int]:
     return counts
 
 
+def layers_by_cost(layers: int, *, stages: int, head: int = 0) -> list[int]:
+    """How many of some equal layers each stage gets."""
+    return num_layers(split_by_cost(chain([1] * layers, head), stages))
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 9), st.data())
 def test_no_other_split_has_a_faster_slowest_stage(
     costs: list[int], head: int, data: st.DataObject
 ) -> None:
     num_stages = data.draw(st.integers(1, len(costs)))
     blocks = chain(costs, head)
-    price = {block.name: block.flops for block in blocks}
     stages = split_by_cost(blocks, num_stages)
-    assert list(itertools.chain(*stages)) == list(price)
-    found = [sum(price[name] for name in stage) for stage in stages]
-    weights = [*costs[:-1], costs[-1] + head]
-    assert max(found) == least_slowest(weights, num_stages)
+    assert list(itertools.chain(*stages)) == [block.name for block in blocks]
+    last_with_head = costs[-1] + head
+    weights = [*costs[:-1], last_with_head]
+    assert slowest_stage(blocks, stages) == least_slowest(weights, num_stages)
+
+
+def slowest_stage(blocks: tuple[BlockSpec, ...], stages: tuple[tuple[str, ...], ...]) -> float:
+    price = {block.name: block.flops for block in blocks}
+    return max(sum(price[name] for name in stage) for stage in stages)
 
 
 def least_slowest(weights: list[int], num_stages: int) -> int:
@@ -51,26 +60,26 @@ def least_slowest(weights: list[int], num_stages: int) -> int:
     slowest: list[int] = []
     for cut in itertools.combinations(range(1, len(weights)), num_stages - 1):
         bounds = (0, *cut, len(weights))
-        stages = [sum(weights[lo:hi]) for lo, hi in itertools.pairwise(bounds)]
-        slowest.append(max(stages))
+        costs: list[int] = []
+        for first, stop in itertools.pairwise(bounds):
+            costs.append(sum(weights[first:stop]))
+        slowest.append(max(costs))
     return min(slowest)
 
 
 def test_remainder_layers_do_not_land_on_the_first_stage() -> None:
-    assert num_layers(split_by_cost(chain([1] * 6), 4)) == [1, 1, 2, 2]
-    assert num_layers(split_by_cost(chain([1] * 30), 4)) == [7, 7, 8, 8]
+    assert layers_by_cost(6, stages=4) == [1, 1, 2, 2]
+    assert layers_by_cost(30, stages=4) == [7, 7, 8, 8]
 
 
 def test_a_stage_with_an_expensive_head_gets_fewer_layers() -> None:
-    assert num_layers(split_by_cost(chain([1] * 8, head=2), 2)) == [5, 3]
-
-
-def test_thirty_layers_on_four_stages_stay_thirty() -> None:
-    assert sum(num_layers(split_by_cost(chain([1] * 30), 4))) == 30
+    assert layers_by_cost(8, stages=2, head=2) == [5, 3]
 
 
 def test_counts_of_the_user_are_used() -> None:
-    assert num_layers(split_by_counts(chain([1] * 6), (1, 3, 2))) == [1, 3, 2]
+    counts = (1, 3, 2)
+    stages = split_by_counts(chain([1] * 6), counts)
+    assert num_layers(stages) == list(counts)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +132,18 @@ def test_one_or_two_stages_more_than_layers_leave_the_ends_without(
 ) -> None:
     blocks = chain(costs, head)
     ones = [1] * len(costs)
-    price = {block.name: block.flops for block in blocks}
-    stages = split_by_cost(blocks, len(costs) + 1)
-    slowest = max(sum(price[name] for name in stage) for stage in stages)
-    without_first = max(*costs[:-1], costs[-1] + head, 0)
+    one_more = split_by_cost(blocks, len(costs) + 1)
+    assert num_layers(one_more) in ([0, *ones], [*ones, 0])
+    last_with_head = costs[-1] + head
+    without_first = max(*costs[:-1], last_with_head, 0)
     without_last = max(*costs, head)
-    assert num_layers(stages) in ([0, *ones], [*ones, 0])
-    assert slowest == min(without_first, without_last)
-    assert num_layers(split_by_cost(blocks, len(costs) + 2)) == [0, *ones, 0]
+    assert slowest_stage(blocks, one_more) == min(without_first, without_last)
+    two_more = split_by_cost(blocks, len(costs) + 2)
+    assert num_layers(two_more) == [0, *ones, 0]
     with pytest.raises(PlanError, match=r"more stages than layers .*the layers, embed and head"):
         split_by_cost(blocks, len(costs) + 3)
 
 
 def test_deep_models_are_split_quickly() -> None:
-    assert num_layers(split_by_cost(chain([1] * 126, head=1), 64))[-1] == 1
+    layers = layers_by_cost(126, stages=64, head=1)
+    assert layers[-1] == 1

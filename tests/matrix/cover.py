@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -61,11 +62,15 @@ def case_of(row: Row) -> Case:
     """The layout that a row stands for: layers for every stage, the shortest sequences that its
     ranks divide.
     """
-    words = " ".join(f"{axis}{row[axis]}" for axis in row["nesting"].split() if row[axis] > 1)
-    mesh, (schedule, chunks) = Mesh.parse(words), row["schedule"].split()
-    family, grouped = row["model"].partition(" ")[0], "grouped" in row["model"]
+    axes = [axis for axis in row["nesting"].split() if row[axis] > 1]
+    words = " ".join(f"{axis}{row[axis]}" for axis in axes)
+    mesh = Mesh.parse(words)
+    schedule, chunks = row["schedule"].split()
+    family = row["model"].partition(" ")[0]
+    grouped = "grouped" in row["model"]
     plain = Case(words, family=family, grouped=grouped)
-    stages, unit = row["pp"] * int(chunks), length_unit(mesh, sequence_parallel=row["sequence"])
+    stages = row["pp"] * int(chunks)
+    unit = length_unit(mesh, sequence_parallel=row["sequence"])
     return Case(
         words,
         family=family,
@@ -83,7 +88,8 @@ def acts(row: Row) -> bool:
     nesting = row["nesting"].split()
     axes = [axis for axis in nesting if row[axis] > 1]
     mesh = Mesh(tuple((axis, row[axis]) for axis in axes))
-    num_sequences = row["dp"] * row["ep"] * row["microbatches"] * row["micro_size"]
+    data_ranks = row["dp"] * row["ep"]
+    num_sequences = data_ranks * row["microbatches"] * row["micro_size"]
     is_small = mesh.size <= MOST_RANKS and num_sequences <= MOST_SEQUENCES
     conditions = (
         is_small,
@@ -141,7 +147,7 @@ def complete(part: Part, dice: random.Random, tries: int) -> Iterator[Row]:
 
 def cost(row: Row) -> float:
     """What a row costs to run, roughly: ranks, and the layers and sequences that they share."""
-    ranks = row["pp"] * row["dp"] * row["ep"] * row["cp"] * row["tp"]
+    ranks = math.prod(row[axis] for axis in ("pp", "dp", "ep", "cp", "tp"))
     weight = 2 if row["model"] in EXPERT_MODELS else 1
     return 8 + ranks * (row["microbatches"] + 3) * weight / 2
 
@@ -153,12 +159,19 @@ def find_rows(strength: int, dice: random.Random, known: tuple[Row, ...] = ()) -
     held = {part for row in known for part in parts(row, strength)}
     left = dict.fromkeys(part for part in every_part(strength) if part not in held)
     while left:
-        wanted = dice.choice(list(left)) if len(left) < 4000 else next(iter(left))
+        if len(left) < 4000:
+            wanted = dice.choice(list(left))
+        else:
+            wanted = next(iter(left))
         rows = list(itertools.islice(complete(wanted, dice, PATIENCE), TRIES))
         if not rows:
             del left[wanted]  # infeasible: no valid layout contains it
             continue
-        best = max(rows, key=lambda row: _num_new(row, strength, left) / cost(row))
+
+        def new_per_cost(row: Row) -> float:
+            return _num_new(row, strength, left) / cost(row)
+
+        best = max(rows, key=new_per_cost)
         for part in parts(best, strength):
             left.pop(part, None)
         yield best

@@ -27,12 +27,16 @@ from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import Context
 from weft.layout.plan import Plan, Recompute
-from weft.models import FAMILIES
+from weft.models import FAMILIES, Family
 from weft.models.common.batch import IGNORE, Batch, token_batch, with_later_targets
-from weft.prove.layout import run_layout
+from weft.parallel.model.parallelize import ParallelModel
+from weft.prove.layout import micro_batches, run_layout
 from weft.prove.oracle import one_device
 from weft.prove.trace import RankTrace, StepTrace, TensorDifference, differences, uncovered
 from weft.testing import run_ranks
+from weft.train.build import build_model
+from weft.train.optim import matrices
+from weft.train.step import TrainStep
 
 SEQ_LEN = 8
 NUM_STEPS = 3
@@ -120,7 +124,8 @@ class Case:
         words = [self.family]
         words += [option for option, is_set in options.items() if is_set]
         words.append(self.mesh.replace(" ", "_") or "one")
-        words.append(self.schedule + (str(self.chunks) if self.chunks > 1 else ""))
+        chunks = str(self.chunks) if self.chunks > 1 else ""
+        words.append(self.schedule + chunks)
         micro_size = f"x{self.micro_size}" if self.micro_size > 1 else ""
         words.append(f"m{self.microbatches}{micro_size}")
         return "-".join(words)
@@ -229,6 +234,42 @@ def adamw(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> torch.opti
     return torch.optim.AdamW(groups, lr=LR)
 
 
+def build_case(
+    case: Case, comm: Comm, *, family: Family | None = None, plan: Plan | None = None
+) -> ParallelModel:
+    """A rank's part of the model; `family` and `plan` replace those of the case."""
+    return build_model(
+        family or FAMILIES[case.family],
+        case.config,
+        plan or case.plan,
+        comm,
+        seed=SEED,
+    )
+
+
+def make_step(
+    case: Case,
+    comm: Comm,
+    *,
+    family: Family | None = None,
+    plan: Plan | None = None,
+    clip: float = CLIP,
+) -> TrainStep:
+    """The training step of a rank, with torch's AdamW."""
+    model = build_case(case, comm, family=family, plan=plan)
+    decayed = matrices(model.params)
+    return TrainStep(
+        model,
+        make_optimizer=lambda tensors: adamw(tensors, decayed),
+        clip=clip,
+    )
+
+
+def own_micro_batches(case: Case, comm: Comm, *, step: int = 0) -> list[Batch]:
+    """The micro-batches of a rank in one step."""
+    return micro_batches(batches(case)[step], case.plan, comm.rank)
+
+
 @cache
 def truth(case: Case, num_steps: int) -> tuple[StepTrace, ...]:
     """One device, for every layout of the same model and batch."""
@@ -320,5 +361,6 @@ def check(
     """Assert that a layout computes what one device computes."""
     verdict = compare(case, transport=transport, num_steps=num_steps)
     assert not verdict.missing, f"no rank holds all of {verdict.missing}"
-    assert not verdict.wrong, f"{case}: first of {len(verdict.wrong)}: {verdict.wrong[0]}"
+    num_wrong = len(verdict.wrong)
+    assert not verdict.wrong, f"{case}: first of {num_wrong}: {verdict.wrong[0]}"
     return verdict

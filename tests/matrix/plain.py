@@ -61,10 +61,12 @@ class InParts(TorchFunctionMode):
         x, weight = args[:2]
         weights = weight.chunk(self.num, self.dim)
         if self.dim == 1:
-            y: Tensor = sum(map(F.linear, x.chunk(self.num, -1), weights))  # type: ignore[assignment]
+            parts = x.chunk(self.num, -1)
+            y: Tensor = sum(map(F.linear, parts, weights))
         else:
             y = torch.cat([F.linear(x, part) for part in weights], -1)
-        return y + args[2] if len(args) > 2 and args[2] is not None else y
+        has_bias = len(args) > 2 and args[2] is not None
+        return y + args[2] if has_bias else y
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Replica:
     @staticmethod
     def make(case: Case, dtypes: Dtypes) -> Replica:
         family, config = FAMILIES[case.family], case.config
-        blocks, ties = family.blocks(config), family.ties(config)
+        blocks = family.blocks(config)
+        ties = family.ties(config)
         tie(blocks, ties)
         starts = {
             name: param for name, param in named_parameters(blocks).items() if name not in ties
@@ -141,7 +144,8 @@ def train(
             sum(gradient.float().norm().double().square() for gradient in gradients.values()) ** 0.5
         )
         for name, value in replica.values.items():
-            value.grad = gradients[name].to(value.dtype).mul_((CLIP / (norm + 1e-6)).clamp(max=1.0))
+            factor = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+            value.grad = gradients[name].to(value.dtype).mul_(factor)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -156,7 +160,8 @@ def _gradients(
         name: torch.zeros_like(value, dtype=dtypes["reduce"])
         for name, value in replica.values.items()
     }
-    total, targets = 0.0, whole.num_targets().double()
+    total = 0.0
+    targets = whole.num_targets().double()
     for rows in order.rows(len(whole.inputs)):
         with InParts(order.parts[0], dim=order.parts[1]) if order.parts else nullcontext():
             loss = forward(replica.blocks, whole.rows(rows))

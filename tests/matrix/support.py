@@ -43,7 +43,8 @@ def read_results(path: Path) -> tuple[Result, ...]:
     last: dict[Case, Result] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
-        case, passed = Case(**found["case"]), found["outcome"] == "passed"
+        case = Case(**found["case"])
+        passed = found["outcome"] == "passed"
         last[case] = Result(
             case, passed, found["commit"], found.get("relative", 0.0), found.get("compared", 0)
         )
@@ -125,11 +126,13 @@ REJECTED = (
 
 def page(results: Sequence[Result]) -> str:
     """The whole page."""
-    return "\n".join((*_head(results), *_features(results), *_pairs(results), *rejections()))
+    lines = [*_head(results), *_features(results), *_pairs(results), *rejections()]
+    return "\n".join(lines)
 
 
 def _head(results: Sequence[Result]) -> Iterator[str]:
-    passed, whole = [result for result in results if result.passed], len(every_case())
+    passed = [result for result in results if result.passed]
+    whole = len(every_case())
     commits = ", ".join(sorted({result.commit for result in results}))
     yield "# Supported layouts"
     yield ""
@@ -172,8 +175,11 @@ def _pairs(results: Sequence[Result]) -> Iterator[str]:
     yield " " * width + "".join(f"{name:>10}" for name in LAYOUT)
     passed = [result.case for result in results if result.passed]
     for name, has in FEATURES.items():
-        counts = (sum(has(case) and other(case) for case in passed) for other in LAYOUT.values())
-        yield f"{name:<{width}}" + "".join(f"{count or '-':>10}" for count in counts)
+        counts = []
+        for other in LAYOUT.values():
+            counts.append(sum(has(case) and other(case) for case in passed))
+        cells = [f"{count or '-':>10}" for count in counts]
+        yield f"{name:<{width}}" + "".join(cells)
     yield "```"
     yield ""
 

@@ -72,7 +72,8 @@ def all_meshes(most_ranks: int, axes: Sequence[str]) -> Iterator[Mesh]:
     for degrees in itertools.product(range(1, most_ranks + 1), repeat=len(axes)):
         if math.prod(degrees) <= most_ranks:
             named = zip(axes, degrees, strict=True)
-            yield Mesh(tuple((name, degree) for name, degree in named if degree > 1))
+            longer = [(name, degree) for name, degree in named if degree > 1]
+            yield Mesh(tuple(longer))
 
 
 MOST_RANKS = 16
@@ -93,7 +94,9 @@ def candidates() -> tuple[Case, ...]:
     for mesh, family, (schedule, chunks), sequence in itertools.product(
         meshes, GRID_FAMILIES, schedules, (False, True)
     ):
-        pp, cp, turn = mesh.degree("pp"), mesh.degree("cp"), next(turns)
+        pp = mesh.degree("pp")
+        cp = mesh.degree("cp")
+        turn = next(turns)
         case = Case(
             mesh.text,
             family=family,
@@ -112,7 +115,8 @@ def candidates() -> tuple[Case, ...]:
 
 def acts(case: Case) -> bool:
     """Whether every choice of the case makes a difference, so that the grid holds no layout twice."""
-    pp, tp = case.grid.degree("pp"), case.grid.degree("tp")
+    pp = case.grid.degree("pp")
+    tp = case.grid.degree("tp")
     return (
         (not case.grouped or case.family == "llama3")
         and (not case.sequence or tp > 1)
@@ -129,7 +133,8 @@ def grid() -> tuple[Case, ...]:
 @cache
 def every_case() -> tuple[Case, ...]:
     """The whole sweep, each layout once."""
-    return tuple(dict.fromkeys((*WHOLE, *read_rows(LIST), *grid(), *family_cases())))
+    cases = [*WHOLE, *read_rows(LIST), *grid(), *family_cases()]
+    return tuple(dict.fromkeys(cases))
 
 
 def sample(number: int, *, seed: int, most_ranks: int = 32) -> tuple[Case, ...]:

@@ -28,7 +28,10 @@ def rows() -> list[dict[str, object]]:
     """The rows of the list, as choices; one whose axes come in the same order under several
     nestings, as several.
     """
-    models = {(name.partition(" ")[0], "grouped" in name): name for name in CHOICES["model"]}
+    models = {}
+    for name in CHOICES["model"]:
+        family = name.partition(" ")[0]
+        models[family, "grouped" in name] = name
     found = []
     for case in read_rows(LIST):
         axes = [axis for axis, _ in case.grid.axes]
@@ -37,7 +40,8 @@ def rows() -> list[dict[str, object]]:
             for text in CHOICES["nesting"]
             if [axis for axis in text.split() if axis in axes] == axes
         ]
-        row = {name: getattr(case, name) for name in NAMES[NAMES.index("microbatches") :]}
+        fields = NAMES[NAMES.index("microbatches") :]
+        row = {name: getattr(case, name) for name in fields}
         row |= {axis: case.grid.degree(axis) for axis in ("pp", "dp", "ep", "cp", "tp")}
         row |= {
             "model": models[case.family, case.grouped],
@@ -68,7 +72,8 @@ def test_the_sweep_has_every_schedule_model_and_mesh_of_five_axes() -> None:
     assert {case.schedule for case in cases} == set(SCHEDULES)
     assert {case.family for case in cases} == set(TEXT_FAMILIES)
     assert any(len(case.grid.axes) == 5 for case in cases)
-    assert len(set(map(str, cases))) == len(cases), "names tell layouts apart"
+    count = len(set(map(str, cases)))
+    assert count == len(cases), "names tell layouts apart"
 
 
 def test_choices_that_stand_for_nothing_or_do_not_fit_are_no_rows() -> None:

@@ -39,11 +39,13 @@ def test_every_check_rejects_a_layout_of_the_page() -> None:
         if is_of_layout and not any(check.fails() for check in same_rule):
             idle.append(same_rule[0].find)
     assert not idle, f"add a command to REJECTED for each of {idle}"
-    assert all(messages(shlex.split(words)) for words in REJECTED)
+    for words in REJECTED:
+        assert messages(shlex.split(words))
 
 
 def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:
-    case, other = Case("dp2", zero=1), Case("tp2", sequence=True)
+    case = Case("dp2", zero=1)
+    other = Case("tp2", sequence=True)
     lines = [
         {"outcome": "failed", "case": asdict(case), "commit": "a"},
         {
@@ -62,7 +64,8 @@ def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:
         },
     ]
     file = tmp_path / "results.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    file.write_text(text, encoding="utf-8")
     results = read_results(file)
     assert results == (Result(case, True, "b", 3e-12, 7), Result(other, True, "a", 2e-13, 5))
     text = page(results)

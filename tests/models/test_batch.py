@@ -42,7 +42,8 @@ class Add(nn.Module):
 
 
 def batch_of(x: Tensor) -> Batch:
-    return Batch(x, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return Batch(x, nothing, nothing)
 
 
 BLOCKS = {
@@ -64,12 +65,15 @@ def test_a_chain_hands_on_x_and_sums_losses_and_keeps_loads_by_name():
 
 def test_a_chain_of_plain_blocks_has_neither():
     x = torch.zeros(2)
-    assert chain({"a": BLOCKS["a"]}, x, batch_of(x))[1:] == (None, {})
+    actual = chain({"a": BLOCKS["a"]}, x, batch_of(x))[1:]
+    assert actual == (None, {})
 
 
 def test_the_whole_loss_has_the_extra_losses_and_what_is_no_loss_has_not():
-    assert forward(BLOCKS, batch_of(torch.tensor(0.0))) == 10 + 10 * 1 + 100 * 3
-    assert forward(BLOCKS, batch_of(torch.zeros(2))).tolist() == [10.0, 10.0]
+    actual = forward(BLOCKS, batch_of(torch.tensor(0.0)))
+    assert actual == 10 + 10 * 1 + 100 * 3
+    values = forward(BLOCKS, batch_of(torch.zeros(2))).tolist()
+    assert values == [10.0, 10.0]
 
 
 def test_extra_losses_have_gradients():

@@ -136,8 +136,10 @@ def test_every_value_that_a_divisibility_fault_proposes_would_work(value: int, p
     values, divisors = re.fullmatch(
         r".*; try dim (.*), or heads (.*)", str(rejected.value)
     ).groups()
-    assert all(int(proposed) % parts == 0 for proposed in values.split(" or "))
-    assert all(value % int(proposed) == 0 for proposed in divisors.split(", "))
+    for proposed in values.split(" or "):
+        assert int(proposed) % parts == 0
+    for proposed in divisors.split(", "):
+        assert value % int(proposed) == 0
     return None
 
 
@@ -169,7 +171,8 @@ def test_every_family_counts_the_units_of_each_axis_that_can_be_sharded(family: 
     cfg = small_config(family)
     axes = {axis for row in FAMILIES[family].AXES.values() for axis in row}
     assert set(cfg.axis_sizes()) <= axes
-    assert all(size >= 1 for size in cfg.axis_sizes().values())
+    for size in cfg.axis_sizes().values():
+        assert size >= 1
 
 
 def test_a_window_hides_keys_from_some_layers_only():

@@ -24,7 +24,9 @@ def test_any_box_equals_the_slice_of_the_whole(shape: tuple[int, ...]):
     draws = random.Random(str(shape))
     for _ in range(5):
         low = [draws.randrange(length + 1) for length in shape]
-        high = [draws.randint(first, length) for first, length in zip(low, shape, strict=True)]
+        high = []
+        for first, length in zip(low, shape, strict=True):
+            high.append(draws.randint(first, length))
         box = Box(tuple(low), tuple(high))
         part = normal_entries(7, shape, box, std=1.0, device=CPU)
         assert torch.equal(part, values[box.slices])
@@ -44,7 +46,8 @@ def test_the_numbers_are_normal_and_independent():
     third_moment = (values**3).mean()
     fourth_moment = (values**4).mean()
     assert abs(values.mean()) < 5 * error
-    assert abs(values.var() - 1) < 5 * math.sqrt(2) * error
+    actual = abs(values.var() - 1)
+    assert actual < 5 * math.sqrt(2) * error
     assert abs(third_moment) < 5 * math.sqrt(15) * error
     assert abs(fourth_moment - 3) < 5 * math.sqrt(96) * error
     for distance in (1, 2, 3, 64):
@@ -56,9 +59,11 @@ def test_the_numbers_are_normal_and_independent():
         is_beyond = values.abs() > bound
         share = is_beyond.double().mean()
         expected = math.erfc(bound / math.sqrt(2))
-        assert abs(share - expected) < 5 * math.sqrt(expected) * error + 0.02 * expected
+        five_errors = 5 * math.sqrt(expected) * error
+        assert abs(share - expected) < five_errors + 0.02 * expected
     means = values.mean(1) * math.sqrt(columns)
-    assert abs(means.var() - 1) < 5 * math.sqrt(2 / rows)
+    actual = abs(means.var() - 1)
+    assert actual < 5 * math.sqrt(2 / rows)
 
 
 def test_keys_give_independent_tensors():

@@ -142,14 +142,17 @@ def test_heads_of_v_may_have_another_size_and_scores_another_scale(v_size: int, 
         own_v = v[0, :, h // 2]
         scores = 0.7 * (own_q @ own_k.T)
         weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
-        torch.testing.assert_close(out[0, :, h], weights @ own_v, **EXACT)
+        actual = out[0, :, h]
+        torch.testing.assert_close(actual, weights @ own_v, **EXACT)
 
 
 def test_pairs_of_neighbours_give_the_products_of_pairs_of_halves_in_another_order():
     rope = Rope(8, theta=100.0)
-    turn, order = rope(torch.arange(5)[None]), torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    turn = rope(torch.arange(5)[None])
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
     x = torch.randn(1, 5, 2, 8)
-    assert torch.equal(rotate(x, turn, pairs="neighbours"), rotate(x[..., order], turn))
+    ordered = x[..., order]
+    assert torch.equal(rotate(x, turn, pairs="neighbours"), rotate(ordered, turn))
 
 
 # ── YaRN ──
@@ -172,7 +175,9 @@ def test_yarn_scales_scores_and_rotated_parts_with_the_logarithm_of_the_factor()
     scaling = YarnScaling(
         factor=math.e**5, theta=1e4, original_context=64, mscale=2.0, mscale_all_dim=1.0
     )
-    assert scaling.gain == pytest.approx((0.1 * 2 * 5 + 1) / (0.1 * 1 * 5 + 1), rel=1e-12)
+    gain_of_scores = 0.1 * 2 * 5 + 1
+    gain_of_all = 0.1 * 1 * 5 + 1
+    assert scaling.gain == pytest.approx(gain_of_scores / gain_of_all, rel=1e-12)
     assert scaling.sharpness == pytest.approx(1.5**2, rel=1e-12)
     turn = Rope(8, theta=1e4, scaling=scaling)(torch.tensor([[0]]))
     torch.testing.assert_close(
@@ -184,9 +189,11 @@ def test_attention_is_sharpened_and_only_where_the_context_is_stretched():
     plain, stretched = (
         TINY.model_copy(update={"rope_scaling_factor": factor}) for factor in (1.0, 40.0)
     )
-    scales = [deepseek_blocks(cfg)["layer0"].attn.attend.scale for cfg in (plain, stretched)]
+    attentions = [deepseek_blocks(cfg)["layer0"].attn.attend for cfg in (plain, stretched)]
+    scales = [attention.scale for attention in attentions]
     assert scales[0] == 48**-0.5
-    assert scales[1] == pytest.approx(48**-0.5 * (0.1 * math.log(40) + 1) ** 2, rel=1e-12)
+    gain = 0.1 * math.log(40) + 1
+    assert scales[1] == pytest.approx(48**-0.5 * gain**2, rel=1e-12)
 
 
 # ── the second next token ──
@@ -229,7 +236,8 @@ def test_side_block_hands_on_x_and_adds_the_weighted_loss_of_the_token_after_the
 
 def test_side_block_adds_the_balance_loss_of_its_layer():
     _, blocks, batch = model_and_batch(balance_loss=3.0, mtp_loss=0.0)
-    side, x = blocks["mtp0"], torch.randn(2, 8, 24)
+    side = blocks["mtp0"]
+    x = torch.randn(2, 8, 24)
     seen = []
     side.layer.register_forward_hook(lambda module, args, out: seen.append(out.loss))
     assert torch.equal(side(x, batch).loss, seen[0])
@@ -246,7 +254,8 @@ def test_no_token_sees_what_it_is_to_predict():
     side(x, batch)
     other_tokens = (batch.inputs[:, 5:] + 1) % TINY.vocab
     tokens = torch.cat((batch.inputs[:, :5], other_tokens), dim=1)
-    other_x = torch.cat((x[:, :4], torch.randn(2, 4, 24)), dim=1)
+    other_end = torch.randn(2, 4, 24)
+    other_x = torch.cat((x[:, :4], other_end), dim=1)
     other_batch = with_later_targets(token_batch(tokens, batch.targets))
     side(other_x, other_batch)
     logits, other_logits = seen
@@ -261,13 +270,16 @@ def test_embedding_last_norm_and_head_are_the_models_own():
         assert parameters[alias] is parameters[owner]
     assert deepseek.ties(TINY) == {}
     forward(blocks, batch).backward()
-    assert all(p.grad is not None for p in parameters.values() if p.requires_grad)
+    for p in parameters.values():
+        if p.requires_grad:
+            assert p.grad is not None
 
 
 def test_the_main_loss_is_the_same_with_and_without_the_side_block():
     _, blocks, batch = model_and_batch(balance_loss=0.0)
     main = {name: block for name, block in blocks.items() if name != "mtp0"}
-    assert torch.equal(chain(blocks, batch.inputs, batch).x, forward(main, batch))
+    x = chain(blocks, batch.inputs, batch).x
+    assert torch.equal(x, forward(main, batch))
 
 
 def test_a_batch_without_later_targets_is_rejected_with_what_to_do():
@@ -288,7 +300,8 @@ def test_it_learns_a_sequence_by_heart_while_its_routers_are_rebalanced():
     for _ in range(60):
         optimizer.zero_grad()
         out = chain(blocks, batch.inputs, batch)
-        ((out.x + out.loss) / batch.num_targets()).backward()
+        loss = (out.x + out.loss) / batch.num_targets()
+        loss.backward()
         optimizer.step()
         for name, load in out.loads.items():
             bias = parameters[f"{name}.{'layer.' * (name == 'mtp0')}mlp.router.bias"]
@@ -300,10 +313,12 @@ def test_it_learns_a_sequence_by_heart_while_its_routers_are_rebalanced():
 def test_layers_are_dense_first_and_mixed_then():
     blocks = deepseek_blocks(TINY.model_copy(update={"first_k_dense": 2, "mtp_depth": 1}))
     assert list(blocks) == ["embed", "layer0", "layer1", "layer2", "mtp0", "head", "loss"]
-    assert [hasattr(blocks[f"layer{i}"].mlp, "router") for i in range(3)] == [False, False, True]
+    actual = [hasattr(blocks[f"layer{i}"].mlp, "router") for i in range(3)]
+    assert actual == [False, False, True]
     assert blocks["layer2"].mlp.router.rate == TINY.balance_rate
     every = deepseek_blocks(TINY.model_copy(update={"first_k_dense": 3}))
-    assert not any("router" in name for name in named_parameters(every))
+    for name in named_parameters(every):
+        assert "router" not in name
     assert not any(
         ".shared." in name
         for name in named_parameters(deepseek_blocks(deepseek.Config(shared_experts=0)))
@@ -355,7 +370,8 @@ def test_v3_preset_is_the_released_config():
 def test_37_billion_parameters_of_v3_meet_each_token():
     cfg = PRESETS["deepseek-v3-671b"]
     per_token = sum(spec.flops for spec in cfg.block_specs(1)) / 2
-    attention = cfg.layers * cfg.heads * (cfg.qk_head_dim + cfg.v_head_dim) / 2
+    head_sizes = cfg.qk_head_dim + cfg.v_head_dim
+    attention = cfg.layers * cfg.heads * head_sizes / 2
     assert (
         36.0e9 < per_token - attention < 37.6e9
     )  # "37B activated"; the embedding's 0.9B are looked up

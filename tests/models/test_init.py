@@ -26,7 +26,9 @@ def started(
 ) -> dict[str, torch.Tensor]:
     cfg = PRESETS[name]
     module = family(cfg.family)
-    parameters = {k: v.to(dtype) for k, v in named_parameters(module.blocks(cfg)).items()}
+    parameters = {}
+    for name, param in named_parameters(module.blocks(cfg)).items():
+        parameters[name] = param.to(dtype)
     init_params(parameters, module.init(cfg), seed=seed, ties=module.ties(cfg))
     return parameters
 
@@ -97,7 +99,8 @@ def test_an_alias_starts_as_its_owner_on_a_stage_that_lacks_the_owner():
     tie(blocks, module.ties(cfg))
     tied = named_parameters(blocks)
     init_params(tied, module.init(cfg), seed=0, ties=module.ties(cfg))
-    assert all(torch.equal(tied[name], whole[name]) for name in whole)
+    for name in whole:
+        assert torch.equal(tied[name], whole[name])
 
 
 def test_an_alias_is_drawn_by_its_owners_row():
@@ -126,7 +129,8 @@ def test_names_and_seeds_give_different_values():
         for name in ("layer0.attn.q.weight", "layer1.attn.q.weight", "layer0.attn.k.weight")
         for seed in (0, 1)
     ]
-    assert len({tuple(value.tolist()) for value in values}) == len(values)
+    count = len({tuple(value.tolist()) for value in values})
+    assert count == len(values)
 
 
 def test_keys_of_names_stay_what_they_are():
@@ -150,4 +154,5 @@ def test_standard_deviation_is_002_and_residual_projections_are_scaled_down(name
         residual = parameter_name.endswith((".o.weight", ".down.weight", ".experts.down"))
         want = 0.02 / math.sqrt(2 * layers) if residual else 0.02
         # the deviation of a sample of n normals is itself normal with relative deviation 1 / sqrt(2 n)
-        assert abs(value.std().item() / want - 1) < 4 / math.sqrt(2 * value.numel()), parameter_name
+        actual = abs(value.std().item() / want - 1)
+        assert actual < 4 / math.sqrt(2 * value.numel()), parameter_name

@@ -24,7 +24,10 @@ def _float64():
 
 
 def qkv(batch: int = 2, seq: int = 7):
-    return tuple(torch.randn(batch, seq, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    q = torch.randn(batch, seq, HEADS, HEAD_SIZE)
+    k = torch.randn(batch, seq, KV_HEADS, HEAD_SIZE)
+    v = torch.randn(batch, seq, KV_HEADS, HEAD_SIZE)
+    return q, k, v
 
 
 def plain_attention(q, k, v, allowed):
@@ -34,7 +37,8 @@ def plain_attention(q, k, v, allowed):
     heads = []
     for h in range(num_heads):
         g = h * num_kv_heads // num_heads
-        scores = q[:, h] @ k[:, g].T / math.sqrt(head_size)
+        products = q[:, h] @ k[:, g].T
+        scores = products / math.sqrt(head_size)
         weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
         heads.append(weights @ v[:, g])
     return torch.stack(heads, dim=1)
@@ -87,7 +91,8 @@ def test_attention_whose_heads_are_cut_sums_to_the_whole():
         )
 
     whole = attention(HEADS, KV_HEADS)
-    x, tokens = torch.randn(2, 7, DIM), torch.zeros(2, 7, dtype=torch.int64)
+    x = torch.randn(2, 7, DIM)
+    tokens = torch.zeros(2, 7, dtype=torch.int64)
     batch = token_batch(tokens, tokens)
     total = torch.zeros_like(x)
     for half in (0, 1):
@@ -144,7 +149,8 @@ def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance_only():
 
 
 def test_rotation_has_no_state_that_a_cast_or_an_empty_start_could_spoil():
-    rope, positions = Rope(8, theta=100.0), torch.arange(1000)[None]
+    rope = Rope(8, theta=100.0)
+    positions = torch.arange(1000)[None]
     before = rope(positions)
     rope.to(torch.bfloat16).to_empty(device="cpu")
     assert all(
@@ -152,14 +158,16 @@ def test_rotation_has_no_state_that_a_cast_or_an_empty_start_could_spoil():
         for a, b in zip(before, rope(positions), strict=True)
     )
     assert not list(rope.buffers())
-    assert rotate(torch.randn(1, 1000, 2, 8).bfloat16(), before).dtype == torch.bfloat16
+    dtype = rotate(torch.randn(1, 1000, 2, 8).bfloat16(), before).dtype
+    assert dtype == torch.bfloat16
 
 
 def test_llama3_scaling_keeps_short_waves_stretches_long_ones_and_ramps_between():
     scaling = Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
     )
-    plain = 2 * math.pi / torch.tensor([10.0, 2048.0, 8192 / 2.5, 8192.0, 100_000.0])
+    wavelengths = torch.tensor([10.0, 2048.0, 8192 / 2.5, 8192.0, 100_000.0])
+    plain = 2 * math.pi / wavelengths
     ratio = scaling(plain) / plain
     torch.testing.assert_close(
         ratio, torch.tensor([1.0, 1.0, 0.5 / 8 + 0.5, 1 / 8, 1 / 8]), rtol=1e-12, atol=1e-12
@@ -213,7 +221,8 @@ def test_loss_is_accumulated_in_float32_at_least(dtype, wide):
 
 def test_map_reaches_every_tensor_of_a_batch():
     x = torch.arange(12).view(3, 4)
-    cut = Batch(x, x + 1, x + 2, x + 3).map(lambda field: field[1:])
+    batch = Batch(x, x + 1, x + 2, x + 3)
+    cut = batch.map(lambda field: field[1:])
     later_rows = x[1:]
     assert torch.equal(cut.inputs, later_rows)
     assert torch.equal(cut.targets, later_rows + 1)

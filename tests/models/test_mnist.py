@@ -51,7 +51,9 @@ def linear(x, p, name):
 
 
 def conv(x, p, name):
-    return F.conv2d(x, p[f"{name}.weight"], p[f"{name}.bias"], padding=1)
+    weight = p[f"{name}.weight"]
+    bias = p[f"{name}.bias"]
+    return F.conv2d(x, weight, bias, padding=1)
 
 
 def relu_mlp(images, p):

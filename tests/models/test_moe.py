@@ -38,7 +38,8 @@ def make_choices(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
     """top_k different experts for each token."""
     if not num_tokens:
         return torch.zeros(0, top_k, dtype=torch.int64)
-    return torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)])
+    rows = [torch.randperm(num_experts)[:top_k] for _ in range(num_tokens)]
+    return torch.stack(rows)
 
 
 def one_expert(experts: Experts, index: int, x: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ def test_dispatch_equals_a_dense_loop_with_every_gradient(num_tokens: int, num_e
     """Few tokens and many experts too: experts without a token have gradient zero, not none."""
     top_k = data.draw(st.integers(1, num_experts))
     torch.manual_seed(0)
-    experts, chosen = make_experts(num_experts), make_choices(num_tokens, num_experts, top_k)
+    experts = make_experts(num_experts)
+    chosen = make_choices(num_tokens, num_experts, top_k)
     gradients = []
     for run in (Dispatch(num_experts), dense_loop):
         torch.manual_seed(1)
@@ -80,12 +82,14 @@ def test_dispatch_equals_a_dense_loop_with_every_gradient(num_tokens: int, num_e
 
 def test_a_rank_without_tokens_has_zero_gradients():
     experts = make_experts(3)
-    x, nowhere = torch.randn(0, DIM, requires_grad=True), make_choices(0, 3, 2)
+    x = torch.randn(0, DIM, requires_grad=True)
+    nowhere = make_choices(0, 3, 2)
     y = Dispatch(3)(x, nowhere, torch.rand(0, 2), experts)
     assert y.shape == (0, DIM)
     y.sum().backward()
     assert x.grad.shape == (0, DIM)
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in experts.parameters())
+    for p in experts.parameters():
+        assert torch.equal(p.grad, torch.zeros_like(p))
 
 
 def test_sorting_puts_slots_by_expert_and_then_by_token():
@@ -93,8 +97,11 @@ def test_sorting_puts_slots_by_expert_and_then_by_token():
     assert sorting.slots.tolist() == [1, 2, 4, 3, 0, 5]
     assert sorting.counts.tolist() == [3, 1, 2, 0]
     x = torch.arange(3.0).unsqueeze(1)
-    assert sorting.spread(x).flatten().tolist() == [0, 1, 2, 1, 0, 2]
-    assert torch.equal(sorting.collect(sorting.spread(x), torch.tensor([[1.0, 2.0]] * 3)), 3 * x)
+    values = sorting.spread(x).flatten().tolist()
+    assert values == [0, 1, 2, 1, 0, 2]
+    weights = torch.tensor([[1.0, 2.0]] * 3)
+    actual = sorting.collect(sorting.spread(x), weights)
+    assert torch.equal(actual, 3 * x)
 
 
 def test_work_of_the_host_does_not_grow_with_tokens():
@@ -109,12 +116,14 @@ def test_work_of_the_host_does_not_grow_with_tokens():
             self.operations += 1
             return func(*args, **(kwargs or {}))
 
-    moe, counts = make_moe(), []
+    moe = make_moe()
+    counts = []
     for num_tokens in (64, 512):
         x = torch.randn(2, num_tokens // 2, DIM, requires_grad=True)
         with Count() as count:
             out = moe(x, flat_batch(x))
-            (out.x.sum() + out.loss).backward()
+            loss = out.x.sum() + out.loss
+            loss.backward()
         assert out.load.min() > 0, "an expert without tokens costs less"
         counts.append(count.operations)
     assert counts[0] == counts[1]
@@ -175,7 +184,8 @@ def naive_choice(scores: list[float], *, top_k: int, n_group: int, topk_group: i
     size = len(scores) // n_group
     strength = []
     for g in range(n_group):
-        of_group = sorted(scores[g * size : (g + 1) * size], reverse=True)
+        scores_of_group = scores[g * size : (g + 1) * size]
+        of_group = sorted(scores_of_group, reverse=True)
         strength.append(sum(of_group[:2]))
     best_groups = sorted(range(n_group), key=lambda g: -strength[g])[:topk_group]
     allowed = []
@@ -200,7 +210,8 @@ def test_group_limited_choice_equals_a_naive_one(sizes: tuple[int, int], negativ
     scores = torch.rand(5, 4, num_experts) - int(negative)  # a bias may make all of them negative
     chosen = choice.experts(scores).flatten(0, 1).tolist()
     kinds = {"top_k": top_k, "n_group": n_group, "topk_group": topk_group}
-    assert chosen == [naive_choice(row, **kinds) for row in scores.flatten(0, 1).tolist()]
+    expected = [naive_choice(row, **kinds) for row in scores.flatten(0, 1).tolist()]
+    assert chosen == expected
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -231,7 +242,8 @@ def test_weights_are_scores_without_bias_normalised_and_scaled(scoring, normalis
 def test_softmax_routing_has_no_bias_and_the_bias_of_sigmoid_routing_no_gradient():
     assert Router(DIM, Choice(num_experts=4, top_k=2, scoring="softmax")).bias is None
     router = Router(DIM, Choice(num_experts=4, top_k=2, scoring="sigmoid"))
-    router(torch.randn(2, 3, DIM)).weights.sum().backward()
+    loss = router(torch.randn(2, 3, DIM)).weights.sum()
+    loss.backward()
     assert router.bias.grad is None
     assert router.proj.weight.grad is not None
 
@@ -303,7 +315,8 @@ def naive_balance(scores_SE: Tensor, top_k: int) -> Tensor:
             for row in scores_SE.tolist()
         )
         f = num_experts / (top_k * num_tokens) * chosen
-        p = sum(scores_SE[t, i] / scores_SE[t].sum() for t in range(num_tokens)) / num_tokens
+        shares = [scores_SE[t, i] / scores_SE[t].sum() for t in range(num_tokens)]
+        p = sum(shares) / num_tokens
         total = total + f * p
     return total
 
@@ -352,8 +365,9 @@ def test_balance_loss_of_even_scores_is_its_weight_for_each_target():
 def test_balance_loss_does_not_depend_on_how_sequences_are_batched():
     scores, batch = scores_and_batch()
     balance = Balance(top_k=2, weight=1.0)
-    parts = [balance(scores[rows], batch.rows(rows)) for rows in (slice(0, 2), slice(2, 3))]
-    torch.testing.assert_close(sum(parts), balance(scores, batch), **EXACT)
+    first = balance(scores[:2], batch.rows(slice(0, 2)))
+    second = balance(scores[2:3], batch.rows(slice(2, 3)))
+    torch.testing.assert_close(first + second, balance(scores, batch), **EXACT)
 
 
 def test_balance_losses_of_the_parts_of_cut_sequences_add_up_to_the_whole():
@@ -387,7 +401,8 @@ def test_balance_loss_of_weight_0_costs_nothing():
 
 def make_moe(**choice) -> MoE:
     choice = Choice(**({"num_experts": 4, "top_k": 2, "scoring": "sigmoid"} | choice))
-    router, shared = Router(DIM, choice, rate=1e-3), SwiGLU(DIM, FFN)
+    router = Router(DIM, choice, rate=1e-3)
+    shared = SwiGLU(DIM, FFN)
     return MoE(
         router=router, experts=make_experts(choice.num_experts), shared=shared, balance_weight=0.1
     )
@@ -402,8 +417,10 @@ def test_layer_adds_the_shared_expert_and_returns_loss_and_load():
     experts = routing.experts.flatten(0, 1)
     weights = routing.weights.flatten(0, 1)
     routed = dense_loop(x.flatten(0, 1), experts, weights, moe.experts).view_as(x)
-    torch.testing.assert_close(out.x, routed + moe.shared(x), **EXACT)
-    torch.testing.assert_close(out.loss, moe.balance(routing.scores, batch), rtol=0.0, atol=0.0)
+    expected = routed + moe.shared(x)
+    torch.testing.assert_close(out.x, expected, **EXACT)
+    expected = moe.balance(routing.scores, batch)
+    torch.testing.assert_close(out.loss, expected, rtol=0.0, atol=0.0)
     load = experts.flatten().bincount(minlength=4)
     assert out.load.tolist() == load.tolist()
 

@@ -33,7 +33,8 @@ def _float64():
 def test_presets_have_the_released_shapes(name: str):
     cfg = PRESETS[name]
     assert isinstance(cfg, DecoderConfig)
-    assert (cfg.layers, cfg.dim, cfg.heads, cfg.kv_heads, cfg.tied) == RELEASED[name]
+    actual = (cfg.layers, cfg.dim, cfg.heads, cfg.kv_heads, cfg.tied)
+    assert actual == RELEASED[name]
     assert (cfg.head_size, cfg.vocab, cfg.max_seq_len) == (128, 151_936, 40_960)
     assert (cfg.rope_theta, cfg.norm_eps) == (1e6, 1e-6)
 
@@ -56,7 +57,9 @@ def test_about_a_tenth_of_the_mixed_preset_meets_each_token():
     attention = (
         cfg.layers * cfg.heads * cfg.head_size
     )  # of a token to itself: products without weights
-    embedding, norms = cfg.vocab * cfg.dim, cfg.layers * 2 * (cfg.dim + cfg.head_size) + cfg.dim
+    embedding = cfg.vocab * cfg.dim
+    norm_of_layer = 2 * (cfg.dim + cfg.head_size)
+    norms = cfg.layers * norm_of_layer + cfg.dim
     assert (
         3.3e9 < per_token - attention + embedding + norms < 3.4e9
     )  # the model card's "3.3B activated"
@@ -96,19 +99,24 @@ def assert_normalised_and_rotated(ours, x_SD, linear, norm_weight, cfg):
     """Compare queries or keys with the formula, token by token and head by head."""
     num_heads = ours.shape[2]
     for s, x in enumerate(x_SD):
-        angles = torch.tensor([s * 1e6 ** (-pair / 3) for pair in range(3)])
+        frequencies = [1e6 ** (-pair / 3) for pair in range(3)]
+        angles = torch.tensor([s * frequency for frequency in frequencies])
         cos = angles.cos()
         sin = angles.sin()
         for head in range(num_heads):
-            h = linear.weight[6 * head : 6 * head + 6] @ x
+            rows_of_head = slice(6 * head, 6 * head + 6)
+            h = linear.weight[rows_of_head] @ x
             mean_square = (h @ h).item() / 6
             h = h / math.sqrt(mean_square + cfg.norm_eps) * norm_weight
             left = h[:3]
             right = h[3:]
-            turned = torch.cat((left * cos - right * sin, right * cos + left * sin))
+            turned_left = left * cos - right * sin
+            turned_right = right * cos + left * sin
+            turned = torch.cat((turned_left, turned_right))
             # angles up to 3 are float32 in the model: 3 x 6e-8 radians, and sine and cosine 6e-8 more
             largest_error = 4 * 6e-8 * h.norm().item()
-            torch.testing.assert_close(ours[0, s, head], turned, rtol=0.0, atol=largest_error)
+            actual = ours[0, s, head]
+            torch.testing.assert_close(actual, turned, rtol=0.0, atol=largest_error)
 
 
 @pytest.mark.parametrize("family", [FAMILIES["qwen3"], FAMILIES["qwen3-moe"]])
@@ -120,4 +128,5 @@ def test_a_tied_model_has_one_matrix_less(family):
         parameters = named_parameters(blocks)
         assert (parameters["head.proj.weight"] is parameters["embed.tok.weight"]) == tied
         tokens = torch.randint(11, (2, 5))
-        forward(blocks, token_batch(tokens, tokens)).backward()
+        loss = forward(blocks, token_batch(tokens, tokens))
+        loss.backward()

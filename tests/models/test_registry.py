@@ -69,7 +69,8 @@ def test_each_preset_belongs_to_the_family_that_its_config_names():
         assert all(
             cfg.family == name and type(cfg) is module.Config for cfg in module.PRESETS.values()
         )
-    assert len(PRESETS) == sum(len(module.PRESETS) for module in FAMILIES.values())
+    num_presets = sum(len(module.PRESETS) for module in FAMILIES.values())
+    assert len(PRESETS) == num_presets
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -77,7 +78,8 @@ def test_each_parameter_has_one_row_of_axes_and_one_of_init(name: str):
     cfg = PRESETS[name]
     module = family(cfg.family)
     for parameter_name, parameter in named_parameters(meta_blocks(cfg)).items():
-        assert len(logical_axes(parameter_name, module.AXES)) == parameter.dim(), parameter_name
+        count = len(logical_axes(parameter_name, module.AXES))
+        assert count == parameter.dim(), parameter_name
         rule = match_row(parameter_name, module.init(cfg), title="init")
         assert rule[0] in ("normal", "ones", "zeros")
 
@@ -99,7 +101,8 @@ def test_axes_agree_with_shapes(name: str):
             lengths.setdefault(axis, set()).add(length)
     for axis, units in cfg.axis_sizes().items():
         if "heads" in axis or len(lengths[axis]) > 1:
-            assert all(length % units == 0 for length in lengths[axis])
+            for length in lengths[axis]:
+                assert length % units == 0
         else:
             assert lengths[axis] == {units}
 
@@ -117,7 +120,8 @@ def test_parameter_count_is_the_published_one(name: str):
 def test_llama_presets_have_the_published_heads_and_rotation(name: str):
     cfg = PRESETS[name]
     assert isinstance(cfg, llama3.Config)
-    assert (cfg.dim, cfg.heads, cfg.kv_heads, cfg.rope_scaling_factor, cfg.tied) == LLAMA[name]
+    actual = (cfg.dim, cfg.heads, cfg.kv_heads, cfg.rope_scaling_factor, cfg.tied)
+    assert actual == LLAMA[name]
     ramp = (
         cfg.rope_scaling_low_freq_factor,
         cfg.rope_scaling_high_freq_factor,
@@ -132,7 +136,8 @@ def test_llama_presets_have_the_published_heads_and_rotation(name: str):
 )
 def test_gpt2_presets_have_the_published_heads(name: str, heads: int):
     cfg = PRESETS[f"gpt2-{name}"]
-    assert (cfg.axis_sizes()["heads"], cfg.axis_sizes()["vocab"]) == (heads, 50_257)
+    actual = (cfg.axis_sizes()["heads"], cfg.axis_sizes()["vocab"])
+    assert actual == (heads, 50_257)
     assert cfg.check_seq_len(1024) is None
     assert cfg.check_seq_len(1025) is not None
 
@@ -170,7 +175,9 @@ def test_blocks_hand_on_the_shapes_that_their_specs_say(name: str):
     assert [spec.name for spec in specs] == list(blocks)
     for spec in specs:
         x = chain({spec.name: blocks[spec.name]}, x, batch).x
-        assert x.shape == tuple({"batch": 3, "seq": 6}.get(str(size), size) for size in spec.out)
+        sizes = {"batch": 3, "seq": 6}
+        expected = tuple(sizes.get(str(size), size) for size in spec.out)
+        assert x.shape == expected
         assert spec.is_layer == spec.name.startswith("layer")
 
 
@@ -178,8 +185,10 @@ def test_blocks_hand_on_the_shapes_that_their_specs_say(name: str):
 def test_chain_is_differentiable_in_every_parameter(name: str):
     cfg = PRESETS[name]
     blocks = meta_blocks(cfg)
-    forward(blocks, _batch(cfg)[1]).backward()
-    assert all((p.grad is not None) == p.requires_grad for p in named_parameters(blocks).values())
+    loss = forward(blocks, _batch(cfg)[1])
+    loss.backward()
+    for p in named_parameters(blocks).values():
+        assert (p.grad is not None) == p.requires_grad
 
 
 def _batch(cfg: ModelConfig):

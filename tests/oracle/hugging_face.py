@@ -67,7 +67,8 @@ def compare(cfg: ModelConfig, theirs: nn.Module, *, views: ViewsOf, tolerance: f
 
 def compare_gradients(ours: dict[str, nn.Parameter], theirs: Views, tolerance: float) -> None:
     """Every parameter that is trained has Hugging Face's gradient."""
-    assert set(theirs) == {name for name, parameter in ours.items() if parameter.requires_grad}
+    trained = {name for name, parameter in ours.items() if parameter.requires_grad}
+    assert set(theirs) == trained
     for name, gradient in theirs.items():
         # a bias of all keys shifts all scores of a query alike: its gradient is 0, and what is seen of it is rounding
         scale = theirs[name.replace("attn.k.bias", "attn.v.bias")]
@@ -91,7 +92,9 @@ def widened(function: types.FunctionType) -> types.FunctionType:
 
 def our_blocks(cfg: ModelConfig) -> dict[str, nn.Module]:
     """Our model in float64, tied."""
-    blocks = {name: block.double() for name, block in family(cfg.family).blocks(cfg).items()}
+    blocks = family(cfg.family).blocks(cfg)
+    for block in blocks.values():
+        block.double()
     tie(blocks, family(cfg.family).ties(cfg))
     return blocks
 
@@ -140,12 +143,15 @@ def near(
     ours: Tensor, theirs: Tensor, what: str, tolerance: float, *, scale: Tensor | None = None
 ) -> None:
     """Equal to within `tolerance` of the largest entry."""
-    error = ((ours - theirs).abs().max() / (theirs if scale is None else scale).abs().max()).item()
+    reference = theirs if scale is None else scale
+    largest_error = (ours - theirs).abs().max()
+    error = (largest_error / reference.abs().max()).item()
     assert error <= tolerance, f"{what}: off by {error:.2g} of its largest entry"
 
 
 def _our_logits(blocks: dict[str, nn.Module], batch: Batch) -> Tensor:
-    return forward({name: block for name, block in blocks.items() if name != "loss"}, batch)
+    without_loss = {name: block for name, block in blocks.items() if name != "loss"}
+    return forward(without_loss, batch)
 
 
 def _their_logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Every requirement of attention (window, prefix, documents, soft-cap, sinks, bias, ...) == the formula on one device, for the
-fused, ring, all-gather and Ulysses implementations: forward and all gradients, float64 within 1e-9;
-hidden blocks are skipped."""
+"""Attention features (window, prefix, documents, soft-cap, sinks, bias, ...) equal their formulas in every implementation.
+
+The fused, ring, all-gather and Ulysses implementations: forward and all gradients, in float64 within
+1e-9; hidden blocks are skipped."""
 
 from __future__ import annotations
 
@@ -104,39 +105,50 @@ def formula(features: Features) -> tuple[Tensor, ...]:
     given = problem(features)
     q, k, v = (x.clone().requires_grad_() for x in given.given)
     arguments = features.attend_arguments()
-    allowed = torch.tensor(
-        [[features.mask.allows(i, j) for j in range(LENGTH)] for i in range(LENGTH)]
-    )
-    allowed = allowed.expand(B, 1, LENGTH, LENGTH)
-    if features.packed and features.mask.documents:
-        documents = given.batch.documents
-        allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
-    scores = torch.einsum("bqhk,bthk->bhqt", q, k) * (features.scale or 1 / math.sqrt(K))
+    scale = features.scale or 1 / math.sqrt(K)
+    scores = torch.einsum("bqhk,bthk->bhqt", q, k) * scale
     if features.softcap:
         scores = features.softcap * (scores / features.softcap).tanh()
     if features.head_bias:
         columns = torch.arange(LENGTH)
-        scores = scores + arguments["head_bias"][:, None, None] * (
-            columns[None, :] - columns[:, None]
-        )
-    weights = torch.where(allowed, scores.exp(), 0.0)
+        distances = columns[None, :] - columns[:, None]
+        slopes = arguments["head_bias"][:, None, None]
+        scores = scores + slopes * distances
+    weights = torch.where(allowed_pairs(features, given), scores.exp(), 0.0)
     total = weights.sum(-1, keepdim=True)
     if features.sinks:
         total = total + arguments["sinks"][:, None, None].exp()
     out = torch.einsum("bhqt,bthk->bqhk", weights / total, v)
     learned = [x for x in (arguments["sinks"], arguments["head_bias"]) if x is not None]
-    return (out.detach(), *torch.autograd.grad(out, [q, k, v, *learned], given.grad))
+    gradients = torch.autograd.grad(out, [q, k, v, *learned], given.grad)
+    return (out.detach(), *gradients)
+
+
+def allowed_pairs(features: Features, given: Problem) -> Tensor:
+    """Whether each query of a sequence may attend to each key, [B, 1, query, key]."""
+    rows = []
+    for query in range(LENGTH):
+        rows.append([features.mask.allows(query, key) for key in range(LENGTH)])
+    allowed = torch.tensor(rows).expand(B, 1, LENGTH, LENGTH)
+    if not (features.packed and features.mask.documents):
+        return allowed
+    documents = given.batch.documents
+    of_query = documents[:, None, :, None]
+    of_key = documents[:, None, None, :]
+    return allowed & (of_query == of_key)
 
 
 def results(attend: Attend, given: Problem, batch: Batch) -> tuple[Tensor, ...]:
     own = [x.clone().requires_grad_() for x in given.given]
     out = attend(*own, batch)
-    return (out.detach(), *torch.autograd.grad(out, [*own, *attend.parameters()], given.grad))
+    gradients = torch.autograd.grad(out, [*own, *attend.parameters()], given.grad)
+    return (out.detach(), *gradients)
 
 
 def shard(x: Tensor, comm: Comm) -> Tensor:
     spans = zigzag(x.shape[1], comm.degree("cp"), comm.index("cp"))
-    return torch.cat([x[:, span.start : span.stop] for span in spans], dim=1)
+    parts = [x[:, span.start : span.stop] for span in spans]
+    return torch.cat(parts, dim=1)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -197,7 +209,8 @@ class ScoreCounter:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scores: kernels.Scores
     ) -> tuple[Tensor, Tensor]:
-        self.num_scores += q.shape[0] * q.shape[2] * k.shape[2]
+        batch_size, _, num_heads, _ = q.shape
+        self.num_scores += batch_size * num_heads * k.shape[2]
         self.num_blocks += 1
         return self.right(q, k, v, scores)
 
@@ -244,7 +257,8 @@ def test_documents_skip_the_blocks_of_other_documents(
 
     def rank(comm: Comm) -> None:
         own = [shard(x, comm) for x in whole.given]
-        attend_across(variant, comm)(*own, batch.columns(index=comm.index("cp"), degree=4))
+        own_batch = batch.columns(index=comm.index("cp"), degree=4)
+        attend_across(variant, comm)(*own, own_batch)
 
     run_ranks("cp4", rank)
     assert counter.num_blocks == 8 + 4, (

@@ -93,7 +93,8 @@ def trained(run):
             events = []
             log.emit = events.append
             run_training(training, log)
-        return [(event["loss"], event["tokens"]) for event in events if event["event"] == "step"]
+        steps = [event for event in events if event["event"] == "step"]
+        return [(event["loss"], event["tokens"]) for event in steps]
 
     return run_ranks(run.device_mesh, rank, timeout_s=200)[0]
 
@@ -103,7 +104,8 @@ def sum_of_logprobs(model, tokens, mask):
     ids = torch.tensor([tokens])
     logits = model(ids).logits[0, :-1]
     targets = ids[0, 1:]
-    chosen = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, targets[:, None])[:, 0]
     return (chosen * torch.tensor(mask[1:])).sum()
 
 
@@ -120,7 +122,8 @@ def plain(folder, run, loss_of_record):
     losses = []
     for step in range(STEPS):
         chosen = samples_of(samples, step, global_size=4, seed=run.seed)
-        records = np.concatenate([samples.table.rows[sample] for sample in chosen.tolist()])
+        rows = [samples.table.rows[sample] for sample in chosen.tolist()]
+        records = np.concatenate(rows)
         parts = [loss_of_record(model, first, record) for record in records.tolist()]
         count = sum(part[1] for part in parts)
         loss = sum(part[0] for part in parts) / count
@@ -132,7 +135,8 @@ def plain(folder, run, loss_of_record):
 
 
 def same(found, expected):
-    assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
+    actual = [tokens for _, tokens in found]
+    assert actual == [tokens for _, tokens in expected]
     for (loss, _), (other, _) in zip(found, expected, strict=True):
         assert loss == pytest.approx(other, rel=TOLERANCE)
 
@@ -151,7 +155,9 @@ def chat_losses(folder, tmp_path_factory):
             records[number], return_dict=True, return_assistant_tokens_mask=True
         )
         tokens, mask = encoded["input_ids"], encoded["assistant_masks"]
-        labels = [token if counts else -100 for token, counts in zip(tokens, mask, strict=True)]
+        labels = []
+        for token, counts in zip(tokens, mask, strict=True):
+            labels.append(token if counts else -100)
         logits = model(torch.tensor([tokens])).logits[0, :-1]
         total = F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
         return total, sum(mask[1:])
@@ -173,7 +179,8 @@ def dpo_losses(folder, tmp_path_factory):
         )["input_ids"]
         whole = tokenizer.apply_chat_template(pair["prompt"] + pair[name], return_dict=True)
         tokens = whole["input_ids"]
-        return tokens, [0] * len(prompt) + [1] * (len(tokens) - len(prompt))
+        num_answer = len(tokens) - len(prompt)
+        return tokens, [0] * len(prompt) + [1] * num_answer
 
     def loss(model, first, number):
         gains = []
@@ -182,7 +189,8 @@ def dpo_losses(folder, tmp_path_factory):
             with torch.no_grad():
                 reference = sum_of_logprobs(first, tokens, mask)
             gains.append(sum_of_logprobs(model, tokens, mask) - reference)
-        return -F.logsigmoid(BETA * (gains[0] - gains[1])), 1
+        margin = BETA * (gains[0] - gains[1])
+        return -F.logsigmoid(margin), 1
 
     run = run_of(folder, tmp_path_factory.mktemp("out"), "pairs")
     return plain(folder, run, loss)
@@ -221,7 +229,8 @@ def test_dpo_resumes_with_the_stored_references_on_another_layout(folder, tmp_pa
     facts = data.facts()
     shape = (data.num_samples, 128)
     stored = read_references(tmp_path, "train", shape=shape, data=facts)
-    assert (stored[data.read(np.arange(shape[0])).targets != -100] < 0).all()
+    counts = data.read(np.arange(shape[0])).targets != -100
+    assert (stored[counts] < 0).all()
     with pytest.raises(DataError, match="other data"):
         read_references(tmp_path, "train", shape=shape, data={**facts, "sha256": "0"})
     file = tmp_path / FOLDER / "train.bin"

@@ -54,7 +54,9 @@ def train(net: nn.Module, rank: int, *, finish: Any, backwards: int = 2) -> None
     for step in range(3):
         optimizer.zero_grad()
         for backward in range(backwards):
-            net(inputs(100 * step + 10 * backward + rank)).square().mean().backward()
+            x = inputs(100 * step + 10 * backward + rank)
+            loss = net(x).square().mean()
+            loss.backward()
         finish()
         optimizer.step()
 
@@ -67,13 +69,15 @@ def test_zero_3_equals_torchs_fsdp2() -> None:
         from torch.distributed.tensor import DTensor
 
         join_torch(comm, folder)
-        theirs, ours = Net(), weft.FullyShardedDataParallel(Net(comm.rank))
+        theirs = Net()
+        ours = weft.FullyShardedDataParallel(Net(comm.rank))
         for block in theirs.blocks:
             fully_shard(block)
         fully_shard(theirs)
         train(theirs, comm.rank, finish=lambda: None)
         train(ours, comm.rank, finish=ours.finish_gradient_synchronization)
-        state, full = theirs.state_dict(), ours.full_state_dict()
+        state = theirs.state_dict()
+        full = ours.full_state_dict()
         assert state.keys() == full.keys()
         found = [
             (x.full_tensor() if isinstance(x, DTensor) else x, full[key])
@@ -108,7 +112,8 @@ def test_sharded_optimizer_equals_torchs_zero_redundancy_optimizer() -> None:
         for step in range(3):
             for net, optimizer in zip((theirs, ours), optimizers, strict=True):
                 optimizer.zero_grad()
-                net(inputs(10 * step + comm.rank)).square().mean().backward()
+                loss = net(inputs(10 * step + comm.rank)).square().mean()
+                loss.backward()
                 if net is ours:
                     net.finish_gradient_synchronization()
                 optimizer.step()

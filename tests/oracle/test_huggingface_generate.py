@@ -42,7 +42,8 @@ def test_greedy_text_is_hugging_faces(name: str, mesh: str):
     config, make, views = CASES[name]
     theirs = shaken(make(config).double()).eval()
     texts = [their_text(theirs, prompt) for prompt in PROMPTS]
-    assert len({token for text in texts for token in text}) > 5, "the texts say something"
+    count = len({token for text in texts for token in text})
+    assert count > 5, "the texts say something"
     for ours, _ in run_ranks(
         mesh,
         lambda comm: Generation(PROMPTS, NUM_TOKENS)(decoder(config, theirs, views, mesh, comm)),
@@ -65,9 +66,11 @@ def their_text(model: nn.Module, prompt: tuple[int, ...]) -> list[int]:
 
 def decoder(config: ModelConfig, theirs: nn.Module, views: ViewsOf, mesh: str, comm) -> Decoder:
     """Their weights by our names, each rank its own pieces."""
-    blocks, family = our_blocks(config), FAMILIES[config.family]
+    blocks = our_blocks(config)
+    family = FAMILIES[config.family]
     copy_into(named_parameters(blocks), views(tensors_of(theirs), config))
-    source = Memory({name: param.detach() for name, param in named_parameters(blocks).items()})
+    values = {name: param.detach() for name, param in named_parameters(blocks).items()}
+    source = Memory(values)
     return Decoder(
         load_model(family, config, source, plan=plan_of(config, mesh), comm=comm),
         vocab=config.vocab,
@@ -95,7 +98,8 @@ def test_a_hugging_face_folder_writes_what_its_model_writes(
     ]
     for mesh in ("", "tp2"):
         layout = ["--mesh", mesh, "--dtype", "float64", "--transport", "threads"]
-        assert main(["generate", str(tmp_path), *words, *layout]) == 0, capsys.readouterr().err
+        actual = main(["generate", str(tmp_path), *words, *layout])
+        assert actual == 0, capsys.readouterr().err
         result = json.loads(capsys.readouterr().out)
-        end = next((place for place, token in enumerate(right) if token == 2), NUM_TOKENS - 1)
+        end = right.index(2) if 2 in right else NUM_TOKENS - 1
         assert result["tokens"] == right[: end + 1], "eos_token_id 2 of config.json ends a text"

@@ -292,7 +292,8 @@ def test_second_next_token_is_predicted_as_by_hugging_faces_layer(monkeypatch: p
     cfg = DEEPSEEK.model_copy(update={"mtp_depth": 1, "mtp_loss": 0.7})
     main = their_model(cfg)
     mixed = main.model.layers[-1]
-    side = mtp.MtpLayer(main.config, type(mixed), type(mixed.input_layernorm), cfg.layers - 1)
+    norm = type(mixed.input_layernorm)
+    side = mtp.MtpLayer(main.config, type(mixed), norm, cfg.layers - 1)
     side.apply(main._init_weights)
     theirs = shaken(nn.ModuleDict({"main": main, "side": side}).double())
     take_casts_out(monkeypatch, theirs)

@@ -20,7 +20,9 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)).double()
+    up = nn.Linear(6, 12)
+    down = nn.Linear(12, 6)
+    return nn.Sequential(up, nn.Tanh(), down).double()
 
 
 def inputs(rank: int) -> Tensor:
@@ -46,7 +48,8 @@ def test_distributed_data_parallel_equals_torchs() -> None:
         for step in range(3):
             for net, optimizer in zip((theirs, ours), optimizers, strict=True):
                 optimizer.zero_grad()
-                net(inputs(10 * step + comm.rank)).square().mean().backward()
+                loss = net(inputs(10 * step + comm.rank)).square().mean()
+                loss.backward()
                 if net is ours:
                     net.finish_gradient_synchronization()
                 optimizer.step()
@@ -86,14 +89,18 @@ def test_column_and_row_parallel_linears_equal_dtensors() -> None:
             init_device_mesh("cpu", (comm.degree("tp"),)),
             {"0": ColwiseParallel(), "2": RowwiseParallel()},
         )
-        x, mine = inputs(0).requires_grad_(), inputs(0).requires_grad_()
-        y, ours = theirs(x), row(torch.tanh(column(mine)))
+        x = inputs(0).requires_grad_()
+        mine = inputs(0).requires_grad_()
+        y = theirs(x)
+        ours = row(torch.tanh(column(mine)))
         y.square().mean().backward()
         ours.square().mean().backward()
         local = [theirs[0].weight, theirs[0].bias, theirs[2].weight, theirs[2].bias]
-        grads = zip(local, (column.weight, column.bias, row.weight, row.bias), strict=True)
+        our_params = (column.weight, column.bias, row.weight, row.bias)
         found = [(y.detach(), ours.detach()), (x.grad, mine.grad)]
-        found += [(a.grad.to_local().clone(), b.grad) for a, b in grads]
+        for param, our_param in zip(local, our_params, strict=True):
+            gradient = param.grad.to_local().clone()
+            found.append((gradient, our_param.grad))
         dist.destroy_process_group()
         return found
 

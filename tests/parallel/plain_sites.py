@@ -30,7 +30,8 @@ def to_bfloat16(x: Tensor) -> Tensor:
 
 def to_int8(x: Tensor) -> Tensor:
     """One scale for each row of the last dim; a vector is one row."""
-    scale = (x.abs().amax(-1, keepdim=True) / 127).float().to(x.dtype)
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = (largest / 127).float().to(x.dtype)
     safe = torch.where(scale > 0, scale, torch.inf)
     return (x / safe).round().clamp(-127, 127) * scale
 
@@ -54,14 +55,16 @@ class PlainSite:
     def make(run: Run, blocks: dict[str, nn.Module], ties: Mapping[str, str]) -> PlainSite:
         own = dict(copy.deepcopy(nn.ModuleDict(blocks)).items())
         tie(own, ties)
-        params = {name: p for name, p in named_parameters(own).items() if name not in ties}
+        params = {}
+        for name, param in named_parameters(own).items():
+            if name not in ties:
+                params[name] = param
         optim = run.optim
+        matrices = [param for param in params.values() if param.ndim >= 2]
+        vectors = [param for param in params.values() if param.ndim < 2]
         groups = [
-            {
-                "params": [p for p in params.values() if p.ndim >= 2],
-                "weight_decay": optim.weight_decay,
-            },
-            {"params": [p for p in params.values() if p.ndim < 2], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": optim.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
         return PlainSite(own, params, adamw)
@@ -98,14 +101,11 @@ class PlainRun:
 
 def train_plain(run: Run, samples: Samples, *, num_sites: int, num_steps: int) -> PlainRun:
     """Train `num_steps` steps of `num_sites` sites, one after the other."""
-    family = FAMILIES[run.model.name]
-    blocks, ties = dict(family.blocks(run.model)), family.ties(run.model)
-    tie(blocks, ties)
-    nn.ModuleDict(blocks).to(torch.float64)
-    starts = {name: p for name, p in named_parameters(blocks).items() if name not in ties}
-    init_params(starts, family.init(run.model), seed=run.seed)
+    blocks, ties = initial_blocks(run)
     sites = [PlainSite.make(run, blocks, ties) for _ in range(num_sites)]
-    outer = {name: nn.Parameter(p.detach().clone()) for name, p in starts.items()}
+    outer = {}
+    for name, param in sites[0].params.items():
+        outer[name] = nn.Parameter(param.detach().clone())
     site = run.site
     outer_sgd = torch.optim.SGD(
         outer.values(), lr=site.lr, momentum=site.momentum, nesterov=site.momentum > 0
@@ -113,7 +113,8 @@ def train_plain(run: Run, samples: Samples, *, num_sites: int, num_steps: int) -
     found = PlainRun()
     under_way: Tensors = {}
     for step in range(1, num_steps + 1):
-        losses, norms = [], []
+        losses = []
+        norms = []
         for index, each in enumerate(sites):
             batch = batch_of_site(run, samples, step - 1, index=index, num_sites=num_sites)
             loss, norm = each.step(batch, lr=run.optim.lr, clip=run.optim.clip)
@@ -121,26 +122,47 @@ def train_plain(run: Run, samples: Samples, *, num_sites: int, num_steps: int) -
             norms.append(norm)
         found.losses.append(sum(losses) / num_sites)
         found.norms.append(sum(norms) / num_sites)
-        with torch.no_grad():
-            if step % site.every == 0:
-                under_way = mean_outer_gradient(sites, outer, WIRES[site.wire])
-            if under_way and step % site.every == site.overlap:
-                for name, gradient in under_way.items():
-                    outer[name].grad = gradient
-                outer_sgd.step()
-                share = site.mix if site.overlap else 0.0
-                for each in sites:
-                    for name, param in each.params.items():
-                        param.copy_(share * param + (1 - share) * outer[name])
-                under_way = {}
-    found.outer = {name: p.detach() for name, p in outer.items()}
-    found.sites = [{name: p.detach() for name, p in each.params.items()} for each in sites]
-    for name, p in outer.items():
-        buffer = outer_sgd.state[p].get("momentum_buffer")
-        found.momentum[name] = torch.zeros_like(p) if buffer is None else buffer
+        if step % site.every == 0:
+            under_way = mean_outer_gradient(sites, outer, WIRES[site.wire])
+        if under_way and step % site.every == site.overlap:
+            for name, gradient in under_way.items():
+                outer[name].grad = gradient
+            outer_sgd.step()
+            mix_into_sites(sites, outer, own_share=site.mix if site.overlap else 0.0)
+            under_way = {}
+    found.outer = {name: param.detach() for name, param in outer.items()}
+    for each in sites:
+        found.sites.append({name: param.detach() for name, param in each.params.items()})
+    for name, param in outer.items():
+        buffer = outer_sgd.state[param].get("momentum_buffer")
+        found.momentum[name] = torch.zeros_like(param) if buffer is None else buffer
     return found
 
 
+def initial_blocks(run: Run) -> tuple[dict[str, nn.Module], Mapping[str, str]]:
+    """The whole model in float64 with its initial values, and its tied parameters."""
+    family = FAMILIES[run.model.name]
+    blocks = dict(family.blocks(run.model))
+    ties = family.ties(run.model)
+    tie(blocks, ties)
+    nn.ModuleDict(blocks).to(torch.float64)
+    params = named_parameters(blocks)
+    starts = {name: param for name, param in params.items() if name not in ties}
+    init_params(starts, family.init(run.model), seed=run.seed)
+    return blocks, ties
+
+
+@torch.no_grad()
+def mix_into_sites(
+    sites: list[PlainSite], outer: Mapping[str, Tensor], *, own_share: float
+) -> None:
+    """Move the parameters of each site to the outer ones, but for the share that it keeps."""
+    for site in sites:
+        for name, param in site.params.items():
+            param.copy_(own_share * param + (1 - own_share) * outer[name])
+
+
+@torch.no_grad()
 def mean_outer_gradient(
     sites: list[PlainSite], outer: Mapping[str, Tensor], wire: Callable[[Tensor], Tensor]
 ) -> Tensors:
@@ -148,7 +170,8 @@ def mean_outer_gradient(
     for name, start in outer.items():
         total = torch.zeros_like(start)
         for each in sites:
-            total = total + wire(start.detach() - each.params[name].detach())
+            moved = start.detach() - each.params[name].detach()
+            total = total + wire(moved)
         found[name] = total / len(sites)
     return found
 
@@ -159,4 +182,5 @@ def batch_of_site(run: Run, samples: Samples, step: int, *, index: int, num_site
     ranks_of_site = run.num_data_ranks // num_sites
     chosen = samples_of_step(step, global_size=size, num_samples=samples.num_samples, seed=run.seed)
     rounds = chosen.reshape(-1, num_sites, ranks_of_site * micro)
-    return whole_batch(samples, rounds[:, index].reshape(-1), later=run.model.reads_later_targets)
+    own = rounds[:, index].reshape(-1)
+    return whole_batch(samples, own, later=run.model.reads_later_targets)

@@ -124,8 +124,10 @@ def test_layout_trains_a_model_with_attention_features_as_one_device_does(case: 
     )
     ranks = run_ranks(case.mesh, RankSteps(case))
     assert not list(uncovered(right[0].params, ranks))
-    wrong = [found for found in differences(right, ranks, lr=LR) if not found.relative <= TOLERANCE]
+    found = differences(right, ranks, lr=LR)
+    wrong = [each for each in found if not each.relative <= TOLERANCE]
     assert not wrong, f"{case}: first of {len(wrong)}: {wrong[0]}"
     learned = [name for name in right[0].grads if name.endswith(("sinks", "head_bias"))]
     assert len(learned) == case.config.layers
-    assert all(right[0].grads[name].abs().max() > 0 for name in learned)
+    for name in learned:
+        assert right[0].grads[name].abs().max() > 0

@@ -27,7 +27,8 @@ def kernel_grads(
         for heads, length in ((4, 7), (kv_heads, 5), (kv_heads, 5), (4, 7))
     )
     out, lse = kernel.forward(Block(q, k, v), scores)
-    gradients = kernel.backward(Block(q, k, v), BlockOutput(grad, out, lse), scores)
+    forward = BlockOutput(grad, out, lse)
+    gradients = kernel.backward(Block(q, k, v), forward, scores)
     return out, lse, gradients.q, gradients.k, gradients.v
 
 
@@ -55,7 +56,8 @@ def test_a_query_that_sees_no_key_of_a_block_has_no_weight() -> None:
     seen, unseen = lse[0, 0].tolist()
     assert seen == pytest.approx(2 + math.log(2.0))
     assert unseen == float("-inf")
-    assert out[0, 0, 1].tolist() == [0, 0, 0, 0]
+    values = out[0, 0, 1].tolist()
+    assert values == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +104,14 @@ def test_cuda_kernels_equal_the_plain_one(dtype: torch.dtype, kind: str, kv_head
     v = drawn(kv_heads)
     grad = drawn(4)
     columns = torch.arange(7)
-    allowed = columns[:, None] % 3 >= columns[None, :] % 4
+    of_query = columns[:, None] % 3
+    of_key = columns[None, :] % 4
+    allowed = of_query >= of_key
     mask = allowed.expand(2, 1, 7, 7).cuda() if kind == "mask" else None
     scores = Scores(0.3, causal=kind == "causal", mask=mask)
     out, lse = kernels.attend(q, k, v, scores)
-    gradients = kernels.attend_backward(Block(q, k, v), BlockOutput(grad, out, lse), scores)
+    forward = BlockOutput(grad, out, lse)
+    gradients = kernels.attend_backward(Block(q, k, v), forward, scores)
     mine = (out, lse, *gradients[:3])
     wide = Block(q.double(), k.double(), v.double())
     right_out, right_lse = kernels.PLAIN.forward(wide, scores)

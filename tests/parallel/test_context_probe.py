@@ -29,7 +29,8 @@ class OwnAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 1, -1)).permute(2, 0, 3, 1, 4)
+        one_head = self.qkv(x).unflatten(-1, (3, 1, -1))
+        q, k, v = one_head.permute(2, 0, 3, 1, 4)
         return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
 
 
@@ -43,8 +44,10 @@ class SeamAttention(nn.Module):
         self.attend = Attend(mask=AttentionMask(window=3))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 1, -1)).unbind(2)
-        return self.dropout(x + self.attend(q, k, v, batch).flatten(2))
+        one_head = self.qkv(x).unflatten(-1, (3, 1, -1))
+        q, k, v = one_head.unbind(2)
+        attended = self.attend(q, k, v, batch).flatten(2)
+        return self.dropout(x + attended)
 
 
 class Convolution(nn.Module):
@@ -63,10 +66,12 @@ class CountsItself(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tok, self.pos = nn.Embedding(20, DIM), nn.Embedding(20, DIM)
+        self.tok = nn.Embedding(20, DIM)
+        self.pos = nn.Embedding(20, DIM)
 
     def forward(self, tokens: Tensor, batch: Batch) -> Tensor:
-        return self.tok(tokens) + self.pos(torch.arange(tokens.shape[1]))
+        positions = torch.arange(tokens.shape[1])
+        return self.tok(tokens) + self.pos(positions)
 
 
 class RotatesByPlace(SeamAttention):
@@ -138,7 +143,8 @@ def test_families_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_is_tested", lambda module: False)
     with torch.device("meta"):
         blocks = FAMILIES[family].blocks(FAMILIES[family].Config())
-    main = {name: block for name, block in blocks.items() if not name.startswith(("mtp", "loss"))}
+    others = ("mtp", "loss")
+    main = {name: block for name, block in blocks.items() if not name.startswith(others)}
     check_blocks(main, hidden_shape=None)
 
 

@@ -41,15 +41,19 @@ def traffic(
     comm: Comm, variant: Context, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[Counter, Counter]:
     """What one rank sends in a forward and in the backward of one attention."""
-    forward, backward = Counter(), Counter()
+    forward = Counter()
+    backward = Counter()
     q, k, v = own_part(comm, dtype, device)
-    nothing = torch.zeros(B, S // comm.degree("cp"), dtype=torch.int64, device=device)
+    own_length = S // comm.degree("cp")
+    nothing = torch.zeros(B, own_length, dtype=torch.int64, device=device)
     attend = attend_across(variant, comm)
     comm.observers = (forward,)
     out = attend(q, k, v, Batch(nothing, nothing, nothing))
     comm.observers = (backward,)
     out.sum().backward()
-    assert [x.grad.shape for x in (q, k, v)] == [x.shape for x in (q, k, v)]
+    shapes = [x.grad.shape for x in (q, k, v)]
+    expected = [x.shape for x in (q, k, v)]
+    assert shapes == expected
     return forward, backward
 
 
@@ -73,7 +77,8 @@ def test_sent_bytes_equal_the_formula(variant: Context, degree: int) -> None:
         f"cp{degree}", lambda comm: traffic(comm, variant, torch.float64)
     ):
         assert (forward.total().sent_bytes, backward.total().sent_bytes) == expected
-        assert {axis for axis, _ in (*forward.traffic, *backward.traffic)} == {"cp"}
+        actual = {axis for axis, _ in (*forward.traffic, *backward.traffic)}
+        assert actual == {"cp"}
 
 
 def test_gradients_of_16_bit_keys_are_sent_in_float32() -> None:
@@ -127,7 +132,9 @@ def test_transfers_overlap_the_computation_of_a_block(
         q, k, v = own_part(comm, torch.float32)
         nothing = torch.zeros(B, S // 3, dtype=torch.int64)
         comm.observers = (log,)
-        attend_across(variant, comm)(q, k, v, Batch(nothing, nothing, nothing)).sum().backward()
+        attend = attend_across(variant, comm)
+        loss = attend(q, k, v, Batch(nothing, nothing, nothing)).sum()
+        loss.backward()
         return log.lines[threading.get_ident()]
 
     for lines in run_ranks("cp3", rank):

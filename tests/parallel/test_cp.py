@@ -88,8 +88,11 @@ def test_the_feed_gives_each_rank_its_columns_of_the_same_sequences() -> None:
     for dp in range(2):
         for first, second, whole in zip(held[2 * dp], held[2 * dp + 1], alone[dp], strict=True):
             for name in ("inputs", "targets", "positions"):
-                left, right = getattr(first, name), getattr(second, name)
-                joined = torch.cat((left[:, :2], right, left[:, 2:]), dim=1)
+                left = getattr(first, name)
+                right = getattr(second, name)
+                begin = left[:, :2]
+                end = left[:, 2:]
+                joined = torch.cat((begin, right, end), dim=1)
                 assert joined.equal(getattr(whole, name))
 
 
@@ -109,7 +112,8 @@ def test_every_attention_of_a_model_reaches_the_other_ranks() -> None:
     def implementations(comm: Comm) -> list[str]:
         case = Case("cp2")
         model = build_model(FAMILIES["llama3"], case.config, case.plan, comm, seed=5)
-        return [m.implementation.name for m in model.stages[0].modules() if isinstance(m, Attend)]
+        attentions = [module for module in model.stages[0].modules() if isinstance(module, Attend)]
+        return [attention.implementation.name for attention in attentions]
 
     assert run_ranks("cp2", implementations)[0] == ["ring"] * 5
 

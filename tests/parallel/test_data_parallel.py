@@ -24,7 +24,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.again = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.again = nn.Linear(4, 4)
         self.again.weight = self.first.weight
         self.rnn = nn.GRU(4, 4, batch_first=True)
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
@@ -49,7 +50,8 @@ def inputs(samples: int) -> Tensor:
 def run(net: nn.Module, samples: int) -> tuple[Tensor, Tensor]:
     x = inputs(samples).requires_grad_()
     y, notes = net({"x": x}, gain=torch.tensor(2.0, dtype=torch.float64))
-    (y.square().sum() + notes["sum"].sum()).backward()
+    loss = y.square().sum() + notes["sum"].sum()
+    loss.backward()
     return y.detach(), x.grad
 
 
@@ -57,7 +59,8 @@ def run(net: nn.Module, samples: int) -> tuple[Tensor, Tensor]:
 def test_outputs_and_gradients_are_those_of_one_device(samples: int) -> None:
     plain = Net()
     net = DataParallel(copy.deepcopy(plain), CPUS)
-    (want, want_dx), (got, dx) = run(plain, samples), run(net, samples)
+    want, want_dx = run(plain, samples)
+    got, dx = run(net, samples)
     torch.testing.assert_close(got, want, **CLOSE)
     torch.testing.assert_close(dx, want_dx, **CLOSE)
     for mine, theirs in zip(net.module.parameters(), plain.parameters(), strict=True):
@@ -74,7 +77,8 @@ def test_gradients_do_not_depend_on_which_thread_was_faster() -> None:
     first, *others = (
         [param.grad for param in net.module.parameters() if param.requires_grad] for net in nets
     )
-    assert all(all(map(torch.equal, first, other)) for other in others)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 def test_each_replica_runs_in_a_thread_on_its_part_of_the_samples() -> None:
@@ -82,7 +86,8 @@ def test_each_replica_runs_in_a_thread_on_its_part_of_the_samples() -> None:
 
     class Look(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            seen[threading.current_thread().name + str(len(seen))] = x.shape[1]
+            name = threading.current_thread().name + str(len(seen))
+            seen[name] = x.shape[1]
             barrier.wait()
             return x
 
@@ -100,7 +105,8 @@ def test_the_first_replica_is_the_module_so_its_buffers_are_updated() -> None:
 
 def test_scalar_outputs_are_stacked_and_other_values_are_those_of_the_first_replica() -> None:
     net = DataParallel(Net(), CPUS)
-    _, notes = net({"x": inputs(6)}, gain=torch.tensor(1.0, dtype=torch.float64))
+    gain = torch.tensor(1.0, dtype=torch.float64)
+    _, notes = net({"x": inputs(6)}, gain=gain)
     assert notes["sum"].shape == (3,)
     assert notes["who"] == threading.current_thread().name
 
@@ -112,7 +118,8 @@ def test_replicas_follow_the_modes_of_the_caller() -> None:
             return x @ x.transpose(-1, -2)
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert DataParallel(Look(), CPUS)(torch.ones(6, 2, 2)).dtype == torch.bfloat16
+        dtype = DataParallel(Look(), CPUS)(torch.ones(6, 2, 2)).dtype
+        assert dtype == torch.bfloat16
 
 
 def test_training_equals_one_device() -> None:

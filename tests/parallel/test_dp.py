@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.matrix.layouts import LR, SEED, Case, adamw, batches
+from tests.matrix import layouts
+from tests.matrix.layouts import LR, Case, batches, own_micro_batches
 from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
@@ -20,16 +21,21 @@ from weft.models import FAMILIES
 from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_model
-from weft.train.optim import matrices
 from weft.train.step import TrainStep
 
 
 def make_step(case: Case, comm: Comm) -> TrainStep:
-    model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
-    return TrainStep(
-        model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0
-    )
+    return layouts.make_step(case, comm, clip=1.0)
+
+
+def gradient_addresses(step: TrainStep) -> dict[str, int]:
+    """Where each gradient lies in memory."""
+    return {name: param.grad.data_ptr() for name, param in step.model.params.items()}
+
+
+def bucket_order(step: TrainStep) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each bucket, in the order of the backward."""
+    return tuple(tuple(group.params) for group in reversed(step.grads.groups))
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -40,7 +46,7 @@ def test_gradients_are_reduced_once_a_step_however_many_micro_batches(microbatch
         step = make_step(case, comm)
         counter = Counter()
         comm.observers = (counter,)
-        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
+        step(own_micro_batches(case, comm), lr=LR)
         reduced = counter.traffic["dp", "all_reduce"]
         return reduced.operations, len(step.grads.groups), reduced.payload_bytes
 
@@ -73,12 +79,13 @@ def test_buckets_are_reduced_while_the_last_backward_still_runs() -> None:
             lambda _: log.lines.append("first layer's gradient")
         )
         comm.observers = (log,)
-        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
+        step(own_micro_batches(case, comm), lr=LR)
         return log.lines
 
     for lines in run_ranks("dp2", rank):
         marks = [place for place, line in enumerate(lines) if line == "first layer's gradient"]
-        starts = [place for place, line in enumerate(lines) if line == "start all_reduce"][1:]
+        reductions = [place for place, line in enumerate(lines) if line == "start all_reduce"]
+        starts = reductions[1:]
         assert len(marks) == 2
         assert starts[0] > marks[0], "nothing is reduced before the last micro-batch"
         assert sum(start < marks[1] for start in starts) >= len(starts) - 2, (
@@ -91,12 +98,14 @@ def test_gradients_stay_views_into_their_buckets_and_bucket_order_does_not_chang
 
     def rank(comm: Comm) -> tuple[tuple[str, ...], ...]:
         step = make_step(case, comm)
-        places = {name: param.grad.data_ptr() for name, param in step.model.params.items()}
-        order = tuple(tuple(group.params) for group in reversed(step.grads.groups))
+        places = gradient_addresses(step)
+        order = bucket_order(step)
         for batch in batches(case):
             step(micro_batches(batch, case.plan, comm.rank), lr=LR)
-        assert places == {name: param.grad.data_ptr() for name, param in step.model.params.items()}
-        assert order == tuple(tuple(group.params) for group in reversed(step.grads.groups))
+        assert gradient_addresses(step) == places
+        assert bucket_order(step) == order
+        expected = tuple(tuple(group.params) for group in reversed(step.grads.groups))
+        assert order == expected
         return order
 
     orders = set(run_ranks("dp3", rank))
@@ -112,10 +121,15 @@ def test_ranks_of_one_data_group_stay_bit_equal() -> None:
         step = make_step(case, comm)
         for batch in batches(case):
             step(micro_batches(batch, case.plan, comm.rank), lr=LR)
-        return {name: param.detach().clone() for name, param in step.model.params.items()}
+        values = {}
+        for name, param in step.model.params.items():
+            values[name] = param.detach().clone()
+        return values
 
     first, *others = run_ranks("dp3", rank)
-    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+    for other in others:
+        for name in first:
+            assert torch.equal(first[name], other[name])
 
 
 class Net(nn.Module):
@@ -124,12 +138,15 @@ class Net(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.second, self.unused = (nn.Linear(5, 5).double() for _ in range(3))
+        self.first = nn.Linear(5, 5).double()
+        self.second = nn.Linear(5, 5).double()
+        self.unused = nn.Linear(5, 5).double()
         self.frozen = nn.Parameter(torch.ones(5, dtype=torch.float64), requires_grad=False)
         self.register_buffer("shift", torch.randn(5, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x) + self.shift)) * self.frozen
+        hidden = torch.tanh(self.first(x) + self.shift)
+        return self.second(hidden) * self.frozen
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -144,7 +161,8 @@ def test_distributed_data_parallel_trains_as_one_process_on_the_whole_batch(
     )
     for step in steps:
         optimizer.zero_grad()
-        sum(alone(x).square().mean() for x in step).backward()
+        loss = sum(alone(x).square().mean() for x in step)
+        loss.backward()
         optimizer.step()
 
     nets = [
@@ -190,7 +208,9 @@ class Branches(nn.Module):
 def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(bucket_bytes: int) -> None:
     x = torch.randn(3, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     alone = Branches()
-    sum(alone(x[rank], "left" if rank == 0 else "trunk").sum() / 3 for rank in range(3)).backward()
+    branches = ("left", "trunk", "trunk")
+    loss = sum(alone(x[rank], branches[rank]).sum() / 3 for rank in range(3))
+    loss.backward()
     nets = [Branches() for _ in range(3)]
 
     def rank(comm: Comm) -> None:
@@ -198,7 +218,8 @@ def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(bucket_b
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
         for _ in range(2):  # the second step finds what the first left in the buckets
             optimizer.zero_grad()
-            net(x[comm.rank], "left" if comm.rank == 0 else "trunk").sum().backward()
+            own_loss = net(x[comm.rank], branches[comm.rank]).sum()
+            own_loss.backward()
             net.finish_gradient_synchronization()
             for name, param in alone.named_parameters():
                 gradient = dict(net.module.named_parameters())[name].grad
@@ -236,7 +257,8 @@ def test_a_forward_before_gradients_are_synchronized_is_an_error() -> None:
 def test_a_second_synchronized_backward_is_an_error() -> None:
     def rank(comm: Comm) -> None:
         net = DistributedDataParallel(nn.Linear(2, 2), comm)
-        first, second = net(torch.ones(1, 2)), net(torch.ones(1, 2))
+        first = net(torch.ones(1, 2))
+        second = net(torch.ones(1, 2))
         first.sum().backward()
         second.sum().backward()
 
@@ -304,7 +326,8 @@ def test_a_parameter_that_no_rank_used_does_not_decay_in_any_loop(loop: Loop) ->
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
 
         def backward() -> None:
-            net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            loss = net(torch.ones(2, 5, dtype=torch.float64)).sum()
+            loss.backward()
             net.finish_gradient_synchronization()
 
         for _ in range(3):
@@ -333,7 +356,9 @@ def test_a_parameter_that_is_no_longer_used_decays_only_where_its_gradient_is_ze
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.5)
 
         def used() -> None:
-            net.module.unused(net(torch.ones(2, 5, dtype=torch.float64))).sum().backward()
+            x = net(torch.ones(2, 5, dtype=torch.float64))
+            loss = net.module.unused(x).sum()
+            loss.backward()
             net.finish_gradient_synchronization()
 
         def not_used() -> None:

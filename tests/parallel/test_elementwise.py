@@ -1,4 +1,4 @@
-"""Trial steps that tell elementwise optimizers from others."""
+"""The trial step that tells elementwise optimizers from others."""
 
 from __future__ import annotations
 

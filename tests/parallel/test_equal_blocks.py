@@ -1,4 +1,4 @@
-"""Equal blocks are traced once; a block that differs in anything that its forward may see is traced on its own."""
+"""Equal blocks are traced once; a block that differs in anything its forward can read is traced separately."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def test_equal_layers_are_traced_once_and_each_has_its_findings(layout: str) -> 
     for index in range(5):
         readers = [f"layer{index}.{path}" for path in ("q", "k", "v")]
         assert findings.entries[f"layer{index}.q"] == readers
-        assert findings.uses[f"layer{index}.attn_norm.weight"] == {layout != "tp2"}
+        uses = findings.uses[f"layer{index}.attn_norm.weight"]
+        assert uses == {layout != "tp2"}
 
 
 def set_attribute(layer: Layer) -> None:
@@ -255,7 +256,9 @@ class Scaled(Layer):
         self.is_inside = True
 
     def mlp(self, y: Tensor) -> Tensor:
-        return self.down(self.scale * self.up(y)) if self.is_inside else self.scale * super().mlp(y)
+        if self.is_inside:
+            return self.down(self.scale * self.up(y))
+        return self.scale * super().mlp(y)
 
 
 def test_a_tied_scale_on_both_sides_is_rejected_where_each_layer_alone_is_not() -> None:
@@ -316,7 +319,8 @@ def test_an_entry_is_not_shared_with_a_linear_of_another_block() -> None:
     blocks = layers(AuxiliaryReader)
     _, findings = traced(blocks)
     for index in range(3):
-        assert findings.entries[f"layer{index}.up"] == [f"layer{index}.up"]
+        entries = findings.entries[f"layer{index}.up"]
+        assert entries == [f"layer{index}.up"]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "sequence parallel"])
@@ -383,7 +387,8 @@ def test_a_snapshot_makes_the_chain_that_it_was_taken_of(family: str) -> None:
     params = named_parameters(blocks)
     for name, param in named_parameters(made.blocks).items():
         assert param is not params[name]
-        assert (param.shape, param.dtype) == (params[name].shape, params[name].dtype)
+        actual = (param.shape, param.dtype)
+        assert actual == (params[name].shape, params[name].dtype)
 
 
 def test_a_snapshot_keeps_what_is_one_object_and_holds_no_values() -> None:
@@ -393,7 +398,8 @@ def test_a_snapshot_keeps_what_is_one_object_and_holds_no_values() -> None:
     made = ChainSnapshot.of(blocks, token_example(1, 8)).chain().blocks
     assert made["layer1"] is made["layer0"]
     assert made["layer2"].up.weight is made["head"].proj.weight
-    assert {param.device.type for param in named_parameters(made).values()} == {"meta"}
+    types = {param.device.type for param in named_parameters(made).values()}
+    assert types == {"meta"}
 
 
 def test_rank_threads_with_equal_models_share_one_trace() -> None:

@@ -101,7 +101,8 @@ QUICK = ((2, 0), (8, 0), (4, 1), (4, 3))
 def every_degree() -> list[Any]:
     rows = []
     for row in itertools.product((2, 4, 8), (0, 1, 2, 3)):
-        rows.append(pytest.param(*row, marks=() if row in QUICK else (pytest.mark.slow,)))
+        marks = () if row in QUICK else (pytest.mark.slow,)
+        rows.append(pytest.param(*row, marks=marks))
     return rows
 
 
@@ -116,7 +117,8 @@ def on_one_rank() -> Trained:
 
 
 def test_without_a_fixed_order_bits_change() -> None:
-    one, four = train("", fixed_order=False), train("dp4", fixed_order=False)
+    one = train("", fixed_order=False)
+    four = train("dp4", fixed_order=False)
     assert one.differences(four)
 
 
@@ -143,7 +145,8 @@ def other_axes() -> list[Any]:
 
 @pytest.mark.parametrize(("rest", "family", "zero"), other_axes())
 def test_other_axes_keep_the_bits_of_each_other(rest: str, family: str, zero: int) -> None:
-    one, two = (train(mesh, zero=zero, family=family) for mesh in (rest, f"dp2 {rest}"))
+    one = train(rest, zero=zero, family=family)
+    two = train(f"dp2 {rest}", zero=zero, family=family)
     assert not one.differences(two)
 
 
@@ -159,7 +162,8 @@ def test_a_tree_sum_does_not_depend_on_the_order_of_its_leaves() -> None:
         total = tree.take()
         assert total is not None
         sums.append(total)
-    assert all(torch.equal(sums[0], other) for other in sums)
+    for other in sums:
+        assert torch.equal(sums[0], other)
     assert torch.equal(sums[0], tree_sum(leaves, 0))
 
 
@@ -191,6 +195,7 @@ def test_an_exact_sum_does_not_depend_on_where_the_numbers_are(scale: float) -> 
 
 def test_an_exact_sum_of_numbers_that_are_not_finite_is_not_finite() -> None:
     def rank(comm: Comm) -> float:
-        return float(exact_sum(comm, [torch.tensor([1.0, float("nan")], dtype=torch.float64)]))
+        numbers = torch.tensor([1.0, float("nan")], dtype=torch.float64)
+        return float(exact_sum(comm, [numbers]))
 
     assert np.isnan(run_ranks("dp2", rank)[0])

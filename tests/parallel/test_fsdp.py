@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.live import Live
+from tests.live import Live, storage_bytes
 from tests.parallel.test_dp import LOOPS, Loop
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
@@ -37,7 +37,9 @@ class Cell(nn.Module):
         self.register_buffer("shift", torch.randn(width))
 
     def forward(self, x: Tensor, *, gain: Tensor) -> dict[str, Any]:
-        return {"out": (x + self.down(torch.tanh(self.up(x) * gain + 0.0)) + self.shift, "a note")}
+        hidden = torch.tanh(self.up(x) * gain + 0.0)
+        out = x + self.down(hidden) + self.shift
+        return {"out": (out, "a note")}
 
 
 class Net(nn.Module):
@@ -62,7 +64,9 @@ class Net(nn.Module):
 
 
 def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    logits = net(tokens[:, :-1])
+    targets = tokens[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def data() -> Tensor:
@@ -109,6 +113,18 @@ def train(
         optimizer.zero_grad(set_to_none=set_to_none)
 
 
+def assert_close_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Every tensor of `expected` within the rounding of float64."""
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, **CLOSE)
+
+
+def assert_equal_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Every tensor of `expected`, bit for bit."""
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("defer", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
@@ -122,11 +138,10 @@ def test_a_module_trains_as_one_process_on_the_whole_batch(
         train(net, defer=defer, set_to_none=set_to_none)
         return net.full_state_dict()
 
-    want = train_alone()
+    expected = train_alone()
     for state in run_ranks(RANKS, rank):
-        assert state.keys() == want.keys()
-        for name, value in want.items():
-            torch.testing.assert_close(state[name], value, **CLOSE)
+        assert state.keys() == expected.keys()
+        assert_close_state(state, expected)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -148,12 +163,13 @@ def test_clipping_takes_the_norm_of_all_ranks(zero: Any) -> None:
 @pytest.mark.parametrize("blocks", ["root", "nested", "linears"])
 def test_blocks_may_be_none_nested_or_small(blocks: str) -> None:
     def chosen(net: Net) -> list[nn.Module]:
-        linears = [module for module in net.modules() if isinstance(module, nn.Linear)]
-        return {
-            "root": [],
-            "nested": [net.cells[0], net.cells[0].up, net.cells[1]],
-            "linears": linears,
-        }[blocks]
+        if blocks == "root":
+            return []
+        if blocks == "nested":
+            return [net.cells[0], net.cells[0].up, net.cells[1]]
+        return [module for module in net.modules() if isinstance(module, nn.Linear)]
+
+    plain = Net().double()
 
     def rank(comm: Comm) -> dict[str, Tensor]:
         net = copy.deepcopy(plain)
@@ -161,30 +177,32 @@ def test_blocks_may_be_none_nested_or_small(blocks: str) -> None:
         train(wrapped)
         return wrapped.full_state_dict()
 
-    plain, want = Net().double(), train_alone()
+    expected = train_alone()
     for state in run_ranks("dp3", rank):
-        for name, value in want.items():
-            torch.testing.assert_close(state[name], value, **CLOSE)
+        assert_close_state(state, expected)
 
 
 def test_forwards_with_and_without_gradients_use_the_updated_values() -> None:
-    def rank(comm: Comm) -> list[Tensor]:
+    x = torch.ones(1, 3, dtype=torch.float64)
+
+    def rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
-        net = FullyShardedDataParallel(nn.Linear(3, 1).double(), comm, zero=2, blocks=())
+        linear = nn.Linear(3, 1).double()
+        net = FullyShardedDataParallel(linear, comm, zero=2, blocks=())
         optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        x, seen = torch.ones(1, 3, dtype=torch.float64), []
         net(x).sum().backward()
         net.finish_gradient_synchronization()
         with torch.no_grad():
-            seen.append(net(x))
+            before = net(x)
             optimizer.step()
-            seen.append(net(x))
-        seen.append(net(x).detach())
-        return seen
+            after = net(x)
+        with_gradient = net(x).detach()
+        return before, after, with_gradient
 
-    for before, after, later in run_ranks("dp2", rank):
-        assert torch.allclose(before - after, torch.full((1, 1), 4.0, dtype=torch.float64))
-        assert torch.equal(after, later)
+    for before, after, with_gradient in run_ranks("dp2", rank):
+        change = before - after
+        assert torch.allclose(change, torch.full_like(change, 4.0))
+        assert torch.equal(after, with_gradient)
 
 
 def test_gradients_accumulate_until_they_are_zeroed() -> None:
@@ -194,7 +212,8 @@ def test_gradients_accumulate_until_they_are_zeroed() -> None:
         (weight,) = net.parameters()
         found = []
         for _ in range(2):
-            net(torch.ones(1, 2)).sum().backward()
+            loss = net(torch.ones(1, 2)).sum()
+            loss.backward()
             net.finish_gradient_synchronization()
             assert weight.grad is not None
             found.append(weight.grad.clone())
@@ -211,31 +230,34 @@ def held_bytes(net: FullyShardedDataParallel) -> int:
         for group in net._reducer.groups
         for tensor in (group.unsharded_params.flat, group.sharded_param)
     ]
-    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+    return storage_bytes(tensors)
 
 
 @pytest.mark.parametrize(("zero", "fraction"), [(1, 1.0), (2, 1.0), (3, 1 / 3)])
 def test_between_steps_a_rank_holds_its_shards(zero: Any, fraction: float) -> None:
+    plain = Net().double()
+
+    def num_entries(net: nn.Module) -> int:
+        return sum(param.numel() for param in net.parameters())
+
     def rank(comm: Comm) -> tuple[int, int]:
         net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
         train(net)
-        return held_bytes(net), sum(param.numel() for param in net.parameters())
+        return held_bytes(net), num_entries(net)
 
-    plain = Net().double()
-    num_params = sum(param.numel() for param in plain.parameters())
+    own_bytes = 8 * num_entries(plain) * fraction
     padding = 8 * 2 * 6  # up to 2 entries for each of 6 groups
     results = run_ranks(RANKS, rank)
-    assert all(
-        8 * num_params * fraction <= held <= 8 * num_params * fraction + padding
-        for held, _ in results
-    )
-    assert sum(entries for _, entries in results) == num_params
+    for held, _ in results:
+        assert own_bytes <= held <= own_bytes + padding
+    assert sum(entries for _, entries in results) == num_entries(plain)
 
 
 class Deep(nn.Module):
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        linears = [nn.Linear(width, width, bias=False) for _ in range(layers)]
+        self.layers = nn.ModuleList(linears)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -269,8 +291,10 @@ def test_a_module_on_the_meta_device_is_never_unsharded_on_any_rank() -> None:
     assert most <= layers * block_bytes / 2 + 3 * block_bytes, (
         "the shards, and one block while it is initialised and packed"
     )
-    assert all(torch.equal(value, other[name]) for name, value in state.items())
-    assert all(0.05 < value.std() < 0.2 for value in state.values()), "as reset_parameters draws"
+    for name, value in state.items():
+        assert torch.equal(value, other[name])
+    for value in state.values():
+        assert 0.05 < value.std() < 0.2, "as reset_parameters draws"
 
 
 class Tied(nn.Module):
@@ -278,7 +302,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.head = nn.Embedding(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 7)
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -292,14 +318,16 @@ def test_on_the_meta_device_tied_weights_stay_tied_and_all_start_as_the_first_ra
             tied = Tied()
         net = FullyShardedDataParallel(tied, comm)
         assert len(list(net.parameters())) == 4
-        net(torch.arange(3)).sum().backward()
+        loss = net(torch.arange(3)).sum()
+        loss.backward()
         net.finish_gradient_synchronization()
         return net.full_state_dict()
 
     first, second = run_ranks("dp2", rank)
     assert torch.equal(first["embed.weight"], first["head.weight"])
     assert first["embed.weight"].std() > 0.5, "as nn.Embedding draws, not as nn.Linear does"
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    for name, value in first.items():
+        assert torch.equal(value, second[name])
     assert first["norm.running_var"].isfinite().all()
 
 
@@ -313,19 +341,20 @@ def test_a_meta_module_without_reset_parameters_is_rejected_by_name() -> None:
 
 
 def test_a_full_state_dict_is_loaded_into_shards() -> None:
+    other = Net(7).double()
+    tokens = data()[0, 0]
+
     def rank(comm: Comm, zero: Any) -> tuple[dict[str, Tensor], Tensor]:
         net = FullyShardedDataParallel(Net(comm.rank).double(), comm, zero=zero)
         net.load_full_state_dict(other.state_dict())
         with torch.no_grad():
             return net.full_state_dict(), net(tokens)
 
-    other, tokens = Net(7).double(), data()[0, 0]
+    expected_logits = other(tokens)
     for zero in (2, 3):
         for state, logits in run_ranks("dp2", lambda comm, zero=zero: rank(comm, zero)):
-            assert all(
-                torch.equal(state[name], value) for name, value in other.state_dict().items()
-            )
-            assert torch.equal(logits, other(tokens))
+            assert_equal_state(state, other.state_dict())
+            assert torch.equal(logits, expected_logits)
 
 
 def test_a_state_dict_with_other_keys_is_rejected() -> None:
@@ -392,37 +421,43 @@ def test_each_block_is_gathered_once_forward_and_once_backward_and_reduced_once(
     def rank(comm: Comm) -> dict[Any, Any]:
         torch.manual_seed(0)
         net = FullyShardedDataParallel(Deep(layers, width), comm)
-        comm.observers = (counter := Counter(),)
+        counter = Counter()
+        comm.observers = (counter,)
         net(torch.ones(2, width)).sum().backward()
         net.finish_gradient_synchronization()
         return counter.traffic
 
+    own_bytes_of_block = 4 * width * width // 2
     for traffic in run_ranks("dp2", rank):
-        assert traffic["dp", "all_gather"].operations == 2 * layers
-        assert traffic["dp", "reduce_scatter"].operations == layers
-        assert traffic["dp", "all_gather"].sent_bytes == 2 * layers * 4 * width * width // 2
+        gathers = traffic["dp", "all_gather"]
+        reductions = traffic["dp", "reduce_scatter"]
+        assert gathers.operations == 2 * layers
+        assert reductions.operations == layers
+        assert gathers.sent_bytes == 2 * layers * own_bytes_of_block
 
 
 def test_frozen_blocks_are_resharded_during_the_backward() -> None:
-    layers, width, most = 6, 8, []
+    layers, width = 6, 8
+
+    def num_unsharded(net: FullyShardedDataParallel) -> int:
+        return sum(group.unsharded_params.is_allocated for group in net._reducer.groups)
 
     def rank(comm: Comm) -> int:
         torch.manual_seed(0)
         deep = Deep(layers, width).requires_grad_(False)
         net = FullyShardedDataParallel(deep, comm)
         held: list[int] = []
+
+        def before_backward(*_: object) -> None:
+            held.append(num_unsharded(net))
+
         for layer in deep.layers:
-            layer.register_full_backward_pre_hook(
-                lambda *_: held.append(
-                    sum(group.unsharded_params.is_allocated for group in net._reducer.groups)
-                )
-            )
+            layer.register_full_backward_pre_hook(before_backward)
         net(torch.ones(2, width, requires_grad=True)).sum().backward()
-        assert not any(group.unsharded_params.is_allocated for group in net._reducer.groups)
+        assert num_unsharded(net) == 0
         return max(held)
 
-    most = run_ranks("dp2", rank)
-    assert max(most) <= 3, "the one that runs, the one before it on its way, the one after it"
+    assert max(run_ranks("dp2", rank)) <= 3, "the block that runs, the one before, the one after"
 
 
 class Branches(nn.Module):
@@ -442,7 +477,9 @@ class Branches(nn.Module):
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.left, self.unused = (nn.Linear(3, 3).double() for _ in range(3))
+        self.trunk = nn.Linear(3, 3).double()
+        self.left = nn.Linear(3, 3).double()
+        self.unused = nn.Linear(3, 3).double()
 
     def forward(self, x: Tensor, branch: str) -> Tensor:
         x = self.trunk(x)
@@ -451,32 +488,39 @@ class Branch(nn.Module):
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(zero: Any) -> None:
-    x = torch.randn(3, 2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 2, 4, 3, dtype=torch.float64, generator=generator)
     branches = [("left", "right"), ("right", "right"), ("right", "left")]
+
+    def has_gradient(net: nn.Module) -> dict[str, bool]:
+        return {name: param.grad is not None for name, param in net.named_parameters()}
+
+    def adamw(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+
     alone = Branches()
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=0.5)
-    for rank in range(3):
-        for backward in range(2):
-            (alone(x[rank, backward], branches[rank][backward]).sum() / 3).backward()
+    optimizer = adamw(alone)
+    for x_of_rank, branches_of_rank in zip(x, branches, strict=True):
+        for samples, branch in zip(x_of_rank, branches_of_rank, strict=True):
+            loss = alone(samples, branch).sum() / 3
+            loss.backward()
     optimizer.step()
+    expected = has_gradient(alone)
+    assert not all(expected.values())
     nets = [Branches() for _ in range(3)]
 
     def rank_of(comm: Comm) -> tuple[dict[str, bool], dict[str, Tensor]]:
         net = FullyShardedDataParallel(nets[comm.rank], comm, zero=zero)
-        own = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
-        for backward in range(2):
-            net(x[comm.rank, backward], branches[comm.rank][backward]).sum().backward()
+        own_optimizer = adamw(net)
+        for samples, branch in zip(x[comm.rank], branches[comm.rank], strict=True):
+            net(samples, branch).sum().backward()
         net.finish_gradient_synchronization()
-        own.step()
-        has_grad = {name: param.grad is not None for name, param in net.named_parameters()}
-        return has_grad, net.full_state_dict()
+        own_optimizer.step()
+        return has_gradient(net), net.full_state_dict()
 
-    want = {name: param.grad is not None for name, param in alone.named_parameters()}
-    assert not all(want.values())
     for has_grad, state in run_ranks("dp3", rank_of):
-        assert has_grad == want
-        for name, value in alone.state_dict().items():
-            torch.testing.assert_close(state[name], value, **CLOSE)
+        assert has_grad == expected
+        assert_close_state(state, alone.state_dict())
 
 
 def test_ranks_that_use_different_parameters_of_a_block_start_their_calls_in_one_order() -> None:
@@ -562,7 +606,8 @@ def test_an_optimizer_step_before_gradients_are_synchronised_is_rejected(
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
         optimizer.zero_grad()
         with net.no_sync() if defer else nullcontext():
-            net(torch.ones(2, 4)).sum().backward()
+            loss = net(torch.ones(2, 4)).sum()
+            loss.backward()
         with pytest.raises(PlanError, match="not synchronised before this optimizer step"):
             optimizer.step()
         net.finish_gradient_synchronization()
@@ -605,7 +650,8 @@ def test_a_state_dict_has_the_shards_under_the_names_of_the_parameters(zero: Any
 def test_the_parameters_of_a_block_that_one_rank_alone_runs_are_named() -> None:
     def rank(comm: Comm) -> None:
         net = FullyShardedDataParallel(Optional(), comm)
-        net(torch.ones(2, 3), skips=comm.rank == 1).sum().backward()
+        loss = net(torch.ones(2, 3), skips=comm.rank == 1).sum()
+        loss.backward()
         net.finish_gradient_synchronization()
 
     with pytest.raises(WeftError) as caught:
@@ -630,15 +676,17 @@ class Optional(nn.Module):
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_wrapped_module_keeps_its_parameter_names(zero: Any) -> None:
     plain = Net()
-    names = [name for name, _ in plain.named_parameters()]
+
+    def names_of(module: nn.Module, **options: str) -> list[str]:
+        return [name for name, _ in module.named_parameters(**options)]
+
+    names = names_of(plain)
 
     def rank(comm: Comm) -> dict[str, int]:
         net = FullyShardedDataParallel(copy.deepcopy(plain), comm, zero=zero)
-        assert [name for name, _ in net.named_parameters()] == names
-        assert [name for name, _ in net.module.named_parameters()] == names
-        assert [name for name, _ in net.named_parameters(prefix="net")] == [
-            f"net.{name}" for name in names
-        ]
+        assert names_of(net) == names
+        assert names_of(net.module) == names
+        assert names_of(net, prefix="net") == [f"net.{name}" for name in names]
         frozen = [name for name, param in net.named_parameters() if not param.requires_grad]
         assert frozen == ["frozen.weight", "frozen.bias"]
         assert net.module.scale.shape == (5,), "the forward uses the unsharded parameter"
@@ -648,4 +696,5 @@ def test_a_wrapped_module_keeps_its_parameter_names(zero: Any) -> None:
 
     sizes = run_ranks("dp3", rank)
     for name, param in plain.named_parameters():
-        assert sum(size[name] for size in sizes) == param.numel()
+        total = sum(size[name] for size in sizes)
+        assert total == param.numel()

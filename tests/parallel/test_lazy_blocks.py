@@ -59,7 +59,10 @@ def geometry(model: ParallelModel) -> dict[str, Any]:
     """All that a rank holds, but for values."""
     modules = {}
     for name, block in model.blocks.items():
-        modules[name] = [(path, type(module)) for path, module in block.named_modules()]
+        types = []
+        for path, module in block.named_modules():
+            types.append((path, type(module)))
+        modules[name] = types
     params = {
         name: (param.shape, param.dtype, param.requires_grad)
         for name, param in model.params.items()
@@ -109,7 +112,8 @@ def test_builders_build_the_blocks_of_the_family(name: str, lora: LoraConfig) ->
     assert builders is not None
     lazy = LazyBlocks(builders, meta_modules)
     whole = meta_modules(lambda: family.blocks(config))
-    assert list(lazy) == list(whole) == [spec.name for spec in config.block_specs(SEQ_LEN)]
+    names = [spec.name for spec in config.block_specs(SEQ_LEN)]
+    assert list(lazy) == list(whole) == names
     for block_name, first in lazy.repeats(distinct=()).items():
         assert fingerprint(lazy[block_name]) == fingerprint(lazy[first])
     for block_name, block in whole.items():
@@ -137,7 +141,8 @@ def test_a_rank_builds_its_own_stages_and_one_block_of_each_kind(mesh: str) -> N
 
 
 def test_a_block_with_a_tied_parameter_equals_no_other() -> None:
-    lazy = LazyBlocks(dict.fromkeys(("a", "b", "c"), lambda: nn.Linear(2, 2)), meta_modules)
+    makers = dict.fromkeys(("a", "b", "c"), lambda: nn.Linear(2, 2))
+    lazy = LazyBlocks(makers, meta_modules)
     assert lazy.repeats(distinct={"a"}) == {"c": "b"}
     templates = lazy.templates(lazy.repeats(distinct={"a"}))
     assert templates["b"] is templates["c"] is not templates["a"]

@@ -1,10 +1,10 @@
-"""Adapters on any layout: every gradient, norm and update is one device's, what is frozen stays bit for bit, only adapters
-have optimizer state. The truth's truth: autograd through W + (alpha / rank) B A as a function of A
-and B."""
+"""LoRA adapters on any layout: gradients, norms and updates of one device; frozen parameters unchanged, no state for them.
+
+The gradients of one device are compared with autograd through W + (alpha / rank) B A as a function
+of A and B."""
 
 from __future__ import annotations
 
-from collections import Counter as Sum
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +14,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.matrix.layouts import CLIP, LR, SEED, TOLERANCE, Case, adamw, batches, on_one_device
+from tests.live import storage_bytes
+from tests.matrix.layouts import (
+    CLIP,
+    LR,
+    SEED,
+    TOLERANCE,
+    Case,
+    adamw,
+    batches,
+    make_step,
+    on_one_device,
+    own_micro_batches,
+)
 from tests.matrix.sweep import sample
+from tests.parallel.test_traffic import sent_by_axis
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
@@ -26,13 +39,12 @@ from weft.models.common.batch import chain
 from weft.models.common.init import named_parameters
 from weft.models.common.lora import AdaptedFamily, LoraFactor, adapted
 from weft.parallel.zero.grouping import make_gradient_reducer
-from weft.prove.layout import micro_batches, run_layout
+from weft.prove.layout import run_layout
 from weft.prove.oracle import one_device, plain_model
 from weft.prove.trace import RankTrace, StepTrace, differences, uncovered
 from weft.testing import run_ranks
 from weft.train.build import build_model
-from weft.train.optim import StepOptimizer, make_optimizer, matrices
-from weft.train.step import TrainStep
+from weft.train.optim import StepOptimizer, make_optimizer
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 NUM_STEPS = 2
@@ -88,7 +100,8 @@ def ranks_of(case: Case, lora: LoraConfig) -> list[RankTrace]:
 
 
 def check(case: Case, lora: LoraConfig = LORA) -> None:
-    right, ranks = truth(on_one_device(case), lora), ranks_of(case, lora)
+    right = truth(on_one_device(case), lora)
+    ranks = ranks_of(case, lora)
     assert lora != LORA or case.clip != CLIP or right[0].grad_norm > CLIP, (
         "clipping must act in this test"
     )
@@ -96,7 +109,8 @@ def check(case: Case, lora: LoraConfig = LORA) -> None:
         assert {adapted_linear(name) is not None for name in rank.steps[0].grads} <= {True}, (
             "only adapters have gradients"
         )
-    wrong = [each for each in differences(right, ranks, lr=LR) if not each.relative <= TOLERANCE]
+    found = differences(right, ranks, lr=LR)
+    wrong = [each for each in found if not each.relative <= TOLERANCE]
     assert not wrong, f"{case}: first of {len(wrong)}: {wrong[0]}"
     assert not uncovered(right[0].params, ranks)
     start = starting_values(case, lora)
@@ -174,39 +188,48 @@ def test_some_linears_alone_and_stages_where_nothing_is_trained(
     check(case, LoraConfig(rank=2, alpha=8.0, targets=targets))
 
 
+def use_merged_weights(
+    blocks: Mapping[str, nn.Module], start: Mapping[str, Tensor], factors: Mapping[str, Tensor]
+) -> None:
+    """Replace the weight of each adapted linear by W + (alpha / rank) B A."""
+    scale = LORA.alpha / LORA.rank
+    for name, block in blocks.items():
+        for path, module in list(block.named_modules()):
+            linear = f"{name}.{path}"
+            if linear + LORA_A in factors:
+                weight = start[f"{linear}.weight"].detach()
+                del module.weight
+                change = scale * factors[linear + LORA_B] @ factors[linear + LORA_A]
+                module.weight = weight + change
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3", "qwen3-moe", "deepseek"])
 def test_one_device_computes_the_gradients_of_merged_weights(name: str) -> None:
     """No adapter runs here: each weight is a function of A and B, and autograd does the rest."""
     case = Case("", family=name, **TINY)
     plain = plain_model(FAMILIES[name], case.config, seed=SEED, dtype=torch.float64)
     start = starting_values(case, LORA)
-    factors = {
-        each: start[each].detach().requires_grad_()
-        for each in start
-        if adapted_linear(each) is not None
-    }
-    for linear in adapted_linears((), case.config.linears()):
-        block, _, path = linear.partition(".")
-        module = plain[block].get_submodule(path)
-        weight = start[f"{linear}.weight"].detach()
-        del module.weight
-        module.weight = (
-            weight + LORA.alpha / LORA.rank * factors[linear + LORA_B] @ factors[linear + LORA_A]
-        )
+    factors = {}
+    for each, value in start.items():
+        if adapted_linear(each) is not None:
+            factors[each] = value.detach().requires_grad_()
+    use_merged_weights(plain, start, factors)
+    assert len(factors) == 2 * len(adapted_linears((), case.config.linears()))
     batch = batches(case)[0]
     out = chain(plain, batch.inputs, batch)
-    loss = (out.x if out.loss is None else out.x + out.loss) / batch.num_targets()
+    total = out.x if out.loss is None else out.x + out.loss
+    loss = total / batch.num_targets()
     loss.backward()
-    norm = torch.stack([factor.grad.norm() for factor in factors.values()]).norm()
+    norms = [factor.grad.norm() for factor in factors.values()]
+    norm = torch.stack(norms).norm()
     first = truth(case, LORA)[0]
     assert first.grads.keys() == factors.keys(), "every adapter, and nothing else"
     assert first.loss == pytest.approx(loss.item(), rel=1e-12)
     assert first.grad_norm == pytest.approx(norm.item(), rel=1e-12)
     for each, factor in factors.items():
         right = factor.grad * CLIP / (norm + 1e-6)
-        torch.testing.assert_close(
-            first.grads[each], right, rtol=0, atol=1e-12 * right.abs().max().item()
-        )
+        error = (first.grads[each] - right).abs().max()
+        assert error <= 1e-12 * right.abs().max()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -219,7 +242,8 @@ def test_configs_name_linears_that_are_there_with_their_sizes(name: str) -> None
             module = blocks.get_submodule(linear)
             assert isinstance(module, nn.Linear)
             assert tuple(module.weight.shape) == sizes
-        named = {path for path, module in blocks.named_modules() if isinstance(module, nn.Linear)}
+        modules = dict(blocks.named_modules())
+        named = {path for path, module in modules.items() if isinstance(module, nn.Linear)}
         outside = (
             "embed.",
             "head.",
@@ -233,7 +257,8 @@ def test_configs_name_linears_that_are_there_with_their_sizes(name: str) -> None
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3", "qwen3-moe", "deepseek"])
 def test_an_adapter_starts_as_nothing_whatever_the_layout(name: str) -> None:
-    family, cfg = adapted(FAMILIES[name], LORA), FAMILIES[name].Config()
+    family = adapted(FAMILIES[name], LORA)
+    cfg = FAMILIES[name].Config()
     params = named_parameters(plain_model(family, cfg, seed=SEED, dtype=torch.float32))
     plain = named_parameters(plain_model(FAMILIES[name], cfg, seed=SEED, dtype=torch.float32))
     for each, value in params.items():
@@ -243,7 +268,8 @@ def test_an_adapter_starts_as_nothing_whatever_the_layout(name: str) -> None:
         elif each.endswith(LORA_B):
             assert not value.any()
         else:
-            assert value.std().item() == pytest.approx((3 * value.shape[1]) ** -0.5, rel=0.2)
+            expected = (3 * value.shape[1]) ** -0.5
+            assert value.std().item() == pytest.approx(expected, rel=0.2)
     assert len(
         {value.sum().item() for each, value in params.items() if each.endswith(LORA_A)}
     ) == len(cfg.linears()), "each by its own name"
@@ -278,14 +304,18 @@ def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
             states,
             gradients,
             adapters,
-            _memory(value for name, value in built.params.items() if not adapted_linear(name)),
+            storage_bytes(
+                value for name, value in built.params.items() if not adapted_linear(name)
+            ),
         )
 
     found = run_ranks(case.mesh, rank)
     adapters = found[0][2]
     shards = 2 if zero else 1
-    assert sum(states for states, *_ in found) == 2 * adapters * 2 // shards
-    assert sum(gradients for _, gradients, *_ in found) == adapters * 2 // shards
+    total = sum(states for states, *_ in found)
+    assert total == 2 * adapters * 2 // shards
+    total = sum(gradients for _, gradients, *_ in found)
+    assert total == adapters * 2 // shards
     base = sum(
         value.numel() * 4
         for name, value in starting_values(case, LORA).items()
@@ -297,31 +327,29 @@ def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
         )
 
 
-def _memory(tensors: Any) -> int:
-    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
-
-
 @pytest.mark.parametrize("mesh", ["dp2"])
 def test_mixed_precision_holds_the_base_in_the_type_of_compute(mesh: str) -> None:
-    """Spread or whole, the base is the same bfloat16 numbers and adapters move in float32."""
+    """Sharded or whole, the base is the same bfloat16 numbers and adapters are updated in float32."""
     case = Case(mesh, **TINY)
+    dtypes = {"params": "float32", "compute": "bfloat16", "reduce": "float32"}
 
     def rank(comm: Comm, zero: int) -> tuple[float, ...]:
-        plan = case.plan.model_copy(
-            update={"zero": zero, "params": "float32", "compute": "bfloat16", "reduce": "float32"}
-        )
-        built = build_model(family_of(case), case.config, plan, comm, seed=SEED)
-        step = TrainStep(
-            built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP
-        )
-        assert {value.dtype for value in step.grads.sharded_params.values()} == {torch.float32}
-        assert {value.dtype for value in built.params.values()} == {torch.bfloat16}
-        return tuple(
-            step(micro_batches(batch, plan, comm.rank), lr=LR).loss
-            for batch in batches(case)[:NUM_STEPS]
-        )
+        plan = case.plan.model_copy(update={"zero": zero, **dtypes})
+        step = make_step(case, comm, family=family_of(case), plan=plan)
+        for value in step.grads.sharded_params.values():
+            assert value.dtype == torch.float32
+        for value in step.model.params.values():
+            assert value.dtype == torch.bfloat16
+        losses = []
+        for index in range(NUM_STEPS):
+            report = step(own_micro_batches(case, comm, step=index), lr=LR)
+            losses.append(report.loss)
+        return tuple(losses)
 
-    losses = [run_ranks(mesh, lambda comm, zero=zero: rank(comm, zero))[0] for zero in (0, 1, 3)]
+    losses = []
+    for zero in (0, 1, 3):
+        ranks = run_ranks(mesh, lambda comm, zero=zero: rank(comm, zero))
+        losses.append(ranks[0])
     assert losses[0] == losses[1] == losses[2]
     right = [step.loss for step in truth(on_one_device(case), LORA)]
     assert losses[0] == pytest.approx(right, rel=2**-7), "bfloat16 rounds at 2^-8"
@@ -336,28 +364,27 @@ def test_adapters_add_no_operation_between_tensor_ranks_but_the_sum_of_their_gra
     """
     case = Case("tp2", sequence=sequence, bucket_bytes=2**30, **TINY)
 
-    def rank(comm: Comm, family: Family) -> tuple[Sum[str], int]:
-        built = build_model(family, case.config, case.plan, comm, seed=SEED)
-        step = TrainStep(
-            built, make_optimizer=lambda tensors: adamw(tensors, matrices(built.params)), clip=CLIP
-        )
-        comm.observers = (counter := Counter(),)
-        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
-        summed = sum(
-            piece.box.size
-            for name, piece in built.shards.items()
-            if piece.reduce_axes and built.params[name].requires_grad
-        )
-        sent = Sum[str]()
-        for (axis, _), traffic in counter.traffic.items():
-            sent[axis] += traffic.sent_bytes
-        return sent, 8 * summed
+    def bytes_over_tp(comm: Comm, family: Family) -> tuple[int, int]:
+        """All that a rank sends in a step; the gradients that are summed at its end."""
+        step = make_step(case, comm, family=family)
+        counter = Counter()
+        comm.observers = (counter,)
+        step(own_micro_batches(case, comm), lr=LR)
+        summed_entries = 0
+        for name, piece in step.model.shards.items():
+            if piece.reduce_axes and step.model.params[name].requires_grad:
+                summed_entries += piece.box.size
+        return sent_by_axis(counter)["tp"], 8 * summed_entries
 
-    (plain, plain_summed), *_ = run_ranks(case.mesh, lambda comm: rank(comm, FAMILIES[case.family]))
-    (ours, our_summed), *_ = run_ranks(case.mesh, lambda comm: rank(comm, family_of(case)))
+    def of_first_rank(family: Family) -> tuple[int, int]:
+        return run_ranks(case.mesh, lambda comm: bytes_over_tp(comm, family))[0]
+
+    plain, plain_summed = of_first_rank(FAMILIES[case.family])
+    ours, our_summed = of_first_rank(family_of(case))
     width = case.seq_len * case.config.dim * 8  # type: ignore[attr-defined]
-    unneeded = case.microbatches * (width if not sequence else width // 2 + width // 2)
-    assert plain["tp"] - ours["tp"] == plain_summed - our_summed + unneeded
+    input_gradient = 2 * (width // 2) if sequence else width
+    unneeded = case.microbatches * input_gradient
+    assert plain - ours == plain_summed - our_summed + unneeded
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -385,7 +412,10 @@ def the_rank_is_cut_instead_of_the_features(patch: pytest.MonkeyPatch) -> None:
 
     def axes(self: AdaptedFamily, cfg: Any) -> Any:
         table = right(self, cfg)
-        turned = {row: (*names[::-1],) for row, names in table.items() if row.endswith(LORA_B)}
+        turned = {}
+        for row, names in table.items():
+            if row.endswith(LORA_B):
+                turned[row] = tuple(reversed(names))
         return {**table, **turned}
 
     patch.setattr(AdaptedFamily, "axes", axes)

@@ -1,4 +1,4 @@
-"""PipelineParallel around plain modules."""
+"""`weft.PipelineParallel` around plain modules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_pipeline_of_plain_modules_has_the_gradients_of_one_process(
     want = dict(whole.named_parameters())
 
     def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
-        mine = [part.chunk(comm.degree("dp"))[comm.index("dp")] for part in (x, y)]
+        num_parts, own = comm.degree("dp"), comm.index("dp")
+        mine = [part.chunk(num_parts)[own] for part in (x, y)]
         pipe = PipelineParallel(
             copy.deepcopy(blocks),
             comm,
@@ -86,7 +87,8 @@ class Tokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layer = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.embed = nn.Embedding(7, 4)
+        self.layer = nn.Linear(4, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return torch.tanh(self.layer(self.embed(tokens)))
@@ -108,7 +110,8 @@ def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
         nn.Linear(4, 7).double(),
     ]
     tokens = torch.randint(0, 7, (8, 6), generator=torch.Generator().manual_seed(1))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
     whole = nn.Sequential(*copy.deepcopy(blocks))
     loss = cross_entropy(whole(inputs), targets)
     loss.backward()
@@ -143,7 +146,8 @@ class PartlyUsed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.always = nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
         self.never = nn.Linear(4, 4)
         self.uses_first = False
 

@@ -90,7 +90,10 @@ def test_a_searched_table_computes_what_one_device_computes(
     mesh: str, chunks: int, tmp_path: Path
 ) -> None:
     """Less memory than any built-in table: every row differs from theirs."""
-    limits = (Fraction(3, 2),) * 2 if chunks == 2 else (Fraction(1), Fraction(2))
+    if chunks == 2:
+        limits = (Fraction(3, 2), Fraction(3, 2))
+    else:
+        limits = (Fraction(1), Fraction(2))
     request = SearchRequest(
         ranks=2,
         microbatches=4,
@@ -99,7 +102,8 @@ def test_a_searched_table_computes_what_one_device_computes(
         seconds=2,
     )
     table = search(request).best.table
-    assert all(act.kind != "B" for act in table.actions)
+    for act in table.actions:
+        assert act.kind != "B"
     schedule = saved(table, tmp_path / "searched.schedule")
     check(shallow(Case(mesh, family="gpt2", schedule=schedule, chunks=chunks, microbatches=4)))
 
@@ -135,15 +139,19 @@ class Layer(nn.Module):
     def __init__(self, *, extra: str = "") -> None:
         super().__init__()
         self.extra = extra
-        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4)
         self.double()
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor | Extra:
         y = x + self.down(torch.tanh(self.up(x)))
         if not self.extra:
             return y
-        penalty = (self.up(x) ** 2).sum() if self.extra == "penalty" else torch.tensor(3.0)
-        return Extra(y, loss=penalty, load=torch.stack([(y > 0).sum(), (y <= 0).sum()]))
+        penalty = torch.tensor(3.0)
+        if self.extra == "penalty":
+            penalty = (self.up(x) ** 2).sum()
+        load = torch.stack([(y > 0).sum(), (y <= 0).sum()])
+        return Extra(y, loss=penalty, load=load)
 
 
 class Squares(nn.Module):
@@ -164,7 +172,8 @@ def micro_batches(number: int) -> list[Batch]:
 
 
 def plan_of(schedule: str, mesh: str, microbatches: int, layers: int) -> Plan:
-    ranks, chunks = Mesh.parse(mesh).degree("pp"), SCHEDULES[schedule].default_chunks
+    ranks = Mesh.parse(mesh).degree("pp")
+    chunks = SCHEDULES[schedule].default_chunks
     each = layers // (ranks * chunks)
     names = [
         tuple(f"layer{layer}" for layer in range(at, at + each)) for at in range(0, layers, each)
@@ -191,11 +200,13 @@ SCHEDULE_NAMES = ("1f1b", "zero_bubble", "zbv", "dual_pipe_v")
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(schedule: str) -> None:
-    start, batches = chain_of_layers(KINDS), micro_batches(5)
+    start = chain_of_layers(KINDS)
+    batches = micro_batches(5)
     whole = copy.deepcopy(start)
     total = sum(forward(whole, batch) for batch in batches)
     (total * 0.25).backward()
-    right = {name: param.grad for name, param in nn.ModuleDict(whole).named_parameters()}
+    modules = nn.ModuleDict(whole)
+    right = {name: param.grad for name, param in modules.named_parameters()}
 
     def rank(comm: Comm) -> tuple[PlayResult, dict[str, Tensor | None]]:
         plan = plan_of(schedule, "pp2", 5, layers=4)
@@ -214,7 +225,8 @@ def test_extra_losses_of_any_stage_count_and_loads_are_summed_over_the_step(sche
         ours.update(gradients)
     assert loss == pytest.approx(total.item(), rel=1e-13)
     assert set(loads) == {"layer0", "layer2", "layer3"}
-    assert all(load.sum() == 5 * 12 for load in loads.values())
+    for load in loads.values():
+        assert load.sum() == 5 * 12
     assert set(ours) == set(right)
     for name, gradient in right.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-12, atol=1e-14)
@@ -239,7 +251,8 @@ def test_before_last_backward_is_called_once_right_before_the_last_b_or_w_of_a_s
 
     table = make_table(schedule, ranks=2, microbatches=4)
     for index, events in enumerate(run_ranks("pp2", rank)):
-        assert tuple(act for act in events if isinstance(act, Act)) == table.rows[index]
+        actual = tuple(act for act in events if isinstance(act, Act))
+        assert actual == table.rows[index]
         for stage in table.stages(index):
             acts = [
                 act for act in table.rows[index] if act.stage == stage and act.kind in ("B", "W")
@@ -288,10 +301,13 @@ def test_buckets_are_reduced_during_the_last_w(monkeypatch: pytest.MonkeyPatch) 
     start_reduce = ParamGroup.start_reduce
     monkeypatch.setattr(ParamGroup, "start_reduce", log_and_start)
     for events in run_ranks("dp2", rank):
-        last, done = events.index("last"), events.index("W0.2")
+        last = events.index("last")
+        done = events.index("W0.2")
         inside = events[last + 1 : done]
-        assert inside == [f"reduce layer{layer}.{leaf}" for layer in (1, 0) for leaf in LEAVES]
-        assert not any(event.startswith("reduce") for event in events[:last])
+        expected = [f"reduce layer{layer}.{leaf}" for layer in (1, 0) for leaf in LEAVES]
+        assert inside == expected
+        for event in events[:last]:
+            assert not event.startswith("reduce")
 
 
 LEAVES = ("down.bias", "down.weight", "up.bias", "up.weight")

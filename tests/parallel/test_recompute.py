@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.live import Live
-from tests.matrix.layouts import LR, SEED, Case, adamw, batches
+from tests.matrix.layouts import LR, Case, make_step, own_micro_batches
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.layout.plan import Recompute
@@ -23,11 +23,7 @@ from weft.models.common.batch import Batch, token_batch
 from weft.parallel.autograd.split_backward import SplitBackward
 from weft.parallel.recompute.blocks import FullRecompute, recompute_block
 from weft.parallel.recompute.selective import SelectiveRecompute
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_model
-from weft.train.optim import matrices
-from weft.train.step import TrainStep
 
 B, S, D, H, G, FFN = 2, 32, 64, 8, 4, 176
 K = D // H
@@ -57,7 +53,10 @@ def saved_by_layer(mode: Recompute, dtype: torch.dtype) -> int:
     """Bytes that the layer's forward leaves allocated, besides its parameters, its input and its
     output.
     """
-    layer, x, batch, live = llama_layer(dtype), some_input(dtype), some_batch(), Live()
+    layer = llama_layer(dtype)
+    x = some_input(dtype)
+    batch = some_batch()
+    live = Live()
     given = (x, *layer.parameters(), batch.positions)
     block = recompute_block("layer0", layer, mode)
     with live:
@@ -88,7 +87,8 @@ def test_a_layer_saves_what_the_formula_says(mode: Recompute, numbers: int) -> N
 
 def test_in_bfloat16_selective_saves_no_float32_copies_of_norms() -> None:
     # the norm that torch composes on the CPU makes float32 of its input: 3 x D x 4 bytes a norm and token
-    assert saved_by_layer("selective", torch.bfloat16) == B * S * (2 * SELECTIVE + 4 * STATS)
+    entry_bytes = 2 * SELECTIVE + 4 * STATS
+    assert saved_by_layer("selective", torch.bfloat16) == B * S * entry_bytes
     assert saved_by_layer("none", torch.bfloat16) >= B * S * (
         2 * (SELECTIVE + 2 * FFN) + 2 * 2 * 4 * D
     )
@@ -134,14 +134,16 @@ PRODUCTS, NORMS = 7, 2
 
 
 def test_full_repeats_the_forward_once_and_stops_before_the_last_product() -> None:
-    plain, calls = calls_of_backward("none"), calls_of_backward("full")
+    plain = calls_of_backward("none")
+    calls = calls_of_backward("full")
     assert plain["mm"] == 2 * PRODUCTS
     assert calls["mm"] - plain["mm"] == PRODUCTS - 1
     assert (plain[ATTENTION], calls[ATTENTION]) == (0, 1)
 
 
 def test_selective_repeats_each_norm_once_and_no_matrix_product_or_attention() -> None:
-    plain, calls = calls_of_backward("none"), calls_of_backward("selective")
+    plain = calls_of_backward("none")
+    calls = calls_of_backward("selective")
     assert (calls["mm"], calls[ATTENTION]) == (plain["mm"], 0)
     assert calls["rsqrt"] - plain["rsqrt"] == NORMS, "not once for each linear that reads the norm"
 
@@ -150,7 +152,10 @@ def kept_over_time(mode: Recompute, *, is_split: bool) -> tuple[int, int]:
     """Bytes that are left after the forward, and after the backward of the input (all of it, or I
     where it is split).
     """
-    layer, x, batch, live = llama_layer(), some_input(), some_batch(), Live()
+    layer = llama_layer()
+    x = some_input()
+    batch = some_batch()
+    live = Live()
     given = (x, *layer.parameters(), batch.positions)
     split = SplitBackward(layer.parameters()) if is_split else None
     gc.disable()  # what only the garbage collector would free counts as saved
@@ -180,13 +185,17 @@ def test_after_the_backward_nothing_is_allocated(mode: Recompute) -> None:
 def test_under_a_split_backward_neither_forward_nor_i_saves_more() -> None:
     left = {mode: kept_over_time(mode, is_split=True) for mode in MODES}
     whole = {mode: kept_over_time(mode, is_split=False) for mode in MODES}
-    assert [before for before, _ in left.values()] == [before for before, _ in whole.values()]
-    assert len({after for _, after in left.values()}) == 1
+    actual = [before for before, _ in left.values()]
+    expected = [before for before, _ in whole.values()]
+    assert actual == expected
+    count = len({after for _, after in left.values()})
+    assert count == 1
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_a_graph_that_is_retained_runs_backward_twice(mode: Recompute) -> None:
-    layer, x = llama_layer(), some_input()
+    layer = llama_layer()
+    x = some_input()
     y = recompute_block("layer0", layer, mode)(x, some_batch()).square().sum()
     (first,) = torch.autograd.grad(y, x, retain_graph=True)
     (second,) = torch.autograd.grad(y, x)
@@ -215,7 +224,8 @@ def test_a_recomputed_result_that_is_modified_in_place_is_saved_as_it_is() -> No
         h.add_(1.0)
         y = F.linear(h, weight)
     y.sum().backward()
-    assert torch.allclose(weight.grad, (F.silu(x) + 1).sum(0).expand(8, 8))
+    expected = (F.silu(x) + 1).sum(0).expand(8, 8)
+    assert torch.allclose(weight.grad, expected)
 
 
 def test_an_argument_modified_in_place_after_the_forward_is_an_error_as_in_autograd() -> None:
@@ -239,7 +249,9 @@ def test_views_of_recomputed_results_are_views_of_the_repeated_one() -> None:
 
     def act() -> Tensor:
         left, right = F.gelu(x).t().chunk(2, dim=0)
-        return F.linear(right.t(), weight).sum() + (left.t() @ weight.t()).square().sum()
+        first = F.linear(right.t(), weight).sum()
+        second = (left.t() @ weight.t()).square().sum()
+        return first + second
 
     with SelectiveRecompute():
         y = act()
@@ -257,11 +269,14 @@ def test_an_in_place_activation_is_not_repeated() -> None:
 
     with SelectiveRecompute():
         y = act()
-    assert torch.equal(*torch.autograd.grad(y, x), *torch.autograd.grad(act(), x))
+    (gradient,) = torch.autograd.grad(y, x)
+    (right,) = torch.autograd.grad(act(), x)
+    assert torch.equal(gradient, right)
 
 
 def test_a_repeated_forward_that_saves_fewer_tensors_is_an_error() -> None:
-    x, turns = torch.randn(3, requires_grad=True), iter((True, False))
+    x = torch.randn(3, requires_grad=True)
+    turns = iter((True, False))
 
     def call() -> Tensor:
         return x.sin().exp() if next(turns) else x * 1.0
@@ -274,12 +289,10 @@ def all_reduces_of_a_step(mode: Recompute) -> int:
     case = Case("tp2", family="gpt2", microbatches=1, recompute=mode)
 
     def rank(comm: Comm) -> int:
-        model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
-        step = TrainStep(
-            model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0
-        )
-        comm.observers = (counter := Counter(),)
-        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
+        step = make_step(case, comm, clip=1.0)
+        counter = Counter()
+        comm.observers = (counter,)
+        step(own_micro_batches(case, comm), lr=LR)
         return counter.traffic["tp", "all_reduce"].operations
 
     return run_ranks(case.mesh, rank)[0]

@@ -35,7 +35,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(3, 5).double(), nn.Linear(5, 3).double()
+        self.first = nn.Linear(3, 5).double()
+        self.second = nn.Linear(5, 3).double()
         self.gain = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         self.single = nn.Parameter(torch.ones(5))
         self.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
@@ -43,7 +44,8 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x) * self.gain) * self.single
-        y: Tensor = self.second(h) + h @ self.first.weight * self.frozen
+        frozen = h @ self.first.weight * self.frozen
+        y: Tensor = self.second(h) + frozen
         return y
 
 
@@ -70,7 +72,8 @@ def values(net: Net) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_equal_those_of_the_plain_optimizer(name: str) -> None:
     kind, kwargs = OPTIMIZERS[name]
-    plain, nets = Net(), [Net() for _ in range(3)]
+    plain = Net()
+    nets = [Net() for _ in range(3)]
     train(plain, kind(groups(plain), **kwargs))
 
     def rank(comm: Comm) -> dict[str, Tensor]:
@@ -91,7 +94,8 @@ def test_states_are_held_for_the_shard_of_the_rank_alone() -> None:
     def rank(comm: Comm) -> int:
         net = nets[comm.rank]
         optimizer = ShardedOptimizer(net.parameters(), torch.optim.AdamW, comm, lr=1e-3)
-        net(torch.ones(2, 31, dtype=torch.float64)).sum().backward()
+        loss = net(torch.ones(2, 31, dtype=torch.float64)).sum()
+        loss.backward()
         optimizer.step()
         return sum(
             x.numel() for state in optimizer.inner.state.values() for x in state.values() if x.dim()
@@ -107,7 +111,8 @@ def test_full_states_load_into_the_plain_optimizer_and_back_on_another_number_of
     name: str,
 ) -> None:
     kind, kwargs = OPTIMIZERS[name]
-    plain, nets = Net(), [Net() for _ in range(3)]
+    plain = Net()
+    nets = [Net() for _ in range(3)]
     theirs = kind(groups(plain), **kwargs)
     train(plain, theirs)
     saved = copy.deepcopy((plain.state_dict(), theirs.state_dict()))
@@ -143,7 +148,8 @@ def test_full_states_load_into_the_plain_optimizer_and_back_on_another_number_of
 
 def test_a_rank_saves_and_loads_its_own_shard() -> None:
     def rank(comm: Comm) -> bool:
-        net, other = nets[comm.rank], copy.deepcopy(nets[comm.rank])
+        net = nets[comm.rank]
+        other = copy.deepcopy(nets[comm.rank])
         optimizer = ShardedOptimizer(net.parameters(), torch.optim.AdamW, comm, lr=1e-2)
         train(net, optimizer)
         fresh = ShardedOptimizer(other.parameters(), torch.optim.AdamW, comm, lr=5.0)
@@ -151,7 +157,8 @@ def test_a_rank_saves_and_loads_its_own_shard() -> None:
         fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for each, by in ((net, optimizer), (other, fresh)):
             train(each, by, first=4)
-        return all(torch.equal(value, values(other)[name]) for name, value in values(net).items())
+        left, right = values(net), values(other)
+        return all(torch.equal(value, right[name]) for name, value in left.items())
 
     nets = [Net() for _ in range(2)]
     assert all(run_ranks("dp2", rank))
@@ -169,7 +176,8 @@ def test_named_parameters_and_closures_are_taken_as_torch_takes_them() -> None:
             return loss.detach()
 
         first = optimizer.step(closure)
-        return float(first - optimizer.step(closure)), optimizer.param_groups[0]["param_names"]
+        change = first - optimizer.step(closure)
+        return float(change), optimizer.param_groups[0]["param_names"]
 
     nets = [Net() for _ in range(2)]
     for fallen, known in run_ranks("dp2", rank):

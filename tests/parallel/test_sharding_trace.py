@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
+from tests.parallel.test_traffic import operations_by_name
 from tests.parallel.test_user_models import (
     ATTENTION,
     ENDS,
@@ -87,7 +88,9 @@ class LocalHeadConstants(InlineMLP):
     def attention(self, y: Tensor, batch: Batch) -> Tensor:
         q = heads(self.q(y))
         slopes = torch.arange(q.shape[2], dtype=q.dtype, device=q.device).unsqueeze(-1)
-        return self.o(self.attend(q * slopes, heads(self.k(y)), heads(self.v(y)), batch).flatten(2))
+        k = heads(self.k(y))
+        v = heads(self.v(y))
+        return self.o(self.attend(q * slopes, k, v, batch).flatten(2))
 
 
 class ScaleOfLocalWidth(InlineMLP):
@@ -118,7 +121,9 @@ class InPlace(InlineMLP):
 class HalfOfSharded(InlineMLP):
     def mlp(self, y: Tensor) -> Tensor:
         up = self.up(y)
-        return self.down(torch.cat((up[..., : FFN // 4], up[..., FFN // 4 :].relu()), dim=-1))
+        first = up[..., : FFN // 4]
+        rest = up[..., FFN // 4 :].relu()
+        return self.down(torch.cat((first, rest), dim=-1))
 
 
 class ProductByHand(InlineMLP):
@@ -146,7 +151,8 @@ class MeanOverSequence(InlineMLP):
 
 class ShiftedSequence(InlineMLP):
     def mlp(self, y: Tensor) -> Tensor:
-        return super().mlp(y) + F.pad(y[:, :-1], (0, 0, 1, 0))
+        shifted = F.pad(y[:, :-1], (0, 0, 1, 0))
+        return super().mlp(y) + shifted
 
 
 REJECTED: dict[Callable[[], nn.Module], str] = {
@@ -170,12 +176,14 @@ def rejection(block: Callable[[], nn.Module], layout: str, axes: AxisTable = PLA
     blocks = user_model(shape)
 
     def rank(comm: Comm) -> None:
-        weft.parallelize(copy.deepcopy(blocks), plan_of(layout), comm, axes={**ENDS, **shape.axes})
+        axes = {**ENDS, **shape.axes}
+        weft.parallelize(copy.deepcopy(blocks), plan_of(layout), comm, axes=axes)
 
     with pytest.raises(weft.WeftError) as caught:
         run_ranks(plan_of(layout).mesh.text, rank)
     message, *rest = str(caught.value).splitlines()
-    assert all(line.startswith("raised by rank") for line in rest)
+    for line in rest:
+        assert line.startswith("raised by rank")
     return message
 
 
@@ -238,7 +246,9 @@ class PositionsOnDefaultDevice(InlineMLP):
     def attention(self, y: Tensor, batch: Batch) -> Tensor:
         q = heads(self.q(y))
         angles = torch.arange(q.shape[1], dtype=q.dtype)[:, None, None]
-        out = self.attend(q * angles.cos(), heads(self.k(y)), heads(self.v(y)), batch)
+        k = heads(self.k(y))
+        v = heads(self.v(y))
+        out = self.attend(q * angles.cos(), k, v, batch)
         return self.o(out.flatten(2))
 
 
@@ -262,7 +272,9 @@ class InterleavedQKVOfFixedHeads(InterleavedQKV):
 
     def attention(self, y: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv(y)
-        q, k, v = qkv.view(*y.shape[:2], qkv.shape[-1] // (3 * K), 3 * K).chunk(3, dim=-1)
+        num_heads = qkv.shape[-1] // (3 * K)
+        of_heads = qkv.view(*y.shape[:2], num_heads, 3 * K)
+        q, k, v = of_heads.chunk(3, dim=-1)
         return self.o(self.attend(q, k, v, batch).flatten(2))
 
 
@@ -374,7 +386,9 @@ class CappedDispatch(Dispatch):
     def forward(
         self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
     ) -> Tensor:
-        return super().forward(x_ND, experts_NK[:, :1], weights_NK[:, :1], experts)
+        first = experts_NK[:, :1]
+        weights = weights_NK[:, :1]
+        return super().forward(x_ND, first, weights, experts)
 
 
 class DeclaredCappedDispatch(CappedDispatch):
@@ -428,15 +442,16 @@ def test_linears_that_read_the_same_tensor_share_one_entry() -> None:
         counter = Counter()
         comm.observers = (counter,)
         x = torch.randn(2, 8, D, dtype=torch.float64, requires_grad=True)
-        model.stages[0]["layer0"](x, batch).sum().backward()
-        return {op: traffic.operations for (_, op), traffic in counter.traffic.items()}
+        loss = model.stages[0]["layer0"](x, batch).sum()
+        loss.backward()
+        return operations_by_name(counter)
 
     assert run_ranks("tp2", rank) == [{"all_reduce": 3}] * 2
 
 
 def micro_batches_of_one_device() -> Batch:
-    (batch, *_) = run_ranks("", lambda comm: micro_batches(plan_of("tp2"), comm))[0]
-    return batch
+    ranks = run_ranks("", lambda comm: micro_batches(plan_of("tp2"), comm))
+    return ranks[0][0]
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -465,9 +480,15 @@ def test_boxes_that_a_checkpoint_gets_of_a_fused_weight_make_up_the_whole_one(na
             copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **shape.axes}
         )
         items = [item for local in param_values(model) for item in local.write_items()]
-        return [(item.name.removeprefix("model/"), item.box, item.tensor.clone()) for item in items]
+        pieces = []
+        for item in items:
+            param_name = item.name.removeprefix("model/")
+            pieces.append((param_name, item.box, item.tensor.clone()))
+        return pieces
 
-    found = {param_name: torch.full_like(tensor, torch.nan) for param_name, tensor in whole.items()}
+    found = {}
+    for param_name, tensor in whole.items():
+        found[param_name] = torch.full_like(tensor, torch.nan)
     for items in run_ranks("tp2", rank):
         for param_name, box, values in items:
             found[param_name][box.slices] = values
@@ -494,8 +515,10 @@ def test_a_block_or_linear_used_under_two_names_is_one_set_of_parameters(shared:
         model = weft.parallelize(
             copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN}
         )
-        assert not any(name.startswith(f"layer1.{shared}") for name in model.params)
-        forward(model.stages[0], batch).backward()
+        for name in model.params:
+            assert not name.startswith(f"layer1.{shared}")
+        loss = forward(model.stages[0], batch)
+        loss.backward()
         differences = []
         for name, param in model.params.items():
             grad = param.grad
@@ -512,7 +535,10 @@ def test_attention_computed_in_place_is_followed_through_its_products() -> None:
     class InPlace(InlineMLP):
         def by_head(self, y: Tensor) -> list[Tensor]:
             """q, k and v, [B, heads, S, K]."""
-            return [heads(linear(y)).transpose(1, 2) for linear in (self.q, self.k, self.v)]
+            projected = []
+            for projection in (self.q, self.k, self.v):
+                projected.append(heads(projection(y)).transpose(1, 2))
+            return projected
 
         def attention(self, y: Tensor, batch: Batch) -> Tensor:
             q, k, v = self.by_head(y)

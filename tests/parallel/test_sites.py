@@ -73,12 +73,16 @@ def train_ranks(
 
 def stored(path: Path, section: str) -> dict[str, Tensor]:
     source = open_checkpoint(path).section(section)
-    return {name: source.read(name, Box.whole(shape)) for name, shape in source.shapes.items()}
+    tensors = {}
+    for name, shape in source.shapes.items():
+        tensors[name] = source.read(name, Box.whole(shape))
+    return tensors
 
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """Of the tensors of `left`: biases of routers have no momentum."""
-    return max(float((left[name] - right[name]).abs().max()) for name in left)
+    errors = [(tensor - right[name]).abs().max() for name, tensor in left.items()]
+    return float(max(errors))
 
 
 def assert_equals_plain(run: Run, path: Path, reports: Sequence[StepReport]) -> PlainRun:
@@ -94,8 +98,10 @@ def assert_equals_plain(run: Run, path: Path, reports: Sequence[StepReport]) -> 
         assert largest_difference(stored(path, "site/momentum"), plain.momentum) < TOLERANCE
     for index, params in enumerate(plain.sites):
         assert largest_difference(stored(path, f"site/{index}/model"), params) < TOLERANCE
-    assert [report.loss for report in reports] == pytest.approx(plain.losses, abs=TOLERANCE)
-    assert [report.grad_norm for report in reports] == pytest.approx(plain.norms, abs=TOLERANCE)
+    loss = [report.loss for report in reports]
+    assert loss == pytest.approx(plain.losses, abs=TOLERANCE)
+    grad_norms = [report.grad_norm for report in reports]
+    assert grad_norms == pytest.approx(plain.norms, abs=TOLERANCE)
     return plain
 
 
@@ -170,24 +176,31 @@ def test_a_resumed_run_has_the_same_bits_also_with_an_exchange_under_way(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
     run = run_of("site2 dp2", *words)
-    whole, first, second = tmp_path / "whole", tmp_path / "first", tmp_path / "second"
+    whole = tmp_path / "whole"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     train_ranks(run, steps=range(8), saved=whole)
     train_ranks(run, steps=range(4), saved=first)  # step 3 began an exchange
     train_ranks(run, steps=range(4, 8), saved=second, start=first)
-    left, right = state_of(whole), state_of(second)
+    left = state_of(whole)
+    right = state_of(second)
     assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    for name in left:
+        assert torch.equal(left[name], right[name])
     has_exchange = any(name.startswith("site/exchange/") for name in state_of(first))
     assert has_exchange == bool(words)
 
 
 def test_sites_leave_and_return(tmp_path: Path) -> None:
     """A site that stays goes on from its own state, a new one from the outer parameters."""
-    two, one = tmp_path / "two", tmp_path / "one"
+    two = tmp_path / "two"
+    one = tmp_path / "one"
     train_ranks(run_of("site2"), steps=range(4), saved=two)
     train_ranks(run_of("site1"), steps=range(4, 4), saved=one, start=two)
-    before, after = state_of(two), state_of(one)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    before = state_of(two)
+    after = state_of(one)
+    for name, tensor in after.items():
+        assert torch.equal(tensor, before[name])
     back = tmp_path / "back"
     train_ranks(run_of("site3"), steps=range(4, 4), saved=back, start=one)
     returned = state_of(back)
@@ -202,7 +215,9 @@ def test_sites_leave_and_return(tmp_path: Path) -> None:
 def test_a_run_without_sites_takes_the_outer_parameters_and_the_other_way_round(
     tmp_path: Path,
 ) -> None:
-    sites, plain, again = tmp_path / "sites", tmp_path / "plain", tmp_path / "again"
+    sites = tmp_path / "sites"
+    plain = tmp_path / "plain"
+    again = tmp_path / "again"
     train_ranks(run_of("site2"), steps=range(4), saved=sites)
     without = run_of("site2").with_values({"mesh": "dp2"})
     train_ranks(without, steps=range(4, 4), saved=plain, start=sites)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,41 +24,86 @@ from weft.parallel.autograd.split_backward import PRODUCTS, SplitBackward
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.testing import run_ranks
 
-Halves = tuple[list[Tensor | None], list[Tensor | None]]
+Gradients = list[Tensor | None]
 
 
 def documents(batch: Batch) -> Batch:
     """Two documents a sequence."""
-    length = batch.inputs.shape[1]
-    begins = torch.arange(length) >= length // 2
-    places = batch.positions - begins * (length // 2)
-    return Batch(batch.inputs, batch.targets, places, begins.long().expand_as(batch.inputs))
+    half = batch.inputs.shape[1] // 2
+    in_second = torch.arange(2 * half) >= half
+    positions = batch.positions - in_second * half
+    numbers = in_second.long().expand_as(batch.inputs)
+    return Batch(batch.inputs, batch.targets, positions, numbers)
 
 
 def batch_of(config: Any) -> Batch:
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(0, config.vocab, (2, 9), generator=generator)
-    return with_later_targets(documents(token_batch(tokens[:, :-1], tokens[:, 1:])))
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    packed = documents(token_batch(inputs, targets))
+    return with_later_targets(packed)
 
 
 def stages_of(family: str) -> tuple[list[dict[str, nn.Module]], Batch]:
     """The family's tiny model in three stages: embedding; the layers; head and loss."""
     config = FAMILIES[family].Config()
     torch.manual_seed(3)
-    blocks = {name: block.double() for name, block in FAMILIES[family].blocks(config).items()}
+    blocks = FAMILIES[family].blocks(config)
     for block in blocks.values():
-        for param in block.parameters():
-            if param.requires_grad:
-                nn.init.normal_(param, std=0.1)
+        block.double()
+    for param in params_of(blocks):
+        nn.init.normal_(param, std=0.1)
     names = list(blocks)
-    runs = (names[:1], names[1:-2], names[-2:])
-    return [{name: blocks[name] for name in run} for run in runs], batch_of(config)
+    stages = []
+    for names_of_stage in (names[:1], names[1:-2], names[-2:]):
+        stages.append({name: blocks[name] for name in names_of_stage})
+    return stages, batch_of(config)
 
 
 def params_of(blocks: dict[str, nn.Module]) -> list[nn.Parameter]:
-    return [
-        param for block in blocks.values() for param in block.parameters() if param.requires_grad
-    ]
+    """The parameters that are trained."""
+    params: list[nn.Parameter] = []
+    for block in blocks.values():
+        params.extend(block.parameters())
+    return [param for param in params if param.requires_grad]
+
+
+def gradients(params: Iterable[nn.Parameter]) -> Gradients:
+    return [param.grad for param in params]
+
+
+def count_flops(act: Callable[[], None]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        act()
+    return counter.get_total_flops()
+
+
+def assert_close_or_none(actual: Gradients, expected: Gradients, **tolerances: float) -> None:
+    """The same gradients are missing; the others are close, without tolerances equal bit for bit."""
+    bounds = tolerances or {"rtol": 0.0, "atol": 0.0}
+    for ours, right in zip(actual, expected, strict=True):
+        assert (ours is None) == (right is None)
+        if right is not None:
+            torch.testing.assert_close(ours, right, **bounds)
+
+
+@dataclass(frozen=True)
+class StageForward:
+    """One stage after its forward, ready for its backward."""
+
+    blocks: dict[str, nn.Module]
+    split: SplitBackward | None
+    x: Tensor
+    out: Any
+
+    def backward(self, gradient: Tensor) -> None:
+        """The whole backward, or I, of the output and of the losses within the stage."""
+        outputs, grads = [self.out.x], [gradient]
+        if self.out.loss is not None:
+            outputs.append(self.out.loss)
+            grads.append(torch.ones_like(self.out.loss))
+        torch.autograd.backward(outputs, grads)
 
 
 class RecordedStep:
@@ -65,59 +111,59 @@ class RecordedStep:
 
     def __init__(self, stages: list[dict[str, nn.Module]], batch: Batch, *, split: bool) -> None:
         self.flops: dict[str, list[int]] = {"B": [], "I": [], "W": []}
-        self.inputs: list[Tensor] = []
-        everything = []
-        x = batch.inputs
+        self.inputs: Gradients = []
+        forwards = self._forward(stages, batch, split=split)
+        gradient = torch.ones_like(forwards[-1].out.x)
+        for stage in reversed(forwards):
+            self._backward(stage, gradient)
+            if stage.x.is_floating_point():
+                gradient = stage.x.grad
+                self.inputs.append(gradient)
+        self.params: Gradients = []
         for blocks in stages:
-            halves = SplitBackward(params_of(blocks)) if split else None
-            with halves or nullcontext():
-                out = chain(blocks, x, batch)
-            everything.append((blocks, halves, x, out))
-            x = out.x.detach().requires_grad_()
-        gradient = torch.ones_like(x)
-        for blocks, halves, x, out in reversed(everything):
-            roots = [
-                (out.x, gradient),
-                *([] if out.loss is None else [(out.loss, torch.ones_like(out.loss))]),
-            ]
-            self._count(
-                "I" if split else "B",
-                lambda roots=roots: torch.autograd.backward(*zip(*roots, strict=True)),
-            )
-            if halves is not None:
-                assert all(param.grad is None for param in params_of(blocks)), (
-                    "I leaves every parameter alone"
-                )
-                self._count("W", halves.backward_weights)
-            if x.is_floating_point():
-                self.inputs.append(x.grad)
-                gradient = x.grad
-        self.params = [param.grad for blocks in stages for param in params_of(blocks)]
-        for blocks in stages:
-            for param in params_of(blocks):
+            params = params_of(blocks)
+            self.params += gradients(params)
+            for param in params:
                 param.grad = None
 
-    def _count(self, kind: str, act: Callable[[], None]) -> None:
-        with FlopCounterMode(display=False) as counter:
-            act()
-        self.flops[kind].append(counter.get_total_flops())
+    @property
+    def gradients(self) -> Gradients:
+        return [*self.inputs, *self.params]
+
+    def _forward(
+        self, stages: list[dict[str, nn.Module]], batch: Batch, *, split: bool
+    ) -> list[StageForward]:
+        forwards = []
+        x = batch.inputs
+        for blocks in stages:
+            split_backward = SplitBackward(params_of(blocks)) if split else None
+            with split_backward or nullcontext():
+                out = chain(blocks, x, batch)
+            forwards.append(StageForward(blocks, split_backward, x, out))
+            x = out.x.detach().requires_grad_()
+        return forwards
+
+    def _backward(self, stage: StageForward, gradient: Tensor) -> None:
+        flops = count_flops(lambda: stage.backward(gradient))
+        if stage.split is None:
+            self.flops["B"].append(flops)
+            return
+        self.flops["I"].append(flops)
+        for param in params_of(stage.blocks):
+            assert param.grad is None, "I leaves every parameter alone"
+        self.flops["W"].append(count_flops(stage.split.backward_weights))
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"mnist"}))
 def test_both_parts_yield_the_bits_of_the_whole_backward_for_the_same_flops(family: str) -> None:
     stages, batch = stages_of(family)
-    whole, halves = (
-        RecordedStep(stages, batch, split=False),
-        RecordedStep(stages, batch, split=True),
-    )
-    for right, ours in zip(
-        [*whole.inputs, *whole.params], [*halves.inputs, *halves.params], strict=True
-    ):
-        assert (right is None) == (ours is None)
-        assert right is None or torch.equal(right, ours)
-    assert [
-        i + w for i, w in zip(halves.flops["I"], halves.flops["W"], strict=True)
-    ] == whole.flops["B"]
+    whole = RecordedStep(stages, batch, split=False)
+    halves = RecordedStep(stages, batch, split=True)
+    assert_close_or_none(halves.gradients, whole.gradients)
+    flops_of_both = []
+    for i, w in zip(halves.flops["I"], halves.flops["W"], strict=True):
+        flops_of_both.append(i + w)
+    assert flops_of_both == whole.flops["B"]
 
 
 def test_half_of_the_products_of_a_layer_run_in_w() -> None:
@@ -125,17 +171,11 @@ def test_half_of_the_products_of_a_layer_run_in_w() -> None:
     by torch on a CPU.
     """
     stages, batch = stages_of("llama3")
-    flops = RecordedStep(
-        stages[1:],
-        Batch(torch.randn(2, 8, 128, dtype=torch.float64, requires_grad=True), *rest(batch)),
-        split=True,
-    ).flops
+    x = torch.randn(2, 8, 128, dtype=torch.float64, requires_grad=True)
+    hidden = replace(batch, inputs=x, next_inputs=None, later_targets=None)
+    flops = RecordedStep(stages[1:], hidden, split=True).flops
     assert flops["I"] == flops["W"]
     assert min(flops["I"]) > 0
-
-
-def rest(batch: Batch) -> tuple[Any, ...]:
-    return batch.targets, batch.positions, batch.documents
 
 
 # any code: each takes x[3, 4] and a module of parameters
@@ -147,18 +187,20 @@ class Bag(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-        self.b, self.s = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(()))
-        self.experts, self.frozen = (
-            nn.Parameter(torch.randn(3, 4, 4)),
-            nn.Parameter(torch.randn(4, 4)),
-        )
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.v = nn.Parameter(torch.randn(4, 4))
+        self.b = nn.Parameter(torch.randn(4))
+        self.s = nn.Parameter(torch.randn(()))
+        self.experts = nn.Parameter(torch.randn(3, 4, 4))
+        self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(4))
-        self.norm, self.group = nn.LayerNorm(4), nn.GroupNorm(2, 4)
-        self.conv, self.table = nn.Conv1d(1, 2, 3), nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.group = nn.GroupNorm(2, 4)
+        self.conv = nn.Conv1d(1, 2, 3)
+        self.table = nn.Embedding(5, 4)
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.lstm, self.bilinear = nn.LSTM(4, 4), nn.Bilinear(4, 4, 4)
-        self.frozen.requires_grad = False
+        self.lstm = nn.LSTM(4, 4)
+        self.bilinear = nn.Bilinear(4, 4, 4)
         self.double()
 
 
@@ -223,10 +265,11 @@ def lookups(bag: Bag, x: Tensor) -> Tensor:
 
 
 def mixture(bag: Bag, x: Tensor) -> Tensor:
-    each = [
-        F.linear(row, weight) for row, weight in zip(x.unbind(), bag.experts.unbind(), strict=True)
-    ]
-    return torch.stack(each) + torch.bmm(x.unsqueeze(1), bag.experts).squeeze(1)
+    rows = x.unbind()
+    weights = bag.experts.unbind()
+    one_by_one = torch.stack(list(map(F.linear, rows, weights)))
+    batched = torch.bmm(x.unsqueeze(1), bag.experts).squeeze(1)
+    return one_by_one + batched
 
 
 CODE: dict[str, Callable[[Bag, Tensor], Tensor]] = {
@@ -260,24 +303,28 @@ CODE: dict[str, Callable[[Bag, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def halves_of(code: Callable[[Bag, Tensor], Tensor], *, split: bool, grad: bool = True) -> Halves:
+def backward_of_code(
+    code: Callable[[Bag, Tensor], Tensor], *, split: bool, input_has_grad: bool
+) -> Gradients:
     """Gradients of x and of all parameters after three micro-batches whose halves interleave."""
     bag = Bag()
     params = list(bag.parameters())
-    inputs = [
-        torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).cos() * n for n in (1, 2, 3)
-    ]
-    inputs = [x.requires_grad_(grad) for x in inputs]
-    parts = [SplitBackward(params) for _ in inputs]
-    outs = []
-    for x, part in zip(inputs, parts, strict=True):
-        with part if split else nullcontext():
-            outs.append(code(bag, x * 1.0))
-    for out in outs:
-        torch.autograd.backward(out, torch.ones_like(out).cumsum(0))
-    for part in parts if split else ():
-        part.backward_weights()
-    return [x.grad for x in inputs], [param.grad for param in params]
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).cos()
+    inputs, splits, outputs = [], [], []
+    for factor in (1, 2, 3):
+        scaled = (x * factor).requires_grad_(input_has_grad)
+        split_backward = SplitBackward(params)
+        with split_backward if split else nullcontext():
+            outputs.append(code(bag, scaled * 1.0))
+        inputs.append(scaled)
+        splits.append(split_backward)
+    for out in outputs:
+        gradient = torch.ones_like(out).cumsum(0)
+        out.backward(gradient)
+    if split:
+        for split_backward in splits:
+            split_backward.backward_weights()
+    return gradients([*inputs, *params])
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["", "no gradient of the input"])
@@ -285,17 +332,14 @@ def halves_of(code: Callable[[Bag, Tensor], Tensor], *, split: bool, grad: bool 
 def test_any_code_has_the_gradients_of_the_whole_backward(name: str, grad: bool) -> None:
     if name == "no weights" and not grad:
         return
-    right, ours = (
-        halves_of(CODE[name], split=False, grad=grad),
-        halves_of(CODE[name], split=True, grad=grad),
-    )
-    for one, other in zip(right[0] + right[1], ours[0] + ours[1], strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.allclose(one, other, rtol=1e-13, atol=1e-14)
+    whole = backward_of_code(CODE[name], split=False, input_has_grad=grad)
+    halves = backward_of_code(CODE[name], split=True, input_has_grad=grad)
+    assert_close_or_none(halves, whole, rtol=1e-13, atol=1e-14)
 
 
 def test_no_parameter_is_touched_before_w() -> None:
     """Except by the functions that no mode sees."""
+    unseen = ("a function of its own", "an activation written into a made weight")
     for name, code in CODE.items():
         bag = Bag()
         x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
@@ -303,10 +347,8 @@ def test_no_parameter_is_touched_before_w() -> None:
         with split:
             y = code(bag, x * 1.0)
         y.sum().backward()
-        early = any(param.grad is not None for param in bag.parameters())
-        assert early == (
-            name in ("a function of its own", "an activation written into a made weight")
-        ), name
+        is_touched = any(grad is not None for grad in gradients(bag.parameters()))
+        assert is_touched == (name in unseen), name
 
 
 def test_torchs_own_attention_is_computed_once() -> None:
@@ -315,37 +357,32 @@ def test_torchs_own_attention_is_computed_once() -> None:
     """
     bag = Bag()
     x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
-    counted = {}
-    for kind in ("B", "I"):
-        split = SplitBackward(bag.parameters())
-        with split if kind == "I" else nullcontext():
-            y, _ = bag.attention(x, x, x, need_weights=False)
-        for half, act in ((kind, y.sum().backward), ("W", split.backward_weights)):
-            with FlopCounterMode(display=False) as counter:
-                act()
-            counted[half] = counter.get_total_flops()
-    assert (counted["I"], counted["W"]) == (counted["B"], 0)
+    whole, _ = bag.attention(x, x, x, need_weights=False)
+    whole_flops = count_flops(whole.sum().backward)
+    split = SplitBackward(bag.parameters())
+    with split:
+        halves, _ = bag.attention(x, x, x, need_weights=False)
+    assert count_flops(halves.sum().backward) == whole_flops
+    assert count_flops(split.backward_weights) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast_too(dtype: torch.dtype) -> None:
-    def run(*, split: bool) -> list[Tensor | None]:
+    is_cast = dtype == torch.bfloat16
+
+    def run(*, split: bool) -> Gradients:
         bag = Bag().float()
         x = torch.ones(3, 4).cos().requires_grad_()
-        part = SplitBackward(bag.parameters())
-        is_cast = dtype == torch.bfloat16
-        with (
-            torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast),
-            part if split else nullcontext(),
-        ):
-            y = F.linear(bag.norm(F.linear(x, bag.w, bag.b)), bag.v)
+        split_backward = SplitBackward(bag.parameters())
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast)
+        with autocast, split_backward if split else nullcontext():
+            hidden = F.linear(x, bag.w, bag.b)
+            y = F.linear(bag.norm(hidden), bag.v)
         y.float().sum().backward()
-        part.backward_weights()
-        return [x.grad, *(param.grad for param in bag.parameters())]
+        split_backward.backward_weights()
+        return gradients([x, *bag.parameters()])
 
-    for one, other in zip(run(split=False), run(split=True), strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
+    assert_close_or_none(run(split=True), run(split=False))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -354,51 +391,51 @@ def test_on_every_device(device: str) -> None:
     stages, batch = stages_of("llama3")
     layer = nn.ModuleDict({"layer0": stages[1]["layer0"]}).to(device)
     batch = batch.map(lambda tensor: tensor.to(device))
-    gradients = {}
-    for split in (False, True):
+    counted_up = torch.ones(2, 8, 128, dtype=torch.float64, device=device).cumsum(-1)
+
+    def run(*, split: bool) -> Gradients:
         layer.zero_grad()
-        x = (
-            torch.ones(2, 8, 128, dtype=torch.float64, device=device)
-            .cumsum(-1)
-            .cos()
-            .requires_grad_()
-        )
-        part = SplitBackward(layer.parameters())
-        with part if split else nullcontext():
+        x = counted_up.cos().requires_grad_()
+        split_backward = SplitBackward(layer.parameters())
+        with split_backward if split else nullcontext():
             y = chain(layer, x, batch).x
         (y**2).sum().backward()
-        part.backward_weights()
-        gradients[split] = [x.grad, *(param.grad for param in layer.parameters())]
-    for one, other in zip(*gradients.values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        split_backward.backward_weights()
+        return gradients([x, *layer.parameters()])
+
+    torch.testing.assert_close(run(split=True), run(split=False), rtol=1e-12, atol=1e-12)
+
+
+def hook_order(*, split: bool) -> list[str]:
+    """Names of parameters in the order in which their hooks run; two weights are tied."""
+    stages, batch = stages_of("gpt2")
+    layer = stages[1]
+    attention = layer["layer0"].attn
+    attention.k.weight = attention.q.weight
+    x = torch.randn(2, 8, 128, dtype=torch.float64, requires_grad=True)
+    seen: list[str] = []
+    for name, param in nn.ModuleDict(layer).named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    split_backward = SplitBackward(params_of(layer))
+    with split_backward if split else nullcontext():
+        y = chain(layer, x, batch).x
+    y.sum().backward()
+    assert bool(seen) != split, "I touches no parameter"
+    split_backward.backward_weights()
+    return seen
+
+
+def linear_weights(names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith("weight") and "norm" not in name]
 
 
 def test_hooks_on_parameters_run_once_in_w_in_the_order_of_the_whole_backward() -> None:
     """A tied weight too: two uses, one hook. Gradient buckets build on this."""
-    orders = {}
-    for split in (False, True):
-        layer, batch = stages_of("gpt2")[0][1], batch_of(FAMILIES["gpt2"].Config())
-        layer["layer0"].attn.k.weight = layer["layer0"].attn.q.weight
-        x = torch.randn(2, 8, 128, dtype=torch.float64, requires_grad=True)
-        seen: list[str] = []
-        for name, param in nn.ModuleDict(layer).named_parameters():
-            param.register_post_accumulate_grad_hook(
-                lambda _, name=name, seen=seen: seen.append(name)
-            )
-        part = SplitBackward(params_of(layer))
-        with part if split else nullcontext():
-            y = chain(layer, x, batch).x
-        y.sum().backward()
-        assert bool(seen) != split, "I touches no parameter"
-        part.backward_weights()
-        orders[split] = seen
-    assert len(orders[True]) == len(set(orders[True]))
-    assert set(orders[True]) == set(orders[False])
-    matrices = [
-        [name for name in order if name.endswith("weight") and "norm" not in name]
-        for order in orders.values()
-    ]
-    assert matrices[0] == matrices[1]
+    whole = hook_order(split=False)
+    halves = hook_order(split=True)
+    assert len(halves) == len(set(halves))
+    assert set(halves) == set(whole)
+    assert linear_weights(halves) == linear_weights(whole)
 
 
 class Holder:
@@ -406,15 +443,22 @@ class Holder:
         self.tensor = tensor
 
 
+def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address -> bytes of the memory behind the tensors."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return storages
+
+
 def held_bytes(holders: weakref.WeakSet[Holder], params: list[nn.Parameter]) -> int:
     """Bytes of distinct memory that saved tensors hold alive, parameters left out."""
     gc.collect()
-    own = {param.untyped_storage().data_ptr() for param in params}
-    storages = {
-        holder.tensor.untyped_storage().data_ptr(): holder.tensor.untyped_storage()
-        for holder in holders
-    }
-    return sum(storage.nbytes() for place, storage in storages.items() if place not in own)
+    held = distinct_storages(holder.tensor for holder in holders)
+    for address in distinct_storages(params):
+        held.pop(address, None)
+    return sum(held.values())
 
 
 @pytest.mark.parametrize("family", ["llama3", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -439,24 +483,29 @@ def test_between_i_and_w_only_inputs_of_products_and_gradients_of_their_outputs_
     split = SplitBackward(params)
     with saved_tensors_hooks(pack, lambda holder: holder.tensor), split:
         y = chain(layer, x, batch).x
-    everything = held_bytes(holders, params)
+    held_before_i = held_bytes(holders, params)
     y.backward(torch.ones_like(y))
     del y
-    tokens, kv = 2 * 8 * 8, getattr(config, "kv_heads", config.heads) * (config.dim // config.heads)
-    products = 3 * config.dim + config.ffn  # normed x twice, attention's output, the MLP's middle
-    assert held_bytes(holders, params) == tokens * products < 0.6 * everything
-    gated = 2 if family == "llama3" else 1
-    flowing = tokens * (
-        3 * config.dim + 2 * kv + gated * config.ffn
-    )  # dy of o, down and q; of k and v; of up (and gate)
-    vectors = (
-        sum(param.numel() for param in params if param.ndim == 1) * 8
-    )  # gradients of norms, computed in I
-    pending = {
-        each.gradient.untyped_storage().data_ptr(): each.gradient.untyped_storage()
-        for each in split._pending_wgrads
-    }
-    assert flowing <= sum(storage.nbytes() for storage in pending.values()) <= flowing + vectors
+
+    column_bytes = 2 * 8 * 8  # of one feature of all tokens
+    head_size = config.dim // config.heads
+    kv = getattr(config, "kv_heads", config.heads) * head_size
+    # the normed x twice, attention's output, the middle of the MLP
+    input_features = 3 * config.dim + config.ffn
+    held_after_i = held_bytes(holders, params)
+    assert held_after_i == column_bytes * input_features
+    assert held_after_i < 0.6 * held_before_i
+
+    # gradients of the outputs of o, down and q; of k and v; of up (and gate)
+    num_up = 2 if family == "llama3" else 1
+    output_features = 3 * config.dim + 2 * kv + num_up * config.ffn
+    output_bytes = column_bytes * output_features
+    # gradients of norms and biases are computed in I
+    vector_bytes = sum(8 * param.numel() for param in params if param.ndim == 1)
+    pending = distinct_storages(wgrad.gradient for wgrad in split._pending_wgrads)
+    pending_bytes = sum(pending.values())
+    assert output_bytes <= pending_bytes <= output_bytes + vector_bytes
+
     split.backward_weights()
     assert held_bytes(holders, params) == 0
     assert not split._pending_wgrads
@@ -464,36 +513,47 @@ def test_between_i_and_w_only_inputs_of_products_and_gradients_of_their_outputs_
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_collectives_belong_to_i_and_run_once(sequence: bool) -> None:
-    def rank(comm: Comm) -> tuple[dict[str, int], list[list[Tensor]]]:
+    def rank(comm: Comm) -> tuple[dict[str, int], Gradients, Gradients]:
         counter = Counter()
         comm = Comm(comm.mesh, comm.rank, comm.transport, observers=(counter,))
         torch.manual_seed(0)
         options = {"comm": comm, "sequence_parallel": sequence, "dtype": torch.float64}
-        column, row = ColumnParallelLinear(6, 8, **options), RowParallelLinear(8, 6, **options)
+        column = ColumnParallelLinear(6, 8, **options)
+        row = RowParallelLinear(8, 6, **options)
         params = [*column.parameters(), *row.parameters()]
-        counts, gradients = {}, []
-        for kind in ("B", "I"):
-            x = torch.ones(2, 2, 6, dtype=torch.float64).cumsum(0).requires_grad_()
-            split = SplitBackward(params)
-            with split if kind == "I" else nullcontext():
+        counted_up = torch.ones(2, 2, 6, dtype=torch.float64).cumsum(0)
+        operations: dict[str, int] = {}
+
+        def count(kind: str, act: Callable[[], None]) -> None:
+            before = counter.total().operations
+            act()
+            operations[kind] = counter.total().operations - before
+
+        def run(split_backward: SplitBackward | None) -> Gradients:
+            x = counted_up.clone().requires_grad_()
+            with split_backward or nullcontext():
                 y = row(torch.tanh(column(x)))
-            for half, act in ((kind, y.sum().backward), ("W", split.backward_weights)):
-                before = counter.total().operations
-                act()
-                counts[half] = counter.total().operations - before
-            gradients.append([x.grad, *(param.grad for param in params)])
+            count("I" if split_backward else "B", y.sum().backward)
+            if split_backward:
+                count("W", split_backward.backward_weights)
+            found = gradients([x, *params])
             for param in params:
                 param.grad = None
-        return counts, gradients
+            return found
 
-    for counts, (whole, halves) in run_ranks("tp2", rank):
-        assert counts == {"B": 1 + sequence, "I": 1 + sequence, "W": 0}
+        whole = run(None)
+        halves = run(SplitBackward(params))
+        return operations, whole, halves
+
+    for operations, whole, halves in run_ranks("tp2", rank):
+        assert operations == {"B": 1 + sequence, "I": 1 + sequence, "W": 0}
         assert all(map(torch.equal, whole, halves))
 
 
 def test_every_product_is_a_function_that_the_mode_sees() -> None:
     """A name that torch resolves to another function would silently not be deferred."""
-    bag, x = Bag(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    bag = Bag()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     met: set[Any] = set()
 
     class Watch(SplitBackward):
@@ -515,4 +575,5 @@ def test_every_product_is_a_function_that_the_mode_sees() -> None:
         torch.baddbmm,
         torch.bmm,
     } <= met
-    assert {F.bilinear, F.conv1d, Tensor.__getitem__, Tensor.matmul} <= met & PRODUCTS
+    actual = {F.bilinear, F.conv1d, Tensor.__getitem__, Tensor.matmul}
+    assert actual <= met & PRODUCTS

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.matrix.layouts import SEED, Case, batches
+from tests.matrix.layouts import Case, batches, build_case
+from tests.parallel.test_traffic import operations_by_name
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter, Operation
 from weft.core.axes import span
-from weft.models import FAMILIES
 from weft.models.common.batch import forward
 from weft.parallel.pipeline.player import Player
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.zero.grouping import bucket_reducer
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_model
 
 
 def whole_mlp() -> tuple[nn.Linear, nn.Linear, Tensor]:
@@ -32,6 +32,17 @@ def whole_mlp() -> tuple[nn.Linear, nn.Linear, Tensor]:
     )
 
 
+class Gradients(NamedTuple):
+    """Output of an MLP (column-parallel, then row-parallel linear) and all its gradients."""
+
+    out: Tensor
+    x: Tensor
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("mesh", ["tp2", "tp4"])
 def test_column_then_row_is_the_whole_mlp_forward_and_backward(mesh: str, sequence: bool) -> None:
@@ -41,43 +52,50 @@ def test_column_then_row_is_the_whole_mlp_forward_and_backward(mesh: str, sequen
     weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
     (y * weights).sum().backward()
 
-    def rank(comm: Comm) -> tuple[Tensor, ...]:
-        n, i = comm.degree("tp"), comm.index("tp")
-        lo, hi = span(10, n, i)
+    def own_part(whole: Tensor, comm: Comm) -> Tensor:
+        """The rank's part of the sequence under sequence parallelism, otherwise all of it."""
+        if not sequence:
+            return whole.detach()
+        return whole.detach().chunk(comm.degree("tp"), 1)[comm.index("tp")]
+
+    def expected(comm: Comm) -> Gradients:
+        lo, hi = span(10, comm.degree("tp"), comm.index("tp"))
+        return Gradients(
+            out=own_part(y, comm),
+            x=own_part(x.grad, comm),
+            up=up.weight.grad[lo:hi],
+            up_bias=up.bias.grad[lo:hi],
+            down=down.weight.grad[:, lo:hi],
+            down_bias=down.bias.grad,
+        )
+
+    def actual(comm: Comm) -> Gradients:
+        lo, hi = span(10, comm.degree("tp"), comm.index("tp"))
         options = {"comm": comm, "sequence_parallel": sequence, "dtype": torch.float64}
-        column, row = ColumnParallelLinear(6, 10, **options), RowParallelLinear(10, 6, **options)
+        column = ColumnParallelLinear(6, 10, **options)
+        row = RowParallelLinear(10, 6, **options)
         with torch.no_grad():
             column.weight.copy_(up.weight[lo:hi])
             column.bias.copy_(up.bias[lo:hi])
             row.weight.copy_(down.weight[:, lo:hi])
             row.bias.copy_(down.bias)
-        part = x.detach().chunk(n, 1)[i] if sequence else x.detach()
-        mine = part.clone().requires_grad_()
+        mine = own_part(x, comm).clone().requires_grad_()
         out = row(torch.tanh(column(mine)))
-        cut = weights.chunk(n, 1)[i] if sequence else weights
-        (out * cut).sum().backward()
-        bias_grad = comm.all_reduce(row.bias.grad, "tp") if sequence else row.bias.grad
-        return (
-            out.detach(),
-            mine.grad,
-            column.weight.grad,
-            column.bias.grad,
-            row.weight.grad,
-            bias_grad,
+        (out * own_part(weights, comm)).sum().backward()
+        return Gradients(
+            out=out.detach(),
+            x=mine.grad,
+            up=column.weight.grad,
+            up_bias=column.bias.grad,
+            down=row.weight.grad,
+            down_bias=comm.all_reduce(row.bias.grad, "tp") if sequence else row.bias.grad,
         )
 
-    ranks = run_ranks(mesh, rank)
-    n = len(ranks)
-    close = {"rtol": 1e-12, "atol": 1e-14}
-    for i, (out, dx, d_up, d_up_bias, d_down, d_down_bias) in enumerate(ranks):
-        lo, hi = span(10, n, i)
-        want_out, want_dx = (t.chunk(n, 1)[i] if sequence else t for t in (y.detach(), x.grad))
-        torch.testing.assert_close(out, want_out, **close)
-        torch.testing.assert_close(dx, want_dx, **close)
-        torch.testing.assert_close(d_up, up.weight.grad[lo:hi], **close)
-        torch.testing.assert_close(d_up_bias, up.bias.grad[lo:hi], **close)
-        torch.testing.assert_close(d_down, down.weight.grad[:, lo:hi], **close)
-        torch.testing.assert_close(d_down_bias, down.bias.grad, **close)
+    def rank(comm: Comm) -> tuple[Gradients, Gradients]:
+        return actual(comm), expected(comm)
+
+    for ours, right in run_ranks(mesh, rank):
+        torch.testing.assert_close(tuple(ours), tuple(right), rtol=1e-12, atol=1e-14)
 
 
 def test_gathered_output_is_the_whole_output_also_when_features_do_not_divide() -> None:
@@ -112,7 +130,7 @@ def test_weight_gradients_are_computed_while_the_input_gradient_is_reduced() -> 
     case = Case("tp2", family="llama3")
 
     def rank(comm: Comm) -> list[str]:
-        model = build_model(FAMILIES["llama3"], case.config, case.plan, comm, seed=SEED)
+        model = build_case(case, comm)
         layer = model.stages[0]["layer1"]
         log = Log()
         for name in ("attn.q", "attn.k", "attn.v"):
@@ -141,14 +159,15 @@ def test_a_layer_costs_one_operation_per_block_side_and_direction(sequence: bool
     case = Case("tp2", family="llama3", sequence=sequence, microbatches=1)
 
     def rank(comm: Comm) -> dict[str, int]:
-        model = build_model(FAMILIES["llama3"], case.config, case.plan, comm, seed=SEED)
+        model = build_case(case, comm)
         layer = model.stages[0]["layer1"]
-        counter = Counter()
-        comm.observers = (counter,)
         length = 4 if sequence else 8
         x = torch.randn(1, length, 32, dtype=torch.float64, requires_grad=True)
-        layer(x, batches(Case("", microbatches=1))[0]).sum().backward()
-        return {op: traffic.operations for (_, op), traffic in counter.traffic.items()}
+        counter = Counter()
+        comm.observers = (counter,)
+        loss = layer(x, batches(Case("", microbatches=1))[0]).sum()
+        loss.backward()
+        return operations_by_name(counter)
 
     want = {"all_gather": 4, "reduce_scatter": 4} if sequence else {"all_reduce": 4}
     assert run_ranks("tp2", rank) == [want, want]
@@ -159,12 +178,13 @@ def test_sequence_parallel_norm_gradient_is_summed_over_tp_and_others_are_not() 
         case = Case("dp2 tp2", family="gpt2", sequence=sequence)
 
         def rank(comm: Comm) -> dict[str, tuple[str, ...]]:
-            model = build_model(FAMILIES["gpt2"], case.config, case.plan, comm, seed=SEED)
+            model = build_case(case, comm)
             return {name: piece.reduce_axes for name, piece in model.shards.items()}
 
         return run_ranks("dp2 tp2", rank)[0]
 
-    with_sequence, without = reduced(True), reduced(False)
+    with_sequence = reduced(True)
+    without = reduced(False)
     norms = (
         "layer0.attn_norm.weight",
         "layer0.mlp.down.bias",
@@ -179,7 +199,9 @@ def test_sequence_parallel_norm_gradient_is_summed_over_tp_and_others_are_not() 
         "layer0.mlp.down.weight",
         "embed.tok.weight",
     )
-    assert {with_sequence[name] for name in cut} == {without[name] for name in cut} == {("dp",)}
+    axes_with_sequence = {with_sequence[name] for name in cut}
+    axes_without = {without[name] for name in cut}
+    assert axes_with_sequence == axes_without == {("dp",)}
 
 
 def test_activations_of_a_sharded_model_equal_the_plain_ones_without_any_backward() -> None:
@@ -187,13 +209,13 @@ def test_activations_of_a_sharded_model_equal_the_plain_ones_without_any_backwar
     batch = batches(Case("", microbatches=1))[0]
 
     def rank(comm: Comm) -> float:
-        model = build_model(FAMILIES["gpt2"], case.config, case.plan, comm, seed=SEED)
+        model = build_case(case, comm)
         with torch.no_grad():
             return forward(model.stages[0], batch).item()
 
     def alone(comm: Comm) -> float:
         plain = Case("", family="gpt2", microbatches=1)
-        model = build_model(FAMILIES["gpt2"], plain.config, plain.plan, comm, seed=SEED)
+        model = build_case(plain, comm)
         reducer = bucket_reducer(model.params, comm, reduce_axes=dict.fromkeys(model.params, ()))
         player = Player(model, before_last_backward=reducer.set_requires_gradient_sync)
         return player.play(

@@ -1,17 +1,26 @@
-"""Bytes that a rank sends in one step, by mesh axis, counted by Comm, equal the formulas: alone and in mixed layouts."""
+"""Bytes that a rank sends in one step, by mesh axis, equal the formulas: one dimension alone, and mixed layouts."""
 
 from __future__ import annotations
 
 from collections import Counter as Sum
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.matrix.layouts import LR, SEED, Case, adamw, batches, on_one_device
+from tests.matrix.layouts import (
+    LR,
+    SEED,
+    Case,
+    batches,
+    make_step,
+    on_one_device,
+    own_micro_batches,
+)
 from tests.matrix.plain import MIXED, Dtypes
 from tests.matrix.sweep import CONTEXTS
 from weft.comm.comm import Comm
@@ -20,14 +29,11 @@ from weft.comm.world_stages import world_stages
 from weft.core.axes import data_axes, span
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward
-from weft.models.common.moe import Router
+from weft.models.common.moe import Router, Routing
 from weft.parallel.model.parallelize import ParallelModel
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
-from weft.train.build import build_model
-from weft.train.optim import matrices
-from weft.train.step import TrainStep
 from weft.train.step_stats import NUM_FLAGS
 
 DOUBLE = Dtypes("float64", "float64", "float64")
@@ -49,75 +55,115 @@ def reduce_once(whole: int, degree: int) -> int:
     return 2 * (degree - 1) * whole // degree
 
 
+@dataclass(frozen=True, order=True)
+class Unit:
+    """Parameters that are reduced together: a stage without ZeRO, otherwise a block.
+
+    A parameter that is tied to another stage is a unit of its own.
+    """
+
+    stage: int
+    block: str
+    axes: tuple[str, ...]
+    tied: str
+
+
+def unit_of(model: ParallelModel, case: Case) -> Callable[[str], Unit]:
+    tied_to_other_stage = {link.name for link in model.cross_stage_ties}
+
+    def unit(name: str) -> Unit:
+        block = name.partition(".")[0] if case.zero else ""
+        tied = name if block and name in tied_to_other_stage else ""
+        return Unit(model.stage_of[name], block, model.shards[name].reduce_axes, tied)
+
+    return unit
+
+
+def sent_by_axis(counter: Counter) -> Sum[str]:
+    """Bytes that a rank sent along each mesh axis."""
+    sent = Sum[str]()
+    for (axis, _), traffic in counter.traffic.items():
+        sent[axis] += traffic.sent_bytes
+    return sent
+
+
+def operations_by_name(counter: Counter) -> dict[str, int]:
+    """How many operations of each kind a rank called, over all mesh axes."""
+    operations: dict[str, int] = {}
+    for (_, name), traffic in counter.traffic.items():
+        operations[name] = operations.get(name, 0) + traffic.operations
+    return operations
+
+
 def gradients_and_values(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
     """What ZeRO's formulas say: e_g of gradients, e_p of gathered values, m micro-batches, each
     unit padded to its ranks.
 
     0: 2 e_g     1: e_g + e_p     2: m e_g + e_p     3: m (2 e_p + e_g)        times (d-1)/d N
     """
-    e_g, e_p, m, sent = BYTES[dtypes.reduce], BYTES[dtypes.compute], case.microbatches, Sum[str]()
-    far = {link.name for link in model.cross_stage_ties}
-
-    def group(name: str) -> tuple[int, str, tuple[str, ...], str]:
-        block = "" if case.zero == 0 else name.partition(".")[0]
-        return (
-            model.stage_of[name],
-            block,
-            model.shards[name].reduce_axes,
-            name if block and name in far else "",
-        )
-
-    for (_, _, axes, _), members in groupby(sorted(model.params, key=group), key=group):
-        degree, entries = (
-            model.comm.degree(axes),
-            sum(model.shards[name].box.size for name in members),
-        )
+    e_g = BYTES[dtypes.reduce]
+    e_p = BYTES[dtypes.compute]
+    m = case.microbatches
+    bytes_per_entry = {1: e_g + e_p, 2: m * e_g + e_p, 3: m * (2 * e_p + e_g)}
+    sent = Sum[str]()
+    key = unit_of(model, case)
+    for unit, members in groupby(sorted(model.params, key=key), key=key):
+        axes = unit.axes
+        degree = model.comm.degree(axes)
+        entries = sum(model.shards[name].box.size for name in members)
         padded = -(-entries // degree) * degree
-        both = {1: e_g + e_p, 2: m * e_g + e_p, 3: m * (2 * e_p + e_g)}
-        sent["+".join(axes)] += (
-            reduce_once(entries * e_g, degree)
-            if case.zero == 0
-            else ring(padded * both[case.zero], degree)
-        )
+        if case.zero == 0:
+            num_bytes = reduce_once(entries * e_g, degree)
+        else:
+            num_bytes = ring(padded * bytes_per_entry[case.zero], degree)
+        sent["+".join(axes)] += num_bytes
     return sent
 
 
 def activations(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
-    """4 all-reduces of s b h / c a layer and micro-batch over tp, or gathers and scatters; s b h /
-    c a boundary over pp.
-    """
-    comm, plan, config = model.comm, model.plan, case.config
-    tp, sent, tokens = (
-        comm.degree("tp"),
-        Sum[str](),
-        plan.seq_len * plan.micro_size // comm.degree("cp"),
-    )
-    width = tokens * config.dim * BYTES[dtypes.compute]
-    names = [name for blocks in model.stages.values() for name in blocks]
-    if tp > 1:
-        per_micro = 4 * num_layers(model) * reduce_once(width, tp)
-        per_micro += ("embed" in names) * (
-            ring(width, tp) if case.sequence else reduce_once(width, tp)
-        )
-        per_micro += ("embed" in names and case.sequence) * ring(
-            width, tp
-        )  # its gradient is gathered
-        per_micro += ("head" in names) * reduce_once(
-            width, tp
-        )  # its input's gradient; gather and scatter under sp
-        wide = tokens * max(4, BYTES[dtypes.compute])
-        per_micro += ("loss" in names) * (reduce_once(wide, tp) + reduce_once(2 * wide, tp))
-        sent["tp"] += case.microbatches * per_micro
-    if (pp := comm.degree("pp")) > 1:
-        stages, home = len(plan.stages), plan.table.stage_to_rank
-        crossed = [stage for stage in range(stages - 1) if home[stage] != home[stage + 1]]
-        forward = sum(home[stage] == comm.index("pp") for stage in crossed)
-        backward = sum(home[stage + 1] == comm.index("pp") for stage in crossed)
-        sent["pp"] += (
-            case.microbatches * (forward + backward) * width // (tp if case.sequence else 1)
-        )
-        assert pp <= stages
+    """Bytes of activations over tp and pp."""
+    plan = model.plan
+    tokens = plan.seq_len * plan.micro_size // model.comm.degree("cp")
+    entry_bytes = BYTES[dtypes.compute]
+    sent = Sum[str]()
+    if model.comm.degree("tp") > 1:
+        sent["tp"] += case.microbatches * tensor_parallel_bytes(model, case, tokens, entry_bytes)
+    if model.comm.degree("pp") > 1:
+        boundary = tokens * case.config.dim * entry_bytes
+        if case.sequence:
+            boundary //= model.comm.degree("tp")
+        sent["pp"] += case.microbatches * num_messages(model) * boundary
     return sent
+
+
+def tensor_parallel_bytes(model: ParallelModel, case: Case, tokens: int, entry_bytes: int) -> int:
+    """Of one micro-batch: 4 all-reduces of s b h / c a layer, or as many gathers and scatters."""
+    tp = model.comm.degree("tp")
+    width = tokens * case.config.dim * entry_bytes
+    names = [name for blocks in model.stages.values() for name in blocks]
+    sent = 4 * num_layers(model) * reduce_once(width, tp)
+    if "embed" in names and case.sequence:
+        sent += 2 * ring(width, tp)  # the output is scattered, its gradient gathered
+    elif "embed" in names:
+        sent += reduce_once(width, tp)
+    if "head" in names:
+        # the gradient of its input; under sequence parallelism gather and scatter
+        sent += reduce_once(width, tp)
+    if "loss" in names:
+        one_per_token = tokens * max(4, entry_bytes)
+        sent += reduce_once(one_per_token, tp) + reduce_once(2 * one_per_token, tp)
+    return sent
+
+
+def num_messages(model: ParallelModel) -> int:
+    """What a rank sends for one micro-batch: outputs forward, their gradients backward."""
+    owners = model.plan.table.stage_to_rank
+    own = model.comm.index("pp")
+    messages = 0
+    for sender, receiver in pairwise(owners):
+        if sender != receiver:
+            messages += (sender == own) + (receiver == own)
+    return messages
 
 
 def num_layers(model: ParallelModel) -> int:
@@ -128,60 +174,66 @@ def attention(model: ParallelModel, case: Case, dtypes: Dtypes) -> Sum[str]:
     """A layer: ring and allgather (c-1) (s/c) b 2kv and twice that back; ulysses (c-1)/c (s/c) b
     (2h + 2kv) each way.
     """
-    comm, plan, config = model.comm, model.plan, case.config
-    c, tokens = comm.degree("cp"), plan.seq_len * plan.micro_size // comm.degree("cp")
-    sizes = config.axis_sizes()
-    h, kv = (
-        sizes[axis] * config.dim // sizes["heads"] // comm.degree("tp")
-        for axis in ("heads", "kv_heads")
-    )
-    ways = {
-        "ring": 3 * (c - 1) * tokens * 2 * kv,
-        "ulysses": 2 * (c - 1) * tokens * (2 * h + 2 * kv) // c,
-    }
-    entries = (ways | {"allgather": ways["ring"]})[case.context]
-    return (
-        Sum({"cp": case.microbatches * num_layers(model) * entries * BYTES[dtypes.compute]})
-        if c > 1
-        else Sum()
-    )
+    comm = model.comm
+    plan = model.plan
+    c = comm.degree("cp")
+    if c == 1:
+        return Sum()
+    tokens = plan.seq_len * plan.micro_size // c
+    sizes = case.config.axis_sizes()
+    head_size = case.config.dim // sizes["heads"]
+    h = sizes["heads"] * head_size // comm.degree("tp")
+    kv = sizes["kv_heads"] * head_size // comm.degree("tp")
+    if case.context == "ulysses":
+        entries = 2 * (c - 1) * tokens * (2 * h + 2 * kv) // c
+    else:
+        entries = 3 * (c - 1) * tokens * 2 * kv
+    of_layer = entries * BYTES[dtypes.compute]
+    return Sum({"cp": case.microbatches * num_layers(model) * of_layer})
 
 
 def mixtures(model: ParallelModel, case: Case) -> Sum[str]:
     """4 all-to-alls a mixture and micro-batch, each of the T k tokens' choices whose experts live
     elsewhere, h wide.
 
-    So (e-1)/e T k h where routing is even. What a rank brings leaves it twice (tokens, gradients of
-    what came back), and so does what it serves. Besides: the counts of all ranks, the counts of
-    whole sequences over cp, the loads of a step.
+    So (e-1)/e T k h where routing is even. What a rank sends leaves it twice (tokens, gradients of
+    what came back), and so does what it computes for others. Besides: the counts of all ranks, the
+    counts of whole sequences over cp, the loads of a step.
     """
-    comm, plan, config, sent = model.comm, model.plan, case.config, Sum[str]()
-    if "experts" not in config.axis_sizes():
+    comm = model.comm
+    sent = Sum[str]()
+    if "experts" not in case.config.axis_sizes():
         return sent
-    e, num_experts, layers = comm.degree("ep"), config.axis_sizes()["experts"], num_layers(model)
-    group = comm.mesh.group(comm.rank, "ep")
-    mine = range(*span(num_experts, e, comm.index("ep")))
+    num_experts = case.config.axis_sizes()["experts"]
+    num_mixtures = num_layers(model) * case.microbatches
+    e = comm.degree("ep")
     for name, chosen in routing(on_one_device(case)).items():
-        if name not in model.blocks:
-            continue
-        crossing = 0
-        for rank in group:
-            for micro in micro_batches(Batch(chosen, chosen, chosen), plan, rank):
-                is_mine = torch.isin(micro.inputs, torch.tensor(mine))
-                crossing += int((~is_mine if rank == comm.rank else is_mine).sum())
-        sent["ep"] += 2 * crossing * config.dim * 8
+        if name in model.blocks:
+            sent["ep"] += 2 * crossing_choices(model, chosen, num_experts) * case.config.dim * 8
     if e > 1:
-        sent["ep"] += case.microbatches * layers * (e - 1) * num_experts * 8
-    counts = plan.micro_size * (num_experts + 1) * 8
-    sent["cp"] += (
-        (comm.index("tp") == 0)
-        * case.microbatches
-        * layers
-        * reduce_once(counts, comm.degree("cp"))
-    )
+        sent["ep"] += num_mixtures * (e - 1) * num_experts * 8
+    if comm.index("tp") == 0:
+        counts_bytes = model.plan.micro_size * (num_experts + 1) * 8
+        sent["cp"] += num_mixtures * reduce_once(counts_bytes, comm.degree("cp"))
     data = data_axes(comm.mesh)
-    sent["+".join(data)] += reduce_once(layers * num_experts * 8, comm.degree(data)) if data else 0
+    if data:
+        loads_bytes = num_layers(model) * num_experts * 8
+        sent["+".join(data)] += reduce_once(loads_bytes, comm.degree(data))
     return sent
+
+
+def crossing_choices(model: ParallelModel, chosen: Tensor, num_experts: int) -> int:
+    """How many choices of experts of one block this rank sends to others or receives from them."""
+    comm = model.comm
+    first, stop = span(num_experts, comm.degree("ep"), comm.index("ep"))
+    own_experts = torch.arange(first, stop)
+    crossing = 0
+    for rank in comm.mesh.group(comm.rank, "ep"):
+        for micro in micro_batches(Batch(chosen, chosen, chosen), model.plan, rank):
+            is_own = torch.isin(micro.inputs, own_experts)
+            crosses = ~is_own if rank == comm.rank else is_own
+            crossing += int(crosses.sum())
+    return crossing
 
 
 @cache
@@ -189,52 +241,58 @@ def routing(alone: Case) -> dict[str, Tensor]:
     """Block -> experts_BSK that each token of the first step visits on one device."""
     blocks = plain_model(FAMILIES[alone.family], alone.config, seed=SEED, dtype=torch.float64)
     chosen: dict[str, Tensor] = {}
+
+    def record(block_name: str, router: Router) -> None:
+        def after_forward(_: object, args: object, out: Routing) -> None:
+            chosen[block_name] = out.experts
+
+        router.register_forward_hook(after_forward)
+
     for name, block in blocks.items():
-        for router in (module for module in block.modules() if isinstance(module, Router)):
-            router.register_forward_hook(
-                lambda _, args, out, name=name: chosen.update({name: out.experts})
-            )
+        for module in block.modules():
+            if isinstance(module, Router):
+                record(name, module)
     forward(blocks, batches(alone)[0])
     return chosen
 
 
 def totals(comm: Comm) -> Sum[str]:
-    """Target tokens are counted over the data ranks; loss, norm, memory, expert load and a word are
+    """Target tokens are counted over the data ranks; loss, norm, memory, expert load and flags are
     gathered from all.
     """
-    data = [name for name, degree in comm.mesh.axes if name in ("dp", "cp", "ep") and degree > 1]
     columns = 3 + NUM_FLAGS + comm.degree("pp")  # loss, squared norm, expert load; flags; memory
     sent = Sum()
     for stage in world_stages(comm.rank, comm.mesh.size, checked=False):
         sent[stage.axis] += (stage.degree - 1) * columns * 8
-    sent["+".join(data)] += reduce_once(8, comm.degree(tuple(data))) if data else 0
+    data = data_axes(comm.mesh)
+    if data:
+        sent["+".join(data)] += reduce_once(8, comm.degree(data))
     return sent
 
 
 def counted_and_expected(case: Case, dtypes: Dtypes) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Bytes by axis that each rank sends in one step: counted, and by the formulas."""
+
     def rank(comm: Comm) -> tuple[dict[str, int], dict[str, int]]:
         plan = case.plan.model_copy(update=vars(dtypes))
-        model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
-        step = TrainStep(
-            model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=1.0
-        )
-        comm.observers = (counter := Counter(),)
-        step(micro_batches(batches(case)[0], plan, comm.rank), lr=LR)
-        counted: Sum[str] = Sum()
-        for (axis, _), traffic in counter.traffic.items():
-            counted[axis] += traffic.sent_bytes
-        right = (
-            gradients_and_values(model, case, dtypes)
-            + activations(model, case, dtypes)
-            + totals(comm)
-        )
-        right += attention(model, case, dtypes) + mixtures(model, case)
-        right.pop("", None)  # along no axis nothing is sent
-        return {key: n for key, n in counted.items() if n}, {
-            key: n for key, n in right.items() if n
-        }
+        step = make_step(case, comm, plan=plan, clip=1.0)
+        model = step.model
+        counter = Counter()
+        comm.observers = (counter,)
+        step(own_micro_batches(case, comm), lr=LR)
+        expected = gradients_and_values(model, case, dtypes)
+        expected += activations(model, case, dtypes)
+        expected += totals(comm)
+        expected += attention(model, case, dtypes)
+        expected += mixtures(model, case)
+        expected.pop("", None)  # along no axis nothing is sent
+        return without_zeros(sent_by_axis(counter)), without_zeros(expected)
 
     return run_ranks(case.mesh, rank)
+
+
+def without_zeros(sent: Sum[str]) -> dict[str, int]:
+    return {axis: num_bytes for axis, num_bytes in sent.items() if num_bytes}
 
 
 ALONE = (

@@ -65,7 +65,8 @@ class InlineMLP(nn.Module):
 
     def __init__(self, *, kv_heads: int = KV_HEADS) -> None:
         super().__init__()
-        self.attn_norm, self.mlp_norm = nn.RMSNorm(D), nn.RMSNorm(D)
+        self.attn_norm = nn.RMSNorm(D)
+        self.mlp_norm = nn.RMSNorm(D)
         self.q, self.k, self.v = (
             linear(D, HEADS * K),
             linear(D, kv_heads * K),
@@ -138,7 +139,8 @@ class UsedTwice(InlineMLP):
         x = x + self.attention(self.attn_norm(x), batch)
         y = self.mlp_norm(x)
         x = x + self.mlp(y)
-        return x + self.mlp(self.mlp_norm(x)) + self.down(torch.tanh(self.up(y)))
+        side = self.down(torch.tanh(self.up(y)))
+        return x + self.mlp(self.mlp_norm(x)) + side
 
 
 class PerHeadBias(InlineMLP):
@@ -155,7 +157,9 @@ class PerHeadBias(InlineMLP):
 
     def attention(self, y: Tensor, batch: Batch) -> Tensor:
         q = self.q_norm(heads(self.q(y)) + self.q_bias)
-        return self.o(self.attend(q, heads(self.k(y)), heads(self.v(y)), batch).flatten(2))
+        k = heads(self.k(y))
+        v = heads(self.v(y))
+        return self.o(self.attend(q, k, v, batch).flatten(2))
 
 
 class SingleKVHead(InlineMLP):
@@ -274,7 +278,8 @@ def user_model(shape: Shape) -> dict[str, nn.Module]:
 
 
 def whole_batch() -> Batch:
-    tokens = torch.randint(0, VOCAB, (4, S + 1), generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB, (4, S + 1), generator=generator)
     return token_batch(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -282,7 +287,8 @@ def plan_of(layout: str, mesh_text: str | None = None) -> Plan:
     text, sequence_parallel, zero = LAYOUTS[layout]
     mesh = Mesh.parse(mesh_text or text)
     names = ("embed", "layer0", "layer1", "head", "loss")
-    cuts = (names[:2], names[2:]) if mesh.degree("pp") == 2 else (names,)
+    is_cut = mesh.degree("pp") == 2
+    cuts = (names[:2], names[2:]) if is_cut else (names,)
     out = ("batch", "seq", D)
     return Plan(
         mesh=mesh,
@@ -306,7 +312,8 @@ def on_one_device(shape: Shape) -> tuple[float, dict[str, Tensor]]:
     blocks = user_model(shape)
     loss = forward(blocks, whole_batch())
     loss.backward()
-    return loss.item(), {name: param.grad for name, param in named_parameters(blocks).items()}
+    gradients = {name: param.grad for name, param in named_parameters(blocks).items()}
+    return loss.item(), gradients
 
 
 def micro_batches(plan: Plan, comm: Comm) -> list[Batch]:
@@ -318,6 +325,12 @@ def micro_batches(plan: Plan, comm: Comm) -> list[Batch]:
         rows = slice(start, start + plan.micro_size)
         batches.append(local.rows(rows))
     return batches
+
+
+def relative_error(actual: Tensor, expected: Tensor, *, scale: Tensor) -> float:
+    """The largest difference, relative to the largest entry of `scale`."""
+    difference = (actual - expected).abs().max()
+    return (difference / scale.abs().max()).item()
 
 
 def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options: str) -> float:
@@ -336,24 +349,23 @@ def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options:
         reducer = make_gradient_reducer(model)
         player = Player(model, before_last_backward=reducer.set_requires_gradient_sync)
         reducer.zero_grad()
-        played = player.play(micro_batches(plan, comm), torch.tensor(1.0, dtype=torch.float64))
+        one = torch.tensor(1.0, dtype=torch.float64)
+        played = player.play(micro_batches(plan, comm), one)
         reducer.finish()
         found = comm.all_reduce(played.loss.detach(), ("dp", "cp", "pp"))
         worst = abs(found.item() - loss) / abs(loss)
-        for param, grad in reducer.full_gradients().items():
-            want = read_shard(
-                lambda box, whole=grads[param]: whole[box.slices], model.shards[param].shard
-            )
-            difference = (grad - want).abs().max() / grads[param].abs().max()
-            worst = max(worst, difference.item())
-        return worst, set(reducer.full_gradients())
+        full_gradients = reducer.full_gradients()
+        for name, grad in full_gradients.items():
+            whole = grads[name]
+            want = read_shard(lambda box, whole=whole: whole[box.slices], model.shards[name].shard)
+            worst = max(worst, relative_error(grad, want, scale=whole))
+        return worst, set(full_gradients)
 
     ranks = run_ranks(plan.mesh.text, rank)
     held = set().union(*(names for _, names in ranks))
-    owners = {
-        id(param): param_name
-        for param_name, param in reversed(named_parameters(user_model(shape)).items())
-    }
+    owners = {}
+    for name, param in reversed(named_parameters(user_model(shape)).items()):
+        owners[id(param)] = name
     assert held == set(owners.values()), "a parameter has no gradient anywhere"
     return max(worst for worst, _ in ranks)
 
@@ -373,7 +385,8 @@ def test_user_model_equals_one_device_or_is_rejected_in_one_line(name: str, layo
 
 def main() -> None:
     """Print the table of shapes and layouts."""
-    print(f"{'':30}" + "".join(f"{layout:>24}" for layout in LAYOUTS))  # noqa: T201 - the table
+    cells = [f"{layout:>24}" for layout in LAYOUTS]
+    print(f"{'':30}" + "".join(cells))  # noqa: T201 - the table
     for name in SHAPES:
         cells = []
         for layout in LAYOUTS:

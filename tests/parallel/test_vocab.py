@@ -79,7 +79,8 @@ def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(
     (want * weights).sum().backward()
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
-        n, i = comm.degree("tp"), comm.index("tp")
+        n = comm.degree("tp")
+        i = comm.index("tp")
         lo, hi = span(11, n, i)
         cut = VocabParallelEmbedding(
             11, 6, comm=comm, sequence_parallel=sequence, dtype=torch.float64
@@ -87,7 +88,9 @@ def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(
         with torch.no_grad():
             cut.weight.copy_(table.weight[lo:hi])
         out = cut(tokens)
-        (out * (weights.chunk(n, 1)[i] if sequence else weights)).sum().backward()
+        own_weights = weights.chunk(n, 1)[i] if sequence else weights
+        loss = (out * own_weights).sum()
+        loss.backward()
         return out.detach(), cut.weight.grad
 
     ranks = run_ranks(mesh, rank)

@@ -9,42 +9,27 @@ import pytest
 import torch
 from torch import nn
 
-from tests.live import Live
-from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
+from tests.live import Live, storage_bytes
+from tests.matrix.layouts import LR, Case, make_step, own_micro_batches
 from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.comm.ops import copy_to_region
 from weft.errors import CommError
-from weft.models import FAMILIES
 from weft.models.common.counter_normal import NUM_QUANTILES
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.reductions_under_way import MAX_UNDER_WAY
 from weft.parallel.zero.sharding_policy import ShardingPolicy
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_model
-from weft.train.optim import matrices
 from weft.train.step import TrainStep
 
 TABLE_OF_QUANTILES = 4 * NUM_QUANTILES
 """Bytes of the float32 table from which every initial value is drawn, whatever the model."""
 
 
-def make_step(case: Case, comm: Comm) -> TrainStep:
-    model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
-    return TrainStep(
-        model, make_optimizer=lambda tensors: adamw(tensors, matrices(model.params)), clip=CLIP
-    )
-
-
 def run_step(step: TrainStep, case: Case) -> None:
-    step(micro_batches(batches(case)[0], case.plan, step.model.comm.rank), lr=LR)
-
-
-def storage_bytes(tensors: Any) -> int:
-    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+    step(own_micro_batches(case, step.model.comm), lr=LR)
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 12])
@@ -63,14 +48,17 @@ def test_shards_cover_every_entry_once(length: int, parts: int) -> None:
     ]
     assert torch.equal(torch.cat(shards), whole)
     for name, tensor in tensors.items():
-        pieces = [layout.shard_views(shard, i)[name] for i, shard in enumerate(shards)]
+        pieces = []
+        for index, shard in enumerate(shards):
+            pieces.append(layout.shard_views(shard, index)[name])
         assert torch.equal(torch.cat(pieces), tensor.flatten())
         assert torch.equal(layout.views(whole)[name], tensor)
 
 
 def test_freed_parameters_are_valid_under_saved_views_once_filled_again() -> None:
     weight = nn.Parameter(torch.randn(3, 3))
-    flat = FlatParams({"w": weight}, FlatLayout.of({"w": (3, 3)}, 1), dtype=torch.float32)
+    layout = FlatLayout.of({"w": (3, 3)}, 1)
+    flat = FlatParams({"w": weight}, layout, dtype=torch.float32)
     values = flat.flat.clone()
     y = (weight @ torch.randn(3, 2)).tanh().sum()
     flat.free()
@@ -89,7 +77,9 @@ def test_between_steps_a_rank_holds_its_shards(zero: Any) -> None:
         step = make_step(case, comm)
         run_step(step, case)
         groups = step.grads.groups
-        states = [x for state in step.optimizer.state.values() for x in state.values() if x.dim()]
+        states = []
+        for state in step.optimizer.state.values():
+            states += [x for x in state.values() if x.dim()]
         return (
             sum(span.stop - span.start for group in groups for span in group.layout.spans),
             sum(group.layout.shard_length for group in groups),
@@ -108,13 +98,15 @@ def test_between_steps_a_rank_holds_its_shards(zero: Any) -> None:
         )
 
     found = run_ranks(case.mesh, rank)
-    whole, shard = found[0][0], found[0][1]
+    whole = found[0][0]
+    shard = found[0][1]
     padded = 3 * shard
     assert whole <= padded < whole + 3 * 8
     for _, _, params, gradients, _ in found:
         assert params == 8 * (shard if zero == 3 else padded)
         assert gradients == 8 * (padded if zero == 1 else shard)
-    assert sum(states for *_, states in found) == 2 * whole
+    total = sum(states for *_, states in found)
+    assert total == 2 * whole
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "dp4"])
@@ -144,7 +136,8 @@ def test_a_zero_3_model_is_initialised_group_by_group(mesh: str) -> None:
                 for x in (group.unsharded_params.flat, group.sharded_param, group.sharded_grad)
             ]
         )
-        return peak.most, held, biggest, sum(8 * group.layout.length for group in groups)
+        all_shards = sum(8 * group.layout.length for group in groups)
+        return peak.most, held, biggest, all_shards
 
     for most, held, biggest, whole in run_ranks(case.mesh, rank):
         assert most <= held + 2 * biggest + TABLE_OF_QUANTILES, (
@@ -291,7 +284,9 @@ def test_a_parameter_that_only_some_backwards_use_is_summed_over_those() -> None
                 reduce=torch.float64,
                 keeps_unsharded_grad=zero < 2,
             )
-            params = {name: nn.Parameter(torch.ones(3, dtype=torch.float64)) for name in ("a", "b")}
+            params = {}
+            for name in ("a", "b"):
+                params[name] = nn.Parameter(torch.ones(3, dtype=torch.float64))
             group = ParamGroup(params, comm, policy, axes=("dp",))
             reducer = GradientReducer((group,), comm, reduces_every_backward=zero >= 2)
             reducer.zero_grad()

@@ -98,7 +98,8 @@ def test_every_result_is_checked_element_by_element(mesh: str) -> None:
         for axis in comm.mesh.wide_axes:
             for name in OPERATIONS:
                 operation = known_operation(name, comm, axis, 4 * 60)
-                found[f"{axis} {name}"] = operation.check(operation.run(), comm, axis)
+                result = operation.run()
+                found[f"{axis} {name}"] = operation.check(result, comm, axis)
         return found
 
     results = run_ranks(mesh, checked)

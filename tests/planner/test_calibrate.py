@@ -71,7 +71,8 @@ def test_a_number_without_influence_or_beside_an_equal_one_is_not_determined() -
     residuals = [0.01, -0.01] * 4
     own = numpy.linspace(0.1, 1.0, 8)
     shared = numpy.linspace(1.0, 0.2, 8)
-    found = fit_errors(numpy.stack([own, shared, shared, 0 * own], axis=1), residuals)
+    columns = [own, shared, shared, 0 * own]
+    found = fit_errors(numpy.stack(columns, axis=1), residuals)
     alone, twice, again, without = found.of_numbers
     assert alone < 0.05
     assert twice > UNDETERMINED
@@ -83,7 +84,8 @@ def test_a_residual_without_its_step_is_that_of_the_mean_of_the_others() -> None
     numpy = pytest.importorskip("numpy")
     values = [0.001, 0.003, -0.002, 0.004]
     mean = sum(values) / 4
-    found = fit_errors(numpy.ones((4, 1)), [value - mean for value in values])
+    residuals = [value - mean for value in values]
+    found = fit_errors(numpy.ones((4, 1)), residuals)
     for value, left_out in zip(values, found.left_out, strict=True):
         mean_of_others = (4 * mean - value) / 3
         assert left_out == pytest.approx(value - mean_of_others, rel=0.01)
@@ -96,7 +98,8 @@ def test_a_family_of_steps_is_left_out_together() -> None:
     mean = sum(values) / 5
     residuals = [value - mean for value in values]
     found = fit_errors(numpy.ones((5, 1)), residuals, ["a", "a", "b", "b", "b"])
-    mean_of_a, mean_of_b = 0.002, -0.008 / 3
+    mean_of_a = 0.002
+    mean_of_b = -0.008 / 3
     others = [mean_of_b, mean_of_b, mean_of_a, mean_of_a, mean_of_a]
     for value, other, left_out in zip(values, others, found.left_out, strict=True):
         assert left_out == pytest.approx(value - other, rel=0.05)
@@ -131,7 +134,9 @@ def test_too_few_runs_and_times_that_are_none_are_rejected() -> None:
 
 def test_the_range_holds_four_of_five_other_ratios() -> None:
     ratios = [0.9 + 0.02 * number for number in range(19)]
-    assert ratio_range(ratios) == (pytest.approx(ratios[1]), pytest.approx(ratios[17]))
+    smallest, largest = ratio_range(ratios)
+    assert smallest == pytest.approx(ratios[1])
+    assert largest == pytest.approx(ratios[17])
     few = ratio_range(ratios[:8])
     assert few == (ratios[0], pytest.approx(ratios[7]))  # the next one is outside with 2 of 9
 

@@ -40,7 +40,8 @@ def test_the_largest_of_many_factors_grows_as_extreme_values_do() -> None:
         below = torch.exp(num_ranks * torch.special.log_ndtr(z))
         density = torch.diff(below)
         middle = (z[1:] + z[:-1]) / 2
-        expected = float((density * torch.exp(sigma * middle - sigma**2 / 2)).sum())
+        lognormal = torch.exp(sigma * middle - sigma**2 / 2)
+        expected = float((density * lognormal).sum())
         drawn = factors.largest(num_ranks, 200_000)
         assert drawn.mean() == pytest.approx(expected, rel=1e-3), num_ranks
         if num_ranks > 1:
@@ -87,9 +88,13 @@ def test_more_replicas_make_the_slowest_one_slower(roles: tuple[RoleCosts, ...])
         many = replace(replicas, count=count)
         means.append(step_distribution(step, many, jitter=0.1, draws=300, seed=0).mean)
     assert step.total_s < means[0] < means[1] < means[2]
-    per_level = (means[2] - means[1]) / (means[1] - means[0])
+    first_gain = means[1] - means[0]
+    second_gain = means[2] - means[1]
+    per_level = second_gain / first_gain
     z_of_largest = {1: 0.0, 8: 1.4236, 64: 2.3437}
-    expected = (z_of_largest[64] - z_of_largest[8]) / (z_of_largest[8] - z_of_largest[1])
+    first_step = z_of_largest[8] - z_of_largest[1]
+    second_step = z_of_largest[64] - z_of_largest[8]
+    expected = second_step / first_step
     assert per_level == pytest.approx(expected, rel=0.25)
 
 

@@ -42,12 +42,14 @@ def test_a_reused_result_has_the_form_that_torch_computes(name: str) -> None:
     recorder = StepRecorder(META)
     for other in CALLS.values():
         called(other, recorder)
-    assert form(called(CALLS[name], recorder)) == form(CALLS[name]())
+    actual = form(called(CALLS[name], recorder))
+    assert actual == form(CALLS[name]())
 
 
 def test_a_reused_result_is_a_tensor_of_its_own() -> None:
     recorder = StepRecorder(META)
-    first, second = called(lambda: X + 1, recorder), called(lambda: X + 1, recorder)
+    first = called(lambda: X + 1, recorder)
+    second = called(lambda: X + 1, recorder)
     assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""Times of pipeline actions: those of the schedule simulator without collectives; messages by hand; speed never costs time."""
+"""Predicted times of pipeline actions: equal to the schedule simulator without collectives; messages computed by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_without_collectives_actions_run_as_in_the_schedule_simulator(hop: float
         played = play(order, costs_of(order, message=hop))
         expected = action_times(table, lambda act: UNIT_COSTS[act.kind], hop=hop)
         for place, act in enumerate(order.acts):
-            assert (played.starts[place], played.ends[place]) == expected[act], (size, act)
+            actual = (played.starts[place], played.ends[place])
+            assert actual == expected[act], (size, act)
 
 
 def test_a_rank_of_zero_bubble_h2_is_busy_from_its_first_to_its_last_action() -> None:
@@ -62,7 +63,9 @@ def test_a_rank_of_zero_bubble_h2_is_busy_from_its_first_to_its_last_action() ->
     ranks, microbatches = 4, 12
     order = pipeline_order(table_of("zero_bubble_h2", ranks, 1, microbatches))
     played = play(order, costs_of(order))
-    windows = [end - start for start, end in zip(played.first_start, played.last_end, strict=True)]
+    windows = []
+    for start, end in zip(played.first_start, played.last_end, strict=True):
+        windows.append(end - start)
     assert windows == [3.0 * microbatches] * ranks
     assert max(played.last_end) == 3.0 * microbatches + ranks - 1
 
@@ -73,7 +76,8 @@ def test_a_message_begins_when_both_ends_have_come_to_it_and_the_pair_is_free() 
     order = pipeline_order(table)
     played = play(order, costs_of(order, message=3.0))
     starts = dict(zip(order.acts, played.starts, strict=True))
-    assert [starts[Act("F", 1, mb)] for mb in range(3)] == [4.0, 7.0, 10.0]
+    actual = [starts[Act("F", 1, mb)] for mb in range(3)]
+    assert actual == [4.0, 7.0, 10.0]
     posted_late = Table.of_rows(
         [[Act("F", 0, 0), Act("B", 0, 0)], [Act("F", 1, 0), Act("B", 1, 0)]],
         stage_to_rank=(0, 1),
@@ -106,7 +110,8 @@ def test_a_collective_of_one_action_is_waited_for_in_a_later_one() -> None:
     costs = []
     for action_class in order.classes:
         key = action_class.key
-        costs.append(ClassCosts(by_place[key.place] if key.kind == "B" else computing(1.0)))
+        is_backward = key.kind == "B"
+        costs.append(ClassCosts(by_place[key.place] if is_backward else computing(1.0)))
     played = play(order, costs)
     starts = dict(zip(order.acts, played.starts, strict=True))
     ends = dict(zip(order.acts, played.ends, strict=True))
@@ -152,7 +157,8 @@ def test_every_schedule_has_an_order_in_which_each_source_comes_first() -> None:
     for name, schedule in SCHEDULES.items():
         sizes = next(iter(schedule.sizes(ranks=3, chunks=2, microbatches=6)))
         order = pipeline_order(schedule.table(*sizes))
-        assert all(source < place for place, source in enumerate(order.source_of)), name
+        for place, source in enumerate(order.source_of):
+            assert source < place, name
 
 
 def test_the_micro_batches_that_are_played_have_every_kind_of_action() -> None:

@@ -55,16 +55,19 @@ def after(first: Sequence[Event], second: Sequence[Event], *, gap: float = 0.0) 
 
 
 def test_two_axes_share_a_link_and_each_gets_half_of_it() -> None:
-    tp, dp = op(1.0, "tp"), op(3.0, "dp")
+    tp = op(1.0, "tp")
+    dp = op(3.0, "dp")
     both = (Started(tp), Started(dp))
     assert total(*both, Ended(tp)) == pytest.approx(2.0)
     assert total(*both, Ended(dp)) == pytest.approx(4.0)
     equal = op(1.0, "dp")
-    assert total(Started(tp), Started(equal), Ended(tp)) == pytest.approx(2.0)
+    actual = total(Started(tp), Started(equal), Ended(tp))
+    assert actual == pytest.approx(2.0)
 
 
 def test_an_operation_that_starts_later_shares_only_from_then_on() -> None:
-    dp, tp = op(2.0, "dp"), op(1.0, "tp")
+    dp = op(2.0, "dp")
+    tp = op(1.0, "tp")
     events = (Started(dp), kernel(1.0), Started(tp), Ended(tp))
     assert total(*events) == pytest.approx(3.0)
     assert total(*events, Ended(dp)) == pytest.approx(3.0)
@@ -77,51 +80,70 @@ def test_three_axes_on_one_link_end_in_the_order_of_their_work() -> None:
 
 
 def test_the_link_of_a_node_and_its_network_are_not_shared() -> None:
-    tp, dp = op(1.0, "tp"), op(3.0, "dp", ACROSS)
-    assert total(Started(tp), Started(dp), Ended(tp)) == pytest.approx(1.0)
-    assert total(Started(tp), Started(dp), Ended(dp)) == pytest.approx(3.0)
+    tp = op(1.0, "tp")
+    dp = op(3.0, "dp", ACROSS)
+    actual = total(Started(tp), Started(dp), Ended(tp))
+    assert actual == pytest.approx(1.0)
+    actual = total(Started(tp), Started(dp), Ended(dp))
+    assert actual == pytest.approx(3.0)
 
 
 def test_operations_of_one_axis_queue() -> None:
-    first, second = op(1.0), op(1.0)
-    assert total(Started(first), Started(second), Ended(first)) == pytest.approx(1.0)
-    assert total(Started(first), Started(second), Ended(second)) == pytest.approx(2.0)
+    first = op(1.0)
+    second = op(1.0)
+    actual = total(Started(first), Started(second), Ended(first))
+    assert actual == pytest.approx(1.0)
+    actual = total(Started(first), Started(second), Ended(second))
+    assert actual == pytest.approx(2.0)
 
 
 def test_kernels_hide_an_operation_until_the_rank_waits_for_it() -> None:
     """dp takes 3 s, of which kernels hide 2 and a tp of 0.5 s slows it down by 0.5."""
-    dp, tp = op(3.0, "dp"), op(0.5, "tp")
-    events = (Started(dp), kernel(1.0), Started(tp), Ended(tp), kernel(1.0), Ended(dp))
+    dp = op(3.0, "dp")
+    tp = op(0.5, "tp")
+    events = (
+        Started(dp),
+        kernel(1.0),
+        Started(tp),
+        Ended(tp),
+        kernel(1.0),
+        Ended(dp),
+    )
     time = region_time(region(*events), SPEEDS)
     assert time.total == pytest.approx(3.5)
     assert time.exposed == {"tp": pytest.approx(1.0), "dp": pytest.approx(0.5)}
-    assert time.total == pytest.approx(time.compute + sum(time.exposed.values()))
+    exposed = sum(time.exposed.values())
+    assert time.total == pytest.approx(time.compute + exposed)
 
 
 def test_what_a_region_leaves_goes_on_in_the_next_one() -> None:
     dp = op(2.0)
-    time = after([Started(dp), kernel(1.0)], [kernel(0.25), Ended(dp)], gap=0.5)
+    first = [Started(dp), kernel(1.0)]
+    time = after(first, [kernel(0.25), Ended(dp)], gap=0.5)
     assert time.total == pytest.approx(0.5)
     assert time.exposed == {"dp": pytest.approx(0.25)}
     other = op(1.0)
-    time = after([Started(dp), kernel(1.0)], [Started(other), Ended(other)])
+    time = after(first, [Started(other), Ended(other)])
     assert time.total == pytest.approx(2.0)
     tp = op(1.0, "tp")
-    time = after([Started(dp), kernel(1.0)], [Started(tp), Ended(tp)])
+    time = after(first, [Started(tp), Ended(tp)])
     assert time.total == pytest.approx(2.0)
     assert not time.carried[0].left_s
-    assert after([Started(dp), kernel(1.0)], [kernel(5.0)]).under_way == 0.0
+    under_way = after([Started(dp), kernel(1.0)], [kernel(5.0)]).under_way
+    assert under_way == 0.0
 
 
 def test_a_wait_for_what_no_region_started_takes_no_time() -> None:
     assert total(Ended(op(1.0)), kernel(1.0)) == pytest.approx(1.0)
     own = op(1.0)
-    assert total(Started(own), Ended(op(1.0)), kernel(0.5)) == pytest.approx(0.5)
+    actual = total(Started(own), Ended(op(1.0)), kernel(0.5))
+    assert actual == pytest.approx(0.5)
 
 
 def test_a_message_of_the_pipeline_has_the_link_first() -> None:
     tp = op(1.0, "tp")
-    costs = CostTable(SPEEDS).region(region(kernel(0.25), Started(tp), Ended(tp)))
+    events = region(kernel(0.25), Started(tp), Ended(tp))
+    costs = CostTable(SPEEDS).region(events)
     delayed = replay(costs, blocked=(LinkMessage("node", 0.0, 0.75),))
     assert delayed.total == pytest.approx(1.75)
     inside = replay(costs, blocked=(LinkMessage("node", 0.5, 0.25),))
@@ -133,10 +155,13 @@ def test_an_operation_over_two_regions_is_one_stretch_on_its_lane() -> None:
     dp = op(2.0)
     table = CostTable(SPEEDS)
     first = replay(table.region(region(Started(dp), kernel(1.5))))
-    second = replay(table.region(region(kernel(1.0), Ended(dp))), carried=first.carried)
+    ending = table.region(region(kernel(1.0), Ended(dp)))
+    second = replay(ending, carried=first.carried)
     (begun,), (ended,) = first.spans, second.spans
-    assert (begun.start, begun.end, begun.continues) == (0.0, pytest.approx(1.5), True)
-    assert (ended.start, ended.end, ended.is_continued) == (0.0, pytest.approx(0.5), True)
+    actual = (begun.start, begun.end, begun.continues)
+    assert actual == (0.0, pytest.approx(1.5), True)
+    actual = (ended.start, ended.end, ended.is_continued)
+    assert actual == (0.0, pytest.approx(0.5), True)
 
 
 def test_groups_of_one_node_have_the_network_shares_of_their_members() -> None:
@@ -163,11 +188,13 @@ def test_an_all_to_all_leaves_a_node_through_the_network_of_its_own_device() -> 
 
 def test_with_a_shared_link_a_faster_kernel_can_make_a_region_longer() -> None:
     """The kernel that is left out had delayed an operation that nothing waits for."""
-    tp, dp = op(1.0, "tp"), op(1.0, "dp")
+    tp = op(1.0, "tp")
+    dp = op(1.0, "dp")
     rest = (Started(dp), kernel(0.5), Ended(tp), kernel(5.0))
     assert total(Started(tp), kernel(1.0), *rest) == pytest.approx(6.5)
     assert total(Started(tp), *rest) == pytest.approx(7.0)
-    two_links = (Started(op(1.0, "dp", ACROSS)), kernel(0.5), Ended(tp), kernel(5.0))
+    across = op(1.0, "dp", ACROSS)
+    two_links = (Started(across), kernel(0.5), Ended(tp), kernel(5.0))
     assert total(Started(tp), kernel(1.0), *two_links) == pytest.approx(6.5)
     assert total(Started(tp), *two_links) == pytest.approx(6.0)
 
@@ -215,4 +242,5 @@ def test_a_link_does_all_its_work_whatever_the_lanes(work: list[tuple[str, int]]
     """Operations that start together end, the last of them, after the sum of their seconds."""
     ops = [op(seconds / 8, axis) for axis, seconds in work]
     time = region_time(region(*map(Started, ops)), SPEEDS)
-    assert time.under_way == pytest.approx(sum(seconds for _, seconds in work) / 8)
+    total_seconds = sum(seconds for _, seconds in work) / 8
+    assert time.under_way == pytest.approx(total_seconds)

@@ -58,7 +58,8 @@ def events_of(region: RecordedRegion) -> list[object]:
             continue
         if isinstance(event, Started):
             numbers[id(event.op)] = len(numbers)
-        found.append((type(event), event.op, numbers.get(id(event.op))))
+        number = numbers.get(id(event.op))
+        found.append((type(event), event.op, number))
     return found
 
 
@@ -74,7 +75,8 @@ def assert_equal(short: RankStep, whole: RankStep) -> None:
         assert events_of(short.phases[name]) == events_of(region)
         assert short.phases[name].change == region.change
         assert abs(short.phases[name].workspace - region.workspace) < STACKED_NUMBERS
-    assert step_memory(short, short.row).peak == step_memory(whole, whole.row).peak
+    peak = step_memory(short, short.row).peak
+    assert peak == step_memory(whole, whole.row).peak
     assert step_traffic(short, short.row) == step_traffic(whole, whole.row)
 
 

@@ -1,4 +1,4 @@
-"""`weft plan`: legal candidates, the search of the best ones, teaching cases, and what it prints."""
+"""`weft plan`: valid candidates, the search for the best ones, known cases, and the printed text."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_the_text_fits_80_columns_and_ends_with_the_command(
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("weft train")
-    assert max(map(len, lines[:-1])) <= WIDTH
+    largest = max(map(len, lines[:-1]))
+    assert largest <= WIDTH
 
 
 @pytest.mark.slow
@@ -157,7 +158,8 @@ def test_why_names_what_a_layout_misses(capsys: pytest.CaptureFixture[str]) -> N
 def test_dp2_tp4_pp3_has_24_ranks() -> None:
     run = run_of("--batch.global_size 12 --model.layers 6 --model.heads 8 --model.kv_heads 8")
     meshes = [group.base.degrees for group in candidates(run, Space(24, 8)).groups]
-    assert (("pp", 3), ("dp", 2), ("tp", 4)) in [tuple(degrees) for degrees in meshes]
+    actual = [tuple(degrees) for degrees in meshes]
+    assert (("pp", 3), ("dp", 2), ("tp", 4)) in actual
 
 
 def narrow_costs(words: str = "") -> LayoutCosts:
@@ -210,8 +212,10 @@ def test_stages_without_layers_are_possible_at_the_ends_alone() -> None:
         possible[ranks] = costs.has_stages(layout)
     assert possible == {2: True, 3: True, 4: True, 5: False, 6: False}
     assert costs.stages.layers(read_layout("pp4 micro1", costs.run)) == (0, 1, 1, 0)
-    assert list(moves((1, 1), [1.0, 2.0], [0, 0])) == [(2, 0), (0, 2)]
-    assert list(moves((1, 1), [1.0, 2.0], [1, 0])) == [(2, 0)]
+    actual = list(moves((1, 1), [1.0, 2.0], [0, 0]))
+    assert actual == [(2, 0), (0, 2)]
+    actual = list(moves((1, 1), [1.0, 2.0], [1, 0]))
+    assert actual == [(2, 0)]
 
 
 @pytest.mark.slow
@@ -270,11 +274,14 @@ def test_where_no_layout_fits_the_text_says_how_many_devices_would_hold_the_stat
 
 def test_the_front_is_thinned_by_memory() -> None:
     layout = Layout(())
-    steps = [Simulated(layout, 1.0 + place, 100.0 - 10 * place) for place in range(10)]
+    steps = []
+    for place in range(10):
+        steps.append(Simulated(layout, 1.0 + place, 100.0 - 10 * place))
     slow = Simulated(layout, 99.0, 99.0)
     front = simulated_front([slow, *steps])
     assert front == steps
-    assert [entry.peak_bytes for entry in thinned_front(front, 4)] == [100.0, 70.0, 40.0, 10.0]
+    peak_bytes = [entry.peak_bytes for entry in thinned_front(front, 4)]
+    assert peak_bytes == [100.0, 70.0, 40.0, 10.0]
 
 
 def test_layouts_like_one_whose_peak_was_simulated_too_small_are_measured_later() -> None:

@@ -1,4 +1,4 @@
-"""The account of training across sites: bytes equal those of a real run, seconds follow from the link."""
+"""Predicted costs of training across sites: bytes equal those of a real run, seconds follow from the link."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_seconds_follow_from_the_link_the_period_and_the_overlap() -> None:
     assert costs.step_bytes == 2_500_000
     delayed = settings.model_copy(update={"overlap": 4})
     assert replace(costs, settings=delayed).exposed_s is None
-    assert replace(costs, settings=delayed, step_s=0.2).exposed_s == pytest.approx(1.2)
+    exposed_s = replace(costs, settings=delayed, step_s=0.2).exposed_s
+    assert exposed_s == pytest.approx(1.2)
     assert replace(costs, settings=delayed, step_s=1.0).exposed_s == 0
     assert max(map(len, site_text(costs).splitlines())) <= 80
 

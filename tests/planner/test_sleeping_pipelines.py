@@ -65,7 +65,10 @@ def real_timeline(schedule: str) -> Timeline:
             player.spans.clear()
             comm.barrier("pp")
             player.play(batches, torch.tensor(1.0))
-        return [Span(comm.rank, str(act), act.kind, start, end) for act, start, end in player.spans]
+        spans = []
+        for act, start, end in player.spans:
+            spans.append(Span(comm.rank, str(act), act.kind, start, end))
+        return spans
 
     spans = [span for rank_spans in run_ranks(f"pp{RANKS}", rank) for span in rank_spans]
     return Timeline(tuple(spans), RANKS, "measured")

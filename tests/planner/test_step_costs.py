@@ -75,7 +75,9 @@ def run_of(flags: str) -> Run:
         words += ["--batch.global_size", "8"]
     given = [word for word in words if word.startswith("--")]
     defaults = [word for word in _pairs(sizes) if word[0] not in given]
-    return load([*words, *(word for pair in defaults for word in pair)], FAMILIES)
+    for pair in defaults:
+        words = [*words, *pair]
+    return load(words, FAMILIES)
 
 
 def _pairs(flags: str) -> Iterator[tuple[str, str]]:
@@ -97,7 +99,8 @@ class RoundRobin(Choice):
     num_used: int = 0
 
     def experts(self, scores: Tensor) -> Tensor:
-        slots = torch.arange(scores[..., : self.top_k].numel(), device=scores.device)
+        num_slots = scores[..., : self.top_k].numel()
+        slots = torch.arange(num_slots, device=scores.device)
         return (slots % self.num_used).view(*scores.shape[:-1], self.top_k)
 
 
@@ -195,7 +198,8 @@ def assert_equal_steps(
     assert predicted.kept == real.kept
     levels = step_memory(predicted, row).levels[ACTIONS]
     real_levels = step_memory(real, row).levels[ACTIONS]
-    assert [level.name for level in levels] == [level.name for level in real_levels]
+    names = [level.name for level in levels]
+    assert names == [level.name for level in real_levels]
     for level, real_level in zip(levels, real_levels, strict=True):
         assert level.held == pytest.approx(real_level.held, abs=tolerance), level.name
         assert level.most == pytest.approx(real_level.most, abs=tolerance), level.name

@@ -14,7 +14,7 @@ from weft.planner.kernels import KernelLaunch
 from weft.planner.measure import measure
 from weft.planner.measured_run import MeasuredRun
 from weft.planner.recorder import Ended, RecordedRegion, Started
-from weft.planner.region_time import region_time
+from weft.planner.region_time import RegionTime, region_time
 from weft.planner.speeds import Speeds
 from weft.planner.step_time import step_seconds, step_time
 from weft.schedule.timeline import bubble, makespan
@@ -44,6 +44,11 @@ def region(*events: object) -> RecordedRegion:
     return RecordedRegion("B0.0", 0, events=list(events))  # type: ignore[arg-type]
 
 
+def time_beside_kernel(op: Operation, speeds: Speeds = SPEEDS) -> RegionTime:
+    """An operation that is started before a kernel of one second, and waited for after it."""
+    return region_time(region(Started(op), SECOND_OF_KERNEL, Ended(op)), speeds)
+
+
 def test_a_kernel_takes_flops_and_bytes_at_the_speeds_of_the_device() -> None:
     flops = int(H100.bf16_tflops * 1e12)
     product = KernelLaunch("gemm", "bfloat16", flops, int(H100.hbm_tb_s * 1e12))
@@ -60,18 +65,19 @@ def test_no_kernel_takes_less_than_its_launch() -> None:
 
 
 def test_a_collective_overlaps_with_what_lies_between_its_start_and_its_wait() -> None:
-    hidden = all_reduce(0.5)
-    time = region_time(region(Started(hidden), SECOND_OF_KERNEL, Ended(hidden)), SPEEDS)
-    assert (time.total, time.exposed) == (pytest.approx(1.0), {"dp": 0.0})
-    long = all_reduce(3.0)
-    time = region_time(region(Started(long), SECOND_OF_KERNEL, Ended(long)), SPEEDS)
-    assert (time.total, time.exposed["dp"]) == (pytest.approx(3.0), pytest.approx(2.0))
+    hidden = time_beside_kernel(all_reduce(0.5))
+    assert hidden.total == pytest.approx(1.0)
+    assert hidden.exposed == {"dp": 0.0}
+    longer = time_beside_kernel(all_reduce(3.0))
+    assert longer.total == pytest.approx(3.0)
+    assert longer.exposed["dp"] == pytest.approx(2.0)
 
 
 def test_what_is_not_waited_for_is_still_under_way() -> None:
     op = all_reduce(3.0)
     time = region_time(region(Started(op), SECOND_OF_KERNEL), SPEEDS)
-    assert (time.total, time.under_way) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert time.total == pytest.approx(1.0)
+    assert time.under_way == pytest.approx(2.0)
 
 
 def test_a_group_of_several_nodes_takes_the_network() -> None:
@@ -88,7 +94,8 @@ def test_the_step_of_a_run() -> None:
     parts = time.targets_s + time.pipeline_s + time.reduce_s + time.update_s
     assert time.total_s == pytest.approx(parts)
     assert step_seconds(roles, SPEEDS) == time.total_s
-    assert time.flops == sum(role.flops * role.num_ranks for role in roles)
+    expected = sum(role.flops * role.num_ranks for role in roles)
+    assert time.flops == expected
     assert 0 < time.bubble < 1
     half = replace(H100, hbm_tb_s=H100.hbm_tb_s / 2, fp32_tflops=H100.tflops("float32") / 2)
     slower = step_time(roles, Speeds(half.with_efficiency(IDEAL)))
@@ -97,13 +104,12 @@ def test_the_step_of_a_run() -> None:
 
 
 def test_kernels_beside_a_collective_lose_a_share_of_its_time() -> None:
-    hidden = all_reduce(0.5)
     slowed = Speeds(H100.with_efficiency(replace(IDEAL, overlap_slowdown=0.4)))
-    time = region_time(region(Started(hidden), SECOND_OF_KERNEL, Ended(hidden)), slowed)
-    assert time.total == pytest.approx(1.2)
-    exposed = all_reduce(0.5)
-    alone = region_time(region(Started(exposed), Ended(exposed), SECOND_OF_KERNEL), slowed)
-    assert alone.total == pytest.approx(1.5)
+    hidden = time_beside_kernel(all_reduce(0.5), slowed)
+    assert hidden.total == pytest.approx(1.2)
+    op = all_reduce(0.5)
+    exposed = region_time(region(Started(op), Ended(op), SECOND_OF_KERNEL), slowed)
+    assert exposed.total == pytest.approx(1.5)
 
 
 def test_a_product_with_few_outputs_reaches_less_of_the_peak() -> None:

@@ -1,4 +1,4 @@
-"""The check of a world finds planted faults: order, shape, missing calls, wrong groups, deadlocks, messages; and no others."""
+"""The check of a world finds planted faults (order, shape, missing calls, groups, deadlocks) and reports no others."""
 
 from __future__ import annotations
 
@@ -46,11 +46,16 @@ def edited(world: RecordedWorld, edits: dict[int, Edit]) -> RecordedWorld:
     ranks: list[RankCalls] = []
     for calls in world.ranks:
         edit = edits.get(calls.rank)
-        if edit is not None:
-            [key] = [key for key in calls.actions if (key.kind, key.place) == ("B", "last")]
-            calls = replace(calls, actions={**calls.actions, key: edit(calls.actions[key])})
-        ranks.append(calls)
+        ranks.append(calls if edit is None else with_edited_backward(calls, edit))
     return replace(world, ranks=tuple(ranks))
+
+
+def with_edited_backward(calls: RankCalls, edit: Edit) -> RankCalls:
+    actions = dict(calls.actions)
+    for key, events in calls.actions.items():
+        if key.kind == "B" and key.place == "last":
+            actions[key] = edit(events)
+    return replace(calls, actions=actions)
 
 
 def mismatch(world: RecordedWorld, rank: int, edit: Edit) -> Mismatch:
@@ -60,10 +65,13 @@ def mismatch(world: RecordedWorld, rank: int, edit: Edit) -> Mismatch:
 
 
 def replaced(events: Events, position: int, op: Operation) -> Events:
-    """The events with another operation in place of the `position`-th one of its axis."""
-    started = [event.op for event in events if isinstance(event, Started)]
-    old = [each for each in started if each.axis == "tp"][position]
-    return tuple(type(event)(op) if event.op is old else event for event in events)
+    """The events with another operation in place of the `position`-th one over tp."""
+    old = tp_op(events, position)
+    found: list[CallEvent] = []
+    for event in events:
+        kind = type(event)
+        found.append(kind(op) if event.op is old else event)
+    return tuple(found)
 
 
 def tp_op(events: Events, position: int) -> Operation:
@@ -132,16 +140,20 @@ def test_orders_that_block_each_other_are_a_deadlock_with_its_cycle(world: Recor
     """Ranks 4 and 7 call over dp before tp, their neighbours 5 and 6 over tp before dp."""
     dp = Operation("all_reduce", "dp", (4, 6), 4, 8, 8, Signature("all_reduce(sum) float32[2]"))
 
-    def call(rank: int) -> Events:
-        column = tuple(rank % 2 + each for each in dp.group)
+    def call_after(num_events: int, rank: int) -> Edit:
+        """Insert a call over dp behind the first events of a rank."""
+        first, second = dp.group
+        column = (first + rank % 2, second + rank % 2)
         op = replace(dp, group=column, rank=rank)
-        return (Started(op), Ended(op))
+        inserted = (Started(op), Ended(op))
+        return lambda events: (*events[:num_events], *inserted, *events[num_events:])
 
-    edits: dict[int, Edit] = {}
-    for rank in (4, 7):
-        edits[rank] = lambda events, rank=rank: (*call(rank), *events)  # type: ignore[misc]
-    for rank in (5, 6):
-        edits[rank] = lambda events, rank=rank: (*events[:2], *call(rank), *events[2:])  # type: ignore[misc]
+    edits = {
+        4: call_after(0, 4),
+        7: call_after(0, 7),
+        5: call_after(2, 5),
+        6: call_after(2, 6),
+    }
     [problem] = check_recorded(edited(world, edits)).problems
     assert isinstance(problem, Deadlock)
     assert problem.region == "B1.1"
@@ -170,14 +182,18 @@ def test_a_program_of_messages_that_stops_names_the_ranks_and_where_they_are(
     assert "rank 1 is at send(B1.0 to 0)" in problem.waits[0]
 
 
+def in_bfloat16(op: Operation) -> Operation:
+    text = op.signature.text.replace("float32", "bfloat16")
+    return replace(op, signature=Signature(text))
+
+
 def test_a_tensor_that_does_not_fit_the_buffer_of_its_receiver(world: RecordedWorld) -> None:
     ranks = []
     for calls in world.ranks:
-        sent = {
-            key: replace(op, signature=Signature(op.signature.text.replace("float32", "bfloat16")))
-            for key, op in calls.sent.items()
-        }
-        ranks.append(replace(calls, sent=sent) if calls.row == 0 else calls)
+        if calls.row == 0:
+            sent = {key: in_bfloat16(op) for key, op in calls.sent.items()}
+            calls = replace(calls, sent=sent)
+        ranks.append(calls)
     [problem] = check_recorded(replace(world, ranks=tuple(ranks))).problems
     assert isinstance(problem, Mismatch)
     assert (problem.axis, problem.ranks) == ("pp", (0, 4))
@@ -242,20 +258,24 @@ def test_split_sizes_of_two_members_must_match() -> None:
     def member(place: int, sent: tuple[int, ...], received: tuple[int, ...]) -> MemberCall:
         return MemberCall(place, Signature("all_to_all float32[4*]", sent, received))
 
-    assert calls_agree(member(0, (1, 3), (1, 2)), member(1, (2, 2), (3, 2)))
-    assert not calls_agree(member(0, (1, 3), (1, 2)), member(1, (2, 2), (1, 2)))
+    ours = member(0, (1, 3), (1, 2))
+    assert calls_agree(ours, member(1, (2, 2), (3, 2)))
+    assert not calls_agree(ours, member(1, (2, 2), (1, 2)))
 
 
 def test_messages_wait_for_the_other_side() -> None:
     def message(op: str, rank: int, pair: tuple[int, int]) -> Operation:
         return Operation(op, "cp", pair, rank, 8, 8)  # type: ignore[arg-type]
 
-    send, recv = message("send", 0, (0, 1)), message("recv", 0, (1, 0))
-    other_send, other_recv = message("send", 1, (1, 0)), message("recv", 1, (0, 1))
+    send = message("send", 0, (0, 1))
+    recv = message("recv", 0, (1, 0))
+    other_send = message("send", 1, (1, 0))
+    other_recv = message("recv", 1, (0, 1))
     first = (Started(send), Started(recv), Ended(recv), Ended(send))
     second = (Started(other_recv), Ended(other_recv), Started(other_send), Ended(other_send))
     assert find_deadlock({0: first, 1: second}) == ()
     receives_first = (Started(recv), Ended(recv), Started(send), Ended(send))
     cycle = find_deadlock({0: receives_first, 1: second})
     assert [blocked.rank for blocked in cycle] == [0, 1]
-    assert [blocked.waits_for for blocked in cycle] == [(1,), (0,)]
+    waits_fors = [blocked.waits_for for blocked in cycle]
+    assert waits_fors == [(1,), (0,)]

@@ -1,4 +1,4 @@
-"""The proof before the first step: cached, recorded, and a reason not to start."""
+"""The proof before the first step of a run: cached, recorded, and the run does not start where it fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def words(monkeypatch, tmp_path):
 
 def event(out, kind):
     lines = (out / "events.jsonl").read_text().splitlines()
-    return next(found for found in map(json.loads, lines) if found["event"] == kind)
+    events = map(json.loads, lines)
+    return next(event for event in events if event["event"] == kind)
 
 
 def test_a_verdict_is_recorded_and_kept(words, tmp_path):

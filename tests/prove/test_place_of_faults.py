@@ -1,4 +1,4 @@
-"""Planted faults whose first difference was named at another block than that of the fault."""
+"""Planted faults whose first difference was reported at a block other than that of the fault."""
 
 from __future__ import annotations
 

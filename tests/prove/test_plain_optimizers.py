@@ -74,7 +74,8 @@ def largest_difference(optim: OptimConfig, other: Any, params: dict[str, Tensor]
         for group in other.param_groups:
             group["lr"] = LR
         other.step()
-    return max(float((own[name] - param).abs().max()) for name, param in params.items())
+    errors = [(own[name] - param).abs().max() for name, param in params.items()]
+    return float(max(errors))
 
 
 def logical(names: dict[str, Tensor]) -> dict[str, Any]:

@@ -114,14 +114,16 @@ def test_signs_are_drawn_where_rounding_decides_them_and_a_matrix_starts_at_zero
     num_flipped = 0
     for name in ("layer0.attn.q.lora_b.weight", "layer0.attn.v.lora_b.weight"):
         is_free = bounds.small_gradient(name, 1)
-        signs = [trace.values[1, "update", name].sign() for trace in (bounds.plain, drawn)]
+        updates = [trace.values[1, "update", name] for trace in (bounds.plain, drawn)]
+        signs = [update.sign() for update in updates]
         differs = signs[0] != signs[1]
         assert not bool(differs[~is_free].any())
         num_flipped += int(differs.sum())
     assert num_flipped > 0
     assert len(bounds.perturbed) == 1 + len(subject.perturbations())
     plain = Subject.of(small_run("--precision.compute bfloat16"), steps=1)
-    assert len(reference_bounds(plain, skipped=frozenset()).perturbed) == len(plain.perturbations())
+    count = len(reference_bounds(plain, skipped=frozenset()).perturbed)
+    assert count == len(plain.perturbations())
 
 
 def test_a_tied_parameter_is_updated_as_its_owner_is_on_every_stage():
@@ -223,7 +225,8 @@ def test_an_error_of_a_restore_is_a_difference(monkeypatch):
     assert report.error == "KeyError: 'optim/exp_avg/layer1.mlp.up.weight'"
     first = report.first
     assert first is not None
-    assert (first.phase, first.step, first.block, first.axis) == ("checkpoint", 2, "layer1", "dp")
+    actual = (first.phase, first.step, first.block, first.axis)
+    assert actual == ("checkpoint", 2, "layer1", "dp")
     assert first.parameter == "layer1.mlp.up.weight"
     assert json.loads(report.to_json())["first"]["block"] == "layer1"
     assert "  in checkpoint of step 2: layer1.mlp.up.weight" in report.lines()
@@ -245,7 +248,8 @@ def test_an_error_in_a_block_names_the_block(monkeypatch):
     monkeypatch.setattr(nn.RMSNorm, "forward", forward)
     first = report_of(f"--mesh pp2 {FLOAT64}", steps=1).first
     assert first is not None
-    assert (first.phase, first.step, first.block, first.axis) == ("forward", 1, "layer0", "pp")
+    actual = (first.phase, first.step, first.block, first.axis)
+    assert actual == ("forward", 1, "layer0", "pp")
     assert first.ranks == (0,)
 
 
@@ -259,7 +263,10 @@ def test_later_targets_made_after_the_split_of_sequences_are_found(monkeypatch):
         sequences = data_loader.whole_batch(self.samples, local, later=False)
         shard = sequences.columns(index=self.context_index, degree=self.context_degree)
         starts = range(0, local.size, self.micro_size)
-        parts = [shard.rows(slice(start, start + self.micro_size)) for start in starts]
+        parts = []
+        for start in starts:
+            rows = slice(start, start + self.micro_size)
+            parts.append(shard.rows(rows))
         return [with_later_targets(part) for part in parts]
 
     monkeypatch.setattr(data_loader.DataLoader, "micro_batches", micro_batches)
@@ -341,7 +348,8 @@ def test_the_smallest_case_is_a_command(monkeypatch):
 
 def test_the_report_is_text_json_and_a_page():
     report = replace(report_of(f"--mesh dp2 {FLOAT64}", steps=1), command="weft prove --mesh dp2")
-    assert all(len(line) <= 80 for line in report.lines())
+    for line in report.lines():
+        assert len(line) <= 80
     assert "bound 1.0e-09" in "\n".join(report.lines())
     data = json.loads(report.to_json())
     assert data["verdict"] == "equal"
@@ -355,6 +363,8 @@ def test_the_report_is_text_json_and_a_page():
 def test_the_reference_masks_targets_that_feeding_masks():
     """Unequal numbers of targets on every rank are part of every proof of token data."""
     subject = Subject.of(small_run("--mesh dp2"), steps=1)
-    targets = subject.samples.read(subject.samples.at(np.arange(8), seed=1)).targets
+    samples = subject.samples
+    first = samples.at(np.arange(8), seed=1)
+    targets = samples.read(first).targets
     counts = (targets >= 0).sum(1)
     assert len(set(counts.tolist())) > 1

@@ -1,4 +1,4 @@
-"""The proof of local updates: right ones are equal to sites on one device, wrong ones are not."""
+"""The proof of local updates: correct ones equal sites on one device, faulty ones do not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def site_proof(run: Run) -> SiteProof:
 
 def test_one_site_is_the_layout_without_the_axis_on_its_part_of_the_batch() -> None:
     inside = inside_site(run_of("--site.every", "7"))
-    assert (inside.mesh, inside.batch.global_size, inside.site.every) == ("dp2", 8, 20)
+    actual = (inside.mesh, inside.batch.global_size, inside.site.every)
+    assert actual == ("dp2", 8, 20)
 
 
 @pytest.mark.slow

@@ -98,8 +98,10 @@ def main() -> None:
     """The second job of a pair is rejected, or has started after the first had ended."""
     sys.stderr = open("/dev/null", "w")  # noqa: SIM115 - strays report their rejection
     start_s = time.monotonic()
-    outcomes = Counter(run_pair(number) for number in range(int(sys.argv[1])))
-    sys.stdout.write(json.dumps({**outcomes, "seconds": round(time.monotonic() - start_s, 1)}))
+    num_pairs = int(sys.argv[1])
+    outcomes = Counter(run_pair(number) for number in range(num_pairs))
+    seconds = round(time.monotonic() - start_s, 1)
+    sys.stdout.write(json.dumps({**outcomes, "seconds": seconds}))
 
 
 if __name__ == "__main__":

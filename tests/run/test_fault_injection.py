@@ -1,4 +1,4 @@
-"""Fault injection: only where a plan is passed, once per fault, and undone after some steps."""
+"""Fault injection: only with a plan, once per fault, and undone after some steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def gradient_call(buffer: torch.Tensor, axis: str = "dp") -> Call:
 
 def attempt_with(folder: Path, *faults: PlannedFault, number: int = 0) -> Attempt:
     plan = FaultPlan(faults, folder / "ledger", folder / "run", ("dp",))
-    status = StatusBoard.create(folder / f"board{len(os.listdir(folder))}", 1).rank(0)
+    num_boards = len(os.listdir(folder))
+    status = StatusBoard.create(folder / f"board{num_boards}", 1).rank(0)
     restart = None
     if number:
         restart = Restart(

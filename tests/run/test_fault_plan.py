@@ -1,4 +1,4 @@
-"""Plans of injected faults: even, seeded, and possible."""
+"""Plans of injected faults: evenly spaced, seeded, and possible on their layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_faults_are_dealt_evenly_over_layouts_and_kinds_and_corrupted_messages_o
     assert set(kinds.values()) == {10}
     assert "corrupted_message" not in {kind for kind, _ in dealt[1]}
     nowhere = deal(22, finds_corruption=[False], seed=3)
-    assert {kind for kind, _ in nowhere[0]} == set(FAULT_KINDS) - {"corrupted_message"}
+    actual = {kind for kind, _ in nowhere[0]}
+    assert actual == set(FAULT_KINDS) - {"corrupted_message"}
     assert deal(9, kinds=["corrupted_message"], finds_corruption=[False], seed=3) == [[]]
 
 
@@ -52,10 +53,12 @@ def test_plans_are_functions_of_their_seed():
 def test_faults_are_apart_and_those_of_a_start_follow_one_that_ends_ranks(seed):
     (dealt,) = deal(60, finds_corruption=[True], seed=seed)
     faults = plan_faults(dealt, num_ranks=3, seed=seed)
-    assert sorted((fault.kind, fault.phase) for fault in faults) == sorted(dealt)
+    actual = sorted((fault.kind, fault.phase) for fault in faults)
+    assert actual == sorted(dealt)
     assert [fault.number for fault in faults] == list(range(60))
     steps = [fault.step for fault in faults if fault.phase != "start"]
-    assert all(later - earlier == STEP_GAP for earlier, later in itertools.pairwise(steps))
+    for earlier, later in itertools.pairwise(steps):
+        assert later - earlier == STEP_GAP
     assert num_steps(faults) > steps[-1] + STEP_GAP
     for fault in faults[1:]:
         if fault.phase == "start":

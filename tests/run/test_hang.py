@@ -1,4 +1,4 @@
-"""The hang rule on made-up boards and clocks: who is named, after how long, and what is no hang."""
+"""The rule that detects hung ranks, on artificial boards and clocks: which rank is named, after how long, and no false alarms."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Job:
 
     def __post_init__(self):
         self.detector = HangDetector(len(self.snapshots), timeout_s=self.timeout_s)
-        self.progress = [ENDED if rank in self.ended else 1 for rank in range(len(self.snapshots))]
+        ranks = range(len(self.snapshots))
+        self.progress = [ENDED if rank in self.ended else 1 for rank in ranks]
         self.waited_ns = 0
 
     def tick(self, seconds=0.1):
@@ -93,7 +94,8 @@ def test_a_stopped_rank_is_named_after_two_seconds():
 
 
 def test_a_rank_stopped_inside_a_collective_that_all_have_joined_is_named():
-    job = Job(three_ranks(snapshot(1, started={DP: 5}, waiting=call(0, 1, 2))), {1: STOPPED})
+    one_waits = snapshot(1, started={DP: 5}, waiting=call(0, 1, 2))
+    job = Job(three_ranks(one_waits), {1: STOPPED})
     hang, after_s = job.hang_within(10)
     assert (hang.kind, hang.ranks) == ("stopped", (1,))
     assert after_s < 2.5
@@ -162,7 +164,8 @@ def test_progress_of_the_culprit_sets_its_clock_back():
 def test_phases_outside_of_a_step_have_generous_limits(phase):
     job = Job(three_ranks(snapshot(1, started={DP: 4}, phase=phase)), {1: RUNS})
     assert job.hang_within(55)[0] is None
-    assert Job(job.snapshots, {1: STOPPED}).hang_within(5)[0].kind == "stopped"
+    kind = Job(job.snapshots, {1: STOPPED}).hang_within(5)[0].kind
+    assert kind == "stopped"
 
 
 def test_first_steps_have_a_generous_limit():
@@ -215,4 +218,5 @@ def test_a_given_timeout_replaces_the_automatic_limits_after_the_start():
 def test_the_limit_follows_the_slowest_percent_of_steps():
     times = (9.0, 9.0, *(0.1,) * 100, 3.0)
     assert step_limit_s([snapshot(0, times=times)]) == 2.0, "one of 101 is beyond the percentile"
-    assert step_limit_s([snapshot(0, times=(9.0, 9.0, *(0.1,) * 50, 3.0))]) == 15.0
+    actual = step_limit_s([snapshot(0, times=(9.0, 9.0, *(0.1,) * 50, 3.0))])
+    assert actual == 15.0

@@ -119,7 +119,8 @@ def test_ranks_that_return_give_exit_code_0(played, name):
 def test_local_ranks_listen_on_loopback_only_with_a_port_too(played):
     addresses = {}
     for rank in range(3):
-        addresses[rank] = json.loads((played.folder / f"listens{rank}.json").read_text())
+        text = (played.folder / f"listens{rank}.json").read_text()
+        addresses[rank] = json.loads(text)
     assert {ip for found in addresses.values() for ip, _ in found} == {"127.0.0.1"}
     assert len(addresses[0]) == len(addresses[1]) + 1, "the store, on rank 0 only"
 
@@ -281,7 +282,8 @@ def test_ranks_connect_as_slurm_tasks(tmp_path):
             tasks.append(stack.enter_context(task))
         ends = [(task.communicate(timeout=60)[1], task.wait()) for task in tasks]
     assert ends == [("", 0)] * 3
-    assert sorted(path.stem for path in tmp_path.iterdir()) == ["ok0", "ok1", "ok2"]
+    stems = sorted(path.stem for path in tmp_path.iterdir())
+    assert stems == ["ok0", "ok1", "ok2"]
 
 
 def torchrun(folder: Path, scenario: str) -> subprocess.CompletedProcess[str]:
@@ -294,7 +296,8 @@ def torchrun(folder: Path, scenario: str) -> subprocess.CompletedProcess[str]:
 def test_ranks_connect_under_torchrun(tmp_path):
     done = torchrun(tmp_path, "ok")
     assert done.returncode == 0, done.stderr
-    assert sorted(path.stem for path in tmp_path.iterdir()) == ["ok0", "ok1", "ok2"]
+    stems = sorted(path.stem for path in tmp_path.iterdir())
+    assert stems == ["ok0", "ok1", "ok2"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Deterministic mode: what it sets, and that it is undone."""
+"""Deterministic mode: the settings that it changes and restores."""
 
 from __future__ import annotations
 

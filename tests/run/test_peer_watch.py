@@ -1,4 +1,4 @@
-"""The watch of joined ranks: which rank is found hung, by whom, and when nothing is wrong. Threads over a store in memory."""
+"""The watch of joined ranks: which hung rank is found, by which rank, and no false alarms. Threads over a store in memory."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def test_all_ranks_get_one_verdict_and_one_reports_it(ranks):
             time.sleep(0.01)
     reporting = [rank.verdicts[0][1] for rank in watching]
     assert sorted(reporting) == [False, True]
-    assert {verdict.rank for rank in watching for verdict, _ in rank.verdicts} == {2}
+    actual = {verdict.rank for rank in watching for verdict, _ in rank.verdicts}
+    assert actual == {2}
 
 
 def test_slow_ranks_are_not_hung(ranks):

@@ -32,7 +32,8 @@ def board(tmp_path):
 
 def test_a_new_slot_shows_a_rank_that_starts(board):
     snapshot = board.read(2)
-    assert (snapshot.rank, snapshot.step, snapshot.phase, snapshot.waiting) == (2, 0, "start", None)
+    actual = (snapshot.rank, snapshot.step, snapshot.phase, snapshot.waiting)
+    assert actual == (2, 0, "start", None)
     assert snapshot.place == "start"
 
 
@@ -147,7 +148,8 @@ def train(comm: Comm, run: Run, board: StatusBoard | None) -> tuple[Any, ...]:
 )
 def test_a_reported_run_computes_the_same_bits_and_reports_where_it_is(words, tmp_path: Path):
     mesh = words[1]
-    run = load_checked_run([*TINY, *words, "--steps", "3", "--out", str(tmp_path / "run")])
+    out = ("--out", str(tmp_path / "run"))
+    run = load_checked_run([*TINY, *words, "--steps", "3", *out])
     silent = run_ranks(mesh, lambda comm: train(comm, run, None))
     board = StatusBoard.create(tmp_path / "board", len(silent))
     reported = run_ranks(mesh, lambda comm: train(comm, run, board))
@@ -156,7 +158,8 @@ def test_a_reported_run_computes_the_same_bits_and_reports_where_it_is(words, tm
     ):
         assert none == []
         assert numbers == same_numbers
-        assert all(torch.equal(params[name], same_params[name]) for name in params)
+        for name in params:
+            assert torch.equal(params[name], same_params[name])
         for step in (1, 2, 3):
             for phase in ("data", "forward of layer", "backward of layer", "reduce", "update"):
                 assert any(place.startswith(f"step {step}, {phase}") for place in places), phase

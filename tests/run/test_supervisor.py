@@ -1,4 +1,4 @@
-"""When ranks are started again after a failure, and the location that is shown of a stuck rank."""
+"""The supervisor: when ranks are restarted after a failure, and which location of a stuck rank is shown."""
 
 from __future__ import annotations
 

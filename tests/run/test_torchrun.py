@@ -146,10 +146,12 @@ def test_a_killed_and_a_stopped_rank_are_named_and_the_run_resumes_bit_identical
     assert re.search(r"error: rank 1 \(dp1\): (no answer for 1 s: )?stopped", shown)
     assert detected_s < 10.0, "2 s, on busy cores more"
     kinds = [event["event"] for event in agent.events()]
-    assert (kinds.count("run"), kinds.count("resume"), kinds.count("end")) == (3, 2, 3)
+    actual = (kinds.count("run"), kinds.count("resume"), kinds.count("end"))
+    assert actual == (3, 2, 3)
     assert kinds[-1] == "end"
     straight = folder / "straight"
-    programs().run(WEFT, *WORDS, *source, "--out", str(straight), *steps).check_returncode()
+    where = ("--out", str(straight))
+    programs().run(WEFT, *WORDS, *source, *where, *steps).check_returncode()
     assert numbers(agent.out) == numbers(straight)
 
 
@@ -176,9 +178,14 @@ def test_an_elastic_run_shrinks_to_the_machines_left_and_returns_to_its_mesh(fol
             first.wait(lambda: first.count("save") > 0)
             assert layouts(first) == ["dp2"]
             second.process.kill()
-        first.wait(lambda: len(layouts(first)) == 2 and first.events()[-1]["event"] == "step")
+
+        def trains_on_layout(number: int) -> bool:
+            last = first.events()[-1]
+            return len(layouts(first)) == number and last["event"] == "step"
+
+        first.wait(lambda: trains_on_layout(2))
         with torchrun(out, *words, options=options, env=NEW_STORE) as third:
-            first.wait(lambda: len(layouts(first)) == 3 and first.events()[-1]["event"] == "step")
+            first.wait(lambda: trains_on_layout(3))
             third.process.kill()
     assert layouts(first) == ["dp2", "1 rank", "dp2"]
     (note,) = [event for event in first.events() if event.get("kind") == "elastic"]

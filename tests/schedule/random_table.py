@@ -15,7 +15,8 @@ def random_table(dice: Random, *, ranks: int, stages: int, microbatches: int) ->
 
     Needs `stages` >= `ranks` >= 1. Every valid table of these sizes can be drawn.
     """
-    stage_to_rank = [*range(ranks), *(dice.randrange(ranks) for _ in range(stages - ranks))]
+    more_stages = [dice.randrange(ranks) for _ in range(stages - ranks)]
+    stage_to_rank = [*range(ranks), *more_stages]
     dice.shuffle(stage_to_rank)
     pairs = list(product(range(stages), range(microbatches)))
     splits = {pair for pair in pairs if dice.random() < 0.5}

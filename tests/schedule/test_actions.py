@@ -1,4 +1,4 @@
-"""Tables: who waits for whom, what `validate` finds, and the text forms."""
+"""Tables of actions: dependencies, the faults that `validate` finds, and the text forms."""
 
 import functools
 import random
@@ -30,7 +30,11 @@ def tables() -> tuple[Table, ...]:
 @functools.cache
 def small_tables() -> tuple[Table, ...]:
     """Those of at most 60 actions."""
-    return tuple(table for table in tables() if sum(map(len, table.rows)) <= 60)
+
+    def num_actions(table: Table) -> int:
+        return sum(len(row) for row in table.rows)
+
+    return tuple(table for table in tables() if num_actions(table) <= 60)
 
 
 def plays(table: Table) -> bool:
@@ -77,7 +81,8 @@ def _step(act: Act, forward: dict[int, int], backward: dict[int, int]) -> bool:
         return ready
     if act.kind == "W":
         return backward[act.mb] <= act.stage
-    ready = backward[act.mb] == act.stage + 1 and forward[act.mb] >= act.stage
+    is_next = backward[act.mb] == act.stage + 1
+    ready = is_next and forward[act.mb] >= act.stage
     backward[act.mb] -= ready
     return ready
 
@@ -85,7 +90,8 @@ def _step(act: Act, forward: dict[int, int], backward: dict[int, int]) -> bool:
 @st.composite
 def playable_tables(draw: st.DrawFn) -> Table:
     dice = draw(st.randoms(use_true_random=False))
-    ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 4))
     return random_table(
         dice, ranks=ranks, stages=draw(st.integers(ranks, 8)), microbatches=microbatches
     )
@@ -95,8 +101,10 @@ def corrupt(table: Table, dice: random.Random) -> Table:
     """Spoil one thing of a table: a few of these do no harm."""
     rows = [list(row) for row in table.rows]
     rank = dice.randrange(len(rows))
-    row, other = rows[rank], rows[dice.randrange(len(rows))]
-    i, j = dice.randrange(len(row)), dice.randrange(len(row))
+    row = rows[rank]
+    other = rows[dice.randrange(len(rows))]
+    i = dice.randrange(len(row))
+    j = dice.randrange(len(row))
     match dice.choice(
         ("drop", "double", "swap", "move", "reverse", "rename", "renumber", "rehome", "exchange")
     ):
@@ -113,7 +121,8 @@ def corrupt(table: Table, dice: random.Random) -> Table:
         case "rename":
             row[i] = row[i]._replace(kind=dice.choice("FBIW"))
         case "renumber":
-            row[i] = row[i]._replace(mb=dice.randint(0, table.microbatches))
+            other_microbatch = dice.randint(0, table.microbatches)
+            row[i] = row[i]._replace(mb=other_microbatch)
         case "rehome":
             stage = dice.randrange(table.num_stages)
             home = (
@@ -235,7 +244,10 @@ def test_a_backward_waits_for_whichever_of_whole_and_split_the_next_stage_runs()
 
 def test_the_source_of_an_action_is_the_tensor_that_comes_from_the_neighbouring_stage():
     table = SCHEDULES["1f1b"].table(2, 1, 1)
-    sources = {str(act): str(table.source(act)) for row in table.rows for act in row}
+    sources = {}
+    for row in table.rows:
+        for act in row:
+            sources[str(act)] = str(table.source(act))
     assert sources == {"F0.0": "None", "F1.0": "F0.0", "B1.0": "None", "B0.0": "B1.0"}
 
 

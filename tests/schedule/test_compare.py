@@ -1,4 +1,4 @@
-"""Figures of several schedules on one scale, against the closed forms of the papers; costs as words."""
+"""Comparison of schedules: figures against the closed forms of the papers, and costs given as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SIZES = [(2, 4), (4, 8), (4, 12), (3, 9)]
 
 
 def figures(name: str, p: int, m: int, *words: str, chunks: int | None = None) -> ScheduleFigures:
-    (found,) = compare([name], ScheduleCosts.parse(words), ranks=p, microbatches=m, chunks=chunks)
+    costs = ScheduleCosts.parse(words)
+    (found,) = compare([name], costs, ranks=p, microbatches=m, chunks=chunks)
     return found
 
 
@@ -52,29 +53,40 @@ def test_other_costs_follow_the_closed_forms_too(f: int, i: int, w: int) -> None
     interleaved = figures("interleaved", p, m, *words, chunks=2)
     assert interleaved.makespan - work == Fraction((p - 1) * of_one, 2)
     zero_bubble = figures("zero_bubble", p, m, *words)
-    assert zero_bubble.makespan - work == (p - 1) * (of_one - 2 * w)
+    expected = (p - 1) * (of_one - 2 * w)
+    assert zero_bubble.makespan - work == expected
 
 
 def test_held_activations_count_a_chunk_as_its_share() -> None:
     p, m = 4, 8
-    assert figures("gpipe", p, m).held == (m,) * p
+    held = figures("gpipe", p, m).held
+    assert held == (m,) * p
     assert figures("1f1b", p, m).held == (4, 3, 2, 1)
-    assert figures("zbv", p, m).held == (p,) * p
-    assert figures("interleaved", p, m).held[0] == p + Fraction(p - 1, 2)
+    held = figures("zbv", p, m).held
+    assert held == (p,) * p
+    held = figures("interleaved", p, m).held[0]
+    assert held == p + Fraction(p - 1, 2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_are_the_sends_of_the_lowered_table(name: str) -> None:
     found = figures(name, 4, 8)
-    sends = [one for row in lower(found.table).rows for one in row if isinstance(one, Send)]
+    sends = []
+    for row in lower(found.table).rows:
+        sends += [instruction for instruction in row if isinstance(instruction, Send)]
     assert found.num_messages == len(sends)
 
 
 def test_messages_of_one_chunk_cross_every_boundary_twice_and_a_v_turns_on_its_rank() -> None:
     p, m = 4, 8
-    assert figures("1f1b", p, m).num_messages == 2 * m * (p - 1)
-    assert figures("interleaved", p, m, chunks=3).num_messages == 2 * m * (3 * p - 1)
-    assert figures("zbv", p, m).num_messages == 2 * m * (2 * p - 2)
+    num_messages = figures("1f1b", p, m).num_messages
+    assert num_messages == 2 * m * (p - 1)
+    num_messages = figures("interleaved", p, m, chunks=3).num_messages
+    expected = 2 * m * (3 * p - 1)
+    assert num_messages == expected
+    num_messages = figures("zbv", p, m).num_messages
+    expected = 2 * m * (2 * p - 2)
+    assert num_messages == expected
 
 
 def test_a_message_takes_time_on_the_way_out_and_back() -> None:
@@ -94,7 +106,8 @@ def test_a_message_takes_time_on_the_way_out_and_back() -> None:
 )
 def test_costs_are_read_exactly(words: tuple[str, ...], times: tuple[float, ...]) -> None:
     costs = ScheduleCosts.parse(words)
-    assert (costs.forward[0], costs.input_grad[0], costs.weight_grad[0]) == times
+    actual = (costs.forward[0], costs.input_grad[0], costs.weight_grad[0])
+    assert actual == times
 
 
 @pytest.mark.parametrize(
@@ -122,7 +135,8 @@ def test_costs_that_cannot_be_read_are_rejected(words: tuple[str, ...]) -> None:
 def test_one_time_a_stage_needs_as_many_as_there_are_stages() -> None:
     costs = ScheduleCosts.parse(["F=1,2,1,1", "B=2"])
     table = make_table("1f1b", ranks=4, microbatches=4)
-    assert ScheduleFigures("1f1b", table, costs).makespan > figures("1f1b", 4, 4).makespan
+    makespan = ScheduleFigures("1f1b", table, costs).makespan
+    assert makespan > figures("1f1b", 4, 4).makespan
     with pytest.raises(ScheduleError, match="4 times; need 1, or 8"):
         costs.of_stages(num_stages=8, chunks=2)
 

@@ -1,9 +1,8 @@
 """Lowered programs: every tensor travels once, nothing deadlocks on any backend, and no receive is posted late."""
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -38,7 +37,8 @@ def program(name: str, ranks: int, microbatches: int, chunks: int | None = None)
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     dice = draw(st.randoms(use_true_random=False))
-    ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    ranks = draw(st.integers(1, 4))
+    microbatches = draw(st.integers(1, 4))
     return lower(
         random_table(
             dice, ranks=ranks, stages=draw(st.integers(ranks, 8)), microbatches=microbatches
@@ -51,14 +51,15 @@ def play_without_tags(lowered: Program, dice: random.Random) -> None:
     posted receive.
     """
     size = len(lowered.rows)
-    wire = {(a, b): deque() for a, b in product(range(size), repeat=2)}
-    posted = {(a, b): deque() for a, b in product(range(size), repeat=2)}
+    wire = defaultdict(deque)
+    posted = defaultdict(deque)
     held: list[set[Act]] = [set() for _ in range(size)]
     todo = [deque(row) for row in lowered.rows]
 
     def deliver(source: int, to: int) -> None:
         while wire[source, to] and posted[source, to]:
-            sent, expected = wire[source, to].popleft(), posted[source, to].popleft()
+            sent = wire[source, to].popleft()
+            expected = posted[source, to].popleft()
             assert sent == expected, f"rank {to} expects {expected} from {source} and gets {sent}"
             held[to].add(sent)
 
@@ -90,7 +91,10 @@ def play_without_tags(lowered: Program, dice: random.Random) -> None:
 def play_seconds(lowered: Program, hop: float) -> float:
     """Seconds a program takes where a tensor starts to travel when both ends have posted it."""
     size = len(lowered.rows)
-    clock, reached, posted, arrived = [0.0] * size, [0] * size, {}, {}
+    clock = [0.0] * size
+    reached = [0] * size
+    posted = {}
+    arrived = {}
     moved = True
     while moved:
         moved = False
@@ -188,7 +192,8 @@ def test_no_receive_is_posted_late_a_program_takes_no_longer_than_the_table_itse
     for name, p, v, m in SIZES:
         if m in (1, 2, 3, 7, 8, 16) and p * v * m <= 256:
             table = SCHEDULES[name].table(p, v, m)
-            ideal = max(end for _, end in action_times(table, unit_cost, hop=hop).values())
+            times = action_times(table, unit_cost, hop=hop)
+            ideal = max(end for _, end in times.values())
             assert play_seconds(lower(table), hop) == ideal, (name, p, v, m)
 
 
@@ -221,8 +226,11 @@ def test_a_program_reads_as_drawn():
 
 def test_a_transfer_knows_what_it_carries():
     send = Send(Act("F", 2, 5), peer=3)
-    assert (send.kind, send.stage, send.mb, send.peer) == ("activation", 2, 5, 3)
-    assert Recv(Act("B", 2, 5), peer=1).kind == Recv(Act("I", 2, 5), peer=1).kind == "gradient"
+    actual = (send.kind, send.stage, send.mb, send.peer)
+    assert actual == ("activation", 2, 5, 3)
+    of_backward = Recv(Act("B", 2, 5), peer=1)
+    of_input_grad = Recv(Act("I", 2, 5), peer=1)
+    assert of_backward.kind == of_input_grad.kind == "gradient"
     assert send != Recv(Act("F", 2, 5), peer=3)
 
 
@@ -239,7 +247,9 @@ def spoiled(rank: int, before: str, after: str) -> Program:
         word = max((name for name in named if rest.startswith(name)), key=len)
         row.append(named[word])
         rest = rest[len(word) :]
-    return replace(lowered, rows=(*lowered.rows[:rank], tuple(row), *lowered.rows[rank + 1 :]))
+    rows = list(lowered.rows)
+    rows[rank] = tuple(row)
+    return replace(lowered, rows=tuple(rows))
 
 
 @pytest.mark.parametrize(
@@ -335,7 +345,8 @@ def play_in_groups(lowered: Program) -> int:
 
 def has_ended(transfer: Transfer, rank: int, held: list[set[Act]]) -> bool:
     """Whether both sides hold the tensor."""
-    return transfer.act in held[rank] and transfer.act in held[transfer.peer]
+    holders = (held[rank], held[transfer.peer])
+    return all(transfer.act in acts for acts in holders)
 
 
 def is_in(group: tuple[Transfer, ...], transfer: Transfer, rank: int) -> bool:
@@ -350,7 +361,8 @@ def is_in(group: tuple[Transfer, ...], transfer: Transfer, rank: int) -> bool:
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_transfers_between_two_actions_may_be_started_as_one(name, largest_size):
     """Of sizes with so many ranks x micro-batches."""
-    sizes = [size for size in SIZES if size[0] == name and size[1] * size[3] <= largest_size]
+    sizes = [size for size in SIZES if size[0] == name]
+    sizes = [size for size in sizes if size[1] * size[3] <= largest_size]
     assert sizes
     largest = 0
     for _, ranks, chunks, microbatches in sizes:
@@ -374,4 +386,5 @@ def test_a_receive_waits_for_one_action_at_most(name):
         for place, instruction in enumerate(row):
             if isinstance(instruction, Recv):
                 after = [act for act in row[place:] if isinstance(act, Act)]
-                assert times[instruction.act].end <= times[after[0]].end
+                end = times[instruction.act].end
+                assert end <= times[after[0]].end

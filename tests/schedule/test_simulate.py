@@ -50,12 +50,14 @@ def test_the_start_up_costs_p_minus_1_forwards_and_backwards_whatever_their_rati
             SCHEDULES[name].table(p, v, m),
             lambda act: Fraction({"F": forward, "B": backward}[act.kind]),
         )
-        assert makespan(timeline) == (m * v + p - 1) * (forward + backward)
+        num_slots = m * v + p - 1
+        assert makespan(timeline) == num_slots * (forward + backward)
 
 
 def test_gpipe_holds_every_micro_batch():
     for p, v, m in SIZES["gpipe"]:
-        assert peak_live(SCHEDULES["gpipe"].table(p, v, m)) == (m,) * p
+        actual = peak_live(SCHEDULES["gpipe"].table(p, v, m))
+        assert actual == (m,) * p
 
 
 def test_1f1b_holds_p_then_one_less_on_each_rank():
@@ -68,11 +70,16 @@ def test_1f1b_holds_p_then_one_less_on_each_rank():
 def test_interleaved_holds_p_times_1_plus_p_minus_1_over_pv_micro_batches():
     for p, v, m in SIZES["interleaved"]:
         table = SCHEDULES["interleaved"].table(p, v, m)
-        chunks = tuple(min(m * v, p * v + (p - 1) - 2 * rank) for rank in range(p))
+        chunks = []
+        for rank in range(p):
+            warm_up = p * v + (p - 1) - 2 * rank
+            chunks.append(min(m * v, warm_up))
+        chunks = tuple(chunks)
         assert peak_live(table) == chunks
         assert peak_microbatches(table) == tuple(Fraction(count, v) for count in chunks)
         if m > p:
-            assert peak_microbatches(table)[0] == p * (1 + Fraction(p - 1, p * v))
+            expected = p * (1 + Fraction(p - 1, p * v))
+            assert peak_microbatches(table)[0] == expected
 
 
 def test_a_split_backward_frees_its_activation_only_with_the_weight_gradient():
@@ -129,20 +136,26 @@ def test_each_action_starts_as_soon_as_its_rank_and_all_it_needs_allow_and_no_so
                 times[need][1] + hop * (table.stage_to_rank[need.stage] != rank)
                 for need in table.needs(act)
             ]
-            assert times[act][0] == max([0, *arrivals, *([times[before][1]] if before else [])])
-            assert times[act][1] == times[act][0] + cost[act]
+            end_of_rank = times[before][1] if before else 0
+            expected = max([end_of_rank, *arrivals])
+            assert times[act][0] == expected
+            expected = times[act][0] + cost[act]
+            assert times[act][1] == expected
 
 
 def test_a_large_table_is_played_once_through():
     """16,384 actions: every one is priced once, and the whole takes well under a second."""
-    table, priced = make_table("interleaved", ranks=32, microbatches=64, chunks=4), []
+    table = make_table("interleaved", ranks=32, microbatches=64, chunks=4)
+    priced = []
 
     def cost(act):
         priced.append(act)
         return unit_cost(act)
 
     timeline = simulate(table, cost)
-    assert len(priced) == len(set(priced)) == len(timeline.spans) == 2 * 32 * 4 * 64
+    num_actions = 2 * 32 * 4 * 64
+    assert len(priced) == len(set(priced)) == num_actions
+    assert len(timeline.spans) == num_actions
     assert bubble(timeline) == pytest.approx((31 / 4) / (64 + 31 / 4), abs=1e-12)
 
 

@@ -31,7 +31,9 @@ def test_json_reads_back_and_exact_times_become_floats():
     assert Timeline.from_json(MEASURED.to_json()) == MEASURED
     table = make_table("1f1b", ranks=2, microbatches=2)
     exact = simulate(table, lambda act: Fraction(unit_cost(act), 4))
-    assert Timeline.from_json(exact.to_json()) == simulate(table, lambda act: unit_cost(act) / 4)
+    actual = Timeline.from_json(exact.to_json())
+    expected = simulate(table, lambda act: unit_cost(act) / 4)
+    assert actual == expected
 
 
 def test_time_in_overlapping_spans_counts_once():
@@ -45,7 +47,8 @@ def test_idle_and_bubble_look_at_computation_alone():
 
 
 def test_only_keeps_what_overlaps_the_window():
-    assert [span.name for span in MEASURED.only(ranks={0}, kinds=COMPUTE).spans] == ["F0.0", "B0.0"]
+    names = [span.name for span in MEASURED.only(ranks={0}, kinds=COMPUTE).spans]
+    assert names == ["F0.0", "B0.0"]
     assert [span.name for span in MEASURED.only(start=11.0, end=13.0).spans] == [
         "all_reduce dp",
         "all_reduce dp",
@@ -55,4 +58,5 @@ def test_only_keeps_what_overlaps_the_window():
 
 def test_an_empty_timeline_has_no_bubble():
     empty = Timeline((), num_ranks=2, origin="measured")
-    assert (makespan(empty), busy(empty), idle(empty), bubble(empty)) == (0, (0, 0), (0, 0), 0)
+    actual = (makespan(empty), busy(empty), idle(empty), bubble(empty))
+    assert actual == (0, (0, 0), (0, 0), 0)

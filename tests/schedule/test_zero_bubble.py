@@ -73,7 +73,8 @@ def test_every_size_makes_a_valid_table(name):
 def test_zb_h1_idles_a_third_of_1f1b():
     """(p-1)(F+B-2W) = p-1 where F = I = W; below p micro-batches one more for each that lacks."""
     for p, m in SIZES:
-        assert length("zero_bubble", p, m) == p - 1 + max(p - m, 0), (p, m)
+        missing = max(p - m, 0)
+        assert length("zero_bubble", p, m) == p - 1 + missing, (p, m)
         assert length("1f1b", p, m) == 3 * (p - 1)
 
 
@@ -95,13 +96,16 @@ def test_zb_h1_pays_for_weight_gradients_that_are_longer_than_the_other_parts():
 
 def test_zb_h1_holds_p_micro_batches_on_every_rank():
     for p, m in SIZES:
-        assert peak_live(table("zero_bubble", p, m)) == (min(p, m),) * p
+        actual = peak_live(table("zero_bubble", p, m))
+        assert actual == (min(p, m),) * p
 
 
 def test_zb_h2_idles_never_between_its_first_and_its_last_action():
     """(p-1)(F+B-3W) = 0 where F = I = W and m >= 2p-1; below, one for each micro-batch that lacks."""
     for p, m in SIZES:
-        assert max(own_idle("zero_bubble_h2", p, m)) == max(2 * p - 1 - m, 0), (p, m)
+        largest = max(own_idle("zero_bubble_h2", p, m))
+        expected = max(2 * p - 1 - m, 0)
+        assert largest == expected, (p, m)
         if m >= 2 * p - 1:
             assert length("zero_bubble_h2", p, m) == p - 1, (
                 "the slant: the last rank starts p-1 forwards late"
@@ -112,18 +116,23 @@ def test_zb_h2_idles_as_its_paper_says_for_every_ratio_of_times():
     for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
         idle = own_idle("zero_bubble_h2", p, m, (f, i, w))
         backward = i + w
-        assert max(idle) == (p - 1) * (f + backward - 3 * w), (p, m, f, i, w)
+        expected = (p - 1) * (f + backward - 3 * w)
+        assert max(idle) == expected, (p, m, f, i, w)
 
 
 def test_zb_h2_holds_2p_minus_1_micro_batches():
     for p, m in SIZES:
-        assert peak_live(table("zero_bubble_h2", p, m)) == (min(2 * p - 1, m),) * p
+        actual = peak_live(table("zero_bubble_h2", p, m))
+        expected = (min(2 * p - 1, m),) * p
+        assert actual == expected
 
 
 def test_zb_v_idles_never_between_its_first_and_its_last_action():
     """0 where F = I = W and m >= 2p-1; below, two for each micro-batch that lacks."""
     for p, m in SIZES:
-        assert max(own_idle("zbv", p, m)) == 2 * max(2 * p - 1 - m, 0), (p, m)
+        largest = max(own_idle("zbv", p, m))
+        expected = 2 * max(2 * p - 1 - m, 0)
+        assert largest == expected, (p, m)
         if m >= 2 * p - 1:
             assert length("zbv", p, m) == p - 1
 
@@ -133,7 +142,8 @@ def test_zb_v_idles_for_what_the_input_gradient_is_longer_than_the_weight_gradie
     for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
         if f <= i:
             idle = own_idle("zbv", p, m, (f, i, w))
-            assert max(idle) == 2 * (p - 1) * (i - w), (p, m, f, i, w)
+            expected = 2 * (p - 1) * (i - w)
+            assert max(idle) == expected, (p, m, f, i, w)
 
 
 def test_zb_v_holds_p_micro_batches_no_more_than_1f1b():
@@ -167,13 +177,16 @@ def test_dual_pipe_v_idles_as_zb_h1_when_pairs_run_one_after_the_other():
 def test_dual_pipe_v_holds_2p_plus_1_chunks():
     for p, m in SIZES:
         if m >= 2 * p:
-            assert peak_live(table("dual_pipe_v", p, m)) == (2 * p + 1,) * p
-        assert max(peak_live(table("dual_pipe_v", p, m))) <= 2 * p + 1
+            actual = peak_live(table("dual_pipe_v", p, m))
+            assert actual == (2 * p + 1,) * p
+        largest = max(peak_live(table("dual_pipe_v", p, m)))
+        assert largest <= 2 * p + 1
 
 
 def pairs(row: tuple[Act, ...]) -> list[tuple[Act, ...]]:
     """A forward and the backward right behind it, through the other chunk, are one."""
-    groups, rest = [], list(row)
+    groups = []
+    rest = list(row)
     while rest:
         first, *_ = rest
         joined = (
@@ -205,7 +218,8 @@ def longest_idle_in_pairs(played: Table, f: int, i: int, w: int, pair: int) -> i
                     break
                 row.pop(0)
                 took = pair if len(group) == 2 else price(group[0].kind)
-                start = max([clock[rank], *(ends[need] for need in needed)])
+                ready = max(ends[need] for need in needed) if needed else 0
+                start = max(clock[rank], ready)
                 clock[rank] = start + took
                 busy[rank] += took
                 ends.update(dict.fromkeys(group, clock[rank]))
@@ -220,14 +234,16 @@ def test_dual_pipe_v_idles_as_its_authors_say_when_a_pair_is_one(pair):
     for (p, m), w in itertools.product(SOME, (7, 9)):
         if pair <= 9 + 9 + w:
             idle = longest_idle_in_pairs(table("dual_pipe_v", p, m), 9, 9, w, pair)
-            assert idle == (p - 1) * (pair + (9 + w) - 3 * w), (p, m, w)
+            expected = (p - 1) * (pair + (9 + w) - 3 * w)
+            assert idle == expected, (p, m, w)
 
 
 def test_dual_pipe_v_is_pairs_in_its_steady_state():
     for p, m in SOME:
         for rank, row in enumerate(table("dual_pipe_v", p, m).rows):
             count = sum(len(group) == 2 for group in pairs(row))
-            assert count == 2 * (m - 2 * p + rank + 1) + (p - 1 - rank)
+            expected = 2 * (m - 2 * p + rank + 1) + (p - 1 - rank)
+            assert count == expected
 
 
 @pytest.mark.parametrize("name", ["zbv", "dual_pipe_v"])
@@ -242,4 +258,6 @@ def test_a_v_has_its_first_and_last_stage_on_rank_0_and_turns_on_the_last_rank(n
 def test_on_rank_0_of_a_v_the_first_stage_is_the_last_to_be_done(name):
     """A parameter that embedding and head share is complete with stage 0."""
     for p, m in SIZES:
-        assert [act.stage for act in table(name, p, m).rows[0] if act.kind in ("B", "W")][-1] == 0
+        backwards = [act for act in table(name, p, m).rows[0] if act.kind in ("B", "W")]
+        actual = backwards[-1].stage
+        assert actual == 0

@@ -1,4 +1,4 @@
-"""Imports that the contracts of import-linter cannot express."""
+"""Import rules that the contracts of import-linter cannot express."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tests.matrix.layouts import LR, SEED, TOLERANCE, Case, batches, on_one_device
+from tests.matrix.layouts import LR, SEED, TOLERANCE, Case, batches, build_case, on_one_device
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.config.schema import OptimConfig
@@ -18,7 +18,6 @@ from weft.prove.layout import micro_batches, run_layout
 from weft.prove.oracle import one_device
 from weft.prove.trace import RankTrace, StepTrace, TensorDifference, differences, uncovered
 from weft.testing import run_ranks
-from weft.train.build import build_model
 from weft.train.optim import NamedOptimizer, make_optimizer, matrices
 from weft.train.reference_optimizer import ReferenceOptimizer, reference_optimizer
 from weft.train.step import TrainStep
@@ -85,7 +84,7 @@ def sent_for_matrices(case: Case, optim: OptimConfig) -> Sequence[Sent]:
     """Bytes that the exchange of matrices sends on each rank: counted, and as the optimizer states."""
 
     def rank(comm: Comm) -> Sent:
-        model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
+        model = build_case(case, comm)
         decayed = matrices(model.params)
         step = TrainStep(
             model,

@@ -102,9 +102,11 @@ def test_training_stops_early_and_a_resume_stays_stopped(tmp_path):
     )
     again = trained(out, f"{words} --resume auto", [1.0])
     assert again[-1]["reason"] == "early_stop"
-    assert sum(event["event"] == "step" for event in again) == 4
+    total = sum(event["event"] == "step" for event in again)
+    assert total == 4
     more = trained(out, "--steps 5 --save.best True --resume auto", [1.0])
-    assert [event["step"] for event in more if event["event"] == "step"] == [1, 2, 3, 4, 5]
+    actual = [event["step"] for event in more if event["event"] == "step"]
+    assert actual == [1, 2, 3, 4, 5]
     assert best_step(out) == 5
 
 
@@ -115,7 +117,8 @@ def test_eval_finds_the_loss_of_the_run_on_any_layout(tmp_path, capsys, words):
     source = ["--data.source", str(tmp_path / "t.txt"), "--eval.source", str(tmp_path / "v.txt")]
     out = str(tmp_path / "run")
     steps = ["--steps", "2", "--eval.every", "2", "--out", out]
-    assert main(["train", *TINY, *source, *steps, *words.split()]) == 0
+    actual = main(["train", *TINY, *source, *steps, *words.split()])
+    assert actual == 0
     (trained_loss,) = [
         e for e in read_run_events(tmp_path / "run" / EVENTS) if e["event"] == "eval"
     ]

@@ -1,4 +1,4 @@
-"""A run on conversations that stops and goes on is the run that does not stop, to the last bit."""
+"""A run on conversations that stops and resumes equals the run that does not stop, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def test_ten_steps_on_conversations_are_five_and_five(tmp_path: Path) -> None:
     trained(run.with_values({**out, "save.every": 5, "save.at_end": False, "steps": 6}))
     resumed = trained(run.with_values({**out, "resume": "auto", "save.at_end": False}))
     for whole, part in zip(straight, resumed, strict=True):
-        assert len([name for name in part if name.endswith("loss")]) == 5
+        count = len([name for name in part if name.endswith("loss")])
+        assert count == 5
         for name, tensor in part.items():
             assert torch.equal(whole[name], tensor), name

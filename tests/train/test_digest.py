@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.matrix.layouts import CLIP, LR, SEED, Case, batches
+from tests.matrix.layouts import CLIP, LR, Case, batches, build_case
 from tests.spoiled_runs import events_of, words_of, write_text
 from weft.checkpoint.folder import checkpoints
 from weft.cli import main
@@ -19,11 +19,9 @@ from weft.comm.comm import Comm
 from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED
-from weft.models import FAMILIES
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train import build_training
-from weft.train.build import build_model
 from weft.train.digest import (
     ReplicatedTensor,
     StateDigests,
@@ -104,7 +102,7 @@ def test_the_first_rank_of_every_group_is_known_without_listing_groups() -> None
 
 def trained(case: Case, comm: Comm) -> TrainStep:
     """A step object after one step."""
-    model = build_model(FAMILIES[case.family], case.config, case.plan, comm, seed=SEED)
+    model = build_case(case, comm)
     decay_names = matrices(model.params)
     step = TrainStep(
         model,
@@ -206,14 +204,17 @@ def test_a_replica_that_differs_is_named_or_both_of_two(
         return digests.compare(7), each.name if each else "", group
 
     results = run_ranks(case.mesh, fault)
-    found, (_, tensor, group) = results[0][0], results[rank]
+    found = results[0][0]
+    _, tensor, group = results[rank]
     assert found is not None
     assert {result[0] for result in results} == {found}, "every rank has the same fault"
     assert found.tensors == (tensor,)
     assert found.ranks == ((rank,) if len(group) > 2 else group)
     if ranks:
         assert found.ranks == ranks
-    assert f"step 7: rank {found.ranks[0]} ({case.grid.coord_text(found.ranks[0])})" in found.text
+    first = found.ranks[0]
+    place = case.grid.coord_text(first)
+    assert f"step 7: rank {first} ({place})" in found.text
 
 
 @pytest.mark.parametrize("prefix", ["model/", "optim/exp_avg_sq/", "optim/step/"])
@@ -238,7 +239,8 @@ def test_a_bit_that_flips_between_two_updates_is_found_without_a_replica(
         return has_changed, digests.changed_fault(8)
 
     results = run_ranks(case.mesh, fault)
-    assert [has_changed for has_changed, _ in results] == [rank == 1 for rank in range(4)]
+    actual = [has_changed for has_changed, _ in results]
+    assert actual == [rank == 1 for rank in range(4)]
     found = results[0][1]
     assert {fault for _, fault in results} == {found}
     assert found.ranks == (1,)

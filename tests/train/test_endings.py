@@ -176,7 +176,8 @@ def test_a_run_without_an_end_gets_one_when_it_is_started_again(tmp_path):
     (out / EVENTS).write_text("".join(lines[:-1]))
     train(tmp_path, "--steps", "3", "--resume", "auto")
     ends = [event for event in events_of(out) if event["event"] == "end"]
-    assert [(end["status"], end["steps"]) for end in ends] == [("failed", 2), ("finished", 3)]
+    actual = [(end["status"], end["steps"]) for end in ends]
+    assert actual == [("failed", 2), ("finished", 3)]
     assert ends[0]["error"].startswith("killed before it could record its end")
 
 

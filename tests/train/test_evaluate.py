@@ -143,7 +143,8 @@ def test_it_is_the_mean_over_the_whole_source_of_the_plain_model(source, family)
         dtype=torch.float64,
     )
     with torch.no_grad():
-        mean = chain(blocks, batch.inputs, batch).x.item() / batch.num_targets().item()
+        total = chain(blocks, batch.inputs, batch).x.item()
+        mean = total / batch.num_targets().item()
     found = alone(source, family)
     assert found[0] == pytest.approx(mean, rel=1e-12)
     assert found[-1] == samples.num_samples * 16
@@ -159,13 +160,16 @@ def test_training_does_not_notice(source):
         return [step(feed.batches(number), lr=0.01).loss for number in range(2)]
 
     with_evaluations = losses(run)
-    assert run_ranks(run.device_mesh, rank)[0] == [with_evaluations[1], with_evaluations[3]]
+    actual = run_ranks(run.device_mesh, rank)[0]
+    assert actual == [with_evaluations[1], with_evaluations[3]]
 
 
 def test_batches_count_every_sample_once():
     batches = list(batches_of(25, 6, most=0))
-    assert np.concatenate(batches)[:25].tolist() == list(range(25))
-    assert batches[-1].tolist() == [24, *[NO_SAMPLE] * 5]
+    values = np.concatenate(batches)[:25].tolist()
+    assert values == list(range(25))
+    values = batches[-1].tolist()
+    assert values == [24, *[NO_SAMPLE] * 5]
     assert len(list(batches_of(25, 6, most=2))) == 2
 
 
@@ -229,7 +233,8 @@ def test_the_events_and_lines_of_a_run_agree(tmp_path, capsys):
     found = [event for event in events if event["event"] == "eval"]
     assert [event["step"] for event in found] == [2, 4, 5]
     assert found[0]["loss"] > found[2]["loss"]
-    assert all(event["perplexity"] == pytest.approx(np.exp(event["loss"])) for event in found)
+    for event in found:
+        assert event["perplexity"] == pytest.approx(np.exp(event["loss"]))
     assert len({event["tokens"] for event in found}) == 1
     told = [
         line

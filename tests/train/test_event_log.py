@@ -1,4 +1,4 @@
-"""Claims about the run folder: whole lines whatever happens, full precision, valid JSON, one answer to a bad folder."""
+"""The event log of a run folder: complete lines after any fault, full precision, valid JSON, rejected folders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def same(a, b) -> bool:
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (math.isnan(a) and math.isnan(b))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        if a.keys() != b.keys():
+            return False
+        return all(same(value, b[key]) for key, value in a.items())
     if isinstance(a, list):
         return len(a) == len(b) and all(map(same, a, b))
     return a == b
@@ -150,7 +152,8 @@ while True:
             time.sleep(0.001)
         writer.kill()
     left = list(read_events(path))
-    assert left == [{"event": "step", "text": "y" * 3000}] * path.read_bytes().count(b"\n")
+    expected = [{"event": "step", "text": "y" * 3000}] * path.read_bytes().count(b"\n")
+    assert left == expected
     with EventLog(tmp_path) as journal:
         journal.emit({"event": "end"})
     assert path.read_bytes().endswith(b"\n")
@@ -162,7 +165,8 @@ def test_other_files_of_a_run_folder_are_whole_and_leave_nothing_else(tmp_path):
         journal.write("plan.json", "{}\n")
         journal.write("plan.json", '{"mesh":"dp2"}\n')
     assert (tmp_path / "plan.json").read_text() == '{"mesh":"dp2"}\n'
-    assert sorted(path.name for path in tmp_path.iterdir()) == [EVENTS, "plan.json"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [EVENTS, "plan.json"]
 
 
 @pytest.mark.parametrize("out", ["/proc/weft", "{file}", "{file}/inside"])

@@ -72,9 +72,11 @@ def test_a_rolled_back_run_equals_one_device_without_the_samples_also_after_a_re
     out = tmp_path / "run"
     keys = ("--guard.nonfinite", "rollback", "--save.every", "2")
     steps = ("--steps", str(bad + 2))
-    assert main(["train", *words_of(text, out, *keys, *steps, *LAYOUTS[layout])]) == EXIT_OK
+    actual = main(["train", *words_of(text, out, *keys, *steps, *LAYOUTS[layout])])
+    assert actual == EXIT_OK
     resumed = ("--steps", str(bad + 4), "--resume", "auto", "--mesh", "tp2")
-    assert main(["train", *words_of(text, out, *keys, *resumed)]) == EXIT_OK
+    actual = main(["train", *words_of(text, out, *keys, *resumed)])
+    assert actual == EXIT_OK
     numbers = [number for number in range(bad + 5) if number != bad]
     assert_losses(out, one_device_losses(run, numbers))
     guards = [event for event in events_of(out) if event["event"] == "guard"]
@@ -109,7 +111,8 @@ def test_the_record_of_a_failed_step_names_the_samples_with_the_bad_value(
         if MARKER in samples.read(torch.tensor([sample]).numpy()).inputs
     ]
     assert record["suspects"] == marked
-    assert record["places"][0]["tokens"][0] == marked[0] * run.data.seq_len
+    actual = record["places"][0]["tokens"][0]
+    assert actual == marked[0] * run.data.seq_len
     assert record["step"] == bad + 1
     assert record["batch"] == bad
     assert record["action"] == "stop"
@@ -134,7 +137,8 @@ def test_skip_leaves_out_the_update_alone(
     keys = ("--guard.nonfinite", "skip", "--mesh", "dp2", "--steps", str(bad + 3))
     assert main(["train", *words_of(text, out, *keys)]) == EXIT_OK
     steps = step_history(events_of(out))
-    assert [event["step"] for event in steps if event["skipped"]] == [bad + 1]
+    actual = [event["step"] for event in steps if event["skipped"]]
+    assert actual == [bad + 1]
     numbers = [number for number in range(bad + 3) if number != bad]
     accepted = [event["loss"] for event in steps if not event["skipped"]]
     assert accepted == pytest.approx(one_device_losses(run, numbers), rel=TOLERANCE)
@@ -153,9 +157,11 @@ def test_a_run_that_fails_again_and_again_stops_and_saves_nothing_bad(
     keys = ("--guard.nonfinite", action, "--guard.max_failures", "3", "--mesh", "dp2")
     assert main(["train", *words_of(text, out, *keys)]) == EXIT_FAILED
     guards = [event for event in events_of(out) if event["event"] == "guard"]
-    assert [event["action"] for event in guards] == [action] * 3 + ["stop"]
+    actual = [event["action"] for event in guards]
+    assert actual == [action] * 3 + ["stop"]
     assert "3 failed before it in a row" in capsys.readouterr().err
-    assert [step for step, _ in checkpoints(out)] == ([0] if action == "rollback" else [])
+    actual = [step for step, _ in checkpoints(out)]
+    assert actual == ([0] if action == "rollback" else [])
     assert events_of(out)[-1]["status"] == "failed"
 
 
@@ -189,7 +195,8 @@ def test_a_rollback_from_a_spike_leaves_out_all_batches_since_the_checkpoint(
     every = bad - 1
     keys = ("--guard.spike", "3", "--guard.on_spike", "rollback", "--save.every", str(every))
     steps = ("--mesh", "pp2", "--steps", str(every + 3))
-    assert main(["train", *words_of(text, out, *keys, *steps)]) == EXIT_OK
+    actual = main(["train", *words_of(text, out, *keys, *steps)])
+    assert actual == EXIT_OK
     left_out = {every, bad}
     numbers = [number for number in range(every + 5) if number not in left_out]
     assert_losses(out, one_device_losses(run, numbers))

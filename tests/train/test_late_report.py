@@ -1,4 +1,4 @@
-"""Reports one step late: the same events as without, and no update of a step that is not finite, on the CPU."""
+"""Reports that are read one step late: the same events, and no update of a step that is not finite, on the CPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def events_both_ways(
     text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, code: int = EXIT_OK
 ) -> list[dict[str, Any]]:
     """The events of a run, which are equal with and without late reports."""
-    early, late = folder / "early", folder / "late"
+    early = folder / "early"
+    late = folder / "late"
     assert main(["train", *words_of(text, early, *words)]) == code
     monkeypatch.setattr(late_report, "LATE_DEVICES", frozenset({"cpu"}))
     assert main(["train", *words_of(text, late, *words)]) == code
@@ -76,7 +77,8 @@ def test_a_step_that_is_not_finite_ends_as_without_late_reports(
     words = ("--guard.nonfinite", action, "--steps", str(bad + 4), "--save.every", "2")
     found = events_both_ways(text, tmp_path, monkeypatch, *words, code=code)
     guards = [event for event in found if event["event"] == "guard"]
-    assert [(event["step"], event["action"]) for event in guards] == [(bad + 1, action)]
+    actual = [(event["step"], event["action"]) for event in guards]
+    assert actual == [(bad + 1, action)]
 
 
 @pytest.mark.slow
@@ -91,7 +93,8 @@ def test_a_step_that_is_not_finite_ends_as_without_late_reports(
 def test_events_are_the_same(words, text, tmp_path, monkeypatch):
     always = ("--steps", "8", "--eval.source", str(text))
     found = events_both_ways(text, tmp_path, monkeypatch, *always, *words)
-    assert len([event for event in found if event["event"] == "step"]) == 8
+    count = len([event for event in found if event["event"] == "step"])
+    assert count == 8
 
 
 def test_nothing_changes_from_the_first_step_that_is_not_finite_until_the_host_has_seen_it(
@@ -116,7 +119,8 @@ def test_nothing_changes_from_the_first_step_that_is_not_finite_until_the_host_h
         assert reports_late(step)
         late = LateReports(step)
         tokens = torch.arange(9).unsqueeze(0)
-        batches = [token_batch(tokens[:, :-1], tokens[:, 1:])]
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        batches = [token_batch(inputs, targets)]
 
         def launch(number: int) -> Any:
             return late.launch(number, batches, lr=1e-2, status=lambda: 0, on_phase=None)
@@ -124,7 +128,8 @@ def test_nothing_changes_from_the_first_step_that_is_not_finite_until_the_host_h
         def bits() -> list[torch.Tensor]:
             states = step.state().optimizer_state.values()
             tensors = [x for state in states for x in state.values()]
-            return [x.detach().clone() for x in (*step.grads.sharded_params.values(), *tensors)]
+            params = step.grads.sharded_params.values()
+            return [x.detach().clone() for x in (*params, *tensors)]
 
         assert late.read(launch(1)) is not None
         good = bits()

@@ -10,18 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
+from tests.matrix.layouts import CLIP, LR, Case, adamw, batches, build_case
 from tests.matrix.plain import HALF, MIXED, PURE, Dtypes
 from weft.comm.comm import Comm
 from weft.core.precision import REPRESENTS, Dtype, dtype_faults
 from weft.errors import PlanError, WeftError
 from weft.layout.plan import Plan
-from weft.models import FAMILIES
 from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train import loss_scale
-from weft.train.build import build_model
 from weft.train.loss_scale import FLOOR, GROW_EVERY, START, LossScale
 from weft.train.optim import matrices
 from weft.train.step import StepReport, TrainStep
@@ -108,7 +106,7 @@ def sgd_step(
 ) -> TrainStep:
     """A step whose updates are the gradients times the learning rate."""
     plan = plan_of(case, dtypes)
-    model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
+    model = build_case(case, comm, plan=plan)
     return TrainStep(
         model,
         make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0),
@@ -125,7 +123,7 @@ def train(
 ) -> tuple[list[StepReport], dict[str, Tensor]]:
     """Reports of some steps, and the values after them."""
     plan = case.plan.model_copy(update=vars(dtypes))
-    model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
+    model = build_case(case, comm, plan=plan)
     decayed = matrices(model.params)
     step = TrainStep(
         model,
@@ -175,9 +173,11 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
     monkeypatch.setattr(ParamGroup, "start_reduce", overflow_once)
     for reports, _ in run_ranks(case.mesh, lambda comm: train(case, HALF, comm)):
         assert [report.skipped for report in reports] == [True, False, False]
-        assert [report.loss_scale for report in reports] == [START, START / 2, START / 2]
+        loss_scales = [report.loss_scale for report in reports]
+        assert loss_scales == [START, START / 2, START / 2]
         assert not math.isfinite(reports[0].grad_norm)
-        assert all(math.isfinite(report.grad_norm) for report in reports[1:])
+        for report in reports[1:]:
+            assert math.isfinite(report.grad_norm)
 
 
 def test_a_skipped_step_leaves_values_and_optimizer_as_they_are(
@@ -203,7 +203,7 @@ def test_a_scale_that_had_to_be_found_trains_bit_for_bit_as_the_right_one_would(
 
         def rank(comm: Comm) -> tuple[int, dict[str, Tensor]]:
             plan = case.plan.model_copy(update=vars(HALF))
-            model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
+            model = build_case(case, comm, plan=plan)
             step = TrainStep(
                 model,
                 make_optimizer=lambda tensors: adamw(tensors, ()),
@@ -221,7 +221,8 @@ def test_a_scale_that_had_to_be_found_trains_bit_for_bit_as_the_right_one_would(
     none, right = first_good_values(2.0**26 / 2**skipped)
     assert (skipped > 0) is True
     assert none == 0
-    assert all(torch.equal(found[name], value) for name, value in right.items())
+    for name, value in right.items():
+        assert torch.equal(found[name], value)
 
 
 @pytest.mark.parametrize("clip", [0.0, CLIP])

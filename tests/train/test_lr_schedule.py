@@ -1,4 +1,4 @@
-"""Claims about the learning rate: exact at its corners, bounded and without jumps between them."""
+"""The learning rate: exact at the ends of its phases, bounded, and without jumps between them."""
 
 from __future__ import annotations
 
@@ -61,11 +61,13 @@ def test_decay_passes_its_corners(decay, step, rate):
 def test_rate_is_positive_at_most_the_peak_and_falls_after_the_warm_up(run):
     chosen, total = run
     rates = [learning_rate(step, chosen, total) for step in range(total + 5)]
-    assert all(0 < rate <= chosen.lr * (1 + 1e-12) for rate in rates[:total])
+    for rate in rates[:total]:
+        assert 0 < rate <= chosen.lr * (1 + 1e-12)
     warm = rates[: chosen.warmup]
     cold = rates[chosen.warmup :]
     assert warm == sorted(warm)
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(cold))
+    for earlier, later in pairwise(cold):
+        assert later <= earlier * (1 + 1e-12)
 
 
 @given(runs())

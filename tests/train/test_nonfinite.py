@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.matrix.layouts import CLIP, LR, SEED, Case, adamw, batches
+from tests.matrix.layouts import CLIP, LR, Case, adamw, batches, build_case
 from tests.matrix.plain import HALF
 from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
@@ -19,10 +19,8 @@ from weft.cli import main
 from weft.comm.comm import Comm
 from weft.core.axes import Box
 from weft.errors import EXIT_FAILED, NonFiniteError
-from weft.models import FAMILIES
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_model
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS
 from weft.train.loop_texts import non_finite_advice
@@ -40,7 +38,7 @@ def message_of_step(
 ) -> str:
     """The error of one step after `spoil`, which must leave the parameters as they are."""
     plan = case.plan.model_copy(update=plan_updates)
-    model = build_model(FAMILIES[case.family], case.config, plan, comm, seed=SEED)
+    model = build_case(case, comm, plan=plan)
     decay_names = matrices(model.params)
     step = TrainStep(
         model,
@@ -48,7 +46,8 @@ def message_of_step(
         clip=CLIP,
     )
     spoil(step)
-    before = {name: tensor.clone() for name, tensor in step.grads.sharded_params.items()}
+    params = step.grads.sharded_params
+    before = {name: tensor.clone() for name, tensor in params.items()}
     with pytest.raises(NonFiniteError) as error:
         step(micro_batches(batches(case)[0], plan, comm.rank), lr=LR)
     for name, tensor in step.grads.sharded_params.items():

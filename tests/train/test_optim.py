@@ -1,4 +1,4 @@
-"""Claims about the optimizers: bit for bit torch's own, decay on matrices only, state by name, no compiler imported."""
+"""Optimizers: bit for bit those of torch, weight decay on matrices only, states by name, no compiler imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nanoGPT's way: one weight for q, k and v, learned positions, a tied head without a bias."""
+"""A user's model as in nanoGPT: one weight for q, k and v, learned positions, a tied head without a bias."""
 
 from dataclasses import dataclass
 
@@ -82,7 +82,8 @@ def blocks(c):
 
 
 def AXES(c):
-    qkv = Stacked(("heads", c.n_head), ("heads", c.n_head), ("heads", c.n_head))
+    heads = ("heads", c.n_head)
+    qkv = Stacked(heads, heads, heads)
     return {
         "wte.wte.weight": ("vocab", "embed"),
         "wte.wpe.weight": ("pos", "embed"),

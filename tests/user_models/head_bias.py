@@ -1,4 +1,4 @@
-"""T5's way: a learned bias for each head and distance bucket, computed by the block itself; no scale of the scores."""
+"""A user's model as in T5: a learned bias for each head and distance bucket, added by the block; scores are not scaled."""
 
 from dataclasses import dataclass
 

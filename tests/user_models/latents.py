@@ -1,4 +1,4 @@
-"""Perceiver's way: a few learned latents attend to the image's pixels, then to each other."""
+"""A user's model as in Perceiver: a few learned latents attend to the image's pixels, then to each other."""
 
 from dataclasses import dataclass
 

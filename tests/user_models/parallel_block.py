@@ -1,4 +1,4 @@
-"""GPT-J's way: attention and feed-forward layer read one norm and are added together; rotary positions in the block."""
+"""A user's model as in GPT-J: attention and feed-forward layer read one norm and are summed; rotary positions in the block."""
 
 from dataclasses import dataclass
 
@@ -28,7 +28,9 @@ def rotate(x, positions):
     sin = angles.sin()
     even = x[..., ::2]
     odd = x[..., 1::2]
-    turned = (even * cos - odd * sin, even * sin + odd * cos)
+    turned_even = even * cos - odd * sin
+    turned_odd = even * sin + odd * cos
+    turned = (turned_even, turned_odd)
     return torch.stack(turned, dim=-1).flatten(-2)
 
 
@@ -62,7 +64,8 @@ def blocks(c):
     chain = {"embed": nn.Embedding(c.vocab, c.dim)}
     for i in range(c.layers):
         chain[f"layer{i}"] = ParallelLayer(c)
-    chain["head"] = nn.Sequential(nn.LayerNorm(c.dim), nn.Linear(c.dim, c.vocab))
+    head = nn.Linear(c.dim, c.vocab)
+    chain["head"] = nn.Sequential(nn.LayerNorm(c.dim), head)
     return chain
 
 

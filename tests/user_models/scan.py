@@ -1,4 +1,4 @@
-"""Mamba's way: a gated selective scan along the sequence in place of attention."""
+"""A user's model as in Mamba: a gated selective scan along the sequence in place of attention."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""ALBERT's way: one layer is used by all depths, and a small embedding is projected to the width."""
+"""A user's model as in ALBERT: one layer is used at all depths, and a small embedding is projected to the width."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Twelve models in other people's ways under five layouts: each equals one device within 1e-9, or is rejected in one line.
+"""Twelve models of users under five layouts: each equals one device within 1e-9, or is rejected in one line.
 
 `python -m tests.user_models.sweep` prints the table of docs/your-model.md.
 """

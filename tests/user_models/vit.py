@@ -65,7 +65,8 @@ class Encoder(nn.Module):
 class Classifier(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.norm, self.proj = nn.LayerNorm(c.dim), nn.Linear(c.dim, c.classes)
+        self.norm = nn.LayerNorm(c.dim)
+        self.proj = nn.Linear(c.dim, c.classes)
 
     def forward(self, x):
         return self.proj(self.norm(x[:, 0]))

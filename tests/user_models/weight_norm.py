@@ -1,4 +1,4 @@
-"""Weight-normed linears (torch.nn.utils.parametrizations), mixed over tokens by no attention at all."""
+"""A user's model of weight-normed linears (torch.nn.utils.parametrizations) that mixes tokens without attention."""
 
 from dataclasses import dataclass
 

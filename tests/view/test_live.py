@@ -156,7 +156,8 @@ def test_the_panel_fits_any_width_and_appears_once(width):
         {"event": "end", "status": "finished"},
     )
     rows = Terminal(width).read(file.getvalue())
-    assert all(len(row) <= width for row in rows)
+    for row in rows:
+        assert len(row) <= width
     assert sum(row.startswith(" step") for row in rows) == 1
     assert " ".join(rows).count("narrow") == 1
     assert "200/200" in " ".join(rows)
@@ -166,7 +167,8 @@ def test_the_panel_fits_a_terminal_of_few_rows():
     view, file = live(80, height=3)
     show(view, RUN, step(1), step(2))
     rows = Terminal(80).read(file.getvalue())
-    assert [row.split()[0] for row in rows[-3:-1]] == ["step", "loss"]
+    actual = [row.split()[0] for row in rows[-3:-1]]
+    assert actual == ["step", "loss"]
 
 
 def test_a_redraw_after_the_window_became_narrower_leaves_nothing_behind():
@@ -176,7 +178,8 @@ def test_a_redraw_after_the_window_became_narrower_leaves_nothing_behind():
     )  # two of its five lines are longer than 24 columns, one of them than 4 x 24
     view._region.console.width = 24
     show(view, step(2))
-    assert [row.split()[0] for row in Terminal(24).read(file.getvalue())[:-1]] == LABELS
+    actual = [row.split()[0] for row in Terminal(24).read(file.getvalue())[:-1]]
+    assert actual == LABELS
 
 
 def test_the_cursor_is_never_hidden_and_stays_below_the_panel():

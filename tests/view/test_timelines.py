@@ -1,4 +1,4 @@
-"""Timelines as trace events, as a page and as SVG with lanes: each is checked against the rules of its format."""
+"""Timelines as trace events, as a page and as SVG: each follows the rules of its format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,45 +59,57 @@ def with_lanes() -> Timeline:
     )
 
 
+NAMES_OF_METADATA = ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
+
+
 def assert_valid_trace(trace: dict[str, Any], num_spans: int) -> None:
     """The rules of the Trace Event Format for the phases that are used."""
     assert trace["displayTimeUnit"] in ("ms", "ns")
-    by_thread: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    spans_of_thread: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     named: dict[str, set[tuple[int, int]]] = defaultdict(set)
     flows: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for event in trace["traceEvents"]:
-        assert event["ph"] in ("M", "X", "s", "f")
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        if event["ph"] == "M":
-            assert event["name"] in (
-                "process_name",
-                "thread_name",
-                "process_sort_index",
-                "thread_sort_index",
-            )
-            named[event["name"]].add((event["pid"], event["tid"]))
-        elif event["ph"] == "X":
+        phase = event["ph"]
+        thread = (event["pid"], event["tid"])
+        assert phase in ("M", "X", "s", "f")
+        assert all(isinstance(number, int) for number in thread)
+        if phase == "M":
+            assert event["name"] in NAMES_OF_METADATA
+            named[event["name"]].add(thread)
+        elif phase == "X":
             assert event["ts"] >= 0
             assert event["dur"] >= 0
-            by_thread[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+            end = event["ts"] + event["dur"]
+            spans_of_thread[thread].append((event["ts"], end))
         else:
-            flows[event["id"]][event["ph"]] = event
-    assert sum(map(len, by_thread.values())) == num_spans
-    assert set(by_thread) <= named["thread_name"]
-    assert {pid for pid, _ in by_thread} <= {pid for pid, _ in named["process_name"]}
-    for spans in by_thread.values():  # spans of a thread follow each other
-        spans.sort()
-        for (_, end), (start, _) in itertools.pairwise(spans):
-            assert start >= end - ROUNDING_US
+            flows[event["id"]][phase] = event
+    assert sum(map(len, spans_of_thread.values())) == num_spans
+    assert set(spans_of_thread) <= named["thread_name"]
+    processes = {pid for pid, _ in spans_of_thread}
+    assert processes <= {pid for pid, _ in named["process_name"]}
+    for spans in spans_of_thread.values():
+        assert_one_after_another(spans)
     for flow in flows.values():
         assert flow["s"]["ts"] <= flow["f"]["ts"]
         assert flow["f"]["bp"] == "e"
-        for end in flow.values():  # an arrow is bound to a span on its thread at its time
-            spans = by_thread[end["pid"], end["tid"]]
-            assert any(
-                begin - ROUNDING_US <= end["ts"] <= stop + ROUNDING_US for begin, stop in spans
-            )
+        for end_of_arrow in flow.values():
+            spans = spans_of_thread[end_of_arrow["pid"], end_of_arrow["tid"]]
+            assert_lies_in_a_span(end_of_arrow["ts"], spans)
+
+
+def assert_one_after_another(spans: list[tuple[float, float]]) -> None:
+    """The spans of a thread do not overlap."""
+    spans.sort()
+    for (_, end), (start, _) in itertools.pairwise(spans):
+        assert start >= end - ROUNDING_US
+
+
+def assert_lies_in_a_span(time_us: float, spans: list[tuple[float, float]]) -> None:
+    """An end of an arrow is drawn at the span of its thread at its time."""
+    for start, end in spans:
+        if start - ROUNDING_US <= time_us <= end + ROUNDING_US:
+            return
+    pytest.fail(f"no span at {time_us} us")
 
 
 def test_the_trace_keeps_the_rules_of_its_format() -> None:
@@ -167,4 +180,6 @@ def test_the_svg_draws_lanes_where_it_is_asked_to() -> None:
         for rect in root.findall(f".//{xml}rect")
         if "x" in rect.attrib
     ]
-    assert all(x >= 0 and x + width <= 960.01 for x, width in boxes)
+    for x, width in boxes:
+        assert x >= 0
+        assert x + width <= 960.01
