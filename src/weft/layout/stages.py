@@ -158,14 +158,15 @@ def _layered(blocks: Sequence[BlockSpec]) -> _LayeredChain:
     places = [place for place, block in enumerate(blocks) if block.is_layer]
     if not places:
         return _LayeredChain((), (tuple(blocks),), ())
-    stops = [*places[1:], places[-1] + 1]
+    first = places[0]
+    end = places[-1] + 1
     layers: list[tuple[BlockSpec, ...]] = []
-    for start, stop in zip(places, stops, strict=True):
+    for start, stop in itertools.pairwise([*places, end]):
         layers.append(tuple(blocks[start:stop]))
     return _LayeredChain(
-        before=tuple(blocks[: places[0]]),
+        before=tuple(blocks[:first]),
         layers=tuple(layers),
-        after=tuple(blocks[places[-1] + 1 :]),
+        after=tuple(blocks[end:]),
     )
 
 
@@ -213,8 +214,12 @@ def _balanced_counts(chain: _LayeredChain, num_stages: int) -> tuple[int, ...]:
     costs = _layer_costs(chain)
     costs[0] += _cost(chain.before)
     costs[-1] += _cost(chain.after)
-    bounds = _balanced_bounds(tuple(map(round, costs)), num_stages)
-    return tuple(stop - start for start, stop in itertools.pairwise(bounds))
+    whole_costs = tuple(round(cost) for cost in costs)
+    bounds = _balanced_bounds(whole_costs, num_stages)
+    counts = []
+    for start, stop in itertools.pairwise(bounds):
+        counts.append(stop - start)
+    return tuple(counts)
 
 
 def _one_layer_a_stage(chain: _LayeredChain, *, ends_without: int) -> tuple[int, ...]:
@@ -224,11 +229,14 @@ def _one_layer_a_stage(chain: _LayeredChain, *, ends_without: int) -> tuple[int,
     ones = (1,) * len(chain.layers)
     if ends_without == 2:
         return (0, *ones, 0)
-    first, last = chain.can_lack_layers
-    costs = _layer_costs(chain)
-    without_first = max(*costs[:-1], costs[-1] + _cost(chain.after), _cost(chain.before))
-    without_last = max(costs[0] + _cost(chain.before), *costs[1:], _cost(chain.after))
-    if first and (not last or without_first <= without_last):
+    can_lack_first, can_lack_last = chain.can_lack_layers
+    layers = _layer_costs(chain)
+    before = _cost(chain.before)
+    after = _cost(chain.after)
+    slowest_without_first = max(before, *layers[:-1], layers[-1] + after)
+    slowest_without_last = max(before + layers[0], *layers[1:], after)
+    prefers_first = slowest_without_first <= slowest_without_last
+    if can_lack_first and (prefers_first or not can_lack_last):
         return (0, *ones)
     return (*ones, 0)
 

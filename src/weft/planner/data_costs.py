@@ -94,6 +94,10 @@ class DataCosts:
         reduced_s = self.sent_s(layout, "last backward", most)
         if layout.zero == ZERO_THAT_GATHERS:
             reduced_s -= self.sent_s(layout, "forward", most)
-        last_share = max(params.first for params in by_rank) / most.total if most.total else 0.0
-        update_s = kernels.of(most.total, layout.num_data) + self.sent_s(layout, "update", most)
+        last_share = 0.0
+        if most.total:
+            largest_first = max(params.first for params in by_rank)
+            last_share = largest_first / most.total
+        update_s = kernels.of(most.total, layout.num_data)
+        update_s += self.sent_s(layout, "update", most)
         return update_s + last_share * reduced_s

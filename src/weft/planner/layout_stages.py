@@ -74,11 +74,14 @@ class LayoutStages:
 
     def names(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
         """Blocks of every stage."""
-        key = self.num_stages(layout), layout.split
-        if key not in self._names:
-            stages = make_stages(self._specs, key[0], split=layout.split)
-            self._names[key] = tuple(stage.blocks for stage in stages)
-        return self._names[key]
+        num_stages = self.num_stages(layout)
+        key = num_stages, layout.split
+        known = self._names.get(key)
+        if known is None:
+            stages = make_stages(self._specs, num_stages, split=layout.split)
+            known = tuple(stage.blocks for stage in stages)
+            self._names[key] = known
+        return known
 
     def layers(self, layout: Layout) -> tuple[int, ...]:
         """Layers of every stage."""
@@ -86,8 +89,11 @@ class LayoutStages:
 
     def num_layers(self, names_of_stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
         """Layers among the blocks of every stage."""
-        is_layer = {block.name: block.is_layer for block in self._specs}
-        return tuple(sum(is_layer[name] for name in names) for names in names_of_stages)
+        layers = {block.name for block in self._specs if block.is_layer}
+        counts = []
+        for names in names_of_stages:
+            counts.append(len(layers.intersection(names)))
+        return tuple(counts)
 
     def least_layers(self, layout: Layout) -> tuple[int, ...]:
         """Fewest layers that every stage may have."""
@@ -113,12 +119,14 @@ class LayoutStages:
         """Parameters of every block of every pipeline rank; `table` is that of the layout."""
         shape = layout.degree(PP), layout.schedule, layout.chunks, layout.split
         key = shape, layout.degree(TP), layout.degree(EP)
-        if key not in self._sizes_of_ranks:
-            by_rank: list[list[float]] = [[] for _ in range(table.num_ranks)]
+        known = self._sizes_of_ranks.get(key)
+        if known is None:
+            known = [[] for _ in range(table.num_ranks)]
             for stage, sizes in enumerate(self.sizes(layout)):
-                by_rank[table.stage_to_rank[stage]].extend(sizes)
-            self._sizes_of_ranks[key] = by_rank
-        return self._sizes_of_ranks[key]
+                rank = table.stage_to_rank[stage]
+                known[rank].extend(sizes)
+            self._sizes_of_ranks[key] = known
+        return known
 
     def params_of_ranks(self, layout: Layout, table: Table) -> list[BlockParams]:
         """Parameters of every pipeline rank."""

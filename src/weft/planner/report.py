@@ -331,8 +331,11 @@ def _sent_bytes(role: RoleCosts) -> int:
 
 
 def _flops_line(roles: Sequence[RoleCosts]) -> str:
-    most = max(role.flops for role in roles)
-    total = sum(role.flops * role.num_ranks for role in roles)
+    most = 0
+    total = 0
+    for role in roles:
+        most = max(most, role.flops)
+        total += role.flops * role.num_ranks
     return f"floating-point operations of a step: {total:.4g}, at most {most:.4g} a rank"
 
 
@@ -340,7 +343,9 @@ def check_lines(check: WorldCheck) -> list[str]:
     """The result of the check of all ranks."""
     played = f"{count(check.num_ranks)} ranks by {count(check.num_recorded)} that were played"
     if check.problems:
-        problems = [f"  {line}" for problem in check.problems for line in problem.lines]
+        problems: list[str] = []
+        for problem in check.problems:
+            problems.extend(f"  {line}" for line in problem.lines)
         return [f"world check FAILED ({played}):", *_wrapped(problems)]
     return [
         f"world check: {played}",

@@ -61,9 +61,11 @@ class StepMemory:
 
 def boundary_bytes(plan: Plan, transfer: Transfer) -> int:
     """Size of the tensor of a send or receive."""
-    boundary = transfer.stage if transfer.kind == "activation" else transfer.stage - 1
+    is_activation = transfer.kind == "activation"
+    boundary = transfer.stage if is_activation else transfer.stage - 1
+    num_entries = math.prod(plan.boundary_shape(boundary))
     dtype: torch.dtype = getattr(torch, plan.compute)
-    return math.prod(plan.boundary_shape(boundary)) * dtype.itemsize
+    return num_entries * dtype.itemsize
 
 
 def step_memory(step: RankStep, row: int) -> StepMemory:
@@ -73,12 +75,15 @@ def step_memory(step: RankStep, row: int) -> StepMemory:
     replay = _Replay(step, row)
     levels = tuple(replay.run())
     peak = replay.peak
+    cause = peak.name
+    if peak.region.peak_block:
+        cause = f"{peak.name} in {peak.region.peak_block}"
     return StepMemory(
         kept=step.kept,
         in_flight=peak.level,
         workspace=peak.region.workspace,
         parts=peak.region.peak_parts,
-        cause=f"{peak.name} in {peak.region.peak_block}" if peak.region.peak_block else peak.name,
+        cause=cause,
         levels=levels,
     )
 

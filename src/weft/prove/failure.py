@@ -89,7 +89,9 @@ def _named(
     blocks: Sequence[str],
 ) -> tuple[str, str]:
     """The first parameter, and its block, in a message; else the first block; "" where none is."""
-    owners = {param.owner for record in records for param in record.shards.values()}
+    owners: set[str] = set()
+    for record in records:
+        owners.update(param.owner for param in record.shards.values())
     found = _first_name(text, sorted(owners))
     if found:
         return found, found.partition(".")[0]
@@ -100,10 +102,14 @@ def _first_name(text: str, names: Sequence[str]) -> str:
     """The name that comes first in a text; of several at one place the longest."""
     places: list[tuple[int, int, str]] = []
     for name in names:
-        match = re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text)
+        pattern = rf"(?<![\w.]){re.escape(name)}(?!\w)"
+        match = re.search(pattern, text)
         if match is not None:
             places.append((match.start(), -len(name), name))
-    return min(places)[2] if places else ""
+    if not places:
+        return ""
+    _, _, first = min(places)
+    return first
 
 
 def _axis_of(text: str, mesh: Mesh) -> str:

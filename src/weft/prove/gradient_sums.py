@@ -48,10 +48,12 @@ class GradientSums:
 
     def axis_sets(self) -> list[tuple[str, ...]]:
         """All sets of axes along which gradients may be summed, small ones first."""
-        candidates = [axis for axis in self.mesh.wide_axes if axis != pipeline_axis()]
+        pipeline = pipeline_axis()
+        axes = [axis for axis in self.mesh.wide_axes if axis != pipeline]
+        most = len(axes)
         found: list[tuple[str, ...]] = []
-        for number in range(len(candidates) + 1):
-            found.extend(itertools.combinations(candidates, number))
+        for number in range(most + 1):
+            found.extend(itertools.combinations(axes, number))
         return found
 
     def sum_over(

@@ -92,12 +92,7 @@ class OwnState:
         right = self.found.reference[key_of(site)]
         key = _Updated(site.step, site.parameter)
         if key not in states:
-            unknown = torch.full(
-                right.shape,
-                torch.nan,
-                dtype=observed.value.dtype,
-            )
-            states[key] = unknown
+            states[key] = _unknown_entries(right, observed.value.dtype)
         whole = states[key]
         offset = 0
         for box in observed.place.boxes:
@@ -111,19 +106,8 @@ class OwnState:
             if bool(differs.any()):
                 expected = observed.place.read(right)
                 assert expected is not None, "the boxes lie in the parameter"
-                relative = self.found.bounds.relative(
-                    entries[differs],
-                    before[differs],
-                    key_of(site),
-                )
-                failure = Failure(
-                    rank,
-                    observed,
-                    expected,
-                    relative,
-                    bound=0.0,
-                )
-                self.found.fail(site, failure)
+                relative = self._relative(site, entries[differs], before[differs])
+                self.found.fail(site, Failure(rank, observed, expected, relative, bound=0.0))
 
     def _check_use(
         self,
@@ -138,12 +122,13 @@ class OwnState:
         expected = local.to(observed.value.dtype)
         if torch.equal(expected, observed.value):
             return
-        relative = self.found.bounds.relative(observed.value, expected, key_of(site))
-        failure = Failure(
-            rank,
-            observed,
-            expected,
-            relative,
-            bound=0.0,
-        )
-        self.found.fail(site, failure)
+        relative = self._relative(site, observed.value, expected)
+        self.found.fail(site, Failure(rank, observed, expected, relative, bound=0.0))
+
+    def _relative(self, site: Site, actual: Tensor, expected: Tensor) -> float:
+        return self.found.bounds.relative(actual, expected, key_of(site))
+
+
+def _unknown_entries(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of this shape, of NaN: its entries are not known yet."""
+    return torch.full(like.shape, torch.nan, dtype=dtype)

@@ -106,7 +106,8 @@ class PlainSGD:
         return {"momentum_buffer": torch.zeros_like(param)} if self.momentum else {}
 
     def update(self, given: PlainUpdate) -> None:
-        change = given.gradient + given.settings.decay * given.param
+        decay = given.settings.decay * given.param
+        change = given.gradient + decay
         if self.momentum:
             buffer = given.state["momentum_buffer"]
             buffer.mul_(self.momentum)
@@ -123,9 +124,11 @@ class PlainLion:
 
     def update(self, given: PlainUpdate) -> None:
         beta1, beta2 = given.settings.betas
+        gradient = given.gradient
         average = given.state["exp_avg"]
-        mixed = beta1 * average + (1 - beta1) * given.gradient
-        average.copy_(beta2 * average + (1 - beta2) * given.gradient)
+        mixed = beta1 * average + (1 - beta1) * gradient
+        next_average = beta2 * average + (1 - beta2) * gradient
+        average.copy_(next_average)
         decay = given.settings.decay * given.param
         change = given.lr * (mixed.sign() + decay)
         given.param.copy_(given.param - change)

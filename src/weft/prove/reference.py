@@ -375,9 +375,12 @@ class Reference:
 
     def _keep_state(self, step: int) -> None:
         for name, param in self.params.items():
-            value = self.trained.get(name, self.values[name])
-            if name not in self.trained and param.dtype == self.types.params:
+            if name in self.trained:
+                value = self.trained[name]
+            elif param.dtype == self.types.params:
                 value = param.data  # the bias of a router changes in place
+            else:
+                value = self.values[name]
             self.trace.keep(step, "update", name, value)
         for name, state in self.optimizer.state.items():
             for key, tensor in state.items():

@@ -331,10 +331,11 @@ def _place_lines(failure: Difference) -> Iterator[str]:
 def _pass_lines(each: Pass) -> Iterator[str]:
     yield f"{each.dtype}; bounds: {each.source}"
     for bound in each.bounds:
-        count = counted(bound.compared, "tensor")
-        worst = f"largest difference {bound.largest:.1e}, bound {bound.bound:.1e}"
+        number = counted(bound.compared, "tensor")
+        title = f"{bound.phase:<10} {number:>13}"
+        largest = f"largest difference {bound.largest:.1e}"
         mark = "" if bound.closest <= 1 else "  DIFFERS"
-        yield f"  {bound.phase:<10} {count:>13}: {worst}{mark}"
+        yield f"  {title}: {largest}, bound {bound.bound:.1e}{mark}"
 
 
 def _pass_dict(each: Pass) -> dict[str, Any]:
@@ -350,10 +351,10 @@ def _pass_dict(each: Pass) -> dict[str, Any]:
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
     """Values without infinities, which JSON does not have."""
-    found: dict[str, Any] = {}
+    found = dict(values)
     for key, value in values.items():
-        is_infinite = isinstance(value, float) and not math.isfinite(value)
-        found[key] = None if is_infinite else value
+        if isinstance(value, float) and not math.isfinite(value):
+            found[key] = None
     return found
 
 

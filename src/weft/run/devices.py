@@ -100,9 +100,13 @@ def assign_device(
 
 
 def _note_of_used(gpus: GpuInventory, local_size: int) -> str:
-    used = "cuda:0" if local_size == 1 else f"cuda:0 to cuda:{local_size - 1}"
+    note = "device cuda:0"
+    if local_size > 1:
+        note = f"{note} to cuda:{local_size - 1}"
     num_idle = gpus.num_visible - local_size
-    return f"device {used}; {_gpus(num_idle)} idle" if num_idle else f"device {used}"
+    if num_idle:
+        note = f"{note}; {_gpus(num_idle)} idle"
+    return note
 
 
 def _reason_for_cpu(gpus: GpuInventory) -> str:

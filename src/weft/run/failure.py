@@ -104,7 +104,9 @@ class ErrorContext:
     def lost_rank(self, lost: int, failure: RankFailure) -> RankError:
         """The error about a rank that another one has found missing: it begins with the lost one."""
         finder = self.to_error(failure)
-        place = f"rank {finder.rank} ({finder.where})" if finder.where else f"rank {finder.rank}"
+        place = f"rank {finder.rank}"
+        if finder.where:
+            place = f"{place} ({finder.where})"
         message = f"lost; found by {place}: {finder.message}"
         return RankError(lost, self._coordinates(lost), message)
 

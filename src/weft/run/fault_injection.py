@@ -198,8 +198,14 @@ class _Injector:
 
     def _record_fault(self, fault: PlannedFault, step: int, phase: Phase) -> None:
         has_updated = phase in ("evaluate", "save", "end")
-        num_done = max(0, step if has_updated else step - 1)
-        self.record({"fault": fault.number, "at_s": time.monotonic(), "num_done": num_done})
+        num_done = step if has_updated else max(0, step - 1)
+        self.record(
+            {
+                "fault": fault.number,
+                "at_s": time.monotonic(),
+                "num_done": num_done,
+            }
+        )
 
     def kill(self, step: int) -> None:
         """SIGKILL, as by the kernel when memory is used up."""
@@ -219,10 +225,11 @@ class _Injector:
 
     def out_of_memory(self, step: int) -> None:
         """Allocate more than the address space of the process may grow by."""
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        used_bytes = pages * os.sysconf("SC_PAGE_SIZE")
+        num_pages, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        used_bytes = int(num_pages) * os.sysconf("SC_PAGE_SIZE")
+        limit_bytes = used_bytes + MEMORY_MARGIN_BYTES
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_MARGIN_BYTES, most))
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, most))
         torch.empty(2**34, dtype=torch.uint8)
 
     def full_disk(self, step: int) -> None:
@@ -265,9 +272,18 @@ class _Injector:
     def clock(self, step: int) -> None:
         """The wall clock of the process jumps: back on even ranks, ahead on odd ones."""
         jump_s = CLOCK_JUMP_S if self.rank % 2 else -CLOCK_JUMP_S
-        wall_s, wall_ns = time.time, time.time_ns
-        setattr(time, "time", lambda: wall_s() + jump_s)  # noqa: B010 - mypy rejects the assignment
-        setattr(time, "time_ns", lambda: wall_ns() + int(1e9 * jump_s))  # noqa: B010
+        jump_ns = int(1e9 * jump_s)
+        wall_s = time.time
+        wall_ns = time.time_ns
+
+        def jumped_s() -> float:
+            return wall_s() + jump_s
+
+        def jumped_ns() -> int:
+            return wall_ns() + jump_ns
+
+        setattr(time, "time", jumped_s)  # noqa: B010 - mypy rejects the assignment
+        setattr(time, "time_ns", jumped_ns)  # noqa: B010
 
     def _later(self, step: int, undo: Callable[[], None]) -> None:
         self._undo.append((step + NUM_STEPS_ACTIVE, undo))

@@ -155,9 +155,10 @@ def plan_faults(dealt: Sequence[Cell], *, num_ranks: int, seed: int) -> tuple[Pl
     def add(cell: Cell, step: int) -> None:
         kind, phase = cell
         rank = draw.randrange(num_ranks)
-        if faults and faults[-1].phase == phase == "start" and faults[-1].rank == rank:
+        if phase == "start" and _failed_in_start(rank, faults):
             rank = (rank + 1) % num_ranks  # the same failure twice would end the run
-        faults.append(PlannedFault(len(faults), kind, phase, rank, step))
+        number = len(faults)
+        faults.append(PlannedFault(number, kind, phase, rank, step))
 
     if in_starts:
         add(in_starts.pop(), 0)
@@ -181,3 +182,11 @@ def cause_of_start(fault: PlannedFault, faults: Sequence[PlannedFault]) -> Plann
     """The fault whose restart is the start in which `fault` happens; None: the first start."""
     before = [other for other in faults[: fault.number] if other.ends_rank]
     return before[-1] if before else None
+
+
+def _failed_in_start(rank: int, faults: Sequence[PlannedFault]) -> bool:
+    """Whether the last fault is in a start of this rank."""
+    if not faults:
+        return False
+    last = faults[-1]
+    return last.phase == "start" and last.rank == rank

@@ -386,6 +386,6 @@ def _text_of(file: int) -> str:
 def _write(file: int, holder: LockHolder) -> None:
     """Replace the contents in one call; what is shorter than before is filled with spaces."""
     text = json.dumps(asdict(holder), indent=1) + "\n"
-    data = text.encode()
-    padding = max(0, os.fstat(file).st_size - len(data))
-    os.pwrite(file, data + b" " * padding, 0)
+    old_size = os.fstat(file).st_size
+    data = text.encode().ljust(old_size)
+    os.pwrite(file, data, 0)

@@ -128,11 +128,15 @@ class Answer:
     def from_text(text: str) -> Answer:
         """The answer in the text of `to_text`."""
         stored: dict[str, Any] = json.loads(text)
-        waiting = stored["waiting"]
-        if waiting is not None:
-            waiting = WaitingCall(**{**waiting, "members": tuple(waiting["members"])})
-        groups = {int(group): number for group, number in stored["num_started"].items()}
-        return Answer(**{**stored, "waiting": waiting, "num_started": groups})
+        call = stored["waiting"]
+        if call is not None:
+            call["members"] = tuple(call["members"])
+            stored["waiting"] = WaitingCall(**call)
+        num_started: dict[int, int] = {}
+        for group, number in stored["num_started"].items():
+            num_started[int(group)] = number
+        stored["num_started"] = num_started
+        return Answer(**stored)
 
 
 @dataclass(frozen=True)

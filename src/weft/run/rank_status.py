@@ -329,12 +329,16 @@ class RankStatus:
         """Text and members of a call, as one piece of the slot."""
         if len(self._texts) >= MAX_TEXTS:
             self._texts.clear()
-        described = _text(f"{call.signature} over {call.axis}", MEMBERS_AT - CALL_AT)
-        padded = described.ljust(MEMBERS_AT - CALL_AT, b"\0")
+        room = MEMBERS_AT - CALL_AT
+        described = _text(f"{call.signature} over {call.axis}", room)
+        described = described.ljust(room, b"\0")
         members = " ".join(map(str, call.ranks)).encode()
-        room = SLOT_BYTES - MEMBERS_AT - 1
-        text = padded + (members if len(members) <= room else b"") + b"\0"
-        self._texts[(call.signature, call.axis, call.ranks)] = text
+        room_of_members = SLOT_BYTES - MEMBERS_AT - 1
+        if len(members) > room_of_members:
+            members = b""
+        text = described + members + b"\0"
+        key = (call.signature, call.axis, call.ranks)
+        self._texts[key] = text
         return text
 
 

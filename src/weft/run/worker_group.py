@@ -136,9 +136,12 @@ class WorkerGroup:
 
     def certain_failures(self) -> list[RankFailure]:
         """Reports of errors that another rank does not cause: known before their ranks have ended."""
-        reports = [worker.report for worker in self.workers]
-        failures = [report for report in reports if isinstance(report, RankFailure)]
-        return [failure for failure in failures if failure.kind == "error"]
+        failures = []
+        for worker in self.workers:
+            report = worker.report
+            if isinstance(report, RankFailure) and report.kind == "error":
+                failures.append(report)
+        return failures
 
     def poll(self, timeout_s: float, *, client: Connection | None = None) -> bool:
         """Wait at most `timeout_s` for reports and ends, and record them; whether `client` can be

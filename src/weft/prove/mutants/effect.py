@@ -154,11 +154,15 @@ ALPHABET = "abcdefghijklm nopqrstuvwxyz äöüßéñçåøæŁżπ€字Я"
 def write_texts(folder: Path) -> None:
     """Write a stream of text, and short documents of different lengths; always the same bytes."""
     generator = torch.Generator().manual_seed(5)
-    documents: list[str] = []
-    for _ in range(NUM_DOCUMENTS):
-        length = int(torch.randint(2, 16, (), generator=generator))
-        letters = torch.randint(0, len(ALPHABET), (length,), generator=generator).tolist()
-        documents.append("".join(ALPHABET[letter] for letter in letters))
-    (folder / STREAM).write_text(" ".join(documents), encoding="utf-8")
+    documents = [_random_text(generator) for _ in range(NUM_DOCUMENTS)]
+    stream = " ".join(documents)
+    (folder / STREAM).write_text(stream, encoding="utf-8")
     lines = [f'{{"text": "{text}"}}\n' for text in documents]
     (folder / DOCUMENTS).write_text("".join(lines), encoding="utf-8")
+
+
+def _random_text(generator: torch.Generator) -> str:
+    """2 to 15 letters of the alphabet."""
+    length = int(torch.randint(2, 16, (), generator=generator))
+    letters = torch.randint(0, len(ALPHABET), (length,), generator=generator)
+    return "".join(ALPHABET[letter] for letter in letters.tolist())
