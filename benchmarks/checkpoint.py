@@ -190,9 +190,11 @@ def run_round(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", default=None)
+    parser.add_argument("--mib", type=int, default=256, help="size of all tensors, MiB")
+    parser.add_argument("--rounds", type=int, default=7, help="repetitions of all operations")
+    parser.add_argument(
+        "--folder", default=None, help="where checkpoints are written; default: a temporary folder"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     state: State = {}

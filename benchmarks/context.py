@@ -141,8 +141,8 @@ def print_medians(title: str, rounds: list[RoundResult]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds; medians are printed")
     parser.add_argument(
         "--window",
         type=int,

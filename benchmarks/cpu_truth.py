@@ -269,23 +269,29 @@ def write_figures(path: Path) -> None:
 def calibrate(path: Path, num_steps: int, folder: Path) -> str:
     """Fit the constants to the short runs, write them, and report."""
     words = runs_of(CalibrateOptions(ranks=RANKS))
-    by_mesh: dict[str, list[int]] = defaultdict(list)
     runs = [load([*each, "--device", "cpu"], FAMILIES) for each in words]
-    for number, run in enumerate(runs):
-        by_mesh[run.mesh].append(number)
-    seconds = [0.0] * len(runs)
-    for numbers in by_mesh.values():
-        steps = timed([runs[number] for number in numbers], num_steps, folder)
-        for number, own in zip(numbers, steps, strict=True):
-            seconds[number] = statistics.median(step.seconds for step in own)
+    seconds = median_step_seconds(runs, num_steps, folder)
     measured = []
     for each, run, own_s in zip(words, runs, seconds, strict=True):
-        measured.append(MeasuredStep(" ".join(each), measure(MeasuredRun.of(run)), own_s))
+        measured.append(MeasuredStep(" ".join(each), measure(run), own_s))
     hardware = find_hardware(str(path))
     start = start_of(hardware.efficiency, is_cuda=False)
     found = fit(measured, hardware, source="", start=start)
     write_constants(str(path), found, num_runs=len(measured))
     return report(found)
+
+
+def median_step_seconds(runs: Sequence[Run], num_steps: int, folder: Path) -> list[float]:
+    """Of each run; runs on one mesh share one start of its ranks."""
+    numbers_by_mesh: dict[str, list[int]] = defaultdict(list)
+    for number, run in enumerate(runs):
+        numbers_by_mesh[run.mesh].append(number)
+    seconds = [0.0] * len(runs)
+    for numbers in numbers_by_mesh.values():
+        of_mesh = timed([runs[number] for number in numbers], num_steps, folder)
+        for number, steps in zip(numbers, of_mesh, strict=True):
+            seconds[number] = statistics.median(step.seconds for step in steps)
+    return seconds
 
 
 # -- comparison ---------------------------------------------------------------------------------
@@ -383,7 +389,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="turns of all layouts")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a run in each turn")
-    parser.add_argument("--folder", type=Path, default=Path("runs/cpu-truth"))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/cpu-truth"), help="where constants, logs and outcome.json are written"
+    )
     parser.add_argument("--hardware", type=Path, help="a calibrated file; default: calibrate")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)

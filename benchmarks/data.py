@@ -51,18 +51,22 @@ class Usage(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("memory", "prefetch"))
+    parser.add_argument("what", choices=("memory", "prefetch"), help="the measurement")
     parser.add_argument(
         "--mb",
         type=int,
         nargs="+",
         default=[100, 1000],
     )
-    parser.add_argument("--tokenizer", default="bytes")
-    parser.add_argument("--folder", default=None)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--slow-ms", type=float, default=0.0)
+    parser.add_argument("--tokenizer", default="bytes", help="`bytes`, or a tokenizer file")
+    parser.add_argument(
+        "--folder", default=None, help="where texts are written; default: a temporary folder"
+    )
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=6, help="turns with and without prefetching")
+    parser.add_argument(
+        "--slow-ms", type=float, default=0.0, help="delay of reading each step, milliseconds"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)

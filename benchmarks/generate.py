@@ -281,12 +281,14 @@ def median_ratio(own_s: Sequence[float], weft_s: Sequence[float]) -> float:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", default="llama3-tiny")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--preset", default="llama3-tiny", help="model with random values")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[128, 512], help="numbers of new tokens"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed turns of each side")
+    parser.add_argument("--samples", type=int, default=1, help="texts at once")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", default="float32", help="type of parameters and computation")
     parser.add_argument(
         "--wall", action="store_true", help="wall-clock seconds; default on a CPU: CPU seconds"
     )

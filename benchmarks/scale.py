@@ -248,8 +248,10 @@ def look_once(pid: int, peaks: Peaks) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=["count", "measure"])
-    parser.add_argument("--worlds", type=int, nargs="+")
+    parser.add_argument(
+        "what", choices=["count", "measure"], help="`count` for one rank, `measure` with local processes"
+    )
+    parser.add_argument("--worlds", type=int, nargs="+", help="numbers of ranks")
     args = parser.parse_args()
     if args.what == "count":
         print(

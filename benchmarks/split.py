@@ -170,7 +170,7 @@ def print_size(size, ms):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds; medians are printed")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)

@@ -67,7 +67,7 @@ def has_step(events: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="starts with each number of ranks")
     args = parser.parse_args()
     for num_ranks, mesh in MESHES.items():
         rounds = [measure(mesh) for _ in range(args.rounds)]

@@ -181,13 +181,13 @@ def spread(values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("faults", "alarms", "cost"))
-    parser.add_argument("--mesh", default="dp3")
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--load", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("what", choices=("faults", "alarms", "cost"), help="the measurement")
+    parser.add_argument("--mesh", default="dp3", help="mesh of the run")
+    parser.add_argument("--count", type=int, default=20, help="number of faults")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the order of faults")
+    parser.add_argument("--minutes", type=float, default=20.0, help="length of the run, minutes")
+    parser.add_argument("--load", type=int, default=10, help="busy processes beside the run")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each timed run")
     given = parser.parse_args()
     if given.what == "faults":
         result = faults(given.count, given.mesh, given.seed)

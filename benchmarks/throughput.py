@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.distributed as dist
-from benchmarks.rivals.training import PlainModel
+from benchmarks.rivals.training import PlainModel, join_torch_world
 from torch import nn
 
 from weft.comm.comm import Comm
@@ -52,16 +52,16 @@ Step = Callable[[], object]
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6, help="layers of the model")
+    parser.add_argument("--dim", type=int, default=256, help="width of the model")
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a sequence")
     parser.add_argument(
         "--sequences",
         type=int,
         default=8,
         help="sequences of a step on each rank",
     )
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=8, help="timed turns of each side")
     return parser.parse_args()
 
 
@@ -144,13 +144,7 @@ def weft_step(args: argparse.Namespace, world: World, comm: Comm) -> Step:
 def compare(args: argparse.Namespace, folder: str, world: World) -> None:
     """Time both sides on this rank; rank 0 prints the result."""
     if world.size > 1:
-        store = dist.FileStore(f"{folder}/torch{world.size}", world.size)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-        )
+        join_torch_world(f"{folder}/torch{world.size}", world)
     with open_comm(world, make_mesh(world.size), torch.device("cpu")) as comm:
         comm.checked = False
         steps = {"torch": torch_step(args, world), "weft": weft_step(args, world, comm)}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.rivals import context, fsdp, pipeline, tensor
 from benchmarks.rivals.timing import format_report, time_in_turns
-from benchmarks.rivals.training import SMALL, TINY, Size, Training
+from benchmarks.rivals.training import SMALL, TINY, Size, Training, join_torch_world
 
 from weft.core.mesh import Mesh
 from weft.run.launch import launch
@@ -55,14 +55,14 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model")
     parser.add_argument(
         "--only",
         nargs="+",
         choices=COMPARISONS,
         default=list(COMPARISONS),
     )
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=8, help="timed turns of each side")
     return parser.parse_args()
 
 
@@ -77,13 +77,7 @@ def compare(
     mesh = MESHES[name]
     sizes = SIZES[size_name]
     size = sizes.get(mesh, sizes[""])
-    store = dist.FileStore(f"{folder}/torch", world.size)
-    dist.init_process_group(
-        "gloo",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    join_torch_world(f"{folder}/torch", world)
     with open_comm(world, Mesh.parse(mesh), torch.device("cpu")) as comm:
         comm.checked = False
         steps = COMPARISONS[name](Training(size, comm))

@@ -18,6 +18,7 @@ from weft.models.common.batch import Batch, forward, token_batch
 from weft.models.llama3 import config as llama3
 from weft.prove.layout import micro_batches
 from weft.prove.oracle import plain_model
+from weft.run.world import World
 from weft.train.build import build_model
 from weft.train.optim import make_optimizer
 from weft.train.step import TrainStep
@@ -47,6 +48,12 @@ class Size:
     def tokens(self) -> int:
         """Tokens of one step over all ranks."""
         return self.sequences * self.seq_len
+
+
+def join_torch_world(store_file: str, world: World) -> None:
+    """Join torch's own default process group, over gloo; the ranks meet in a file."""
+    store = dist.FileStore(store_file, world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
 
 
 def _llama(
