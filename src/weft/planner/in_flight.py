@@ -106,14 +106,14 @@ def replayed_in_flight(row: Sequence[Act], stages: Mapping[int, StageBytes]) -> 
     Args:
         stages: those of the rank.
     """
-    replay = _Replay()
+    peaks = _Peaks()
     for act in row:
-        replay.play(act.kind, stages[act.stage])
-    return InFlight(replay.forward, replay.begin, replay.backward, replay.others)
+        peaks.play(act.kind, stages[act.stage])
+    return InFlight(peaks.forward, peaks.begin, peaks.backward, peaks.others)
 
 
 @dataclass
-class _Replay:
+class _Peaks:
     """The level after each action, and the most during the actions so far."""
 
     level: int = 0
