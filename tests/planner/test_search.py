@@ -16,7 +16,7 @@ from weft.config.run import Run
 from weft.core.mesh import WIDTH, Mesh
 from weft.models import FAMILIES
 from weft.planner.candidates import Space, candidates, factorizations, nearest_devices
-from weft.planner.found_layouts import FoundLayouts, PeakRatios, simulated_front, thinned_front
+from weft.planner.found_layouts import FoundLayouts, PeakRatios, pareto_front, thinned_front
 from weft.planner.layout_choice import Layout, read_layout
 from weft.planner.layout_costs import LayoutCosts, Simulated
 from weft.planner.plan_report import nothing_fits_text
@@ -278,7 +278,7 @@ def test_the_front_is_thinned_by_memory() -> None:
     for place in range(10):
         steps.append(Simulated(layout, 1.0 + place, 100.0 - 10 * place))
     slow = Simulated(layout, 99.0, 99.0)
-    front = simulated_front([slow, *steps])
+    front = pareto_front([slow, *steps])
     assert front == steps
     peak_bytes = [entry.peak_bytes for entry in thinned_front(front, 4)]
     assert peak_bytes == [100.0, 70.0, 40.0, 10.0]

@@ -43,17 +43,27 @@ def _lines(lines: Sequence[str]) -> Iterator[str]:
 
 def _wrapped(entry: Sequence[str]) -> Iterator[str]:
     """One option: its flag, and its description as far as it says something."""
-    border, width = entry[0][0], len(entry[0])
+    first_line = entry[0]
+    border = first_line[0]
+    width = len(first_line)
     inner = [line[1:].rstrip("│ ").strip() for line in entry]
     flag, *beginning = GAP.split(inner[0], maxsplit=1)
     description = " ".join((*beginning, *inner[1:]))
     column = _column(entry, flag)
-    text = _description(description)
-    texts = textwrap.wrap(text, width - column - 2, break_on_hyphens=False)
-    head = f" {OPTIONAL.sub(_metavar, flag)}"
+    texts = textwrap.wrap(
+        _description(description),
+        width - column - 2,
+        break_on_hyphens=False,
+    )
+    shown_flag = OPTIONAL.sub(_metavar, flag)
+    head = f" {shown_flag}"
+    indent = " " * (column - 1)
     if texts and len(head) + 2 < column:
         head = head.ljust(column - 1) + texts.pop(0)
-    for line in (head, *(" " * (column - 1) + line for line in texts)):
+    lines = [head]
+    for text in texts:
+        lines.append(f"{indent}{text}")
+    for line in lines:
         yield f"{border}{line:<{width - 2}}{border}"
 
 

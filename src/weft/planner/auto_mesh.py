@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.config.run import Run, plan_of
 from weft.planner.candidates import Candidates
-from weft.planner.found_layouts import Found
+from weft.planner.found_layouts import Found, by_time
 from weft.planner.layout_choice import Layout
 from weft.planner.layout_costs import LayoutCosts
 from weft.planner.measure import size_problem
@@ -50,8 +50,11 @@ def rank_meshes(run: Run, found: Candidates, speeds: Speeds, memory_bytes: float
     if run.pipeline.table or _are_few_and_small(run, layouts):
         return _rank_all(run, layouts, speeds, memory_bytes)
     limits = SearchLimits(memory_bytes, MOST_MEASURED, has_front=False, splits=False)
-    result = search(found, LayoutCosts(run, speeds), limits, target="time")
-    least_bytes = None if result.smallest is None else result.smallest[0]
+    costs = LayoutCosts(run, speeds)
+    result = search(found, costs, limits, target="time")
+    least_bytes = None
+    if result.smallest is not None:
+        least_bytes, _ = result.smallest
     is_complete = not result.best or result.is_proven
     return _ranking(result.best, least_bytes, is_complete=is_complete)
 
@@ -59,15 +62,20 @@ def rank_meshes(run: Run, found: Candidates, speeds: Speeds, memory_bytes: float
 def _are_few_and_small(run: Run, layouts: list[Layout]) -> bool:
     if len(layouts) > MOST_PREDICTED:
         return False
-    return all(size_problem(plan_of(layout.applied_to(run))) is None for layout in layouts)
+    for layout in layouts:
+        plan = plan_of(layout.applied_to(run))
+        if size_problem(plan) is not None:
+            return False
+    return True
 
 
 def _rank_all(run: Run, layouts: list[Layout], speeds: Speeds, memory_bytes: float) -> MeshRanking:
-    entries = [
-        Found(layout, predict(MeasuredRun.of(layout.applied_to(run)), speeds)) for layout in layouts
-    ]
+    entries: list[Found] = []
+    for layout in layouts:
+        measured = MeasuredRun.of(layout.applied_to(run))
+        entries.append(Found(layout, predict(measured, speeds)))
     fitting = [entry for entry in entries if entry.peak_bytes <= memory_bytes]
-    fitting.sort(key=lambda entry: (entry.seconds, entry.peak_bytes, entry.layout.order))
+    fitting.sort(key=by_time)
     least_bytes = min(entry.peak_bytes for entry in entries)
     return _ranking(fitting, least_bytes, is_complete=True)
 

@@ -227,9 +227,11 @@ def _step_bounds(now: Any, lowest: Sequence[float], highest: Sequence[float]) ->
     """How far each logarithm may go; a little more than none, as least_squares wants."""
     import numpy as np
 
-    down = np.maximum(np.asarray(lowest) - now, -LARGEST_STEP)
-    up = np.minimum(np.asarray(highest) - now, LARGEST_STEP)
-    return np.minimum(down, -LEAST_STEP), np.maximum(up, LEAST_STEP)
+    room_below = np.asarray(lowest) - now
+    room_above = np.asarray(highest) - now
+    down = np.clip(room_below, -LARGEST_STEP, -LEAST_STEP)
+    up = np.clip(room_above, LEAST_STEP, LARGEST_STEP)
+    return down, up
 
 
 def _loss(residuals: Sequence[float], moved: Any) -> float:

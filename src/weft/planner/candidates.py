@@ -244,9 +244,10 @@ class _Enumeration:
         return faults
 
     def _zeros(self, mesh: Mesh) -> Sequence[int]:
-        degree = math.prod(mesh.degree(axis) for axis in (DP, CP, EP))
-        tried = (0, 1, 2, 3) if degree > 1 else (0,)
-        return self._values("parallel.zero", tried, self.run.parallel.zero)
+        has_replicas = any(mesh.degree(axis) > 1 for axis in (DP, CP, EP))
+        stages: Sequence[int] = (0, 1, 2, 3) if has_replicas else (0,)
+        now = self.run.parallel.zero
+        return self._values("parallel.zero", stages, now)
 
     def _pipelines(self, mesh: Mesh, micro_size: int) -> tuple[PipelineChoice, ...]:
         if mesh.degree(PP) == 1 and "pipeline.schedule" not in self.space.pinned:

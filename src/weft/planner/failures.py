@@ -75,11 +75,13 @@ class FailureModel:
     @property
     def daly_s(self) -> float:
         """Daly's interval: equation 37 of his paper, which is within 0.2% of the best goodput."""
-        cost, mean = self.checkpoint_s, self.mean_s
+        cost = self.checkpoint_s
+        mean = self.mean_s
         if cost >= 2 * mean:
             return mean
         ratio = cost / (2 * mean)
-        return math.sqrt(2 * cost * mean) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+        correction = 1 + math.sqrt(ratio) / 3 + ratio / 9
+        return self.young_s * correction - cost
 
     @property
     def best_s(self) -> float:

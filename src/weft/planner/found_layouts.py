@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from weft.parallel.pp import AXIS as PP
 from weft.planner.layout_choice import Layout
@@ -139,19 +139,13 @@ class PeakRatios:
         return entries[0]
 
 
-def pareto_front(entries: Iterable[Found]) -> list[Found]:
+Entry = TypeVar("Entry", Found, Simulated)
+
+
+def pareto_front(entries: Iterable[Entry]) -> list[Entry]:
     """The entries than which none is both faster and smaller, fastest first."""
-    front: list[Found] = []
+    front: list[Entry] = []
     for entry in sorted(entries, key=by_time):
-        if not front or entry.peak_bytes < front[-1].peak_bytes:
-            front.append(entry)
-    return front
-
-
-def simulated_front(entries: Iterable[Simulated]) -> list[Simulated]:
-    """The entries than which none is both faster and smaller, fastest first."""
-    front: list[Simulated] = []
-    for entry in sorted(entries, key=lambda each: (each.seconds, each.peak_bytes)):
         if not front or entry.peak_bytes < front[-1].peak_bytes:
             front.append(entry)
     return front
@@ -177,11 +171,11 @@ def thinned_front(
     return chosen
 
 
-def by_time(entry: Found) -> tuple[object, ...]:
-    """Sorts measured layouts: the fastest first."""
+def by_time(entry: Found | Simulated) -> tuple[object, ...]:
+    """Sorts layouts: the fastest first."""
     return entry.seconds, entry.peak_bytes, entry.layout.order
 
 
-def by_memory(entry: Found) -> tuple[object, ...]:
-    """Sorts measured layouts: the smallest first."""
+def by_memory(entry: Found | Simulated) -> tuple[object, ...]:
+    """Sorts layouts: the smallest first."""
     return entry.peak_bytes, entry.seconds, entry.layout.order

@@ -153,8 +153,9 @@ class LayoutCosts:
     def can_be_measured(self, layout: Layout) -> bool:
         """Whether that takes seconds: blocks may be left out, or there are few."""
         plan = plan_of(layout.applied_to(self.run))
-        most = max(len(stage.blocks) for stage in plan.stages) * layout.chunks
-        return most <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
+        most_of_stage = max(len(stage.blocks) for stage in plan.stages)
+        most_of_rank = most_of_stage * layout.chunks
+        return most_of_rank <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
 
     def has_stages(self, layout: Layout) -> bool:
         """Whether the model has a block for every stage, and the schedule takes the sizes."""
@@ -255,12 +256,17 @@ class LayoutCosts:
         with an equal share of the work, which begins when the ranks before it have done a chunk.
         """
         costs = self._blocks.bounds(layout)
-        forward = sum(costs[kind].forward_s * count for kind, count in self._counts.items())
-        backward = sum(costs[kind].backward_s * count for kind, count in self._counts.items())
-        ranks = layout.degree(PP)
-        busy = self._num_micro(layout) * (forward + backward) / ranks
-        first_chunks = forward * (ranks - 1) / (ranks * most_chunks)
-        return busy + first_chunks
+        forward: list[float] = []
+        backward: list[float] = []
+        for kind, num_blocks in self._counts.items():
+            forward.append(costs[kind].forward_s * num_blocks)
+            backward.append(costs[kind].backward_s * num_blocks)
+        forward_s = sum(forward)
+        backward_s = sum(backward)
+        num_ranks = layout.degree(PP)
+        busy_s = self._num_micro(layout) * (forward_s + backward_s) / num_ranks
+        first_chunks_s = forward_s * (num_ranks - 1) / (num_ranks * most_chunks)
+        return busy_s + first_chunks_s
 
     @cached_property
     def _counts(self) -> Counter[str]:
@@ -282,7 +288,8 @@ class LayoutCosts:
     def state_bytes(self, layout: Layout) -> float:
         """Bytes between steps of the rank with the most parameters."""
         states = self._data.zero(layout).states
-        most = max(map(sum, self.stages.sizes_of_ranks(layout, self._table(layout))))
+        sizes_of_ranks = self.stages.sizes_of_ranks(layout, self._table(layout))
+        most = max(sum(sizes) for sizes in sizes_of_ranks)
         return states.of(most, layout.num_data)
 
     def bound(self, layout: Layout, costs: CostsByKind) -> Bound:
@@ -419,8 +426,10 @@ class LayoutCosts:
     def stage_seconds(self, layout: Layout) -> list[float]:
         """Seconds of the blocks of every stage for one micro-batch."""
         work = self._stage_work(layout, self._blocks.of(layout))
-        pairs = zip(work.forward_s, work.backward_s, strict=True)
-        return [forward_s + backward_s for forward_s, backward_s in pairs]
+        seconds = []
+        for forward_s, backward_s in zip(work.forward_s, work.backward_s, strict=True):
+            seconds.append(forward_s + backward_s)
+        return seconds
 
     def _num_micro(self, layout: Layout) -> int:
         return layout.num_micro(self.run.batch.global_size)

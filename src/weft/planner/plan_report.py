@@ -48,7 +48,10 @@ def search_text(result: FoundLayouts, rates: Rates, *, num_shown: int) -> list[s
         lines.append(f"{place} before {place + 1}: {reason(first, second)}")
     lines.extend(front_lines(result))
     lines.extend(ranking_lines(result))
-    return [part for line in lines for part in wrapped(line)]
+    fitting: list[str] = []
+    for line in lines:
+        fitting.extend(wrapped(line))
+    return fitting
 
 
 def front_lines(result: FoundLayouts) -> list[str]:
@@ -155,10 +158,15 @@ def price_text(found: Found, rates: Rates) -> str:
 
 def costs_of(found: Found, rates: Rates) -> dict[str, float | None]:
     """Dollars and kWh of 10^9 tokens."""
-    plan = found.prediction.roles[0].step.plan
-    device_s = plan.mesh.size * 1e9 / found.prediction.tokens_per_s
-    usd = None if rates.price_usd_h is None else rates.price_usd_h * device_s / 3600
-    kwh = None if rates.power_w is None else rates.power_w * device_s / JOULES_A_KWH
+    prediction = found.prediction
+    num_devices = prediction.roles[0].step.plan.mesh.size
+    device_s = num_devices * 1e9 / prediction.tokens_per_s
+    usd = None
+    if rates.price_usd_h is not None:
+        usd = rates.price_usd_h * device_s / 3600
+    kwh = None
+    if rates.power_w is not None:
+        kwh = rates.power_w * device_s / JOULES_A_KWH
     return {"usd_a_billion_tokens": usd, "kwh_a_billion_tokens": kwh}
 
 
@@ -180,7 +188,8 @@ def reason(first: Found, second: Found) -> str:
             parts.append(f"{short_time(abs(seconds))} {more} {name}")
     size = first.peak_bytes - second.peak_bytes
     if abs(size) > 0.01 * second.peak_bytes:
-        parts.append(f"{memory(abs(size))} {'less' if size < 0 else 'more'} memory")
+        more = "less" if size < 0 else "more"
+        parts.append(f"{memory(abs(size))} {more} memory")
     return ", ".join(parts) or "no difference of note; fewer options"
 
 

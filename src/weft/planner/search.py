@@ -61,7 +61,6 @@ from weft.planner.found_layouts import (
     by_memory,
     by_time,
     pareto_front,
-    simulated_front,
     thinned_front,
 )
 from weft.planner.layout_choice import DEFAULT_CONTEXT, Layout
@@ -413,8 +412,8 @@ class _LayoutSearch:
     def _order(self, entry: Simulated) -> tuple[object, ...]:
         """Sorts simulated layouts: the best of the objective first."""
         if self.objective == "memory":
-            return entry.peak_bytes, entry.seconds, entry.layout.order
-        return entry.seconds, entry.peak_bytes, entry.layout.order
+            return by_memory(entry)
+        return by_time(entry)
 
     # measurement
 
@@ -463,7 +462,7 @@ class _LayoutSearch:
     def _measure_front(self) -> None:
         """Measure layouts along the Pareto front of those that were simulated."""
         entries = [entry.simulated for entry in self.result.best if entry.simulated is not None]
-        front = simulated_front([*entries, *self.simulated])
+        front = pareto_front([*entries, *self.simulated])
         self.result.simulated_front = front
         measured = list(self.result.best)
         known = {entry.layout for entry in measured}

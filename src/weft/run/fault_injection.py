@@ -57,11 +57,13 @@ class FaultInjection:
 
     def adapt(self, rank: int, attempt: Attempt) -> Attempt:
         """The attempt of a rank, with its faults; called in the rank."""
-        number = attempt.restart.number if attempt.restart else 0
+        restart = attempt.restart
+        number = 0 if restart is None else restart.number
         injector = _Injector(self.plan, rank, number, attempt.memory_folder)
-        if rank == 0 and attempt.restart is not None:
-            injector.record({"detected_at_s": attempt.restart.at_s})
-        return replace(attempt, status=InjectingStatus(attempt.status, injector))
+        if rank == 0 and restart is not None:
+            injector.record({"detected_at_s": restart.at_s})
+        status = InjectingStatus(attempt.status, injector)
+        return replace(attempt, status=status)
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
@@ -135,7 +137,8 @@ class _Injector:
         """Append a line to the ledger in one call, also while the disk is full."""
         text = json.dumps({"attempt": self.attempt, **line}) + "\n"
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
+        _, most = limits
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         file = os.open(self.plan.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(file, text.encode())
@@ -148,10 +151,11 @@ class _Injector:
         if self.rank == 0 and phase == "data" and not self.has_resumed:
             self.has_resumed = True
             self.record({"resumed_at_s": time.monotonic(), "step": step})
-        for pair in tuple(self._undo):
-            if step >= pair[0]:
-                self._undo.remove(pair)
-                pair[1]()
+        for ending in tuple(self._undo):
+            last_step, undo = ending
+            if step >= last_step:
+                self._undo.remove(ending)
+                undo()
         for fault in tuple(self.due):
             if fault.phase == phase and fault.phase != "start" and step >= fault.step:
                 self._begin(fault, step, phase)
@@ -235,8 +239,13 @@ class _Injector:
     def full_disk(self, step: int) -> None:
         """No file can grow: writes fail with EFBIG, which counts as a full disk."""
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-        self._later(step, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before))
+        _, most = before
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+
+        def undo() -> None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        self._later(step, undo)
 
     def slow_disk(self, step: int) -> None:
         """Every flush to the disk takes longer."""
