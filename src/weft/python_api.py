@@ -226,6 +226,10 @@ def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
     return _PreparedRun(words, run, out, payload)
 
 
+MAX_TOKENS = 2**32
+"""Tokens are stored in at most four bytes."""
+
+
 def _words(config: Config, model: Any, data: Any) -> tuple[str, ...]:
     """The command line that means the same."""
     words: list[str] = []
@@ -233,8 +237,12 @@ def _words(config: Config, model: Any, data: Any) -> tuple[str, ...]:
         words.append(str(config))
     elif isinstance(config, Run):
         words += _flags(config.model_dump(mode="json"))
-    elif config is not None:
+    elif isinstance(config, Mapping):
         words += _flags(config)
+    elif config is not None:
+        got, need = type(config).__name__, "a TOML file, or keys with values"
+        fix = 'for example weft.train({"steps": 10, "optim": {"lr": 1e-3}})'
+        raise UserError(Fault("config", "is no config", got=got, need=need, fix=fix))
     if model is not None:
         words += ("--model.name", _model_name(model))
     if isinstance(data, (str, Path)):
@@ -282,6 +290,12 @@ def _check_tokens(data: Any) -> None:
         got = f"shape {list(tokens.shape)} of {tokens.dtype}"
         need = "a data source, or tokens: whole numbers in one dimension"
         raise UserError(Fault("data", "is no data", got=got, need=need))
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= MAX_TOKENS:
+        got = f"{least} to {most}"
+        raise UserError(
+            Fault("data", "has numbers that are no tokens", got=got, need="0 or more, below 2**32")
+        )
 
 
 def _run_child(prepared: _PreparedRun) -> Iterator[Step]:

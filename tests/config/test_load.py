@@ -237,7 +237,7 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
         ),
         (
             ["--model.heads", "3"],
-            "model.heads: dim 128 does not divide by heads 3. Fix: try dim 126 or 129, or heads 2, 4",
+            "model.heads: dim 128 does not divide by heads 3. Fix: try dim 126 or 132, or heads 2, 4",
         ),
         (["a.toml", "b.toml"], "config: more than one config file (got a.toml b.toml)"),
         (["nowhere.toml"], "config: no such file (got 'nowhere.toml'; need a TOML file)"),

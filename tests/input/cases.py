@@ -1134,6 +1134,8 @@ def command_lines() -> Iterator[Case]:
         "a zero byte in out": ("train", "--data.source", "text.txt", "--out", "a\0b"),
         "a short flag": ("train", "-n", "3"),
         "an empty flag": ("train", "--", "3"),
+        "an empty data source": ("train", "--data.source", ""),
+        "full-width digits in a mesh": ("train", "--mesh", "dp２"),
         "an equals flag": ("train", "--=3"),
         "a flag twice": ("train", "--steps", "x", "--steps", "y"),
         "a word too many": ("train", "--steps", "3", "4"),

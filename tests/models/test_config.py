@@ -36,6 +36,8 @@ REFUSED = [
         "kv_heads",
         "heads 6 does not divide by kv_heads 4; try heads 4 or 8, or kv_heads 3, 6",
     ),
+    (Llama3, {"dim": 7}, "heads", "dim 7 does not divide by heads 4; try dim 8 .type"),
+    (Llama3, {"dim": 90}, "heads", "try dim 88 or 96, or heads 3, 5"),
     (Llama3, {"dim": 20}, "heads", "dim 20 / heads 4 = head size 5, RoPE needs pairs; try dim 40"),
     (
         Llama3,
@@ -125,6 +127,21 @@ def test_learned_positions_bound_the_sequence_and_rotary_ones_do_not():
 def test_a_config_survives_json(name):
     cfg = PRESETS[name]
     assert FAMILIES[cfg.family].Config.model_validate_json(cfg.model_dump_json()) == cfg
+
+
+@given(st.integers(1, 2_000), st.integers(1, 300))
+def test_every_size_that_a_fault_of_heads_proposes_is_accepted(dim: int, heads: int):
+    """Before, `dim 7 does not divide by heads 4; try dim 4` led to the next fault."""
+    try:
+        Llama3(dim=dim, heads=heads, kv_heads=1)
+    except ValidationError as rejected:
+        proposed = re.search(r"try dim ([\d or]+)(?:, or heads ([\d, ]+))?", str(rejected))
+        dims, divisors = proposed.groups()
+        for size in dims.strip().split(" or "):
+            Llama3(dim=int(size), heads=heads, kv_heads=1)
+        for count in (divisors or "").split(", "):
+            if count.strip():
+                Llama3(dim=dim, heads=int(count), kv_heads=1)
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000))

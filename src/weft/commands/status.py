@@ -178,8 +178,9 @@ def run_status(folder: Path, *, now_s: float) -> RunStatus:
         fault = Fault(
             "weft status",
             "there is no run here",
-            got=str(folder),
+            got=repr(str(folder)),
             need="a run folder",
+            fix="name the folder that the run printed, such as runs/first",
         )
         raise UserError(fault)
     config = _config(folder)

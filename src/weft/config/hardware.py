@@ -207,7 +207,8 @@ def find_hardware(name: str) -> Hardware:
     if name in table:
         return table[name]
     hint = did_you_mean(name.lower(), table)
-    fix = f"{hint} Or name a file: --hardware file{SUFFIX}"
+    joint = " Or" if hint.endswith("?") else "; or"
+    fix = f"{hint}{joint} name a file: --hardware file{SUFFIX}"
     raise ConfigError(
         Fault(
             "hardware",

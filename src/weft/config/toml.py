@@ -61,8 +61,9 @@ def read(path: str) -> Flat:
         fault = Fault(
             "config",
             f"{path} is not a config",
-            got=str(error),
+            got=str(error).partition(";")[0],
             need="a TOML file",
+            fix="shorten what is too long or too deep",
         )
     raise ConfigError(fault)
 

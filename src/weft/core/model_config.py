@@ -177,23 +177,27 @@ def check_divides(
     *,
     value_name: str,
     parts_name: str,
+    multiple: int = 1,
 ) -> None:
     """Reject a `value` that does not divide into `parts`, with the nearest values that do.
+
+    Args:
+        multiple: what is proposed divides into parts of a multiple of this size.
 
     Raises:
         ValueError: for pydantic, which adds the key.
     """
     if value % parts == 0:
         return
-    below = value // parts * parts
-    above = below + parts
-    multiples = [str(multiple) for multiple in (below, above) if multiple]
-    near = " or ".join(multiples)
-    divisors = ", ".join(map(str, nearest_divisors(value, parts)))
-    raise ValueError(
-        f"{value_name} {value} does not divide by {parts_name} {parts}; "
-        f"try {value_name} {near}, or {parts_name} {divisors}"
-    )
+    step = parts * multiple
+    below = value // step * step
+    above = below + step
+    near = " or ".join(str(proposed) for proposed in (below, above) if proposed)
+    hint = f"try {value_name} {near}"
+    if value % multiple == 0:
+        divisors = ", ".join(map(str, nearest_divisors(value // multiple, parts)))
+        hint += f", or {parts_name} {divisors}"
+    raise ValueError(f"{value_name} {value} does not divide by {parts_name} {parts}; {hint}")
 
 
 def nearest_divisors(value: int, parts: int) -> tuple[int, ...]:

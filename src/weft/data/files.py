@@ -97,6 +97,9 @@ def is_plain_text(file: Path) -> bool:
 
 def _matching_files(source: str) -> tuple[Path, ...]:
     path = Path(os.path.expanduser(source))
+    if not source.strip():
+        fix = "name stdlib, Python's own sources, or a path; . is this folder"
+        raise DataError(Fault(KEY, "is empty", got=repr(source), fix=fix))
     if source == "stdlib":
         return tuple(stdlib_files())
     if path.is_dir():

@@ -262,6 +262,7 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
                     "is no regular file",
                     got=repr(str(file)),
                     need=need,
+                    fix="copy its content into a file",
                 )
             )
         size = file.stat().st_size

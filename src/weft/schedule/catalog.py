@@ -112,6 +112,7 @@ class Schedule:
                 "too many actions a step",
                 got=f"{ranks} ranks x {chunks} chunks x {microbatches} micro-batches",
                 need=f"at most {MAX_ACTIONS} forwards and backwards",
+                fix="fewer ranks, chunks or micro-batches",
             )
         if chunks not in self.chunks:
             fewest = self.chunks[0]

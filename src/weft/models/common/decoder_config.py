@@ -186,6 +186,7 @@ class FullWidthConfig(DenseConfig):
             heads,
             value_name="dim",
             parts_name="heads",
+            multiple=2,
         )
         head_size = dim // heads
         if head_size % 2:

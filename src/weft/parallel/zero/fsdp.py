@@ -44,7 +44,8 @@ class FullyShardedDataParallel(nn.Module):
 
     Starts from the first rank's parameters and buffers. `named_parameters()` has the module's own
     names; a parameter there is this rank's entries of it, one-dimensional: any optimizer that
-    updates each entry by itself (SGD, Adam and their like) updates them. Inside the forward
+    updates each entry by itself (SGD, Adam and their like) updates them. Optimizer groups are chosen
+    by name: `param.ndim` is 1 for all. Inside the forward
     `module.weight` is the unsharded parameter. Gradients may be set to None or to zero between
     steps; frozen, unused and tied parameters, uneven shapes and several backwards a step are
     allowed. A parameter that no rank has used since the last step keeps the `.grad` it had: None
