@@ -104,7 +104,12 @@ def train_on_nodes(
         memory_folder = folder / node
         memory_folder.mkdir(parents=True, exist_ok=True)
         status = StatusBoard.in_memory(1).rank(0)
-        attempt = Attempt(status, memory_folder=memory_folder, node=node)
+        attempt = Attempt(
+            status,
+            memory_folder=memory_folder,
+            node=node,
+            num_restarts=int(run.resume == AUTO),
+        )
         return train(comm, run, attempt, until=until)
 
     return run_ranks(run.mesh, rank_events)[0]
@@ -127,6 +132,12 @@ def test_a_run_goes_on_from_memory_bit_for_bit_when_a_node_is_lost(run, tmp_path
         actual = steps_of(died)[: resume["step"]] + steps_of(resumed)
         assert actual == steps_of(whole)
     assert not (tmp_path / "run" / "ckpt").exists(), "nothing was saved on disk"
+    shutil.rmtree(memory)
+    started = train_on_nodes(again(run), memory, until=1)
+    (resume,) = [event for event in started if event["event"] == "resume"]
+    (lost,) = resume["passed_over"]
+    assert "no whole snapshot is left in the memory of these nodes" in lost
+    assert resume["path"] is None
 
 
 def test_snapshots_without_a_second_copy_have_a_note_and_a_fresh_start_reads_none(run, tmp_path):

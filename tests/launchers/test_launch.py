@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from weft.cli import main
 from weft.commands.launch import _request as parse_request
@@ -20,6 +22,7 @@ from weft.launchers.yaml_text import yaml_text
 from weft.models import FAMILIES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "launchers"
+SPARE_SCRIPT = GOLDEN / "slurm_spare.sh"
 CONFIG = 'mesh = "dp2 tp2"\nsteps = 3\nout = "/shared/runs/first"\n'
 OPTIONS = {
     "slurm": ["--time", "4:00:00", "--partition", "gpu", "--cpus-per-rank", "8"],
@@ -111,6 +114,15 @@ def test_a_refused_submission_is_an_error(tmp_path, capfd, monkeypatch):
     assert "exit code 3; the job is not submitted" in capfd.readouterr().err
 
 
+def test_the_batch_script_with_spare_nodes_and_snapshots_is_the_golden_file():
+    options = parse_request(["slurm", *OPTIONS["slurm"], "--spare_nodes", "1"]).options
+    (text,) = ENGINES["slurm"].files(replace(job(), takes_snapshots=True), options).values()
+    if os.environ.get("WEFT_GOLDEN"):
+        SPARE_SCRIPT.write_text(text, encoding="utf-8")
+    assert text == SPARE_SCRIPT.read_text(encoding="utf-8")
+    assert "nodes=3" in text
+
+
 def test_a_dry_run_writes_nothing(tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["launch", "slurm", "--dry-run", *MESH, "--out", str(out)]) == 0
@@ -118,9 +130,51 @@ def test_a_dry_run_writes_nothing(tmp_path, capsys):
     assert not out.exists()
 
 
-def test_the_batch_script_is_valid_bash():
-    script = GOLDEN / "slurm.sh"
+@pytest.mark.parametrize("script", [GOLDEN / "slurm.sh", SPARE_SCRIPT])
+def test_the_batch_script_is_valid_bash(script):
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@pytest.mark.parametrize(("num_left", "num_starts"), [(2, 2), (1, 1)])
+def test_after_a_lost_node_the_script_waits_for_the_rest_and_starts_where_there_are_enough(
+    num_left, num_starts, tmp_path
+):
+    """The first start of the ranks fails, and once also the step that tries all nodes."""
+    programs = {
+        "srun": """case "$*" in
+  *node_keeper) echo "$*" >> keepers ;;
+  *true) echo "$*" >> tries; [ $(wc -l < tries) -gt 1 ] ;;
+  *) echo "$*" >> starts; [ $(wc -l < starts) -gt 1 ] ;;
+esac""",
+        "squeue": f"echo {num_left}",
+        "scontrol": 'echo "$@" >> queued',
+        "sleep": "exec /bin/sleep 0.05",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", str(SPARE_SCRIPT)],
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    starts = (tmp_path / "starts").read_text().splitlines()
+    assert len(starts) == num_starts
+    assert all("--nodes=2 --ntasks=4" in line for line in starts)
+    tries = (tmp_path / "tries").read_text().splitlines()
+    assert [f"--nodes={num_left}" in line for line in tries] == [True, True]
+    (keepers,) = (tmp_path / "keepers").read_text().splitlines()
+    assert "--overlap --no-kill --nodes=3 --ntasks=3 --ntasks-per-node=1" in keepers
+    assert (tmp_path / "queued").exists() == (num_starts == 1)
+    assert ("1 nodes are left, 2 are needed; the job is queued again" in done.stdout) == (
+        num_starts == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,6 +278,8 @@ def test_the_trainjob_is_valid_for_kubeflow():
 def test_the_task_is_valid_for_skypilot(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     sky = pytest.importorskip("sky")
+    if Version(sky.__version__) < Version("0.12"):
+        pytest.skip("recover_on_exit_codes: SkyPilot 0.12 and later")
     yaml = pytest.importorskip("yaml")
     config = yaml.safe_load((GOLDEN / "skypilot.yaml").read_text(encoding="utf-8"))
     local = tmp_path / "config.toml"

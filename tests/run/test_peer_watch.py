@@ -13,7 +13,7 @@ import pytest
 from tests.comm.test_store_namespace import MemoryStore
 from weft.comm.transport import Call
 from weft.core.mesh import Mesh
-from weft.run import peer_watch
+from weft.run import peer_diagnosis, peer_watch
 from weft.run.lock_holder import LockHolder
 from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.process_state import ProcessState
@@ -48,7 +48,7 @@ class Rank:
 @pytest.fixture
 def ranks(monkeypatch, tmp_path) -> list[Rank]:
     """Four ranks in step 3, of which rank 0 has a watch that is not started yet."""
-    monkeypatch.setattr(peer_watch, "ANSWER_S", 0.3)
+    monkeypatch.setattr(peer_diagnosis, "ANSWER_S", 0.3)
     monkeypatch.setattr(peer_watch, "POLL_S", 0.02)
     monkeypatch.setattr(os, "kill", lambda pid, number: None)
     store = MemoryStore()
@@ -105,7 +105,7 @@ def test_a_stopped_process_is_found_in_a_phase_with_a_long_limit(ranks, monkeypa
     position = ranks[0].status.started(call(0, 1))
     ranks[0].status.waiting(call(0, 1), position)
     ranks[0].watch._timeout_s = 0.0  # automatic limits: an hour in this phase
-    ranks[0].watch._store.set("process/1", process)
+    ranks[0].watch._messages._store.set("process/1", process)
     verdict = verdict_of(ranks[0], ranks[0])
     assert verdict.rank == 1
     assert verdict.text.startswith("rank 1 (pp0 dp1): stopped for 0.2 s; missing in all_reduce")

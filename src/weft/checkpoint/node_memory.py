@@ -39,7 +39,7 @@ from weft.checkpoint.transfer import (
 from weft.checkpoint.write import RankWrite, start_write
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text, raise_on_all_ranks
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, Fault
 
 Event = dict[str, Any]
 
@@ -294,9 +294,18 @@ def newest_whole(found: Sequence[dict[str, dict[str, Any]]]) -> int:
     return max(whole, default=NO_STEP)
 
 
-def assemble(comm: Comm, memory: NodeMemory, *, above: int) -> Checkpoint | None:
+def assemble(
+    comm: Comm,
+    memory: NodeMemory,
+    *,
+    above: int,
+    expects_one: bool = False,
+) -> Checkpoint | None:
     """The newest whole snapshot of more than `above` steps, opened as a checkpoint in the memory of
     every node; None if there is none. Every rank must call it.
+
+    Args:
+        expects_one: whether no snapshot at all, of any step, is an error.
 
     Raises:
         CheckpointError: on all ranks, if it is damaged, or there is no room.
@@ -308,6 +317,9 @@ def assemble(comm: Comm, memory: NodeMemory, *, above: int) -> Checkpoint | None
     found = [json.loads(text) for text in texts]
     in_pieces = newest_whole(found)
     step = max(in_pieces, *assembled)
+    if step == NO_STEP and expects_one:
+        what = "no whole snapshot is left in the memory of these nodes"
+        raise CheckpointError(Fault("save.memory_every", what))
     if step <= above:
         return None
     path = checkpoint_path(memory.folder, step)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from weft.comm.interfaces import LOOPBACK
 from weft.core.mesh import Mesh
 from weft.errors import Fault, LaunchError, counted
-from weft.run.node_folder import has_agent
+from weft.run.node_folder import has_agent, has_keeper
 from weft.run.world import JOB_VARIABLE, detect, num_cores
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID")
@@ -162,12 +162,13 @@ def launcher_notes(
     if port is not None:
         yield f"port {port} is not used: the launcher of the ranks has named their rendezvous"
     times = os.environ.get(MAX_RESTARTS_VARIABLE, "0")
-    if memory_every and not has_agent(os.environ):
+    is_kept_by_agent = has_agent(os.environ)
+    if memory_every and not is_kept_by_agent and not has_keeper(os.environ):
         yield (
-            f"save.memory_every {memory_every} is not used: ranks that Slurm starts "
-            "again resume from checkpoints, see --save.every"
+            f"save.memory_every {memory_every} is not used: nothing keeps the memory of ranks that "
+            "srun starts (weft launch slurm writes a job that does)"
         )
-    elif memory_every and times == "0":
+    elif memory_every and is_kept_by_agent and times == "0":
         yield (
             f"save.memory_every {memory_every} is of no use: torchrun starts the ranks again "
             "0 times (torchrun --max-restarts)"

@@ -17,7 +17,12 @@ from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED
 from weft.run.agent import restart_number
 from weft.run.launch import join
-from weft.run.node_folder import has_agent, node_name, open_node_folder, remove_node_folder
+from weft.run.node_folder import (
+    has_node_folder,
+    node_name,
+    open_node_folder,
+    remove_node_folder,
+)
 from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.rank_status import StatusBoard
 from weft.run.world import Attempt, World
@@ -41,13 +46,14 @@ def run_joined(
 
     Args:
         timeout_s: see `PeerWatch`.
-        takes_snapshots: whether ranks keep snapshots in the memory of their nodes, where torchrun
-            has started them.
+        takes_snapshots: whether ranks keep snapshots in the memory of their nodes, where an agent
+            of torchrun or a keeper (Slurm) outlives them.
         is_ending: whether this process was asked to end.
     """
     board = StatusBoard.in_memory(1)
     status = board.rank(0)
-    status.begin(attempt=restart_number(os.environ))
+    num_restarts = restart_number(os.environ)
+    status.begin(attempt=num_restarts)
 
     def watch(comm: Comm, log: EventLog) -> PeerWatch:
         assert isinstance(comm.transport, ProcessTransport), "joined ranks are processes"
@@ -60,8 +66,8 @@ def run_joined(
             on_verdict=partial(end_rank, records, log),
         )
 
-    attempt = Attempt(status)
-    if takes_snapshots and has_agent(os.environ) and records.out is not None:
+    attempt = Attempt(status, num_restarts=num_restarts)
+    if takes_snapshots and has_node_folder(os.environ) and records.out is not None:
         folder = open_node_folder(os.environ, records.out)
         attempt = replace(attempt, memory_folder=folder, node=node_name())
     try:

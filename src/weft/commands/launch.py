@@ -177,6 +177,7 @@ def _job(
         folder=out / JOB_FOLDER,
         work_folder=Path.cwd(),
         config=config,
+        takes_snapshots=bool(run.save.memory_every),
     )
 
 

@@ -48,6 +48,7 @@ class ClusterJob:
     Attributes:
         gpus_per_node: 0 on CPUs.
         restarts: how often failed ranks are started again; a preemption does not count.
+        takes_snapshots: whether the ranks keep snapshots in the memory of their nodes.
         folder: absolute path of the run folder's folder for job files.
         work_folder: absolute path of the folder in which the ranks start.
         config: text of the run config.
@@ -62,6 +63,7 @@ class ClusterJob:
     folder: Path
     work_folder: Path
     config: str
+    takes_snapshots: bool = False
     python: str = sys.executable
 
     @property

@@ -21,6 +21,13 @@ TIME = re.compile(r"(\d+|(\d+-)?\d+:\d\d(:\d\d)?|\d+-\d+)")
 #     other   a rank failed: started again on the same nodes, at most `run.restarts` times
 # A lost node ends the whole allocation, and Slurm queues the job again (--requeue). Every start resumes from the newest
 # checkpoint. srun returns the highest code of all ranks; it waits for those that are left, which end by themselves.
+#
+# Note [Spare nodes]
+# With --no-kill Slurm takes a lost node out of the job and leaves the others to it. Until then, which takes SlurmdTimeout, no
+# step can start on it: the script waits until a step runs on all nodes that the job has. Are there enough, the ranks start
+# again on them, and find the snapshots in their memory; if not, the job is queued again. The batch script runs on the first
+# node: if that one is lost, Slurm queues the job again in any case. A step that has lost a node keeps its cores on the others
+# for minutes, hence --overlap.
 
 
 class SlurmOptions(LaunchOptions):
@@ -29,6 +36,12 @@ class SlurmOptions(LaunchOptions):
     time: str = Field("", description="time limit as sbatch reads it: 90, 4:00:00, 2-12")
     save_s: int = Field(
         120, ge=1, le=65535, description="seconds before the time limit at which the run saves"
+    )
+    spare_nodes: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="nodes above --nodes: a lost node is replaced without queueing the job again",
     )
     partition: str = Field("", description="partition; empty: the default one")
     account: str = Field("", description="account; empty: the default one")
@@ -49,11 +62,11 @@ def files(job: ClusterJob, options: SlurmOptions) -> Mapping[str, str]:
 {directives}
 
 export WEFT_JOB="slurm $SLURM_JOB_ID"   # one writer of the run folder, on whichever nodes it starts again
-queued=${{SLURM_RESTART_COUNT:-0}}
+{_keepers(job, options)}queued=${{SLURM_RESTART_COUNT:-0}}
 failures=0
 while true; do
   export SLURM_RESTART_COUNT=$((queued + failures))
-  {_step_command(job)}
+  {_step_command(job, options)}
   code=$?
   case $code in
     {EXIT_OK} | {EXIT_USER}) exit $code ;;
@@ -61,7 +74,7 @@ while true; do
   esac
   failures=$((failures + 1))
   if [ $failures -gt {job.restarts} ]; then exit $code; fi
-  echo "weft: exit code $code; start $failures of {job.restarts} after a failure"
+{_wait_for_nodes(job, options)}  echo "weft: exit code $code; start $failures of {job.restarts} after a failure"
 done
 """
     return {FILE: text}
@@ -69,12 +82,15 @@ done
 
 def _directives(job: ClusterJob, options: SlurmOptions) -> list[str]:
     """The options of sbatch."""
+    nodes = job.nodes + options.spare_nodes
     directives = [
         f"--job-name={job.name}",
-        f"--nodes={job.nodes}",
-        f"--ntasks={job.nodes * job.ranks_per_node}",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes * job.ranks_per_node}",
         f"--ntasks-per-node={job.ranks_per_node}",
     ]
+    if options.spare_nodes:
+        directives.append("--no-kill")
     if job.cpus_per_rank:
         directives.append(f"--cpus-per-task={job.cpus_per_rank}")
     if job.gpus_per_node:
@@ -93,12 +109,46 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> list[str]:
     return directives
 
 
-def _step_command(job: ClusterJob) -> str:
+def _keepers(job: ClusterJob, options: SlurmOptions) -> str:
+    """Lines that start one keeper on every node, beside the ranks; see `weft.run.node_keeper`.
+
+    It gets SIGTERM from Slurm when the script ends. A signal to srun would be SIGKILL for its tasks.
+    """
+    if not job.takes_snapshots:
+        return ""
+    nodes = job.nodes + options.spare_nodes
+    words = ["srun", "--overlap", "--no-kill", f"--nodes={nodes}", f"--ntasks={nodes}"]
+    words += ["--ntasks-per-node=1", job.python, "-m", "weft.run.node_keeper"]
+    return f"""export WEFT_NODE_KEEPER="slurm $SLURM_JOB_ID"   # snapshots in memory outlive the ranks
+{shlex.join(words)} < /dev/null &
+"""
+
+
+def _step_command(job: ClusterJob, options: SlurmOptions) -> str:
     """The command that starts all ranks."""
     words = ["srun", "--kill-on-bad-exit=0", "--wait=60"]
+    if options.spare_nodes:
+        ranks = job.nodes * job.ranks_per_node
+        words += ["--overlap", f"--nodes={job.nodes}", f"--ntasks={ranks}"]
     if job.cpus_per_rank:
         words.append(f"--cpus-per-task={job.cpus_per_rank}")
     return shlex.join([*words, job.python, "-m", "weft", "train", str(job.config_path)])
+
+
+def _wait_for_nodes(job: ClusterJob, options: SlurmOptions) -> str:
+    """Lines that wait until all nodes of the job answer; see Note [Spare nodes]."""
+    if not options.spare_nodes:
+        return ""
+    return f"""  while true; do
+    nodes=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
+    srun --overlap --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 true && break
+    sleep 5
+  done
+  if [ "$nodes" -lt {job.nodes} ]; then
+    echo "weft: $nodes nodes are left, {job.nodes} are needed; the job is queued again"
+    scontrol requeue "$SLURM_JOB_ID"; exit $code
+  fi
+"""
 
 
 def submit(file: Path, options: SlurmOptions) -> list[str]:

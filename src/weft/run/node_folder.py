@@ -1,6 +1,7 @@
-"""A private folder in the memory of a node for the ranks that torchrun starts there: it outlives them and ends with the agent.
+"""A private folder in the memory of a node for the ranks that torchrun or Slurm starts there, which outlives them.
 
-Imports no torch.
+Under torchrun the first rank of the node makes it, and it ends with the agent. Under Slurm a process
+of its own does (`weft.run.node_keeper`), and it ends with the job. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import select
 import shutil
 import stat
+import time
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +19,10 @@ from weft.errors import EXIT_FAILED, EXIT_OK
 from weft.run.private_folder import MEMORY_FOLDER, PREFIX, become_cleaner
 
 AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
+KEEPER_VARIABLE = "WEFT_NODE_KEEPER"
+"""Name of the job whose nodes have keepers; set by the job file of Slurm."""
+KEEPER_WAIT_S = 30.0
+"""How long the first rank of a node waits for the folder of its keeper."""
 
 
 def node_name() -> str:
@@ -29,16 +35,56 @@ def has_agent(env: Mapping[str, str]) -> bool:
     return AGENT_VARIABLE in env
 
 
+def has_keeper(env: Mapping[str, str]) -> bool:
+    """Whether a process of its own keeps a folder on this node for the job of this rank."""
+    return bool(env.get(KEEPER_VARIABLE))
+
+
+def has_node_folder(env: Mapping[str, str]) -> bool:
+    """Whether something on this node outlives the ranks, and so may hold a folder for them."""
+    return has_agent(env) or has_keeper(env)
+
+
 def open_node_folder(env: Mapping[str, str], out: Path) -> Path | None:
-    """The folder of the run `out` for the ranks of this node's agent, created by the first of them;
-    None without memory that holds files, or if the folder is not safe.
+    """The folder of the run `out` for the ranks of this node; None without memory that holds files,
+    without an agent or a keeper, or if the folder is not safe.
     """
-    agent = os.getppid()
     if not os.access(MEMORY_FOLDER, os.W_OK):
         return None
-    identity = "\0".join((node_name(), env[AGENT_VARIABLE], str(agent), str(out.resolve())))
-    digest = sha256(identity.encode()).hexdigest()
-    folder = MEMORY_FOLDER / f"{PREFIX}{digest[:24]}"
+    if has_agent(env):
+        return _folder_of_agent(env[AGENT_VARIABLE], out)
+    if has_keeper(env):
+        return _folder_of_keeper(env[KEEPER_VARIABLE], out)
+    return None
+
+
+def remove_node_folder(folder: Path | None) -> None:
+    """Remove the folder, if there is one, at the end of a run; all ranks of the node may."""
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder_path(*identity: str) -> Path:
+    """The folder on this node of what `identity` names; equal for all its processes."""
+    text = "\0".join((node_name(), *identity))
+    digest = sha256(text.encode()).hexdigest()
+    return MEMORY_FOLDER / f"{PREFIX}{digest[:24]}"
+
+
+def is_own_folder(folder: Path) -> bool:
+    """Whether it is a folder of this user that others cannot read."""
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    is_closed = stat.S_IMODE(status.st_mode) & 0o077 == 0
+    return stat.S_ISDIR(status.st_mode) and is_closed and status.st_uid == os.geteuid()
+
+
+def _folder_of_agent(run_id: str, out: Path) -> Path | None:
+    """Made by the first rank of torchrun's agent, removed when the agent has ended."""
+    agent = os.getppid()
+    folder = folder_path(run_id, str(agent), str(out.resolve()))
     try:
         agent_file = os.pidfd_open(agent)
     except OSError:
@@ -52,23 +98,24 @@ def open_node_folder(env: Mapping[str, str], out: Path) -> Path | None:
         return None
     finally:
         os.close(agent_file)
-    return folder if _is_own(folder) else None
+    return folder if is_own_folder(folder) else None
 
 
-def remove_node_folder(folder: Path | None) -> None:
-    """Remove the folder, if there is one, at the end of a run; all ranks of the node may."""
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether it is a folder of this user that others cannot read."""
+def _folder_of_keeper(job: str, out: Path) -> Path | None:
+    """A folder in that of the keeper, which may start at the same time as this rank."""
+    kept = folder_path(job)
+    deadline_s = time.monotonic() + KEEPER_WAIT_S
+    while not is_own_folder(kept):
+        if time.monotonic() > deadline_s:
+            return None
+        time.sleep(0.1)
+    name_of_run = sha256(str(out.resolve()).encode()).hexdigest()
+    folder = kept / name_of_run[:24]
     try:
-        status = os.lstat(folder)
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError:
-        return False
-    is_closed = stat.S_IMODE(status.st_mode) & 0o077 == 0
-    return stat.S_ISDIR(status.st_mode) and is_closed and status.st_uid == os.geteuid()
+        return None
+    return folder
 
 
 def _fork_cleaner(agent_file: int, folder: Path) -> None:

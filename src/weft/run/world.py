@@ -73,7 +73,8 @@ class Attempt:
         status: this rank's slot on the launcher's board; a board of its own where there is none.
         memory_folder: folder in memory for snapshots, which outlives the ranks; None: no snapshots.
         node: name of this node, where every node has such a folder; "": all ranks have the same.
-        restart: None for the first attempt.
+        num_restarts: how often torchrun or Slurm has started the ranks of this job again.
+        restart: by the launcher on this machine; None for the first attempt.
         has_launcher: whether all ranks are forks of one launcher, on its machine.
         report_error: tells the launcher of an error before this rank has closed its connections,
             at which others fail.
@@ -82,6 +83,7 @@ class Attempt:
     status: RankStatus
     memory_folder: Path | None = None
     node: str = ""
+    num_restarts: int = 0
     restart: Restart | None = None
     has_launcher: bool = False
     report_error: Callable[[Exception], object] = ignore_error

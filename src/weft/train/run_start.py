@@ -169,9 +169,9 @@ def find_start(
     if checkpoint is None and resume is not None:
         checkpoint, faults_on_disk = open_newest_valid(resume, out, comm)
         faults = (*faults, *faults_on_disk)
-    if checkpoint is None:
-        return StartState()
     passed_over = tuple(str(fault) for fault in faults)
+    if checkpoint is None:
+        return StartState(passed_over=passed_over)
     return StartState(
         checkpoint=checkpoint,
         passed_over=passed_over,
@@ -195,9 +195,15 @@ def _open_newer_snapshot(
     if memory is None:
         return None, ()
     try:
-        return assemble(comm, memory, above=newest_on_disk), ()
+        checkpoint = assemble(
+            comm,
+            memory,
+            above=newest_on_disk,
+            expects_one=attempt.num_restarts > 0,
+        )
     except CheckpointError as error:  # on all ranks
         return None, error.faults
+    return checkpoint, ()
 
 
 @dataclass(frozen=True)
