@@ -22,12 +22,11 @@ from pathlib import Path
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
 from weft.run.node_folder import (
     KEEPER_VARIABLE,
-    MEMORY_FOLDER,
     folder_path,
     has_keeper,
     is_own_folder,
 )
-from weft.run.private_folder import PREFIX
+from weft.run.private_folder import MEMORY_FOLDER, PREFIX
 
 LOCK = "keeper.lock"
 """Locked by the keeper of a folder, as long as it lives."""
