@@ -548,7 +548,7 @@ def test_ranks_that_use_different_parameters_of_a_block_start_their_calls_in_one
 
 
 class DifferingCells(nn.Module):
-    """Four blocks; each uses its last layer only where it is told to."""
+    """Four blocks; each uses its last layer only if `use_last` is set."""
 
     def __init__(self) -> None:
         super().__init__()
