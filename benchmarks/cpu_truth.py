@@ -273,7 +273,8 @@ def calibrate(path: Path, num_steps: int, folder: Path) -> str:
     seconds = median_step_seconds(runs, num_steps, folder)
     measured = []
     for each, run, own_s in zip(words, runs, seconds, strict=True):
-        measured.append(MeasuredStep(" ".join(each), measure(run), own_s))
+        roles = measure(MeasuredRun.of(run))
+        measured.append(MeasuredStep(" ".join(each), roles, own_s))
     hardware = find_hardware(str(path))
     start = start_of(hardware.efficiency, is_cuda=False)
     found = fit(measured, hardware, source="", start=start)
@@ -390,7 +391,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="turns of all layouts")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a run in each turn")
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/cpu-truth"), help="where constants, logs and outcome.json are written"
+        "--folder",
+        type=Path,
+        default=Path("runs/cpu-truth"),
+        help="where constants, logs and outcome.json are written",
     )
     parser.add_argument("--hardware", type=Path, help="a calibrated file; default: calibrate")
     args = parser.parse_args()
