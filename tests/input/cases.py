@@ -1443,8 +1443,8 @@ def plans() -> Iterator[Case]:
     yield Case("plan on an unknown device", words, "hardware: unknown device")
     words = ("plan", "--devices", "4", "--mesh", "dp2", *on_h100)
     yield Case("plan of two sizes", words, "devices: differ from the mesh")
-    words = ("plan", "--mesh", "site2 dp2", *on_h100)
-    yield Case("plan of sites", words, "mesh: layouts over sites are not searched")
+    words = ("plan", "--mesh", "site2", "--devices", "5", *on_h100)
+    yield Case("plan of unequal sites", words, "devices: no layout fills 5")
     words = ("plan", "--devices", "23", *on_h100)
     yield Case("plan that nothing fills", words, "devices: no layout fills 23")
     words = ("plan", "--mesh", "dp4", "--batch.global_size", "7", *on_h100)
@@ -1467,7 +1467,9 @@ def plans() -> Iterator[Case]:
     words = ("plan", "--devices", "4", "--why", "dp2", *on_h100)
     yield Case("why of another size", words, "why: has another number of devices")
     words = ("plan", "--devices", "4", "--why", "dp4 zero9", *on_h100)
-    yield Case("why of no layout", words, "mesh: unknown axis 'zero'")
+    yield Case("why of no layout", words, "why: 'dp4 zero9' is not legal: mesh: unknown axis")
+    words = ("plan", "--devices", "8", "--why", "dp2 tp2 cp2", "--data.seq_len", "255", *on_h100)
+    yield Case("why of an illegal layout", words, "why: 'dp2 tp2 cp2' is not legal: ")
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {

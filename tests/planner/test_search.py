@@ -20,10 +20,13 @@ from weft.planner.found_layouts import FoundLayouts, PeakRatios, pareto_front, t
 from weft.planner.layout_choice import Layout, read_layout
 from weft.planner.layout_costs import LayoutCosts, Simulated
 from weft.planner.plan_report import nothing_fits_text
+from weft.planner.region_costs import CostTable
 from weft.planner.search import SearchLimits, search
+from weft.planner.short_runs import ShortRuns
 from weft.planner.speeds import Speeds
 from weft.planner.stage_split import best_split, moves
 from weft.planner.why_not import rule_lines, smaller_change
+from weft.planner.zero_costs import ZeroMeasurements
 
 SMALL = "--model.layers 4 --model.dim 64 --model.ffn 128 --data.seq_len 64 --batch.global_size 8"
 
@@ -296,6 +299,80 @@ def test_layouts_like_one_whose_peak_was_simulated_too_small_are_measured_later(
     assert ratios.first_that_fits([variant, smaller, other], 100.0) == smaller
     assert ratios.first_that_fits([variant, other], 100.0) == other
     assert ratios.first_that_fits([variant], 100.0) == variant
+
+
+def test_where_the_fastest_layouts_do_not_fit_lean_ones_are_found_in_any_time() -> None:
+    """The limit is over before the first bound; one sharding is tried, then the leanest ones."""
+    words = "--model.layers 2 --model.dim 64 --model.ffn 128 --data.seq_len 1024"
+    run = run_of(f"{words} --batch.global_size 4")
+    pinned = frozenset({"mesh", "parallel.zero", "pipeline.schedule"})
+    costs = LayoutCosts(run, Speeds(find_hardware("h100")))
+    found = candidates(run, Space(1, 8, pinned))
+    least = costs.simulate(Layout((), recompute="full")).peak_bytes
+    limits = SearchLimits(1.2 * least, most_measured=1, seconds=1e-9, has_front=False)
+    result = search(found, costs, limits, target="time")
+    assert [entry.layout.recompute for entry in result.best] == ["full"]
+    assert result.is_out_of_time
+    assert not result.is_proven
+
+
+def test_layouts_over_sites_have_the_given_sites_outside() -> None:
+    run = run_of(f"{SMALL} --mesh site2")
+    space = Space(8, 8, sites=(("site", 2),))
+    found = candidates(run, space)
+    for group in found.groups:
+        mesh = Mesh.parse(group.base.mesh)
+        assert mesh.axes[0] == ("site", 2)
+        assert mesh.size == 8
+        data_ranks = 2 * mesh.degree("dp")
+        assert group.base.num_micro(8) * data_ranks * group.base.micro_size == 8
+    assert not candidates(run, replace(space, num_devices=5)).groups
+
+
+@pytest.mark.slow
+def test_a_plan_over_sites_has_the_account_of_their_exchange(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = f"{SMALL} --mesh site2 --devices 4 --measured 1 --site.gbit_s 1"
+    code, text = plan_output(words, capsys)
+    assert code == 0
+    assert "1. site2 " in text
+    assert "2 sites: an outer step every 20 steps" in text
+    assert "--mesh site2 " not in text.partition("as a command:")[2]
+    fields_code, fields = plan_output(f"{words} --json", capsys)
+    assert fields_code == 0
+    assert json.loads(fields)["sites"]["link_bytes"] > 0
+
+
+def test_many_experts_are_measured_as_few() -> None:
+    """Costs of a parameter are the same; see `ShortRuns.with_fewer_experts`."""
+    run = run_of("--model.name qwen3-moe --model.experts 128 --model.vocab 1024")
+    runs = ShortRuns(run, {"layer0": "layer0"})
+    fewer = runs.with_fewer_experts().run.model
+    assert fewer.axis_sizes()["experts"] == 16
+    assert fewer.axis_sizes()["vocab"] == 128
+    of_few = ShortRuns(run.with_values({"model": fewer}), {"layer0": "layer0"})
+    assert of_few.with_fewer_experts() is of_few
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 3])
+def test_zero_costs_a_parameter_the_same_with_fewer_experts(zero: int) -> None:
+    words = "--model.name deepseek --model.experts 64 --model.layers 6"
+    costs = LayoutCosts(run_of(words), Speeds(find_hardware("h100")))
+    table = CostTable(costs.speeds)
+    runs = costs.runs.with_fewer_experts()
+    assert runs is not costs.runs
+    few = ZeroMeasurements(runs, table).of(zero, num_data=8)
+    all_experts = ZeroMeasurements(costs.runs, table).of(zero, num_data=8)
+    assert few.states.of(1.0, 8) == pytest.approx(all_experts.states.of(1.0, 8), rel=0.02)
+    for part, kernels in all_experts.kernels.items():
+        expected = kernels.of(1.0, 8)
+        assert few.kernels[part].of(1.0, 8) == pytest.approx(expected, rel=0.1, abs=1e-13)
+    for part, operations in all_experts.operations.items():
+        sent = [sum(op.sent_bytes * number for op, number in operations.items())]
+        sent.append(sum(op.sent_bytes * n for op, n in few.operations[part].items()))
+        assert sent[1] / few.params == pytest.approx(sent[0] / all_experts.params, rel=0.02)
 
 
 @pytest.mark.slow

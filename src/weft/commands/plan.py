@@ -16,22 +16,24 @@ from pydantic import Field
 from weft.commands.auto_mesh import one_rank
 from weft.commands.console import load_checked_run, print_result, show_help, split_words, wants_help
 from weft.config import flags, toml
-from weft.config.checks import run_checks
+from weft.config.checks import as_flags, run_checks
 from weft.config.hardware import Hardware, world_faults
 from weft.config.load import AUTO_MESH
 from weft.config.run import Run, hardware_of
-from weft.config.schema import ConfigSection
+from weft.config.schema import ConfigSection, SiteConfig
 from weft.config.validate import config_checks
-from weft.core.axes import local_update_axis, without_local_updates
+from weft.core.dimension import local_update_axes
 from weft.core.mesh import Mesh
-from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
+from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
 from weft.planner.candidates import Candidates, Space, candidates, nearest_devices
 from weft.planner.layout_choice import SEARCHED, Layout, read_layout
 
 if TYPE_CHECKING:
+    from weft.planner.found_layouts import Found
     from weft.planner.layout_costs import LayoutCosts
     from weft.planner.plan_report import Rates
     from weft.planner.scaling import ScaledLayout, Scaling
+    from weft.planner.site_costs import SiteCosts
 
 USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--json] [--key value ...]"
 LINE = "search the best layout for a number of devices"
@@ -41,6 +43,8 @@ MORE_HELP = (
 )
 ORDER_OF = {"time": "fastest first", "memory": "least memory first", "cost": "cheapest first"}
 JSON_FLAG = "--json"
+ALWAYS_NAMED = frozenset({"mesh", "batch.micro_size", "parallel.zero"})
+"""Keys that the command of the best layout names in any case."""
 
 
 class PlanOptions(ConfigSection):
@@ -93,21 +97,18 @@ def plan(words: Sequence[str]) -> int:
         choose_mesh=one_rank,
     )
     hardware = _hardware(run)
-    _check_sites(run.device_mesh)
+    if _is_sites_alone(run.device_mesh, options):
+        pinned -= {"mesh"}
     num_devices = _num_devices(options.devices, run.device_mesh.size, pinned)
     faults = tuple(world_faults(hardware, num_devices))
     if faults:
         raise ConfigError(*faults)
-    space = Space(num_devices, hardware.node, pinned)
+    sites = () if "mesh" in pinned else _sites(run.device_mesh)
+    space = Space(num_devices, hardware.node, pinned, sites)
     found = candidates(run, space)
     if not found.groups:
         raise ConfigError(_no_layout(run, space, found))
-    named = read_layout(options.why, run) if options.why is not None else None
-    if named is not None:
-        _check_size(named, num_devices)
-        faults = run_checks(named.applied_to(run), config_checks)
-        if faults:
-            raise ConfigError(*faults)
+    named = None if options.why is None else _named_layout(options.why, run, num_devices)
     faults = tuple(_scale_faults(run, options, hardware, pinned))
     if faults:
         raise ConfigError(*faults)
@@ -142,13 +143,15 @@ def _plain(run: Run, pinned: frozenset[str]) -> Run:
     return run.with_values(values)
 
 
-def _check_sites(mesh: Mesh) -> None:
-    """Reject a mesh over sites, whose exchange the search does not count."""
-    if local_update_axis(mesh) is not None:
-        inside = without_local_updates(mesh)
-        what = "layouts over sites are not searched"
-        fix = f'plan one site (--mesh "{inside}"), then weft simulate with --mesh "{mesh}"'
-        raise ConfigError(Fault("mesh", what, got=str(mesh), need="the mesh of one site", fix=fix))
+def _sites(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """The axis of sites of a mesh, with its degree."""
+    return tuple(each for each in mesh.axes if each[0] in local_update_axes())
+
+
+def _is_sites_alone(mesh: Mesh, options: PlanOptions) -> bool:
+    """Whether a mesh names sites and no axis inside of them, which are searched then."""
+    has_devices_inside = options.devices is not None and options.devices != mesh.size
+    return bool(mesh.axes) and mesh.axes == _sites(mesh) and has_devices_inside
 
 
 def _hardware(run: Run) -> Hardware:
@@ -172,11 +175,31 @@ def _num_devices(given: int | None, size: int, pinned: frozenset[str]) -> int:
     return given
 
 
-def _check_size(layout: Layout, num_devices: int) -> None:
+def _named_layout(text: str, run: Run, num_devices: int) -> Layout:
+    """The layout that `--why` names.
+
+    Raises:
+        ConfigError: it is not legal, has another number of devices, or a word is no part of it.
+    """
+    try:
+        layout = read_layout(text, run)
+    except UserError as error:
+        raise ConfigError(*_faults_of_why(error.faults, text)) from None
     size = Mesh.parse(layout.mesh).size
     if size != num_devices:
         need = str(num_devices)
         raise ConfigError(Fault("why", "has another number of devices", str(size), need))
+    faults = run_checks(layout.applied_to(run), config_checks)
+    if faults:
+        raise ConfigError(*_faults_of_why(faults, text))
+    return layout
+
+
+def _faults_of_why(faults: Sequence[Fault], text: str) -> Iterator[Fault]:
+    """Faults of a layout as faults of the flag that names it."""
+    for fault in faults:
+        what = f"{text!r} is not legal: {fault.key}: {fault.what}"
+        yield replace(fault, key="why", what=what)
 
 
 def _no_layout(run: Run, space: Space, found: Candidates) -> Fault:
@@ -223,6 +246,7 @@ def _search(
         search_text,
     )
     from weft.planner.search import SearchLimits, search
+    from weft.planner.site_costs import site_json
     from weft.planner.speeds import Speeds
     from weft.planner.why_not import too_large_lines, why_lines
 
@@ -253,17 +277,21 @@ def _search(
     if is_json:
         fields = search_json(result, rates, num_shown=options.top)
         fields["scaling"] = {kind: scaling_json(rows, rates) for kind, rows in scaled.items()}
-        fields["command"] = command_of(run_words, best)
+        fields["command"] = command_of(run, run_words, best)
+        sites = site_costs_of(result.best[0], run.site)
+        fields["sites"] = None if sites is None else site_json(sites)
         print_result(json.dumps(fields, indent=1))
         return EXIT_OK
     speeds = costs.speeds.efficiency.source
     num_devices = math.prod(degree for _, degree in result.best[0].layout.degrees)
     lines = _head(run, hardware, speeds, num_devices=num_devices, target=options.target)
     lines.extend(search_text(result, rates, num_shown=options.top))
+    lines.extend(_site_lines(result.best[0], run.site))
     if named is not None:
         lines.extend(why_lines(named, result, costs, capacity, rates))
     lines.extend(_scale_lines(scaled, rates))
-    print_result("\n".join([*lines, "the best one as a command:", command_of(run_words, best)]))
+    command = command_of(run, run_words, best)
+    print_result("\n".join([*lines, "the best one as a command:", command]))
     return EXIT_OK
 
 
@@ -286,12 +314,46 @@ def _head(run: Run, hardware: Hardware, speeds: str, *, num_devices: int, target
     return lines
 
 
-def command_of(run_words: Sequence[str], best: Layout) -> str:
-    """The run with the best layout as a command."""
-    from weft.planner.plan_report import flags_of
+def site_costs_of(best: Found, settings: SiteConfig) -> SiteCosts | None:
+    """The exchange between sites of a layout; None without sites."""
+    from weft.planner.site_costs import site_costs
 
-    words = " ".join(map(shlex.quote, run_words))
-    return f"weft train {words} {flags_of(best)}"
+    return site_costs(best.prediction.roles, settings, step_s=best.seconds)
+
+
+def _site_lines(best: Found, settings: SiteConfig) -> list[str]:
+    from weft.planner.site_costs import site_text
+
+    costs = site_costs_of(best, settings)
+    if costs is None:
+        return []
+    return ["steps are those inside of a site. Of the best layout:", site_text(costs)]
+
+
+def command_of(run: Run, run_words: Sequence[str], best: Layout) -> str:
+    """The run with the best layout as a command: the words without keys of the search, and the
+    values of the layout that are not the run's.
+    """
+    given = flags.split(run_words)
+    words = ["weft", "train", *given.loose]
+    for name, values in given.flags:
+        if name not in SEARCHED:
+            words.extend([f"--{name}", *values])
+    own = best.applied_to(run)
+    changed = {}
+    for key, value in best.values.items():
+        is_same = value_of(run, key) == value_of(own, key)
+        if key in ALWAYS_NAMED or not is_same:
+            changed[key] = value
+    return f"{shlex.join(words)} {as_flags(changed)}"
+
+
+def value_of(run: Run, key: str) -> object:
+    """The value of a key of a run: `parallel.zero`."""
+    value: object = run
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def _write(path: str, text: str) -> None:

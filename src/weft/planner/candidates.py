@@ -50,13 +50,21 @@ class Space:
     """What a search may choose.
 
     Attributes:
-        pinned: keys of the run whose values stay.
+        num_devices: of all sites.
         node: devices in a node, for the order of axes.
+        pinned: keys of the run whose values stay.
+        sites: the axis of sites with its degree, outside of the axes that are searched.
     """
 
     num_devices: int
     node: int
     pinned: frozenset[str] = frozenset()
+    sites: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_sites(self) -> int:
+        """1 without such an axis."""
+        return math.prod(degree for _, degree in self.sites)
 
 
 @dataclass(frozen=True)
@@ -147,9 +155,15 @@ class _Enumeration:
             mesh = self.run.device_mesh
             yield {axis: mesh.degree(axis) for axis in all_axes()}
             return
-        for degrees in factorizations(self.space.num_devices, len(axes)):
+        sites = self.space.sites
+        num_inside, rest = divmod(self.space.num_devices, self.space.num_sites)
+        if rest:
+            self.illegal["mesh: sites have different numbers of devices"] += 1
+            return
+        for degrees in factorizations(num_inside, len(axes)):
             chosen = dict(zip(axes, degrees, strict=True))
-            mesh = Mesh(tuple((axis, degree) for axis, degree in chosen.items() if degree > 1))
+            inside = tuple((axis, degree) for axis, degree in chosen.items() if degree > 1)
+            mesh = Mesh((*sites, *inside))
             model, parallel = self.run.model, self.run.parallel
             faults = list(axes_divide(mesh, model))
             for axis in axes:
@@ -186,7 +200,7 @@ class _Enumeration:
         outer = [item for item in wide if item[0] != TP]
         placements: set[object] = set()
         for order in itertools.permutations(outer):
-            axes = (*order, *inner)
+            axes = (*self.space.sites, *order, *inner)
             placement = placement_of(axes, self.space.node)
             if placement not in placements:
                 placements.add(placement)

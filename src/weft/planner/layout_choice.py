@@ -13,6 +13,7 @@ from weft.parallel.cp import AXIS as CP
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
+from weft.parallel.site import AXIS as SITE
 from weft.parallel.tp import AXIS as TP
 from weft.schedule.catalog import SCHEDULES
 
@@ -156,7 +157,7 @@ class Layout:
 
     def num_micro(self, global_size: int) -> int:
         """Micro-batches of a step of so many sequences."""
-        data_ranks = self.degree(DP) * self.degree(EP)
+        data_ranks = self.degree(SITE) * self.degree(DP) * self.degree(EP)
         return global_size // (data_ranks * self.micro_size)
 
     @property

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.checks import as_flags
 from weft.core.mesh import WIDTH
 from weft.planner.found_layouts import DEEP, OPEN, Found, FoundLayouts
 from weft.planner.layout_choice import Layout
@@ -29,12 +28,6 @@ class Rates:
 
     price_usd_h: float | None
     power_w: float | None
-
-
-def flags_of(layout: Layout) -> str:
-    """The layout as flags of a command."""
-    values = {key: value for key, value in layout.values.items() if value != ()}
-    return as_flags(values)
 
 
 def search_text(result: FoundLayouts, rates: Rates, *, num_shown: int) -> list[str]:
@@ -68,7 +61,7 @@ def front_lines(result: FoundLayouts) -> list[str]:
     lines = ["Pareto front of time and memory:"]
     for seconds, peak_bytes, source, layout in sorted(rows, key=lambda row: row[0])[:MOST_FRONT]:
         size = memory(peak_bytes)
-        lines.append(f"  {short_time(seconds):>8}  {size:>9}  {source:<9}  {layout.text}")
+        lines.append(f"  {short_time(seconds):<7} {size:>9}  {source:<9}  {layout.text}")
     return lines
 
 

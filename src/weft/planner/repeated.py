@@ -157,10 +157,14 @@ def _extended(
     num_dispatches = short.num_dispatches
     for each in longer:
         num_dispatches += each.count * (each.step.num_dispatches - short.num_dispatches)
+    outer_bytes = short.outer_bytes
+    for each in longer:
+        outer_bytes += each.count * (each.step.outer_bytes - short.outer_bytes)
     return replace(
         short,
         plan=plan,
         kept=_grown_kept(short.kept, longer),
+        outer_bytes=outer_bytes,
         actions=actions,
         phases=phases,
         num_dispatches=num_dispatches,

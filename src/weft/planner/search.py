@@ -27,9 +27,9 @@ Note [Peaks of measured layouts]
 Note [Time limit]
     With a limit of seconds (of one core), bounds from larger blocks are measured for
     `BOUNDING_SHARE` of it, most plausible shardings first: tp within a node, and of these the
-    smallest; the others stay without a bound. Simulations end after `RANKING_SHARE`. Where no
-    layout that fits was found after `NOTHING_FITS_SHARE`, the rest of the ranking takes the leanest
-    shardings alone: full recomputation and the smallest micro-batch. No layout is measured as a
+    smallest; the others stay without a bound. Simulations end after `RANKING_SHARE`. Where the
+    shardings with the best bounds were found not to fit until `NOTHING_FITS_SHARE`, the rest of the
+    ranking takes the leanest alone: full recomputation and the smallest micro-batch. No layout is measured as a
     whole that would end after the limit, if it took as long as the longest one so far; the first one
     is made in any case. Without a limit the result is the same on every machine.
 """
@@ -210,6 +210,7 @@ class _LayoutSearch:
         self.best: dict[Objective, list[float]] = {"time": [], "memory": []}
         """Best simulated values, negative: a heap with the worst one first."""
         self.peak_ratios = PeakRatios()
+        self.num_expanded = 0
         self.num_measured = 0
         self.num_failed = 0
 
@@ -269,7 +270,8 @@ class _LayoutSearch:
         while queue:
             if queue[0].bound >= self._worst_of_best(objective):
                 return
-            if self.clock.is_over(share if self.simulated else NOTHING_FITS_SHARE):
+            has_ended = self.clock.is_over(share if self.simulated else NOTHING_FITS_SHARE)
+            if has_ended and self.num_expanded:
                 self.result.is_out_of_time |= not is_aside
                 return
             self._expand_next(queue, objective)
@@ -278,22 +280,27 @@ class _LayoutSearch:
         """Expand the sharding at the head of a queue."""
         sharding = heapq.heappop(queue)
         del self.waiting[sharding.key]
+        self.num_expanded += 1
         self._expand(sharding, objective)
         num_simulated = self.result.num_simulated
         self._report(f"{self.result.num_bounded} bounded, {num_simulated} simulated")
 
     def _bounded_shardings(self, objective: Objective, *, is_aside: bool) -> list[_Sharding]:
         """The waiting shardings with their bounds, as far as the limit of seconds allows."""
-        waiting = sorted(self.waiting.values(), key=self._plausibility)
+        by_blocks: dict[object, list[_Sharding]] = {}
+        for sharding in sorted(self.waiting.values(), key=self._plausibility):
+            blocks = sharding.key.block_degrees, sharding.key.sequence
+            by_blocks.setdefault(blocks, []).append(sharding)
         found: list[_Sharding] = []
-        for sharding in waiting:
-            if not is_aside and self.clock.is_over(BOUNDING_SHARE):
+        for shardings in by_blocks.values():
+            if found and not is_aside and self.clock.is_over(BOUNDING_SHARE):
                 self.result.is_out_of_time = True
                 break
-            bound = self._sharding_bound(sharding, objective)
-            if not is_aside:
-                self.known_bounds[sharding.key] = bound
-            found.append(replace(sharding, bound=bound))
+            for sharding in shardings:
+                bound = self._sharding_bound(sharding, objective)
+                if not is_aside:
+                    self.known_bounds[sharding.key] = bound
+                found.append(replace(sharding, bound=bound))
         return found
 
     def _plausibility(self, sharding: _Sharding) -> tuple[object, ...]:
@@ -307,17 +314,17 @@ class _LayoutSearch:
         """Expand the leanest shardings that have a bound, best bound first, until one layout fits
         and `RANKING_SHARE` of the seconds is over; without one that fits until all of them are.
         """
-        lean = [each for each in self.waiting.values() if each.key in self.known_bounds]
-        if not lean:
-            return
-        leanest = min(_leanness(each) for each in lean)
+        bounded = [each for each in self.waiting.values() if each.key in self.known_bounds]
+        leanest = min(map(_leanness, bounded), default=None)
         queue: list[_Sharding] = []
-        for sharding in lean:
+        for sharding in bounded:
             if _leanness(sharding) == leanest:
                 queue.append(replace(sharding, bound=self.known_bounds[sharding.key]))
         heapq.heapify(queue)
-        while queue and not self.clock.is_over(RANKING_SHARE if self.simulated else 1.0):
+        while queue:
             self._expand_next(queue, self.objective)
+            if self.clock.is_over(RANKING_SHARE if self.simulated else 1.0):
+                return
 
     def _worst_of_best(self, objective: Objective) -> float:
         best = self.best[objective]
@@ -354,7 +361,8 @@ class _LayoutSearch:
         for bound, layout in bounded:
             best = self.best[objective]
             limit = -max(best) * SIMULATED_WITHIN if best else float("inf")
-            if objective_of(bound, objective) > limit or self.clock.is_over(1.0):
+            is_late = bool(self.simulated) and self.clock.is_over(1.0)
+            if objective_of(bound, objective) > limit or is_late:
                 self.bounded.append((bound, layout))
             else:
                 self._simulate(layout, bound)

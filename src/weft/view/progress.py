@@ -192,7 +192,7 @@ def event_text(event: Event) -> str:
     """The lines to print once for an event; "" for kinds that only change the progress."""
     match event.get("event"):
         case "run":
-            return str(event.get("why", ""))
+            return _layout_reasons(event)
         case "eval":
             return _eval_text(event)
         case "note" | "guard" | "proof" | "prediction" | "end":
@@ -209,6 +209,13 @@ def event_text(event: Event) -> str:
             prompt = event.get("prompt", "")
             return f"sample after the prompt {prompt!r}:\n{prompt}{event.get('text', '')}"
     return ""
+
+
+def _layout_reasons(run: Event) -> str:
+    """The reasons of a layout, without the line that names it: a row of the summary does."""
+    text = str(run.get("why", ""))
+    first, _, rest = text.partition("\n")
+    return rest if first.startswith(f"mesh {run.get('layout')}: ") else text
 
 
 def _eval_text(event: Event) -> str:
