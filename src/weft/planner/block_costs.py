@@ -97,6 +97,7 @@ class BlockMeasurements:
         self._blocks: dict[object, CostsByKind] = {}
         self._bounds: dict[tuple[Layout, bool], CostsByKind] = {}
         self._splits: dict[Layout, SplitShares] = {}
+        self._splits_measured: dict[Layout, dict[str, RecordedRegion]] = {}
         self._deferred: dict[Layout, Mapping[str, int]] = {}
 
     def of(self, layout: Layout) -> CostsByKind:
@@ -238,17 +239,25 @@ class BlockMeasurements:
         """Bytes of each kind of block from the input part of a split backward to its weight part."""
         sharding = layout.sharding
         if sharding not in self._deferred:
-            step = self._runs.measure(replace(sharding, schedule=SPLIT_SCHEDULE))
-            regions = first_regions(step)
+            regions = self._split_regions(sharding)
             forwards = block_segments(regions["F"])
             inputs = block_segments(regions["I"])
             found = {}
-            for name in step.plan.stages[0].blocks:
+            for name in self._measure(layout).names:
                 saved = forwards.get(name, BlockSegments(name)).change_bytes
                 change = inputs.get(name, BlockSegments(name)).change_bytes
                 found[name] = max(0, saved + change)
             self._deferred[sharding] = found
         return self._deferred[sharding]
+
+    def _split_regions(self, sharding: Layout) -> dict[str, RecordedRegion]:
+        """An action of each kind of a schedule whose backwards are split, measured once."""
+        known = self._splits_measured.get(sharding)
+        if known is None:
+            step = self._runs.measure(replace(sharding, schedule=SPLIT_SCHEDULE))
+            known = first_regions(step)
+            self._splits_measured[sharding] = known
+        return known
 
     def _backward_seconds(
         self,
@@ -256,10 +265,13 @@ class BlockMeasurements:
         schedule: str,
     ) -> dict[str, float]:
         """Seconds of an action of each kind, without the reduction of gradients."""
-        scheduled = replace(layout.sharding, schedule=schedule)
-        step = self._runs.measure(scheduled)
+        if schedule == SPLIT_SCHEDULE:
+            regions = self._split_regions(layout.sharding)
+        else:
+            step = self._runs.measure(replace(layout.sharding, schedule=schedule))
+            regions = first_regions(step)
         seconds = {}
-        for kind, region in first_regions(step).items():
+        for kind, region in regions.items():
             costs = self._table.region(region)
             seconds[kind] = replay(costs).total
         return seconds
