@@ -22,8 +22,8 @@ Ask = Callable[[int], Answer | None]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A hung rank.
+class HungPeer:
+    """A hung rank that others wait for.
 
     Attributes:
         text: what is wrong with it.
@@ -74,7 +74,7 @@ class PeerDiagnosis:
     limit_s: Callable[[Phase], float]
     is_closing: Callable[[], bool]
 
-    def find(self, call: WaitingCall) -> Finding | None:
+    def find(self, call: WaitingCall) -> HungPeer | None:
         """Follow the ranks that `call` waits for; the first that is hung, or None."""
         path = [self.rank]
         while True:
@@ -87,7 +87,7 @@ class PeerDiagnosis:
             answer = members.answer
             if answer is None:
                 text = f"no answer for {ANSWER_S:g} s: stopped, or its machine is unreachable"
-                return Finding(rank, text, call)
+                return HungPeer(rank, text, call)
             if answer.waiting is None:
                 return self._check_progress(rank, answer, call)
             if rank in path:
@@ -108,12 +108,12 @@ class PeerDiagnosis:
             joined[member] = answer
         return _Members(joined)
 
-    def _check_progress(self, rank: int, answer: Answer, call: WaitingCall) -> Finding | None:
+    def _check_progress(self, rank: int, answer: Answer, call: WaitingCall) -> HungPeer | None:
         """A finding on a rank that waits for nothing, if it makes no progress for too long."""
         if answer.stalled_s < self.limit_s(answer.phase):
             return None
         text = f"{answer.place}: no progress for {answer.stalled_s:.1f} s"
-        return Finding(rank, text, call)
+        return HungPeer(rank, text, call)
 
     def _check_arrival(
         self,
@@ -121,7 +121,7 @@ class PeerDiagnosis:
         answers: Mapping[int, Answer],
         *,
         asked_by: int,
-    ) -> Finding | None:
+    ) -> HungPeer | None:
         """A finding on a call that all members have joined, if one of them is hung elsewhere, or if
         no data has arrived for longer than the limit.
 
@@ -147,11 +147,11 @@ class PeerDiagnosis:
             f"{seconds:.1f} s: the link between {hosts[culprit]} and {own_host} is cut, "
             "or data is lost"
         )
-        return Finding(culprit, text, call, relation="stalled")
+        return HungPeer(culprit, text, call, relation="stalled")
 
 
-def _deadlock(cycle: list[int], answer: Answer, call: WaitingCall) -> Finding:
+def _deadlock(cycle: list[int], answer: Answer, call: WaitingCall) -> HungPeer:
     """A finding on ranks that wait for each other; `cycle` ends with its first rank."""
     ranks = " -> ".join(f"rank {rank}" for rank in cycle)
     text = f"{answer.place}: deadlock, each waits for the next: {ranks}"
-    return Finding(cycle[-1], text, call)
+    return HungPeer(cycle[-1], text, call)

@@ -17,7 +17,7 @@ from weft.core.mesh import Mesh
 from weft.run import peer_diagnosis
 from weft.run.hang import MIN_TIMEOUT_S, phase_limit_s, step_limit_s
 from weft.run.lock_holder import LockHolder
-from weft.run.peer_diagnosis import Finding, PeerDiagnosis
+from weft.run.peer_diagnosis import HungPeer, PeerDiagnosis
 from weft.run.peer_messages import Answer, PeerMessages, StoredVerdict, WatchStore
 from weft.run.process_state import STOPPED, process_state
 from weft.run.rank_status import RankSnapshot, StatusBoard, WaitingCall
@@ -199,7 +199,7 @@ class PeerWatch:
                 continue
             if process_state(process.pid).state == STOPPED:
                 text = f"stopped for {self._stalled_s:.1f} s"
-                self._publish(Finding(member, text, call))
+                self._publish(HungPeer(member, text, call))
                 return
 
     def _answer(self) -> None:
@@ -228,7 +228,7 @@ class PeerWatch:
 
     # ------------------------------------------------------------------ the verdict
 
-    def _publish(self, finding: Finding) -> None:
+    def _publish(self, finding: HungPeer) -> None:
         """Store the verdict on a rank, unless this rank went on meanwhile."""
         own = self._board.read(0)
         if self._stalled_s == 0.0 or own.waiting is None:
