@@ -230,7 +230,7 @@ MAX_TOKENS = 2**32
 """Tokens are stored in at most four bytes."""
 
 
-def _words(config: Config, model: Any, data: Any) -> tuple[str, ...]:
+def _words(config: Any, model: Any, data: Any) -> tuple[str, ...]:
     """The command line that means the same."""
     words: list[str] = []
     if isinstance(config, (str, Path)):

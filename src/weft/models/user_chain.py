@@ -59,7 +59,7 @@ def _drop_weak_references(block: nn.Module) -> None:
     """
     for module in block.modules():
         if isinstance(module, nn.RNNBase):
-            module._flat_weight_refs = [None] * len(module._flat_weights)  # type: ignore[list-item]
+            module._flat_weight_refs = [None] * len(module._flat_weights)
 
 
 def _named_modules_of(made: Any, *, name: str) -> dict[str, Any]:

@@ -365,7 +365,7 @@ def _check_hooks(trial: _Trial, name: str, param: nn.Parameter) -> None:
     """The gradient is what the loss says: hooks of a parameter would run on gradients of a rank's
     shard, before they are summed.
     """
-    if param._backward_hooks or param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise PlanError(
             Fault(
                 f"{trial.name}: {name}",

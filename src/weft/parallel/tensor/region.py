@@ -278,7 +278,8 @@ class _Linear(torch.autograd.Function):
         ctx.deferred = deferred
         y = nn.functional.linear(x, weight, bias)
         # no view in the eyes of autograd: the caller may change it in place, as with nn.Linear
-        return torch.ops.aten._unsafe_view(y, y.shape)
+        unviewed: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        return unviewed
 
     @staticmethod
     def backward(

@@ -45,7 +45,14 @@ class ShardedNumber(float):
 
 
 Number = int | float
-UNARY = ("neg", "pos", "abs", "floor", "ceil", "round")
+UNARY: Mapping[str, Callable[..., Number]] = {
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "abs": abs,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "round": round,
+}
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 
 
@@ -63,7 +70,7 @@ def _marked(value: Number) -> ShardedSize | ShardedNumber:
 
 
 def _unary(name: str) -> Callable[..., Any]:
-    compute: Callable[..., Number] = getattr(math, name, None) or getattr(operator, name, round)
+    compute: Callable[..., Number] = UNARY[name]
 
     def method(self: Number, *digits: int) -> Number:
         result = compute(_plain(self), *digits)
