@@ -29,13 +29,20 @@ train: $(STAMP)  ## the main job: a small LLaMA 3 on 8 ranks (or MESH="cp2 dp2")
 	@$(BIN)/weft prove $(OUT) --first 20
 	@echo
 	@echo "Try next:"
-	@echo "  $(BIN)/weft generate $(OUT) --prompt 'def '                  more of what it has learned"
-	@echo "  $(BIN)/weft train --out $(OUT) --resume auto --mesh \"dp2\" --steps 300   go on, on another layout"
-	@echo "  $(BIN)/weft export $(OUT) llama-py/                          for transformers"
-	@echo "  make train MESH=\"cp2 tp2 dp2\"                               another layout, the same numbers"
-	@echo "  $(BIN)/weft explain --mesh \"pp4 dp2\"                        who does what, and why, without starting it"
-	@echo "  $(BIN)/weft prove --mesh \"pp2 dp2 tp2\"                      every tensor against one device"
-	@echo "  $(BIN)/weft train --help                                     every key"
+	@echo "  more of what it has learned"
+	@echo "    $(BIN)/weft generate $(OUT) --prompt 'def '"
+	@echo "  go on, on another layout"
+	@echo "    $(BIN)/weft train --out $(OUT) --resume auto --mesh dp2 --steps 300"
+	@echo "  for transformers"
+	@echo "    $(BIN)/weft export $(OUT) llama-py/"
+	@echo "  another layout, the same numbers"
+	@echo "    make train MESH=\"cp2 tp2 dp2\""
+	@echo "  who does what, and why, without starting it"
+	@echo "    $(BIN)/weft explain --mesh \"pp4 dp2\""
+	@echo "  every tensor against one device"
+	@echo "    $(BIN)/weft prove --mesh \"pp2 dp2 tp2\""
+	@echo "  every key"
+	@echo "    $(BIN)/weft train --help"
 
 test: $(STAMP)  ## all tests, about 6 minutes on 2 idle cores
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not cluster" $(ARGS)
