@@ -45,7 +45,7 @@ from weft.train.step import TrainStep
 DEVICE = torch.device("cuda:0")
 ATEN = torch.ops.aten
 COPIES = (ATEN._to_copy.default, ATEN.copy_.default)
-NO_KERNEL = ("empty", "set_", "resize_", "detach", "lift", "alias", "record_stream")
+NO_KERNEL = ("empty", "set_", "resize_", "detach", "lift", "alias", "record_stream", "_unsafe_view")
 """Operations without a kernel, besides views."""
 
 
@@ -62,6 +62,7 @@ class FakeEvent:
 def prepare_torch() -> None:
     """Replace what needs a driver, and what refuses fake tensors without a reason."""
     torch.cuda.max_memory_allocated = lambda device=None: 1
+    torch.cuda.reset_peak_memory_stats = lambda device=None: None
     torch.cuda.Event = FakeEvent
     torch.utils.swap_tensors = _swap_tensors
     init.normal_entries = _without_values

@@ -6,7 +6,12 @@ import os
 
 import torch
 
-from weft.run.numerics import CUBLAS_WORKSPACE, numerics
+from weft.run.numerics import (
+    ALLOCATOR_SETTINGS,
+    CUBLAS_WORKSPACE,
+    expand_segments,
+    numerics,
+)
 
 
 def test_numerics_are_set_inside_the_block_and_undone(monkeypatch):
@@ -32,3 +37,13 @@ def test_the_default_changes_nothing(monkeypatch):
     with numerics(deterministic=False, matmul="ieee"):
         assert not torch.are_deterministic_algorithms_enabled()
         assert CUBLAS_WORKSPACE not in os.environ
+
+
+def test_the_allocator_grows_its_segments_unless_the_environment_says_otherwise(monkeypatch):
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    expand_segments()
+    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync")
+    expand_segments()
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ

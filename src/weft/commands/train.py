@@ -30,7 +30,7 @@ from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.forked_answer import ForkedAnswer
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
-from weft.run.numerics import numerics
+from weft.run.numerics import expand_segments, numerics
 from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
 from weft.run.worker_group import import_modules_of_ranks
@@ -39,6 +39,7 @@ from weft.train.build import check_initial_parameters, step_groups
 from weft.train.build_training import build_training
 from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.loop import run_training
+from weft.train.out_of_memory import named_out_of_memory
 from weft.train.step_stats import memory_bytes
 from weft.train.training import Event, Training
 from weft.view.live import open_view
@@ -116,6 +117,7 @@ def _train(
         on_event=on_event,
     )
     main = partial(train_rank, job, stop_request)
+    expand_segments()
     run_numerics = numerics(deterministic=run.deterministic, matmul=run.precision.matmul)
     if world is not None:
         with run_numerics, _ended(prediction):
@@ -256,7 +258,8 @@ def train_rank(
         with_more = None
         if world.rank == 0:
             with_more = _comparison(job, training, device, base_bytes).events
-        outcome = run_training(training, log, at_end=sample, with_more=with_more)
+        with named_out_of_memory(training.step):
+            outcome = run_training(training, log, at_end=sample, with_more=with_more)
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)
 

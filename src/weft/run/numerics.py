@@ -1,4 +1,4 @@
-"""Numerics of a process on GPUs: deterministic algorithms, and the precision of float32 matrix products."""
+"""Settings of a process on GPUs: deterministic algorithms, precision of float32 matrix products, the allocator."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from torch.utils import deterministic as deterministic_settings
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 DETERMINISTIC_WORKSPACE = ":4096:8"
 """One workspace of 4 MB for each stream: cuBLAS then adds in a fixed order. Read when CUDA starts."""
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Of old and of new versions of torch, which read both."""
+
+
+def expand_segments() -> None:
+    """Have torch's allocator on GPUs grow its segments, unless the environment sets it otherwise: units
+    of ZeRO 3 that are freed and allocated leave no gaps of odd sizes. Before CUDA starts.
+    """
+    if not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 @contextmanager

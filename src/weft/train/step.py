@@ -33,7 +33,7 @@ from weft.train.loss_scale import LossScale
 from weft.train.nonfinite import NonFiniteValue, locate
 from weft.train.optim import NamedOptimizer, StepOptimizer
 from weft.train.step_phases import action_reporter, ignore_phase
-from weft.train.step_stats import PendingTotals, RankStats, memory_bytes, total_stats
+from weft.train.step_stats import PendingTotals, RankStats, take_peak_bytes, total_stats
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StepReport:
         targets: target tokens that counted, over all ranks.
         step_s: seconds from the first action to the end of the update, on this rank.
         mem_bytes: per pipeline rank, the largest memory of its ranks (resident set on CPU, peak
-            allocated on CUDA).
+            allocated on CUDA since the step before).
         loss_scale: factor of the loss under which the gradients were computed; 1 except for
             float16.
         skipped: whether the update was skipped, because gradients overflowed at that scale or a
@@ -441,7 +441,7 @@ class TrainStep:
         local = RankStats(
             loss=loss,
             grad_sq_norm=norm,
-            mem_bytes=memory_bytes(comm.device),
+            mem_bytes=take_peak_bytes(comm.device),
             expert_load=expert_load,
             status=status,
         )

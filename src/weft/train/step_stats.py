@@ -213,6 +213,14 @@ def _combine_rows(rows: Tensor, *, num_sums: int) -> Tensor:
     return torch.cat((sums, maxima))
 
 
+def take_peak_bytes(device: torch.device) -> int:
+    """As `memory_bytes`; on CUDA the peak since the last call."""
+    num_bytes = memory_bytes(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    return num_bytes
+
+
 def memory_bytes(device: torch.device) -> int:
     """Memory of this rank: peak allocated bytes on CUDA, resident set of the process on the CPU."""
     if device.type == "cuda":
