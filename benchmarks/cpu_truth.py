@@ -53,13 +53,13 @@ from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.parallel.pipeline.player import Player, StepState
-from weft.planner.calibrate import fit
-from weft.planner.jitter import replicas_of, step_distribution
-from weft.planner.measure import measure
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.measured_steps import MeasuredStep
-from weft.planner.predict import predict
-from weft.planner.speeds import Speeds
+from weft.planner.calibration.fit import fit
+from weft.planner.calibration.measured_steps import MeasuredStep
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.roles import measure
+from weft.planner.simulate.jitter import replicas_of, step_distribution
+from weft.planner.simulate.predict import predict
+from weft.planner.simulate.speeds import Speeds
 from weft.run.devices import choose_device
 from weft.run.launch import launch
 from weft.run.rank_setup import open_comm

@@ -26,10 +26,10 @@ from weft.config.load import load
 from weft.config.run import Run
 from weft.errors import UserError
 from weft.models import FAMILIES
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.played_actions import ActionKey
-from weft.planner.rank_step import RankStep, measure_rank
-from weft.planner.step_memory import StepMemory, step_memory
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.played_actions import ActionKey
+from weft.planner.measure.rank_step import RankStep, measure_rank
+from weft.planner.measure.step_memory import StepMemory, step_memory
 
 GIB = 2**30
 SOURCE = "Zero Bubble PP"

@@ -28,9 +28,9 @@ from benchmarks.published_work import MeasuredStages
 
 from weft.config.hardware import find_hardware
 from weft.errors import WeftError
-from weft.planner.calibrate import BOUNDS, Calibration, fit
-from weft.planner.fit_statistics import quantile, ratio_range
-from weft.planner.measured_steps import MeasuredStep, Residual, compare, condensed
+from weft.planner.calibration.fit import BOUNDS, Calibration, fit
+from weft.planner.calibration.fit_statistics import quantile, ratio_range
+from weft.planner.calibration.measured_steps import MeasuredStep, Residual, compare, condensed
 
 FEW = 20
 """Rows from which a range is taken."""

@@ -23,12 +23,12 @@ from weft.config.load import load
 from weft.config.run import plan_of
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.planner.condensed import Condenser
-from weft.planner.measure import RoleCosts, measure
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.played_actions import ActionKey, action_keys
-from weft.planner.rank_step import RankStep
-from weft.planner.recorder import Ended, Event, RecordedRegion, Started
+from weft.planner.calibration.condensed import Condenser
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.played_actions import ActionKey, action_keys
+from weft.planner.measure.rank_step import RankStep
+from weft.planner.measure.recorder import Ended, Event, RecordedRegion, Started
+from weft.planner.measure.roles import RoleCosts, measure
 
 SHORT, LONG = 2, 3
 """Layers of a stage that are measured of more."""
@@ -39,9 +39,9 @@ SOURCES = (
     "parallel",
     "train/build.py",
     "train/step.py",
-    "planner/rank_step.py",
-    "planner/recorder.py",
-    "planner/kernels.py",
+    "planner/measure/rank_step.py",
+    "planner/measure/recorder.py",
+    "planner/measure/kernels.py",
 )
 NODE = 8
 SPLIT_SCHEDULE, WHOLE_SCHEDULE = "zero_bubble", "1f1b"

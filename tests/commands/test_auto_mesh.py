@@ -18,10 +18,10 @@ from weft.config.run import Run
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_USER, ConfigError, PlanError
 from weft.models import FAMILIES
-from weft.planner.candidates import Candidates, Space
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.predict import predict
-from weft.planner.speeds import Speeds
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.search.candidates import Candidates, Space
+from weft.planner.simulate.predict import predict
+from weft.planner.simulate.speeds import Speeds
 
 SMALL = (*MODEL, *SEQUENCES, "--batch.global_size", "8", "--device", "cpu")
 

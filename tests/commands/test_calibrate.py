@@ -17,8 +17,8 @@ from weft.config.load import load
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError
 from weft.models import FAMILIES
-from weft.planner.calibrate import Calibration
-from weft.planner.measured_steps import Residual
+from weft.planner.calibration.fit import Calibration
+from weft.planner.calibration.measured_steps import Residual
 
 FIGURES = """
 node = 8

@@ -23,9 +23,9 @@ from weft.config.load import load
 from weft.config.run import plan_of
 from weft.layout.utilization import Utilization, model_flops
 from weft.models import FAMILIES
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.predict import predict
-from weft.planner.speeds import Speeds
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.simulate.predict import predict
+from weft.planner.simulate.speeds import Speeds
 
 UTILIZATION = Utilization(flops=4e12, num_devices=2, peak_tflops=10.0)
 ANSWER = {

@@ -11,11 +11,11 @@ from tests.planner.test_step_costs import run_of
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.errors import PlanError
-from weft.planner.calibrate import UNDETERMINED, fit
-from weft.planner.fit_statistics import derivatives, fit_errors, quantile, ratio_range
-from weft.planner.measure import measure
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.measured_steps import MeasuredStep, predict_all
+from weft.planner.calibration.fit import UNDETERMINED, fit
+from weft.planner.calibration.fit_statistics import derivatives, fit_errors, quantile, ratio_range
+from weft.planner.calibration.measured_steps import MeasuredStep, predict_all
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.roles import measure
 
 A100 = find_hardware("a100")
 START = Efficiency()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.planner.equal_blocks import equal_blocks
+from weft.planner.measure.equal_blocks import equal_blocks
 
 
 class Scaled(nn.Module):

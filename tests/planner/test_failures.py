@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.planner.failures import FailureModel, best_goodput, goodput_at
+from weft.planner.simulate.failures import FailureModel, best_goodput, goodput_at
 
 
 def simulated_seconds(model: FailureModel, interval_s: float, count: int) -> float:

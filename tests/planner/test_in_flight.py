@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weft.planner.block_costs import BlockCosts
-from weft.planner.in_flight import StageBytes, replayed_in_flight
-from weft.planner.pipeline_time import pipeline_order
-from weft.planner.table_time import StageSeconds, table_seconds
+from weft.planner.search.block_costs import BlockCosts
+from weft.planner.search.in_flight import StageBytes, replayed_in_flight
+from weft.planner.simulate.pipeline_time import pipeline_order
+from weft.planner.simulate.table_time import StageSeconds, table_seconds
 from weft.schedule.actions import Act
 from weft.schedule.catalog import find
 

@@ -12,11 +12,11 @@ import torch
 from tests.planner.test_region_time import SPEEDS
 from tests.planner.test_step_costs import run_of
 from weft.config.run import Run
-from weft.planner.jitter import LognormalFactors, Replicas, replicas_of, step_distribution
-from weft.planner.measure import RoleCosts, measure
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.speeds import Speeds
-from weft.planner.step_time import StepTime, step_time
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.roles import RoleCosts, measure
+from weft.planner.simulate.jitter import LognormalFactors, Replicas, replicas_of, step_distribution
+from weft.planner.simulate.speeds import Speeds
+from weft.planner.simulate.step_time import StepTime, step_time
 
 LAUNCHES = Speeds(SPEEDS.hardware.with_efficiency(replace(SPEEDS.efficiency, launch_s=1e-4)))
 """Every kernel takes at least 0.1 ms: kernels are most of a step."""

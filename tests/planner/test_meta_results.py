@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.planner.recorder import StepRecorder
+from weft.planner.measure.recorder import StepRecorder
 
 META = torch.device("meta")
 aten = torch.ops.aten

@@ -7,9 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.parallel.pipeline.player import MAX_SENDS
-from weft.planner.pipeline_time import ClassCosts, PipelineOrder, StageMessage, pipeline_order, play
-from weft.planner.played_actions import action_keys, played_microbatches, thinned
-from weft.planner.region_costs import (
+from weft.planner.measure.played_actions import action_keys, played_microbatches, thinned
+from weft.planner.simulate.pipeline_time import (
+    ClassCosts,
+    PipelineOrder,
+    StageMessage,
+    pipeline_order,
+    play,
+)
+from weft.planner.simulate.region_costs import (
     CommOp,
     Compute,
     RegionCosts,

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
-from weft.planner.kernels import KernelLaunch
-from weft.planner.link_replay import LinkMessage
-from weft.planner.recorder import Ended, Event, RecordedRegion, Started
-from weft.planner.region_costs import CostTable
-from weft.planner.region_time import RegionTime, region_time, replay
-from weft.planner.speeds import Speeds
+from weft.planner.measure.kernels import KernelLaunch
+from weft.planner.measure.recorder import Ended, Event, RecordedRegion, Started
+from weft.planner.simulate.link_replay import LinkMessage
+from weft.planner.simulate.region_costs import CostTable
+from weft.planner.simulate.region_time import RegionTime, region_time, replay
+from weft.planner.simulate.speeds import Speeds
 
 H100 = find_hardware("h100")
 IDEAL = Efficiency(

@@ -7,12 +7,12 @@ import pytest
 from tests.planner.test_step_costs import run_of
 from weft.config.run import Run, plan_of
 from weft.layout.plan import Plan
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.rank_step import RankStep, measure_rank
-from weft.planner.recorder import KernelLaunch, RecordedRegion, Started
-from weft.planner.repeated import measure_repeated
-from weft.planner.step_memory import step_memory
-from weft.planner.step_traffic import step_traffic
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import RankStep, measure_rank
+from weft.planner.measure.recorder import KernelLaunch, RecordedRegion, Started
+from weft.planner.measure.repeated import measure_repeated
+from weft.planner.measure.step_memory import step_memory
+from weft.planner.measure.step_traffic import step_traffic
 
 WIDE = "--model.layers {} --model.dim 2048 --model.ffn 8192 --batch.micro_size 1 --data.seq_len 16"
 LAYOUTS = {

@@ -15,18 +15,18 @@ from weft.config.load import load
 from weft.config.run import Run
 from weft.core.mesh import WIDTH, Mesh
 from weft.models import FAMILIES
-from weft.planner.candidates import Space, candidates, factorizations, nearest_devices
-from weft.planner.found_layouts import FoundLayouts, PeakRatios, pareto_front, thinned_front
-from weft.planner.layout_choice import Layout, read_layout
-from weft.planner.layout_costs import LayoutCosts, Simulated
-from weft.planner.plan_report import nothing_fits_text
-from weft.planner.region_costs import CostTable
-from weft.planner.search import SearchLimits, search
-from weft.planner.short_runs import ShortRuns
-from weft.planner.speeds import Speeds
-from weft.planner.stage_split import best_split, moves
-from weft.planner.why_not import rule_lines, smaller_change
-from weft.planner.zero_costs import ZeroMeasurements
+from weft.planner.search.candidates import Space, candidates, factorizations, nearest_devices
+from weft.planner.search.found_layouts import FoundLayouts, PeakRatios, pareto_front, thinned_front
+from weft.planner.search.layout_choice import Layout, read_layout
+from weft.planner.search.layout_costs import LayoutCosts, Simulated
+from weft.planner.search.plan_report import nothing_fits_text
+from weft.planner.search.search import SearchLimits, search
+from weft.planner.search.short_runs import ShortRuns
+from weft.planner.search.stage_split import best_split, moves
+from weft.planner.search.why_not import rule_lines, smaller_change
+from weft.planner.search.zero_costs import ZeroMeasurements
+from weft.planner.simulate.region_costs import CostTable
+from weft.planner.simulate.speeds import Speeds
 
 SMALL = "--model.layers 4 --model.dim 64 --model.ffn 128 --data.seq_len 64 --batch.global_size 8"
 

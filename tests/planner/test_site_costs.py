@@ -14,11 +14,11 @@ from weft.config.load import load
 from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
-from weft.planner.measure import measure
-from weft.planner.measured_run import MeasuredRun
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.roles import measure
+from weft.planner.simulate.site_costs import SiteCosts, site_costs, site_text
+from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulation import Failures, simulate_on, simulation_json, simulation_lines
-from weft.planner.site_costs import SiteCosts, site_costs, site_text
-from weft.planner.speeds import Speeds
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader, build_step
 

@@ -12,8 +12,8 @@ from tests.parallel.test_player import chain_of_layers, micro_batches, plan_of
 from weft.comm.comm import Comm
 from weft.parallel.model.parallelize import parallelize
 from weft.parallel.pipeline.player import Player, StepState
-from weft.planner.pipeline_time import ClassCosts, StageMessage, pipeline_order, play
-from weft.planner.region_costs import Compute, RegionCosts
+from weft.planner.simulate.pipeline_time import ClassCosts, StageMessage, pipeline_order, play
+from weft.planner.simulate.region_costs import Compute, RegionCosts
 from weft.schedule.actions import Act
 from weft.schedule.simulate import UNIT_COSTS
 from weft.schedule.timeline import COMPUTE, Span, Timeline, bubble, makespan

@@ -21,11 +21,11 @@ from weft.models import FAMILIES
 from weft.models.common.batch import Batch
 from weft.models.common.moe import Choice, MoE, Router
 from weft.parallel.expert.dispatch import even_load, first_rank_load
-from weft.planner import played_actions, rank_step
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.rank_step import RankStep, measure_rank, record_step
-from weft.planner.step_memory import step_memory
-from weft.planner.step_traffic import step_traffic
+from weft.planner.measure import played_actions, rank_step
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import RankStep, measure_rank, record_step
+from weft.planner.measure.step_memory import step_memory
+from weft.planner.measure.step_traffic import step_traffic
 from weft.testing import run_ranks
 from weft.train.build import build_step
 from weft.train.step import TrainStep

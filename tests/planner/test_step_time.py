@@ -10,13 +10,13 @@ from tests.planner.test_step_costs import run_of
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
-from weft.planner.kernels import KernelLaunch
-from weft.planner.measure import measure
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.recorder import Ended, RecordedRegion, Started
-from weft.planner.region_time import RegionTime, region_time
-from weft.planner.speeds import Speeds
-from weft.planner.step_time import step_seconds, step_time
+from weft.planner.measure.kernels import KernelLaunch
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.recorder import Ended, RecordedRegion, Started
+from weft.planner.measure.roles import measure
+from weft.planner.simulate.region_time import RegionTime, region_time
+from weft.planner.simulate.speeds import Speeds
+from weft.planner.simulate.step_time import step_seconds, step_time
 from weft.schedule.timeline import bubble, makespan
 
 H100 = find_hardware("h100")

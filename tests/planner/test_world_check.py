@@ -13,14 +13,14 @@ from weft.cli import main
 from weft.comm.observe import Operation
 from weft.comm.signature import MemberCall, Signature, calls_agree
 from weft.core.mesh import Mesh
-from weft.planner.call_mismatch import Mismatch
-from weft.planner.measure import measure
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.rank_calls import CallEvent, RankCalls, group_of, recorded_coordinates
-from weft.planner.rank_step import RankStep, measure_rank
-from weft.planner.recorder import CallRecorder, Ended, Started
-from weft.planner.rendezvous import find_deadlock
-from weft.planner.world_check import Deadlock, RecordedWorld, check_recorded, record_world
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import RankStep, measure_rank
+from weft.planner.measure.recorder import CallRecorder, Ended, Started
+from weft.planner.measure.roles import measure
+from weft.planner.world.call_mismatch import Mismatch
+from weft.planner.world.rank_calls import CallEvent, RankCalls, group_of, recorded_coordinates
+from weft.planner.world.rendezvous import find_deadlock
+from weft.planner.world.world_check import Deadlock, RecordedWorld, check_recorded, record_world
 from weft.schedule.lower import Program, Send
 from weft.train.step import TrainStep
 

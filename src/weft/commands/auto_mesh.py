@@ -33,7 +33,7 @@ from weft.config.load import AUTO_MESH
 from weft.config.run import Run, hardware_of
 from weft.config.validate import config_checks
 from weft.errors import ConfigError, Fault, PlanError, counted
-from weft.planner.candidates import (
+from weft.planner.search.candidates import (
     Candidates,
     LayoutGroup,
     Space,
@@ -41,7 +41,7 @@ from weft.planner.candidates import (
     nearest_devices,
     reason_of,
 )
-from weft.planner.layout_choice import SEARCHED
+from weft.planner.search.layout_choice import SEARCHED
 from weft.run.forked_answer import FAILURE, ForkedAnswer
 from weft.run.world import detect, num_cores
 from weft.view.quantity import memory
@@ -258,8 +258,8 @@ def _fastest(
     Raises:
         UserError: none fits, or they cannot be measured.
     """
-    from weft.planner.auto_mesh import rank_meshes  # late: they import torch
-    from weft.planner.speeds import Speeds
+    from weft.planner.search.auto_mesh import rank_meshes  # late: they import torch
+    from weft.planner.simulate.speeds import Speeds
 
     capacity = (1 - HEADROOM) * hardware.memory_bytes
     speeds = Speeds(hardware)

@@ -30,11 +30,11 @@ from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
-from weft.planner.calibrate import BOUNDS, Calibration, fit
-from weft.planner.measure import measure
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.measured_steps import MeasuredStep, Residual
-from weft.planner.rank_step import example_batch
+from weft.planner.calibration.fit import BOUNDS, Calibration, fit
+from weft.planner.calibration.measured_steps import MeasuredStep, Residual
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import example_batch
+from weft.planner.measure.roles import measure
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.launch import launch
 from weft.run.rank_setup import open_comm

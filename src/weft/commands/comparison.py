@@ -20,11 +20,11 @@ from weft.config.run import Run, hardware_of, plan_of
 from weft.errors import WeftError, counted
 from weft.layout.plan import Plan
 from weft.layout.utilization import Utilization
-from weft.planner.measure import measure, size_problem
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.predict import predict_measured
-from weft.planner.site_costs import site_costs
-from weft.planner.speeds import Speeds
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.roles import measure, size_problem
+from weft.planner.simulate.predict import predict_measured
+from weft.planner.simulate.site_costs import site_costs
+from weft.planner.simulate.speeds import Speeds
 from weft.run.forked_answer import Answer, ForkedAnswer
 from weft.train.training import Event
 from weft.view.quantity import memory, short_time

@@ -64,7 +64,7 @@ def explain(words: Sequence[str]) -> int:
     plan = plan_of(run)
     if not output.is_json:
         print_result(explain_plan(plan))
-    from weft.planner.measure import size_problem  # late: it imports torch
+    from weft.planner.measure.roles import size_problem  # late: it imports torch
 
     problem = size_problem(plan)
     if problem and not output.is_json and output.html is None:
@@ -80,10 +80,10 @@ def _explain_costs(
     output: ExplainOutput,
 ) -> int:
     from weft.planner.costs_json import costs_json  # late: they import torch
-    from weft.planner.measured_run import MeasuredRun
+    from weft.planner.measure.measured_run import MeasuredRun
     from weft.planner.report import costs_text
     from weft.planner.run_costs import run_costs
-    from weft.planner.site_costs import site_costs, site_json, site_text
+    from weft.planner.simulate.site_costs import site_costs, site_json, site_text
 
     costs = run_costs(MeasuredRun.of(run), hardware)
     fields: dict[str, Any] = {"plan": json.loads(plan.to_json()), **costs_json(costs)}

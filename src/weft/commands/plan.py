@@ -25,15 +25,15 @@ from weft.config.validate import config_checks
 from weft.core.dimension import local_update_axes
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
-from weft.planner.candidates import Candidates, Space, candidates, nearest_devices
-from weft.planner.layout_choice import SEARCHED, Layout, read_layout
+from weft.planner.search.candidates import Candidates, Space, candidates, nearest_devices
+from weft.planner.search.layout_choice import SEARCHED, Layout, read_layout
 
 if TYPE_CHECKING:
-    from weft.planner.found_layouts import Found
-    from weft.planner.layout_costs import LayoutCosts
-    from weft.planner.plan_report import Rates
-    from weft.planner.scaling import ScaledLayout, Scaling
-    from weft.planner.site_costs import SiteCosts
+    from weft.planner.search.found_layouts import Found
+    from weft.planner.search.layout_costs import LayoutCosts
+    from weft.planner.search.plan_report import Rates
+    from weft.planner.search.scaling import ScaledLayout, Scaling
+    from weft.planner.simulate.site_costs import SiteCosts
 
 USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--json] [--key value ...]"
 LINE = "search the best layout for a number of devices"
@@ -237,18 +237,18 @@ def _search(
     named: Layout | None,
     is_json: bool,
 ) -> int:
-    from weft.planner.layout_costs import LayoutCosts  # late: they import torch
-    from weft.planner.plan_report import (
+    from weft.planner.search.layout_costs import LayoutCosts  # late: they import torch
+    from weft.planner.search.plan_report import (
         Rates,
         nothing_fits_text,
         scaling_json,
         search_json,
         search_text,
     )
-    from weft.planner.search import SearchLimits, search
-    from weft.planner.site_costs import site_json
-    from weft.planner.speeds import Speeds
-    from weft.planner.why_not import too_large_lines, why_lines
+    from weft.planner.search.search import SearchLimits, search
+    from weft.planner.search.why_not import too_large_lines, why_lines
+    from weft.planner.simulate.site_costs import site_json
+    from weft.planner.simulate.speeds import Speeds
 
     costs = LayoutCosts(run, Speeds(hardware))
     rates = Rates(
@@ -316,13 +316,13 @@ def _head(run: Run, hardware: Hardware, speeds: str, *, num_devices: int, target
 
 def site_costs_of(best: Found, settings: SiteConfig) -> SiteCosts | None:
     """The exchange between sites of a layout; None without sites."""
-    from weft.planner.site_costs import site_costs
+    from weft.planner.simulate.site_costs import site_costs
 
     return site_costs(best.prediction.roles, settings, step_s=best.seconds)
 
 
 def _site_lines(best: Found, settings: SiteConfig) -> list[str]:
-    from weft.planner.site_costs import site_text
+    from weft.planner.simulate.site_costs import site_text
 
     costs = site_costs_of(best, settings)
     if costs is None:
@@ -371,7 +371,7 @@ def _scaled(
     options: PlanOptions, costs: LayoutCosts, pinned: frozenset[str]
 ) -> dict[Scaling, list[ScaledLayout]]:
     """The best layouts on the numbers of devices of `scale`; they share the seconds of a search."""
-    from weft.planner.scaling import scaling
+    from weft.planner.search.scaling import scaling
 
     kinds: tuple[Scaling, ...] = ("strong", "weak")
     found = {}
@@ -389,14 +389,14 @@ def _scaled(
 
 def _cheapest_layout(scaled: Mapping[Scaling, Sequence[ScaledLayout]], other: Layout) -> Layout:
     """The layout with the least price of a token among those with the same batch."""
-    from weft.planner.plan_report import cheapest
+    from weft.planner.search.plan_report import cheapest
 
     row = cheapest(scaled["strong"])
     return other if row is None or row.best is None else row.best.layout
 
 
 def _scale_lines(scaled: Mapping[Scaling, Sequence[ScaledLayout]], rates: Rates) -> list[str]:
-    from weft.planner.plan_report import cheapest, scaling_text, wrapped
+    from weft.planner.search.plan_report import cheapest, scaling_text, wrapped
 
     titles: dict[Scaling, str] = {
         "strong": "strong scaling (the same batch on all):",

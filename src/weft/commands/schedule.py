@@ -45,7 +45,7 @@ from weft.view.svg import TitledTimeline, stacked_svg, svg
 from weft.view.text import draw, wrapped
 
 if TYPE_CHECKING:
-    from weft.planner.measure import RoleCosts
+    from weft.planner.measure.roles import RoleCosts
 
 USAGE = "[NAME ...] [--compare | --search] [--ranks 4 ...]"
 LINE = "draw, compare or search pipeline schedules"
@@ -256,8 +256,8 @@ def _bytes_of_schedules(run: Run, compared: Sequence[ScheduleFigures]) -> tuple[
     Raises:
         UserError: the run does not accept one of the schedules.
     """
-    from weft.planner.measure import measure  # late: they import torch
-    from weft.planner.measured_run import MeasuredRun
+    from weft.planner.measure.measured_run import MeasuredRun
+    from weft.planner.measure.roles import measure  # late: they import torch
 
     runs: list[Run] = []
     for figures in compared:

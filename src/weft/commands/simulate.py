@@ -263,7 +263,8 @@ def _simulate_in_units(plan: Plan, options: SimulateOptions, *, wants_json: bool
 
 def _simulate_on_device(run: Run, options: SimulateOptions, *, wants_json: bool) -> int:
     """Predict the step of a run on a device, and draw it."""
-    from weft.planner.measured_run import MeasuredRun  # late: they import torch
+    from weft.planner.measure.measured_run import MeasuredRun  # late: they import torch
+    from weft.planner.simulate.speeds import Speeds
     from weft.planner.simulation import (
         Failures,
         Jitter,
@@ -271,7 +272,6 @@ def _simulate_on_device(run: Run, options: SimulateOptions, *, wants_json: bool)
         simulation_json,
         simulation_lines,
     )
-    from weft.planner.speeds import Speeds
 
     hardware = hardware_of(run)
     assert hardware is not None, "the caller has looked"

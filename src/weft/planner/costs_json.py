@@ -8,12 +8,12 @@ from typing import Any
 
 from weft.core.dimension import pipeline_axis
 from weft.layout.utilization import model_flops
-from weft.planner.call_mismatch import Mismatch
-from weft.planner.measure import RoleCosts
-from weft.planner.overlap import Share
-from weft.planner.predict import Prediction
+from weft.planner.measure.overlap import Share
+from weft.planner.measure.roles import RoleCosts
 from weft.planner.run_costs import RunCosts
-from weft.planner.world_check import Problem, WorldCheck
+from weft.planner.simulate.predict import Prediction
+from weft.planner.world.call_mismatch import Mismatch
+from weft.planner.world.world_check import Problem, WorldCheck
 
 
 def costs_json(costs: RunCosts) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from weft.core.dimension import pipeline_axis
 from weft.core.mesh import WIDTH
 from weft.errors import counted
 from weft.parallel.ep import AXIS as EP
-from weft.planner.measure import RoleCosts
-from weft.planner.overlap import Share
-from weft.planner.predict import Prediction, predict_measured
+from weft.planner.measure.overlap import Share
+from weft.planner.measure.roles import RoleCosts
 from weft.planner.run_costs import RunCosts
-from weft.planner.speeds import TERA, Speeds
-from weft.planner.step_time import StepTime
-from weft.planner.world_check import WorldCheck
+from weft.planner.simulate.predict import Prediction, predict_measured
+from weft.planner.simulate.speeds import TERA, Speeds
+from weft.planner.simulate.step_time import StepTime
+from weft.planner.world.world_check import WorldCheck
 from weft.view.quantity import count, percent, short_time
 from weft.view.quantity import memory as memory_text
 

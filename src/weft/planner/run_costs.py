@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.config.hardware import Hardware
-from weft.planner.measure import RoleCosts, measure, worst_load
-from weft.planner.measured_run import MeasuredRun
-from weft.planner.predict import Prediction, predict_measured
-from weft.planner.rank_step import RankStep, measure_rank
-from weft.planner.recorder import CallRecorder
-from weft.planner.speeds import Speeds
-from weft.planner.world_check import WorldCheck, check_recorded, record_world
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import RankStep, measure_rank
+from weft.planner.measure.recorder import CallRecorder
+from weft.planner.measure.roles import RoleCosts, measure, worst_load
+from weft.planner.simulate.predict import Prediction, predict_measured
+from weft.planner.simulate.speeds import Speeds
+from weft.planner.world.world_check import WorldCheck, check_recorded, record_world
 
 
 @dataclass(frozen=True)

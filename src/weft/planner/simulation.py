@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 
 from weft.config.schema import SiteConfig
 from weft.core.mesh import WIDTH
-from weft.planner.failures import HOUR_S, FailureModel, Goodput, best_goodput, goodput_at
-from weft.planner.jitter import Replicas, StepDistribution, replicas_of, step_distribution
-from weft.planner.measure import RoleCosts, measure
-from weft.planner.measured_run import MeasuredRun
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.roles import RoleCosts, measure
 from weft.planner.report import time_lines
-from weft.planner.site_costs import SiteCosts, site_costs, site_json, site_text
-from weft.planner.speeds import Speeds
-from weft.planner.step_time import StepTime, step_time
+from weft.planner.simulate.failures import HOUR_S, FailureModel, Goodput, best_goodput, goodput_at
+from weft.planner.simulate.jitter import Replicas, StepDistribution, replicas_of, step_distribution
+from weft.planner.simulate.site_costs import SiteCosts, site_costs, site_json, site_text
+from weft.planner.simulate.speeds import Speeds
+from weft.planner.simulate.step_time import StepTime, step_time
 from weft.view.quantity import clock, memory, short_time
 from weft.view.text import wrapped
 

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from weft.comm.comm import Comm
 from weft.planner.bench.clock import Times, timed_for
-from weft.planner.kernels import attended_pairs
+from weft.planner.measure.kernels import attended_pairs
 
 WorkKind = Literal["gemm", "attention", "memory", "launch"]
 GemmShape = tuple[int, int, int]
@@ -226,7 +226,7 @@ def _attention_work(
     name: str,
     products: int,
 ) -> ComputeWork:
-    """`products` matrix products over the attended pairs; see `weft.planner.kernels`."""
+    """`products` matrix products over the attended pairs; see `weft.planner.measure.kernels`."""
     batch, heads, tokens, head_size = sizes
     pairs = attended_pairs(tokens, tokens, causal=True)
     flops_a_product = 2 * batch * heads * pairs * head_size

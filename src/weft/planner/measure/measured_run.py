@@ -1,0 +1,60 @@
+"""What is measured of a run on the meta device: its training step, under the plan of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from weft.config.run import Run, plan_of
+from weft.config.schema import MAX_COUNT
+from weft.layout.plan import Plan
+from weft.models import Family
+from weft.models.common.lazy_blocks import LazyBlocks
+from weft.planner.measure.equal_blocks import equal_blocks
+from weft.train.build import StepConfig, step_config
+from weft.train.init_from import lazy_blocks
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The training step of a run, and its plan.
+
+    Attributes:
+        config: of the step; no outer step follows it.
+    """
+
+    config: StepConfig
+    plan: Plan
+
+    @staticmethod
+    def of(run: Run) -> MeasuredRun:
+        """What is measured of a run under its own plan."""
+        config = step_config(run)
+        outer = replace(config.outer, every=MAX_COUNT)
+        return MeasuredRun(replace(config, outer=outer), plan_of(run))
+
+    def with_plan(self, plan: Plan) -> MeasuredRun:
+        """The same step under another plan; of one whose stages lack blocks the others are measured."""
+        return replace(self, plan=plan)
+
+    @property
+    def family(self) -> Family:
+        """The family of the model, with adapters and loss."""
+        return self.config.family
+
+    def block_kinds(self) -> Mapping[str, str]:
+        """Name of a block -> name of the first block that equals it; blocks with tied parameters
+        equal none.
+        """
+        model = self.config.model
+        blocks = lazy_blocks(self.family, model)
+        tied: set[str] = set()
+        for alias, owner in self.family.ties(model).items():
+            for name in (alias, owner):
+                block, _, _ = name.partition(".")
+                tied.add(block)
+        if isinstance(blocks, LazyBlocks):
+            repeats = blocks.repeats(distinct=tied)
+        else:
+            repeats = equal_blocks(blocks, distinct=tied)
+        return {name: repeats.get(name, name) for name in blocks}

@@ -1,0 +1,399 @@
+"""One rank's training step on the meta device: the real model, transforms, schedule row, reduction and optimizer.
+
+See Note [A step in regions] in `played_actions`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.state import param_states
+from weft.comm.comm import Comm
+from weft.comm.meta import MetaTransport
+from weft.core.dimension import pipeline_axis, position_axes
+from weft.core.model_config import ModelConfig
+from weft.errors import Fault, PlanError
+from weft.layout.plan import Plan
+from weft.models.common.batch import Batch, image_example, token_example
+from weft.models.common.moe import MoE
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
+from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.player import Player, PlayResult
+from weft.parallel.zero.param_group import ParamGroup
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.played_actions import ActionKey, action_keys, played_microbatches, thinned
+from weft.planner.measure.recorder import (
+    Parts,
+    RecordedRegion,
+    StepRecorder,
+    fused_attention_on_meta,
+    storage_bytes,
+    storages,
+)
+from weft.run.rank_status import Phase
+from weft.schedule.actions import Act, Table
+from weft.train.build import build_configured_step
+from weft.train.step import TrainStep
+from weft.train.step_phases import report_blocks
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class KeptBytes:
+    """Bytes that a rank holds between steps.
+
+    Attributes:
+        params: that modules compute with, besides those that ZeRO 3 gathers; and the values that
+            the optimizer updates, where those are others.
+        gradients: that stay allocated.
+        optimizer: states.
+        buffers: of modules.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.params + self.gradients + self.optimizer + self.buffers
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one step of one rank holds, computes and sends.
+
+    Attributes:
+        plan: of the run; its table is the whole one.
+        rank: world rank.
+        row: its pipeline coordinate.
+        kept: between steps.
+        actions: of the schedule.
+        phases: before, between and after the actions: "targets", "reduce", "update".
+        played: the table whose actions were recorded.
+        regions: all that were recorded, in order, those between actions too.
+        num_dispatches: layers of the rank that send tokens to experts of other ranks.
+        outer_bytes: message of the rank to each other site in an outer step, which is no part of
+            the recorded step; 0 without sites.
+        checkpoint_bytes: this rank's part of a checkpoint; replicas divide what they all hold.
+    """
+
+    plan: Plan
+    rank: int
+    row: int
+    kept: KeptBytes
+    actions: Mapping[ActionKey, RecordedRegion]
+    phases: Mapping[str, RecordedRegion]
+    played: Table
+    regions: tuple[RecordedRegion, ...]
+    num_dispatches: int
+    outer_bytes: int = 0
+    checkpoint_bytes: float = 0.0
+
+
+def example_batch(
+    model: ModelConfig,
+    plan: Plan,
+    comm: Comm,
+) -> Batch:
+    """A micro-batch of this rank on the meta device."""
+    if model.kind == "images":
+        return image_example(plan.micro_size, model.model_dump()["image_size"])
+    whole = token_example(plan.micro_size, plan.seq_len)
+    if not model.reads_later_targets:
+        whole = replace(whole, next_inputs=None, later_targets=None)
+    axes = position_axes()
+    return whole.columns(index=comm.index(axes), degree=comm.degree(axes))
+
+
+def measure_rank(
+    run: MeasuredRun,
+    rank: int,
+    *,
+    load: ExpertLoad = even_load,
+    recorder_type: type[StepRecorder] = StepRecorder,
+) -> RankStep:
+    """One step of one rank of a run, on the meta device.
+
+    The first step allocates what stays allocated; the second one is recorded.
+
+    Args:
+        load: of experts that are sharded over ep; without ep it changes nothing.
+        recorder_type: `CallRecorder` for collectives and messages alone: bytes and kernels are then
+            not counted.
+    """
+    plan = run.plan
+    comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
+    step = build_configured_step(run.config, plan, comm)
+    for dispatch in dispatches(step):
+        dispatch.meta_load = load
+    row = plan.mesh.index(rank, pipeline_axis())
+    played = thinned(plan.table, played_microbatches(plan.table, row))
+    batch = example_batch(run.config.model, plan, comm)
+    batches = [batch] * played.microbatches
+    return record_step(
+        step,
+        batches,
+        table=played,
+        recorder_type=recorder_type,
+    )
+
+
+def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
+    """Where tokens of a rank are sent to experts of other ranks.
+
+    Raises:
+        PlanError: a mixture under ep has another dispatch, whose load cannot be assumed.
+    """
+    if step.model.comm.degree(EP) == 1:
+        return
+    for name, block in step.model.blocks.items():
+        for path, module in block.named_modules():
+            if isinstance(module, MetaLoadedDispatch):
+                yield module
+            elif isinstance(module, MoE):
+                _check_dispatch(module, f"{name}.{path}")
+
+
+def _check_dispatch(mixture: MoE, path: str) -> None:
+    """Raise `PlanError` where no load of the experts can be assumed."""
+    dispatch = mixture.dispatch
+    if isinstance(dispatch, MetaLoadedDispatch):
+        return
+    fault = Fault(
+        f"{path}.dispatch",
+        f"{type(dispatch).__name__} has no `meta_load`",
+        need="the load of experts that is assumed on the meta device",
+        fix="see weft.parallel.expert.dispatch.MetaLoadedDispatch",
+    )
+    raise PlanError(fault)
+
+
+def record_step(
+    step: TrainStep,
+    batches: list[Batch],
+    *,
+    table: Table,
+    recorder_type: type[StepRecorder] = StepRecorder,
+) -> RankStep:
+    """Record one step of one rank, on the meta device or a real one; every rank must call it.
+
+    Args:
+        batches: this rank's micro-batches, as many as the table has.
+        table: with the plan's stages.
+    """
+    model = step.model
+    comm = model.comm
+    recorder = recorder_type(comm.device, parts=_parts_of(step))
+    marker = _Marker(recorder)
+    sync = step.grads.set_requires_gradient_sync
+    one_microbatch = thinned(table, (0,))
+    step.player = Player(
+        model,
+        before_last_backward=sync,
+        table=one_microbatch,
+    )
+    recorded_player = _RecordedPlayer(
+        model,
+        recorder,
+        before_last_backward=sync,
+        on_action=marker.on_action,
+        table=table,
+    )
+    report_blocks(model.blocks, recorder.on_block)
+    with fused_attention_on_meta(), recorder:
+        step(batches[:1], lr=1.0)
+        step.player = recorded_player
+        kept = _kept_tensors(step)
+        recorder.keep(tensor for tensors in kept.values() for tensor in tensors)
+        resized = _gathered_params(step)
+        recorder.resized_bytes = lambda: storage_bytes(resized)
+        observers = comm.observers
+        comm.observers = (*observers, recorder)
+        recorder.begin("targets")
+        step(
+            batches,
+            lr=1.0,
+            on_phase=marker.on_phase,
+        )
+        recorder.end()
+        comm.observers = observers
+    sizes = {name: storage_bytes(tensors) for name, tensors in kept.items()}
+    row = comm.index(pipeline_axis())
+    return RankStep(
+        plan=model.plan,
+        rank=comm.rank,
+        row=row,
+        kept=KeptBytes(**sizes),
+        actions=_by_key(recorder.regions, action_keys(table, row)),
+        phases={region.name: region for region in recorder.regions if region.name.isalpha()},
+        played=table,
+        regions=tuple(recorder.regions),
+        num_dispatches=sum(1 for _ in dispatches(step)),
+        outer_bytes=step.local_updates.wire.num_bytes if step.local_updates else 0,
+        checkpoint_bytes=_checkpoint_bytes(step),
+    )
+
+
+class _RecordedPlayer(Player):
+    """A player whose receives before the first action are a region of their own.
+
+    Its sends are waited for at the end, so that no region depends on how many sends there were
+    before; `step_memory` replays when they are waited for in the whole step.
+    """
+
+    def __init__(self, model: ParallelModel, recorder: StepRecorder, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.max_sends = sys.maxsize
+        self.recorder = recorder
+
+    def play(self, batches: Sequence[Batch], seed: Tensor, **options: Any) -> PlayResult:
+        self.recorder.begin("before actions")
+        return super().play(batches, seed, **options)
+
+
+class _Marker:
+    """Marks the regions of a recorder by the callbacks of a step.
+
+    A phase callback comes before each action, without its name; the action's own comes after it.
+    """
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self.recorder = recorder
+        self.is_first = True
+
+    def on_phase(self, phase: Phase) -> None:
+        if self.is_first:  # the step begins: targets are counted
+            self.is_first = False
+            return
+        self.recorder.begin(str(phase))
+
+    def on_action(
+        self,
+        act: Act,
+        start_s: float,
+        end_s: float,
+    ) -> None:
+        self.recorder.rename(str(act))
+        self.recorder.begin(f"after {act}")
+
+
+def _by_key(
+    regions: Sequence[RecordedRegion],
+    keys: Mapping[Act, ActionKey],
+) -> dict[ActionKey, RecordedRegion]:
+    """The recorded regions of actions by the keys of the actions."""
+    by_name = {region.name: region for region in regions}
+    found = {}
+    for act, key in keys.items():
+        found[key] = by_name[str(act)]
+    return found
+
+
+def _kept_tensors(step: TrainStep) -> dict[str, list[Tensor]]:
+    """What a rank holds between steps, by the fields of `KeptBytes`, without gathered parameters."""
+    model = step.model
+    sharded = list(step.grads.sharded_params.values())
+    params = [*model.params.values(), *_params_of_groups(step), *sharded]
+    gradients: list[Tensor] = []
+    for group in step.grads.groups:
+        gradients.extend(_gradients(group))
+    for tensor in (*sharded, *model.params.values()):
+        if tensor.grad is not None:
+            gradients.append(tensor.grad)
+    optimizer: list[Tensor] = []
+    for state in step.state().optimizer_state.values():
+        optimizer.extend(state.values())
+    optimizer.extend(_outer(step))
+    gathered = set(storages(_gathered_params(step)))
+    buffers: list[Tensor] = []
+    for block in model.blocks.values():
+        buffers.extend(block.buffers())
+    return {
+        "params": [tensor for tensor in params if tensor.untyped_storage()._cdata not in gathered],
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "buffers": buffers,
+    }
+
+
+def _params_of_groups(step: TrainStep) -> list[Tensor]:
+    """Flat parameters of groups that are sharded, or unsharded between steps."""
+    gathered = {id(tensor) for tensor in _gathered_params(step)}
+    found: list[Tensor] = []
+    for group in step.grads.groups:
+        unsharded = group.unsharded_params
+        if unsharded is not None and id(unsharded.flat) not in gathered:
+            found.append(unsharded.flat)
+        if group.sharded_param is not None:
+            found.append(group.sharded_param)
+    return found
+
+
+def _outer(step: TrainStep) -> list[Tensor]:
+    """Outer parameters and their momentum, of a run over sites."""
+    if step.local_updates is None:
+        return []
+    outer = step.local_updates.outer
+    return [outer.params, outer.momentum]
+
+
+def _checkpoint_bytes(step: TrainStep) -> float:
+    held = 0.0
+    for state in param_states(step.state()):
+        if state.is_alias:
+            continue
+        num_bytes = sum(tensor.nbytes for tensor in state.tensors.values())
+        held += num_bytes / state.num_replicas
+    return held
+
+
+def _gradients(group: ParamGroup) -> list[Tensor]:
+    """The gradients that a group holds now."""
+    held = (group.sharded_grad, group.unsharded_grad)
+    return [grad for grad in held if grad is not None]
+
+
+def _gathered_params(step: TrainStep) -> list[Tensor]:
+    """Parameters that ZeRO 3 allocates and frees during a step."""
+    found: list[Tensor] = []
+    for group in step.grads.groups:
+        if group.reshards and group.unsharded_params is not None:
+            found.append(group.unsharded_params.flat)
+    return found
+
+
+def _parts_of(step: TrainStep) -> Callable[[], Parts]:
+    """A function for the bytes of the buffers that ZeRO has allocated at the moment of a call.
+
+    Which groups allocate some is decided here, as it does not change and the function is called at
+    each new peak.
+    """
+    resharding = [group for group in step.grads.groups if group.reshards]
+    reducing = []
+    for group in step.grads.trained_groups:
+        if not group.policy.keeps_unsharded_grad:
+            reducing.append(group)
+
+    def parts() -> Parts:
+        gathered: list[Tensor] = []
+        for group in resharding:
+            if group.unsharded_params is not None:
+                gathered.append(group.unsharded_params.flat)
+        gradients = [group.unsharded_grad for group in reducing if group.unsharded_grad is not None]
+        return {
+            "gathered parameters": storage_bytes(gathered),
+            "gradients being reduced": storage_bytes(gradients),
+        }
+
+    return parts

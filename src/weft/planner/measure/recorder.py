@@ -1,0 +1,418 @@
+"""Recording of a training step as regions (actions, phases): live bytes, kernels and collectives of each.
+
+The same recorder runs over a step on the meta device, which computes nothing, and over a real one.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.comm.observe import Operation
+from weft.planner.measure.kernels import KernelLaunch, aten, kernel_of
+from weft.planner.measure.meta_results import MetaResults
+
+Parts = Mapping[str, int]
+"""Bytes by what they hold."""
+
+
+class Started(NamedTuple):
+    """A collective or message begins."""
+
+    op: Operation
+
+
+class Ended(NamedTuple):
+    """A rank has waited for a collective or message."""
+
+    op: Operation
+
+
+Event = KernelLaunch | Started | Ended
+
+
+@dataclass
+class BlockSegment:
+    """The part of a region during which one block was computing.
+
+    Attributes:
+        block: its name; "" outside of blocks.
+        first_event: place of its first event among those of the region.
+        entry_bytes: live at its begin.
+        peak_bytes, peak_parts: as of the region.
+    """
+
+    block: str
+    first_event: int
+    entry_bytes: int
+    peak_bytes: int
+    peak_parts: Parts = field(default_factory=dict)
+
+
+@dataclass
+class RecordedRegion:
+    """What happened between two marks.
+
+    Attributes:
+        name: of the action (`F2.0`) or phase.
+        entry_bytes, exit_bytes: live at its begin and end, without what lived before the recording.
+        peak_bytes: most that lived at once.
+        peak_block: block that was computing then; "" outside of blocks.
+        peak_parts: bytes of known buffers at that time, by what they hold.
+        events: kernels, and starts and ends of collectives and messages, in order. An operation
+            ends when the rank has waited for it, perhaps in a later region.
+        segments: its parts by block, in order.
+    """
+
+    name: str
+    entry_bytes: int
+    exit_bytes: int = 0
+    peak_bytes: int = 0
+    peak_block: str = ""
+    peak_parts: Parts = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    segments: list[BlockSegment] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> Counter[KernelLaunch]:
+        """How often each kernel was launched."""
+        return Counter(event for event in self.events if isinstance(event, KernelLaunch))
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Collectives and messages that were started."""
+        return [event.op for event in self.events if isinstance(event, Started)]
+
+    @property
+    def change(self) -> int:
+        """Bytes that live after it and did not before."""
+        return self.exit_bytes - self.entry_bytes
+
+    @property
+    def workspace(self) -> int:
+        """Most bytes that lived within it above those at its begin."""
+        return self.peak_bytes - self.entry_bytes
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return sum(event.flops for event in self.events if isinstance(event, KernelLaunch))
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    """The distinct storages of these tensors, by address."""
+    found: dict[int, UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage
+    return found
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages of these tensors."""
+    return sum(storage.nbytes() for storage in storages(tensors).values())
+
+
+class StepRecorder(TorchDispatchMode):
+    """Observer of the operations and collectives of one rank's thread.
+
+    Args:
+        device: tensors elsewhere are not counted.
+        parts: bytes of known buffers, by what they hold, at the time of the call.
+
+    Attributes:
+        regions: in order.
+        block: that is computing, "" if none.
+        resized_bytes: bytes, at the time of the call, of kept tensors whose storage is freed and
+            allocated in place.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        parts: Callable[[], Parts] = dict,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.regions: list[RecordedRegion] = []
+        self.block = ""
+        self._parts = parts
+        self.resized_bytes: Callable[[], int] = lambda: 0
+        self._kept: dict[int, UntypedStorage] = {}
+        self._live: set[int] = set()
+        self._live_bytes = 0
+        self._region = RecordedRegion("", 0)
+        self._results = MetaResults()
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these tensors: they live from step to step."""
+        self._kept = storages(tensors)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch otherwise wraps every call, for `torch.compile`, which a recording does not use."""
+        return False
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that live now and did not before the recording."""
+        return self._live_bytes + self.resized_bytes()
+
+    def begin(self, name: str) -> None:
+        """End the region, if there is one, and begin another."""
+        self.end()
+        level = self.live_bytes
+        self._region = RecordedRegion(name, level, peak_bytes=level)
+        self._begin_segment()
+
+    def _begin_segment(self) -> None:
+        level = self.live_bytes
+        region = self._region
+        segment = BlockSegment(
+            self.block,
+            len(region.events),
+            level,
+            peak_bytes=level,
+        )
+        region.segments.append(segment)
+
+    def end(self) -> None:
+        """End the region."""
+        if self._region.name:
+            self._region.exit_bytes = self.live_bytes
+            self.regions.append(self._region)
+        self._region = RecordedRegion("", 0)
+
+    def rename(self, name: str) -> None:
+        """Name the region that is recorded."""
+        self._region.name = name
+
+    def on_block(self, name: str) -> None:
+        """Note the block that computes from now on."""
+        if name == self.block:
+            return
+        self.block = name
+        self._begin_segment()
+
+    def started(self, op: Operation) -> None:
+        """Note a collective or message."""
+        self._region.events.append(Started(op))
+        self._update_peak()
+
+    def finished(self, op: Operation) -> None:
+        """Note that the rank has waited for it."""
+        self._region.events.append(Ended(op))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        on_host = _value_on_host(func, args, kwargs)
+        if on_host is not None:
+            return on_host
+        key = self._result_key(func, args, kwargs)
+        known = self._results.find(key)
+        if known is not None:
+            kernel = known.kernel
+            result = known.make()
+            outputs = self._own_tensors(result)
+        else:
+            result = func(*args, **kwargs)
+            inputs = self._own_tensors((args, kwargs))
+            outputs = self._own_tensors(result)
+            kernel = kernel_of(
+                func,
+                inputs,
+                outputs,
+                args,
+            )
+            self._results.note(
+                key,
+                inputs=inputs,
+                result=result,
+                kernel=kernel,
+            )
+        if kernel is not None:
+            self._region.events.append(kernel)
+        for tensor in outputs:
+            self._note(tensor.untyped_storage())
+        self._update_peak()
+        return result
+
+    def _result_key(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Hashable | None:
+        """What the result of a call depends on; None on real devices, which compute."""
+        if self.device.type != "meta":
+            return None
+        return self._results.key(func, args, kwargs)
+
+    def _own_tensors(self, tree: object) -> list[Tensor]:
+        found: list[Tensor] = []
+        self._collect(tree, found)
+        return found
+
+    def _collect(self, tree: object, found: list[Tensor]) -> None:
+        """Add the tensors of this device in arguments or results: tensors, sequences, tables."""
+        if isinstance(tree, Tensor):
+            if tree.device == self.device:
+                found.append(tree)
+        elif isinstance(tree, tuple | list):
+            for item in tree:
+                self._collect(item, found)
+        elif isinstance(tree, dict):
+            for item in tree.values():
+                self._collect(item, found)
+
+    def _note(self, storage: UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._live or key in self._kept:
+            return
+        num_bytes = storage.nbytes()
+        self._live.add(key)
+        self._live_bytes += num_bytes
+        finalizer = weakref.finalize(
+            storage,
+            self._forget,
+            key,
+            num_bytes,
+        )
+        finalizer.atexit = False
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self._live.discard(key)
+        self._live_bytes -= num_bytes
+
+    def _update_peak(self) -> None:
+        level = self.live_bytes
+        region = self._region
+        if not region.segments:
+            self._begin_segment()
+        segment = region.segments[-1]
+        if level > segment.peak_bytes:
+            segment.peak_bytes = level
+            segment.peak_parts = self._parts()
+        if level > region.peak_bytes:
+            region.peak_bytes = level
+            region.peak_block = self.block
+            region.peak_parts = segment.peak_parts
+
+
+class CallRecorder(StepRecorder):
+    """A recorder of collectives and messages alone, several times as fast."""
+
+    @property
+    def live_bytes(self) -> int:
+        """Not counted."""
+        return 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        on_host = _value_on_host(func, args, kwargs)
+        if on_host is not None:
+            return on_host
+        key = self._result_key(func, args, kwargs)
+        known = self._results.find(key)
+        if known is not None:
+            return known.make()
+        result = func(*args, **kwargs)
+        if key is not None:
+            inputs = self._own_tensors((args, kwargs))
+            self._results.note(
+                key,
+                inputs=inputs,
+                result=result,
+                kernel=None,
+            )
+        return result
+
+
+@contextmanager
+def fused_attention_on_meta() -> Iterator[None]:
+    """While it is open, attention on the meta device is one fused kernel, as on real devices; torch
+    decomposes it there into products of all scores.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that a kernel is overridden
+        library.impl("scaled_dot_product_attention", _attend_fused, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _attend_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Shapes as `torch.nn.functional.scaled_dot_product_attention`."""
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype)
+    missing = query.shape[-1] - value.shape[-1]
+    out, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+        query,
+        key,
+        F.pad(value, (0, missing)) if missing else value,
+        dropout_p,
+        is_causal,
+        attn_mask=mask,
+        scale=scale,
+    )
+    own: Tensor = out[..., : value.shape[-1]]
+    return own
+
+
+def _value_on_host(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """What the host reads of a tensor on the meta device: ones; None for any other call."""
+    is_read = func is aten._local_scalar_dense.default
+    is_copy = func is aten._to_copy.default
+    if not (is_read or is_copy) or not args[0].is_meta:
+        return None
+    x = args[0]
+    if is_read:
+        return 1.0 if x.is_floating_point() else 1
+    target = kwargs.get("device")
+    if target is None or torch.device(target).type != "cpu":
+        return None
+    return torch.ones(
+        x.shape,
+        dtype=kwargs.get("dtype") or x.dtype,
+        device="cpu",
+    )

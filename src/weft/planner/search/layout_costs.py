@@ -1,0 +1,451 @@
+"""Costs of layouts for a search: lower bounds, simulated steps from the costs of their blocks, and measured ones.
+
+Note [Simulated layouts]
+    The seconds of a stage are those of its blocks, with the kernels that the ZeRO stage adds, beside
+    the collectives over the data ranks: these take the place of the work where they take longer,
+    slow it down meanwhile, and what is gathered before the first block can begin is waited for. The
+    schedule's table is played with them (table_time.py). Of a long step the first micro-batches are
+    played; the others take as long as those of the last round that is played. The peak is that of
+    the states, the activations in flight, and the buffers of the ZeRO stage. Not counted are links that several
+    collectives share, and waits of one action for what an earlier one has started.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+
+from weft.config.run import Run, plan_of
+from weft.core.dimension import pipeline_axis
+from weft.core.model_config import BlockSpec
+from weft.layout.plan import Plan
+from weft.layout.stages import split_by_cost
+from weft.parallel.pp import AXIS as PP
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import RankStep, measure_rank
+from weft.planner.measure.repeated import can_be_repeated, measure_repeated
+from weft.planner.measure.roles import role_costs
+from weft.planner.search.block_costs import BlockMeasurements, CostsByKind, SplitShares
+from weft.planner.search.data_costs import DataCosts
+from weft.planner.search.in_flight import (
+    InFlight,
+    StageBytes,
+    in_flight_when_fullest,
+    replayed_in_flight,
+)
+from weft.planner.search.layout_choice import Layout
+from weft.planner.search.layout_stages import LayoutStages
+from weft.planner.search.pipeline_tables import PipelineTables, most_held_bytes
+from weft.planner.search.short_runs import ShortRuns
+from weft.planner.search.zero_costs import (
+    ZERO_THAT_REDUCES_EACH,
+    ZeroMeasurements,
+)
+from weft.planner.simulate.predict import Prediction, predict_measured
+from weft.planner.simulate.region_costs import CostTable
+from weft.planner.simulate.speeds import Speeds
+from weft.planner.simulate.table_time import StageSeconds, table_seconds
+from weft.schedule.actions import Table
+from weft.schedule.catalog import find
+
+MOST_BLOCKS_IN_FULL = 12
+"""Blocks of a rank that are measured where none may be left out."""
+MOST_SIMULATED_ACTIONS = 40_000
+"""Of a table; the bound of a longer one stands for its time."""
+NO_SPLIT = SplitShares(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a layout needs at least.
+
+    Attributes:
+        seconds: of a step.
+        peak_bytes: of the fullest rank.
+        state_bytes: of these, between steps.
+    """
+
+    seconds: float
+    peak_bytes: float
+    state_bytes: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A layout with its simulated step; see Note [Simulated layouts]."""
+
+    layout: Layout
+    seconds: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Sums of the costs of the blocks of every stage."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    saved_bytes: Sequence[int]
+
+
+class LayoutCosts:
+    """Costs of the layouts of one run on one device; everything is measured once.
+
+    Attributes:
+        num_measured: layouts that were measured.
+        runs: that measured blocks.
+        stages: of the layouts.
+    """
+
+    def __init__(self, run: Run, speeds: Speeds) -> None:
+        self.run = run
+        self.speeds = speeds
+        self.measured = MeasuredRun.of(run)
+        self.kinds = self.measured.block_kinds()
+        self.num_measured = 0
+        self.runs = ShortRuns(run, self.kinds)
+        cost_table = CostTable(speeds)
+        self._blocks = BlockMeasurements(self.runs, cost_table)
+        zeros = ZeroMeasurements(self.runs.with_fewer_experts(), cost_table)
+        self._data = DataCosts(zeros, speeds)
+        self.stages = LayoutStages(self._specs, self.kinds, self.runs.params_of_kinds)
+        self._tables = PipelineTables()
+        self._busiest: dict[object, float] = {}
+        self._held: dict[object, list[InFlight]] = {}
+        self._work: dict[object, StageWork] = {}
+        self._kept_costs: list[CostsByKind] = []
+        self._predictions: dict[Layout, Prediction] = {}
+
+    def for_run(self, run: Run) -> LayoutCosts:
+        """Costs of the same run with another batch; blocks are not measured again."""
+        other = LayoutCosts(run, self.speeds)
+        other.runs = self.runs
+        other._blocks = self._blocks
+        other._data = self._data
+        other.stages = self.stages
+        other._tables = self._tables
+        return other
+
+    # measured layouts
+
+    def predict(self, layout: Layout) -> Prediction:
+        """The prediction of a layout, from all of its roles."""
+        if layout not in self._predictions:
+            plan = plan_of(layout.applied_to(self.run))
+
+            def step_of(row: int) -> RankStep:
+                rank = plan.mesh.rank(**{pipeline_axis(): row})
+
+                def measure_plan(shortened: Plan) -> RankStep:
+                    return measure_rank(self.measured.with_plan(shortened), rank)
+
+                return measure_repeated(plan, row, self.kinds, measure_plan)
+
+            roles = role_costs(plan, self.kinds, step_of, has_regions=False)
+            self._predictions[layout] = predict_measured(roles, self.speeds)
+            self.num_measured += 1
+        return self._predictions[layout]
+
+    def can_be_measured(self, layout: Layout) -> bool:
+        """Whether that takes seconds: blocks may be left out, or there are few."""
+        plan = plan_of(layout.applied_to(self.run))
+        most_of_stage = max(len(stage.blocks) for stage in plan.stages)
+        most_of_rank = most_of_stage * layout.chunks
+        return most_of_rank <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
+
+    def has_stages(self, layout: Layout) -> bool:
+        """Whether the model has a block for every stage, and the schedule takes the sizes."""
+        faults = find(layout.schedule).faults(
+            ranks=layout.degree(PP),
+            chunks=layout.chunks,
+            microbatches=self._num_micro(layout),
+        )
+        return self.stages.are_possible(layout) and not faults
+
+    # simulated layouts
+
+    def simulate(self, layout: Layout) -> Simulated:
+        """Seconds of a step and bytes of the fullest rank; see Note [Simulated layouts]."""
+        return Simulated(layout, self._simulated_s(layout), self._simulated_peak(layout))
+
+    def _simulated_s(self, layout: Layout) -> float:
+        costs = self._blocks.of(layout)
+        table = self._table(layout)
+        if sum(map(len, table.rows)) > MOST_SIMULATED_ACTIONS:
+            return self.bound(layout, costs).seconds
+        order = self._tables.order(table)
+        stages = self._stage_seconds(layout, costs, is_split=bool(table.splits))
+        by_rank = self.stages.params_of_ranks(layout, table)
+        played_s = table_seconds(order, stages)
+        more_s = self._seconds_of_more(layout, table, stages, played_s)
+        return played_s + more_s + self._data.after_s(layout, by_rank)
+
+    def _seconds_of_more(
+        self, layout: Layout, table: Table, stages: StageSeconds, played_s: float
+    ) -> float:
+        """Seconds of the micro-batches that a shortened table leaves out: each adds as much as one
+        of its last round, of a micro-batch for each pipeline rank, adds to a table without that.
+        """
+        num_more = self._num_micro(layout) - table.microbatches
+        if not num_more:
+            return 0.0
+        ranks = layout.degree(PP)
+        shorter = self._tables.table(
+            layout.schedule,
+            ranks=ranks,
+            chunks=layout.chunks,
+            num_micro=table.microbatches - ranks,
+        )
+        round_s = played_s - table_seconds(self._tables.order(shorter), stages)
+        return num_more * round_s / ranks
+
+    def _stage_seconds(
+        self,
+        layout: Layout,
+        costs: CostsByKind,
+        *,
+        is_split: bool,
+    ) -> StageSeconds:
+        shares = self._blocks.split_shares(layout) if is_split else NO_SPLIT
+        work = self._stage_work(layout, costs)
+        params = self.stages.params(layout)
+        beside = partial(self._data.seconds_beside, layout, params=params)
+        return StageSeconds(
+            forward=beside("forward", work.forward_s),
+            backward=beside("backward", work.backward_s),
+            last_backward=beside("last backward", work.backward_s),
+            inputs_share=shares.inputs,
+            weights_share=shares.weights,
+            message_s=self._message_s(layout),
+        )
+
+    def _message_s(self, layout: Layout) -> float:
+        """Of the output of a stage to the next pipeline rank."""
+        if layout.degree(PP) == 1:
+            return 0.0
+        axes = [axis for axis, _ in layout.degrees]
+        inside = layout.degrees[axes.index(PP) + 1 :]
+        neighbour = math.prod(degree for _, degree in inside)
+        return self.speeds.message_s(self._blocks.boundary_bytes(layout), 0, neighbour)
+
+    def _simulated_peak(self, layout: Layout) -> float:
+        """Bytes of the fullest rank."""
+        zero = self._data.zero(layout)
+        num_data = layout.num_data
+        in_flight = self._in_flight(layout, self._blocks.of(layout))
+        peaks = []
+        for sizes, own in zip(
+            self.stages.sizes_of_ranks(layout, self._table(layout)), in_flight, strict=True
+        ):
+            states = zero.states.of(sum(sizes), num_data)
+            block = _mean_of_neighbours(sizes)
+            forward = own.forward + zero.forward_peak.of(block, num_data)
+            backward = own.backward + zero.backward_peak.of(block, num_data)
+            others = own.others + zero.carried.of(2 * block, num_data)
+            peaks.append(states + max(forward, backward, others))
+        return max(peaks)
+
+    # lower bounds
+
+    def group_bound(self, layout: Layout, most_chunks: int) -> float:
+        """Seconds of a step at least, with any schedule of up to so many chunks a rank: of a rank
+        with an equal share of the work, which begins when the ranks before it have done a chunk.
+        """
+        costs = self._blocks.bounds(layout)
+        forward: list[float] = []
+        backward: list[float] = []
+        for kind, num_blocks in self._counts.items():
+            forward.append(costs[kind].forward_s * num_blocks)
+            backward.append(costs[kind].backward_s * num_blocks)
+        forward_s = sum(forward)
+        backward_s = sum(backward)
+        num_ranks = layout.degree(PP)
+        busy_s = self._num_micro(layout) * (forward_s + backward_s) / num_ranks
+        first_chunks_s = forward_s * (num_ranks - 1) / (num_ranks * most_chunks)
+        return busy_s + first_chunks_s
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
+        """Blocks of the model by kind."""
+        return Counter(self.kinds.values())
+
+    @cached_property
+    def _specs(self) -> tuple[BlockSpec, ...]:
+        return self.run.model.block_specs(self.run.data.seq_len)
+
+    def blocks(self, layout: Layout) -> CostsByKind:
+        """The costs of each kind of block under the sharding of a layout, on one pipeline rank."""
+        return self._blocks.of(layout)
+
+    def larger_blocks(self, layout: Layout) -> CostsByKind:
+        """What each kind of block costs at least, from blocks with a larger part of a batch."""
+        return self._blocks.bounds(layout, has_own_recompute=True)
+
+    def state_bytes(self, layout: Layout) -> float:
+        """Bytes between steps of the rank with the most parameters."""
+        states = self._data.zero(layout).states
+        sizes_of_ranks = self.stages.sizes_of_ranks(layout, self._table(layout))
+        most = max(sum(sizes) for sizes in sizes_of_ranks)
+        return states.of(most, layout.num_data)
+
+    def bound(self, layout: Layout, costs: CostsByKind) -> Bound:
+        """What a layout needs at least, from the costs of its blocks: the rank that is busiest from
+        its first input to its last output; states and activations in flight.
+
+        Args:
+            costs: `blocks` or `larger_blocks` of the layout.
+        """
+        return Bound(
+            self._busiest_s(layout, costs),
+            self.least_peak(layout, costs),
+            self.state_bytes(layout),
+        )
+
+    def least_peak(self, layout: Layout, costs: CostsByKind) -> float:
+        """Bytes that the fullest rank needs at least; `costs` as for `bound`."""
+        states = self._data.zero(layout).states
+        num_data = layout.num_data
+        sizes_of_ranks = self.stages.sizes_of_ranks(layout, self._table(layout))
+        in_flight = self._in_flight(layout, costs)
+        peaks = []
+        for sizes, own in zip(sizes_of_ranks, in_flight, strict=True):
+            peaks.append(states.of(sum(sizes), num_data) + max(own.forward, own.begin))
+        return max(peaks)
+
+    def _shape(self, layout: Layout) -> tuple[object, ...]:
+        """What a layout's pipeline depends on."""
+        num_micro = self._num_micro(layout)
+        return layout.degree(PP), layout.schedule, layout.chunks, layout.split, num_micro
+
+    def _busiest_s(self, layout: Layout, costs: CostsByKind) -> float:
+        """Seconds of the rank that is busiest from its first input to its last output."""
+        reduces_each = layout.zero >= ZERO_THAT_REDUCES_EACH
+        sending = (layout.zero, layout.degrees) if reduces_each else None
+        key = self._shape(layout), id(costs), sending
+        if key not in self._busiest:
+            self._kept_costs.append(costs)  # so that its id stays its own
+            self._busiest[key] = max(self._rank_seconds(layout, costs))
+        return self._busiest[key]
+
+    def _rank_seconds(self, layout: Layout, costs: CostsByKind) -> Iterator[float]:
+        table = self._table(layout)
+        work = self._stage_work(layout, costs)
+        num_micro = self._num_micro(layout)
+        for rank, own in enumerate(self._tables.stages_of_ranks(table)):
+            work_s = sum(work.forward_s[stage] + work.backward_s[stage] for stage in own)
+            busy = num_micro * work_s
+            if layout.zero >= ZERO_THAT_REDUCES_EACH:
+                params = self.stages.params_of_ranks(layout, table)[rank]
+                sent_s = self._data.sent_s(layout, "forward", params)
+                sent_s += self._data.sent_s(layout, "backward", params)
+                busy = max(busy, (num_micro - 1) * sent_s)
+            before = sum(work.forward_s[: own[0]])
+            after = 0.0 if table.splits else sum(work.backward_s[: own[0]])
+            yield before + busy + after
+
+    def _in_flight(self, layout: Layout, costs: CostsByKind) -> list[InFlight]:
+        """Of every pipeline rank."""
+        key = self._shape(layout), id(costs)
+        if key not in self._held:
+            self._kept_costs.append(costs)
+            self._held[key] = list(self._activations(layout, costs))
+        return self._held[key]
+
+    def _activations(self, layout: Layout, costs: CostsByKind) -> Iterator[InFlight]:
+        table = self._table(layout)
+        is_recomputed = layout.recompute != "none"
+        is_measured = costs is self._blocks.of(layout)
+        if table.splits and is_recomputed and is_measured:
+            stages = self._stage_bytes(layout, costs)
+            for row in table.rows:
+                yield replayed_in_flight(row, stages)
+            return
+        names_of_stages = self.stages.names(layout)
+        saved = self._stage_work(layout, costs).saved_bytes
+        if 0 in self.stages.layers(layout):
+            most_held = most_held_bytes(table, saved)  # stages of very different sizes
+        else:
+            most_held = self._tables.most_held(table)
+        for held in most_held:
+            names = names_of_stages[held.last_stage]
+            blocks = [costs[self.kinds[name]] for name in names]
+            has_params = [bool(count) for count in self.stages.sizes(layout)[held.last_stage]]
+            yield in_flight_when_fullest(held, blocks, saved=saved, has_params=has_params)
+
+    def _stage_bytes(self, layout: Layout, costs: CostsByKind) -> dict[int, StageBytes]:
+        """Of every stage, whose backwards are split."""
+        deferred = self._blocks.deferred_bytes(layout)
+        sizes = self.stages.sizes(layout)
+        found = {}
+        for stage, names in enumerate(self.stages.names(layout)):
+            kinds = [self.kinds[name] for name in names]
+            found[stage] = StageBytes.of(
+                [costs[kind] for kind in kinds],
+                has_params=[bool(count) for count in sizes[stage]],
+                deferred=[deferred[kind] for kind in kinds],
+            )
+        return found
+
+    def _stage_work(self, layout: Layout, costs: CostsByKind) -> StageWork:
+        key = layout.degree(PP) * layout.chunks, layout.split, id(costs)
+        if key not in self._work:
+            self._kept_costs.append(costs)
+            forward: list[float] = []
+            backward: list[float] = []
+            saved: list[int] = []
+            for names in self.stages.names(layout):
+                blocks = [costs[self.kinds[name]] for name in names]
+                forward.append(sum(block.forward_s for block in blocks))
+                backward.append(sum(block.backward_s for block in blocks))
+                saved.append(sum(block.saved_bytes for block in blocks))
+            self._work[key] = StageWork(forward, backward, saved)
+        return self._work[key]
+
+    # layers of stages
+
+    def can_split(self, layout: Layout) -> bool:
+        """Whether the layers of its stages may be chosen."""
+        is_pinned = bool(self.run.pipeline.split)
+        return not is_pinned and self.stages.can_be_split(layout)
+
+    def split_by_seconds(self, layout: Layout) -> tuple[int, ...]:
+        """Layers of every stage, so that the stage with the most measured seconds has the least."""
+        costs = self._blocks.of(layout)
+        timed = []
+        for block in self._specs:
+            own = costs[self.kinds[block.name]]
+            nanoseconds = 1e9 * (own.forward_s + own.backward_s)
+            timed.append(replace(block, flops=nanoseconds))
+        names_of_stages = split_by_cost(timed, self.stages.num_stages(layout))
+        return self.stages.num_layers(names_of_stages)
+
+    def stage_seconds(self, layout: Layout) -> list[float]:
+        """Seconds of the blocks of every stage for one micro-batch."""
+        work = self._stage_work(layout, self._blocks.of(layout))
+        seconds = []
+        for forward_s, backward_s in zip(work.forward_s, work.backward_s, strict=True):
+            seconds.append(forward_s + backward_s)
+        return seconds
+
+    def _num_micro(self, layout: Layout) -> int:
+        return layout.num_micro(self.run.batch.global_size)
+
+    def _table(self, layout: Layout) -> Table:
+        return self._tables.table(
+            layout.schedule,
+            ranks=layout.degree(PP),
+            chunks=layout.chunks,
+            num_micro=self._num_micro(layout),
+        )
+
+
+def _mean_of_neighbours(sizes: Sequence[float]) -> float:
+    """The largest mean of two blocks in a row with parameters, of those of a rank."""
+    own = [size for size in sizes if size]
+    if len(own) < 2:
+        return sum(own)
+    return max(sum(pair) / 2 for pair in pairwise(own))

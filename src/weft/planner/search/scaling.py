@@ -1,0 +1,90 @@
+"""Strong and weak scaling: the best layouts of a run on several numbers of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.planner.search.candidates import Space, candidates
+from weft.planner.search.found_layouts import Found
+from weft.planner.search.layout_costs import LayoutCosts
+from weft.planner.search.search import SearchLimits, search
+
+MOST_MEASURED = 2
+"""Layouts that are measured for each number of devices."""
+
+Scaling = Literal["strong", "weak"]
+
+
+@dataclass(frozen=True)
+class ScaledLayout:
+    """The best layout on a number of devices; None where none is legal and fits."""
+
+    num_devices: int
+    global_size: int
+    best: Found | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices."""
+        return 0.0 if self.best is None else self.best.prediction.tokens_per_s
+
+
+def scaling(
+    costs: LayoutCosts,
+    sizes: Sequence[int],
+    pinned: frozenset[str],
+    *,
+    kind: Scaling,
+    memory_bytes: float,
+    seconds: float | None,
+) -> list[ScaledLayout]:
+    """The best layout for each number of devices.
+
+    Args:
+        costs: of the run on a device.
+        sizes: ascending. Weak scaling has the run's batch on the first of them.
+        pinned: keys of the run whose values stay, besides the mesh.
+        memory_bytes: that a rank may use.
+        seconds: of one core, for all sizes together; None: no limit.
+    """
+    run = costs.run
+    found = []
+    for size in sizes:
+        batch = run.batch.global_size
+        if kind == "weak":
+            batch = batch * size // sizes[0]
+        sized = run.with_values({"batch.global_size": batch})
+        limits = SearchLimits(
+            memory_bytes,
+            most_measured=MOST_MEASURED,
+            seconds=None if seconds is None else seconds / len(sizes),
+            has_front=False,
+            splits=False,
+        )
+        best = _best_on(
+            size,
+            costs.for_run(sized),
+            limits,
+            pinned - {"mesh"},
+        )
+        found.append(ScaledLayout(size, batch, best))
+    return found
+
+
+def _best_on(
+    num_devices: int,
+    costs: LayoutCosts,
+    limits: SearchLimits,
+    pinned: frozenset[str],
+) -> Found | None:
+    space = Space(num_devices, costs.speeds.hardware.node, pinned)
+    tried = candidates(costs.run, space)
+    result = search(
+        tried,
+        costs,
+        limits,
+        target="time",
+    )
+    return result.best[0] if result.best else None

@@ -1,0 +1,539 @@
+"""Search of the best layout: shardings by a lower bound, all their layouts simulated, the best of these measured.
+
+Note [Best first]
+    Layouts with equal sharding (degrees of tp, cp and ep, micro-batch, recomputation, sequence
+    parallelism, method of context parallelism) have equal blocks. Shardings wait in a queue by a
+    lower bound of the target, from larger blocks. At the head of it, the blocks of a sharding
+    are measured, and each of its layouts (order and degrees of pp and dp, ZeRO stage, schedule,
+    chunks) gets a bound from them; those whose bound is near the best are simulated. Before that,
+    layouts are left out whose activations do not fit as shares of those of larger blocks: these are
+    measured once for many shardings. All that ends when
+    no bound in the queue is below the best simulated ones, as many as are measured. Pipelines
+    among the best are also simulated with other layers a stage (stage_split.py). Then the best are
+    measured as a whole and predicted, best first, until enough fit. The winner is proven the best
+    where no bound of a layout that was not measured is below it.
+
+Note [Two targets]
+    Ranked by time, lean layouts are never reached: those with recomputation, small micro-batches and
+    high ZeRO stages. So a part of the seconds ranks by memory; for the Pareto front layouts of
+    both rankings are taken.
+
+Note [Peaks of measured layouts]
+    A simulated peak may be some percent too small. Where a measured one is larger, the peaks of the
+    layouts with the same pipeline and recomputation are taken to be larger by the same ratio, so
+    that layouts which differ in a detail are not measured one after the other and found too large.
+    Where no layout fits and there is time for one more measurement, the smallest one is measured.
+
+Note [Time limit]
+    With a limit of seconds (of one core), bounds from larger blocks are measured for
+    `BOUNDING_SHARE` of it, most plausible shardings first: tp within a node, and of these the
+    smallest; the others stay without a bound. Simulations end after `RANKING_SHARE`. Where the
+    shardings with the best bounds were found not to fit until `NOTHING_FITS_SHARE`, the rest of the
+    ranking takes the leanest alone: full recomputation and the smallest micro-batch. No layout is measured as a
+    whole that would end after the limit, if it took as long as the longest one so far; the first one
+    is made in any case. Without a limit the result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.tp import AXIS as TP
+from weft.planner.search.candidates import Candidates, LayoutGroup, PipelineChoice
+from weft.planner.search.found_layouts import (
+    ACTIVATIONS,
+    DEEP,
+    MEASURED,
+    OPEN,
+    SIMULATED_PEAK,
+    SIMULATED_SLOWER,
+    SLOWER,
+    STATES,
+    Found,
+    FoundLayouts,
+    PeakRatios,
+    Target,
+    by_memory,
+    by_time,
+    pareto_front,
+    thinned_front,
+)
+from weft.planner.search.layout_choice import DEFAULT_CONTEXT, Layout
+from weft.planner.search.layout_costs import Bound, LayoutCosts, Simulated
+from weft.planner.search.stage_split import best_split
+
+HEADROOM = 0.1
+"""Share of the memory that stays free: the driver, communication buffers and fragmentation."""
+MOST_MEASURED = 8
+"""Layouts that a search measures."""
+MOST_FAILED = 3
+"""Layouts that are measured and do not fit, for each one that may be measured."""
+NUM_BEST = 3
+RANKING_SHARE, FRONT_RANKING_SHARE = 0.42, 0.58
+"""Of the seconds of a search, after which the ranking by the target ends, and the other one."""
+BOUNDING_SHARE, NOTHING_FITS_SHARE = 0.25, 0.34
+"""Of the seconds of a search; see Note [Time limit]."""
+SIMULATED_WITHIN = 1.5
+"""A layout is simulated where its bound is at most so many times the best simulated one."""
+PEAK_ERROR = 0.05
+"""By which a simulated peak may be too large: such layouts are measured, too."""
+MOST_FRONT = 3
+"""Layouts of the Pareto front that are measured besides the best ones."""
+MOST_SPLIT = 6
+"""Pipelines whose layers a stage are searched."""
+LEANEST_FIRST = ("full", "selective", "none")
+Objective = Literal["time", "memory"]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """When a search ends.
+
+    Attributes:
+        memory_bytes: that a rank may use.
+        most_measured: layouts that are measured.
+        seconds: for all; None: no limit. See Note [Time limit].
+        has_front: whether a Pareto front of time and memory is looked for.
+        splits: whether the layers of pipeline stages are searched.
+    """
+
+    memory_bytes: float
+    most_measured: int = MOST_MEASURED
+    seconds: float | None = None
+    has_front: bool = True
+    splits: bool = True
+
+
+def search(
+    found: Candidates,
+    costs: LayoutCosts,
+    limits: SearchLimits,
+    *,
+    target: Target,
+    progress: Progress | None = None,
+) -> FoundLayouts:
+    """The best layouts among candidates; see Note [Best first].
+
+    Args:
+        progress: takes a line of text now and then.
+    """
+    return _LayoutSearch(found, costs, limits, target, progress).run()
+
+
+class _Clock:
+    """Seconds since the begin of a search; see Note [Time limit]."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self.begin = time.process_time()
+        self.longest_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.process_time() - self.begin
+
+    def is_over(self, share: float) -> bool:
+        """Whether this share of the limit is over, or would be after one more measurement."""
+        if self.limit_s is None:
+            return False
+        ahead_s = self.longest_s if share == 1.0 else 0.0
+        return self.elapsed_s + ahead_s > share * self.limit_s
+
+    @property
+    def is_last_measurement(self) -> bool:
+        """Whether the limit leaves time for one more measurement, but not for two."""
+        if self.limit_s is None:
+            return False
+        return self.elapsed_s + 2 * self.longest_s > self.limit_s
+
+    def note(self, begin_s: float) -> None:
+        """A measurement that began then has ended."""
+        self.longest_s = max(self.longest_s, self.elapsed_s - begin_s)
+
+
+@dataclass(order=True)
+class _Sharding:
+    """Groups of layouts with equal sharding, by a lower bound of the objective.
+
+    Attributes:
+        rest: decides between equal bounds.
+        key: the sharding, as a layout on one pipeline and data rank.
+        groups: with the ZeRO stages whose states fit.
+    """
+
+    bound: float
+    rest: tuple[int, ...]
+    key: Layout = field(compare=False)
+    groups: list[tuple[LayoutGroup, tuple[int, ...]]] = field(compare=False)
+
+    def __len__(self) -> int:
+        return sum(len(group.pipelines) * len(zeros) for group, zeros in self.groups)
+
+
+def objective_of(value: Bound | Simulated, objective: Objective) -> float:
+    """Seconds, or bytes."""
+    return value.seconds if objective == "time" else value.peak_bytes
+
+
+class _LayoutSearch:
+    """One search; `run` once."""
+
+    def __init__(
+        self,
+        found: Candidates,
+        costs: LayoutCosts,
+        limits: SearchLimits,
+        target: Target,
+        progress: Progress | None,
+    ) -> None:
+        self.candidates = found
+        self.costs = costs
+        self.limits = limits
+        self.objective: Objective = "memory" if target == "memory" else "time"
+        self.progress = progress
+        self.clock = _Clock(limits.seconds)
+        self.result = FoundLayouts(len(found), target)
+        self.waiting: dict[Layout, _Sharding] = {}
+        self.known_bounds: dict[Layout, float] = {}
+        """Bounds of the objective of shardings, by their layout on one pipeline and data rank."""
+        self.simulated: list[Simulated] = []
+        self.too_large: list[Simulated] = []
+        self.bounded: list[tuple[Bound, Layout]] = []
+        """Layouts with a bound from their own blocks that were not simulated."""
+        self.bounds: dict[Layout, Bound] = {}
+        self.best: dict[Objective, list[float]] = {"time": [], "memory": []}
+        """Best simulated values, negative: a heap with the worst one first."""
+        self.peak_ratios = PeakRatios()
+        self.num_expanded = 0
+        self.num_measured = 0
+        self.num_failed = 0
+
+    def run(self) -> FoundLayouts:
+        """The result, with all that fit among the measured ones."""
+        for group in self.candidates.groups:
+            self._add_group(group)
+        self._rank(self.objective, RANKING_SHARE)
+        if not self.simulated:
+            self._rank_leanest()
+        if self.limits.has_front:
+            other: Objective = "memory" if self.objective == "time" else "time"
+            self._rank(other, FRONT_RANKING_SHARE, is_aside=True)
+        if self.limits.splits:
+            self._search_splits()
+        self._measure_best()
+        if self.limits.has_front:
+            self._measure_front()
+        self._count_rest()
+        return self.result
+
+    # ranking
+
+    def _add_group(self, group: LayoutGroup) -> None:
+        """Reject what the states alone do not fit; queue the rest with its sharding."""
+        fitting = []
+        first = group.pipelines[0]
+        for zero in group.zeros:
+            layout = layout_of(group, first, zero)
+            states = self.costs.state_bytes(layout)
+            smallest = self.result.smallest
+            if smallest is None or states < smallest[0]:
+                self.result.smallest = states, layout
+            if states <= self.limits.memory_bytes:
+                fitting.append(zero)
+            else:
+                self.result.rejected[STATES] += len(group.pipelines)
+        if not fitting:
+            return
+        key = group.base.sharding
+        if key not in self.waiting:
+            is_other = key.context != DEFAULT_CONTEXT
+            leanness = LEANEST_FIRST.index(key.recompute)
+            rest = key.micro_size, is_other, leanness, not key.sequence, len(self.waiting)
+            self.waiting[key] = _Sharding(0.0, rest, key, [])
+        self.waiting[key].groups.append((group, tuple(fitting)))
+
+    def _rank(self, objective: Objective, share: float, *, is_aside: bool = False) -> None:
+        """Measure the blocks of shardings and simulate their layouts until no bound in the queue is
+        below the best simulated ones, or this share of the seconds is over.
+
+        Args:
+            is_aside: the ranking serves the front alone.
+        """
+        queue = self._bounded_shardings(objective, is_aside=is_aside)
+        heapq.heapify(queue)
+        while queue:
+            if queue[0].bound >= self._worst_of_best(objective):
+                return
+            has_ended = self.clock.is_over(share if self.simulated else NOTHING_FITS_SHARE)
+            if has_ended and self.num_expanded:
+                self.result.is_out_of_time |= not is_aside
+                return
+            self._expand_next(queue, objective)
+
+    def _expand_next(self, queue: list[_Sharding], objective: Objective) -> None:
+        """Expand the sharding at the head of a queue."""
+        sharding = heapq.heappop(queue)
+        del self.waiting[sharding.key]
+        self.num_expanded += 1
+        self._expand(sharding, objective)
+        num_simulated = self.result.num_simulated
+        self._report(f"{self.result.num_bounded} bounded, {num_simulated} simulated")
+
+    def _bounded_shardings(self, objective: Objective, *, is_aside: bool) -> list[_Sharding]:
+        """The waiting shardings with their bounds, as far as the limit of seconds allows."""
+        by_blocks: dict[object, list[_Sharding]] = {}
+        for sharding in sorted(self.waiting.values(), key=self._plausibility):
+            blocks = sharding.key.block_degrees, sharding.key.sequence
+            by_blocks.setdefault(blocks, []).append(sharding)
+        found: list[_Sharding] = []
+        for shardings in by_blocks.values():
+            if found and not is_aside and self.clock.is_over(BOUNDING_SHARE):
+                self.result.is_out_of_time = True
+                break
+            for sharding in shardings:
+                bound = self._sharding_bound(sharding, objective)
+                if not is_aside:
+                    self.known_bounds[sharding.key] = bound
+                found.append(replace(sharding, bound=bound))
+        return found
+
+    def _plausibility(self, sharding: _Sharding) -> tuple[object, ...]:
+        """Sorts shardings: those that are bounded first."""
+        key = sharding.key
+        tp = key.degree(TP)
+        is_wide = tp > self.costs.speeds.hardware.node
+        return is_wide, tp, not key.sequence, -key.degree(EP), sharding.rest
+
+    def _rank_leanest(self) -> None:
+        """Expand the leanest shardings that have a bound, best bound first, until one layout fits
+        and `RANKING_SHARE` of the seconds is over; without one that fits until all of them are.
+        """
+        bounded = [each for each in self.waiting.values() if each.key in self.known_bounds]
+        leanest = min(map(_leanness, bounded), default=None)
+        queue: list[_Sharding] = []
+        for sharding in bounded:
+            if _leanness(sharding) == leanest:
+                queue.append(replace(sharding, bound=self.known_bounds[sharding.key]))
+        heapq.heapify(queue)
+        while queue:
+            self._expand_next(queue, self.objective)
+            if self.clock.is_over(RANKING_SHARE if self.simulated else 1.0):
+                return
+
+    def _worst_of_best(self, objective: Objective) -> float:
+        best = self.best[objective]
+        num_kept = max(NUM_BEST, self.limits.most_measured)
+        return -best[0] if len(best) >= num_kept else float("inf")
+
+    def _sharding_bound(self, sharding: _Sharding, objective: Objective) -> float:
+        """The least of its layouts, from larger blocks."""
+        bounds = []
+        for group, zeros in sharding.groups:
+            if objective == "time":
+                most_chunks = max(pipeline.chunks for pipeline in group.pipelines)
+                bounds.append(self.costs.group_bound(group.base, most_chunks))
+                continue
+            layout = layout_of(group, group.pipelines[0], zeros[-1])
+            if self.objective == "time":
+                bounds.append(self.costs.state_bytes(layout))
+            else:
+                blocks = self.costs.larger_blocks(layout)
+                bounds.append(self.costs.bound(layout, blocks).peak_bytes)
+        return min(bounds)
+
+    def _expand(self, sharding: _Sharding, objective: Objective) -> None:
+        """Bound the layouts of a sharding by its own blocks, and simulate the better ones."""
+        bounded: list[tuple[Bound, Layout]] = []
+        for layout in self._that_may_fit(sharding):
+            bound = self.costs.bound(layout, self.costs.blocks(layout))
+            self.result.num_bounded += 1
+            if bound.peak_bytes > self.limits.memory_bytes:
+                self.result.rejected[ACTIVATIONS] += 1
+            else:
+                bounded.append((bound, layout))
+        bounded.sort(key=lambda entry: objective_of(entry[0], objective))
+        for bound, layout in bounded:
+            best = self.best[objective]
+            limit = -max(best) * SIMULATED_WITHIN if best else float("inf")
+            is_late = bool(self.simulated) and self.clock.is_over(1.0)
+            if objective_of(bound, objective) > limit or is_late:
+                self.bounded.append((bound, layout))
+            else:
+                self._simulate(layout, bound)
+
+    def _that_may_fit(self, sharding: _Sharding) -> list[Layout]:
+        """The layouts of a sharding whose activations fit as shares of those of larger blocks."""
+        found: list[Layout] = []
+        for group, zeros in sharding.groups:
+            costs = self.costs.larger_blocks(group.base)
+            for pipeline in group.pipelines:
+                for zero in zeros:
+                    layout = layout_of(group, pipeline, zero)
+                    if self.costs.least_peak(layout, costs) > self.limits.memory_bytes:
+                        self.result.rejected[ACTIVATIONS] += 1
+                    else:
+                        found.append(layout)
+        return found
+
+    def _simulate(self, layout: Layout, bound: Bound) -> None:
+        entry = self.costs.simulate(layout)
+        entry = replace(
+            entry,
+            seconds=max(entry.seconds, bound.seconds),
+            peak_bytes=max(entry.peak_bytes, bound.peak_bytes),
+        )
+        self.result.num_simulated += 1
+        self.bounds[layout] = bound
+        if entry.peak_bytes > (1 + PEAK_ERROR) * self.limits.memory_bytes:
+            self.too_large.append(entry)
+            return
+        self.simulated.append(entry)
+        num_kept = max(NUM_BEST, self.limits.most_measured)
+        for objective, best in self.best.items():
+            heapq.heappush(best, -objective_of(entry, objective))
+            if len(best) > num_kept:
+                heapq.heappop(best)
+
+    def _search_splits(self) -> None:
+        """Simulate the best pipelines with other layers a stage."""
+        self.simulated.sort(key=self._order)
+        num_tried = 0
+        for entry in list(self.simulated):
+            if num_tried == MOST_SPLIT or self.clock.is_over(FRONT_RANKING_SHARE):
+                return
+            if not self.costs.can_split(entry.layout):
+                continue
+            num_tried += 1
+            better = best_split(entry, self.costs, self.limits.memory_bytes)
+            if better is not None:
+                bound = self.costs.bound(better.layout, self.costs.blocks(better.layout))
+                self._simulate(better.layout, bound)
+                self.result.num_candidates += 1
+                self.result.num_bounded += 1
+
+    def _order(self, entry: Simulated) -> tuple[object, ...]:
+        """Sorts simulated layouts: the best of the objective first."""
+        if self.objective == "memory":
+            return by_memory(entry)
+        return by_time(entry)
+
+    # measurement
+
+    def _measure_best(self) -> None:
+        """Measure the best simulated layouts until enough of them fit."""
+        self.simulated.sort(key=self._order)
+        while self.simulated and self._may_measure():
+            entry = self._next_to_measure()
+            self.simulated.remove(entry)
+            self._measure(entry)
+        order = by_memory if self.objective == "memory" else by_time
+        self.result.best.sort(key=order)
+
+    def _next_to_measure(self) -> Simulated:
+        """The best simulated layout that is expected to fit; see Note [Peaks of measured layouts]."""
+        if self.num_failed and not self.num_measured and self.clock.is_last_measurement:
+            return min(self.simulated, key=self.peak_ratios.expected_bytes)
+        return self.peak_ratios.first_that_fits(self.simulated, self.limits.memory_bytes)
+
+    def _may_measure(self) -> bool:
+        if (self.num_measured or self.num_failed) and self.clock.is_over(1.0):
+            self.result.is_out_of_time = True
+            return False
+        has_room = self.num_failed < MOST_FAILED * self.limits.most_measured
+        return has_room and self.num_measured < self.limits.most_measured
+
+    def _measure(self, entry: Simulated) -> Found | None:
+        """Measure a layout as a whole; None if it does not fit or cannot be measured."""
+        layout = entry.layout
+        if not self.costs.can_be_measured(layout):
+            self.result.rejected[DEEP] += 1
+            return None
+        self._report(f"measuring {layout.mesh}")
+        begin_s = self.clock.elapsed_s
+        found = Found(layout, self.costs.predict(layout), entry)
+        self.clock.note(begin_s)
+        self.peak_ratios.note(entry, found.peak_bytes)
+        if found.peak_bytes > self.limits.memory_bytes:
+            self.result.rejected[MEASURED] += 1
+            self.num_failed += 1
+            return None
+        self.num_measured += 1
+        self.result.best.append(found)
+        return found
+
+    def _measure_front(self) -> None:
+        """Measure layouts along the Pareto front of those that were simulated."""
+        entries = [entry.simulated for entry in self.result.best if entry.simulated is not None]
+        front = pareto_front([*entries, *self.simulated])
+        self.result.simulated_front = front
+        measured = list(self.result.best)
+        known = {entry.layout for entry in measured}
+        for entry in thinned_front(front, MOST_FRONT + 1):
+            if entry.layout in known or self.clock.is_over(1.0):
+                continue
+            self.simulated.remove(entry)
+            found = self._measure(entry)
+            if found is not None:
+                measured.append(found)
+        self.result.front = pareto_front(measured)
+        order = by_memory if self.objective == "memory" else by_time
+        self.result.best.sort(key=order)
+
+    # what is left
+
+    def _count_rest(self) -> None:
+        """Count the layouts that were not measured, by reason, with their least bound."""
+        result = self.result
+        best = float("inf")
+        if result.best:
+            first = result.best[0]
+            best = first.peak_bytes if self.objective == "memory" else first.seconds
+        result.rejected[SIMULATED_PEAK] += len(self.too_large)
+        left: list[float] = []
+        for entry in self.simulated:
+            result.rejected[SIMULATED_SLOWER] += 1
+            left.append(objective_of(self.bounds[entry.layout], self.objective))
+        for entry in self.too_large:
+            left.append(objective_of(self.bounds[entry.layout], self.objective))
+        for bound, _ in self.bounded:
+            value = objective_of(bound, self.objective)
+            result.rejected[SLOWER if value >= best else OPEN] += 1
+            left.append(value)
+        for sharding in self.waiting.values():
+            known = self.known_bounds.get(sharding.key)
+            if known is None:
+                result.num_unbounded += len(sharding)
+                result.rejected[OPEN] += len(sharding)
+                continue
+            result.rejected[SLOWER if known >= best else OPEN] += len(sharding)
+            left.append(known)
+        below = [value for value in left if value < best]
+        result.next_bound = min(below, default=None)
+        self.simulated.sort(key=self._order)
+        result.next_simulated = self.simulated[0] if self.simulated else None
+
+    def _report(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress(f"{self.clock.elapsed_s:.0f} s: {text}")
+
+
+def _leanness(sharding: _Sharding) -> tuple[int, int]:
+    """Sorts shardings: those with the fewest activations first."""
+    return LEANEST_FIRST.index(sharding.key.recompute), sharding.key.micro_size
+
+
+def layout_of(group: LayoutGroup, pipeline: PipelineChoice, zero: int) -> Layout:
+    """The layout of a group with this schedule and ZeRO stage."""
+    return replace(
+        group.base,
+        zero=zero,
+        schedule=pipeline.schedule,
+        chunks=pipeline.chunks,
+        split=pipeline.split,
+    )

@@ -1,0 +1,134 @@
+"""Short runs for a search: one or a few blocks of each kind under the sharding of a layout, on the meta device."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from pydantic import ValidationError
+
+from weft.config.run import Run, plan_of
+from weft.core.dimension import default_sharding_rule
+from weft.core.model_config import ModelConfig, logical_axes
+from weft.core.shard import first_axes
+from weft.layout.plan import Plan
+from weft.models.common.init import named_parameters
+from weft.parallel.dp import AXIS as DP
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.ep import EXPERTS
+from weft.parallel.tp import AXIS as TP
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.rank_step import RankStep, measure_rank
+from weft.planner.search.layout_choice import Layout
+from weft.train.build import family_of
+from weft.train.init_from import lazy_blocks
+
+NUM_MICROBATCHES = 2
+"""Micro-batches of a short run: only the last one reduces gradients below ZeRO 2."""
+
+
+FEWER_EXPERTS = (16, 32, 64)
+"""Numbers of experts a layer that stand for more of them where each parameter costs the same."""
+
+
+VOCAB = "vocab"
+
+
+class ShortRuns:
+    """Measures a run with fewer blocks.
+
+    Attributes:
+        kinds: name of a block -> name of the first block that equals it.
+        num_runs: that were measured.
+    """
+
+    def __init__(self, run: Run, kinds: Mapping[str, str]) -> None:
+        self.run = run
+        self.measured = MeasuredRun.of(run)
+        self.kinds = kinds
+        self.num_runs = 0
+        self._params: dict[tuple[int, int], dict[str, float]] = {}
+
+    def with_fewer_experts(self) -> ShortRuns:
+        """Runs of the same model with fewer experts a layer, where it has many, and as much smaller
+        a vocabulary: the shares of blocks in all parameters stay about the same.
+        """
+        model = _with_fewer_experts(self.run.model)
+        if model is self.run.model:
+            return self
+        return ShortRuns(self.run.with_values({"model": model}), self.kinds)
+
+    def measure(self, layout: Layout, *, copies: int = 1) -> RankStep:
+        """A step of two micro-batches of the first rank of a layout without pipeline ranks.
+
+        Args:
+            copies: blocks of each kind, where the model has so many.
+        """
+        self.num_runs += 1
+        num_data = layout.degree(DP) * layout.degree(EP)
+        global_size = NUM_MICROBATCHES * num_data * layout.micro_size
+        of_layout = layout.applied_to(self.run)
+        run = of_layout.with_values({"batch.global_size": global_size})
+        plan = self._shortened(plan_of(run), copies)
+        return measure_rank(self.measured.with_plan(plan), 0)
+
+    def _shortened(self, plan: Plan, copies: int) -> Plan:
+        stage = plan.stages[0]
+        counts: Counter[str] = Counter()
+        kept = []
+        for name in stage.blocks:
+            kind = self.kinds[name]
+            counts[kind] += 1
+            if counts[kind] <= copies:
+                kept.append(name)
+        short = stage.model_copy(update={"blocks": tuple(kept)})
+        return plan.model_copy(update={"stages": (short,)})
+
+    def params_of_kinds(self, *, tp: int, ep: int) -> dict[str, float]:
+        """Parameters of each kind of block on a rank."""
+        degrees = (tp, ep)
+        known = self._params.get(degrees)
+        if known is None:
+            known = self._count_params({TP: tp, EP: ep})
+            self._params[degrees] = known
+        return known
+
+    def _count_params(self, degrees: Mapping[str, int]) -> dict[str, float]:
+        model = self.run.model
+        family = family_of(model, self.run.lora)
+        blocks = lazy_blocks(family, model)
+        axes = family.axes(model)
+        counts = {}
+        for kind in dict.fromkeys(self.kinds.values()):
+            count = 0.0
+            for name, param in named_parameters({kind: blocks[kind]}).items():
+                logical = first_axes(logical_axes(name, axes))
+                count += param.numel() / num_shards(logical, degrees)
+            counts[kind] = count
+        return counts
+
+
+def _with_fewer_experts(model: ModelConfig) -> ModelConfig:
+    """The model with the smallest of `FEWER_EXPERTS` that it takes; itself where it takes none."""
+    num_experts = model.axis_sizes().get(EXPERTS, 0)
+    if EXPERTS not in type(model).model_fields:
+        return model
+    for fewer in FEWER_EXPERTS:
+        if fewer >= num_experts:
+            break
+        changed = {**model.model_dump(), EXPERTS: fewer}
+        if VOCAB in changed:
+            changed[VOCAB] = max(1, changed[VOCAB] * fewer // num_experts)
+        try:
+            return type(model).model_validate(changed)
+        except ValidationError:  # top_k is larger, or groups do not divide them
+            continue
+    return model
+
+
+def num_shards(logical: Iterable[str], degrees: Mapping[str, int]) -> int:
+    """Shards of a parameter with these logical axes under the degrees of mesh axes."""
+    rule = default_sharding_rule()
+    sharding = {rule[axis] for axis in logical if axis in rule}
+    return math.prod(degrees.get(axis, 1) for axis in sharding)
