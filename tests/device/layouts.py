@@ -56,7 +56,7 @@ LAYOUTS = (
     Layout("", "--parallel.recompute full", is_slow=True),
     Layout("", "--parallel.recompute selective", is_slow=True),
     Layout("dp2", is_slow=True),
-    Layout("dp2", f"--parallel.zero 1 {BF16}", rank=1),
+    Layout("dp2", f"--parallel.zero 1 {BF16}", rank=1, is_slow=True),
     Layout("dp2", "--parallel.zero 2", is_slow=True),
     Layout("dp2", f"--parallel.zero 3 {BF16}", measures_layers=True, checks_streams=True),
     Layout("tp2", rank=1, is_slow=True),

@@ -40,6 +40,7 @@ SLOW_PAGES = {
     "docs/clusters.md",
     "docs/data.md",
     "docs/devices.md",
+    "docs/faults.md",
     "docs/finetuning.md",
     "docs/generate.md",
     "docs/hardware.md",
