@@ -19,8 +19,9 @@ from weft.planner.search.candidates import Space, candidates, factorizations, ne
 from weft.planner.search.found_layouts import FoundLayouts, PeakRatios, pareto_front, thinned_front
 from weft.planner.search.layout_choice import Layout, read_layout
 from weft.planner.search.layout_costs import LayoutCosts, Simulated
+from weft.planner.search.limits import SearchLimits
 from weft.planner.search.plan_report import nothing_fits_text
-from weft.planner.search.search import SearchLimits, search
+from weft.planner.search.search import search
 from weft.planner.search.short_runs import ShortRuns
 from weft.planner.search.stage_split import best_split, moves
 from weft.planner.search.why_not import rule_lines, smaller_change

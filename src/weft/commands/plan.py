@@ -238,6 +238,7 @@ def _search(
     is_json: bool,
 ) -> int:
     from weft.planner.search.layout_costs import LayoutCosts  # late: they import torch
+    from weft.planner.search.limits import SearchLimits
     from weft.planner.search.plan_report import (
         Rates,
         nothing_fits_text,
@@ -245,7 +246,7 @@ def _search(
         search_json,
         search_text,
     )
-    from weft.planner.search.search import SearchLimits, search
+    from weft.planner.search.search import search
     from weft.planner.search.why_not import too_large_lines, why_lines
     from weft.planner.simulate.site_costs import site_json
     from weft.planner.simulate.speeds import Speeds

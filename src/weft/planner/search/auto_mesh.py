@@ -11,7 +11,8 @@ from weft.planner.search.candidates import Candidates
 from weft.planner.search.found_layouts import Found, by_time
 from weft.planner.search.layout_choice import Layout
 from weft.planner.search.layout_costs import LayoutCosts
-from weft.planner.search.search import SearchLimits, search
+from weft.planner.search.limits import SearchLimits
+from weft.planner.search.search import search
 from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
 

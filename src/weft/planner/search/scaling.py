@@ -9,7 +9,8 @@ from typing import Literal
 from weft.planner.search.candidates import Space, candidates
 from weft.planner.search.found_layouts import Found
 from weft.planner.search.layout_costs import LayoutCosts
-from weft.planner.search.search import SearchLimits, search
+from weft.planner.search.limits import SearchLimits
+from weft.planner.search.search import search
 
 MOST_MEASURED = 2
 """Layouts that are measured for each number of devices."""

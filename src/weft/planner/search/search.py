@@ -7,9 +7,8 @@ Note [Best first]
     are measured, and each of its layouts (order and degrees of pp and dp, ZeRO stage, schedule,
     chunks) gets a bound from them; those whose bound is near the best are simulated. Before that,
     layouts are left out whose activations do not fit as shares of those of larger blocks: these are
-    measured once for many shardings. All that ends when
-    no bound in the queue is below the best simulated ones, as many as are measured. Pipelines
-    among the best are also simulated with other layers a stage (stage_split.py). Then the best are
+    measured once for many shardings. All that ends when no bound in the queue is below the best
+    simulated ones, as many as are measured. Pipelines among the best are also simulated with other layers a stage (stage_split.py). Then the best are
     measured as a whole and predicted, best first, until enough fit. The winner is proven the best
     where no bound of a layout that was not measured is below it.
 
@@ -23,28 +22,16 @@ Note [Peaks of measured layouts]
     layouts with the same pipeline and recomputation are taken to be larger by the same ratio, so
     that layouts which differ in a detail are not measured one after the other and found too large.
     Where no layout fits and there is time for one more measurement, the smallest one is measured.
-
-Note [Time limit]
-    With a limit of seconds (of one core), bounds from larger blocks are measured for
-    `BOUNDING_SHARE` of it, most plausible shardings first: tp within a node, and of these the
-    smallest; the others stay without a bound. Simulations end after `RANKING_SHARE`. Where the
-    shardings with the best bounds were found not to fit until `NOTHING_FITS_SHARE`, the rest of the
-    ranking takes the leanest alone: full recomputation and the smallest micro-batch. No layout is measured as a
-    whole that would end after the limit, if it took as long as the longest one so far; the first one
-    is made in any case. Without a limit the result is the same on every machine.
 """
 
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Literal
 
-from weft.parallel.ep import AXIS as EP
-from weft.parallel.tp import AXIS as TP
-from weft.planner.search.candidates import Candidates, LayoutGroup, PipelineChoice
+from weft.planner.search.candidates import Candidates, LayoutGroup
 from weft.planner.search.found_layouts import (
     ACTIVATIONS,
     DEEP,
@@ -65,19 +52,26 @@ from weft.planner.search.found_layouts import (
 )
 from weft.planner.search.layout_choice import DEFAULT_CONTEXT, Layout
 from weft.planner.search.layout_costs import Bound, LayoutCosts, Simulated
+from weft.planner.search.limits import (
+    BOUNDING_SHARE,
+    FRONT_RANKING_SHARE,
+    NOTHING_FITS_SHARE,
+    RANKING_SHARE,
+    Clock,
+    SearchLimits,
+)
+from weft.planner.search.shardings import (
+    LEANEST_FIRST,
+    Sharding,
+    layout_of,
+    leanness,
+    plausibility,
+)
 from weft.planner.search.stage_split import best_split
 
-HEADROOM = 0.1
-"""Share of the memory that stays free: the driver, communication buffers and fragmentation."""
-MOST_MEASURED = 8
-"""Layouts that a search measures."""
 MOST_FAILED = 3
 """Layouts that are measured and do not fit, for each one that may be measured."""
 NUM_BEST = 3
-RANKING_SHARE, FRONT_RANKING_SHARE = 0.42, 0.58
-"""Of the seconds of a search, after which the ranking by the target ends, and the other one."""
-BOUNDING_SHARE, NOTHING_FITS_SHARE = 0.25, 0.34
-"""Of the seconds of a search; see Note [Time limit]."""
 SIMULATED_WITHIN = 1.5
 """A layout is simulated where its bound is at most so many times the best simulated one."""
 PEAK_ERROR = 0.05
@@ -86,28 +80,8 @@ MOST_FRONT = 3
 """Layouts of the Pareto front that are measured besides the best ones."""
 MOST_SPLIT = 6
 """Pipelines whose layers a stage are searched."""
-LEANEST_FIRST = ("full", "selective", "none")
 Objective = Literal["time", "memory"]
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class SearchLimits:
-    """When a search ends.
-
-    Attributes:
-        memory_bytes: that a rank may use.
-        most_measured: layouts that are measured.
-        seconds: for all; None: no limit. See Note [Time limit].
-        has_front: whether a Pareto front of time and memory is looked for.
-        splits: whether the layers of pipeline stages are searched.
-    """
-
-    memory_bytes: float
-    most_measured: int = MOST_MEASURED
-    seconds: float | None = None
-    has_front: bool = True
-    splits: bool = True
 
 
 def search(
@@ -124,56 +98,6 @@ def search(
         progress: takes a line of text now and then.
     """
     return _LayoutSearch(found, costs, limits, target, progress).run()
-
-
-class _Clock:
-    """Seconds since the begin of a search; see Note [Time limit]."""
-
-    def __init__(self, limit_s: float | None) -> None:
-        self.limit_s = limit_s
-        self.begin = time.process_time()
-        self.longest_s = 0.0
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.process_time() - self.begin
-
-    def is_over(self, share: float) -> bool:
-        """Whether this share of the limit is over, or would be after one more measurement."""
-        if self.limit_s is None:
-            return False
-        ahead_s = self.longest_s if share == 1.0 else 0.0
-        return self.elapsed_s + ahead_s > share * self.limit_s
-
-    @property
-    def is_last_measurement(self) -> bool:
-        """Whether the limit leaves time for one more measurement, but not for two."""
-        if self.limit_s is None:
-            return False
-        return self.elapsed_s + 2 * self.longest_s > self.limit_s
-
-    def note(self, begin_s: float) -> None:
-        """A measurement that began then has ended."""
-        self.longest_s = max(self.longest_s, self.elapsed_s - begin_s)
-
-
-@dataclass(order=True)
-class _Sharding:
-    """Groups of layouts with equal sharding, by a lower bound of the objective.
-
-    Attributes:
-        rest: decides between equal bounds.
-        key: the sharding, as a layout on one pipeline and data rank.
-        groups: with the ZeRO stages whose states fit.
-    """
-
-    bound: float
-    rest: tuple[int, ...]
-    key: Layout = field(compare=False)
-    groups: list[tuple[LayoutGroup, tuple[int, ...]]] = field(compare=False)
-
-    def __len__(self) -> int:
-        return sum(len(group.pipelines) * len(zeros) for group, zeros in self.groups)
 
 
 def objective_of(value: Bound | Simulated, objective: Objective) -> float:
@@ -197,9 +121,9 @@ class _LayoutSearch:
         self.limits = limits
         self.objective: Objective = "memory" if target == "memory" else "time"
         self.progress = progress
-        self.clock = _Clock(limits.seconds)
+        self.clock = Clock(limits.seconds)
         self.result = FoundLayouts(len(found), target)
-        self.waiting: dict[Layout, _Sharding] = {}
+        self.waiting: dict[Layout, Sharding] = {}
         self.known_bounds: dict[Layout, float] = {}
         """Bounds of the objective of shardings, by their layout on one pipeline and data rank."""
         self.simulated: list[Simulated] = []
@@ -255,7 +179,7 @@ class _LayoutSearch:
             is_other = key.context != DEFAULT_CONTEXT
             leanness = LEANEST_FIRST.index(key.recompute)
             rest = key.micro_size, is_other, leanness, not key.sequence, len(self.waiting)
-            self.waiting[key] = _Sharding(0.0, rest, key, [])
+            self.waiting[key] = Sharding(0.0, rest, key, [])
         self.waiting[key].groups.append((group, tuple(fitting)))
 
     def _rank(self, objective: Objective, share: float, *, is_aside: bool = False) -> None:
@@ -276,7 +200,7 @@ class _LayoutSearch:
                 return
             self._expand_next(queue, objective)
 
-    def _expand_next(self, queue: list[_Sharding], objective: Objective) -> None:
+    def _expand_next(self, queue: list[Sharding], objective: Objective) -> None:
         """Expand the sharding at the head of a queue."""
         sharding = heapq.heappop(queue)
         del self.waiting[sharding.key]
@@ -285,13 +209,18 @@ class _LayoutSearch:
         num_simulated = self.result.num_simulated
         self._report(f"{self.result.num_bounded} bounded, {num_simulated} simulated")
 
-    def _bounded_shardings(self, objective: Objective, *, is_aside: bool) -> list[_Sharding]:
+    def _bounded_shardings(self, objective: Objective, *, is_aside: bool) -> list[Sharding]:
         """The waiting shardings with their bounds, as far as the limit of seconds allows."""
-        by_blocks: dict[object, list[_Sharding]] = {}
-        for sharding in sorted(self.waiting.values(), key=self._plausibility):
+        node = self.costs.speeds.hardware.node
+
+        def plausible_first(sharding: Sharding) -> tuple[object, ...]:
+            return plausibility(sharding, node)
+
+        by_blocks: dict[object, list[Sharding]] = {}
+        for sharding in sorted(self.waiting.values(), key=plausible_first):
             blocks = sharding.key.block_degrees, sharding.key.sequence
             by_blocks.setdefault(blocks, []).append(sharding)
-        found: list[_Sharding] = []
+        found: list[Sharding] = []
         for shardings in by_blocks.values():
             if found and not is_aside and self.clock.is_over(BOUNDING_SHARE):
                 self.result.is_out_of_time = True
@@ -303,22 +232,15 @@ class _LayoutSearch:
                 found.append(replace(sharding, bound=bound))
         return found
 
-    def _plausibility(self, sharding: _Sharding) -> tuple[object, ...]:
-        """Sorts shardings: those that are bounded first."""
-        key = sharding.key
-        tp = key.degree(TP)
-        is_wide = tp > self.costs.speeds.hardware.node
-        return is_wide, tp, not key.sequence, -key.degree(EP), sharding.rest
-
     def _rank_leanest(self) -> None:
         """Expand the leanest shardings that have a bound, best bound first, until one layout fits
         and `RANKING_SHARE` of the seconds is over; without one that fits until all of them are.
         """
         bounded = [each for each in self.waiting.values() if each.key in self.known_bounds]
-        leanest = min(map(_leanness, bounded), default=None)
-        queue: list[_Sharding] = []
+        leanest = min(map(leanness, bounded), default=None)
+        queue: list[Sharding] = []
         for sharding in bounded:
-            if _leanness(sharding) == leanest:
+            if leanness(sharding) == leanest:
                 queue.append(replace(sharding, bound=self.known_bounds[sharding.key]))
         heapq.heapify(queue)
         while queue:
@@ -331,7 +253,7 @@ class _LayoutSearch:
         num_kept = max(NUM_BEST, self.limits.most_measured)
         return -best[0] if len(best) >= num_kept else float("inf")
 
-    def _sharding_bound(self, sharding: _Sharding, objective: Objective) -> float:
+    def _sharding_bound(self, sharding: Sharding, objective: Objective) -> float:
         """The least of its layouts, from larger blocks."""
         bounds = []
         for group, zeros in sharding.groups:
@@ -347,7 +269,7 @@ class _LayoutSearch:
                 bounds.append(self.costs.bound(layout, blocks).peak_bytes)
         return min(bounds)
 
-    def _expand(self, sharding: _Sharding, objective: Objective) -> None:
+    def _expand(self, sharding: Sharding, objective: Objective) -> None:
         """Bound the layouts of a sharding by its own blocks, and simulate the better ones."""
         bounded: list[tuple[Bound, Layout]] = []
         for layout in self._that_may_fit(sharding):
@@ -367,7 +289,7 @@ class _LayoutSearch:
             else:
                 self._simulate(layout, bound)
 
-    def _that_may_fit(self, sharding: _Sharding) -> list[Layout]:
+    def _that_may_fit(self, sharding: Sharding) -> list[Layout]:
         """The layouts of a sharding whose activations fit as shares of those of larger blocks."""
         found: list[Layout] = []
         for group, zeros in sharding.groups:
@@ -521,19 +443,3 @@ class _LayoutSearch:
     def _report(self, text: str) -> None:
         if self.progress is not None:
             self.progress(f"{self.clock.elapsed_s:.0f} s: {text}")
-
-
-def _leanness(sharding: _Sharding) -> tuple[int, int]:
-    """Sorts shardings: those with the fewest activations first."""
-    return LEANEST_FIRST.index(sharding.key.recompute), sharding.key.micro_size
-
-
-def layout_of(group: LayoutGroup, pipeline: PipelineChoice, zero: int) -> Layout:
-    """The layout of a group with this schedule and ZeRO stage."""
-    return replace(
-        group.base,
-        zero=zero,
-        schedule=pipeline.schedule,
-        chunks=pipeline.chunks,
-        split=pipeline.split,
-    )
