@@ -3,14 +3,15 @@
 Note [Best first]
     Layouts with equal sharding (degrees of tp, cp and ep, micro-batch, recomputation, sequence
     parallelism, method of context parallelism) have equal blocks. Shardings wait in a queue by a
-    lower bound of the target, from larger blocks. At the head of it, the blocks of a sharding
-    are measured, and each of its layouts (order and degrees of pp and dp, ZeRO stage, schedule,
-    chunks) gets a bound from them; those whose bound is near the best are simulated. Before that,
-    layouts are left out whose activations do not fit as shares of those of larger blocks: these are
+    lower bound of the target, from larger blocks. At the head of it, the blocks of a sharding are
+    measured, and each of its layouts (order and degrees of pp and dp, ZeRO stage, schedule, chunks)
+    gets a bound from them; those whose bound is near the best are simulated. Before that, layouts
+    are left out whose activations do not fit as shares of those of larger blocks: these are
     measured once for many shardings. All that ends when no bound in the queue is below the best
-    simulated ones, as many as are measured. Pipelines among the best are also simulated with other layers a stage (stage_split.py). Then the best are
-    measured as a whole and predicted, best first, until enough fit. The winner is proven the best
-    where no bound of a layout that was not measured is below it.
+    simulated ones, as many as are measured. Pipelines among the best are also simulated with other
+    layers a stage (stage_split.py). Then the best are measured as a whole and predicted, best
+    first, until enough fit. The winner is proven the best where no bound of a layout that was not
+    measured is below it.
 
 Note [Two targets]
     Ranked by time, lean layouts are never reached: those with recomputation, small micro-batches and
