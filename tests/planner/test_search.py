@@ -347,7 +347,11 @@ def test_a_plan_over_sites_has_the_account_of_their_exchange(
 
 def test_many_experts_are_measured_as_few() -> None:
     """Costs of a parameter are the same; see `ShortRuns.with_fewer_experts`."""
-    run = run_of("--model.name qwen3-moe --model.experts 128 --model.vocab 1024")
+    tiny = run_of("--model.name qwen3-moe --model.experts 128 --model.vocab 1024")
+    small_blocks = ShortRuns(tiny, {"layer0": "layer0"})
+    assert small_blocks.with_fewer_experts() is small_blocks, "launches would count"
+    wide = {"dim": 2048, "expert_ffn": 1024}
+    run = tiny.with_values({"model": tiny.model.model_copy(update=wide)})
     runs = ShortRuns(run, {"layer0": "layer0"})
     fewer = runs.with_fewer_experts().run.model
     assert fewer.axis_sizes()["experts"] == 16
@@ -359,7 +363,8 @@ def test_many_experts_are_measured_as_few() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_zero_costs_a_parameter_the_same_with_fewer_experts(zero: int) -> None:
-    words = "--model.name deepseek --model.experts 64 --model.layers 6"
+    words = "--model.name deepseek --model.experts 64 --model.layers 6 --model.dim 2048"
+    words += " --model.expert_ffn 1024"
     costs = LayoutCosts(run_of(words), Speeds(find_hardware("h100")))
     table = CostTable(costs.speeds)
     runs = costs.runs.with_fewer_experts()

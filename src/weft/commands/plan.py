@@ -303,7 +303,9 @@ def _show_progress(text: str) -> None:
 
 
 def _head(run: Run, hardware: Hardware, speeds: str, *, num_devices: int, target: str) -> list[str]:
-    """What is searched, on what, and the order of the layouts."""
+    """What is searched, on what, and the order of the layouts, in 80 columns."""
+    from weft.planner.search.plan_report import wrapped
+
     model = run.model.preset or run.model.name
     lines = [
         f"layouts of {model} on {num_devices} devices, {ORDER_OF[target]}",
@@ -312,7 +314,7 @@ def _head(run: Run, hardware: Hardware, speeds: str, *, num_devices: int, target
     note = hardware.slow_compute_note(run.precision.compute)
     if note:
         lines.append(note)
-    return lines
+    return [part for line in lines for part in wrapped(line)]
 
 
 def site_costs_of(best: Found, settings: SiteConfig) -> SiteCosts | None:

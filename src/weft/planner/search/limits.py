@@ -5,9 +5,12 @@ Note [Time limit]
     `BOUNDING_SHARE` of it, most plausible shardings first: tp within a node, and of these the
     smallest; the others stay without a bound. Simulations end after `RANKING_SHARE`. Where the
     shardings with the best bounds were found not to fit until `NOTHING_FITS_SHARE`, the rest of the
-    ranking takes the leanest alone: full recomputation and the smallest micro-batch. No layout is measured as a
-    whole that would end after the limit, if it took as long as the longest one so far; the first one
-    is made in any case. Without a limit the result is the same on every machine.
+    ranking takes the leanest alone: full recomputation and the smallest micro-batch. A ranking that
+    the limit has ended goes on to `NEIGHBOURS_SHARE` beside the best layout found, with the
+    shardings that differ from it in one option: a good layout has often a better one there, say
+    with a larger micro-batch. No layout is measured as a whole that would end after the limit, if
+    it took as long as the longest one so far; the first one is made in any case. Without a limit
+    the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ MOST_MEASURED = 8
 """Layouts that a search measures."""
 RANKING_SHARE, FRONT_RANKING_SHARE = 0.42, 0.58
 """Of the seconds of a search, after which the ranking by the target ends, and the other one."""
-BOUNDING_SHARE, NOTHING_FITS_SHARE = 0.25, 0.34
+BOUNDING_SHARE, NOTHING_FITS_SHARE, NEIGHBOURS_SHARE = 0.25, 0.34, 0.5
 """Of the seconds of a search; see Note [Time limit]."""
 
 

@@ -56,6 +56,7 @@ from weft.planner.search.layout_costs import Bound, LayoutCosts, Simulated
 from weft.planner.search.limits import (
     BOUNDING_SHARE,
     FRONT_RANKING_SHARE,
+    NEIGHBOURS_SHARE,
     NOTHING_FITS_SHARE,
     RANKING_SHARE,
     Clock,
@@ -66,6 +67,7 @@ from weft.planner.search.shardings import (
     Sharding,
     layout_of,
     leanness,
+    neighbours,
     plausibility,
 )
 from weft.planner.search.stage_split import best_split
@@ -146,6 +148,7 @@ class _LayoutSearch:
         self._rank(self.objective, RANKING_SHARE)
         if not self.simulated:
             self._rank_leanest()
+        self._rank_neighbours()
         if self.limits.has_front:
             other: Objective = "memory" if self.objective == "time" else "time"
             self._rank(other, FRONT_RANKING_SHARE, is_aside=True)
@@ -248,6 +251,23 @@ class _LayoutSearch:
             self._expand_next(queue, self.objective)
             if self.clock.is_over(RANKING_SHARE if self.simulated else 1.0):
                 return
+
+    def _rank_neighbours(self) -> None:
+        """Expand the shardings beside the one of the best layout, as long as some have a bound below
+        the best simulated ones; see Note [Time limit].
+        """
+        while self.simulated and not self.clock.is_over(NEIGHBOURS_SHARE):
+            best = min(self.simulated, key=self._order)
+            limit = self._worst_of_best(self.objective)
+            bounded: list[Sharding] = []
+            for sharding in self.waiting.values():
+                bound = self.known_bounds.get(sharding.key, limit)
+                if bound < limit:
+                    bounded.append(replace(sharding, bound=bound))
+            beside = neighbours(best.layout, bounded)
+            if not beside:
+                return
+            self._expand_next(beside[:1], self.objective)
 
     def _worst_of_best(self, objective: Objective) -> float:
         best = self.best[objective]

@@ -1,7 +1,9 @@
-"""Groups of layouts with equal sharding, as a search takes them: their bound, and which come first."""
+"""Groups of layouts with equal sharding, as a search takes them: their bound, and which come first or next."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from weft.parallel.ep import AXIS as EP
@@ -46,6 +48,30 @@ def plausibility(sharding: Sharding, node: int) -> tuple[object, ...]:
 def leanness(sharding: Sharding) -> tuple[int, int]:
     """Sorts shardings: those with the fewest activations first."""
     return LEANEST_FIRST.index(sharding.key.recompute), sharding.key.micro_size
+
+
+def num_differences(first: Layout, second: Layout) -> int:
+    """Options in which two shardings differ."""
+    names = ("degrees", "recompute", "sequence", "context", "micro_size")
+    return sum(getattr(first, name) != getattr(second, name) for name in names)
+
+
+def neighbours(best: Layout, waiting: Iterable[Sharding]) -> list[Sharding]:
+    """The shardings that differ from the one of the best layout in one option, not in the degrees;
+    first those with the nearest micro-batch, of these the ones with the least bound.
+    """
+    key = best.sharding
+
+    def nearest_first(sharding: Sharding) -> tuple[float, Sharding]:
+        ratio = sharding.key.micro_size / key.micro_size
+        return abs(math.log(ratio)), sharding
+
+    found: list[Sharding] = []
+    for sharding in waiting:
+        has_its_degrees = sharding.key.degrees == key.degrees
+        if has_its_degrees and num_differences(sharding.key, key) == 1:
+            found.append(sharding)
+    return sorted(found, key=nearest_first)
 
 
 def layout_of(group: LayoutGroup, pipeline: PipelineChoice, zero: int) -> Layout:

@@ -30,8 +30,10 @@ NUM_MICROBATCHES = 2
 
 FEWER_EXPERTS = (16, 32, 64)
 """Numbers of experts a layer that stand for more of them where each parameter costs the same."""
-
-
+LEAST_PARAMS = 50e6
+"""Of the largest block with fewer experts. Kernels over fewer parameters take the time of their
+launch, so that each parameter would cost more than with all experts.
+"""
 VOCAB = "vocab"
 
 
@@ -52,12 +54,15 @@ class ShortRuns:
 
     def with_fewer_experts(self) -> ShortRuns:
         """Runs of the same model with fewer experts a layer, where it has many, and as much smaller
-        a vocabulary: the shares of blocks in all parameters stay about the same.
+        a vocabulary: the shares of blocks in all parameters stay about the same. Itself where
+        blocks would be small; see `LEAST_PARAMS`.
         """
         model = _with_fewer_experts(self.run.model)
         if model is self.run.model:
             return self
-        return ShortRuns(self.run.with_values({"model": model}), self.kinds)
+        fewer = ShortRuns(self.run.with_values({"model": model}), self.kinds)
+        sizes = fewer.params_of_kinds(tp=1, ep=1)
+        return fewer if max(sizes.values()) >= LEAST_PARAMS else self
 
     def measure(self, layout: Layout, *, copies: int = 1) -> RankStep:
         """A step of two micro-batches of the first rank of a layout without pipeline ranks.
