@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 MOST_MEASURED = 8
 """Layouts that a search measures."""
-RANKING_SHARE, FRONT_RANKING_SHARE = 0.42, 0.58
+RANKING_SHARE, FRONT_RANKING_SHARE = 0.42, 0.56
 """Of the seconds of a search, after which the ranking by the target ends, and the other one."""
-BOUNDING_SHARE, NOTHING_FITS_SHARE, NEIGHBOURS_SHARE = 0.25, 0.34, 0.5
+BOUNDING_SHARE, NOTHING_FITS_SHARE, NEIGHBOURS_SHARE = 0.25, 0.34, 0.62
 """Of the seconds of a search; see Note [Time limit]."""
+SPLITS_SHARE = 0.68
+"""Of the seconds of a search, after which no more layers of pipeline stages are tried."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ Note [Best first]
 Note [Two targets]
     Ranked by time, lean layouts are never reached: those with recomputation, small micro-batches and
     high ZeRO stages. So a part of the seconds ranks by memory; for the Pareto front layouts of
-    both rankings are taken.
+    both rankings are taken. Layouts of that ranking whose bound of the target is below the best ones
+    are simulated, too: bounds of time without recomputation are so low that others wait behind them.
 
 Note [Peaks of measured layouts]
     A simulated peak may be some percent too small. Where a measured one is larger, the peaks of the
@@ -59,12 +60,14 @@ from weft.planner.search.limits import (
     NEIGHBOURS_SHARE,
     NOTHING_FITS_SHARE,
     RANKING_SHARE,
+    SPLITS_SHARE,
     Clock,
     SearchLimits,
 )
 from weft.planner.search.shardings import (
     LEANEST_FIRST,
     Sharding,
+    holds_more,
     layout_of,
     leanness,
     neighbours,
@@ -129,6 +132,8 @@ class _LayoutSearch:
         self.waiting: dict[Layout, Sharding] = {}
         self.known_bounds: dict[Layout, float] = {}
         """Bounds of the objective of shardings, by their layout on one pipeline and data rank."""
+        self.none_fits: list[Layout] = []
+        """Shardings of which no layout fits."""
         self.simulated: list[Simulated] = []
         self.too_large: list[Simulated] = []
         self.bounded: list[tuple[Bound, Layout]] = []
@@ -148,10 +153,10 @@ class _LayoutSearch:
         self._rank(self.objective, RANKING_SHARE)
         if not self.simulated:
             self._rank_leanest()
-        self._rank_neighbours()
         if self.limits.has_front:
             other: Objective = "memory" if self.objective == "time" else "time"
             self._rank(other, FRONT_RANKING_SHARE, is_aside=True)
+        self._rank_neighbours()
         if self.limits.splits:
             self._search_splits()
         self._measure_best()
@@ -305,13 +310,18 @@ class _LayoutSearch:
             best = self.best[objective]
             limit = -max(best) * SIMULATED_WITHIN if best else float("inf")
             is_late = bool(self.simulated) and self.clock.is_over(1.0)
-            if objective_of(bound, objective) > limit or is_late:
-                self.bounded.append((bound, layout))
-            else:
+            is_near = objective_of(bound, objective) <= limit  # see Note [Two targets]
+            may_be_best = objective_of(bound, self.objective) < self._worst_of_best(self.objective)
+            if (is_near or may_be_best) and not is_late:
                 self._simulate(layout, bound)
+            else:
+                self.bounded.append((bound, layout))
 
     def _that_may_fit(self, sharding: Sharding) -> list[Layout]:
         """The layouts of a sharding whose activations fit as shares of those of larger blocks."""
+        if any(holds_more(sharding.key, other) for other in self.none_fits):
+            self.result.rejected[ACTIVATIONS] += len(sharding)
+            return []
         found: list[Layout] = []
         for group, zeros in sharding.groups:
             costs = self.costs.larger_blocks(group.base)
@@ -322,6 +332,8 @@ class _LayoutSearch:
                         self.result.rejected[ACTIVATIONS] += 1
                     else:
                         found.append(layout)
+        if not found:
+            self.none_fits.append(sharding.key)
         return found
 
     def _simulate(self, layout: Layout, bound: Bound) -> None:
@@ -348,7 +360,7 @@ class _LayoutSearch:
         self.simulated.sort(key=self._order)
         num_tried = 0
         for entry in list(self.simulated):
-            if num_tried == MOST_SPLIT or self.clock.is_over(FRONT_RANKING_SHARE):
+            if num_tried == MOST_SPLIT or self.clock.is_over(SPLITS_SHARE):
                 return
             if not self.costs.can_split(entry.layout):
                 continue

@@ -50,6 +50,17 @@ def leanness(sharding: Sharding) -> tuple[int, int]:
     return LEANEST_FIRST.index(sharding.key.recompute), sharding.key.micro_size
 
 
+def holds_more(key: Layout, other: Layout) -> bool:
+    """Whether the layouts of a sharding hold at least the activations of another one's: the same
+    but for less recomputation or larger micro-batches, of which at least as many samples are in
+    flight.
+    """
+    if (key.degrees, key.sequence, key.context) != (other.degrees, other.sequence, other.context):
+        return False
+    is_leaner = LEANEST_FIRST.index(key.recompute) < LEANEST_FIRST.index(other.recompute)
+    return key.micro_size >= other.micro_size and not is_leaner
+
+
 def num_differences(first: Layout, second: Layout) -> int:
     """Options in which two shardings differ."""
     names = ("degrees", "recompute", "sequence", "context", "micro_size")
