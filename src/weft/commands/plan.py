@@ -306,7 +306,7 @@ def _head(run: Run, hardware: Hardware, speeds: str, *, num_devices: int, target
     """What is searched, on what, and the order of the layouts, in 80 columns."""
     from weft.planner.search.plan_report import wrapped
 
-    model = run.model.preset or run.model.name
+    model = _model_label(run)
     lines = [
         f"layouts of {model} on {num_devices} devices, {ORDER_OF[target]}",
         f"{hardware.label}; speeds: {speeds}",
@@ -315,6 +315,16 @@ def _head(run: Run, hardware: Hardware, speeds: str, *, num_devices: int, target
     if note:
         lines.append(note)
     return [part for line in lines for part in wrapped(line)]
+
+
+def _model_label(run: Run) -> str:
+    """Its preset, and whether it has other sizes than that."""
+    from weft.models import PRESETS
+
+    preset = PRESETS.get(run.model.preset or "")
+    if preset is None or run.model.architecture == preset.model_dump():
+        return run.model.label
+    return f"{run.model.label} with other sizes"
 
 
 def site_costs_of(best: Found, settings: SiteConfig) -> SiteCosts | None:
