@@ -627,6 +627,7 @@ def test_what_cannot_be_resumed_is_one_line_before_the_start(
     message = line.format(tmp=spoilt[0])
     assert any(message in each for each in told), told
     assert len(told) == 1 or case == "another family"
+    assert all(each.count("Fix: ") <= 1 for each in told), "one fix a line"
 
 
 def test_it_is_reported_before_torch_is_imported(spoilt):

@@ -307,7 +307,10 @@ def test_the_standard_library_stops_at_its_limit(monkeypatch):
     ("content", "line"),
     [
         (None, "no such file or folder (got '{path}')"),
-        (b"", "is empty (got 0 bytes in {path}; need some text or tokens)"),
+        (
+            b"",
+            "is empty (got 0 bytes in {path}; need some text or tokens). Fix: name a file or folder with text",
+        ),
         (
             b"1234",
             "{path} is too short (got 4 tokens; need at least 5 = data.seq_len + 1). Fix: --data.seq_len 3",

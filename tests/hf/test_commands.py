@@ -192,7 +192,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "no config.json": (
         without("config.json"),
         IMPORT,
-        "error: model.from_hf: {hf}/config.json: no such file",
+        "error: model.from_hf: {hf}/config.json: no such file. Fix: name a folder that transformers has saved",
     ),
     "no weights": (
         without("model.safetensors"),

@@ -119,6 +119,8 @@ def problems(
         yield f"{len(errors)} error lines of {len(lines)}"
     if case.line not in report["err"]:
         yield f"no {case.line!r}"
+    if any(line.count("Fix: ") > 1 for line in errors):
+        yield "a line with two fixes"
     if not report["err"].replace("\n", "").isprintable():
         yield "control characters"
     if report["out"]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,8 @@ def _not_found_faults(
     run.
     """
     if found.faults:
-        what = (
-            f"no checkpoint of {run_folder_of(resume, out)} is valid; the newest: {found.faults[0]}"
-        )
+        newest = replace(found.faults[0], fix="")
+        what = f"no checkpoint of {run_folder_of(resume, out)} is valid; the newest: {newest}"
         return (Fault(KEY, what, fix="move the ckpt folder away to start a new run"),)
     if resume == AUTO:
         return ()

@@ -134,7 +134,15 @@ def _tokenize_in_memory(
         lengths.append(len(tokens))
     if not ids:
         got = f"no text in {file_names(files)}"
-        raise DataError(Fault(KEY, "is empty", got=got, need="some text or tokens"))
+        raise DataError(
+            Fault(
+                KEY,
+                "is empty",
+                got=got,
+                need="some text or tokens",
+                fix="name a file or folder with text",
+            )
+        )
     tokens_in_memory = np.array(ids, dtype=np.uint32)
     return TokenStream(
         files=files[:1],

@@ -232,7 +232,15 @@ def open_stream(
     )
     if not len(stream):
         got = f"0 bytes in {file_names(files)}"
-        raise DataError(Fault(KEY, "is empty", got=got, need="some text or tokens"))
+        raise DataError(
+            Fault(
+                KEY,
+                "is empty",
+                got=got,
+                need="some text or tokens",
+                fix="name a file or folder with text",
+            )
+        )
     if holds_tokens:  # bytes are below 256 anyway
         stream.check(0, min(len(stream), SCANNED_TOKENS))
     return stream

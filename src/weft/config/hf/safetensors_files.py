@@ -190,7 +190,8 @@ def read_json(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any
     try:
         return read_json_object(path, max_bytes=max_bytes, within=path.parent)
     except UnreadableFile as error:
-        raise CheckpointError(error.fault()) from None
+        fix = "name a folder that transformers has saved" if error.is_missing else ""
+        raise CheckpointError(error.fault(fix=fix)) from None
 
 
 def _parse_header(
