@@ -77,6 +77,7 @@ slow: $(STAMP)  ## the slow tests besides the matrix: 200 kills in the middle of
 clusters: $(STAMP)  ## real Slurm, Ray and torchrun clusters on this machine (root; installs slurm-wlm, munge, ray)
 	@which slurmd munged >/dev/null 2>&1 || apt-get install -y --no-install-recommends slurm-wlm munge
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[launchers]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"  # SkyPilot asks for an older click than typer; newer packages stay
 	@mkdir -p runs
 	@OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m pytest -m cluster -o junit_family=xunit1 --junitxml=runs/clusters.xml tests/clusters $(ARGS)
 
