@@ -1,6 +1,6 @@
 """Memory tables: bytes that a rank holds between steps under ZeRO 0 to 3, in processes; activation bytes of a layer.
 
-PYTHONPATH=. .venv/bin/python benchmarks/memory.py   # about a minute; docs/memory.md has its output
+.venv/bin/python -m benchmarks.memory   # about a minute; docs/memory.md has its output
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Predicted peak memory against published rows of Zero Bubble (arXiv 2401.10241), without calibration.
 
-    PYTHONPATH=. .venv/bin/python benchmarks/published_memory.py perf_rows.json [--only 1.5B] [--handcrafted]
+    .venv/bin/python -m benchmarks.published_memory perf_rows.json [--only 1.5B] [--handcrafted]
 
 ZB-1p and ZB-2p are the paper's searched tables: those of its heuristic (`benchmarks/zero_bubble_search.py`) with a limit of p and
 2p activations on every rank, where weft's own zero_bubble and zero_bubble_h2 are the handcrafted ones (`--handcrafted`).

@@ -2,8 +2,8 @@
 
 Each site is a network namespace with one rank under torchrun; needs root, and the repository as the working folder.
 
-python benchmarks/sites.py compare --steps 200           one row for each setting, at equal tokens
-python benchmarks/sites.py outage --steps 400            site 1 is killed and started again
+python -m benchmarks.sites compare --steps 200           one row for each setting, at equal tokens
+python -m benchmarks.sites outage --steps 400            site 1 is killed and started again
 """
 
 from __future__ import annotations
