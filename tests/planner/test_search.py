@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from weft.cli import main
+from weft.commands.plan import _model_label
 from weft.config.hardware import find_hardware
 from weft.config.load import load
 from weft.config.run import Run
@@ -82,6 +83,12 @@ def test_the_text_fits_80_columns_and_ends_with_the_command(
     assert lines[-1].startswith("weft train")
     largest = max(map(len, lines[:-1]))
     assert largest <= WIDTH
+
+
+def test_the_model_of_the_head_is_its_preset_unless_it_has_other_sizes() -> None:
+    assert _model_label(run_of("--model.preset llama3-70b --steps 3")) == "llama3-70b"
+    changed = _model_label(run_of("--model.preset llama3-70b --model.layers 4"))
+    assert changed == "llama3-70b with other sizes"
 
 
 @pytest.mark.slow

@@ -123,16 +123,18 @@ class BlockMeasurements:
         has_own_recompute: bool = False,
     ) -> CostsByKind:
         """What each kind of block costs at least, from larger blocks: no part of a sequence or a
-        batch costs less than its share of the whole, and recomputation adds to the time.
+        batch costs less than its share of the whole, and selective recomputation adds to the time.
 
         Args:
-            has_own_recompute: from blocks with the recomputation of the layout: the bytes that it
-                saves are bounded, too.
+            has_own_recompute: from blocks with the recomputation of the layout in any case: the
+                bytes that it saves are bounded, too.
         """
         key = layout.sharding, has_own_recompute
         known = self._bounds.get(key)
         if known is None:
-            recompute = layout.recompute if has_own_recompute else "none"
+            recompute = layout.recompute
+            if recompute == "selective" and not has_own_recompute:
+                recompute = "none"  # spares a measurement
             known = self._scaled_bounds(layout, recompute)
             self._bounds[key] = known
         return known
@@ -155,14 +157,11 @@ class BlockMeasurements:
         share = layout.micro_size / LARGEST_MICRO / layout.degree(CP)
         is_same = recompute == layout.recompute
         memory_share = share if is_same else 0.0
-        repeats_layers = layout.recompute == "full" and not is_same
         found = {}
         for kind, costs in self.of(whole).items():
-            is_repeated = repeats_layers and "layer" in kind
-            again_s = costs.forward_s if is_repeated else 0.0
             found[kind] = BlockCosts(
                 forward_s=share * costs.forward_s,
-                backward_s=share * (costs.backward_s + again_s),
+                backward_s=share * costs.backward_s,
                 saved_bytes=int(memory_share * costs.saved_bytes),
                 forward_peak=int(memory_share * costs.forward_peak),
                 backward_peak=int(memory_share * costs.backward_peak),

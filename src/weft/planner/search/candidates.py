@@ -95,13 +95,17 @@ class LayoutGroup:
     def __iter__(self) -> Iterator[Layout]:
         for pipeline in self.pipelines:
             for zero in self.zeros:
-                yield replace(
-                    self.base,
-                    zero=zero,
-                    schedule=pipeline.schedule,
-                    chunks=pipeline.chunks,
-                    split=pipeline.split,
-                )
+                yield self.layout(pipeline, zero)
+
+    def layout(self, pipeline: PipelineChoice, zero: int) -> Layout:
+        """The one with this schedule and ZeRO stage."""
+        return replace(
+            self.base,
+            zero=zero,
+            schedule=pipeline.schedule,
+            chunks=pipeline.chunks,
+            split=pipeline.split,
+        )
 
 
 @dataclass

@@ -30,6 +30,7 @@ from weft.planner.measure.rank_step import RankStep, measure_rank
 from weft.planner.measure.repeated import can_be_repeated, measure_repeated
 from weft.planner.measure.roles import role_costs
 from weft.planner.search.block_costs import BlockMeasurements, CostsByKind, SplitShares
+from weft.planner.search.candidates import LayoutGroup, PipelineChoice
 from weft.planner.search.data_costs import DataCosts
 from weft.planner.search.in_flight import (
     InFlight,
@@ -114,6 +115,8 @@ class LayoutCosts:
         self._data = DataCosts(zeros, speeds)
         self.stages = LayoutStages(self._specs, self.kinds, self.runs.params_of_kinds)
         self._tables = PipelineTables()
+        self._most: dict[object, float] = {}
+        self._leanest: dict[object, PipelineChoice] = {}
         self._busiest: dict[object, float] = {}
         self._held: dict[object, list[InFlight]] = {}
         self._work: dict[object, StageWork] = {}
@@ -288,9 +291,28 @@ class LayoutCosts:
     def state_bytes(self, layout: Layout) -> float:
         """Bytes between steps of the rank with the most parameters."""
         states = self._data.zero(layout).states
-        sizes_of_ranks = self.stages.sizes_of_ranks(layout, self._table(layout))
-        most = max(sum(sizes) for sizes in sizes_of_ranks)
-        return states.of(most, layout.num_data)
+        return states.of(self._most_params(layout), layout.num_data)
+
+    def _most_params(self, layout: Layout) -> float:
+        """Parameters of the rank with the most of them."""
+        stages = layout.degree(PP), layout.schedule, layout.chunks, layout.split
+        key = stages, layout.block_degrees
+        if key not in self._most:
+            sizes_of_ranks = self.stages.sizes_of_ranks(layout, self._table(layout))
+            self._most[key] = max(sum(sizes) for sizes in sizes_of_ranks)
+        return self._most[key]
+
+    def leanest_pipeline(self, group: LayoutGroup) -> PipelineChoice:
+        """Of a group's schedules the one whose fullest rank has the fewest parameters."""
+        base = group.base
+        key = base.degree(PP), base.block_degrees, group.pipelines
+        if key not in self._leanest:
+
+            def most_params(pipeline: PipelineChoice) -> float:
+                return self._most_params(group.layout(pipeline, 0))
+
+            self._leanest[key] = min(group.pipelines, key=most_params)
+        return self._leanest[key]
 
     def bound(self, layout: Layout, costs: CostsByKind) -> Bound:
         """What a layout needs at least, from the costs of its blocks: the rank that is busiest from

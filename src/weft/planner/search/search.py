@@ -29,7 +29,7 @@ Note [Peaks of measured layouts]
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -68,7 +68,6 @@ from weft.planner.search.shardings import (
     LEANEST_FIRST,
     Sharding,
     holds_more,
-    layout_of,
     leanness,
     neighbours,
     plausibility,
@@ -81,7 +80,9 @@ NUM_BEST = 3
 SIMULATED_WITHIN = 1.5
 """A layout is simulated where its bound is at most so many times the best simulated one."""
 PEAK_ERROR = 0.05
-"""By which a simulated peak may be too large: such layouts are measured, too."""
+"""By which a simulated peak, or a bound from larger blocks, may be too large: these have buffers of
+fixed size, too, of which smaller blocks have less than a share. Such layouts are measured, too.
+"""
 MOST_FRONT = 3
 """Layouts of the Pareto front that are measured besides the best ones."""
 MOST_SPLIT = 6
@@ -170,9 +171,9 @@ class _LayoutSearch:
     def _add_group(self, group: LayoutGroup) -> None:
         """Reject what the states alone do not fit; queue the rest with its sharding."""
         fitting = []
-        first = group.pipelines[0]
+        leanest = self.costs.leanest_pipeline(group)
         for zero in group.zeros:
-            layout = layout_of(group, first, zero)
+            layout = group.layout(leanest, zero)
             states = self.costs.state_bytes(layout)
             smallest = self.result.smallest
             if smallest is None or states < smallest[0]:
@@ -281,19 +282,30 @@ class _LayoutSearch:
 
     def _sharding_bound(self, sharding: Sharding, objective: Objective) -> float:
         """The least of its layouts, from larger blocks."""
-        bounds = []
+        if objective == "time":
+            return min(self._least_seconds(group) for group, _ in sharding.groups)
+        if self.objective == "time":
+            return min(self._least_states(group, zeros) for group, zeros in sharding.groups)
+        least_bytes = min(peak_bytes for _, peak_bytes in self._least_peaks(sharding))
+        return least_bytes / (1 + PEAK_ERROR)
+
+    def _least_seconds(self, group: LayoutGroup) -> float:
+        most_chunks = max(pipeline.chunks for pipeline in group.pipelines)
+        return self.costs.group_bound(group.base, most_chunks)
+
+    def _least_states(self, group: LayoutGroup, zeros: Sequence[int]) -> float:
+        leanest = self.costs.leanest_pipeline(group)
+        layout = group.layout(leanest, max(zeros))
+        return self.costs.state_bytes(layout)
+
+    def _least_peaks(self, sharding: Sharding) -> Iterator[tuple[Layout, float]]:
+        """The layouts of a sharding, and the bytes that each needs at least, from larger blocks."""
         for group, zeros in sharding.groups:
-            if objective == "time":
-                most_chunks = max(pipeline.chunks for pipeline in group.pipelines)
-                bounds.append(self.costs.group_bound(group.base, most_chunks))
-                continue
-            layout = layout_of(group, group.pipelines[0], zeros[-1])
-            if self.objective == "time":
-                bounds.append(self.costs.state_bytes(layout))
-            else:
-                blocks = self.costs.larger_blocks(layout)
-                bounds.append(self.costs.bound(layout, blocks).peak_bytes)
-        return min(bounds)
+            costs = self.costs.larger_blocks(group.base)
+            for pipeline in group.pipelines:
+                for zero in zeros:
+                    layout = group.layout(pipeline, zero)
+                    yield layout, self.costs.least_peak(layout, costs)
 
     def _expand(self, sharding: Sharding, objective: Objective) -> None:
         """Bound the layouts of a sharding by its own blocks, and simulate the better ones."""
@@ -322,16 +334,13 @@ class _LayoutSearch:
         if any(holds_more(sharding.key, other) for other in self.none_fits):
             self.result.rejected[ACTIVATIONS] += len(sharding)
             return []
+        most_bytes = (1 + PEAK_ERROR) * self.limits.memory_bytes
         found: list[Layout] = []
-        for group, zeros in sharding.groups:
-            costs = self.costs.larger_blocks(group.base)
-            for pipeline in group.pipelines:
-                for zero in zeros:
-                    layout = layout_of(group, pipeline, zero)
-                    if self.costs.least_peak(layout, costs) > self.limits.memory_bytes:
-                        self.result.rejected[ACTIVATIONS] += 1
-                    else:
-                        found.append(layout)
+        for layout, peak_bytes in self._least_peaks(sharding):
+            if peak_bytes > most_bytes:
+                self.result.rejected[ACTIVATIONS] += 1
+            else:
+                found.append(layout)
         if not found:
             self.none_fits.append(sharding.key)
         return found

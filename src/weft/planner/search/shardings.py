@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.tp import AXIS as TP
-from weft.planner.search.candidates import LayoutGroup, PipelineChoice
+from weft.planner.search.candidates import LayoutGroup
 from weft.planner.search.layout_choice import Layout
 
 LEANEST_FIRST = ("full", "selective", "none")
@@ -52,13 +52,12 @@ def leanness(sharding: Sharding) -> tuple[int, int]:
 
 def holds_more(key: Layout, other: Layout) -> bool:
     """Whether the layouts of a sharding hold at least the activations of another one's: the same
-    but for less recomputation or larger micro-batches, of which at least as many samples are in
-    flight.
+    but for larger micro-batches. A schedule never has more samples in flight when they come in more
+    and smaller micro-batches. Less recomputation holds more only where several layers of a rank are
+    in flight, so it is no such reason.
     """
-    if (key.degrees, key.sequence, key.context) != (other.degrees, other.sequence, other.context):
-        return False
-    is_leaner = LEANEST_FIRST.index(key.recompute) < LEANEST_FIRST.index(other.recompute)
-    return key.micro_size >= other.micro_size and not is_leaner
+    same_size = replace(other, micro_size=key.micro_size)
+    return key == same_size and key.micro_size >= other.micro_size
 
 
 def num_differences(first: Layout, second: Layout) -> int:
@@ -83,14 +82,3 @@ def neighbours(best: Layout, waiting: Iterable[Sharding]) -> list[Sharding]:
         if has_its_degrees and num_differences(sharding.key, key) == 1:
             found.append(sharding)
     return sorted(found, key=nearest_first)
-
-
-def layout_of(group: LayoutGroup, pipeline: PipelineChoice, zero: int) -> Layout:
-    """The layout of a group with this schedule and ZeRO stage."""
-    return replace(
-        group.base,
-        zero=zero,
-        schedule=pipeline.schedule,
-        chunks=pipeline.chunks,
-        split=pipeline.split,
-    )
