@@ -19,7 +19,15 @@ from tests.checkpoint.test_memory import steps_of, train
 from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.holders import HolderShift, choose_holders
-from weft.checkpoint.node_memory import NO_STEP, NodeMemory, newest_whole
+from weft.checkpoint.node_memory import NodeMemory
+from weft.checkpoint.pieces import (
+    NO_STEP,
+    Pieces,
+    first_holders,
+    newest_whole,
+    pieces_in,
+    text_of,
+)
 from weft.checkpoint.resume import AUTO
 from weft.comm.comm import Comm
 from weft.commands.console import load_checked_run
@@ -70,12 +78,22 @@ def test_nodes_of_equal_size_always_have_holders(degrees, ranks_a_node):
 
 
 def test_the_newest_snapshot_of_which_every_file_is_left():
-    both = {"ranks": 4, "held": [0, 1, 2, 3]}
-    half = {"ranks": 4, "held": [2, 3]}
-    assert newest_whole([{"8": both, "6": both}, {"8": both}]) == 8
-    assert newest_whole([{"8": half, "6": both}, {"6": half}]) == 6
-    assert newest_whole([{"8": half}, {"8": {"ranks": 4, "held": [0, 1]}}]) == 8
-    assert newest_whole([{"8": half}, {}]) == NO_STEP
+    whole = Pieces(ranks=4, held=(0, 1, 2, 3))
+    first_half = Pieces(ranks=4, held=(0, 1))
+    second_half = Pieces(ranks=4, held=(2, 3))
+    assert newest_whole([{8: whole, 6: whole}, {8: whole}]) == 8
+    assert newest_whole([{8: second_half, 6: whole}, {6: second_half}]) == 6
+    assert newest_whole([{8: second_half}, {8: first_half}]) == 8
+    assert newest_whole([{8: second_half}, {}]) == NO_STEP
+
+
+def test_a_file_is_sent_by_the_first_rank_whose_node_has_it():
+    second_half = Pieces(ranks=4, held=(2, 3))
+    whole = Pieces(ranks=4, held=(0, 1, 2, 3))
+    found = [{6: whole}, {8: second_half}, {8: whole}]
+    assert first_holders(found, 8) == {0: 2, 1: 2, 2: 1, 3: 1}
+    sent = [pieces_in(text_of(node)) for node in found]
+    assert sent == found
 
 
 # ------------------------------------------------------------------------------------------ runs on two nodes

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,15 @@ from weft.checkpoint.folder import FOLDER, checkpoint_path, checkpoints, steps_o
 from weft.checkpoint.format import Facts, data_file_name, rank_manifest_name
 from weft.checkpoint.holders import HolderShift, choose_holders
 from weft.checkpoint.memory import MemorySnapshots
+from weft.checkpoint.pieces import (
+    NO_STEP,
+    NodePieces,
+    Pieces,
+    first_holders,
+    newest_whole,
+    pieces_in,
+    text_of,
+)
 from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.checkpoint.saver import StatusFlag
 from weft.checkpoint.state import TrainState, snapshot_of
@@ -46,7 +55,6 @@ Event = dict[str, Any]
 PIECES = "pieces"
 """Folder of the snapshots: PIECES/ckpt/step-000100/ with the files of some ranks."""
 FACTS = "facts.json"
-NO_STEP = -1
 
 
 @dataclass(frozen=True)
@@ -277,23 +285,6 @@ def clean_node(comm: Comm, memory: NodeMemory, *, above: int) -> None:
     comm.barrier_world()
 
 
-def newest_whole(found: Sequence[dict[str, dict[str, Any]]]) -> int:
-    """The newest step of which every rank's files are on some node; NO_STEP if there is none.
-
-    Args:
-        found: on the node of every rank: step -> "ranks", the number of ranks that wrote the
-            snapshot, and "held", those whose files are there.
-    """
-    held: dict[int, set[int]] = {}
-    needed: dict[int, int] = {}
-    for node in found:
-        for step, snapshot_of_node in node.items():
-            held.setdefault(int(step), set()).update(snapshot_of_node["held"])
-            needed[int(step)] = snapshot_of_node["ranks"]
-    whole = [step for step, ranks in held.items() if len(ranks) == needed[step]]
-    return max(whole, default=NO_STEP)
-
-
 def assemble(
     comm: Comm,
     memory: NodeMemory,
@@ -312,9 +303,9 @@ def assemble(
     """
     newest_here = next(checkpoints(memory.folder), (NO_STEP,))[0]
     assembled = [int(text) for text in all_gather_text(comm, str(newest_here))]
-    found_here = _found_here(memory) if memory.is_first(comm.rank) else {}
-    texts = all_gather_text(comm, json.dumps(found_here))
-    found = [json.loads(text) for text in texts]
+    pieces_here = _pieces_here(memory) if memory.is_first(comm.rank) else {}
+    texts = all_gather_text(comm, text_of(pieces_here))
+    found = [pieces_in(text) for text in texts]
     in_pieces = newest_whole(found)
     step = max(in_pieces, *assembled)
     if step == NO_STEP and expects_one:
@@ -326,7 +317,7 @@ def assemble(
     if step in assembled:  # by an earlier attempt; a node may have been lost since
         distribute(comm, path, root=assembled.index(step))
     else:
-        _assemble_pieces(comm, memory, path, holders=_first_holders(found, str(step)))
+        _assemble_pieces(comm, memory, path, holders=first_holders(found, step))
     opened: list[Checkpoint] = []
 
     def verify() -> None:
@@ -377,9 +368,9 @@ def _assemble_pieces(
     raise_on_all_ranks(comm, commit_files)
 
 
-def _found_here(memory: NodeMemory) -> dict[str, dict[str, Any]]:
-    """Step -> the snapshot of this node: "ranks" that wrote it, and those whose files it holds."""
-    found: dict[str, dict[str, Any]] = {}
+def _pieces_here(memory: NodeMemory) -> NodePieces:
+    """The snapshots of this node, by step."""
+    found: NodePieces = {}
     for step, path in checkpoints(memory.pieces):
         text = _read_facts(path)
         if not text:
@@ -390,7 +381,7 @@ def _found_here(memory: NodeMemory) -> dict[str, dict[str, Any]]:
         for rank in range(num_ranks):
             if {data_file_name(rank), rank_manifest_name(rank)} <= names:
                 held.append(rank)
-        found[str(step)] = {"ranks": num_ranks, "held": held}
+        found[step] = Pieces(num_ranks, tuple(held))
     return found
 
 
@@ -399,12 +390,3 @@ def _read_facts(pieces: Path) -> str:
         return (pieces / FACTS).read_text(encoding="utf-8")
     except OSError:
         return ""
-
-
-def _first_holders(found: Sequence[dict[str, dict[str, Any]]], step: str) -> dict[int, int]:
-    """Rank that wrote a file -> the first rank now whose node has it."""
-    holders: dict[int, int] = {}
-    for rank_here, node in enumerate(found):
-        for rank in node.get(step, {"held": ()})["held"]:
-            holders.setdefault(rank, rank_here)
-    return dict(sorted(holders.items()))

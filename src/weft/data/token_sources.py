@@ -13,7 +13,7 @@ from weft.data.documents import ReadOptions, TextChunk, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_plain_text
 from weft.data.prepared import SPLITS, Prepared, Split, agreed_tokenizer, prepared_of
 from weft.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from weft.data.tokens import TokenStream, file_names, open_stream
+from weft.data.tokens import TokenStream, empty_error, open_stream
 from weft.errors import DataError, Fault
 
 MAX_CHARS_IN_MEMORY = 2 * 2**20
@@ -133,16 +133,7 @@ def _tokenize_in_memory(
         ids.extend(tokens)
         lengths.append(len(tokens))
     if not ids:
-        got = f"no text in {file_names(files)}"
-        raise DataError(
-            Fault(
-                KEY,
-                "is empty",
-                got=got,
-                need="some text or tokens",
-                fix="name a file or folder with text",
-            )
-        )
+        raise empty_error("no text", files)
     tokens_in_memory = np.array(ids, dtype=np.uint32)
     return TokenStream(
         files=files[:1],

@@ -231,19 +231,27 @@ def open_stream(
         vocab=vocab,
     )
     if not len(stream):
-        got = f"0 bytes in {file_names(files)}"
-        raise DataError(
-            Fault(
-                KEY,
-                "is empty",
-                got=got,
-                need="some text or tokens",
-                fix="name a file or folder with text",
-            )
-        )
+        raise empty_error("0 bytes", files)
     if holds_tokens:  # bytes are below 256 anyway
         stream.check(0, min(len(stream), SCANNED_TOKENS))
     return stream
+
+
+def empty_error(what: str, files: tuple[Path, ...]) -> DataError:
+    """The error for files without tokens.
+
+    Args:
+        what: is in them, such as "0 bytes".
+    """
+    return DataError(
+        Fault(
+            KEY,
+            "is empty",
+            got=f"{what} in {file_names(files)}",
+            need="some text or tokens",
+            fix="name a file or folder with text",
+        )
+    )
 
 
 def file_names(files: tuple[Path, ...]) -> str:

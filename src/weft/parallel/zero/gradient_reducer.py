@@ -236,9 +236,13 @@ class GradientReducer:
         """
         self._under_way.ordered_stages.add(stage)
         for group in self.trained_groups:
-            if group.stage == stage:
-                first_uses = [positions.get(id(param), 0) for param in group.params.values()]
-                self._block_positions[id(group)] = min(first_uses)
+            if group.stage != stage:
+                continue
+            first_uses: list[int] = []
+            for param in group.params.values():
+                position = positions.get(id(param), 0)
+                first_uses.append(position)
+            self._block_positions[id(group)] = min(first_uses)
 
     def reduce_behind(self, stage: int, position: int) -> None:
         """Hook: the backward of the block at `position` begins, so those of the blocks behind it
