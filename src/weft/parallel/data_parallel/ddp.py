@@ -15,6 +15,15 @@ from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
+from weft.parallel.zero.wrapped_params import (
+    check_not_wrapped,
+    check_requires_grad,
+    mark_wrapped,
+    reject_copy,
+    trained_when_wrapped,
+)
+
+WRAPPER_NAME = "DistributedDataParallel"
 
 
 class DistributedDataParallel(nn.Module):
@@ -37,8 +46,8 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: gradients are reduced in buckets of about this size.
 
     Raises:
-        PlanError: a forward with gradients follows a backward whose gradients were not
-            synchronised.
+        PlanError: a parameter belongs to a wrapped module already, or is unfrozen after wrapping; an
+            optimizer step or a forward with gradients follows a backward whose gradients were not synchronised.
 
     Source: Li et al. 2020, PyTorch Distributed.
     """
@@ -52,6 +61,7 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         super().__init__()
+        check_not_wrapped(module, WRAPPER_NAME)
         first = next(module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         self.module = module
@@ -70,7 +80,20 @@ class DistributedDataParallel(nn.Module):
         )
         for param in self._params.values():
             param.grad = None  # until some rank has used the parameter
+        mark_wrapped(module.parameters(), WRAPPER_NAME, reducer=self._reducer)
+        self._trained_when_wrapped = trained_when_wrapped(module)
+        self._frozen = [
+            (name, param) for name, param in module.named_parameters() if not param.requires_grad
+        ]
         self._requires_gradient_sync = True
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Rejected: a copy would not have the communication.
+
+        Raises:
+            PlanError: by copy.deepcopy, copy.copy, pickle and torch.save.
+        """
+        reject_copy(WRAPPER_NAME)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
@@ -78,12 +101,13 @@ class DistributedDataParallel(nn.Module):
             if self._reducer.has_unfinished_reduction:
                 raise PlanError(
                     Fault(
-                        "DistributedDataParallel",
+                        WRAPPER_NAME,
                         "the gradients of the last backward were not synchronised before this forward",
                         fix="call finish_gradient_synchronization() after the last backward of a step, "
                         "and run the backwards before it under no_sync()",
                     )
                 )
+            check_requires_grad(self._frozen, self._trained_when_wrapped, WRAPPER_NAME)
             self._reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
         return self.module(*args, **kwargs)
 

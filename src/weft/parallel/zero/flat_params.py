@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from weft.errors import Fault, PlanError
+
 
 @dataclass(frozen=True)
 class ParamSpan:
@@ -149,6 +151,18 @@ class FlatParams:
         filled with the same values, so every saved view is valid again. It is filled through
         `alias`, which has a version counter of its own, so that autograd does not report the saved
         tensors as modified in place.
+
+    Note [Reads of freed parameters]
+        A kernel that reads a freed storage ends the process, and numpy reads memory of others. So
+        where scripts reach the parameters, a freed one is one NaN, expanded: it keeps its shape,
+        what is computed from it is NaN, and writes to it are an error. Views that autograd has saved
+        are of the storage, and are not changed.
+
+    Args:
+        fills_freed: whether parameters are NaN while their memory is freed.
+
+    Raises:
+        PlanError: `allocate` finds that a parameter was written while its memory was freed.
     """
 
     def __init__(
@@ -157,13 +171,18 @@ class FlatParams:
         layout: FlatLayout,
         *,
         dtype: torch.dtype,
+        fills_freed: bool = False,
     ) -> None:
         first = next(iter(params.values()))
         self.flat = layout.pack(params, dtype=dtype, device=first.device)
         storage = self.flat.untyped_storage()
         self._num_bytes = storage.nbytes()
+        self._freed: list[_FreedParam] = []
         for name, view in layout.views(self.flat).items():
             params[name].data = view
+            if fills_freed:
+                freed = _FreedParam(name, params[name], view)
+                self._freed.append(freed)
 
     @property
     def is_allocated(self) -> bool:
@@ -171,8 +190,10 @@ class FlatParams:
         return self.flat.untyped_storage().nbytes() > 0
 
     def free(self) -> None:
-        """Free the memory; the parameters keep their storage object."""
+        """Free the memory; the parameters keep their storage object, or are NaN."""
         self.flat.untyped_storage().resize_(0)
+        for freed in self._freed:
+            freed.fill()
 
     def allocate(self) -> None:
         """Allocate the memory unless it is held; its values are undefined until `alias` has been
@@ -180,6 +201,8 @@ class FlatParams:
         """
         if not self.is_allocated:
             self.flat.untyped_storage().resize_(self._num_bytes)
+            for freed in self._freed:
+                freed.restore()
 
     def alias(self) -> Tensor:
         """The same memory as a tensor with a version counter of its own."""
@@ -190,3 +213,39 @@ class FlatParams:
             self.flat.shape,
             self.flat.stride(),
         )
+
+
+class _FreedParam:
+    """A parameter that is NaN while its memory is freed. See Note [Reads of freed parameters]."""
+
+    def __init__(
+        self,
+        name: str,
+        param: nn.Parameter,
+        view: Tensor,
+    ) -> None:
+        self.name = name
+        self.param = param
+        self.view = view
+        self._version: int | None = None
+
+    def fill(self) -> None:
+        """Have a NaN in place of every entry; 0 where the type has no NaN."""
+        dtype = self.view.dtype
+        has_nan = dtype.is_floating_point or dtype.is_complex
+        value = self.view.new_full((), float("nan") if has_nan else 0)
+        self.param.data = value.expand(self.view.shape)
+        self._version = self.param._version
+
+    def restore(self) -> None:
+        """Have the memory of the view again."""
+        was_written = self._version is not None and self.param._version != self._version
+        self.param.data = self.view
+        self._version = None
+        if was_written:
+            fault = Fault(
+                self.name,
+                "was written while its memory is freed, so the values are lost",
+                fix="write the shards that net.parameters() has, or load_full_state_dict(state)",
+            )
+            raise PlanError(fault)

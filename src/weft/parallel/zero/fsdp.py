@@ -19,12 +19,18 @@ from weft.parallel.zero.backward_order import register_backward_order
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
 from weft.parallel.zero.param_group import ParamGroup
-from weft.parallel.zero.registered_shards import make_shards, register_shards
+from weft.parallel.zero.registered_shards import WRAPPER_NAME, make_shards, register_shards
 from weft.parallel.zero.sharding_policy import ShardingPolicy
 from weft.parallel.zero.unshard_hooks import (
     BlockGroups,
     groups_of,
     register_unshard_hooks,
+)
+from weft.parallel.zero.wrapped_params import (
+    check_not_wrapped,
+    check_requires_grad,
+    reject_copy,
+    trained_when_wrapped,
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -45,9 +51,9 @@ class FullyShardedDataParallel(nn.Module):
     Starts from the first rank's parameters and buffers. `named_parameters()` has the module's own
     names; a parameter there is this rank's entries of it, one-dimensional: any optimizer that
     updates each entry by itself (SGD, Adam and their like) updates them. Optimizer groups are chosen
-    by name: `param.ndim` is 1 for all. Inside the forward
-    `module.weight` is the unsharded parameter. Gradients may be set to None or to zero between
-    steps; frozen, unused and tied parameters, uneven shapes and several backwards a step are
+    by name: `param.ndim` is 1 for all. Inside the forward of its block `module.weight` is the
+    unsharded parameter; under `zero=3` it is NaN elsewhere. Gradients may be set to None or to zero
+    between steps; frozen, unused and tied parameters, uneven shapes and several backwards a step are
     allowed. A parameter that no rank has used since the last step keeps the `.grad` it had: None
     at first and after `zero_grad()`, zeros after `zero_grad(set_to_none=False)` of a gradient, as
     in one process.
@@ -76,7 +82,9 @@ class FullyShardedDataParallel(nn.Module):
             parameters.
 
     Raises:
-        PlanError: an optimizer steps after a backward whose gradients were not synchronised.
+        PlanError: a parameter belongs to a wrapped module already, or is frozen or unfrozen after
+            wrapping; an optimizer that was made before wrapping steps, or one steps after a
+            backward whose gradients were not synchronised.
 
     Source: Zhao et al. 2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO.
     """
@@ -93,6 +101,8 @@ class FullyShardedDataParallel(nn.Module):
         reduce: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_not_wrapped(module, WRAPPER_NAME)
+        self._trained_when_wrapped = trained_when_wrapped(module)
         self.module = module
         self.comm = comm_or_world(comm, axis=axis, device=_device_of(module))
         self.axis = axis
@@ -115,12 +125,15 @@ class FullyShardedDataParallel(nn.Module):
         register_unshard_hooks([block_uses, [module_use]])
         for block in chosen:
             block.register_forward_pre_hook(self._cast_block_inputs, with_kwargs=True)
+        for block in chain:
+            block.register_forward_pre_hook(self._check_is_fresh)
         self._shard_of = make_shards(groups, self._reducer)
         shard_of_param: dict[int, nn.Parameter] = {}
         for param_id, name in self._name_of.items():
             shard_of_param[param_id] = self._shard_of[name]
         register_shards(module, shard_of_param)
         self._is_stale = False
+        self._is_in_forward = False
         self._requires_gradient_sync = True
 
     def _names_by_state_key(self) -> dict[str, str]:
@@ -178,6 +191,7 @@ class FullyShardedDataParallel(nn.Module):
             reduce=self.reduce or dtype,
             grad_scale=1.0 / self.comm.degree(self.axis),
             keeps_sharded_grad=False,
+            fills_freed_params=True,
         )
 
     def named_parameters(
@@ -239,6 +253,14 @@ class FullyShardedDataParallel(nn.Module):
         self._is_stale = True
         return keys
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Rejected: a copy would have neither the shards nor the communication.
+
+        Raises:
+            PlanError: by copy.deepcopy, copy.copy, pickle and torch.save.
+        """
+        reject_copy(WRAPPER_NAME)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
         reducer = self._reducer
@@ -247,9 +269,34 @@ class FullyShardedDataParallel(nn.Module):
         if torch.is_grad_enabled():
             # After a forward without gradients, the optimizer may still step.
             self._is_stale = False
+            self._check_requires_grad()
             reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
         args, kwargs = self._cast((args, kwargs))
-        return self.module(*args, **kwargs)
+        self._is_in_forward = True
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._is_in_forward = False
+
+    def _check_is_fresh(self, block: nn.Module, args: Any) -> None:
+        """Reject a call of the module itself, or of a block, on parameters from before the last
+        optimizer step: this module's forward all-gathers the updated ones.
+        """
+        if self.zero < 3 and self._is_stale and not self._is_in_forward:
+            fault = Fault(
+                WRAPPER_NAME,
+                "the module inside was called, which has the values from before the last step",
+                got=type(block).__name__,
+                fix="call the wrapped module: net(x), not net.module(x)",
+            )
+            raise PlanError(fault)
+
+    def _check_requires_grad(self) -> None:
+        """Reject parameters that were frozen or unfrozen after wrapping, sharded or unsharded."""
+        need = self._trained_when_wrapped
+        check_requires_grad(self._shard_of.items(), need, WRAPPER_NAME)
+        for group in self._reducer.groups:
+            check_requires_grad(group.params.items(), need, WRAPPER_NAME)
 
     def _cast_block_inputs(
         self,

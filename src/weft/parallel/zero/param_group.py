@@ -137,6 +137,7 @@ class ParamGroup:
             self.params,
             self.layout,
             dtype=policy.compute,
+            fills_freed=policy.fills_freed_params,
         )
         if self._shares_param_memory:
             self.sharded_param = self._own_entries(self.unsharded_params.flat)

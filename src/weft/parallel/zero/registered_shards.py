@@ -1,20 +1,16 @@
-"""Shards registered on modules in place of their parameters, and the check of them before each optimizer step."""
+"""Shards registered on modules in place of their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from weft.errors import Fault, PlanError
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.wrapped_params import mark_wrapped
 
-REDUCER_OF_SHARD = "_weft_gradient_reducer"
-"""Attribute of a shard: the reducer of its gradient."""
+WRAPPER_NAME = "FullyShardedDataParallel"
 
 
 def make_shards(
@@ -28,8 +24,9 @@ def make_shards(
         entries_of = group.layout.shard_views(group.sharded_param, group.index)
         for name, entries in entries_of.items():
             shard = nn.Parameter(entries, requires_grad=group.is_trained)
-            setattr(shard, REDUCER_OF_SHARD, reducer)
             found[name] = shard
+        mark_wrapped(group.params.values(), WRAPPER_NAME, reducer=None)
+    mark_wrapped(found.values(), WRAPPER_NAME, reducer=reducer, is_shard=True)
     return found
 
 
@@ -50,29 +47,3 @@ def register_shards(module: nn.Module, shard_of: Mapping[int, nn.Parameter]) -> 
                 continue
             registered[name] = shard_of[id(param)]
             object.__setattr__(each, name, param)
-
-
-def _check_gradients_are_synchronized(
-    optimizer: torch.optim.Optimizer,
-    args: Any,
-    kwargs: Any,
-) -> None:
-    """Called before each optimizer step: reject one whose gradients are not reduced yet.
-
-    Raises:
-        PlanError: gradients have arrived since the last `finish_gradient_synchronization`.
-    """
-    for param_group in optimizer.param_groups:
-        for param in param_group["params"]:
-            reducer: GradientReducer | None = getattr(param, REDUCER_OF_SHARD, None)
-            if reducer is not None and reducer.has_unfinished_gradients:
-                fault = Fault(
-                    "FullyShardedDataParallel",
-                    "the gradients of the last backward were not synchronised before this "
-                    "optimizer step",
-                    fix="call finish_gradient_synchronization() after the last backward of a step",
-                )
-                raise PlanError(fault)
-
-
-register_optimizer_step_pre_hook(_check_gradients_are_synchronized)

@@ -28,6 +28,7 @@ class ShardingPolicy:
         keeps_sharded_grad: whether reduced gradients stay allocated; else `take_reduced_grads`
             hands them over.
         fixed_order: whether gradients are added in the tree of `weft.parallel.zero.fixed_order`.
+        fills_freed_params: whether parameters are NaN while their memory is freed.
     """
 
     zero: ZeroStage
@@ -38,6 +39,7 @@ class ShardingPolicy:
     keeps_unsharded_grad: bool = False
     keeps_sharded_grad: bool = True
     fixed_order: bool = False
+    fills_freed_params: bool = False
 
     @cached_property
     def keeps_param_memory(self) -> bool:
