@@ -27,6 +27,7 @@ from weft.parallel.model.ties import (
     cross_stage_ties_of,
     own_named_parameters,
     shared_parameters,
+    ties_on_rank,
 )
 from weft.parallel.recompute.blocks import recompute_block
 
@@ -70,8 +71,8 @@ class ParallelModel:
             under its owner's.
         params: global name -> the parameter, same keys and order as `shards`.
         stage_of: global name -> the local stage whose backward completes its gradient.
-        cross_stage_ties: (alias, owner) pairs that live on two pipeline ranks, with the other's pp
-            index, in a fixed order.
+        cross_stage_ties: parameters here that other pipeline ranks hold, too, each with one of
+            those ranks, in a fixed order.
         materialize: allocates the parameters of these names that are on the meta device and gives
             them their starting values.
     """
@@ -164,9 +165,10 @@ def parallelize(
     block_rank = _ranks_of_blocks(plan)
     here = comm.index(pipeline_axis())
     blocks = {name: model[name] for name, rank in block_rank.items() if rank == here}
-    tie(blocks, ties)
+    ties_here = ties_on_rank(ties, blocks)
+    tie(blocks, ties_here)
     _shard_parameters(blocks, plan, comm, axes=axes)
-    tie(blocks, ties)
+    tie(blocks, ties_here)
     partial = _apply_transforms(
         blocks,
         plan,
@@ -176,7 +178,7 @@ def parallelize(
         chain=chain,
     )
     stages = _stages_of(blocks, plan, rank=here)
-    params = own_named_parameters(blocks, ties)
+    params = own_named_parameters(blocks, ties_here)
     shards: dict[str, ParamShard] = {}
     for name in params:
         shards[name] = _shard(

@@ -13,13 +13,18 @@ from weft.schedule.actions import Act
 
 @dataclass(frozen=True)
 class CrossStageTie:
-    """A tied parameter with copies on two pipeline ranks: both gradients are summed; the owner's
-    copy counts in norms.
+    """A tied parameter with a copy on this pipeline rank and one on another: the gradients of all
+    copies are summed; the owner's copy counts in norms.
+
+    Attributes:
+        name: of the parameter on this rank.
+        peer: the other pipeline rank.
+        is_owner: whether the owner's name lives on this rank.
     """
 
     name: str
     peer: int
-    is_owner: bool = True
+    is_owner: bool
 
 
 def block_of(param_name: str) -> str:
@@ -27,15 +32,35 @@ def block_of(param_name: str) -> str:
     return param_name.partition(".")[0]
 
 
+def ties_on_rank(
+    ties: Mapping[str, str],
+    blocks: Mapping[str, nn.Module],
+) -> dict[str, str]:
+    """Alias -> the name under which a rank with these blocks holds the parameter: the owner's, or
+    that of the first alias here where the owner lives elsewhere.
+    """
+    names_here: dict[str, str] = {}
+    found: dict[str, str] = {}
+    for alias, owner in ties.items():
+        if block_of(alias) not in blocks:
+            continue
+        if block_of(owner) in blocks:
+            found[alias] = owner
+            continue
+        name_here = names_here.setdefault(owner, alias)
+        if name_here != alias:
+            found[alias] = name_here
+    return found
+
+
 def own_named_parameters(
     blocks: Mapping[str, nn.Module],
-    ties: Mapping[str, str],
+    ties_here: Mapping[str, str],
 ) -> dict[str, nn.Parameter]:
-    """Parameters by global name; a tied one under its owner's, where that block lives here, too."""
+    """Parameters by global name; a tied one under the one name that `ties_on_rank` gives it."""
     params: dict[str, nn.Parameter] = {}
     for name, param in named_parameters(blocks).items():
-        owner = ties.get(name)
-        if owner is None or block_of(owner) not in blocks:
+        if name not in ties_here:
             params[name] = param
     return params
 
@@ -89,21 +114,21 @@ def cross_stage_ties_of(
     block_rank: Mapping[str, int],
     here: int,
 ) -> tuple[CrossStageTie, ...]:
-    """Ties of this pipeline rank with another one, in the order of the aliases."""
+    """Ties of this pipeline rank with each other one that holds a copy, by owner, then by rank: so
+    any two ranks meet in the same order, and no ranks wait for each other in a circle.
+    """
+    aliases_of: dict[str, list[str]] = {}
+    for alias, owner in ties.items():
+        aliases_of.setdefault(owner, []).append(alias)
     found: list[CrossStageTie] = []
-    for alias, owner in sorted(ties.items()):
-        alias_rank = block_rank[block_of(alias)]
-        owner_rank = block_rank[block_of(owner)]
-        if alias_rank == owner_rank:
+    for owner, aliases in sorted(aliases_of.items()):
+        names = [owner, *aliases]
+        holders = {block_rank[block_of(name)] for name in names}
+        names_here = [name for name in names if name in params]
+        if not names_here:
             continue
-        if here == owner_rank:
-            found.append(CrossStageTie(name=owner, peer=alias_rank))
-        elif here == alias_rank and alias in params:
-            found.append(
-                CrossStageTie(
-                    name=alias,
-                    peer=owner_rank,
-                    is_owner=False,
-                )
-            )
+        name = names_here[0]
+        is_owner = name == owner
+        for peer in sorted(holders - {here}):
+            found.append(CrossStageTie(name, peer, is_owner))
     return tuple(found)

@@ -18,6 +18,7 @@ from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.player import Player
 from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.grad_norm import sum_tied_gradients
 from weft.parallel.zero.grouping import bucket_reducer
 from weft.schedule.catalog import find, lines_of
 
@@ -38,7 +39,8 @@ class PipelineParallel(nn.Module):
     Args:
         blocks: modules in order, each takes the output of the one before (one tensor). Inputs of
             the first one may be integers, such as token ids; what a stage sends to the next is of
-            one floating-point dtype.
+            one floating-point dtype. A parameter that blocks share has the sum of all its
+            gradients on every rank that holds it.
         comm: communication with the other ranks; the pipeline axis and the data axes are used.
         loss: (output of the last block, targets) -> scalar mean over the micro-batch.
         example: input of one micro-batch, for its shape and dtype only.
@@ -127,11 +129,15 @@ class PipelineParallel(nn.Module):
         return [Batch(x, y, no_positions) for x, y in parts]
 
     def _finish_gradients(self, axes: tuple[str, ...]) -> None:
-        """Wait for the sums over the data ranks; `.grad` is None where no rank used a parameter."""
+        """Wait for the sums over the data ranks and the copies of tied parameters; `.grad` is None
+        where no rank used a parameter that is not tied.
+        """
         reducer = self._reducer
         reducer.start_remaining()
-        used = reducer.used_on_any_rank(axes)
+        used = set(reducer.used_on_any_rank(axes))
         reducer.finish()
+        sum_tied_gradients(self.model, reducer)
+        used.update(tie.name for tie in self.model.cross_stage_ties)
         for group in reducer.groups:
             for name, param in group.params.items():
                 param.grad = None

@@ -28,10 +28,6 @@ from weft.parallel.tensor.trace import BlockRecord, trace_blocks
 from weft.parallel.tensor.vocab import VocabParallelEmbedding, vocab_parallel_loss
 from weft.parallel.tp import AXIS
 
-"""Classes of linears that the parallel ones stand for; a subclass of the user's may compute
-something else.
-"""
-
 
 def transform(
     blocks: dict[str, nn.Module],
@@ -256,9 +252,6 @@ def _local_param(
         factor = DimFactor(size, is_sharded, parts)
         dims.append((factor,))
     return LocalParam(shard.shape, tuple(dims))
-
-
-"""Attributes of a module that hold hooks which its calls run."""
 
 
 class RegionEntry(nn.Module):

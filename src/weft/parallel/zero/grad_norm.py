@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,41 +9,36 @@ from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.dimension import local_update_axes
 from weft.parallel.model.parallelize import ParallelModel, ParamShard
-from weft.parallel.model.ties import CrossStageTie
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.zero.fixed_order import exact_sum
 from weft.parallel.zero.gradient_reducer import GradientReducer
 
 
-@dataclass(frozen=True)
-class _TiedGradient:
-    """The gradient of a tied parameter's other copy."""
-
-    tie: CrossStageTie
-    gradient: Tensor
-
-
 def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
-    """Add the gradients of parameters that two pipeline ranks hold under two names; both ranks get
-    the same sum.
+    """Add the gradients of parameters that several pipeline ranks hold under names of their own;
+    all of them get the same sum, added in the order of the ranks.
     """
     comm = model.comm
+    here = comm.index(PP)
     sends: list[Work] = []
-    received: list[_TiedGradient] = []
+    terms_of: dict[str, dict[int, Tensor]] = {}
     for tie in model.cross_stage_ties:
         if tie.name not in reducer.sharded_params:
-            continue  # this shard has no entry of it, on both ranks alike
+            continue  # this shard has no entry of it, on all of these ranks alike
         own = _gradient(reducer, tie.name)
+        terms = terms_of.setdefault(tie.name, {here: own.clone()})
         like = torch.empty_like(own)
         with comm.grouped_messages():
-            send = comm.start_send(own.clone(), PP, to=tie.peer)
+            send = comm.start_send(terms[here], PP, to=tie.peer)
             receiving = comm.start_recv(like, PP, source=tie.peer)
         sends.append(send)
-        other = receiving.wait()
-        received.append(_TiedGradient(tie, other))
-    for each in received:
-        own = _gradient(reducer, each.tie.name)
-        own.add_(each.gradient)
+        terms[tie.peer] = receiving.wait()
+    for name, terms in terms_of.items():
+        first, second, *others = sorted(terms)
+        total = _gradient(reducer, name)
+        torch.add(terms[first], terms[second], out=total)
+        for rank in others:
+            total.add_(terms[rank])
     for send in sends:
         send.wait()
 
