@@ -149,7 +149,7 @@ def ring_rows(*, nodes: int, gb_s: float, latency_s: float) -> list:
 def test_bandwidth_and_latency_of_links_are_recovered() -> None:
     rows = ring_rows(nodes=1, gb_s=100.0, latency_s=1e-5)
     rows += ring_rows(nodes=2, gb_s=12.5, latency_s=5e-5)
-    measured = comm_figures(rows, label="x", node=4)
+    measured = comm_figures(rows, device="cpu", label="x", node=4)
     assert measured.figures["link_gb_s"] == pytest.approx(100, rel=0.01)
     assert measured.figures["network_gb_s"] == pytest.approx(12.5, rel=0.01)
     assert measured.costs["latency_s"] == pytest.approx(1e-5, rel=0.01)
@@ -161,7 +161,7 @@ def test_small_sizes_that_pass_through_buffers_do_not_count_as_bandwidth() -> No
     burst = group_times("all_gather", members=2, size=10**5, seconds=1e-6, nodes=2)
     rows = [*ring_rows(nodes=2, gb_s=12.5, latency_s=0.0), burst]
     assert burst.bus_gb_s > 12.5
-    measured = comm_figures(rows, label="x", node=1)
+    measured = comm_figures(rows, device="cpu", label="x", node=1)
     assert measured.figures == {"network_gb_s": pytest.approx(12.5)}
 
 
@@ -179,7 +179,7 @@ def test_shares_are_what_remains_without_launch_and_memory() -> None:
         compute_times("memory", "float32", 1.0, num_bytes=10**12),
         compute_times("launch", "float32", 0.1),
     ]
-    measured = compute_figures(times, device_type="cpu", label="x", node=2, memory_bytes=1e9)
+    measured = compute_figures(times, device="cpu", label="x", node=2, memory_bytes=1e9)
     assert measured.figures["fp32_tflops"] == 1.0
     assert measured.figures["bf16_tflops"] == 2.0
     assert measured.figures["hbm_tb_s"] == 1.0
@@ -192,6 +192,7 @@ def test_shares_are_what_remains_without_launch_and_memory() -> None:
 MEASURED = MeasuredFigures(
     program="weft bench comm",
     label="here",
+    device="cpu",
     node=2,
     figures={"link_gb_s": 90.0},
     shares={"link": ReachedShare("link_gb_s", 0.5)},
@@ -202,6 +203,7 @@ MEASURED = MeasuredFigures(
 def test_a_measured_figure_has_date_and_versions() -> None:
     fields = extended({}, MEASURED, day=DAY, versions="torch 2")
     assert fields["node"] == 2
+    assert fields["device"] == "cpu"
     assert fields["link_gb_s"] == {
         "value": 90.0,
         "measured": "weft bench comm",

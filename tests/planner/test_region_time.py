@@ -97,6 +97,29 @@ def test_operations_of_one_axis_queue() -> None:
     assert actual == pytest.approx(2.0)
 
 
+def test_reductions_of_zero_3_run_beside_its_gathers_on_gpus_alone() -> None:
+    """A gather of 1 s that is prefetched behind a reduction of 2 s: at half of the link, it ends
+    after 2 s; gloo has one communicator for both, and it ends after 3 s.
+    """
+    reduction = replace(op(2.0), communicator="reductions")
+    gather = op(1.0)
+    events = (Started(reduction), Started(gather), Ended(gather))
+    assert total(*events) == pytest.approx(2.0)
+    assert total(*events, Ended(reduction)) == pytest.approx(3.0)
+    on_gloo = Speeds(replace(SPEEDS.hardware, device="cpu"))
+    assert region_time(region(*events), on_gloo).total == pytest.approx(3.0)
+    hidden = (Started(reduction), kernel(4.0), Started(gather), Ended(gather))
+    assert total(*hidden) == pytest.approx(5.0)
+
+
+def test_a_wait_for_a_carried_gather_is_not_for_the_reduction_before_it() -> None:
+    reduction = replace(op(2.0), communicator="reductions")
+    gather = op(1.0)
+    left = [Started(reduction), Started(gather)]
+    assert after(left, [Ended(gather)]).total == pytest.approx(2.0)
+    assert after(left, [Ended(reduction)]).total == pytest.approx(3.0)
+
+
 def test_kernels_hide_an_operation_until_the_rank_waits_for_it() -> None:
     """dp takes 3 s, of which kernels hide 2 and a tp of 0.5 s slows it down by 0.5."""
     dp = op(3.0, "dp")

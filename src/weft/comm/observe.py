@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from weft.comm.signature import NO_SIGNATURE, Signature
-from weft.comm.transport import Call, Op, PendingCall
+from weft.comm.transport import Call, Communicator, Op, PendingCall
 from weft.core.mesh import Mesh
 
 MAX_RANKS_IN_NOTE = 16
@@ -24,7 +24,9 @@ class Operation:
     """One operation of one rank. The same object is passed to `started` and `finished`.
 
     `axis` is the mesh axis, or several joined by "+". `payload_bytes` is the size of this rank's
-    input (for recv and broadcast: output). `signature` is what the members of the group compare.
+    input (for recv and broadcast: output). `signature` is what the members of the group compare,
+    `communicator` which of the group's communicators was asked for: backends that connect groups at
+    their first use (gloo) have one for both, see `communicator` in `comm/transport.py`.
     `sent_bytes` is what this rank sends with a ring algorithm; its sum over the group is what
     crosses the network. With n members, whole = the large tensor, own = this rank's piece:
 
@@ -46,6 +48,7 @@ class Operation:
     payload_bytes: int
     sent_bytes: int
     signature: Signature = NO_SIGNATURE
+    communicator: Communicator = "group"
 
     @property
     def is_p2p(self) -> bool:
@@ -260,6 +263,7 @@ def operation(call: Call) -> Operation:
         payload_bytes=_num_bytes(payload),
         sent_bytes=0 if count_sent is None else count_sent(call),
         signature=Signature.of(call),
+        communicator=call.communicator,
     )
 
 

@@ -197,6 +197,7 @@ def assumed_core(num_local: int) -> Hardware:
     return Hardware(
         name="cpu",
         label="a CPU rank",
+        device="cpu",
         node=num_local,
         memory_gb=all_bytes / num_local / GB,
         bf16_tflops=CORE_TFLOPS,

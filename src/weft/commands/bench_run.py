@@ -18,6 +18,7 @@ import torch
 from weft.comm.comm import Comm
 from weft.commands.bench_options import BenchOptions, CommOptions, ComputeOptions, SizeRange
 from weft.commands.console import print_result
+from weft.config.hardware import DeviceType
 from weft.config.hardware_file import write_fields
 from weft.core.mesh import Mesh
 from weft.errors import counted
@@ -161,6 +162,7 @@ def _report_comm(
 ) -> None:
     figures = comm_figures(
         report.rows,
+        device=_type_of(device),
         label=device_label(device),
         node=local_size,
     )
@@ -182,6 +184,10 @@ def _report_comm(
         _write(options.svg, text)
 
 
+def _type_of(device: torch.device) -> DeviceType:
+    return "cuda" if device.type == "cuda" else "cpu"
+
+
 def _report_compute(
     options: ComputeOptions,
     times: Sequence[ComputeTimes],
@@ -193,7 +199,7 @@ def _report_compute(
     node = torch.cuda.device_count() if is_gpu else num_ranks
     figures = compute_figures(
         times,
-        device_type=device.type,
+        device=_type_of(device),
         label=device_label(device),
         node=node,
         memory_bytes=device_memory_bytes(device, num_ranks),

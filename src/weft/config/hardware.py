@@ -41,6 +41,8 @@ CUDA_NAMES = {
 """Part of a CUDA device's name -> device of the hardware table; others have no peak there."""
 
 Text = Annotated[str, Field(min_length=1)]
+DeviceType = Literal["cuda", "cpu"]
+"""As torch names devices; it decides the communication backend."""
 
 
 class Figure(ConfigSection):
@@ -70,6 +72,7 @@ class HardwareTable(ConfigSection):
     """The fields of a hardware file; see `Hardware` for their units."""
 
     label: Text | None = None
+    device: DeviceType = "cuda"
     node: int = Field(ge=1)
     memory_gb: Figure
     bf16_tflops: Figure
@@ -100,6 +103,7 @@ class Hardware:
 
     Attributes:
         name: of the device in the table, or the path of its file.
+        device: its type in torch.
         node: devices in a node.
         memory_gb: 10^9 bytes.
         bf16_tflops: of dense matrix products.
@@ -129,6 +133,7 @@ class Hardware:
     fp64_tflops: float | None = None
     power_w: float | None = None
     price_usd_h: float | None = None
+    device: DeviceType = "cuda"
     efficiency: Efficiency = field(default_factory=Efficiency)
     figures: Mapping[str, Figure] = field(default_factory=dict, compare=False)
 
@@ -173,6 +178,7 @@ class Hardware:
         return cls(
             name=name,
             label=table.label or Path(name).stem,
+            device=table.device,
             node=table.node,
             efficiency=table.efficiency,
             figures=figures,

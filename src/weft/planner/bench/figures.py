@@ -9,13 +9,13 @@ from statistics import median
 
 import psutil
 
-from weft.config.hardware import GB, PEAK_FIELDS
+from weft.config.hardware import GB, PEAK_FIELDS, DeviceType
 from weft.planner.bench.bandwidth import RINGS, GroupTimes, Placement
 from weft.planner.bench.computation import TF32, ComputeTimes, WorkKind
 
 PEAKS = {**PEAK_FIELDS, TF32: "tf32_tflops"}
 TERA = 1e12
-MAIN_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+MAIN_DTYPES: Mapping[DeviceType, str] = {"cpu": "float32", "cuda": "bfloat16"}
 """Type whose shares stand for all types, by type of device."""
 BANDWIDTHS: dict[Placement, str] = {"inside": "link", "between": "network"}
 
@@ -34,6 +34,7 @@ class MeasuredFigures:
 
     Attributes:
         program: that measured, for the origin of the figures.
+        device: its type in torch.
         node: ranks of a node.
         figures: name in the hardware file -> value.
         shares: field of `Efficiency` -> share of one of the figures.
@@ -42,6 +43,7 @@ class MeasuredFigures:
 
     program: str
     label: str
+    device: DeviceType
     node: int
     figures: Mapping[str, float]
     shares: Mapping[str, ReachedShare] = field(default_factory=dict)
@@ -51,7 +53,7 @@ class MeasuredFigures:
 def compute_figures(
     times: Sequence[ComputeTimes],
     *,
-    device_type: str,
+    device: DeviceType,
     label: str,
     node: int,
     memory_bytes: float,
@@ -67,7 +69,7 @@ def compute_figures(
     figures["hbm_tb_s"] = best_bandwidth
     shares = {"memory": ReachedShare("hbm_tb_s", median(bandwidths) / best_bandwidth)}
     launch_s = of_kind(times, "launch")[0].median_s
-    main = MAIN_DTYPES[device_type]
+    main = MAIN_DTYPES[device]
     peak = PEAKS[main]
     kinds: tuple[WorkKind, ...] = ("gemm", "attention")
     for kind in kinds:
@@ -85,6 +87,7 @@ def compute_figures(
     return MeasuredFigures(
         program="weft bench compute",
         label=label,
+        device=device,
         node=node,
         figures=figures,
         shares=shares,
@@ -126,6 +129,7 @@ def arithmetic_share(
 def comm_figures(
     rows: Sequence[GroupTimes],
     *,
+    device: DeviceType,
     label: str,
     node: int,
 ) -> MeasuredFigures:
@@ -149,6 +153,7 @@ def comm_figures(
     return MeasuredFigures(
         program="weft bench comm",
         label=label,
+        device=device,
         node=node,
         figures=figures,
         shares=shares,

@@ -26,7 +26,12 @@ def extended(
     versions: str,
 ) -> dict[str, Any]:
     """The fields of a hardware file with measured figures; the measured ones of before are replaced."""
-    result: dict[str, Any] = {"label": measured.label, "node": measured.node, **fields}
+    result: dict[str, Any] = {
+        "label": measured.label,
+        "device": measured.device,
+        "node": measured.node,
+        **fields,
+    }
     for name, value in measured.figures.items():
         if is_published(fields, name):
             continue

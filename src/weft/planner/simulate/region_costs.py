@@ -110,15 +110,21 @@ class CostTable:
 
     def operation(self, op: Operation) -> CommOp:
         """An operation with its lane, link and seconds."""
-        is_message = op.op in ("send", "recv")
-        lane = f"{op.axis} {op.op}" if is_message else op.axis
         return CommOp(
             name=op.op,
             axis=op.axis,
-            lane=lane,
+            lane=self._lane(op),
             link=link_of(op.group, node=self.speeds.hardware.node),
             seconds=self.speeds.operation_s(op),
         )
+
+    def _lane(self, op: Operation) -> str:
+        """The communicator that carries an operation; see Note [Lanes] in `region_time`."""
+        if op.is_p2p:
+            return f"{op.axis} {op.op}"
+        if op.communicator == "group" or not self.speeds.separates_reductions:
+            return op.axis
+        return f"{op.axis} {op.communicator}"
 
     def region(
         self,

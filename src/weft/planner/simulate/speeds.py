@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from weft.comm.backend_policy import policy_of
 from weft.comm.observe import Operation
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import GB, Hardware
@@ -37,6 +38,13 @@ class Speeds:
     def efficiency(self) -> Efficiency:
         """What real work reaches on the device, fitted or assumed."""
         return self.hardware.efficiency
+
+    @property
+    def separates_reductions(self) -> bool:
+        """Whether the second communicator of a group exists: only plans of groups have it (see Note
+        [Communicators of a training run] in `comm/planned_groups.py`), and gloo connects without one.
+        """
+        return policy_of(self.hardware.device).connects_at_start
 
     def kernel_s(self, kernel: KernelLaunch) -> float:
         """Seconds of one launch, or of a batch of them."""
