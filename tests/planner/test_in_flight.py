@@ -7,7 +7,7 @@ import pytest
 from weft.planner.search.block_costs import BlockCosts
 from weft.planner.search.in_flight import StageBytes, replayed_in_flight
 from weft.planner.simulate.pipeline_time import pipeline_order
-from weft.planner.simulate.table_time import StageSeconds, table_seconds
+from weft.planner.simulate.table_time import StageCollectives, StageSeconds, table_seconds
 from weft.schedule.actions import Act
 from weft.schedule.catalog import find
 
@@ -69,3 +69,36 @@ def test_every_further_round_of_micro_batches_adds_the_same_to_a_table(
         ends[num_micro] = table_seconds(pipeline_order(table), stages)
     round_s = ends[8] - ends[6]
     assert ends[32] == pytest.approx(ends[8] + 12 * round_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("message_s", "shares_link", "expected"),
+    [
+        (0.0, False, 12.5 + 2 * 0.5),  # the gathers of two forwards begin behind a reduction
+        (0.0, True, 12.5 + 2 * 0.25),  # each has half of the link for as long as it takes alone
+        (0.4, False, 14.1 + 0.2),  # the second of them finds 0.2 s: a bubble has hidden 0.3 s
+        (0.4, True, 14.1),  # it has ended
+    ],
+)
+def test_a_bubble_hides_the_reduction_behind_a_backward(
+    message_s: float, shares_link: bool, expected: float
+) -> None:
+    """F 1 s and B 2 s on two ranks, three micro-batches; the second rank alone has collectives:
+
+    0  F0 F1 .. B0 F2 B1 .. B2
+    1  .. F0 B0 F1 B1 F2 B2
+    """
+    quiet = StageCollectives(0.0, 0.0, 0.0)
+    busy = StageCollectives(forward_gather=0.25, backward_gather=0.0, left=0.5)
+    stages = StageSeconds(
+        forward=[1.0, 1.0],
+        backward=[2.0, 2.0],
+        last_backward=[2.5, 2.0],
+        inputs_share=0.0,
+        weights_share=0.0,
+        message_s=message_s,
+        collectives=[quiet, busy],
+        shares_link=shares_link,
+    )
+    order = pipeline_order(find("1f1b").table(2, 1, 3))
+    assert table_seconds(order, stages) == pytest.approx(expected)

@@ -9,6 +9,7 @@ from weft.planner.search.layout_choice import Layout
 from weft.planner.search.layout_stages import BlockParams
 from weft.planner.search.zero_costs import ZERO_THAT_GATHERS, Part, ZeroCosts, ZeroMeasurements
 from weft.planner.simulate.speeds import Speeds
+from weft.planner.simulate.table_time import StageCollectives
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,8 @@ class DataSeconds:
     """Collectives of a stage over the data ranks, and kernels of the ZeRO stage, for an action.
 
     Attributes:
-        sent: of the collectives.
-        exposed: of these, or of reductions that an earlier backward has left, before the first
-            kernel.
+        sent: of the collectives, without what a backward leaves under way.
+        exposed: of these, before the first kernel.
         kernels: in addition to those of the blocks.
     """
 
@@ -65,14 +65,41 @@ class DataCosts:
         sent_s = self.sent_s(layout, part, params)
         if layout.zero < ZERO_THAT_GATHERS or not params.num_blocks:
             return DataSeconds(sent_s, 0.0, kernels_s)
+        collectives = self._collectives(layout, params)
+        if part == "forward":
+            return DataSeconds(sent_s, collectives.forward_gather, kernels_s)
+        own_s = sent_s - collectives.left
+        return DataSeconds(own_s, collectives.backward_gather, kernels_s)
+
+    def collectives_of_stages(
+        self, layout: Layout, params: Sequence[BlockParams]
+    ) -> list[StageCollectives]:
+        """What goes on behind the actions of every stage; [] where nothing does."""
+        if layout.zero < ZERO_THAT_GATHERS or layout.num_data == 1:
+            return []
+        known: dict[BlockParams, StageCollectives] = {}
+        for own in params:
+            if own not in known:
+                known[own] = self._collectives(layout, own)
+        return [known[own] for own in params]
+
+    def _collectives(self, layout: Layout, params: BlockParams) -> StageCollectives:
+        """Of one stage under ZeRO 3. A forward waits for its first block, and a backward leaves the
+        reduction of that one under way. An embedding computes too little to hide those of the block
+        beside it, so they take as long as those of a mean block, at least.
+        """
+        if not params.num_blocks:
+            return StageCollectives(0.0, 0.0, 0.0)
         gathered_s = self.sent_s(layout, "forward", params)
         reduced_s = self.sent_s(layout, "backward", params) - gathered_s
-        left_s = reduced_s / params.num_blocks
-        if part == "forward":
-            exposed_s = params.first / params.total * gathered_s + left_s
-            return DataSeconds(sent_s + left_s, exposed_s, kernels_s)
-        exposed_s = params.last / params.total * gathered_s
-        return DataSeconds(sent_s - left_s, exposed_s, kernels_s)
+        mean_share = 1 / params.num_blocks
+        begin_share = max(params.first / params.total, mean_share)
+        last_share = params.last / params.total
+        return StageCollectives(
+            forward_gather=begin_share * gathered_s,
+            backward_gather=last_share * gathered_s,
+            left=begin_share * reduced_s,
+        )
 
     def sent_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
         """Seconds of the collectives over the data ranks for the parameters of some blocks."""

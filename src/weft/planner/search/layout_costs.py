@@ -6,8 +6,9 @@ Note [Simulated layouts]
     slow it down meanwhile, and what is gathered before the first block can begin is waited for. The
     schedule's table is played with them (table_time.py). Of a long step the first micro-batches are
     played; the others take as long as those of the last round that is played. The peak is that of
-    the states, the activations in flight, and the buffers of the ZeRO stage. Not counted are links that several
-    collectives share, and waits of one action for what an earlier one has started.
+    the states, the activations in flight, and the buffers of the ZeRO stage. Counted of what actions
+    leave under way are the reductions of ZeRO 3 (Note [Reductions behind a backward] in
+    table_time.py); not counted are other links that several collectives share.
 """
 
 from __future__ import annotations
@@ -224,6 +225,8 @@ class LayoutCosts:
             inputs_share=shares.inputs,
             weights_share=shares.weights,
             message_s=self._message_s(layout),
+            collectives=self._data.collectives_of_stages(layout, params),
+            shares_link=self.speeds.separates_reductions,
         )
 
     def _message_s(self, layout: Layout) -> float:
