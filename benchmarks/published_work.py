@@ -4,6 +4,13 @@ A stage's work depends on the model's sizes, the sharding, the micro-batch, and 
 last one; not on the number of stages, of micro-batches or (without ZeRO) of data ranks. So the stages of a row are put
 together from pipelines of at most three stages and two data ranks, and of more than three layers the third is repeated. Measured
 work is kept in a file, with a digest of the sources that it depends on.
+
+Note [One process group]
+    weft's ZeRO 3 reduces on a communicator of its own. The software of the rows has one for gathers
+    and reductions, whose kernels run one after the other: FSDP of llm-foundry passes its process
+    group to both (torch/distributed/fsdp, _flat_param.py and _runtime_utils.py); a second one can be
+    had with FSDP2 alone (`set_separate_reduce_scatter_group`). So operations of rows are put on the
+    group's communicator.
 """
 
 from __future__ import annotations
@@ -42,6 +49,7 @@ SOURCES = (
     "planner/measure/rank_step.py",
     "planner/measure/recorder.py",
     "planner/measure/kernels.py",
+    "comm/observe.py",
 )
 NODE = 8
 SPLIT_SCHEDULE, WHOLE_SCHEDULE = "zero_bubble", "1f1b"
@@ -247,13 +255,26 @@ def on_mesh(region: RecordedRegion, plan: Plan, rank: int) -> RecordedRegion:
 
 
 def operation_on_mesh(op: Operation, plan: Plan, rank: int) -> Operation:
+    """The operation over the group of a rank; see Note [One process group]."""
     axes = op.axis.split("+")
     if "pp" in axes:  # tied parameters of the first and the last stage, messages
         return op
     group = plan.mesh.group(rank, tuple(axes))
-    before, now = len(op.group), len(group)
-    sent = op.sent_bytes * ((now - 1) / now) / ((before - 1) / before)
-    return replace(op, group=tuple(group), rank=rank, sent_bytes=round(sent))
+    share_before = share_sent(len(op.group))
+    share_now = share_sent(len(group))
+    sent = op.sent_bytes * share_now / share_before
+    return replace(
+        op,
+        group=tuple(group),
+        rank=rank,
+        sent_bytes=round(sent),
+        communicator="group",
+    )
+
+
+def share_sent(members: int) -> float:
+    """Of a large tensor, by each member of a ring."""
+    return (members - 1) / members
 
 
 # -- deeper stages ------------------------------------------------------------------------------

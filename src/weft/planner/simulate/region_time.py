@@ -4,7 +4,8 @@ Note [Lanes]
     Kernels of a rank run one after another; so do the operations of one communicator, in the order
     in which the rank starts them (of messages: one lane for what a rank sends along an axis and one
     for what it receives). On GPUs the reductions of ZeRO 3 have a communicator of their own, so they
-    run beside the all-gathers of the same ranks and share their link; gloo has one for both. An operation begins when the rank has started it and its lane is free.
+    run beside the all-gathers of the same ranks and share their link; gloo has one for both. An
+    operation begins when the rank has started it and its lane is free.
     Where the real code waits for it, the kernels wait. So what overlaps is what the code overlaps;
     kernels beside an operation lose `Efficiency.overlap_slowdown` of its time.
     An operation that has not ended when its region does goes on in the next region of the rank.
