@@ -7,7 +7,12 @@ import pytest
 from weft.planner.search.block_costs import BlockCosts
 from weft.planner.search.in_flight import StageBytes, replayed_in_flight
 from weft.planner.simulate.pipeline_time import pipeline_order
-from weft.planner.simulate.table_time import StageCollectives, StageSeconds, table_seconds
+from weft.planner.simulate.table_time import (
+    Reductions,
+    StageCollectives,
+    StageSeconds,
+    table_seconds,
+)
 from weft.schedule.actions import Act
 from weft.schedule.catalog import find
 
@@ -88,8 +93,8 @@ def test_a_bubble_hides_the_reduction_behind_a_backward(
     0  F0 F1 .. B0 F2 B1 .. B2
     1  .. F0 B0 F1 B1 F2 B2
     """
-    quiet = StageCollectives(0.0, 0.0, 0.0)
-    busy = StageCollectives(forward_gather=0.25, backward_gather=0.0, left=0.5)
+    left = Reductions(before=1.5, seconds=1.0, least_left=0.5, most_left=0.5)
+    busy = StageCollectives(forward_gather=0.25, reductions=left, last_reductions=left)
     stages = StageSeconds(
         forward=[1.0, 1.0],
         backward=[2.0, 2.0],
@@ -97,7 +102,7 @@ def test_a_bubble_hides_the_reduction_behind_a_backward(
         inputs_share=0.0,
         weights_share=0.0,
         message_s=message_s,
-        collectives=[quiet, busy],
+        collectives=[StageCollectives(), busy],
         shares_link=shares_link,
     )
     order = pipeline_order(find("1f1b").table(2, 1, 3))

@@ -1,4 +1,17 @@
-"""Seconds that data ranks add to the stages of a layout: collectives and kernels of its ZeRO stage, the reduction, the update."""
+"""Costs that data ranks add to the stages of a layout: states, collectives and kernels of its ZeRO stage, the update.
+
+Note [Gradients of experts]
+    Ranks along ep have the dense parameters in common, and not the experts: gradients, states and
+    gathered values of these are shared by the ranks along the other data axes alone. That group has
+    ep times fewer ranks, each ep times the states of a parameter, and fewer members in a node, so a
+    ring has less of the node's network. Its collectives are others than those of dense parameters.
+
+Note [Seconds of a backward]
+    The first reduction begins when the backward of a block has ended. ZeRO 2 and 3 wait for the
+    older of two reductions before another begins, so at the end of the backward those of its last
+    two blocks (the first two of the stage) are under way at most, or the two of a block with
+    experts; below them all that is not done.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +20,29 @@ from dataclasses import dataclass
 
 from weft.planner.search.layout_choice import Layout
 from weft.planner.search.layout_stages import BlockParams
-from weft.planner.search.zero_costs import ZERO_THAT_GATHERS, Part, ZeroCosts, ZeroMeasurements
+from weft.planner.search.zero_costs import (
+    ZERO_THAT_GATHERS,
+    ZERO_THAT_REDUCES_EACH,
+    ParamCost,
+    Part,
+    ZeroCosts,
+    ZeroMeasurements,
+)
 from weft.planner.simulate.speeds import Speeds
-from weft.planner.simulate.table_time import StageCollectives
+from weft.planner.simulate.table_time import NO_REDUCTIONS, Reductions, StageCollectives
 
 
 @dataclass(frozen=True)
-class DataSeconds:
-    """Collectives of a stage over the data ranks, and kernels of the ZeRO stage, for an action.
+class BackwardSeconds:
+    """Seconds of a backward beside its collectives over the data ranks.
 
     Attributes:
-        sent: of the collectives, without what a backward leaves under way.
-        exposed: of these, before the first kernel.
-        kernels: in addition to those of the blocks.
+        seconds: of its kernels, and of the all-gather before the first one.
+        reductions: under way beside them and behind it.
     """
 
-    sent: float = 0.0
-    exposed: float = 0.0
-    kernels: float = 0.0
+    seconds: float
+    reductions: Reductions
 
 
 class DataCosts:
@@ -39,92 +57,123 @@ class DataCosts:
         """Costs of the ZeRO stage of a layout."""
         return self._zeros.of(layout.zero, num_data=layout.num_data)
 
-    def seconds_beside(
-        self,
-        layout: Layout,
-        part: Part,
-        work: Sequence[float],
-        params: Sequence[BlockParams],
-    ) -> list[float]:
-        """Seconds of an action of every stage, from those of its blocks, and its parameters."""
-        slowdown = self._speeds.efficiency.overlap_slowdown
-        known: dict[BlockParams, DataSeconds] = {}
-        found: list[float] = []
-        for work_s, own in zip(work, params, strict=True):
-            if own not in known:
-                known[own] = self._of_action(layout, part, own)
-            data = known[own]
-            hidden_s = data.sent - data.exposed
-            busy_s = work_s + data.kernels + slowdown * hidden_s
-            found.append(data.exposed + max(busy_s, hidden_s))
-        return found
+    def state_bytes(self, layout: Layout, params: BlockParams) -> float:
+        """Bytes of the states of a rank; see Note [Gradients of experts]."""
+        return _held(self.zero(layout).states, layout, params)
 
-    def _of_action(self, layout: Layout, part: Part, params: BlockParams) -> DataSeconds:
-        zero = self.zero(layout)
-        kernels_s = zero.kernels[part].of(params.total, layout.num_data)
-        sent_s = self.sent_s(layout, part, params)
-        if layout.zero < ZERO_THAT_GATHERS or not params.num_blocks:
-            return DataSeconds(sent_s, 0.0, kernels_s)
-        collectives = self._collectives(layout, params)
-        if part == "forward":
-            return DataSeconds(sent_s, collectives.forward_gather, kernels_s)
-        own_s = sent_s - collectives.left
-        return DataSeconds(own_s, collectives.backward_gather, kernels_s)
+    def forward_s(self, layout: Layout, work_s: float, params: BlockParams) -> float:
+        """Seconds of a forward of a stage, from those of its blocks, and its parameters."""
+        sent_s = self.sent_s(layout, "forward", params)
+        exposed_s = self._first_gather_s(layout, params)
+        kernels_s = _held(self.zero(layout).kernels["forward"], layout, params)
+        hidden_s = sent_s - exposed_s
+        return exposed_s + max(self._busy_s(work_s + kernels_s, hidden_s), hidden_s)
 
-    def collectives_of_stages(
-        self, layout: Layout, params: Sequence[BlockParams]
-    ) -> list[StageCollectives]:
-        """What goes on behind the actions of every stage; [] where nothing does."""
-        if layout.zero < ZERO_THAT_GATHERS or layout.num_data == 1:
-            return []
-        known: dict[BlockParams, StageCollectives] = {}
-        for own in params:
-            if own not in known:
-                known[own] = self._collectives(layout, own)
-        return [known[own] for own in params]
-
-    def _collectives(self, layout: Layout, params: BlockParams) -> StageCollectives:
-        """Of one stage under ZeRO 3. A forward waits for its first block, and a backward leaves the
-        reduction of that one under way. An embedding computes too little to hide those of the block
-        beside it, so they take as long as those of a mean block, at least.
+    def backward_s(
+        self, layout: Layout, part: Part, work_s: float, params: BlockParams
+    ) -> BackwardSeconds:
+        """Seconds of a backward of a stage, from those of its blocks, and its parameters; see Note
+        [Seconds of a backward].
         """
-        if not params.num_blocks:
-            return StageCollectives(0.0, 0.0, 0.0)
-        gathered_s = self.sent_s(layout, "forward", params)
-        reduced_s = self.sent_s(layout, "backward", params) - gathered_s
-        mean_share = 1 / params.num_blocks
-        begin_share = max(params.first / params.total, mean_share)
-        last_share = params.last / params.total
-        return StageCollectives(
-            forward_gather=begin_share * gathered_s,
-            backward_gather=last_share * gathered_s,
-            left=begin_share * reduced_s,
+        kernels_s = _held(self.zero(layout).kernels[part], layout, params)
+        reduced_s = self._reduced_s(layout, part, params)
+        gathered_s = self._gathered_s(layout, params)
+        exposed_s = self._gathered_s(layout, BlockParams.of([params.last]))
+        of_first_s = self._reduced_s(layout, part, BlockParams.of([params.first]))
+        of_second_s = self._reduced_s(layout, part, BlockParams.of([params.second]))
+        least_left_s = max(of_first_s, of_second_s)  # an embedding computes too little to hide any
+        most_left_s = reduced_s
+        if layout.zero >= ZERO_THAT_REDUCES_EACH:
+            most_left_s = of_first_s
+            if not params.first.experts:
+                most_left_s += of_second_s
+        hidden_s = gathered_s - exposed_s + reduced_s
+        busy_s = self._busy_s(work_s + kernels_s, hidden_s - least_left_s)
+        if not reduced_s:
+            return BackwardSeconds(exposed_s + max(busy_s, hidden_s), NO_REDUCTIONS)
+        reductions = Reductions(
+            before=work_s * params.largest / params.total,
+            seconds=hidden_s,
+            least_left=least_left_s,
+            most_left=most_left_s,
         )
+        return BackwardSeconds(exposed_s + busy_s, reductions)
+
+    def _busy_s(self, work_s: float, hidden_s: float) -> float:
+        """Of kernels beside collectives."""
+        return work_s + self._speeds.efficiency.overlap_slowdown * max(0.0, hidden_s)
+
+    def collectives(
+        self, layout: Layout, params: BlockParams, every: BackwardSeconds, last: BackwardSeconds
+    ) -> StageCollectives:
+        """What actions of a stage wait for first, and leave under way.
+
+        Args:
+            every, last: backwards of the stage.
+        """
+        return StageCollectives(
+            forward_gather=self._first_gather_s(layout, params),
+            backward_gather=self._gathered_s(layout, BlockParams.of([params.last])),
+            reductions=every.reductions,
+            last_reductions=last.reductions,
+        )
+
+    def _first_gather_s(self, layout: Layout, params: BlockParams) -> float:
+        """Of the all-gathers that a forward waits for before it can hide others."""
+        of_first_s = self._gathered_s(layout, BlockParams.of([params.first]))
+        of_second_s = self._gathered_s(layout, BlockParams.of([params.second]))
+        return max(of_first_s, of_second_s)  # an embedding computes too little to hide any
+
+    def _gathered_s(self, layout: Layout, params: BlockParams) -> float:
+        """Of the all-gathers of a forward or backward."""
+        if layout.zero < ZERO_THAT_GATHERS:
+            return 0.0
+        return self.sent_s(layout, "forward", params)
+
+    def _reduced_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
+        """Of the reductions in a backward, which gathers parameters too under ZeRO 3."""
+        return self.sent_s(layout, part, params) - self._gathered_s(layout, params)
 
     def sent_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
         """Seconds of the collectives over the data ranks for the parameters of some blocks."""
-        key = part, layout.zero, layout.degrees, params.total, params.num_blocks
+        key = (
+            part,
+            layout.zero,
+            layout.degrees,
+            params.total,
+            params.experts,
+            params.num_blocks,
+        )
         if key not in self._sent:
-            self._sent[key] = self.zero(layout).sent_s(
+            zero = self.zero(layout)
+            dense_s = zero.sent_s(
                 part,
                 self._speeds,
                 layout.data_group,
-                params=params.total,
+                params=params.total - params.experts,
                 num_blocks=params.num_blocks,
             )
+            experts_s = zero.sent_s(
+                part,
+                self._speeds,
+                layout.expert_group,
+                params=params.experts,
+                num_blocks=params.num_expert_blocks,
+            )
+            self._sent[key] = dense_s + experts_s
         return self._sent[key]
 
     def after_s(self, layout: Layout, by_rank: Sequence[BlockParams]) -> float:
-        """Of the last reduction and the optimizer of the rank with the most parameters."""
+        """Of the update of the rank with the most parameters."""
         most = max(by_rank)
-        kernels = self.zero(layout).kernels["update"]
-        reduced_s = self.sent_s(layout, "last backward", most)
-        if layout.zero == ZERO_THAT_GATHERS:
-            reduced_s -= self.sent_s(layout, "forward", most)
-        last_share = 0.0
-        if most.total:
-            largest_first = max(params.first for params in by_rank)
-            last_share = largest_first / most.total
-        update_s = kernels.of(most.total, layout.num_data)
-        update_s += self.sent_s(layout, "update", most)
-        return update_s + last_share * reduced_s
+        update_s = _held(self.zero(layout).kernels["update"], layout, most)
+        return update_s + self.sent_s(layout, "update", most)
+
+
+def _held(cost: ParamCost, layout: Layout, params: BlockParams) -> float:
+    """What parameters cost a rank; see Note [Gradients of experts]."""
+    of_all = cost.of(params.total, layout.num_data)
+    if not params.experts:
+        return of_all
+    if_dense = cost.of(params.experts, layout.num_data)
+    return of_all - if_dense + cost.of(params.experts, len(layout.expert_group))

@@ -148,7 +148,12 @@ class Layout:
     @property
     def data_group(self) -> tuple[int, ...]:
         """The first ranks of the world that share the gradients of dense parameters."""
-        return _data_group(self.degrees)
+        return _data_group(self.degrees, (DP, EP, CP))
+
+    @property
+    def expert_group(self) -> tuple[int, ...]:
+        """The first ranks of the world that share the gradients of the experts of a rank."""
+        return _data_group(self.degrees, (DP, CP))
 
     @property
     def num_data(self) -> int:
@@ -175,12 +180,12 @@ class Layout:
 
 
 @cache
-def _data_group(degrees: tuple[tuple[str, int], ...]) -> tuple[int, ...]:
-    """`Layout.data_group` of a mesh; thousands of layouts have the same one."""
+def _data_group(degrees: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The ranks along axes of a mesh, from rank 0 on; thousands of layouts have the same ones."""
     ranks = [0]
     stride = 1
     for axis, degree in reversed(degrees):
-        if axis in (DP, EP, CP):
+        if axis in axes:
             outer = range(0, degree * stride, stride)
             ranks = [rank + offset for offset in outer for rank in ranks]
         stride *= degree

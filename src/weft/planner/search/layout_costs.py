@@ -7,8 +7,8 @@ Note [Simulated layouts]
     schedule's table is played with them (table_time.py). Of a long step the first micro-batches are
     played; the others take as long as those of the last round that is played. The peak is that of
     the states, the activations in flight, and the buffers of the ZeRO stage. Counted of what actions
-    leave under way are the reductions of ZeRO 3 (Note [Reductions behind a backward] in
-    table_time.py); not counted are other links that several collectives share.
+    leave under way are reductions over the data ranks (Note [Reductions behind a backward] in
+    table_time.py); not counted are links that other collectives share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 
 from weft.config.run import Run, plan_of
@@ -32,7 +32,7 @@ from weft.planner.measure.repeated import can_be_repeated, measure_repeated
 from weft.planner.measure.roles import role_costs
 from weft.planner.search.block_costs import BlockMeasurements, CostsByKind, SplitShares
 from weft.planner.search.candidates import LayoutGroup, PipelineChoice
-from weft.planner.search.data_costs import DataCosts
+from weft.planner.search.data_costs import BackwardSeconds, DataCosts
 from weft.planner.search.in_flight import (
     InFlight,
     StageBytes,
@@ -40,7 +40,7 @@ from weft.planner.search.in_flight import (
     replayed_in_flight,
 )
 from weft.planner.search.layout_choice import Layout
-from weft.planner.search.layout_stages import LayoutStages
+from weft.planner.search.layout_stages import BlockParams, LayoutStages
 from weft.planner.search.pipeline_tables import PipelineTables, most_held_bytes
 from weft.planner.search.short_runs import ShortRuns
 from weft.planner.search.zero_costs import (
@@ -50,7 +50,7 @@ from weft.planner.search.zero_costs import (
 from weft.planner.simulate.predict import Prediction, predict_measured
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.speeds import Speeds
-from weft.planner.simulate.table_time import StageSeconds, table_seconds
+from weft.planner.simulate.table_time import StageCollectives, StageSeconds, table_seconds
 from weft.schedule.actions import Table
 from weft.schedule.catalog import find
 
@@ -94,6 +94,16 @@ class StageWork:
     saved_bytes: Sequence[int]
 
 
+@dataclass(frozen=True)
+class StageBesideData:
+    """Seconds of a stage for one micro-batch, beside its collectives over the data ranks."""
+
+    forward_s: float
+    backward: BackwardSeconds
+    last_backward: BackwardSeconds
+    collectives: StageCollectives
+
+
 class LayoutCosts:
     """Costs of the layouts of one run on one device; everything is measured once.
 
@@ -114,9 +124,9 @@ class LayoutCosts:
         self._blocks = BlockMeasurements(self.runs, cost_table)
         zeros = ZeroMeasurements(self.runs.with_fewer_experts(), cost_table)
         self._data = DataCosts(zeros, speeds)
-        self.stages = LayoutStages(self._specs, self.kinds, self.runs.params_of_kinds)
+        self.stages = LayoutStages(self._specs, self.kinds, self.runs.sizes_of_kinds)
         self._tables = PipelineTables()
-        self._most: dict[object, float] = {}
+        self._most: dict[object, BlockParams] = {}
         self._leanest: dict[object, PipelineChoice] = {}
         self._busiest: dict[object, float] = {}
         self._held: dict[object, list[InFlight]] = {}
@@ -217,17 +227,38 @@ class LayoutCosts:
         shares = self._blocks.split_shares(layout) if is_split else NO_SPLIT
         work = self._stage_work(layout, costs)
         params = self.stages.params(layout)
-        beside = partial(self._data.seconds_beside, layout, params=params)
+        beside = self._seconds_beside(layout, work, params)
         return StageSeconds(
-            forward=beside("forward", work.forward_s),
-            backward=beside("backward", work.backward_s),
-            last_backward=beside("last backward", work.backward_s),
+            forward=[each.forward_s for each in beside],
+            backward=[each.backward.seconds for each in beside],
+            last_backward=[each.last_backward.seconds for each in beside],
             inputs_share=shares.inputs,
             weights_share=shares.weights,
             message_s=self._message_s(layout),
-            collectives=self._data.collectives_of_stages(layout, params),
+            collectives=[each.collectives for each in beside],
             shares_link=self.speeds.separates_reductions,
         )
+
+    def _seconds_beside(
+        self, layout: Layout, work: StageWork, params: Sequence[BlockParams]
+    ) -> list[StageBesideData]:
+        """Of every stage, beside its collectives over the data ranks."""
+        data = self._data
+        known: dict[object, StageBesideData] = {}
+        found = []
+        for forward_s, backward_s, own in zip(work.forward_s, work.backward_s, params, strict=True):
+            key = forward_s, backward_s, own
+            if key not in known:
+                every = data.backward_s(layout, "backward", backward_s, own)
+                last = data.backward_s(layout, "last backward", backward_s, own)
+                known[key] = StageBesideData(
+                    forward_s=data.forward_s(layout, forward_s, own),
+                    backward=every,
+                    last_backward=last,
+                    collectives=data.collectives(layout, own, every, last),
+                )
+            found.append(known[key])
+        return found
 
     def _message_s(self, layout: Layout) -> float:
         """Of the output of a stage to the next pipeline rank."""
@@ -243,11 +274,12 @@ class LayoutCosts:
         zero = self._data.zero(layout)
         num_data = layout.num_data
         in_flight = self._in_flight(layout, self._blocks.of(layout))
+        table = self._table(layout)
+        sizes_of_ranks = self.stages.sizes_of_ranks(layout, table)
+        params_of_ranks = self.stages.params_of_ranks(layout, table)
         peaks = []
-        for sizes, own in zip(
-            self.stages.sizes_of_ranks(layout, self._table(layout)), in_flight, strict=True
-        ):
-            states = zero.states.of(sum(sizes), num_data)
+        for sizes, params, own in zip(sizes_of_ranks, params_of_ranks, in_flight, strict=True):
+            states = self._data.state_bytes(layout, params)
             block = _mean_of_neighbours(sizes)
             forward = own.forward + zero.forward_peak.of(block, num_data)
             backward = own.backward + zero.backward_peak.of(block, num_data)
@@ -293,16 +325,14 @@ class LayoutCosts:
 
     def state_bytes(self, layout: Layout) -> float:
         """Bytes between steps of the rank with the most parameters."""
-        states = self._data.zero(layout).states
-        return states.of(self._most_params(layout), layout.num_data)
+        return self._data.state_bytes(layout, self._most_params(layout))
 
-    def _most_params(self, layout: Layout) -> float:
+    def _most_params(self, layout: Layout) -> BlockParams:
         """Parameters of the rank with the most of them."""
         stages = layout.degree(PP), layout.schedule, layout.chunks, layout.split
         key = stages, layout.block_degrees
         if key not in self._most:
-            sizes_of_ranks = self.stages.sizes_of_ranks(layout, self._table(layout))
-            self._most[key] = max(sum(sizes) for sizes in sizes_of_ranks)
+            self._most[key] = max(self.stages.params_of_ranks(layout, self._table(layout)))
         return self._most[key]
 
     def leanest_pipeline(self, group: LayoutGroup) -> PipelineChoice:
@@ -312,7 +342,7 @@ class LayoutCosts:
         if key not in self._leanest:
 
             def most_params(pipeline: PipelineChoice) -> float:
-                return self._most_params(group.layout(pipeline, 0))
+                return self._most_params(group.layout(pipeline, 0)).total
 
             self._leanest[key] = min(group.pipelines, key=most_params)
         return self._leanest[key]
@@ -332,13 +362,12 @@ class LayoutCosts:
 
     def least_peak(self, layout: Layout, costs: CostsByKind) -> float:
         """Bytes that the fullest rank needs at least; `costs` as for `bound`."""
-        states = self._data.zero(layout).states
-        num_data = layout.num_data
-        sizes_of_ranks = self.stages.sizes_of_ranks(layout, self._table(layout))
+        params_of_ranks = self.stages.params_of_ranks(layout, self._table(layout))
         in_flight = self._in_flight(layout, costs)
         peaks = []
-        for sizes, own in zip(sizes_of_ranks, in_flight, strict=True):
-            peaks.append(states.of(sum(sizes), num_data) + max(own.forward, own.begin))
+        for params, own in zip(params_of_ranks, in_flight, strict=True):
+            states = self._data.state_bytes(layout, params)
+            peaks.append(states + max(own.forward, own.begin))
         return max(peaks)
 
     def _shape(self, layout: Layout) -> tuple[object, ...]:

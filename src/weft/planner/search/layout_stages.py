@@ -15,31 +15,64 @@ from weft.planner.search.layout_choice import Layout
 from weft.schedule.actions import Table
 
 
-class ParamsOfKinds(Protocol):
-    """Parameters of each kind of block on a rank, by the degrees of two axes."""
-
-    def __call__(self, *, tp: int, ep: int) -> Mapping[str, float]: ...
-
-
-class BlockParams(NamedTuple):
-    """Parameters of the blocks of a stage or rank: of all, and of the first and last that have some.
+class BlockSize(NamedTuple):
+    """Parameters of a block on a rank.
 
     Attributes:
-        num_blocks: that have parameters.
+        experts: of these, those of experts that are sharded over ep: other ranks share their
+            gradients and states.
     """
 
     total: float
+    experts: float = 0.0
+
+
+class SizesOfKinds(Protocol):
+    """Parameters of each kind of block on a rank, by the degrees of two axes."""
+
+    def __call__(self, *, tp: int, ep: int) -> Mapping[str, BlockSize]: ...
+
+
+NO_PARAMS = BlockSize(0.0)
+
+
+class BlockParams(NamedTuple):
+    """Parameters of the blocks of a stage or rank: of all, and of the first two and the last that
+    have some.
+
+    Attributes:
+        experts: as of `BlockSize`.
+        num_blocks: that have parameters.
+        num_expert_blocks: of these, with experts.
+        largest: parameters of the largest block.
+    """
+
+    total: float
+    experts: float
     num_blocks: int
-    first: float
-    last: float
+    num_expert_blocks: int
+    first: BlockSize
+    second: BlockSize
+    last: BlockSize
+    largest: float
 
     @staticmethod
-    def of(sizes: Sequence[float]) -> BlockParams:
+    def of(sizes: Sequence[BlockSize]) -> BlockParams:
         """Of blocks in order."""
-        own = [size for size in sizes if size]
+        own = [size for size in sizes if size.total]
         if not own:
-            return BlockParams(0.0, 0, 0.0, 0.0)
-        return BlockParams(sum(own), len(own), own[0], own[-1])
+            return BlockParams(0.0, 0.0, 0, 0, NO_PARAMS, NO_PARAMS, NO_PARAMS, 0.0)
+        with_experts = [size.experts for size in own if size.experts]
+        return BlockParams(
+            total=sum(size.total for size in own),
+            experts=sum(with_experts),
+            num_blocks=len(own),
+            num_expert_blocks=len(with_experts),
+            first=own[0],
+            second=own[1] if len(own) > 1 else NO_PARAMS,
+            last=own[-1],
+            largest=max(size.total for size in own),
+        )
 
 
 class LayoutStages:
@@ -49,15 +82,16 @@ class LayoutStages:
         self,
         specs: Sequence[BlockSpec],
         kinds: Mapping[str, str],
-        params_of_kinds: ParamsOfKinds,
+        sizes_of_kinds: SizesOfKinds,
     ) -> None:
         self._specs = specs
         self._kinds = kinds
-        self._params_of_kinds = params_of_kinds
+        self._sizes_of_kinds = sizes_of_kinds
         self._names: dict[object, tuple[tuple[str, ...], ...]] = {}
-        self._sizes: dict[object, list[list[float]]] = {}
+        self._block_sizes: dict[object, list[list[BlockSize]]] = {}
+        self._sizes_by_rank: dict[object, list[list[BlockSize]]] = {}
+        self._totals: dict[int, list[list[float]]] = {}
         self._params: dict[int, list[BlockParams]] = {}
-        self._sizes_of_ranks: dict[object, list[list[float]]] = {}
 
     def num_stages(self, layout: Layout) -> int:
         """Pipeline ranks by chunks."""
@@ -101,39 +135,53 @@ class LayoutStages:
 
     def sizes(self, layout: Layout) -> list[list[float]]:
         """Parameters of every block of every stage."""
-        tp, ep = layout.degree(TP), layout.degree(EP)
-        key = self.num_stages(layout), layout.split, tp, ep
-        if key not in self._sizes:
-            params = self._params_of_kinds(tp=tp, ep=ep)
-            sizes: list[list[float]] = []
-            for names in self.names(layout):
-                sizes.append([params[self._kinds[name]] for name in names])
-            self._sizes[key] = sizes
-        return self._sizes[key]
+        return self._totals_of(self._sizes_of_stages(layout))
 
     def params(self, layout: Layout) -> list[BlockParams]:
         """Parameters of every stage."""
-        return self._summed(self.sizes(layout))
+        return self._summed(self._sizes_of_stages(layout))
 
     def sizes_of_ranks(self, layout: Layout, table: Table) -> list[list[float]]:
         """Parameters of every block of every pipeline rank; `table` is that of the layout."""
-        shape = layout.degree(PP), layout.schedule, layout.chunks, layout.split
-        key = shape, layout.degree(TP), layout.degree(EP)
-        known = self._sizes_of_ranks.get(key)
-        if known is None:
-            known = [[] for _ in range(table.num_ranks)]
-            for stage, sizes in enumerate(self.sizes(layout)):
-                rank = table.stage_to_rank[stage]
-                known[rank].extend(sizes)
-            self._sizes_of_ranks[key] = known
-        return known
+        return self._totals_of(self._sizes_of_ranks(layout, table))
 
     def params_of_ranks(self, layout: Layout, table: Table) -> list[BlockParams]:
         """Parameters of every pipeline rank."""
-        return self._summed(self.sizes_of_ranks(layout, table))
+        return self._summed(self._sizes_of_ranks(layout, table))
 
-    def _summed(self, all_sizes: list[list[float]]) -> list[BlockParams]:
+    def _sizes_of_stages(self, layout: Layout) -> list[list[BlockSize]]:
+        tp, ep = layout.degree(TP), layout.degree(EP)
+        key = self.num_stages(layout), layout.split, tp, ep
+        known = self._block_sizes.get(key)
+        if known is None:
+            of_kinds = self._sizes_of_kinds(tp=tp, ep=ep)
+            known = []
+            for names in self.names(layout):
+                known.append([of_kinds[self._kinds[name]] for name in names])
+            self._block_sizes[key] = known
+        return known
+
+    def _sizes_of_ranks(self, layout: Layout, table: Table) -> list[list[BlockSize]]:
+        shape = layout.degree(PP), layout.schedule, layout.chunks, layout.split
+        key = shape, layout.degree(TP), layout.degree(EP)
+        known = self._sizes_by_rank.get(key)
+        if known is None:
+            known = [[] for _ in range(table.num_ranks)]
+            for stage, sizes in enumerate(self._sizes_of_stages(layout)):
+                rank = table.stage_to_rank[stage]
+                known[rank].extend(sizes)
+            self._sizes_by_rank[key] = known
+        return known
+
+    def _totals_of(self, all_sizes: list[list[BlockSize]]) -> list[list[float]]:
         """Of lists that are kept here, so that their ids stay their own."""
+        key = id(all_sizes)
+        if key not in self._totals:
+            self._totals[key] = [[size.total for size in sizes] for sizes in all_sizes]
+        return self._totals[key]
+
+    def _summed(self, all_sizes: list[list[BlockSize]]) -> list[BlockParams]:
+        """Of lists that are kept here, as above."""
         key = id(all_sizes)
         if key not in self._params:
             self._params[key] = [BlockParams.of(sizes) for sizes in all_sizes]

@@ -21,6 +21,7 @@ from weft.parallel.tp import AXIS as TP
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
 from weft.planner.search.layout_choice import Layout
+from weft.planner.search.layout_stages import BlockSize
 from weft.train.build import family_of
 from weft.train.init_from import lazy_blocks
 
@@ -50,7 +51,7 @@ class ShortRuns:
         self.measured = MeasuredRun.of(run)
         self.kinds = kinds
         self.num_runs = 0
-        self._params: dict[tuple[int, int], dict[str, float]] = {}
+        self._sizes: dict[tuple[int, int], dict[str, BlockSize]] = {}
 
     def with_fewer_experts(self) -> ShortRuns:
         """Runs of the same model with fewer experts a layer, where it has many, and as much smaller
@@ -61,8 +62,8 @@ class ShortRuns:
         if model is self.run.model:
             return self
         fewer = ShortRuns(self.run.with_values({"model": model}), self.kinds)
-        sizes = fewer.params_of_kinds(tp=1, ep=1)
-        return fewer if max(sizes.values()) >= LEAST_PARAMS else self
+        sizes = fewer.sizes_of_kinds(tp=1, ep=1)
+        return fewer if max(sizes.values()).total >= LEAST_PARAMS else self
 
     def measure(self, layout: Layout, *, copies: int = 1) -> RankStep:
         """A step of two micro-batches of the first rank of a layout without pipeline ranks.
@@ -90,28 +91,33 @@ class ShortRuns:
         short = stage.model_copy(update={"blocks": tuple(kept)})
         return plan.model_copy(update={"stages": (short,)})
 
-    def params_of_kinds(self, *, tp: int, ep: int) -> dict[str, float]:
+    def sizes_of_kinds(self, *, tp: int, ep: int) -> dict[str, BlockSize]:
         """Parameters of each kind of block on a rank."""
         degrees = (tp, ep)
-        known = self._params.get(degrees)
+        known = self._sizes.get(degrees)
         if known is None:
             known = self._count_params({TP: tp, EP: ep})
-            self._params[degrees] = known
+            self._sizes[degrees] = known
         return known
 
-    def _count_params(self, degrees: Mapping[str, int]) -> dict[str, float]:
+    def _count_params(self, degrees: Mapping[str, int]) -> dict[str, BlockSize]:
         model = self.run.model
         family = family_of(model, self.run.lora)
         blocks = lazy_blocks(family, model)
         axes = family.axes(model)
-        counts = {}
+        has_expert_ranks = degrees[EP] > 1
+        sizes = {}
         for kind in dict.fromkeys(self.kinds.values()):
-            count = 0.0
+            total = 0.0
+            of_experts = 0.0
             for name, param in named_parameters({kind: blocks[kind]}).items():
                 logical = first_axes(logical_axes(name, axes))
-                count += param.numel() / num_shards(logical, degrees)
-            counts[kind] = count
-        return counts
+                count = param.numel() / num_shards(logical, degrees)
+                total += count
+                if has_expert_ranks and EXPERTS in logical:
+                    of_experts += count
+            sizes[kind] = BlockSize(total, of_experts)
+        return sizes
 
 
 def _with_fewer_experts(model: ModelConfig) -> ModelConfig:

@@ -339,12 +339,12 @@ class ZeroMeasurements:
 
     def _num_params(self, block: str) -> float:
         """Parameters of a block, without tensor and expert parallelism."""
-        by_kind = self._runs.params_of_kinds(
+        by_kind = self._runs.sizes_of_kinds(
             tp=1,
             ep=1,
         )
         kind = self._runs.kinds[block]
-        return by_kind[kind]
+        return by_kind[kind].total
 
     def _middle_block(self, blocks: Sequence[str]) -> str:
         """The middle one of the most frequent kind of block that has parameters."""

@@ -1,32 +1,54 @@
 """Seconds of a schedule's table from the seconds of each stage, without measured regions.
 
 Note [Reductions behind a backward]
-    Under ZeRO 3 a backward ends while the reduction of its last block is under way. The rank goes
-    on, and a bubble hides as much of it as fits; an action that begins before it has ended finds it
-    on the link of the all-gather that it waits for first. With a communicator of its own the
-    reduction gets half of the link from then on, else the gather begins behind it.
+    A backward that reduces gradients ends while reductions are under way: `least_left` of its last
+    block; `most_left` where they take longer than the kernels, for more of which it waits. The rank
+    goes on, and a bubble hides as much of them as fits. A forward of ZeRO 3 that begins before they
+    have ended finds them on the link of the all-gather that it waits for first: with a communicator
+    of their own they get half of the link from then on, else the gather begins behind them. The
+    reductions of the next backward begin behind them. The step goes on until the last have ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.planner.simulate.pipeline_time import ActionClass, PipelineOrder
 
 
+class Reductions(NamedTuple):
+    """Reductions of a backward, seconds; see Note [Reductions behind a backward].
+
+    Attributes:
+        before: of the backward, before the first one begins.
+        seconds: of all of them, and of all-gathers beside them, alone on their link.
+        least_left, most_left: of these, behind the backward.
+    """
+
+    before: float
+    seconds: float
+    least_left: float
+    most_left: float
+
+
+NO_REDUCTIONS = Reductions(0.0, 0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class StageCollectives:
-    """Seconds of collectives of a stage, alone on their link; see Note [Reductions behind a backward].
+    """Collectives of a stage over data ranks, seconds.
 
     Attributes:
         forward_gather, backward_gather: that an action waits for before its first kernel.
-        left: of the reduction that a backward leaves under way.
+        reductions, last_reductions: of every backward, and of the last one of the stage.
     """
 
-    forward_gather: float
-    backward_gather: float
-    left: float
+    forward_gather: float = 0.0
+    backward_gather: float = 0.0
+    reductions: Reductions = NO_REDUCTIONS
+    last_reductions: Reductions = NO_REDUCTIONS
 
     def gather(self, kind: str) -> float:
         """Of an action; weight gradients need no parameters."""
@@ -77,14 +99,21 @@ class StageSeconds:
             seconds += self.last_backward[stage] - self.backward[stage]
         return seconds
 
-    def left(self, entry: ActionClass) -> float:
-        """Seconds of the reduction that an action leaves under way, alone on its link."""
-        if not self.collectives or entry.key.kind not in ENDS_BACKWARD:
-            return 0.0
-        return self.collectives[entry.stage].left
+    def reductions(self, entry: ActionClass) -> Reductions | None:
+        """That an action starts; None without any."""
+        kind = entry.key.kind
+        if not self.collectives or kind not in ENDS_BACKWARD:
+            return None
+        own = self.collectives[entry.stage]
+        found = own.last_reductions if entry.key.place == "last" else own.reductions
+        if not found.seconds:
+            return None
+        if kind == "W":
+            return found._replace(before=self.weights_share * found.before)
+        return found
 
     def wait(self, entry: ActionClass, left: float) -> float:
-        """Seconds by which an action is longer that finds a reduction under way."""
+        """Seconds that the first all-gather of an action loses to reductions under way."""
         gather_s = self.collectives[entry.stage].gather(entry.key.kind)
         if not gather_s:
             return 0.0
@@ -99,12 +128,12 @@ def table_seconds(
     order: PipelineOrder,
     stages: StageSeconds,
 ) -> float:
-    """When the last action of a table ends, if each begins as soon as its rank is free and its
-    input has arrived; see Note [Reductions behind a backward].
+    """When the last action of a table ends and the last reduction, if each action begins as soon as
+    its rank is free and its input has arrived; see Note [Reductions behind a backward].
     """
     ranks = [entry.rank for entry in order.classes]
     seconds = [stages.of_class(entry) for entry in order.classes]
-    left = [stages.left(entry) for entry in order.classes]
+    reductions = [stages.reductions(entry) for entry in order.classes]
     message_s = stages.message_s
     link_free = [0.0] * order.table.num_ranks
     now = [0.0] * order.table.num_ranks
@@ -119,8 +148,12 @@ def table_seconds(
         end = start + seconds[number]
         if link_free[rank] > start:
             end += stages.wait(order.classes[number], link_free[rank] - start)
-        if left[number]:
-            link_free[rank] = end + left[number]
+        own = reductions[number]
+        if own is not None:
+            begin = max(start + own.before, link_free[rank])
+            reduced = begin + own.seconds
+            end = max(end, reduced - own.most_left)
+            link_free[rank] = max(reduced, end + own.least_left)
         now[rank] = end
         ends.append(end)
-    return max(now)
+    return max(*now, *link_free)
