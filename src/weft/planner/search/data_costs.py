@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.planner.search.layout_choice import Layout
 from weft.planner.search.layout_stages import BlockParams
@@ -28,6 +29,7 @@ from weft.planner.search.zero_costs import (
     ZeroCosts,
     ZeroMeasurements,
 )
+from weft.planner.simulate.region_costs import link_of
 from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulate.table_time import NO_REDUCTIONS, Reductions, StageCollectives
 
@@ -45,13 +47,20 @@ class BackwardSeconds:
     reductions: Reductions
 
 
+class SentSeconds(NamedTuple):
+    """Of collectives for dense parameters and for experts; see Note [Gradients of experts]."""
+
+    dense: float
+    experts: float
+
+
 class DataCosts:
     """Costs over the data ranks of the layouts of a run on one device."""
 
     def __init__(self, zeros: ZeroMeasurements, speeds: Speeds) -> None:
         self._zeros = zeros
         self._speeds = speeds
-        self._sent: dict[object, float] = {}
+        self._sent: dict[object, SentSeconds] = {}
 
     def zero(self, layout: Layout) -> ZeroCosts:
         """Costs of the ZeRO stage of a layout."""
@@ -136,6 +145,19 @@ class DataCosts:
 
     def sent_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
         """Seconds of the collectives over the data ranks for the parameters of some blocks."""
+        sent = self._sent_of(layout, part, params)
+        return sent.dense + sent.experts
+
+    def least_sent_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
+        """As `sent_s`, at least: collectives on two links may be under way at once."""
+        sent = self._sent_of(layout, part, params)
+        node = self._speeds.hardware.node
+        link = link_of(layout.data_group, node=node)
+        if link_of(layout.expert_group, node=node) == link:
+            return sent.dense + sent.experts
+        return max(sent)
+
+    def _sent_of(self, layout: Layout, part: Part, params: BlockParams) -> SentSeconds:
         key = (
             part,
             layout.zero,
@@ -160,7 +182,7 @@ class DataCosts:
                 params=params.experts,
                 num_blocks=params.num_expert_blocks,
             )
-            self._sent[key] = dense_s + experts_s
+            self._sent[key] = SentSeconds(dense_s, experts_s)
         return self._sent[key]
 
     def after_s(self, layout: Layout, by_rank: Sequence[BlockParams]) -> float:

@@ -394,8 +394,8 @@ class LayoutCosts:
             busy = num_micro * work_s
             if layout.zero >= ZERO_THAT_REDUCES_EACH:
                 params = self.stages.params_of_ranks(layout, table)[rank]
-                sent_s = self._data.sent_s(layout, "forward", params)
-                sent_s += self._data.sent_s(layout, "backward", params)
+                sent_s = self._data.least_sent_s(layout, "forward", params)
+                sent_s += self._data.least_sent_s(layout, "backward", params)
                 busy = max(busy, (num_micro - 1) * sent_s)
             before = sum(work.forward_s[: own[0]])
             after = 0.0 if table.splits else sum(work.backward_s[: own[0]])
