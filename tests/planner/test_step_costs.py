@@ -262,3 +262,16 @@ def test_three_micro_batches_stand_for_all(name: str, monkeypatch: pytest.Monkey
             == step_memory(whole, whole.row).levels[ACTIONS]
         )
         assert step_traffic(short, short.row) == step_traffic(whole, whole.row)
+
+
+def test_operations_have_the_communicator_of_the_real_call() -> None:
+    """Reductions of parameters that ZeRO 3 shards have one of their own."""
+    for zero, expected in ((2, {"group"}), (3, {"reductions"})):
+        run = run_of(f"--mesh dp2 --parallel.zero {zero} --model.layers 1")
+        step = measure_rank(MeasuredRun.of(run), 0)
+        by_kind: dict[str, set[str]] = {}
+        for region in step.actions.values():
+            for op in region.operations:
+                by_kind.setdefault(op.op, set()).add(op.communicator)
+        assert by_kind["reduce_scatter"] == expected
+        assert by_kind.get("all_gather", {"group"}) == {"group"}

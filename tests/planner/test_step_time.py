@@ -151,19 +151,6 @@ def test_the_step_is_as_long_as_its_timeline_of_all_lanes(flags: str) -> None:
             by_lane[span.lane] = span.end
 
 
-def test_operations_have_the_communicator_of_the_real_call() -> None:
-    """Of a plan of ZeRO 3 the reductions of sharded gradients have one of their own."""
-    for zero, expected in ((2, {"group"}), (3, {"reductions"})):
-        flags = f"--mesh dp2 --parallel.zero {zero} --model.layers 1"
-        [role] = measure(MeasuredRun.of(run_of(flags)))
-        by_kind: dict[str, set[str]] = {}
-        for region in role.step.actions.values():
-            for op in region.operations:
-                by_kind.setdefault(op.op, set()).add(op.communicator)
-        assert by_kind.get("reduce_scatter") == expected
-        assert by_kind.get("all_gather", {"group"}) == {"group"}
-
-
 def test_reductions_of_zero_2_overlap_with_the_next_micro_batch() -> None:
     """A reduction that ends before the next backward is waited for without exposed time."""
     roles = measure(MeasuredRun.of(run_of("--mesh pp2,dp2 --parallel.zero 2")))
