@@ -147,7 +147,8 @@ class TimedPlayer(Player):
         start = time.perf_counter()
         super()._run_action(state, act)
         end = time.perf_counter()
-        self.spans.append(Span(self.rank, str(act), act.kind, start, end))
+        span = Span(self.rank, str(act), act.kind, start, end)
+        self.spans.append(span)
 
 
 def timed_rank(runs: Sequence[Run], num_steps: int, folder: Path, world: World) -> None:
@@ -225,7 +226,8 @@ def _whole_step(
         for row, rank in enumerate(ranks):
             for _, start, end in parts[rank]["spans"]:
                 spans.append(Span(row, "", "F", start, end))
-        bubbles.append(bubble(Timeline(tuple(spans), len(ranks), "measured")))
+        timeline = Timeline(tuple(spans), len(ranks), "measured")
+        bubbles.append(bubble(timeline))
     durations = []
     for part in parts:
         durations.append(tuple(end - start for _, start, end in part["spans"]))

@@ -91,7 +91,8 @@ def measure_memory(
     prepared = folder / f"{megabytes}"
     write_text(text, megabytes * MEGABYTE)
     prepare_usage = run_weft(prepare_command(text, prepared, tokenizer))
-    train_usage = run_weft(train_command(prepared, folder / f"run{megabytes}", tokenizer))
+    out = folder / f"run{megabytes}"
+    train_usage = run_weft(train_command(prepared, out, tokenizer))
     token_file = prepared / "train.bin"
     bytes_per_token = 2
     num_tokens = token_file.stat().st_size // bytes_per_token

@@ -85,7 +85,8 @@ class Setup:
         }
         tie(blocks, ties)
         params = named_parameters(blocks)
-        init_params(params, family.init(self.config), seed=SEED, ties=ties)
+        table = family.init(self.config)
+        init_params(params, table, seed=SEED, ties=ties)
         return blocks
 
 

@@ -247,7 +247,8 @@ def look_once(pid: int, peaks: Peaks) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "what", choices=["count", "measure"], help="`count` for one rank, `measure` with local processes"
     )

@@ -344,7 +344,8 @@ def resumed(out: Path) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("what", choices=("compare", "outage"), help="the measurement")
     parser.add_argument("--steps", type=int, default=200, help="training steps of a run")
     parser.add_argument(

@@ -137,7 +137,8 @@ def weft_step(args: argparse.Namespace, world: World, comm: Comm) -> Step:
         make_optimizer=lambda tensors: make_optimizer(tensors, OptimConfig()),
         clip=CLIP,
     )
-    local_batches = micro_batches(global_batch(args, world.size), plan, world.rank)
+    batch = global_batch(args, world.size)
+    local_batches = micro_batches(batch, plan, world.rank)
     return lambda: train_step(local_batches, lr=LR)
 
 

@@ -141,7 +141,8 @@ def print_threads() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "what",
         choices=["threads", "large"],

@@ -230,7 +230,8 @@ class ProgramServer:
             message = json.dumps(asdict(request)).encode()
             socket.send_fds(self._socket, [message], [*streams, end_of_server])
         os.close(end_of_server)
-        (pid,) = INTEGER.unpack(self._socket.recv(INTEGER.size))
+        buffer = self._socket.recv(INTEGER.size)
+        (pid,) = INTEGER.unpack(buffer)
         return Program(pid, status, out, err)
 
 

@@ -156,7 +156,8 @@ def test_simulate_uses_the_flops_of_the_models_blocks(capsys, monkeypatch):
     words = ["--mesh", "pp4", "--model.layers", "12", "--pipeline.split"]
     bubbles = {}
     for split in ("3 3 3 3", "1 1 1 9"):
-        assert main(["simulate", *words, *split.split()]) == EXIT_OK
+        argv = ["simulate", *words, *split.split()]
+        assert main(argv) == EXIT_OK
         last_line = capsys.readouterr().out.splitlines()[-1]
         bubbles[split] = float(last_line.partition("%")[0])
     assert 25 < bubbles["3 3 3 3"] < 40

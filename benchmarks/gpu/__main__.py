@@ -82,7 +82,8 @@ def main() -> int:
         if arguments.rehearse:
             rehearse(report, Path(name))
         else:
-            run_on_gpu(report, Path(name), start_s + 60 * MINUTES)
+            until_s = start_s + 60 * MINUTES
+            run_on_gpu(report, Path(name), until_s)
     path = arguments.json
     if path is None and not arguments.rehearse:
         path = Path("runs/gpu.json")

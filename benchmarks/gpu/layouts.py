@@ -94,7 +94,8 @@ def train(words: Sequence[str], device: str) -> Numbers:
     shape = (plan.global_size, run.data.seq_len + 1)
     tokens = torch.randint(0, NUM_TOKENS, shape, generator=generator)
     whole = token_batch(tokens[:, :-1], tokens[:, 1:])
-    world = ThreadWorld(size, devices=[device] * size, timeout_s=PATIENCE_S)
+    devices = [device] * size
+    world = ThreadWorld(size, devices=devices, timeout_s=PATIENCE_S)
 
     def run_rank(rank: int) -> Numbers:
         comm = Comm(run.device_mesh, rank, world.transport(rank))
@@ -126,7 +127,8 @@ def difference(found: Numbers, expected: Numbers) -> float:
 @functools.cache
 def reference(model: str, dtype: str, settings: Settings) -> Numbers:
     """Numbers of one rank on the device."""
-    return train(flags(Case("", model=model), dtype, settings), settings.device)
+    words = flags(Case("", model=model), dtype, settings)
+    return train(words, settings.device)
 
 
 def layout_checks(settings: Settings) -> list[Check]:
@@ -137,7 +139,8 @@ def layout_checks(settings: Settings) -> list[Check]:
     for dtype in dtypes:
         for model in dict.fromkeys(case.model for case in cases):
             name = f"{dtype} {model}: one rank"
-            checks.append(Check(name, partial(_check_one_rank, model, dtype)))
+            run = partial(_check_one_rank, model, dtype)
+            checks.append(Check(name, run))
             for case in cases:
                 if case.model == model:
                     checks.append(Check(f"{dtype} {case}", partial(_check_case, case, dtype)))

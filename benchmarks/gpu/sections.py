@@ -50,7 +50,8 @@ def command_checks(settings: Settings) -> list[Check]:
     name = "four rank threads on one device"
     threads = [*options, "--mesh", "dp2 tp2", "--transport", "threads", "--steps", "2"]
     threads += ["--out", str(settings.folder / "threads")]
-    checks.append(Check(name, partial(_train, name, threads)))
+    run = partial(_train, name, threads)
+    checks.append(Check(name, run))
     return checks
 
 

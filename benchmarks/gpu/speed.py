@@ -67,7 +67,8 @@ def speed_checks(settings: Settings) -> list[Check]:
     for workload in REHEARSED if settings.is_rehearsal else WORKLOADS:
         for name, make in ways(workload, device, settings.is_rehearsal).items():
             full_name = f"{workload.preset} {name}"
-            checks.append(Check(full_name, partial(_check_way, full_name, make, workload)))
+            run = partial(_check_way, full_name, make, workload)
+            checks.append(Check(full_name, run))
     return checks
 
 
@@ -103,7 +104,10 @@ def check_documents(settings: Settings) -> Iterator[Row]:
             torch.cuda.reset_peak_memory_stats()
         way = weft_way(workload, device, num_documents=num_documents)
         seconds = seconds_a_step(way, device)
-        memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated() / 2**30
+        else:
+            memory = 0.0
         name = f"{workload.preset}, {workload.seq_len} tokens in {num_documents} documents"
         yield Row(name, f"{1e3 * seconds:9.1f} ms {memory:5.1f} GiB")
         del way
@@ -189,9 +193,11 @@ def train_step(
     num_documents: int = 1,
 ) -> tuple[TrainStep, Callable[[], object]]:
     """The step of one rank, and the call that runs it."""
-    run = load([*flags(workload), *more], FAMILIES)
+    argv = [*flags(workload), *more]
+    run = load(argv, FAMILIES)
     world = ThreadWorld(1, devices=[device])
-    step = build_step(run, Comm(run.device_mesh, 0, world.transport(0)))
+    comm = Comm(run.device_mesh, 0, world.transport(0))
+    step = build_step(run, comm)
     batch = batch_of(workload, device)
     if num_documents > 1:
         numbers = torch.arange(workload.seq_len, device=device)
@@ -248,7 +254,10 @@ def _row(
         return Row(name, f"{type(error).__name__}: {str(error)[:200]}", is_ok=False)
     num_tokens = workload.num_sequences * workload.seq_len
     share = 6 * way.num_params * num_tokens / seconds / peak
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated() / 2**30
+    else:
+        memory = 0.0
     value = f"{1e3 * seconds:9.1f} ms {num_tokens / seconds:10.0f} tokens/s"
     return Row(name, f"{value} {100 * share:5.1f}% of the peak {memory:5.1f} GiB")
 

@@ -51,7 +51,8 @@ class Progress:
             self.next_check = line["number"] + 1
             self.deadline_s = time.monotonic() + line["limit_s"]
         elif line["kind"] == "row":
-            self.rows.append(Row(line["name"], line["value"], line["is_ok"]))
+            row = Row(line["name"], line["value"], line["is_ok"])
+            self.rows.append(row)
         elif line["kind"] == "done":
             self.is_done = True
 

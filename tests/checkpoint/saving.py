@@ -26,7 +26,8 @@ def save(step: TrainStep, final: Path, run: Run, *, done: int = 0) -> None:
     start_write(tmp, comm.rank, copied.items, before=copied.under_way.wait).wait()
     comm.barrier(everyone)
     if comm.rank == 0:
-        commit(tmp, final, run_facts(run, step)(done), ranks=comm.mesh.size)
+        facts = run_facts(run, step)(done)
+        commit(tmp, final, facts, ranks=comm.mesh.size)
     comm.barrier(everyone)
 
 

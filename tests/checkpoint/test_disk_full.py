@@ -142,7 +142,8 @@ def test_an_error_of_any_one_disk_call_of_a_save_harms_nothing(tmp_path, code):
 
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path):
     (tmp_path / "ckpt").write_text("a file")
-    writing = start_write(temporary_path(checkpoint_path(tmp_path, 1)), 0, [big(64)])
+    tmp = temporary_path(checkpoint_path(tmp_path, 1))
+    writing = start_write(tmp, 0, [big(64)])
     with pytest.raises(CheckpointError, match="the checkpoint is not saved: "):
         writing.wait()
 

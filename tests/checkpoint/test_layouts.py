@@ -135,7 +135,8 @@ def saved(tmp_path_factory) -> tuple[Path, list[dict[str, Tensor]]]:
             number: int = number,
         ) -> list[Entries]:
             step = trained(case, number, comm)
-            save(step, folder / f"step-{number:06d}", run_of(case, number))
+            final = folder / f"step-{number:06d}"
+            save(step, final, run_of(case, number))
             return parameters(step) + moments(step)
 
         truth.append(assemble(run_ranks(case.mesh, rank)))

@@ -82,7 +82,8 @@ def test_a_resume_on_the_same_layout_is_exact_and_on_another_one_equal(
     for found, expected in zip(resume(tmp_path, ZERO_3, optim), right, strict=True):
         for key, value in expected.items():
             assert torch.equal(found[key], value)
-    whole = resume(tmp_path, Case("", layers=2, microbatches=4), optim)[0]
+    case = Case("", layers=2, microbatches=4)
+    whole = resume(tmp_path, case, optim)[0]
     for tensors in resume(tmp_path, PIPELINE, optim):
         for key, value in tensors.items():
             torch.testing.assert_close(value, whole[key], rtol=1e-9, atol=1e-12)
@@ -99,7 +100,8 @@ def restored(
         run = run_of(case, optim)
         step = build_step(run, comm)
         recorded = run.optim.model_dump(mode="json")
-        StartState(open_checkpoint(folder / FINAL)).restore(step, recorded)
+        start_state = StartState(open_checkpoint(folder / FINAL))
+        start_state.restore(step, recorded)
         assert isinstance(step.optimizer, NamedOptimizer)
         states = step.optimizer.state.values()
         entries = []

@@ -173,7 +173,8 @@ def test_a_file_of_another_step_is_found(path, tmp_path):
 def test_a_flipped_bit_names_file_and_tensor_whenever_it_is_read(path):
     manifest = open_checkpoint(path).manifest
     piece = manifest.tensors["model/embed.weight"].pieces[0]
-    flip(path / piece.file, 8 * piece.at + 3)
+    bit = 8 * piece.at + 3
+    flip(path / piece.file, bit)
     need = f"{path}/{piece.file}: tensor 'model/embed.weight' is damaged on the disk (got checksum "
     assert need in rejected(lambda: open_checkpoint(path).verify())
     assert need in rejected(
@@ -301,7 +302,8 @@ def test_a_tensor_or_box_that_is_not_there_is_reported(path):
 
 def test_empty_boxes_are_read_as_nothing(path):
     source = open_checkpoint(path).section("model")
-    shape = source.read("embed.weight", Box((3, 2), (3, 5))).shape
+    box = Box((3, 2), (3, 5))
+    shape = source.read("embed.weight", box).shape
     assert shape == (0, 3)
     shape = source.read("none.weight", Box((0, 0), (0, 4))).shape
     assert shape == (0, 4)

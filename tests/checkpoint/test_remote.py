@@ -99,9 +99,8 @@ def test_a_copy_is_downloaded_bit_by_bit_on_another_host(bucket, tmp_path):
     bucket.upload(path, nonce=bucket.claim(here))
     assert bucket.fetch(there) == 3
     copy = checkpoint_path(there, 3)
-    assert {each.name: each.read_bytes() for each in path.iterdir()} == {
-        each.name: each.read_bytes() for each in copy.iterdir()
-    }
+    expected = {each.name: each.read_bytes() for each in copy.iterdir()}
+    assert {each.name: each.read_bytes() for each in path.iterdir()} == expected
     open_checkpoint(copy).verify()
 
 
@@ -319,7 +318,8 @@ def test_a_run_whose_out_is_a_url_goes_on_on_another_host(
     events = read_events(training.out(first) / EVENTS)
     saves = [event for event in events if "remote" in event]
     assert saves[-1]["remote"] == f"{training.url}/ckpt/step-000002"
-    copied = list(read_events(tmp_path / "bucket" / "run" / EVENTS))
+    path = tmp_path / "bucket" / "run" / EVENTS
+    copied = list(read_events(path))
     assert copied[-1]["event"] == "end"
     assert copied == list(read_events(training.out(first) / EVENTS))
     shutil.rmtree(first / "runs")
@@ -378,7 +378,8 @@ def test_the_end_of_a_failed_run_is_copied_to_its_url(training, tmp_path, monkey
     monkeypatch.setattr(TrainStep, "__call__", fail_in_step_2)
     code = training.train(tmp_path / "host", "--steps", "9", "--prove.before", "never")
     assert code == EXIT_FAILED
-    *_, end = read_events(tmp_path / "bucket" / "run" / EVENTS)
+    path = tmp_path / "bucket" / "run" / EVENTS
+    *_, end = read_events(path)
     assert end["status"] == "failed"
     assert "no second step" in end["error"]
     events = list(read_events(training.out(tmp_path / "host") / EVENTS))

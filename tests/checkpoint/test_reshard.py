@@ -96,7 +96,8 @@ def test_pieces_of_many_blocks_are_read_back_by_any_cut(
         "optim/x/a": bits((5, 3, 4), dtype=torch.bfloat16, seed=2),
     }
     for seed in range(10):
-        check_any_cut(tmp_path / str(seed), state, ranks=3, seed=seed)
+        folder = tmp_path / str(seed)
+        check_any_cut(folder, state, ranks=3, seed=seed)
 
 
 def test_reading_some_rows_checks_the_blocks_of_those_rows_only(tmp_path, monkeypatch):
@@ -115,7 +116,8 @@ def test_reading_some_rows_checks_the_blocks_of_those_rows_only(tmp_path, monkey
     seen: list[int] = []
     monkeypatch.setattr(data_file.zlib, "crc32", counted(data_file.zlib.crc32, seen))
     source = checkpoint.section("model")
-    actual = source.read("a", Box((5, 1), (9, 2)))
+    box = Box((5, 1), (9, 2))
+    actual = source.read("a", box)
     expected = rows[5:9, 1:2]
     assert torch.equal(actual, expected)
     header = checkpoint.manifest.files[piece.file].header_bytes

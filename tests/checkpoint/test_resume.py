@@ -69,8 +69,9 @@ class Stretch:
 
 def train(step: TrainStep, case: Case, index: int) -> tuple[float, float]:
     every = batches(case)
+    batch = every[index % len(every)]
     report = step(
-        micro_batches(every[index % len(every)], step.model.plan, step.model.comm.rank),
+        micro_batches(batch, step.model.plan, step.model.comm.rank),
         lr=LR / (1 + index),
     )
     return report.loss, report.grad_norm
@@ -98,7 +99,8 @@ def test_ten_steps_are_five_and_five_to_the_last_bit(name, tmp_path):
     run = run_of(case, **updates)
     path = tmp_path / "step-000005"
     straight = run_ranks(case.mesh, Stretch(case, run, 0, 10))
-    before = run_ranks(case.mesh, Stretch(case, run, 0, 5, save=path))
+    stretch = Stretch(case, run, 0, 5, save=path)
+    before = run_ranks(case.mesh, stretch)
     other_seed = run.model_copy(update={"seed": 12345})  # nothing may come from starting values
     after = run_ranks(case.mesh, Stretch(case, other_seed, 5, 10, load=path))
     for whole, one, two in zip(straight, before, after, strict=True):
@@ -207,9 +209,8 @@ def test_checkpoints_come_during_training_and_the_oldest_are_removed(tmp_path):
         return events + list(saver.finish(9, save=True))
 
     first, *others = run_ranks(case.mesh, rank)
-    assert [(event["event"], event["step"]) for event in first] == [
-        ("save", step) for step in (2, 4, 6, 8, 9)
-    ]
+    expected = [("save", step) for step in (2, 4, 6, 8, 9)]
+    assert [(event["event"], event["step"]) for event in first] == expected
     assert others == [[]] * 3, "one rank tells"
     assert [step for step, _ in checkpoints(tmp_path)] == [9, 8]
     for _, path in checkpoints(tmp_path):
@@ -496,7 +497,8 @@ def test_another_run_folder_begins_with_the_checkpoints_of_one(place, capsys):
     assert weft(*place[1], "--out", str(out), *words) == EXIT_OK
     (step,) = step_history(events_of(out))
     assert step["step"] == 5
-    expected = step_history(events_of(place[0] / "run"))[-1]["loss"]
+    events = events_of(place[0] / "run")
+    expected = step_history(events)[-1]["loss"]
     assert step["loss"] == expected
     capsys.readouterr()
     assert prove(out) != EXIT_OK

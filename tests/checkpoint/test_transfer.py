@@ -44,7 +44,8 @@ def save_on_two_hosts(root: Path) -> list[list[str]]:
             stop_requested=lambda: False,
             separate=separate,
         )
-        own = micro_batches(batches(CASE)[0], step.model.plan, comm.rank)
+        batch = batches(CASE)[0]
+        own = micro_batches(batch, step.model.plan, comm.rank)
         step(own, lr=LR)
         found = []
         for event in saver.finish(1, save=True):
@@ -80,7 +81,8 @@ def test_every_host_gets_a_copy_to_resume_from(tmp_path, mesh, root):
     source = checkpoint_path(folder_of(tmp_path, root), 1)
 
     def rank(comm: Comm) -> None:
-        distribute(comm, checkpoint_path(folder_of(tmp_path, comm.rank), 1), root=root)
+        run_folder = folder_of(tmp_path, comm.rank)
+        distribute(comm, checkpoint_path(run_folder, 1), root=root)
 
     run_ranks(mesh, rank)
     copy = checkpoint_path(folder_of(tmp_path, 3 - root), 1)

@@ -159,8 +159,10 @@ def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fi
     whole = bits((6, 8), dtype=torch.float32, seed=1)
     final = checkpoint_path(tmp_path, 1)
     view = whole.t().contiguous().t()  # not in row-major order
+    box = Box((0, 0), (6, 3))
+    write_item = WriteItem("model/a", (6, 8), box, view[:, :3])
     pieces = [
-        WriteItem("model/a", (6, 8), Box((0, 0), (6, 3)), view[:, :3]),
+        write_item,
         WriteItem("model/a", (6, 8), Box((0, 3), (6, 8)), whole[:, 3:]),
     ]
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -241,9 +243,10 @@ def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_pat
     ]
     writing = start_write(tmp_path / "tmp", 0, pieces)
     writing._run()
-    assert seen == [
+    expected_seen = [
         (piece.tensor.data_ptr(), left) for piece, left in zip(pieces, (2, 1, 0), strict=True)
     ]
+    assert seen == expected_seen
 
 
 def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch):

@@ -137,7 +137,8 @@ class Switch:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("names", nargs="+")
     parser.add_argument("--rate", type=float, default=1000.0, help="Mbit/s")
     parser.add_argument("--delay", type=float, default=1.0, help="ms, one way")

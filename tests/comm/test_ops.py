@@ -93,7 +93,10 @@ def test_backward_is_the_exact_adjoint_with_uneven_shards(mesh, name):
     sizes = UNEVEN_SIZES[mesh]
 
     def gap(comm):
-        length = sizes[comm.index(AXIS)] if pair.argument == "sharded" else sum(sizes)
+        if pair.argument == "sharded":
+            length = sizes[comm.index(AXIS)]
+        else:
+            length = sum(sizes)
         return adjoint_gap(comm, pair, (3, length), dim=1, sizes=sizes)
 
     assert max(run_ranks(mesh, gap)) < 1e-13

@@ -144,7 +144,8 @@ def test_all_to_all_transposes_the_pieces(case, data):
 
     def all_to_all(comm):
         index = comm.index(case.axis)
-        x = case.tensor(comm.rank, (sum(sizes[index]), 2))
+        shape = (sum(sizes[index]), 2)
+        x = case.tensor(comm.rank, shape)
         recv_sizes = [sent[index] for sent in sizes]
         return comm.all_to_all(x, case.axis, send_sizes=sizes[index], recv_sizes=recv_sizes)
 

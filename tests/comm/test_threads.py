@@ -39,7 +39,9 @@ class Mismatch:
 
 
 def all_gather_on_rank_1(comm, x):
-    return comm.all_gather(x, "dp") if comm.rank == 1 else comm.all_reduce(x, "dp")
+    if comm.rank == 1:
+        return comm.all_gather(x, "dp")
+    return comm.all_reduce(x, "dp")
 
 
 def other_shape_on_rank_0(comm, x):

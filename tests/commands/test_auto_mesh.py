@@ -152,7 +152,9 @@ def test_the_number_of_ranks_is_that_of_the_launcher_else_nproc_else_gpus_else_c
     monkeypatch.setenv("SLURM_LOCALID", "1")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node[1-4]")
     devices = devices_here("auto", None)
-    assert (devices.num_ranks, devices.num_local, devices.is_joined) == (16, 4, True)
+    assert devices.num_ranks == 16
+    assert devices.num_local == 4
+    assert devices.is_joined is True
 
 
 def test_a_gpu_that_the_table_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

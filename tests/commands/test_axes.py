@@ -51,7 +51,8 @@ def test_a_proposal_shards_what_its_author_shards_and_is_proven(
 
 
 def test_what_no_sharding_fits_is_undecided(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["axes", str(MODELS / "head_bias.py"), "--check", "False"]) == EXIT_OK
+    argv = ["axes", str(MODELS / "head_bias.py"), "--check", "False"]
+    assert main(argv) == EXIT_OK
     shown = capsys.readouterr().out
     assert '"layer*.bias": (None, None),' in shown
     assert "# undecided: layer*.k layer*.q layer*.v -> layer*.o: " in shown

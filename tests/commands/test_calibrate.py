@@ -65,7 +65,8 @@ def test_seconds_belong_to_their_runs_where_meshes_alternate(
     meshes = ("dp2", "tp2", "tp2", "dp2")
     runs = []
     for seed, mesh in enumerate(meshes):
-        runs.append(load(["--mesh", mesh, "--seed", str(seed)], FAMILIES))
+        argv = ["--mesh", mesh, "--seed", str(seed)]
+        runs.append(load(argv, FAMILIES))
     timed = calibrate_run.timed_runs(runs, CalibrateOptions(), tmp_path)
     assert timed.seconds == (0.0, 1.0, 2.0, 3.0)
     assert launched == ["dp2", "tp2", "dp2"]

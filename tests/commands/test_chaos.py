@@ -64,7 +64,8 @@ def test_times_and_lost_steps_are_those_between_injection_detection_and_the_next
     assert stop.is_injected is True
     assert stop.is_survived is False
     assert stop.is_restarted is False
-    (later,) = outcomes_of((PlannedFault(9, "kill", "end", 0, 90),), LEDGER, [], end="failed")
+    faults = (PlannedFault(9, "kill", "end", 0, 90),)
+    (later,) = outcomes_of(faults, LEDGER, [], end="failed")
     assert not later.is_injected
 
 

@@ -25,7 +25,8 @@ def replay(
 ) -> list[str]:
     """Lines that the command prints."""
     capsys.readouterr()
-    assert main(["replay", str(out), *words]) == code
+    argv = ["replay", str(out), *words]
+    assert main(argv) == code
     return capsys.readouterr().out.splitlines()
 
 
@@ -128,7 +129,8 @@ def test_a_step_that_was_not_trained_is_rejected(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
-    assert main(["train", *words_of(text, out, "--steps", "2")]) == EXIT_OK
+    argv = ["train", *words_of(text, out, "--steps", "2")]
+    assert main(argv) == EXIT_OK
     assert main(["replay", str(out), "--step", "3"]) == EXIT_USER
     assert f"error: step: {out} has no record of it (got step 3; need 1 to 2)" in (
         capsys.readouterr().err

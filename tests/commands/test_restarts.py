@@ -27,7 +27,8 @@ def out(tmp_path, monkeypatch):
 
 
 def adapted(*words: str, out="x"):
-    return after_restart(load([*TINY, "--out", str(out), *words], FAMILIES))
+    argv = [*TINY, "--out", str(out), *words]
+    return after_restart(load(argv, FAMILIES))
 
 
 def set_world(monkeypatch, size: int, **variables: str) -> None:

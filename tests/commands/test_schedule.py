@@ -54,7 +54,8 @@ def test_schedule_writes_svg_and_json(tmp_path, capsys):
     tooltips = root.findall(f".//{SVG}title")
     assert len(tooltips) == len(list(table.actions))
     fields = read_json(numbers)
-    assert Table.from_json(json.dumps(fields["table"])) == table
+    text = json.dumps(fields["table"])
+    assert Table.from_json(text) == table
     timeline = Timeline.from_json(json.dumps(fields["timeline"]))
     assert timeline.unit == "units"
     expected_bubble = float(bubble(simulate(table)))
@@ -173,7 +174,8 @@ def test_a_search_writes_the_table_it_names(tmp_path, capsys, monkeypatch):
     assert fields["is_optimal"]
     assert fields["best"]["makespan"] == fields["bound"] == 15, "3 round trips of rank 0"
     table = make_table("searched.schedule")
-    assert Table.from_json(json.dumps(fields["best"]["table"])) == table
+    text = json.dumps(fields["best"]["table"])
+    assert Table.from_json(text) == table
     assert cli.main([*words, "--chunks", "1"]) == EXIT_OK, "its own file is replaced"
     (tmp_path / "searched.schedule").write_text("mine", encoding="utf-8")
     assert cli.main(words) == EXIT_USER

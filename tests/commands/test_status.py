@@ -159,10 +159,12 @@ def test_a_run_is_not_stuck_before_its_timeout(tmp_path):
         for step in range(1, 9):
             status.on_phase(step, "data")
             status.on_phase(step, "update")
-    ranks[0].waiting(call, ranks[0].started(call))
+    position = ranks[0].started(call)
+    ranks[0].waiting(call, position)
     with acquire(folder):
         publish_status_board(folder, board_path(tmp_path))
-        assert run_status(folder, now_s=time.monotonic() + 30.0).state == "running"
+        now_s = time.monotonic() + 30.0
+        assert run_status(folder, now_s=now_s).state == "running"
         assert run_status(folder, now_s=time.monotonic() + 90.0).state == "stuck"
 
 
@@ -170,7 +172,8 @@ def test_an_ended_run_shows_its_restarts(tmp_path):
     restart = {"event": "restart", "attempt": 1, "step": 4}
     end = {"event": "end", "status": "finished"}
     events = ({"event": "run"}, restart, {"event": "run"}, restart, STEP, end)
-    restarts = status_of(write(tmp_path / "run", *events)).restarts
+    folder = write(tmp_path / "run", *events)
+    restarts = status_of(folder).restarts
     assert restarts == 1
 
 

@@ -55,7 +55,8 @@ def test_the_config_of_a_run_and_its_plan_need_no_file(folder: Path) -> None:
     (folder / "my.schedule").unlink()
     again = read("run.toml")
     assert again == run
-    assert Plan.from_json(plan_of(again).to_json()).table == TABLE
+    text = plan_of(again).to_json()
+    assert Plan.from_json(text).table == TABLE
     assert faults(again) == []
 
 

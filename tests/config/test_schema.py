@@ -168,9 +168,8 @@ def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(
 
 @given(numbers=st.lists(st.integers(1, 60), min_size=1, max_size=3))
 def test_divisors_are_all_common_ones(numbers):
-    assert set(layout_rules.divisors(*numbers)) == {
-        n for n in range(1, 61) if all(number % n == 0 for number in numbers)
-    }
+    expected = {n for n in range(1, 61) if all(number % n == 0 for number in numbers)}
+    assert set(layout_rules.divisors(*numbers)) == expected
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,8 @@ def test_flags_are_words_of_the_command_line() -> None:
         as_flags({"mesh": "dp2 tp2", "pipeline.split": (2, 2)})
         == '--mesh "dp2 tp2" --pipeline.split 2 2'
     )
-    mesh = load(shlex.split(as_flags({"mesh": ""})), FAMILIES).mesh
+    argv = shlex.split(as_flags({"mesh": ""}))
+    mesh = load(argv, FAMILIES).mesh
     assert mesh == ""
 
 

@@ -93,7 +93,8 @@ def test_every_mesh_lists_each_mesh_once() -> None:
     expected = [each for each in degrees if math.prod(each) <= 16]
     assert len(found) == len(set(found)) == len(expected)
     for mesh in found:
-        assert mesh.size == math.prod(degree for _, degree in mesh.axes)
+        expected_size = math.prod(degree for _, degree in mesh.axes)
+        assert mesh.size == expected_size
 
 
 def test_overview_lists_the_groups_of_every_axis() -> None:

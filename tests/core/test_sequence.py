@@ -144,7 +144,8 @@ def test_a_narrow_window_leaves_turns_out() -> None:
 def test_in_every_turn_of_the_ring_every_rank_computes_the_same_number_of_scores(
     degree: int, chunk: int
 ) -> None:
-    blocks = SequenceBlocks(2 * degree * chunk, degree, AttentionMask())
+    length = 2 * degree * chunk
+    blocks = SequenceBlocks(length, degree, AttentionMask())
     for turn in range(degree):
         work = set()
         for index in range(degree):
@@ -155,7 +156,8 @@ def test_in_every_turn_of_the_ring_every_rank_computes_the_same_number_of_scores
                 for pair in pairs(block, blocks, index, source)
             ]
             work.add(len(found))
-        assert work == {2 * chunk**2 if turn else chunk * (2 * chunk + 1)}
+        expected_work = {2 * chunk**2 if turn else chunk * (2 * chunk + 1)}
+        assert work == expected_work
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ def opened(folder, records, **options) -> ConversationSamples:
     """The samples of these records."""
     file = write_jsonl(folder / "records.jsonl", records)
     options = {"format": "auto", "seq_len": 96, "tokenizer": str(folder / "tok"), **options}
-    samples = open_data(DataConfig(source=str(file), **options), MODEL)
+    data_config = DataConfig(source=str(file), **options)
+    samples = open_data(data_config, MODEL)
     assert isinstance(samples, ConversationSamples)
     return samples
 

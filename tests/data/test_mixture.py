@@ -47,7 +47,8 @@ def test_shares_are_the_weights_to_a_thousandth(weights):
 
 def test_the_order_of_sources_is_written_down():
     """A run that is resumed years later must go on with the sources with which it began."""
-    sources, own = MixtureSampler((5, 3, 2)).at(np.arange(12))
+    mixture_sampler = MixtureSampler((5, 3, 2))
+    sources, own = mixture_sampler.at(np.arange(12))
     assert sources.tolist() == [0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1]
     assert own.tolist() == [0, 0, 1, 0, 2, 1, 3, 2, 4, 1, 5, 3]
 

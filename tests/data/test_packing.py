@@ -71,7 +71,8 @@ def test_bounds_on_the_disk_are_found_as_in_memory(
 
 @given(lengths=LENGTHS)
 def test_the_longest_document_is_found(lengths):
-    number, length = longest_document(np.cumsum([0, *lengths]))
+    bounds = np.cumsum([0, *lengths])
+    number, length = longest_document(bounds)
     assert length == max(lengths) == lengths[number]
 
 
@@ -187,7 +188,8 @@ MODEL = [
 def test_packed_documents_train_alike_on_one_device_and_on_many(folder, words):
     packed = ["--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"]
     sizes = ["--batch.global_size", "8", "--batch.micro_size", "2"]
-    run = load([*words.split(), *packed, *sizes, *MODEL], FAMILIES)
+    argv = [*words.split(), *packed, *sizes, *MODEL]
+    run = load(argv, FAMILIES)
     report = prove_config(in_float64(run), steps=2, full=True)
     assert report.holds, report.to_json()
 

@@ -66,7 +66,8 @@ def documents_of(folder, split="train"):
 
 def made(tmp_path, *inputs, **recipe):
     out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-    prepare.prepare(PrepareOptions(inputs=inputs, **{"valid": 0.0} | recipe), out)
+    options = PrepareOptions(inputs=inputs, **{"valid": 0.0} | recipe)
+    prepare.prepare(options, out)
     return out
 
 
@@ -75,7 +76,8 @@ def made(tmp_path, *inputs, **recipe):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_every_line_is_a_document_of_its_own(tmp_path, name):
-    assert documents_of(made(tmp_path, write_lines(tmp_path / name))) == TEXTS
+    folder = made(tmp_path, write_lines(tmp_path / name))
+    assert documents_of(folder) == TEXTS
 
 
 @pytest.mark.parametrize("num_small", [0, 2000])
@@ -100,7 +102,8 @@ def test_every_row_of_a_parquet_file_is_a_document(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     table = arrow.table({"body": [*TEXTS, None, ""], "id": list(range(62))})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
-    assert documents_of(made(tmp_path, str(tmp_path / "a.parquet"), text_field="body")) == TEXTS
+    folder = made(tmp_path, str(tmp_path / "a.parquet"), text_field="body")
+    assert documents_of(folder) == TEXTS
 
 
 def test_every_text_file_is_a_document_and_no_byte_is_lost(tmp_path):
@@ -364,7 +367,8 @@ def test_raw_text_mixed_with_a_prepared_folder_is_read_by_its_tokenizer(tmp_path
     )
     sizes = ["--model.vocab", str(VOCAB), "--data.seq_len", "8"]
     mixed = load(["--data.mix", f"{folder}=1", f"{tmp_path}/a.jsonl=1", *sizes], FAMILIES)
-    whole = open_source(f"{tmp_path}/a.jsonl", DataConfig(tokenizer=str(bpe)), vocab=VOCAB)
+    data_config = DataConfig(tokenizer=str(bpe))
+    whole = open_source(f"{tmp_path}/a.jsonl", data_config, vocab=VOCAB)
     count = len(open_data(mixed.data, mixed.model).parts[1].stream)
     assert count == len(whole)
     run = load(
@@ -537,7 +541,8 @@ def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(
         tokenizer=str(bpe),
         valid=0.2,
     )
-    assert main(["data", "show", str(folder), "--verify", "True", "--tokens", "5"]) == EXIT_OK
+    argv = ["data", "show", str(folder), "--verify", "True", "--tokens", "5"]
+    assert main(argv) == EXIT_OK
     told = capsys.readouterr().out
     assert "300 tokens, stored as uint16" in told
     assert "all files match their hashes" in told
@@ -682,7 +687,8 @@ def test_what_cannot_be_trained_on_is_reported_in_one_line(
     (tmp_path / "broken.jsonl").write_text("{")
     (tmp_path / "a.bin").write_bytes(bytes(64))
     if case == "tokenizers":
-        prepare.prepare(PrepareOptions((f"{tmp_path}/a.jsonl",)), tmp_path / "second")
+        options = PrepareOptions((f"{tmp_path}/a.jsonl",))
+        prepare.prepare(options, tmp_path / "second")
     words = [word.format(**names) for word in RUNS[case][0]]
     line = RUNS[case][1].format(**names)
     assert rejected(["train", "--out", f"{tmp_path}/run", *words], capsys).startswith(line)
@@ -726,7 +732,8 @@ def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, capsys):
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_not_a_crash(tmp_path):
     folder = made(tmp_path, write_lines(tmp_path / "a.jsonl", ["x" * 2_000_000]))
-    data = open_data(DataConfig(source=str(folder), seq_len=8), gpt2.Config())
+    data_config = DataConfig(source=str(folder), seq_len=8)
+    data = open_data(data_config, gpt2.Config())
     with (folder / "train.bin").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(DataError, match="a file became shorter after it was opened"):

@@ -116,7 +116,8 @@ class Recorder(TorchDispatchMode):
             return self._scalar(args[0])
         outputs = func(*args, **kwargs)
         if self.is_recording:
-            self._record(func, tree_leaves((args, kwargs)), tree_leaves(outputs))
+            inputs = tree_leaves((args, kwargs))
+            self._record(func, inputs, tree_leaves(outputs))
         return outputs
 
     def _scalar(self, x: Tensor) -> float | bool | int:
@@ -208,7 +209,9 @@ def even_expert_loads(recorder: Recorder):
         if x.dtype == torch.int64:
             row_length = x.shape[-1]
             row = [num_slots // row_length] * row_length
-            return [row] * x.shape[0] if x.dim() == 2 else row
+            if x.dim() == 2:
+                return [row] * x.shape[0]
+            return row
         recorder.is_listing = True
         try:
             return plain_tolist(x)

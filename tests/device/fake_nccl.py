@@ -206,7 +206,8 @@ class FakeNccl:
 
     def _reduce_scatter_base(self, out: Tensor, x: Tensor, options: Any) -> Work:
         def exchange(members: list[Kernel]) -> None:
-            total = _reduced([member.tensors[1] for member in members], options.reduceOp)
+            tensors = [member.tensors[1] for member in members]
+            total = _reduced(tensors, options.reduceOp)
             for member, shard in zip(members, total.chunk(len(members)), strict=True):
                 member.tensors[0].copy_(shard)
 

@@ -90,7 +90,8 @@ def run_on_ranks(mesh, function, steps=StepGroups()):  # noqa: B008 - frozen
 
 def losses_of(mesh, options, model):
     """Losses and gradient norms of some steps, on each rank."""
-    run = load(["--mesh", mesh, *model.split(), *options.split()], FAMILIES)
+    argv = ["--mesh", mesh, *model.split(), *options.split()]
+    run = load(argv, FAMILIES)
     plan = plan_of(run)
     generator = torch.Generator().manual_seed(0)
     shape = (plan.global_size, run.data.seq_len + 1)
@@ -131,7 +132,8 @@ def test_a_rank_that_sends_and_receives_at_once_must_group_them():
         out = torch.empty(4)
         with comm.grouped_messages():
             sending = comm.start_send(x, "dp", to=(comm.rank + 1) % 3)
-            receiving = comm.start_recv(out, "dp", source=(comm.rank - 1) % 3)
+            source = (comm.rank - 1) % 3
+            receiving = comm.start_recv(out, "dp", source=source)
         receiving.wait()
         sending.wait()
         return out[0].item()
@@ -171,12 +173,14 @@ def test_one_communicator_for_each_group_all_split_from_the_world():
     run_on_ranks(mesh, lambda comm: None)
     world, *others = FakeNccl.world.communicators
     assert world.size == 8
-    assert len(world.splits) == len(planned_groups(mesh, 0, steps=StepGroups())) - 1
+    expected = len(planned_groups(mesh, 0, steps=StepGroups())) - 1
+    assert len(world.splits) == expected
     assert sum(communicator.size for communicator in others) == 8 * len(world.splits)
 
 
 def test_reductions_of_zero_3_travel_beside_the_gathers_in_one_order_on_all_ranks():
-    run = load(["--mesh", "dp2", *TINY.split(), "--parallel.zero", "3"], FAMILIES)
+    argv = ["--mesh", "dp2", *TINY.split(), "--parallel.zero", "3"]
+    run = load(argv, FAMILIES)
     losses_of("dp2", "--parallel.zero 3", TINY)
     communicators = FakeNccl.world.communicators
     assert len(communicators) == len(planned_groups(run.device_mesh, 0, steps=step_groups(run)))

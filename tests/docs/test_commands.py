@@ -231,5 +231,6 @@ def test_make_train_runs_commands_that_work(server: CommandServer, tmp_path: Pat
         words = shlex.split(line)
         if "--sample" in words:
             words[words.index("--sample") + 1] = "8"
-        result = server.run(Command(line, tuple(words)), tmp_path)
+        command = Command(line, tuple(words))
+        result = server.run(command, tmp_path)
         assert result.code == 0, result.text

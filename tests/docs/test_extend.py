@@ -45,7 +45,8 @@ def sections() -> dict[str, Section]:
     for title, text in zip(parts[::2], parts[1::2], strict=True):
         lines = [line for block in CONSOLE.findall(text) for line in block.splitlines()]
         commands = [shlex.split(line.removeprefix("$ ")) for line in lines]
-        found[title] = Section(dict(FILE.findall(text)), commands)
+        files = dict(FILE.findall(text))
+        found[title] = Section(files, commands)
     return found
 
 

@@ -74,7 +74,8 @@ def score(model, context, continuation):
 
 
 def generated(model, context, **options):
-    (text,) = model.generate_until([Request((context, options))])
+    requests = [Request((context, options))]
+    (text,) = model.generate_until(requests)
     return text
 
 

@@ -77,7 +77,8 @@ def model_with(config: ModelConfig, features: dict[str, Any]) -> dict[str, nn.Mo
 def test_cached_attention_equals_whole_sequences(name: str, generation: Generation) -> None:
     """Before, a window was ignored after the prompt: 0.32 of the largest logit off."""
     config = config_of("llama3")
-    texts, logits = generation.reference_of(model_with(config, FEATURES[name]))
+    blocks = model_with(config, FEATURES[name])
+    texts, logits = generation.reference_of(blocks)
 
     def rank(comm: Comm) -> None:
         axes = {**FAMILIES["llama3"].AXES, "layer*.attn.attend.*": ("norm",)}
@@ -87,7 +88,8 @@ def test_cached_attention_equals_whole_sequences(name: str, generation: Generati
             comm,
             axes=axes,
         )
-        ours, held = generation(Decoder(model, vocab=config.vocab))
+        decoder = Decoder(model, vocab=config.vocab)
+        ours, held = generation(decoder)
         assert ours == texts
         assert worst(held, logits) < SAME
 

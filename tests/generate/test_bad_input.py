@@ -72,7 +72,8 @@ def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(base / "unsaved")
     (base / "mnist").mkdir()
     (base / "mnist" / "run.toml").write_text('[model]\nname = "mnist"\n')
-    manifest = write_checkpoint(base / "damaged", write_run(base / "damaged")) / "manifest.json"
+    run = write_run(base / "damaged")
+    manifest = write_checkpoint(base / "damaged", run) / "manifest.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"seed":1', b'"seed":2'))
     (base / "bad.jsonl").write_text('"fine"\n{"text": 1}\n')
     return base
@@ -126,7 +127,8 @@ def test_another_number_of_ranks_than_the_mesh_has(
         "MASTER_PORT": "1",
     }.items():
         monkeypatch.setenv(name, value)
-    assert main(["generate", str(tmp / "llama3"), "--prompt", "x", "--mesh", "tp2"]) == EXIT_USER
+    argv = ["generate", str(tmp / "llama3"), "--prompt", "x", "--mesh", "tp2"]
+    assert main(argv) == EXIT_USER
     message = "error: mesh: differs from the world size (got 4 ranks started; need 2 for 'tp2'). Fix: start 2 ranks, or choose"
     assert message in capsys.readouterr().err
 

@@ -93,7 +93,8 @@ def test_cache_grows_with_the_text(monkeypatch: pytest.MonkeyPatch):
 def test_finished_rows_leave_the_batch(family: str, mesh: str):
     config = config_of(family)
     lengths = (2, 6, 1, 4)
-    texts, _ = Generation(num_tokens=max(lengths), sampling=DRAWN).reference(config)
+    generation = Generation(num_tokens=max(lengths), sampling=DRAWN)
+    texts, _ = generation.reference(config)
 
     def act(decoder: Decoder) -> list[list[int]]:
         rows = [TextRow(prompt, sample=number) for number, prompt in enumerate(PROMPTS)]

@@ -30,7 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "qwen3-moe": (),
     }
     for name, more in families.items():
-        write_checkpoint(base / name, write_run(base / name, "--model.name", name, *more))
+        run = write_run(base / name, "--model.name", name, *more)
+        write_checkpoint(base / name, run)
     deep = write_run(base / "deepseek", "--model.name", "deepseek", "--model.mtp_depth", "1")
     write_checkpoint(base / "deepseek", deep)
     return base
@@ -182,7 +183,8 @@ def test_generation_uses_the_compute_dtype_and_no_training_blocks(tmp_path: Path
         "--precision.compute",
         "bfloat16",
     )
-    write_checkpoint(tmp_path / "run", write_run(tmp_path / "run", *words))
+    run = write_run(tmp_path / "run", *words)
+    write_checkpoint(tmp_path / "run", run)
     job = make_job(Request(prompt="x"), find_model(str(tmp_path / "run")))
     assert job.plan.compute == "bfloat16"
     assert job.plan.params == "bfloat16"

@@ -193,7 +193,8 @@ def ranks_draw_at_different_places(patch: pytest.MonkeyPatch) -> None:
     def act(self: Generation, decoder: decode.Decoder) -> object:
         if decoder.model.comm.index("tp") == 0:
             return right(self, decoder)
-        return right(replace(self, sampling=replace(self.sampling, temperature=2.0)), decoder)
+        sampling = replace(self.sampling, temperature=2.0)
+        return right(replace(self, sampling=sampling), decoder)
 
     patch.setattr(Generation, "__call__", act)
 

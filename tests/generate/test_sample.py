@@ -68,7 +68,8 @@ def test_uniform_numbers_depend_on_seed_sample_and_position_alone(
         uniform(seed + 1, TokenPosition(sample, position)),
         uniform(seed, TokenPosition(sample + 1, position)),
     ]
-    assert number not in (*others, uniform(seed, TokenPosition(sample, position + 1)))
+    token_position = TokenPosition(sample, position + 1)
+    assert number not in (*others, uniform(seed, token_position))
 
 
 def test_temperature_zero_takes_the_likeliest():

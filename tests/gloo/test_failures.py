@@ -33,7 +33,8 @@ def catch(kind: type[Exception], call: Callable[[], object]) -> Caught:
     start = time.monotonic()
     with pytest.raises(kind) as error:
         call()
-    return Caught(str(error.value), time.monotonic() - start)
+    seconds = time.monotonic() - start
+    return Caught(str(error.value), seconds)
 
 
 def short_timeout_comm(comm: Comm, folder: Path, name: str) -> Comm:

@@ -60,7 +60,8 @@ def test_a_killed_rank_leaves_an_end_event_and_the_command_to_resume(tmp_path, r
     assert last == f"  resume: weft train {out}/run.toml --resume auto"
 
     *steps, end = read_events(out / EVENTS)
-    assert (end["event"], end["status"]) == ("end", "failed")
+    assert end["event"] == "end"
+    assert end["status"] == "failed"
     num_steps = max(event["step"] for event in steps if event["event"] == "step")
     assert end["steps"] == num_steps
     assert end["seconds"] > 0
@@ -85,7 +86,8 @@ def test_without_a_checkpoint_the_error_has_the_command_to_start_again(tmp_path)
     assert first.startswith("error: rank 0 (dp0): step ")
     assert last == f"  no checkpoint; start again: weft train {out}/run.toml --resume auto"
     end = list(read_events(out / EVENTS))[-1]
-    assert (end["status"], f"error: {end['error']}\n") == ("failed", err)
+    assert end["status"] == "failed"
+    assert f"error: {end['error']}\n" == err
     assert end["seconds"] > 0
 
 
@@ -97,4 +99,5 @@ def test_ctrl_c_leaves_an_end_event(tmp_path):
         process.communicate(timeout=PATIENCE_S)
     assert process.returncode == EXIT_INTERRUPTED
     end = list(read_events(out / EVENTS))[-1]
-    assert (end["event"], end["status"]) == ("end", "interrupted")
+    assert end["event"] == "end"
+    assert end["status"] == "interrupted"

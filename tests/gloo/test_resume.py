@@ -155,5 +155,7 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_a_failed_run(folder, small_di
     assert "finished after step 3, which could not be saved: " in err
     assert "the disk is full" in err
     *_, end = read_events(out / EVENTS)
-    assert (end["event"], end["status"], end["steps"]) == ("end", "failed", 3)
+    assert end["event"] == "end"
+    assert end["status"] == "failed"
+    assert end["steps"] == 3
     assert [step for step, _ in checkpoints(out)] == [2]

@@ -63,7 +63,8 @@ def trained(
 ) -> tuple[dict[str, nn.Module], Memory]:
     """A model that has been somewhere: nothing is 0 or 1 any more."""
     cfg = config_of(name)
-    blocks = plain_model(adapted(FAMILIES[name], lora), cfg, seed=3, dtype=dtype)
+    family = adapted(FAMILIES[name], lora)
+    blocks = plain_model(family, cfg, seed=3, dtype=dtype)
     params = {
         each: p
         for each, p in named_parameters(blocks).items()
@@ -84,7 +85,8 @@ def logits_of(blocks: dict[str, nn.Module], tokens: Tensor) -> Tensor:
 
 
 def tokens_of() -> Tensor:
-    return torch.randint(31, (2, 12), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(31, (2, 12), generator=generator)
 
 
 def near(ours: Tensor, theirs: Tensor, bound: float) -> None:
@@ -127,7 +129,8 @@ def test_the_merged_model_is_the_one_with_adapters(name: str) -> None:
             else:
                 assert torch.equal(value, right)
             params[each].copy_(value)
-    near(logits_of(plain_blocks, tokens_of()), logits_of(blocks, tokens_of()), 1e-12)
+    ours = logits_of(plain_blocks, tokens_of())
+    near(ours, logits_of(blocks, tokens_of()), 1e-12)
 
 
 def test_bits_do_not_depend_on_the_box() -> None:
@@ -206,7 +209,8 @@ def test_a_checkpoint_knows_its_adapters() -> None:
 
 
 def test_names_and_shapes_are_those_of_pefts_layout(tmp_path: Path) -> None:
-    _, source = trained("llama3", LoraConfig(rank=2, targets=("q", "down")))
+    lora = LoraConfig(rank=2, targets=("q", "down"))
+    _, source = trained("llama3", lora)
     write_adapters(
         tmp_path / "a",
         source,

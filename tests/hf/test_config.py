@@ -528,7 +528,8 @@ def test_missing_keys_have_transformers_defaults(tmp_path: Path):
         == 0
     )
     assert described(folder_with(tmp_path, DEEPSEEK)).fields["q_lora_rank"] == 1536
-    assert described(folder_with(tmp_path, {**GPT2, "n_inner": None})).fields["ffn"] == 4 * 64
+    folder = folder_with(tmp_path, {**GPT2, "n_inner": None})
+    assert described(folder).fields["ffn"] == 4 * 64
 
 
 @pytest.mark.parametrize(
@@ -686,7 +687,8 @@ def test_flags_that_contradict_the_folder_are_faults(
     words: list[str],
     keys: list[str],
 ):
-    loaded = try_load(["--model.from_hf", str(folder_with(tmp_path, LLAMA)), *words], FAMILIES)
+    argv = ["--model.from_hf", str(folder_with(tmp_path, LLAMA)), *words]
+    loaded = try_load(argv, FAMILIES)
     assert [fault.key for fault in loaded.faults] == keys
     assert loaded.run.model.architecture["dim"] == 64
 
@@ -706,7 +708,8 @@ def test_a_run_that_sets_every_field_does_not_need_its_folder(tmp_path: Path):
 
 def test_text_is_read_with_the_tokenizer_of_the_folder_unless_another_is_named(tmp_path: Path):
     folder = folder_with(tmp_path / "a", LLAMA)
-    tokenizer = try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer
+    argv = ["--model.from_hf", str(folder)]
+    tokenizer = try_load(argv, FAMILIES).run.data.tokenizer
     assert tokenizer == "bytes"
     (folder / "tokenizer.json").write_text("{}")
     assert try_load(["--model.from_hf", str(folder)], FAMILIES).run.data.tokenizer == str(
@@ -720,7 +723,8 @@ def test_another_folder_on_the_command_line_takes_the_place_of_that_in_the_file(
     first = folder_with(tmp_path / "a", LLAMA)
     second = folder_with(tmp_path / "b", {**GPT2, "n_layer": 3})
     (tmp_path / "run.toml").write_text(f'[model]\nfrom_hf = "{first}"\nlayers = 2\n')
-    loaded = try_load([str(tmp_path / "run.toml"), "--model.from_hf", str(second)], FAMILIES)
+    argv = [str(tmp_path / "run.toml"), "--model.from_hf", str(second)]
+    loaded = try_load(argv, FAMILIES)
     assert not loaded.faults
     assert loaded.run.model.name == "gpt2"
     assert loaded.run.model.architecture["layers"] == 3

@@ -44,7 +44,8 @@ def run_of(case: Case, **updates: object) -> Run:
 
 
 def train(step: TrainStep, case: Case, index: int) -> tuple[float, float]:
-    own = micro_batches(batches(case)[index], step.model.plan, step.model.comm.rank)
+    batch = batches(case)[index]
+    own = micro_batches(batch, step.model.plan, step.model.comm.rank)
     report = step(own, lr=LR)
     return report.loss, report.grad_norm
 
@@ -106,7 +107,8 @@ def test_new_adapters_extend_a_base_that_old_ones_were_merged_into(
 ) -> None:
     """The base is the merged model, under any layout; new adapters are nothing yet."""
     path, _ = written
-    run = run_of(case, lora=LoraConfig(rank=3, base=str(path)))
+    lora = LoraConfig(rank=3, base=str(path))
+    run = run_of(case, lora=lora)
 
     def rank(comm: Comm) -> None:
         step = build_step(run, comm)
@@ -152,7 +154,8 @@ def test_commands_from_a_base_to_both_exports(
         main(["train", *short, "--out", out, *adapters, "--lora.base", base, "--mesh", "tp2"])
         == EXIT_OK
     )
-    assert main(["export", out, str(tmp_path / "adapters"), "--adapters", "True"]) == EXIT_OK
+    argv = ["export", out, str(tmp_path / "adapters"), "--adapters", "True"]
+    assert main(argv) == EXIT_OK
     assert main(["export", out, str(tmp_path / "merged"), "--compare", "False"]) == EXIT_OK
     capsys.readouterr()
     config = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())

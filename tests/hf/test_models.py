@@ -264,5 +264,6 @@ def test_models_that_do_not_fit_are_not_compared(tmp_path: Path, monkeypatch: py
     folder = written("llama3", tmp_path / "theirs")
     run = run_of(folder)
     monkeypatch.setattr("weft.hf.check_logits.MEMORY_SHARE", 0.0)
-    found = compare_logits(folder, HfFolder(folder, run.model), run.model)
+    source = HfFolder(folder, run.model)
+    found = compare_logits(folder, source, run.model)
     assert re.match(r"not compared: both models take \d+ [KM]iB in float32, ", str(found))

@@ -51,7 +51,8 @@ def write_base(folder: Path) -> None:
     """`hf`, `prep`, `text.txt` and `run` (one checkpoint, one recorded step) below `folder`."""
     write_hf(folder / "hf")
     (folder / "text.txt").write_text("some text to train on\n" * 60)
-    prepare(PrepareOptions(inputs=(str(folder / "text.txt"),)), folder / "prep")
+    options = PrepareOptions(inputs=(str(folder / "text.txt"),))
+    prepare(options, folder / "prep")
     run = write_run(folder / "run")
     write_checkpoint(folder / "run", run)
     events = [

@@ -174,7 +174,8 @@ def test_a_stage_that_hands_on_two_tensors_is_rejected(
             "class One(nn.Module):\n    def forward(self, pair): return pair[0]\n\ndef blocks",
         )
     )
-    assert main(["train", str(path), "--mesh", "pp2", "--data.seq_len", "16"]) == EXIT_USER
+    argv = ["train", str(path), "--mesh", "pp2", "--data.seq_len", "16"]
+    assert main(argv) == EXIT_USER
     assert (
         "layer0: hands on several tensors, and a pipeline stage sends one"
         in capsys.readouterr().err
@@ -236,7 +237,8 @@ def test_fields_of_the_config_are_flags_with_help(
 def test_a_run_resumes_with_the_file_that_it_was_trained_with(tmp_path: Path) -> None:
     path = tmp_path / "run" / "ckpt" / "step-000001"
     (tmp_path / "my_model.py").write_text(GOOD)
-    section = load([str(tmp_path / "my_model.py")], FAMILIES).model
+    argv = [str(tmp_path / "my_model.py")]
+    section = load(argv, FAMILIES).model
     run = {"model": {"digest": "0123456789abcdef"}}
     facts = SimpleNamespace(
         run=run,

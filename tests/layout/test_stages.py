@@ -34,7 +34,8 @@ def num_layers(stages: tuple[tuple[str, ...], ...]) -> list[int]:
 
 def layers_by_cost(layers: int, *, stages: int, head: int = 0) -> list[int]:
     """How many of some equal layers each stage gets."""
-    return num_layers(split_by_cost(chain([1] * layers, head), stages))
+    blocks = chain([1] * layers, head)
+    return num_layers(split_by_cost(blocks, stages))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 9), st.data())

@@ -196,7 +196,8 @@ def fits(case: Case) -> bool:
 
 def batches(case: Case, *, vocab: int = 53) -> tuple[Batch, ...]:
     """One whole batch a step; each sequence has another number of targets that count, one has none."""
-    num_sequences, length = case.run.batch.global_size, case.seq_len
+    num_sequences = case.run.batch.global_size
+    length = case.seq_len
     generator = torch.Generator().manual_seed(SEED)
     steps = []
     for _ in range(NUM_STEPS):
@@ -267,7 +268,8 @@ def make_step(
 
 def own_micro_batches(case: Case, comm: Comm, *, step: int = 0) -> list[Batch]:
     """The micro-batches of a rank in one step."""
-    return micro_batches(batches(case)[step], case.plan, comm.rank)
+    batch = batches(case)[step]
+    return micro_batches(batch, case.plan, comm.rank)
 
 
 @cache

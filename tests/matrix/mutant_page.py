@@ -24,7 +24,8 @@ def page_with(results: Mapping[str, Any], page: str) -> str:
 
 
 def _lines(results: Mapping[str, Any]) -> Iterator[str]:
-    planted, detected = results["planted"], results["detected"]
+    planted = results["planted"]
+    detected = results["detected"]
     share = results["attributed"] / max(planted, 1)
     yield ""
     yield f"Detected {detected} of {planted}; attributed to the right block and axis: {results['attributed']} ({share:.0%})."

@@ -108,7 +108,8 @@ class Replica:
 
     @staticmethod
     def make(case: Case, dtypes: Dtypes) -> Replica:
-        family, config = FAMILIES[case.family], case.config
+        family = FAMILIES[case.family]
+        config = case.config
         blocks = family.blocks(config)
         ties = family.ties(config)
         tie(blocks, ties)

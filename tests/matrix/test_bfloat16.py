@@ -58,7 +58,8 @@ def losses_of(case: Case, dtypes: Dtypes) -> list[float]:
 
     def rank(comm: Comm) -> list[float]:
         steps = steps_of(case.family)
-        family, config = FAMILIES[case.family], case.config
+        family = FAMILIES[case.family]
+        config = case.config
         held = run_layout(
             family, config, steps, plan=plan, comm=comm, seed=SEED, optimizer=adamw, lr=LR
         )

@@ -67,7 +67,8 @@ def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:
     text = "".join(json.dumps(line) + "\n" for line in lines)
     file.write_text(text, encoding="utf-8")
     results = read_results(file)
-    assert results == (Result(case, True, "b", 3e-12, 7), Result(other, True, "a", 2e-13, 5))
+    result = Result(case, True, "b", 3e-12, 7)
+    assert results == (result, Result(other, True, "a", 2e-13, 5))
     text = page(results)
     assert "2 were run (at a, b) and 2 passed" in text
     assert "12 numbers and tensors were compared" in text

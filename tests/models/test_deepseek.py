@@ -58,7 +58,8 @@ def turned_pairs(x: Tensor, rope: Rope, position: int) -> Tensor:
     cos, sin = rope(torch.tensor([[position]]))
     cos = cos.double().flatten()
     sin = sin.double().flatten()
-    left, right = x[0::2], x[1::2]
+    left = x[0::2]
+    right = x[1::2]
     out = torch.empty_like(x)
     out[0::2] = left * cos - right * sin
     out[1::2] = right * cos + left * sin
@@ -179,7 +180,8 @@ def test_yarn_scales_scores_and_rotated_parts_with_the_logarithm_of_the_factor()
     gain_of_all = 0.1 * 1 * 5 + 1
     assert scaling.gain == pytest.approx(gain_of_scores / gain_of_all, rel=1e-12)
     assert scaling.sharpness == pytest.approx(1.5**2, rel=1e-12)
-    turn = Rope(8, theta=1e4, scaling=scaling)(torch.tensor([[0]]))
+    rope = Rope(8, theta=1e4, scaling=scaling)
+    turn = rope(torch.tensor([[0]]))
     torch.testing.assert_close(
         turn[0].flatten(), torch.full((4,), scaling.gain, dtype=torch.float32)
     )
@@ -208,7 +210,8 @@ def model_and_batch(**fields) -> tuple[deepseek.Config, dict[str, torch.nn.Modul
     tokens = torch.randint(cfg.vocab, (2, 9))
     targets = tokens[:, 1:].clone()
     targets[0, :4] = IGNORE
-    return cfg, blocks, with_later_targets(token_batch(tokens[:, :-1], targets))
+    batch = token_batch(tokens[:, :-1], targets)
+    return cfg, blocks, with_later_targets(batch)
 
 
 def test_side_block_hands_on_x_and_adds_the_weighted_loss_of_the_token_after_the_next():
@@ -336,34 +339,30 @@ def test_units_of_the_feed_forward_axis_divide_every_width_that_is_there():
 def test_v3_preset_is_the_released_config():
     cfg = PRESETS["deepseek-v3-671b"]
     assert isinstance(cfg, deepseek.Config)
-    assert (cfg.layers, cfg.first_k_dense, cfg.dim, cfg.heads, cfg.ffn, cfg.expert_ffn) == (
-        61,
-        3,
-        7168,
-        128,
-        18432,
-        2048,
-    )
-    assert (cfg.q_lora_rank, cfg.kv_lora_rank, cfg.qk_head_dim, cfg.qk_rope_head_dim) == (
-        1536,
-        512,
-        192,
-        64,
-    )
-    assert (cfg.v_head_dim, cfg.experts, cfg.top_k, cfg.n_group, cfg.topk_group) == (
-        128,
-        256,
-        8,
-        8,
-        4,
-    )
-    assert (cfg.shared_experts, cfg.routed_scaling_factor, cfg.norm_topk_prob) == (1, 2.5, True)
-    assert (cfg.scoring, cfg.vocab, cfg.max_seq_len) == ("sigmoid", 129_280, 163_840)
-    assert (cfg.rope_scaling_factor, cfg.rope_scaling_original_context, cfg.rope_theta) == (
-        40.0,
-        4096,
-        1e4,
-    )
+    assert cfg.layers == 61
+    assert cfg.first_k_dense == 3
+    assert cfg.dim == 7168
+    assert cfg.heads == 128
+    assert cfg.ffn == 18432
+    assert cfg.expert_ffn == 2048
+    assert cfg.q_lora_rank == 1536
+    assert cfg.kv_lora_rank == 512
+    assert cfg.qk_head_dim == 192
+    assert cfg.qk_rope_head_dim == 64
+    assert cfg.v_head_dim == 128
+    assert cfg.experts == 256
+    assert cfg.top_k == 8
+    assert cfg.n_group == 8
+    assert cfg.topk_group == 4
+    assert cfg.shared_experts == 1
+    assert cfg.routed_scaling_factor == 2.5
+    assert cfg.norm_topk_prob is True
+    assert cfg.scoring == "sigmoid"
+    assert cfg.vocab == 129_280
+    assert cfg.max_seq_len == 163_840
+    assert cfg.rope_scaling_factor == 40.0
+    assert cfg.rope_scaling_original_context == 4096
+    assert cfg.rope_theta == 1e4
     assert (cfg.balance_loss, cfg.balance_rate) == (1e-4, 1e-3)  # technical report, section 4.2
 
 

@@ -39,7 +39,8 @@ def test_flops_of_each_block_equal_torchs_count(name: str):
             batch = with_later_targets(token_batch(x, x))
         else:
             x = torch.empty(NUM, 1, 28, 28)
-            batch = image_batch(x, torch.zeros(NUM, dtype=torch.int64))
+            targets_B = torch.zeros(NUM, dtype=torch.int64)
+            batch = image_batch(x, targets_B)
     for index, spec in enumerate(cfg.block_specs(SEQ)):
         with FlopCounterMode(display=False) as counter:
             x = chain({spec.name: blocks[spec.name]}, x, batch).x
@@ -61,7 +62,10 @@ def masked_flops(cfg: ModelConfig, layer: int) -> float:
         return (
             SEQ * SEQ * cfg.heads * (cfg.qk_head_dim + cfg.v_head_dim) + 2.0 * SEQ * SEQ * padding
         )
-    width = cfg.heads * cfg.head_size if isinstance(cfg, DecoderConfig) else cfg.dim
+    if isinstance(cfg, DecoderConfig):
+        width = cfg.heads * cfg.head_size
+    else:
+        width = cfg.dim
     window = cfg.window_of(layer) if isinstance(cfg, DecoderConfig) else None
     return 4.0 * SEQ * SEQ * width - attention_flops(SEQ, width, window=window)
 

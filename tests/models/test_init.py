@@ -77,7 +77,8 @@ def test_a_shard_of_several_boxes_is_their_concatenation():
     table = {"a.w": ("normal", 1.0)}
     whole = torch.empty(6, 5)
     local = torch.empty(6, 3)
-    boxes = (Box((0, 0), (6, 1)), Box((0, 3), (6, 5)))
+    box = Box((0, 0), (6, 1))
+    boxes = (box, Box((0, 3), (6, 5)))
     shard = Shard(boxes, dim=1)
     init_params({"a.w": whole}, table, seed=0)
     init_params(

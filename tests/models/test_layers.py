@@ -143,7 +143,8 @@ def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance_only():
     near = turned(q, 9) @ turned(k, 4)
     far = turned(q, 19) @ turned(k, 14)
     largest = (q.norm() * k.norm()).item()
-    torch.testing.assert_close(near, far, rtol=0.0, atol=4 * 19 * 6e-8 * largest)
+    atol = 4 * 19 * 6e-8 * largest
+    torch.testing.assert_close(near, far, rtol=0.0, atol=atol)
     other_distance = turned(q, 9) @ turned(k, 5)
     assert abs(near - other_distance) > 0.01
 
@@ -153,12 +154,12 @@ def test_rotation_has_no_state_that_a_cast_or_an_empty_start_could_spoil():
     positions = torch.arange(1000)[None]
     before = rope(positions)
     rope.to(torch.bfloat16).to_empty(device="cpu")
-    assert all(
-        torch.equal(a, b) and a.dtype == torch.float32
-        for a, b in zip(before, rope(positions), strict=True)
-    )
+    for a, b in zip(before, rope(positions), strict=True):
+        assert torch.equal(a, b)
+        assert a.dtype == torch.float32
     assert not list(rope.buffers())
-    dtype = rotate(torch.randn(1, 1000, 2, 8).bfloat16(), before).dtype
+    x_BSHK = torch.randn(1, 1000, 2, 8).bfloat16()
+    dtype = rotate(x_BSHK, before).dtype
     assert dtype == torch.bfloat16
 
 

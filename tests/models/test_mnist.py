@@ -24,7 +24,8 @@ def test_it_learns_32_random_images_by_heart(cfg: Config):
     images = torch.randint(
         256, (32, 1, cfg.image_size, cfg.image_size), generator=generator, dtype=torch.uint8
     )
-    batch = image_batch(images, torch.randint(10, (32,), generator=generator))
+    targets_B = torch.randint(10, (32,), generator=generator)
+    batch = image_batch(images, targets_B)
     blocks = family("mnist").blocks(cfg)
     parameters = named_parameters(blocks)
     init_params(parameters, family("mnist").init(cfg), seed=0)

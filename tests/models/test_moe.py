@@ -67,10 +67,8 @@ def test_dispatch_equals_a_dense_loop_with_every_gradient(num_tokens: int, num_e
     gradients = []
     for run in (Dispatch(num_experts), dense_loop):
         torch.manual_seed(1)
-        x, weights = (
-            torch.randn(num_tokens, DIM, requires_grad=True),
-            torch.rand(num_tokens, top_k, requires_grad=True),
-        )
+        x = torch.randn(num_tokens, DIM, requires_grad=True)
+        weights = torch.rand(num_tokens, top_k, requires_grad=True)
         experts.zero_grad()
         y = run(x, chosen, weights, experts)
         y.backward(torch.randn_like(y))
@@ -240,7 +238,8 @@ def test_weights_are_scores_without_bias_normalised_and_scaled(scoring, normalis
 
 
 def test_softmax_routing_has_no_bias_and_the_bias_of_sigmoid_routing_no_gradient():
-    assert Router(DIM, Choice(num_experts=4, top_k=2, scoring="softmax")).bias is None
+    choice = Choice(num_experts=4, top_k=2, scoring="softmax")
+    assert Router(DIM, choice).bias is None
     router = Router(DIM, Choice(num_experts=4, top_k=2, scoring="sigmoid"))
     loss = router(torch.randn(2, 3, DIM)).weights.sum()
     loss.backward()

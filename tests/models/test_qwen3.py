@@ -35,20 +35,20 @@ def test_presets_have_the_released_shapes(name: str):
     assert isinstance(cfg, DecoderConfig)
     actual = (cfg.layers, cfg.dim, cfg.heads, cfg.kv_heads, cfg.tied)
     assert actual == RELEASED[name]
-    assert (cfg.head_size, cfg.vocab, cfg.max_seq_len) == (128, 151_936, 40_960)
+    assert cfg.head_size == 128
+    assert cfg.vocab == 151_936
+    assert cfg.max_seq_len == 40_960
     assert (cfg.rope_theta, cfg.norm_eps) == (1e6, 1e-6)
 
 
 def test_the_mixed_preset_routes_as_released():
     cfg = PRESETS["qwen3-moe-30b-a3b"]
     assert isinstance(cfg, qwen3_moe.Config)
-    assert (cfg.experts, cfg.top_k, cfg.expert_ffn, cfg.norm_topk_prob, cfg.balance_loss) == (
-        128,
-        8,
-        768,
-        True,
-        0.0,
-    )
+    assert cfg.experts == 128
+    assert cfg.top_k == 8
+    assert cfg.expert_ffn == 768
+    assert cfg.norm_topk_prob is True
+    assert cfg.balance_loss == 0.0
 
 
 def test_about_a_tenth_of_the_mixed_preset_meets_each_token():

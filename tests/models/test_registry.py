@@ -66,9 +66,9 @@ def test_each_preset_belongs_to_the_family_that_its_config_names():
         assert module.PRESETS, f"{name} has no preset"
         assert module.Config().family == name
         assert module.Config() in module.PRESETS.values(), "the defaults are a preset"
-        assert all(
-            cfg.family == name and type(cfg) is module.Config for cfg in module.PRESETS.values()
-        )
+        for cfg in module.PRESETS.values():
+            assert cfg.family == name
+            assert type(cfg) is module.Config
     num_presets = sum(len(module.PRESETS) for module in FAMILIES.values())
     assert len(PRESETS) == num_presets
 
@@ -136,8 +136,8 @@ def test_llama_presets_have_the_published_heads_and_rotation(name: str):
 )
 def test_gpt2_presets_have_the_published_heads(name: str, heads: int):
     cfg = PRESETS[f"gpt2-{name}"]
-    actual = (cfg.axis_sizes()["heads"], cfg.axis_sizes()["vocab"])
-    assert actual == (heads, 50_257)
+    assert cfg.axis_sizes()["heads"] == heads
+    assert cfg.axis_sizes()["vocab"] == 50_257
     assert cfg.check_seq_len(1024) is None
     assert cfg.check_seq_len(1025) is not None
 
@@ -195,7 +195,8 @@ def _batch(cfg: ModelConfig):
     with torch.device("meta"):
         if cfg.kind == "images":
             inputs = torch.empty(3, 1, 28, 28)
-            return inputs, image_batch(inputs, torch.zeros(3, dtype=torch.int64))
+            targets_B = torch.zeros(3, dtype=torch.int64)
+            return inputs, image_batch(inputs, targets_B)
         inputs = torch.zeros(3, 6, dtype=torch.int64)
         return inputs, token_batch(inputs, inputs)
 

@@ -155,7 +155,8 @@ def shard(x: Tensor, comm: Comm) -> Tensor:
 def test_fused_attention_computes_the_formula(name: str) -> None:
     features = FEATURES[name]
     given = problem(features)
-    found = results(Attend(**features.attend_arguments()), given, given.batch)
+    attend = Attend(**features.attend_arguments())
+    found = results(attend, given, given.batch)
     for mine, right in zip(found, formula(features), strict=True):
         torch.testing.assert_close(mine, right, rtol=0, atol=TOLERANCE)
 
@@ -170,7 +171,8 @@ def test_attention_across_cp_computes_the_formula(name: str, variant: Context, d
 
     def rank(comm: Comm) -> float:
         given = tuple(shard(x, comm) for x in whole.given)
-        own = Problem(given, shard(whole.grad, comm), whole.batch)
+        grad = shard(whole.grad, comm)
+        own = Problem(given, grad, whole.batch)
         batch = whole.batch.columns(index=comm.index("cp"), degree=degree)
         attend = attend_across(variant, comm, **features.attend_arguments())
         out, dq, dk, dv, *learned = results(attend, own, batch)

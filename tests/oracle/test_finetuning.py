@@ -154,7 +154,8 @@ def chat_losses(folder, tmp_path_factory):
         encoded = tokenizer.apply_chat_template(
             records[number], return_dict=True, return_assistant_tokens_mask=True
         )
-        tokens, mask = encoded["input_ids"], encoded["assistant_masks"]
+        tokens = encoded["input_ids"]
+        mask = encoded["assistant_masks"]
         labels = []
         for token, counts in zip(tokens, mask, strict=True):
             labels.append(token if counts else -100)

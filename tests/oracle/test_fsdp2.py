@@ -38,7 +38,8 @@ class Net(nn.Module):
 
 
 def inputs(seed: int) -> Tensor:
-    return torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 7, dtype=torch.float64, generator=generator)
 
 
 def join_torch(comm: Comm, folder: str) -> None:
@@ -98,10 +99,8 @@ def test_sharded_optimizer_equals_torchs_zero_redundancy_optimizer() -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         join_torch(comm, folder)
-        theirs, ours = (
-            nn.parallel.DistributedDataParallel(Net()),
-            weft.DistributedDataParallel(Net(comm.rank)),
-        )
+        theirs = nn.parallel.DistributedDataParallel(Net())
+        ours = weft.DistributedDataParallel(Net(comm.rank))
         trained = [
             [param for param in net.parameters() if param.requires_grad] for net in (theirs, ours)
         ]

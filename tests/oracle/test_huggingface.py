@@ -156,7 +156,8 @@ def test_llama3_equals_hugging_face_but_for_its_float32_norm(
     torch.manual_seed(0)
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
     monkeypatch.setattr(norm, "forward", widened(norm.forward))
-    compare(LLAMAS[name], their_llama3(LLAMAS[name]), views=llama3_views, tolerance=EXACT)
+    theirs = their_llama3(LLAMAS[name])
+    compare(LLAMAS[name], theirs, views=llama3_views, tolerance=EXACT)
 
 
 def test_llama3_equals_hugging_face_as_it_is_shipped():
@@ -175,6 +176,7 @@ def test_rotation_of_each_preset_is_hugging_faces_bit_for_bit_along_its_whole_co
     with torch.device("meta"):
         rope = llama3_blocks(cfg.model_copy(update={"layers": 1}))["layer0"].attn.rope
     positions = torch.tensor([[0, 1, 257, 4099, 8191], [16_387, 32_771, 65_537, 131_070, 131_071]])
-    theirs = LlamaRotaryEmbedding(llama_config(cfg))(torch.empty(0), positions)
+    llama_rotary_embedding = LlamaRotaryEmbedding(llama_config(cfg))
+    theirs = llama_rotary_embedding(torch.empty(0), positions)
     for ours, both_halves in zip(rope(positions), theirs, strict=True):
         assert torch.equal(ours.squeeze(-2).repeat(1, 1, 2), both_halves)

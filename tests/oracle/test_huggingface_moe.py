@@ -277,7 +277,8 @@ def test_model_equals_hugging_face_but_for_its_float32_parts(
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "v3 yarn"])
 def test_model_equals_hugging_face_as_it_is_shipped(name: str):
-    compare(CASES[name], their_model(CASES[name]), views=views, tolerance=UNMODIFIED)
+    theirs = their_model(CASES[name])
+    compare(CASES[name], theirs, views=views, tolerance=UNMODIFIED)
 
 
 def test_deepseek_v2_equals_hugging_face_as_it_is_shipped():
@@ -349,6 +350,7 @@ def test_rotation_of_each_preset_is_hugging_faces_bit_for_bit_along_its_whole_co
     with torch.device("meta"):
         attn = deepseek_blocks(cfg)["layer0"].attn
     positions = torch.tensor([[0, 1, 257, 4095, 4096], [16_387, 32_771, 65_537, 163_838, 163_839]])
-    theirs = DeepseekV3RotaryEmbedding(deepseek_config(cfg))(torch.empty(0), positions)
+    deepseek_v3_rotary_embedding = DeepseekV3RotaryEmbedding(deepseek_config(cfg))
+    theirs = deepseek_v3_rotary_embedding(torch.empty(0), positions)
     for ours, both_halves in zip(attn.rope(positions), theirs, strict=True):
         assert torch.equal(ours.squeeze(-2).repeat(1, 1, 2), both_halves)

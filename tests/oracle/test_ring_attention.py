@@ -59,7 +59,10 @@ def whole(
     k = draw(kv_heads, K)
     v = draw(kv_heads, width)
     grad = draw(heads, width)
-    documents = (torch.rand(B, length, generator=generator) < 0.2).cumsum(1) if packed else None
+    if packed:
+        documents = (torch.rand(B, length, generator=generator) < 0.2).cumsum(1)
+    else:
+        documents = None
     return attended((q, k, v), grad, causal=causal, documents=documents, scale=scale)
 
 
@@ -133,9 +136,8 @@ def test_each_variant_equals_attention_on_one_device(
     variant: Context, degree: int, packed: bool
 ) -> None:
     case = whole(6 * degree, heads=24, kv_heads=12, packed=packed)
-    batch = token_batch(
-        torch.zeros(B, 6 * degree, dtype=torch.int64), torch.zeros(B, 6 * degree, dtype=torch.int64)
-    )
+    inputs_BS = torch.zeros(B, 6 * degree, dtype=torch.int64)
+    batch = token_batch(inputs_BS, torch.zeros(B, 6 * degree, dtype=torch.int64))
     batch = Batch(**{**vars(batch), "documents": case.documents})
 
     def rank(comm: Comm) -> tuple[float, float]:

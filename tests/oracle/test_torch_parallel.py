@@ -26,7 +26,8 @@ def mlp() -> nn.Sequential:
 
 
 def inputs(rank: int) -> Tensor:
-    return torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(5, 6, dtype=torch.float64, generator=generator)
 
 
 def join_torch(comm: Comm, folder: str) -> None:
@@ -40,10 +41,8 @@ def test_distributed_data_parallel_equals_torchs() -> None:
 
     def rank(comm: Comm) -> list[tuple[Tensor, Tensor]]:
         join_torch(comm, folder)
-        theirs, ours = (
-            nn.parallel.DistributedDataParallel(mlp()),
-            DistributedDataParallel(mlp(), comm, bucket_bytes=256),
-        )
+        theirs = nn.parallel.DistributedDataParallel(mlp())
+        ours = DistributedDataParallel(mlp(), comm, bucket_bytes=256)
         optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-2) for net in (theirs, ours)]
         for step in range(3):
             for net, optimizer in zip((theirs, ours), optimizers, strict=True):

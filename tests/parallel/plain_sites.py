@@ -148,7 +148,8 @@ def initial_blocks(run: Run) -> tuple[dict[str, nn.Module], Mapping[str, str]]:
     nn.ModuleDict(blocks).to(torch.float64)
     params = named_parameters(blocks)
     starts = {name: param for name, param in params.items() if name not in ties}
-    init_params(starts, family.init(run.model), seed=run.seed)
+    table = family.init(run.model)
+    init_params(starts, table, seed=run.seed)
     return blocks, ties
 
 
@@ -178,7 +179,8 @@ def mean_outer_gradient(
 
 def batch_of_site(run: Run, samples: Samples, step: int, *, index: int, num_sites: int) -> Batch:
     """The sequences of one site: of each round of micro-batches over all data ranks its share."""
-    size, micro = run.batch.global_size, run.batch.micro_size
+    size = run.batch.global_size
+    micro = run.batch.micro_size
     ranks_of_site = run.num_data_ranks // num_sites
     chosen = samples_of_step(step, global_size=size, num_samples=samples.num_samples, seed=run.seed)
     rounds = chosen.reshape(-1, num_sites, ranks_of_site * micro)

@@ -130,9 +130,8 @@ def test_blocks_that_mix_through_attend_pass_unchanged(dtype: torch.dtype) -> No
     check_blocks(blocks, hidden_shape=(DIM,))
     assert blocks["layer0"].attend.implementation is implementation
     assert blocks["layer0"].dropout.training
-    assert all(
-        torch.equal(*pair) for pair in zip(before, blocks["layer0"].parameters(), strict=True)
-    )
+    for pair in zip(before, blocks["layer0"].parameters(), strict=True):
+        assert torch.equal(*pair)
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,8 @@ def test_weft_prove_takes_a_config_with_cp() -> None:
         "1",
     ]
     words += ["--model.layers", "2", "--model.dim", "32", "--model.ffn", "32"]
-    report = prove_config(in_float64(load(words, FAMILIES)), steps=2, full=True)
+    run = in_float64(load(words, FAMILIES))
+    report = prove_config(run, steps=2, full=True)
     assert report.holds, report.to_json()
 
 

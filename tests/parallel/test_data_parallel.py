@@ -49,7 +49,8 @@ def inputs(samples: int) -> Tensor:
 
 def run(net: nn.Module, samples: int) -> tuple[Tensor, Tensor]:
     x = inputs(samples).requires_grad_()
-    y, notes = net({"x": x}, gain=torch.tensor(2.0, dtype=torch.float64))
+    gain = torch.tensor(2.0, dtype=torch.float64)
+    y, notes = net({"x": x}, gain=gain)
     loss = y.square().sum() + notes["sum"].sum()
     loss.backward()
     return y.detach(), x.grad
@@ -93,7 +94,8 @@ def test_each_replica_runs_in_a_thread_on_its_part_of_the_samples() -> None:
 
     barrier = threading.Barrier(3, timeout=20)  # passed only if all three run at once
     x = torch.randn(2, 8, 3)
-    assert torch.equal(DataParallel(Look(), CPUS, dim=1)(x), x)
+    data_parallel = DataParallel(Look(), CPUS, dim=1)
+    assert torch.equal(data_parallel(x), x)
     assert sorted(seen.values()) == [2, 3, 3]
 
 
@@ -118,7 +120,8 @@ def test_replicas_follow_the_modes_of_the_caller() -> None:
             return x @ x.transpose(-1, -2)
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        dtype = DataParallel(Look(), CPUS)(torch.ones(6, 2, 2)).dtype
+        data_parallel = DataParallel(Look(), CPUS)
+        dtype = data_parallel(torch.ones(6, 2, 2)).dtype
         assert dtype == torch.bfloat16
 
 
@@ -150,7 +153,8 @@ def test_the_error_of_a_replica_reaches_the_caller_and_names_the_device() -> Non
 
 
 def test_inputs_that_differ_in_samples_and_no_devices_are_rejected() -> None:
+    data_parallel = DataParallel(nn.Bilinear(2, 2, 2), CPUS)
     with pytest.raises(PlanError, match="differ in their number of samples"):
-        DataParallel(nn.Bilinear(2, 2, 2), CPUS)(torch.ones(3, 2), torch.ones(4, 2))
+        data_parallel(torch.ones(3, 2), torch.ones(4, 2))
     with pytest.raises(PlanError, match="needs a device"):
         weft.DataParallel(nn.Linear(2, 2), [])

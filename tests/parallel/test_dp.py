@@ -206,7 +206,8 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20])
 def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(bucket_bytes: int) -> None:
-    x = torch.randn(3, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 4, 3, dtype=torch.float64, generator=generator)
     alone = Branches()
     branches = ("left", "trunk", "trunk")
     loss = sum(alone(x[rank], branches[rank]).sum() / 3 for rank in range(3))

@@ -387,8 +387,8 @@ def test_a_snapshot_makes_the_chain_that_it_was_taken_of(family: str) -> None:
     params = named_parameters(blocks)
     for name, param in named_parameters(made.blocks).items():
         assert param is not params[name]
-        actual = (param.shape, param.dtype)
-        assert actual == (params[name].shape, params[name].dtype)
+        assert param.shape == params[name].shape
+        assert param.dtype == params[name].dtype
 
 
 def test_a_snapshot_keeps_what_is_one_object_and_holds_no_values() -> None:

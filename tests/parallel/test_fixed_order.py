@@ -151,7 +151,8 @@ def test_other_axes_keep_the_bits_of_each_other(rest: str, family: str, zero: in
 
 
 def test_a_tree_sum_does_not_depend_on_the_order_of_its_leaves() -> None:
-    leaves = torch.randn(11, 50, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    leaves = torch.randn(11, 50, generator=generator)
     sums = []
     for seed in range(4):
         order = list(range(len(leaves)))

@@ -71,7 +71,8 @@ def loss_of(net: nn.Module, tokens: Tensor) -> Tensor:
 
 def data() -> Tensor:
     """[step, backward, sequence, token]"""
-    return torch.randint(0, 11, (3, 2, 6, 5), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 11, (3, 2, 6, 5), generator=generator)
 
 
 def train_alone(*, clip: float = 0.0) -> dict[str, Tensor]:
@@ -345,7 +346,8 @@ def test_a_full_state_dict_is_loaded_into_shards() -> None:
     tokens = data()[0, 0]
 
     def rank(comm: Comm, zero: Any) -> tuple[dict[str, Tensor], Tensor]:
-        net = FullyShardedDataParallel(Net(comm.rank).double(), comm, zero=zero)
+        module = Net(comm.rank).double()
+        net = FullyShardedDataParallel(module, comm, zero=zero)
         net.load_full_state_dict(other.state_dict())
         with torch.no_grad():
             return net.full_state_dict(), net(tokens)
@@ -411,7 +413,8 @@ def test_blocks_run_in_the_compute_dtype_and_the_optimizer_updates_the_params_dt
         }
 
     for y, params in run_ranks("dp2", rank):
-        assert (y, params) == (torch.bfloat16, {torch.float32})
+        assert y == torch.bfloat16
+        assert params == {torch.float32}
     assert set(seen) == {torch.bfloat16}
 
 

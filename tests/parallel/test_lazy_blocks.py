@@ -51,7 +51,8 @@ def parallel_model(
         microbatches=4,
         sequence_parallel=sequence_parallel,
     )
-    comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank, device="cpu"))
+    transport = MetaTransport(plan.mesh.size, rank, device="cpu")
+    comm = Comm(plan.mesh, rank, transport)
     return parallelize(blocks, plan, comm, axes=family.axes(config), ties=family.ties(config))
 
 

@@ -214,10 +214,14 @@ def test_one_device_computes_the_gradients_of_merged_weights(name: str) -> None:
         if adapted_linear(each) is not None:
             factors[each] = value.detach().requires_grad_()
     use_merged_weights(plain, start, factors)
-    assert len(factors) == 2 * len(adapted_linears((), case.config.linears()))
+    expected = 2 * len(adapted_linears((), case.config.linears()))
+    assert len(factors) == expected
     batch = batches(case)[0]
     out = chain(plain, batch.inputs, batch)
-    total = out.x if out.loss is None else out.x + out.loss
+    if out.loss is None:
+        total = out.x
+    else:
+        total = out.x + out.loss
     loss = total / batch.num_targets()
     loss.backward()
     norms = [factor.grad.norm() for factor in factors.values()]

@@ -55,7 +55,8 @@ def test_pipeline_of_plain_modules_has_the_gradients_of_one_process(
     want = dict(whole.named_parameters())
 
     def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
-        num_parts, own = comm.degree("dp"), comm.index("dp")
+        num_parts = comm.degree("dp")
+        own = comm.index("dp")
         mine = [part.chunk(num_parts)[own] for part in (x, y)]
         pipe = PipelineParallel(
             copy.deepcopy(blocks),
@@ -109,7 +110,8 @@ def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
         *(nn.Linear(4, 4).double() for _ in range(3)),
         nn.Linear(4, 7).double(),
     ]
-    tokens = torch.randint(0, 7, (8, 6), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 7, (8, 6), generator=generator)
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
     whole = nn.Sequential(*copy.deepcopy(blocks))

@@ -77,7 +77,8 @@ def random_tables() -> Iterator[Table]:
 
 @pytest.mark.parametrize("index", range(4))
 def test_any_table_computes_what_one_device_computes(index: int, tmp_path: Path) -> None:
-    schedule = saved(list(random_tables())[index], tmp_path / "table.txt")
+    table = list(random_tables())[index]
+    schedule = saved(table, tmp_path / "table.txt")
     case = Case("pp2 dp2", family="gpt2", schedule=schedule, chunks=2, microbatches=3)
     check(shallow(case))
 

@@ -59,7 +59,8 @@ def train(net: Net, optimizer: torch.optim.Optimizer, *, first: int = 0, steps: 
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     for step in range(first, first + steps):
         optimizer.zero_grad()
-        x = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(6, 3, dtype=torch.float64, generator=generator)
         net(x).square().mean().backward()
         optimizer.step()
         schedule.step()
@@ -157,7 +158,8 @@ def test_a_rank_saves_and_loads_its_own_shard() -> None:
         fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for each, by in ((net, optimizer), (other, fresh)):
             train(each, by, first=4)
-        left, right = values(net), values(other)
+        left = values(net)
+        right = values(other)
         return all(torch.equal(value, right[name]) for name, value in left.items())
 
     nets = [Net() for _ in range(2)]
@@ -190,7 +192,8 @@ def test_an_optimizer_that_updates_parameters_as_a_whole_is_rejected(
     kind: Callable[..., torch.optim.Optimizer],
 ) -> None:
     def rank(comm: Comm) -> None:
-        ShardedOptimizer(nn.Linear(4, 4, bias=False).parameters(), kind, comm)
+        params = nn.Linear(4, 4, bias=False).parameters()
+        ShardedOptimizer(params, kind, comm)
 
     with pytest.raises(PlanError, match="updates a parameter as a whole"):
         run_ranks("dp2", rank)
@@ -198,7 +201,8 @@ def test_an_optimizer_that_updates_parameters_as_a_whole_is_rejected(
 
 def test_states_of_other_parameters_are_rejected() -> None:
     def rank(comm: Comm) -> None:
-        optimizer = ShardedOptimizer(nn.Linear(4, 4).parameters(), torch.optim.AdamW, comm)
+        params = nn.Linear(4, 4).parameters()
+        optimizer = ShardedOptimizer(params, torch.optim.AdamW, comm)
         optimizer.load_full_state_dict(
             torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict()
         )

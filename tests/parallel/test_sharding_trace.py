@@ -193,7 +193,8 @@ def test_what_would_compute_other_numbers_on_shards_is_rejected(
     block: Callable[[], nn.Module], layout: str
 ) -> None:
     if block is ScaleOnBothSides and "sequence" in layout:  # both uses give partial gradients there
-        assert compare(Shape(block, {**PLAIN, "layer*.scale": ()}), layout) < TOLERANCE
+        shape = Shape(block, {**PLAIN, "layer*.scale": ()})
+        assert compare(shape, layout) < TOLERANCE
     elif block is GateFromOutside and "sequence" in layout:
         assert "its forward fails on a rank's shards" in rejection(block, layout)
     else:

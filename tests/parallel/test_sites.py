@@ -97,7 +97,8 @@ def assert_equals_plain(run: Run, path: Path, reports: Sequence[StepReport]) -> 
     if run.site.momentum:
         assert largest_difference(stored(path, "site/momentum"), plain.momentum) < TOLERANCE
     for index, params in enumerate(plain.sites):
-        assert largest_difference(stored(path, f"site/{index}/model"), params) < TOLERANCE
+        left = stored(path, f"site/{index}/model")
+        assert largest_difference(left, params) < TOLERANCE
     loss = [report.loss for report in reports]
     assert loss == pytest.approx(plain.losses, abs=TOLERANCE)
     grad_norms = [report.grad_norm for report in reports]

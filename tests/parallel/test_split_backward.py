@@ -99,7 +99,8 @@ class StageForward:
 
     def backward(self, gradient: Tensor) -> None:
         """The whole backward, or I, of the output and of the losses within the stage."""
-        outputs, grads = [self.out.x], [gradient]
+        outputs = [self.out.x]
+        grads = [gradient]
         if self.out.loss is not None:
             outputs.append(self.out.loss)
             grads.append(torch.ones_like(self.out.loss))

@@ -216,7 +216,8 @@ def test_activations_of_a_sharded_model_equal_the_plain_ones_without_any_backwar
     def alone(comm: Comm) -> float:
         plain = Case("", family="gpt2", microbatches=1)
         model = build_case(plain, comm)
-        reducer = bucket_reducer(model.params, comm, reduce_axes=dict.fromkeys(model.params, ()))
+        reduce_axes = dict.fromkeys(model.params, ())
+        reducer = bucket_reducer(model.params, comm, reduce_axes=reduce_axes)
         player = Player(model, before_last_backward=reducer.set_requires_gradient_sync)
         return player.play(
             micro_batches(copy.deepcopy(batch), plain.plan, 0), torch.tensor(1.0)

@@ -115,7 +115,8 @@ def gradients_and_values(model: ParallelModel, case: Case, dtypes: Dtypes) -> Su
         if case.zero == 0:
             num_bytes = reduce_once(entries * e_g, degree)
         else:
-            num_bytes = ring(padded * bytes_per_entry[case.zero], degree)
+            whole = padded * bytes_per_entry[case.zero]
+            num_bytes = ring(whole, degree)
         sent["+".join(axes)] += num_bytes
     return sent
 

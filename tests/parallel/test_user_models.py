@@ -106,7 +106,8 @@ class FusedQKV(InlineMLP):
     def __init__(self) -> None:
         super().__init__()
         del self.q, self.k, self.v
-        self.qkv = linear(D, (HEADS + 2 * KV_HEADS) * K)
+        out = (HEADS + 2 * KV_HEADS) * K
+        self.qkv = linear(D, out)
 
     def attention(self, y: Tensor, batch: Batch) -> Tensor:
         qkv = self.qkv(y)
@@ -196,7 +197,8 @@ class ResidualScale(InlineMLP):
         k = self.k_norm(heads(self.k(y)))
         v = heads(self.v(y))
         attended = self.attend(q, k, v, batch)
-        attn_scale, mlp_scale = self.scale[0], self.scale[1]
+        attn_scale = self.scale[0]
+        mlp_scale = self.scale[1]
         x = x + attn_scale * self.o(attended.flatten(2))
         return x + mlp_scale * self.mlp(self.mlp_norm(x))
 

@@ -305,7 +305,8 @@ def test_comm_writes_a_file_that_explain_reads(
     for line in shown.splitlines():
         if not line.startswith("wrote"):
             assert len(line) <= 80
-    report = json.loads(Path(names["json"]).read_text(encoding="utf-8"))
+    path = Path(names["json"])
+    report = json.loads(path.read_text(encoding="utf-8"))
     assert {"date", "versions", "device"} < report.keys()
     assert len(report["rows"]) == 2 * len(OPERATIONS)
     device = find_hardware(base)

@@ -57,7 +57,8 @@ def test_a_constant_without_influence_stays_at_its_start(unmeasured: list[Measur
     steps = measured(unmeasured * 4, replace(start, launch_s=7e-6))
     noisy = []
     for number, step in enumerate(steps):
-        noisy.append(replace(step, seconds=step.seconds * (1.04 if number % 2 else 0.96)))
+        seconds = step.seconds * (1.04 if number % 2 else 0.96)
+        noisy.append(replace(step, seconds=seconds))
     found = fit(noisy, A100, source="a test", start=start)
     assert found.efficiency.gemm_half == 10.0
     assert found.uncertainty["launch_s"] < 0.1
@@ -97,7 +98,8 @@ def test_a_family_of_steps_is_left_out_together() -> None:
     values = [0.001, 0.003, -0.003, -0.001, -0.004]
     mean = sum(values) / 5
     residuals = [value - mean for value in values]
-    found = fit_errors(numpy.ones((5, 1)), residuals, ["a", "a", "b", "b", "b"])
+    jacobian = numpy.ones((5, 1))
+    found = fit_errors(jacobian, residuals, ["a", "a", "b", "b", "b"])
     mean_of_a = 0.002
     mean_of_b = -0.008 / 3
     others = [mean_of_b, mean_of_b, mean_of_a, mean_of_a, mean_of_a]
@@ -125,11 +127,13 @@ def test_groups_have_a_scale_of_their_own(unmeasured: list[MeasuredStep]) -> Non
 
 
 def test_too_few_runs_and_times_that_are_none_are_rejected() -> None:
-    step = MeasuredStep("a run", measure(MeasuredRun.of(run_of("--model.layers 1"))), 1.0)
+    roles = measure(MeasuredRun.of(run_of("--model.layers 1")))
+    step = MeasuredStep("a run", roles, 1.0)
     with pytest.raises(PlanError, match="too few runs"):
         fit([step], A100, source="a test")
+    steps = [replace(step, seconds=math.nan)]
     with pytest.raises(PlanError, match="has no time"):
-        fit([replace(step, seconds=math.nan)], A100, source="a test")
+        fit(steps, A100, source="a test")
 
 
 def test_the_range_holds_four_of_five_other_ratios() -> None:
@@ -146,7 +150,8 @@ def test_a_family_with_many_steps_does_not_narrow_the_range() -> None:
     names = [str(number) for number in range(19)]
     alike = [1.0] * 200
     narrow = ratio_range([*ratios, *alike])
-    wide = ratio_range([*ratios, *alike], [*names, *["alike"] * 200])
+    families = [*names, *["alike"] * 200]
+    wide = ratio_range([*ratios, *alike], families)
     assert narrow == (pytest.approx(1.0), pytest.approx(1.0, abs=0.02))
     assert wide == pytest.approx(ratio_range([*ratios, 1.0]))
 
@@ -154,7 +159,8 @@ def test_a_family_with_many_steps_does_not_narrow_the_range() -> None:
 def test_a_family_with_many_steps_widens_the_range() -> None:
     ratios = [0.9 + 0.02 * number for number in range(19)]
     names = [str(number) for number in range(19)]
-    _, high = ratio_range([*ratios, *[1.5] * 30], [*names, *["slow"] * 30])
+    families = [*names, *["slow"] * 30]
+    _, high = ratio_range([*ratios, *[1.5] * 30], families)
     assert high == 1.5
 
 

@@ -121,7 +121,8 @@ def test_ranks_that_wait_within_actions_are_coupled(
 ) -> None:
     run: Run = run_of(flags)
     replicas = replicas_of(measure(MeasuredRun.of(run)))
-    assert (replicas.axes, replicas.num_coupled) == (axes, coupled)
+    assert replicas.axes == axes
+    assert replicas.num_coupled == coupled
     assert replicas.count * replicas.num_coupled == run.device_mesh.size // run.device_mesh.degree(
         "pp"
     )

@@ -73,7 +73,8 @@ def test_kernels_of_a_tensor_by_itself_and_by_another_one_differ() -> None:
     [region] = recorder.regions
     num_bytes = X.numel() * X.element_size()
     sizes = [kernel.num_bytes for kernel in region.kernels.elements()]
-    assert sorted(sizes) == [2 * num_bytes] * 2 + [3 * num_bytes] * 2
+    expected = [2 * num_bytes] * 2 + [3 * num_bytes] * 2
+    assert sorted(sizes) == expected
 
 
 def test_a_reused_result_counts_as_memory() -> None:

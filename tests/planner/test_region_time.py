@@ -142,7 +142,8 @@ def test_kernels_hide_an_operation_until_the_rank_waits_for_it() -> None:
 def test_what_a_region_leaves_goes_on_in_the_next_one() -> None:
     dp = op(2.0)
     first = [Started(dp), kernel(1.0)]
-    time = after(first, [kernel(0.25), Ended(dp)], gap=0.5)
+    second = [kernel(0.25), Ended(dp)]
+    time = after(first, second, gap=0.5)
     assert time.total == pytest.approx(0.5)
     assert time.exposed == {"dp": pytest.approx(0.25)}
     other = op(1.0)
@@ -171,7 +172,8 @@ def test_a_message_of_the_pipeline_has_the_link_first() -> None:
     assert delayed.total == pytest.approx(1.75)
     inside = replay(costs, blocked=(LinkMessage("node", 0.5, 0.25),))
     assert inside.total == pytest.approx(1.5)
-    assert replay(costs, blocked=(LinkMessage("network", 0.0, 0.75),)).total == pytest.approx(1.25)
+    blocked = (LinkMessage("network", 0.0, 0.75),)
+    assert replay(costs, blocked=blocked).total == pytest.approx(1.25)
 
 
 def test_an_operation_over_two_regions_is_one_stretch_on_its_lane() -> None:
@@ -181,10 +183,12 @@ def test_an_operation_over_two_regions_is_one_stretch_on_its_lane() -> None:
     ending = table.region(region(kernel(1.0), Ended(dp)))
     second = replay(ending, carried=first.carried)
     (begun,), (ended,) = first.spans, second.spans
-    actual = (begun.start, begun.end, begun.continues)
-    assert actual == (0.0, pytest.approx(1.5), True)
-    actual = (ended.start, ended.end, ended.is_continued)
-    assert actual == (0.0, pytest.approx(0.5), True)
+    assert begun.start == 0.0
+    assert begun.end == pytest.approx(1.5)
+    assert begun.continues is True
+    assert ended.start == 0.0
+    assert ended.end == pytest.approx(0.5)
+    assert ended.is_continued is True
 
 
 def test_groups_of_one_node_have_the_network_shares_of_their_members() -> None:

@@ -69,7 +69,8 @@ def assert_equal(short: RankStep, whole: RankStep) -> None:
     for key, region in whole.actions.items():
         other = short.actions[key]
         assert events_of(other) == events_of(region)
-        assert (other.change, other.workspace) == (region.change, region.workspace)
+        assert other.change == region.change
+        assert other.workspace == region.workspace
         assert other.peak_block == region.peak_block
     for name, region in whole.phases.items():
         assert events_of(short.phases[name]) == events_of(region)

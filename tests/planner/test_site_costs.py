@@ -59,7 +59,8 @@ def counted_bytes(run: Run) -> list[int]:
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 def test_bytes_equal_those_of_a_real_run(wire: str) -> None:
     run = run_of("--mesh", "site2 tp2", "--site.wire", wire)
-    costs = site_costs(measure(MeasuredRun.of(run)), run.site)
+    roles = measure(MeasuredRun.of(run))
+    costs = site_costs(roles, run.site)
     assert costs is not None
     counted = counted_bytes(run)
     assert costs.site_bytes == sum(counted) // 2

@@ -84,7 +84,8 @@ def predicted(schedule: str) -> tuple[float, float]:
         seconds = seconds_of(act, table.num_stages)
         region = RegionCosts((Compute(seconds),), (), seconds, frozenset(), seconds)
         has_peer = action_class.peer is not None
-        costs.append(ClassCosts(region, StageMessage("node", 0.0) if has_peer else None))
+        message = StageMessage("node", 0.0) if has_peer else None
+        costs.append(ClassCosts(region, message))
     played = play(order, costs)
     busy = sum(region_time.total for region_time in played.times)
     seconds = max(played.last_end)

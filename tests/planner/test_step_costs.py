@@ -168,7 +168,8 @@ def assert_forced_routing(name: str, *, is_worst: bool) -> None:
     used = num_experts // num_ranks if is_worst else num_experts
     load = first_rank_load(num_ranks) if is_worst else even_load
     for rank, (real, counter) in enumerate(real_steps(run, num_used=used)):
-        assert_equal_steps(measure_rank(MeasuredRun.of(run), rank, load=load), real, counter)
+        predicted = measure_rank(MeasuredRun.of(run), rank, load=load)
+        assert_equal_steps(predicted, real, counter)
 
 
 def test_a_dispatch_without_an_assumed_load_is_rejected() -> None:

@@ -51,7 +51,8 @@ def time_beside_kernel(op: Operation, speeds: Speeds = SPEEDS) -> RegionTime:
 
 def test_a_kernel_takes_flops_and_bytes_at_the_speeds_of_the_device() -> None:
     flops = int(H100.bf16_tflops * 1e12)
-    product = KernelLaunch("gemm", "bfloat16", flops, int(H100.hbm_tb_s * 1e12))
+    num_bytes = int(H100.hbm_tb_s * 1e12)
+    product = KernelLaunch("gemm", "bfloat16", flops, num_bytes)
     assert SPEEDS.kernel_s(product) == pytest.approx(2.0)
     half = Speeds(H100.with_efficiency(replace(IDEAL, gemm=0.5)))
     assert half.kernel_s(product) == pytest.approx(3.0)
@@ -97,7 +98,8 @@ def test_the_step_of_a_run() -> None:
     expected = sum(role.flops * role.num_ranks for role in roles)
     assert time.flops == expected
     assert 0 < time.bubble < 1
-    half = replace(H100, hbm_tb_s=H100.hbm_tb_s / 2, fp32_tflops=H100.tflops("float32") / 2)
+    fp32_tflops = H100.tflops("float32") / 2
+    half = replace(H100, hbm_tb_s=H100.hbm_tb_s / 2, fp32_tflops=fp32_tflops)
     slower = step_time(roles, Speeds(half.with_efficiency(IDEAL)))
     assert time.update_s < slower.update_s <= 2 * time.update_s
     assert time.pipeline_s < slower.pipeline_s <= 2 * time.pipeline_s
@@ -138,7 +140,8 @@ def test_attention_that_is_not_fused_moves_its_scores() -> None:
     "flags", ["--mesh pp2,dp2 --parallel.zero 1", "--mesh pp2,dp2 --parallel.zero 3"]
 )
 def test_the_step_is_as_long_as_its_timeline_of_all_lanes(flags: str) -> None:
-    time = step_time(measure(MeasuredRun.of(run_of(flags))), SPEEDS)
+    roles = measure(MeasuredRun.of(run_of(flags)))
+    time = step_time(roles, SPEEDS)
     whole = time.whole_timeline
     assert makespan(whole) == pytest.approx(time.total_s)
     assert makespan(time.timeline) == pytest.approx(time.pipeline_s)

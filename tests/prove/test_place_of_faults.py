@@ -32,8 +32,11 @@ def test_the_first_difference_is_at_the_fault(tmp_path, name, phase, block, micr
     """
     write_texts(tmp_path)
     mutant = all_mutants()[name]
-    run = load([*layout_words(mutant.layout, tmp_path)], FAMILIES)
+    argv = [*layout_words(mutant.layout, tmp_path)]
+    run = load(argv, FAMILIES)
     with planted(mutant):
         first = prove(Subject.of(run, steps=1)).first
     assert first is not None
-    assert (first.phase, first.block, first.micro_batch) == (phase, block, micro_batch)
+    assert first.phase == phase
+    assert first.block == block
+    assert first.micro_batch == micro_batch

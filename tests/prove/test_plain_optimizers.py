@@ -87,7 +87,8 @@ def logical(names: dict[str, Tensor]) -> dict[str, Any]:
 @pytest.mark.parametrize("title", OPTIMS)
 def test_a_plain_rule_is_that_of_torch(title: str, has_groups: bool) -> None:
     values = {**OPTIMS[title], "groups": GROUPS if has_groups else ()}
-    optim = OptimConfig(name=title.split()[0], weight_decay=0.1, **values)
+    name = title.split()[0]
+    optim = OptimConfig(name=name, weight_decay=0.1, **values)
     params = whole_parameters(0)
     other = reference_optimizer(optim, params, logical_axes=logical(params))
     assert largest_difference(optim, other, params) < TOLERANCE

@@ -198,7 +198,9 @@ def test_a_number_type_that_is_not_that_of_the_run_is_found(monkeypatch, key, ph
     monkeypatch.setattr(grouping, "sharding_policy", wrong)
     first = report_of("--mesh dp1 --precision.compute bfloat16", steps=1).first
     assert first is not None
-    assert (first.step, first.phase, first.block) == (1, phase, "head")
+    assert first.step == 1
+    assert first.phase == phase
+    assert first.block == "head"
     assert first.tensor == f"head.proj.weight {tensor}"
     assert first.relation == "in bfloat16 in place of float32"
 
@@ -209,7 +211,9 @@ def test_a_wrong_evaluation_is_found(monkeypatch):
     report = report_of(f"--mesh dp2 {FLOAT64}", steps=1)
     first = report.first
     assert first is not None
-    assert (first.step, first.phase, first.tensor) == (1, "evaluation", "evaluation loss")
+    assert first.step == 1
+    assert first.phase == "evaluation"
+    assert first.tensor == "evaluation loss"
     assert len(report.differences) == 1
 
 
@@ -225,8 +229,10 @@ def test_an_error_of_a_restore_is_a_difference(monkeypatch):
     assert report.error == "KeyError: 'optim/exp_avg/layer1.mlp.up.weight'"
     first = report.first
     assert first is not None
-    actual = (first.phase, first.step, first.block, first.axis)
-    assert actual == ("checkpoint", 2, "layer1", "dp")
+    assert first.phase == "checkpoint"
+    assert first.step == 2
+    assert first.block == "layer1"
+    assert first.axis == "dp"
     assert first.parameter == "layer1.mlp.up.weight"
     assert json.loads(report.to_json())["first"]["block"] == "layer1"
     assert "  in checkpoint of step 2: layer1.mlp.up.weight" in report.lines()
@@ -248,8 +254,10 @@ def test_an_error_in_a_block_names_the_block(monkeypatch):
     monkeypatch.setattr(nn.RMSNorm, "forward", forward)
     first = report_of(f"--mesh pp2 {FLOAT64}", steps=1).first
     assert first is not None
-    actual = (first.phase, first.step, first.block, first.axis)
-    assert actual == ("forward", 1, "layer0", "pp")
+    assert first.phase == "forward"
+    assert first.step == 1
+    assert first.block == "layer0"
+    assert first.axis == "pp"
     assert first.ranks == (0,)
 
 
@@ -303,7 +311,9 @@ def test_moments_that_are_not_restored_are_found_in_the_checkpoint(monkeypatch):
     monkeypatch.setattr(TrainStep, "restore", restore)
     first = report_of(f"--mesh dp2 {FLOAT64}").first
     assert first is not None
-    assert (first.step, first.phase, first.block) == (2, "checkpoint", "head")
+    assert first.step == 2
+    assert first.phase == "checkpoint"
+    assert first.block == "head"
     assert first.tensor == "head.norm.weight exp_avg"
     assert first.relation == "zero"
 
@@ -314,7 +324,9 @@ def test_data_that_starts_again_after_a_resume_is_found(monkeypatch):
     monkeypatch.setattr(data_loader, "places_of_step", lambda step, size: right(step % 2, size))
     first = report_of(f"--mesh dp2 {FLOAT64}").first
     assert first is not None
-    assert (first.step, first.phase, first.tensor) == (3, "batch", "inputs")
+    assert first.step == 3
+    assert first.phase == "batch"
+    assert first.tensor == "inputs"
 
 
 def test_a_wrong_learning_rate_is_named_by_the_change(monkeypatch):

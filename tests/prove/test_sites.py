@@ -27,8 +27,9 @@ def site_proof(run: Run) -> SiteProof:
 
 def test_one_site_is_the_layout_without_the_axis_on_its_part_of_the_batch() -> None:
     inside = inside_site(run_of("--site.every", "7"))
-    actual = (inside.mesh, inside.batch.global_size, inside.site.every)
-    assert actual == ("dp2", 8, 20)
+    assert inside.mesh == "dp2"
+    assert inside.batch.global_size == 8
+    assert inside.site.every == 20
 
 
 @pytest.mark.slow

@@ -91,7 +91,9 @@ def run_pair(number: int) -> str:
         return "hangs"
     if 99 in codes:
         return "mixed"
-    return "ok" if sorted(codes) in ([0, 2], [0, 0]) else f"codes {codes}"
+    if sorted(codes) in ([0, 2], [0, 0]):
+        return "ok"
+    return f"codes {codes}"
 
 
 def main() -> None:

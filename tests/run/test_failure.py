@@ -75,7 +75,8 @@ def test_a_lost_connection_is_reported_without_the_advice_that_gloo_adds():
 
 
 def test_a_report_fits_into_a_pipe_that_is_not_read():
-    failure = describe_error(raised(ValueError("€" * 10**6)), rank=1, at_s=0.0)
+    error = raised(ValueError("€" * 10**6))
+    failure = describe_error(error, rank=1, at_s=0.0)
     assert len(pickle.dumps(failure)) < PIPE_BYTES
 
 
@@ -112,7 +113,8 @@ def test_a_traceback_is_saved_in_the_run_folder_or_shown_on_request(tmp_path, mo
 
 def test_a_user_error_has_no_traceback(monkeypatch):
     monkeypatch.delenv(TRACE_VARIABLE, raising=False)
-    failure = describe_error(raised(DataError(Fault("data.source", "empty"))), rank=0, at_s=0.0)
+    data_error = DataError(Fault("data.source", "empty"))
+    failure = describe_error(raised(data_error), rank=0, at_s=0.0)
     error = ErrorContext(Mesh.parse("dp2")).to_error(failure)
     assert (str(error), error.kind) == ("rank 0 (dp0): data.source: empty", "user")
 
@@ -126,7 +128,8 @@ def test_a_traceback_file_replaces_a_planted_link_and_needs_no_disk(tmp_path, mo
     context = ErrorContext(Mesh.parse("pp2"), tmp_path)
     assert str(path) in str(context.to_error(failure))
     assert "ValueError: bad" in path.read_text()
-    assert (path.is_symlink(), victim.read_text()) == (False, "keep")
+    assert path.is_symlink() is False
+    assert victim.read_text() == "keep"
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

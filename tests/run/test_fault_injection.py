@@ -68,7 +68,8 @@ def test_a_fault_happens_once_in_its_phase_at_its_step_or_later(tmp_path):
     assert [line.get("fault") for line in lines] == [0, None, None]
     assert lines[0]["num_done"] == 6
     assert lines[1] == {"attempt": 1, "detected_at_s": 7.0}
-    assert (lines[2]["attempt"], lines[2]["step"]) == (1, 5)
+    assert lines[2]["attempt"] == 1
+    assert lines[2]["step"] == 5
 
 
 def test_a_fault_of_a_start_waits_for_connections_and_for_the_fault_before_it(tmp_path):

@@ -106,7 +106,8 @@ def test_a_lock_names_its_process_and_is_removed_at_the_end(tmp_path, file_syste
         found = find_lock(out)
         assert found is not None
         assert found.state() == "held"
-        assert (found.holder.pid, found.holder.job) == (os.getpid(), "slurm 7.0")
+        assert found.holder.pid == os.getpid()
+        assert found.holder.job == "slurm 7.0"
         publish_status_board(out, tmp_path / "board")
         assert find_lock(out).holder.status_board == str(tmp_path / "board")
         (out / "events.jsonl").touch()
@@ -158,7 +159,8 @@ def test_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch):
 
 def test_a_reused_process_id_does_not_keep_a_lock(tmp_path):
     mine = LockHolder.this_process()
-    write_lock(tmp_path / "x", replace(mine, process_start=mine.process_start - 1))
+    holder = replace(mine, process_start=mine.process_start - 1)
+    write_lock(tmp_path / "x", holder)
     with acquire(tmp_path / "x"):
         pass
 

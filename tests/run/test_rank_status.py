@@ -32,8 +32,10 @@ def board(tmp_path):
 
 def test_a_new_slot_shows_a_rank_that_starts(board):
     snapshot = board.read(2)
-    actual = (snapshot.rank, snapshot.step, snapshot.phase, snapshot.waiting)
-    assert actual == (2, 0, "start", None)
+    assert snapshot.rank == 2
+    assert snapshot.step == 0
+    assert snapshot.phase == "start"
+    assert snapshot.waiting is None
     assert snapshot.place == "start"
 
 
@@ -46,7 +48,8 @@ def test_another_mapping_of_the_file_reads_what_a_rank_writes(board, tmp_path):
     status.waiting(ALL_REDUCE, status.started(ALL_REDUCE))
     before = time.monotonic_ns()
     snapshot = StatusBoard.open(tmp_path / "board").read(1)
-    assert (snapshot.pid, snapshot.attempt) == (os.getpid(), 2)
+    assert snapshot.pid == os.getpid()
+    assert snapshot.attempt == 2
     assert snapshot.place == "step 7, backward of layer5"
     assert snapshot.waiting is not None
     assert snapshot.waiting.text == "all_reduce(sum) float32[4] over dp"

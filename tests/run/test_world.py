@@ -146,9 +146,8 @@ def test_a_host_range_has_every_number_once_at_its_width(name, first, length, wi
     low = f"{first:0{width}}"
     high = f"{first + length:0{width}}"
     hosts = expand_hosts(f"{name}[{low}-{high}]")
-    assert [int(host.removeprefix(name)) for host in hosts] == list(
-        range(first, first + length + 1)
-    )
+    expected = list(range(first, first + length + 1))
+    assert [int(host.removeprefix(name)) for host in hosts] == expected
     for host in hosts:
         assert len(host) >= len(name) + width
 

@@ -51,7 +51,8 @@ def test_other_costs_follow_the_closed_forms_too(f: int, i: int, w: int) -> None
     plain = figures("1f1b", p, m, *words)
     assert plain.makespan - work == (p - 1) * of_one
     interleaved = figures("interleaved", p, m, *words, chunks=2)
-    assert interleaved.makespan - work == Fraction((p - 1) * of_one, 2)
+    fraction = Fraction((p - 1) * of_one, 2)
+    assert interleaved.makespan - work == fraction
     zero_bubble = figures("zero_bubble", p, m, *words)
     expected = (p - 1) * (of_one - 2 * w)
     assert zero_bubble.makespan - work == expected

@@ -137,7 +137,8 @@ def test_any_table_lowers_to_a_program_that_cannot_deadlock_with_rendezvous_or_w
 )
 def test_every_schedule_plays_without_tags_whatever_the_speed_of_the_ranks(size, dice):
     name, *sizes = size
-    play_without_tags(lower(SCHEDULES[name].table(*sizes)), dice)
+    table = SCHEDULES[name].table(*sizes)
+    play_without_tags(lower(table), dice)
 
 
 @given(programs())
@@ -181,7 +182,8 @@ def test_the_actions_stay_as_they_are_and_a_receive_is_posted_before_the_action_
                 case Send(act, _):
                     assert place[act] < index
                 case Act() as act if (source := lowered.table.source(act)) and source not in place:
-                    assert place[Recv(source, lowered.table.stage_to_rank[source.stage])] < index
+                    recv = Recv(source, lowered.table.stage_to_rank[source.stage])
+                    assert place[recv] < index
 
 
 @pytest.mark.parametrize("hop", [0.0625, 0.25, 0.5])
@@ -226,8 +228,10 @@ def test_a_program_reads_as_drawn():
 
 def test_a_transfer_knows_what_it_carries():
     send = Send(Act("F", 2, 5), peer=3)
-    actual = (send.kind, send.stage, send.mb, send.peer)
-    assert actual == ("activation", 2, 5, 3)
+    assert send.kind == "activation"
+    assert send.stage == 2
+    assert send.mb == 5
+    assert send.peer == 3
     of_backward = Recv(Act("B", 2, 5), peer=1)
     of_input_grad = Recv(Act("I", 2, 5), peer=1)
     assert of_backward.kind == of_input_grad.kind == "gradient"
@@ -295,8 +299,9 @@ def test_two_receives_posted_early_towards_each_other_are_rejected():
     """Each is harmless alone; together both ranks wait before they compute what the other waits
     for.
     """
+    recv = Recv(Act("F", 1, 0), 1)
     rows = (
-        (Recv(Act("F", 1, 0), 1), Act("F", 0, 0), Send(Act("F", 0, 0), 1)),
+        (recv, Act("F", 0, 0), Send(Act("F", 0, 0), 1)),
         (Recv(Act("F", 0, 0), 0), Act("F", 1, 0), Send(Act("F", 1, 0), 0)),
     )
     table = make_table("gpipe", ranks=2, microbatches=1)

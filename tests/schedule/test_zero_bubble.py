@@ -233,7 +233,8 @@ def test_dual_pipe_v_idles_as_its_authors_say_when_a_pair_is_one(pair):
     """
     for (p, m), w in itertools.product(SOME, (7, 9)):
         if pair <= 9 + 9 + w:
-            idle = longest_idle_in_pairs(table("dual_pipe_v", p, m), 9, 9, w, pair)
+            played = table("dual_pipe_v", p, m)
+            idle = longest_idle_in_pairs(played, 9, 9, w, pair)
             expected = (p - 1) * (pair + (9 + w) - 3 * w)
             assert idle == expected, (p, m, w)
 
@@ -249,9 +250,8 @@ def test_dual_pipe_v_is_pairs_in_its_steady_state():
 @pytest.mark.parametrize("name", ["zbv", "dual_pipe_v"])
 def test_a_v_has_its_first_and_last_stage_on_rank_0_and_turns_on_the_last_rank(name):
     for p in range(1, 9):
-        assert table(name, p, 2 * p).stage_to_rank == tuple(
-            min(stage, 2 * p - 1 - stage) for stage in range(2 * p)
-        )
+        expected_stage_to_rank = tuple(min(stage, 2 * p - 1 - stage) for stage in range(2 * p))
+        assert table(name, p, 2 * p).stage_to_rank == expected_stage_to_rank
 
 
 @pytest.mark.parametrize("name", ["zbv", "dual_pipe_v"])

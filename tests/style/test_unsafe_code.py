@@ -35,9 +35,10 @@ def owner_and_name(node: ast.Attribute) -> tuple[str, str]:
 def unsafe(tree: ast.AST, *, may_pickle: bool) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            modules = (
-                [node.module] if isinstance(node, ast.ImportFrom) else [n.name for n in node.names]
-            )
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module]
+            else:
+                modules = [n.name for n in node.names]
             for module in modules:
                 if (module or "").partition(".")[0] in FORBIDDEN_MODULES and not may_pickle:
                     yield f"{node.lineno}: import of {module}"

@@ -91,7 +91,8 @@ def sent_for_matrices(case: Case, optim: OptimConfig) -> Sequence[Sent]:
             make_optimizer=lambda tensors: make_optimizer(tensors, optim, decay_names=decayed),
             clip=case.clip,
         )
-        step(micro_batches(batches(case)[0], case.plan, comm.rank), lr=LR)
+        batch = batches(case)[0]
+        step(micro_batches(batch, case.plan, comm.rank), lr=LR)
         assert isinstance(step.optimizer, NamedOptimizer)
         counter = Counter()
         comm.observers = (counter,)

@@ -31,7 +31,8 @@ def trained(out, words, losses):
         "--eval.source",
         str(out.parent / "t.txt"),
     ]
-    run = load([*TINY, *source, "--out", str(out), "--eval.every", "1", *words.split()], FAMILIES)
+    argv = [*TINY, *source, "--out", str(out), "--eval.every", "1", *words.split()]
+    run = load(argv, FAMILIES)
     os.makedirs(out, exist_ok=True)
 
     def rank(comm):

@@ -152,7 +152,8 @@ def test_replicas_of_a_correct_run_agree_and_nothing_changes_between_updates(nam
         )
         return fault, has_changed[0]
 
-    assert run_ranks(case.mesh, faults) == [(None, False)] * case.grid.size
+    expected = [(None, False)] * case.grid.size
+    assert run_ranks(case.mesh, faults) == expected
 
 
 def flipped(
@@ -271,7 +272,8 @@ def test_a_run_whose_replicas_differ_stops_before_the_save_and_names_the_rank(
     text = write_text(tmp_path)
     out = tmp_path / "run"
     keys = ("--mesh", "dp4", "--guard.digest_every", "100", "--save.every", "2", "--steps", "9")
-    assert main(["train", *words_of(text, out, *keys)]) == EXIT_FAILED
+    argv = ["train", *words_of(text, out, *keys)]
+    assert main(argv) == EXIT_FAILED
     message = capsys.readouterr().err
     assert "step 4: rank 2 (dp2) differs from its replicas: model/layer0.attn.q.weight" in message
     assert f"Go on from {out}/ckpt/step-000002: weft train {out}/run.toml --resume auto" in message

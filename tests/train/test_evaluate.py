@@ -73,7 +73,8 @@ def losses(run):
 
     def rank(comm: Comm):
         step = build_step(run, comm)
-        feed = loader_of(run, comm, open_data(run.data, run.model))
+        samples = open_data(run.data, run.model)
+        feed = loader_of(run, comm, samples)
         validation = open_validation(run.data, run.model, source=run.eval.source)
         evaluation = Evaluation(
             step.model,
@@ -156,7 +157,8 @@ def test_training_does_not_notice(source):
 
     def rank(comm: Comm):
         step = build_step(run, comm)
-        feed = loader_of(run, comm, open_data(run.data, run.model))
+        samples = open_data(run.data, run.model)
+        feed = loader_of(run, comm, samples)
         return [step(feed.batches(number), lr=0.01).loss for number in range(2)]
 
     with_evaluations = losses(run)
@@ -176,7 +178,8 @@ def test_batches_count_every_sample_once():
 def test_a_sample_that_is_none_has_no_targets(source):
     run = run_of(source, "")
     samples = open_validation(run.data, run.model, source=run.eval.source)
-    batch = whole_batch(samples, np.array([3, NO_SAMPLE]), later=False)
+    chosen = np.array([3, NO_SAMPLE])
+    batch = whole_batch(samples, chosen, later=False)
     assert (batch.targets[0] != IGNORE).all()
     assert (batch.targets[1] == IGNORE).all()
 
@@ -198,9 +201,8 @@ def test_the_forwards_of_every_schedule_are_all_there(schedule):
         )
     )
     acts = [act for row in table.rows for act in row]
-    assert {(act.stage, act.mb) for act in acts} == {
-        (s, m) for s in range(table.num_stages) for m in range(8)
-    }
+    expected = {(s, m) for s in range(table.num_stages) for m in range(8)}
+    assert {(act.stage, act.mb) for act in acts} == expected
     assert len(acts) == 8 * table.num_stages
     check_rendezvous(lower(table))
 

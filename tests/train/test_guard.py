@@ -102,7 +102,8 @@ def test_the_record_of_a_failed_step_names_the_samples_with_the_bad_value(
     spoil(monkeypatch, "layer1", torch.nan)
     out = tmp_path / "run"
     steps = ("--steps", str(bad + 1), "--mesh", "dp2", "--save.every", "1")
-    assert main(["train", *words_of(text, out, *steps)]) == EXIT_FAILED
+    argv = ["train", *words_of(text, out, *steps)]
+    assert main(argv) == EXIT_FAILED
     (record,) = read_records(out)
     samples = open_data(run.data, run.model)
     marked = [
@@ -135,7 +136,8 @@ def test_skip_leaves_out_the_update_alone(
     spoil(monkeypatch, "layer1", torch.nan)
     out = tmp_path / "run"
     keys = ("--guard.nonfinite", "skip", "--mesh", "dp2", "--steps", str(bad + 3))
-    assert main(["train", *words_of(text, out, *keys)]) == EXIT_OK
+    argv = ["train", *words_of(text, out, *keys)]
+    assert main(argv) == EXIT_OK
     steps = step_history(events_of(out))
     actual = [event["step"] for event in steps if event["skipped"]]
     assert actual == [bad + 1]
@@ -155,7 +157,8 @@ def test_a_run_that_fails_again_and_again_stops_and_saves_nothing_bad(
     spoil(monkeypatch, "layer0", torch.inf, token=ord(" "))
     out = tmp_path / "run"
     keys = ("--guard.nonfinite", action, "--guard.max_failures", "3", "--mesh", "dp2")
-    assert main(["train", *words_of(text, out, *keys)]) == EXIT_FAILED
+    argv = ["train", *words_of(text, out, *keys)]
+    assert main(argv) == EXIT_FAILED
     guards = [event for event in events_of(out) if event["event"] == "guard"]
     actual = [event["action"] for event in guards]
     assert actual == [action] * 3 + ["stop"]
@@ -175,7 +178,8 @@ def test_a_spike_is_reported_and_training_goes_on(
     spoil(monkeypatch, "loss", 100.0)
     out = tmp_path / "run"
     keys = ("--guard.spike", "3", "--mesh", "dp2", "--steps", str(bad + 3))
-    assert main(["train", *words_of(text, out, *keys)]) == EXIT_OK
+    argv = ["train", *words_of(text, out, *keys)]
+    assert main(argv) == EXIT_OK
     (guard,) = [event for event in events_of(out) if event["event"] == "guard"]
     assert guard["kind"] == "spike"
     assert guard["action"] == "report"

@@ -53,7 +53,8 @@ def events_both_ways(
     """The events of a run, which are equal with and without late reports."""
     early = folder / "early"
     late = folder / "late"
-    assert main(["train", *words_of(text, early, *words)]) == code
+    argv = ["train", *words_of(text, early, *words)]
+    assert main(argv) == code
     monkeypatch.setattr(late_report, "LATE_DEVICES", frozenset({"cpu"}))
     assert main(["train", *words_of(text, late, *words)]) == code
     found = compared_events(late)
@@ -112,14 +113,16 @@ def test_nothing_changes_from_the_first_step_that_is_not_finite_until_the_host_h
         "1",
     ]
     tiny = "--model.layers 1 --model.dim 8 --model.heads 2 --model.kv_heads 1 --model.ffn 16"
-    run = load([*words, *tiny.split(), "--data.seq_len", "8"], FAMILIES)
+    argv = [*words, *tiny.split(), "--data.seq_len", "8"]
+    run = load(argv, FAMILIES)
 
     def train(comm: Comm) -> None:
         step = build_step(run, comm)
         assert reports_late(step)
         late = LateReports(step)
         tokens = torch.arange(9).unsqueeze(0)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
         batches = [token_batch(inputs, targets)]
 
         def launch(number: int) -> Any:

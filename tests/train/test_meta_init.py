@@ -26,9 +26,8 @@ def test_a_skeleton_has_the_shapes_of_the_model_and_no_memory(name):
     family = FAMILIES[name]
     bones = torch.nn.ModuleDict(meta_modules(lambda: family.blocks(family.Config())))
     model = torch.nn.ModuleDict(family.blocks(family.Config()))
-    assert {n: p.shape for n, p in bones.named_parameters()} == {
-        n: p.shape for n, p in model.named_parameters()
-    }
+    expected = {n: p.shape for n, p in model.named_parameters()}
+    assert {n: p.shape for n, p in bones.named_parameters()} == expected
     for param in bones.parameters():
         assert param.is_meta
 

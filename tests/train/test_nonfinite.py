@@ -48,8 +48,9 @@ def message_of_step(
     spoil(step)
     params = step.grads.sharded_params
     before = {name: tensor.clone() for name, tensor in params.items()}
+    batch = batches(case)[0]
     with pytest.raises(NonFiniteError) as error:
-        step(micro_batches(batches(case)[0], plan, comm.rank), lr=LR)
+        step(micro_batches(batch, plan, comm.rank), lr=LR)
     for name, tensor in step.grads.sharded_params.items():
         assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), f"{name} was updated"
     return str(error.value)

@@ -89,7 +89,8 @@ def test_updates_equal_torchs_own_optimizer_to_the_bit(optim, dtype):
 def test_updates_equal_torchs_plain_loop_to_rounding(optim):
     ours = model(torch.float64)
     theirs = model(torch.float64)
-    got = trained(ours, make_optimizer(dict(ours.named_parameters()), optim))
+    optimizer = make_optimizer(dict(ours.named_parameters()), optim)
+    got = trained(ours, optimizer)
     want = trained(theirs, torchs_own(theirs, optim, foreach=False))
     torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-15)
 

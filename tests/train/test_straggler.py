@@ -70,7 +70,8 @@ def test_a_slow_rank_is_reported_once_with_its_place_host_and_ratio(
     text = write_text(tmp_path)
     out = tmp_path / "run"
     keys = ("--mesh", "dp2 tp2", "--steps", str(5 * WINDOW), "--batch.global_size", "2")
-    assert main(["train", *words_of(text, out, *keys)]) == EXIT_OK
+    argv = ["train", *words_of(text, out, *keys)]
+    assert main(argv) == EXIT_OK
     (guard,) = guards_of(out)
     assert guard["kind"] == "straggler"
     assert guard["rank"] == 2

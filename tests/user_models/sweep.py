@@ -49,7 +49,8 @@ def checked(name: str, layout: str) -> Run:
         UserError: it is rejected.
     """
     micro = ("--batch.micro_size", "1" if "dp2" in layout else "2")
-    run = load([str(FOLDER / f"{name}.py"), *LAYOUTS[layout], *SIZES, *micro], FAMILIES)
+    argv = [str(FOLDER / f"{name}.py"), *LAYOUTS[layout], *SIZES, *micro]
+    run = load(argv, FAMILIES)
     faults = run_checks(run, config_checks)
     if faults:
         raise UserError(*faults)

@@ -66,7 +66,8 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.slow
 def test_a_model_with_a_mapping_is_exported_and_starts_from_the_folder(models: Path) -> None:
-    assert main(["train", "mapped.py", *SIZES.split(), "--out", "run"]) == EXIT_OK
+    argv = ["train", "mapped.py", *SIZES.split(), "--out", "run"]
+    assert main(argv) == EXIT_OK
     assert main(["export", "run", "folder", "--compare", "False"]) == EXIT_OK
     path = newest_path(models / "run")
     assert path is not None
@@ -85,7 +86,8 @@ def test_a_model_with_a_mapping_is_exported_and_starts_from_the_folder(models: P
 def test_a_model_without_a_mapping_is_rejected_in_one_line(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "plain.py", *SIZES.split(), "--out", "run"]) == EXIT_OK
+    argv = ["train", "plain.py", *SIZES.split(), "--out", "run"]
+    assert main(argv) == EXIT_OK
     capsys.readouterr()
     assert main(["export", "run", "folder", "--compare", "False"]) == EXIT_USER
     (line,) = capsys.readouterr().err.splitlines()

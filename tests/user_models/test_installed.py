@@ -38,7 +38,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     [pytest.param("tiny-parallel", marks=pytest.mark.slow), "tiny_models_of_a_test.model"],
 )
 def test_a_model_of_an_installed_package_is_proved_by_its_name(name: str, installed: None) -> None:
-    run = load(["--model.name", name, *SIZES.split()], FAMILIES)
+    argv = ["--model.name", name, *SIZES.split()]
+    run = load(argv, FAMILIES)
     report = prove_config(run, steps=1)
     assert report.holds, "\n".join(report.lines())
     assert name in report.command

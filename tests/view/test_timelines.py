@@ -72,7 +72,8 @@ def assert_valid_trace(trace: dict[str, Any], num_spans: int) -> None:
         phase = event["ph"]
         thread = (event["pid"], event["tid"])
         assert phase in ("M", "X", "s", "f")
-        assert all(isinstance(number, int) for number in thread)
+        for number in thread:
+            assert isinstance(number, int)
         if phase == "M":
             assert event["name"] in NAMES_OF_METADATA
             named[event["name"]].add(thread)
