@@ -67,7 +67,7 @@ def test_the_holder_of_every_rank_is_on_another_node(mesh, nodes, holders):
     degrees=st.lists(st.integers(1, 4), min_size=3, max_size=3),
     ranks_a_node=st.integers(1, 8),
 )
-def test_nodes_of_equal_size_always_have_holders(degrees, ranks_a_node):
+def test_nodes_of_equal_size_always_have_holders_on_other_nodes(degrees, ranks_a_node):
     dp, pp, tp = degrees
     mesh = Mesh.parse(f"dp{dp} pp{pp} tp{tp}")
     num_nodes, rest = divmod(mesh.size, ranks_a_node)
@@ -75,6 +75,12 @@ def test_nodes_of_equal_size_always_have_holders(degrees, ranks_a_node):
     found = choose_holders(mesh, nodes)
     if not rest and num_nodes > 1:
         assert found is not None
+    if found is None:
+        return
+    for group in mesh.iter_groups(found.axis):
+        for place, rank in enumerate(group):
+            holder = group[(place + found.shift) % len(group)]
+            assert nodes[holder] != nodes[rank]
 
 
 def test_the_newest_snapshot_of_which_every_file_is_left():

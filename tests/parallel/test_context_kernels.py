@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
@@ -12,36 +13,67 @@ from torch import Tensor
 from weft.parallel.context import kernels
 from weft.parallel.context.kernels import Block, BlockOutput, Kernel, Scores
 
-MASK = (torch.arange(7)[:, None] % 3 == torch.arange(5)[None, :] % 4).expand(2, 1, 7, 5)
-"""Rows 2 and 5 see key 2 only, others one or two keys; row 0 of a causal block is full of what it
-may see.
-"""
+
+def block_mask(num_queries: int, num_keys: int) -> Tensor:
+    """Of 5 keys, query rows 2 and 5 see key 2 only, others one or two keys."""
+    of_query = torch.arange(num_queries) % 3
+    of_key = torch.arange(num_keys) % 4
+    allowed = of_query[:, None] == of_key[None, :]
+    return allowed.expand(2, 1, num_queries, num_keys)
 
 
-def kernel_grads(
-    kernel: Kernel, scores: Scores, kv_heads: int, dtype: torch.dtype
-) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(3)
-    q, k, v, grad = (
-        torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64).to(dtype)
-        for heads, length in ((4, 7), (kv_heads, 5), (kv_heads, 5), (4, 7))
-    )
-    block = Block(q, k, v)
-    out, lse = kernel.forward(block, scores)
-    forward = BlockOutput(grad, out, lse)
-    gradients = kernel.backward(Block(q, k, v), forward, scores)
-    return out, lse, gradients.q, gradients.k, gradients.v
+def scores_of(kind: str, *, mask: Tensor) -> Scores:
+    """Of a kind: "full", "causal" or "mask"."""
+    is_masked = kind == "mask"
+    return Scores(0.3, causal=kind == "causal", mask=mask if is_masked else None)
+
+
+@dataclass(frozen=True)
+class KernelResults:
+    """What a kernel computes of a block, forward and backward."""
+
+    out: Tensor
+    lse: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @staticmethod
+    def of(kernel: Kernel, block: Block, grad: Tensor, scores: Scores) -> KernelResults:
+        out, lse = kernel.forward(block, scores)
+        output = BlockOutput(grad, out, lse)
+        gradients = kernel.backward(block, output, scores)
+        return KernelResults(out, lse, gradients.q, gradients.k, gradients.v)
+
+    def assert_close(self, right: KernelResults, *, tolerance: float) -> None:
+        for name, value in vars(self).items():
+            expected = getattr(right, name)
+            wide = value.to(expected.dtype)
+            torch.testing.assert_close(wide, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("kind", "kv_heads"), list(product(["full", "causal", "mask"], [4, 2, 1])))
 def test_the_cpu_kernel_equals_the_plain_one(kind: str, kv_heads: int) -> None:
-    scores = Scores(0.3, causal=kind == "causal", mask=MASK if kind == "mask" else None)
-    fused, plain = (
-        kernel_grads(kernel, scores, kv_heads, torch.float64)
-        for kernel in (kernels.CPU, kernels.PLAIN)
-    )
-    for mine, right in zip(fused, plain, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    scores = scores_of(kind, mask=block_mask(7, 5))
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(num_heads: int, length: int) -> Tensor:
+        shape = (2, num_heads, length, 8)
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    q = drawn(4, 7)
+    k = drawn(kv_heads, 5)
+    v = drawn(kv_heads, 5)
+    grad = drawn(4, 7)
+    block = Block(q, k, v)
+    fused = KernelResults.of(kernels.CPU, block, grad, scores)
+    plain = KernelResults.of(kernels.PLAIN, block, grad, scores)
+    fused.assert_close(plain, tolerance=1e-12)
+
+
+"""Rows 2 and 5 see key 2 only, others one or two keys; row 0 of a causal block is full of what it
+may see.
+"""
 
 
 def test_a_query_that_sees_no_key_of_a_block_has_no_weight() -> None:
@@ -73,20 +105,19 @@ def test_a_query_that_sees_no_key_of_a_block_has_no_weight() -> None:
 )
 def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel, kind: str) -> None:
     """On the meta device, which knows their signatures and shapes; a test on a GPU compares values."""
-    mask = MASK.to("meta") if kind == "mask" else None
-    scores = Scores(0.3, causal=kind == "causal", mask=mask)
+    mask = block_mask(7, 5).to("meta")
+    scores = scores_of(kind, mask=mask)
     q = torch.empty(2, 4, 7, 8, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 2, 5, 8, dtype=torch.bfloat16, device="meta")
-    block = Block(q, k, torch.empty_like(k))
-    out, lse = kernel.forward(block, scores)
-    assert out.shape == (2, 4, 7, 8)
-    assert lse.shape == (2, 4, 7)
-    assert lse.dtype == torch.float32
-    output = BlockOutput(torch.empty_like(q), out, lse)
-    dq, dk, dv, _ = kernel.backward(block, output, scores)
-    assert dq.shape == q.shape
-    assert dk.shape == k.shape
-    assert dv.shape == k.shape
+    v = torch.empty_like(k)
+    grad = torch.empty_like(q)
+    results = KernelResults.of(kernel, Block(q, k, v), grad, scores)
+    assert results.out.shape == (2, 4, 7, 8)
+    assert results.lse.shape == (2, 4, 7)
+    assert results.lse.dtype == torch.float32
+    assert results.q.shape == q.shape
+    assert results.k.shape == k.shape
+    assert results.v.shape == k.shape
 
 
 @pytest.mark.gpu
@@ -108,17 +139,13 @@ def test_cuda_kernels_equal_the_plain_one(dtype: torch.dtype, kind: str, kv_head
     of_query = columns[:, None] % 3
     of_key = columns[None, :] % 4
     allowed = of_query >= of_key
-    mask = allowed.expand(2, 1, 7, 7).cuda() if kind == "mask" else None
-    scores = Scores(0.3, causal=kind == "causal", mask=mask)
-    out, lse = kernels.attend(q, k, v, scores)
-    forward = BlockOutput(grad, out, lse)
+    mask = allowed.expand(2, 1, 7, 7).cuda()
+    scores = scores_of(kind, mask=mask)
     block = Block(q, k, v)
-    gradients = kernels.attend_backward(block, forward, scores)
-    mine = (out, lse, *gradients[:3])
+    out, lse = kernels.attend(q, k, v, scores)
+    output = BlockOutput(grad, out, lse)
+    gradients = kernels.attend_backward(block, output, scores)
+    ours = KernelResults(out, lse, gradients.q, gradients.k, gradients.v)
     wide = Block(q.double(), k.double(), v.double())
-    right_out, right_lse = kernels.PLAIN.forward(wide, scores)
-    right_output = BlockOutput(grad.double(), right_out, right_lse)
-    right_gradients = kernels.PLAIN.backward(wide, right_output, scores)
-    right = (right_out, right_lse, *right_gradients[:3])
-    for ours, theirs in zip(mine, right, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=0.05, atol=0.05)
+    right = KernelResults.of(kernels.PLAIN, wide, grad.double(), scores)
+    ours.assert_close(right, tolerance=0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -28,43 +29,90 @@ B, S, H, G, K = 2, 24, 24, 12, 8
 """Of whole sequences; 12 key heads so that ulysses can deal them out to 2, 3 and 4 ranks."""
 
 
+@dataclass(frozen=True)
+class EntriesSent:
+    """Numbers that one rank sends in the forward and in the backward of one attention."""
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sent in the forward and in the backward of one attention."""
+
+    forward: Counter
+    backward: Counter
+
+    def entries(self, dtype: torch.dtype) -> EntriesSent:
+        """The numbers that were sent, of this type."""
+        sent = []
+        for counter in (self.forward, self.backward):
+            entries, rest = divmod(counter.total().sent_bytes, dtype.itemsize)
+            assert rest == 0
+            sent.append(entries)
+        return EntriesSent(*sent)
+
+    def axes(self) -> set[str]:
+        keys = [*self.forward.traffic, *self.backward.traffic]
+        return {axis for axis, _ in keys}
+
+
 def own_part(comm: Comm, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of one rank, G = H / 2 key heads."""
     columns = S // comm.degree("cp")
-    sizes = (H, G, G)
-    return tuple(
-        torch.ones(B, columns, n, K, dtype=dtype, device=device, requires_grad=True) for n in sizes
-    )
+
+    def ones(num_heads: int) -> Tensor:
+        shape = (B, columns, num_heads, K)
+        return torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
+
+    return ones(H), ones(G), ones(G)
 
 
-def traffic(
-    comm: Comm, variant: Context, dtype: torch.dtype, device: str = "cpu"
-) -> tuple[Counter, Counter]:
+def traffic(comm: Comm, variant: Context, dtype: torch.dtype, device: str = "cpu") -> Traffic:
     """What one rank sends in a forward and in the backward of one attention."""
-    forward = Counter()
-    backward = Counter()
+    sent = Traffic(Counter(), Counter())
     q, k, v = own_part(comm, dtype, device)
     own_length = S // comm.degree("cp")
     nothing = torch.zeros(B, own_length, dtype=torch.int64, device=device)
-    attend = attend_across(variant, comm)
-    comm.observers = (forward,)
     batch = Batch(nothing, nothing, nothing)
+    attend = attend_across(variant, comm)
+    comm.observers = (sent.forward,)
     out = attend(q, k, v, batch)
-    comm.observers = (backward,)
+    comm.observers = (sent.backward,)
     out.sum().backward()
-    shapes = [x.grad.shape for x in (q, k, v)]
-    expected = [x.shape for x in (q, k, v)]
-    assert shapes == expected
-    return forward, backward
+    for tensor in (q, k, v):
+        assert tensor.grad.shape == tensor.shape
+    return sent
+
+
+KV = 2 * G * K
+"""Numbers of a token's key and value."""
+
+
+def ring_or_allgather(degree: int) -> EntriesSent:
+    """The keys and values of all parts but one; backward, their gradients too."""
+    part = B * (S // degree) * KV
+    forward = (degree - 1) * part
+    return EntriesSent(forward, 2 * forward)
+
+
+def ulysses(degree: int) -> EntriesSent:
+    """All but 1/c of the own queries, keys, values and outputs, either way."""
+    own_tokens = B * (S // degree)
+    entries_of_token = 2 * H * K + KV
+    sent = (degree - 1) * own_tokens * entries_of_token // degree
+    return EntriesSent(sent, sent)
+
+
+FORMULAS: dict[Context, Callable[[int], EntriesSent]] = {
+    "ring": ring_or_allgather,
+    "allgather": ring_or_allgather,
+    "ulysses": ulysses,
+}
 
 
 # c ranks, whole sequence s, b sequences, 2 kv entries a token: the formulas count entries that one rank sends
-KV = 2 * G * K
-FORMULAS: dict[Context, tuple[Callable[[int], int], Callable[[int], int]]] = {
-    "ring": (lambda c: (c - 1) * (S // c) * B * KV, lambda c: 2 * (c - 1) * (S // c) * B * KV),
-    "allgather": (lambda c: (c - 1) * (S // c) * B * KV, lambda c: 2 * (c - 1) * (S // c) * B * KV),
-    "ulysses": (lambda c: (c - 1) * (S // c) * B * (2 * H * K + KV) // c,) * 2,
-}
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
@@ -73,28 +121,34 @@ def test_sent_bytes_equal_the_formula(variant: Context, degree: int) -> None:
     """Ring: (c-1) x 2(s/c) b kv forward and twice that backward; Ulysses (c-1)/c (s/c) b (2h + 2kv)
     either way.
     """
-    expected = tuple(8 * formula(degree) for formula in FORMULAS[variant])
-    for forward, backward in run_ranks(
-        f"cp{degree}", lambda comm: traffic(comm, variant, torch.float64)
-    ):
-        assert (forward.total().sent_bytes, backward.total().sent_bytes) == expected
-        actual = {axis for axis, _ in (*forward.traffic, *backward.traffic)}
-        assert actual == {"cp"}
+    expected = FORMULAS[variant](degree)
+
+    def rank(comm: Comm) -> Traffic:
+        return traffic(comm, variant, torch.float64)
+
+    for sent in run_ranks(f"cp{degree}", rank):
+        assert sent.entries(torch.float64) == expected
+        assert sent.axes() == {"cp"}
 
 
 def test_gradients_of_16_bit_keys_are_sent_in_float32() -> None:
-    for forward, backward in run_ranks("cp4", lambda comm: traffic(comm, "ring", torch.bfloat16)):
-        entries = FORMULAS["ring"][0](4)
-        assert forward.total().sent_bytes == 2 * entries
-        assert backward.total().sent_bytes == 2 * entries + 4 * entries
+    entries = ring_or_allgather(4).forward
+
+    def rank(comm: Comm) -> Traffic:
+        return traffic(comm, "ring", torch.bfloat16)
+
+    for sent in run_ranks("cp4", rank):
+        keys_bytes = 2 * entries
+        gradients_bytes = 4 * entries
+        assert sent.forward.total().sent_bytes == keys_bytes
+        assert sent.backward.total().sent_bytes == keys_bytes + gradients_bytes
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_dry_run_on_meta_tensors_counts_the_same_bytes(variant: Context) -> None:
     comm = Comm(Mesh.parse("cp4"), 1, MetaTransport(4, 1))
-    forward, backward = traffic(comm, variant, torch.float32, "meta")
-    expected = tuple(4 * formula(4) for formula in FORMULAS[variant])
-    assert (forward.total().sent_bytes, backward.total().sent_bytes) == expected
+    sent = traffic(comm, variant, torch.float32, "meta")
+    assert sent.entries(torch.float32) == FORMULAS[variant](4)
 
 
 class OperationLog:
@@ -111,6 +165,16 @@ class OperationLog:
 
     def finished(self, op: Operation) -> None:
         self.note(f"end {op.op}")
+
+
+def shortened(lines: list[str]) -> str:
+    """Operations of a rank in order; a send and a receive in either order as one word."""
+    words = " ".join(lines)
+    for start in ("start recv start send", "start send start recv"):
+        words = words.replace(start, "hop")
+    for end in ("end recv end send", "end send end recv"):
+        words = words.replace(end, "came")
+    return words
 
 
 @pytest.mark.parametrize("variant", ["ring", "allgather"])
@@ -130,20 +194,15 @@ def test_transfers_overlap_the_computation_of_a_block(
     def rank(comm: Comm) -> list[str]:
         q, k, v = own_part(comm, torch.float32)
         nothing = torch.zeros(B, S // 3, dtype=torch.int64)
-        comm.observers = (log,)
+        batch = Batch(nothing, nothing, nothing)
         attend = attend_across(variant, comm)
-        loss = attend(q, k, v, Batch(nothing, nothing, nothing)).sum()
+        comm.observers = (log,)
+        loss = attend(q, k, v, batch).sum()
         loss.backward()
         return log.lines[threading.get_ident()]
 
     for lines in run_ranks("cp3", rank):
-        words = (
-            " ".join(lines)
-            .replace("start recv start send", "hop")
-            .replace("start send start recv", "hop")
-        )
-        words = words.replace("end recv end send", "came").replace("end send end recv", "came")
-        assert words == TURNS[variant]
+        assert shortened(lines) == TURNS[variant]
 
 
 TURNS = {

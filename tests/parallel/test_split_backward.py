@@ -219,6 +219,51 @@ class _Custom(torch.autograd.Function):
         return dy @ w.t(), x.t() @ dy
 
 
+def linear_with_bias(bag: Bag, x: Tensor) -> Tensor:
+    return F.linear(x, bag.w, bag.b)
+
+
+def keyword_arguments(bag: Bag, x: Tensor) -> Tensor:
+    return F.linear(input=x, weight=bag.w, bias=bag.b)
+
+
+def operators(bag: Bag, x: Tensor) -> Tensor:
+    affine = x @ bag.w.t() + bag.b
+    fraction = bag.b / (1 + bag.s**2)
+    return affine * bag.s - fraction
+
+
+def product_from_the_left(bag: Bag, x: Tensor) -> Tensor:
+    transposed = bag.w @ x.t()
+    return transposed.t()
+
+
+def weight_used_twice(bag: Bag, x: Tensor) -> Tensor:
+    hidden = F.linear(x, bag.w).tanh()
+    return F.linear(hidden, bag.w)
+
+
+def weight_as_product_and_as_sum(bag: Bag, x: Tensor) -> Tensor:
+    return F.linear(x, bag.w) + bag.w[:3]
+
+
+def weight_of_weights(bag: Bag, x: Tensor) -> Tensor:
+    up = torch.cat([bag.w, bag.v @ bag.w])
+    down = torch.cat([bag.w, bag.v])
+    return F.linear(x, up) @ down
+
+
+def cast_weights(bag: Bag, x: Tensor) -> Tensor:
+    weight = bag.w.float()
+    bias = bag.b.float()
+    return F.linear(x.float(), weight, bias).double()
+
+
+def weight_normalised(bag: Bag, x: Tensor) -> Tensor:
+    lengths = bag.w.norm(dim=1, keepdim=True)
+    return F.linear(x, bag.w / lengths)
+
+
 def written_into(bag: Bag, x: Tensor) -> Tensor:
     y = F.linear(x, bag.w)
     y += bag.b
@@ -229,7 +274,8 @@ def written_into(bag: Bag, x: Tensor) -> Tensor:
 
 def masked_weight(bag: Bag, x: Tensor) -> Tensor:
     made = bag.w.clone()
-    made.mul_(torch.ones(4, 4, dtype=torch.float64).tril())
+    ones = torch.ones(4, 4, dtype=torch.float64)
+    made.mul_(ones.tril())
     made[0, 0] = 7.0
     return F.linear(x, made, bag.b)
 
@@ -250,7 +296,8 @@ def made_weight_used_before_and_after_a_change(bag: Bag, x: Tensor) -> Tensor:
 
 def without_gradient(bag: Bag, x: Tensor) -> Tensor:
     with torch.no_grad():
-        scale = (bag.w.abs().amax() + x.abs().amax()).item()
+        largest = bag.w.abs().amax() + x.abs().amax()
+        scale = largest.item()
     return F.linear(x, bag.w / scale)
 
 
@@ -268,21 +315,78 @@ def lookups(bag: Bag, x: Tensor) -> Tensor:
 def mixture(bag: Bag, x: Tensor) -> Tensor:
     rows = x.unbind()
     weights = bag.experts.unbind()
-    one_by_one = torch.stack(list(map(F.linear, rows, weights)))
-    batched = torch.bmm(x.unsqueeze(1), bag.experts).squeeze(1)
-    return one_by_one + batched
+    products = list(map(F.linear, rows, weights))
+    one_by_one = torch.stack(products)
+    batched = torch.bmm(x.unsqueeze(1), bag.experts)
+    return one_by_one + batched.squeeze(1)
 
 
-CODE: dict[str, Callable[[Bag, Tensor], Tensor]] = {
-    "linear with a bias": lambda bag, x: F.linear(x, bag.w, bag.b),
-    "keyword arguments": lambda bag, x: F.linear(input=x, weight=bag.w, bias=bag.b),
-    "operators": lambda bag, x: (x @ bag.w.t() + bag.b) * bag.s - bag.b / (1 + bag.s**2),
-    "product from the left": lambda bag, x: (bag.w @ x.t()).t(),
-    "a weight used twice": lambda bag, x: F.linear(F.linear(x, bag.w).tanh(), bag.w),
-    "a weight as product and as sum": lambda bag, x: F.linear(x, bag.w) + bag.w[:3],
-    "a weight of weights": lambda bag, x: F.linear(x, torch.cat([bag.w, bag.v @ bag.w])) @ torch.cat([bag.w, bag.v]),
-    "cast weights": lambda bag, x: F.linear(x.float(), bag.w.float(), bag.b.float()).double(),
-    "weight normalised": lambda bag, x: F.linear(x, bag.w / bag.w.norm(dim=1, keepdim=True)),
+def norms(bag: Bag, x: Tensor) -> Tensor:
+    normed = bag.norm(x)
+    return bag.group(normed) + F.rms_norm(x, (4,), bag.b)
+
+
+def convolution(bag: Bag, x: Tensor) -> Tensor:
+    one_channel = x.unsqueeze(1)
+    return bag.conv(one_channel).flatten(1)
+
+
+def einsum(bag: Bag, x: Tensor) -> Tensor:
+    one_weight = torch.einsum("nd,df->nf", x, bag.w)
+    each_expert = torch.einsum("nd,edf->nf", x, bag.experts)
+    return one_weight + each_expert
+
+
+def attention_of_torch(bag: Bag, x: Tensor) -> Tensor:
+    one_sequence = x[None]
+    out, _ = bag.attention(one_sequence, one_sequence, one_sequence, need_weights=False)
+    return out[0]
+
+
+def lstm(bag: Bag, x: Tensor) -> Tensor:
+    out, _ = bag.lstm(x)
+    return out
+
+
+def bilinear(bag: Bag, x: Tensor) -> Tensor:
+    return bag.bilinear(x, x.tanh())
+
+
+def addmm(bag: Bag, x: Tensor) -> Tensor:
+    rows = x[:, None]
+    batched = torch.baddbmm(rows, rows, bag.experts)
+    return torch.addmm(bag.b, x, bag.w, beta=2) + batched[:, 0]
+
+
+def frozen_weight(bag: Bag, x: Tensor) -> Tensor:
+    hidden = F.linear(x, bag.frozen)
+    return F.linear(hidden, bag.w)
+
+
+def custom_function(bag: Bag, x: Tensor) -> Tensor:
+    hidden = F.linear(x, bag.v)
+    return _Custom.apply(hidden, bag.w) * bag.w[0]
+
+
+def where_and_lists(bag: Bag, x: Tensor) -> Tensor:
+    positive = torch.where(x > 0, bag.b, x)
+    return positive + torch.stack([x[0], bag.b, bag.b])
+
+
+def no_weights(bag: Bag, x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+CODE = {
+    "linear with a bias": linear_with_bias,
+    "keyword arguments": keyword_arguments,
+    "operators": operators,
+    "product from the left": product_from_the_left,
+    "a weight used twice": weight_used_twice,
+    "a weight as product and as sum": weight_as_product_and_as_sum,
+    "a weight of weights": weight_of_weights,
+    "cast weights": cast_weights,
+    "weight normalised": weight_normalised,
     "in place on activations": written_into,
     "in place on a made weight": masked_weight,
     "an activation written into a made weight": activation_in_weight,
@@ -290,22 +394,23 @@ CODE: dict[str, Callable[[Bag, Tensor], Tensor]] = {
     "no_grad inside": without_gradient,
     "lookups": lookups,
     "experts": mixture,
-    "norms": lambda bag, x: bag.group(bag.norm(x)) + F.rms_norm(x, (4,), bag.b),
-    "convolution": lambda bag, x: bag.conv(x.unsqueeze(1)).flatten(1),
-    "einsum": lambda bag, x: torch.einsum("nd,df->nf", x, bag.w) + torch.einsum("nd,edf->nf", x, bag.experts),
-    "attention of torch": lambda bag, x: bag.attention(x[None], x[None], x[None], need_weights=False)[0][0],
-    "lstm": lambda bag, x: bag.lstm(x)[0],
-    "bilinear": lambda bag, x: bag.bilinear(x, x.tanh()),
-    "addmm": lambda bag, x: torch.addmm(bag.b, x, bag.w, beta=2) + torch.baddbmm(x[:, None], x[:, None], bag.experts)[:, 0],
-    "frozen": lambda bag, x: F.linear(F.linear(x, bag.frozen), bag.w),
-    "a function of its own": lambda bag, x: _Custom.apply(F.linear(x, bag.v), bag.w) * bag.w[0],
-    "where and lists": lambda bag, x: torch.where(x > 0, bag.b, x) + torch.stack([x[0], bag.b, bag.b]),
-    "no weights": lambda bag, x: x.tanh(),
-}  # fmt: skip
+    "norms": norms,
+    "convolution": convolution,
+    "einsum": einsum,
+    "attention of torch": attention_of_torch,
+    "lstm": lstm,
+    "bilinear": bilinear,
+    "addmm": addmm,
+    "frozen": frozen_weight,
+    "a function of its own": custom_function,
+    "where and lists": where_and_lists,
+    "no weights": no_weights,
+}
+"""Title -> a piece of code with parameters, as users write it."""
 
 
 def backward_of_code(
-    code: Callable[[Bag, Tensor], Tensor], *, split: bool, input_has_grad: bool
+    function: Callable[[Bag, Tensor], Tensor], *, split: bool, input_has_grad: bool
 ) -> Gradients:
     """Gradients of x and of all parameters after three micro-batches whose halves interleave."""
     bag = Bag()
@@ -316,9 +421,10 @@ def backward_of_code(
         scaled = (x * factor).requires_grad_(input_has_grad)
         split_backward = SplitBackward(params)
         with split_backward if split else nullcontext():
-            outputs.append(code(bag, scaled * 1.0))
+            out = function(bag, scaled * 1.0)
         inputs.append(scaled)
         splits.append(split_backward)
+        outputs.append(out)
     for out in outputs:
         gradient = torch.ones_like(out).cumsum(0)
         out.backward(gradient)
@@ -341,12 +447,12 @@ def test_any_code_has_the_gradients_of_the_whole_backward(name: str, grad: bool)
 def test_no_parameter_is_touched_before_w() -> None:
     """Except by the functions that no mode sees."""
     unseen = ("a function of its own", "an activation written into a made weight")
-    for name, code in CODE.items():
+    for name, function in CODE.items():
         bag = Bag()
         x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
         split = SplitBackward(bag.parameters())
         with split:
-            y = code(bag, x * 1.0)
+            y = function(bag, x * 1.0)
         y.sum().backward()
         is_touched = any(grad is not None for grad in gradients(bag.parameters()))
         assert is_touched == (name in unseen), name
@@ -390,7 +496,8 @@ def test_under_autocast_too(dtype: torch.dtype) -> None:
 def test_on_every_device(device: str) -> None:
     """On CUDA a backward runs in a thread of its own, and so does the backward within it."""
     stages, batch = stages_of("llama3")
-    layer = nn.ModuleDict({"layer0": stages[1]["layer0"]}).to(device)
+    first_layer = {"layer0": stages[1]["layer0"]}
+    layer = nn.ModuleDict(first_layer).to(device)
     batch = batch.map(lambda tensor: tensor.to(device))
     counted_up = torch.ones(2, 8, 128, dtype=torch.float64, device=device).cumsum(-1)
 
@@ -400,11 +507,14 @@ def test_on_every_device(device: str) -> None:
         split_backward = SplitBackward(layer.parameters())
         with split_backward if split else nullcontext():
             y = chain(layer, x, batch).x
-        (y**2).sum().backward()
+        loss = (y**2).sum()
+        loss.backward()
         split_backward.backward_weights()
         return gradients([x, *layer.parameters()])
 
-    torch.testing.assert_close(run(split=True), run(split=False), rtol=1e-12, atol=1e-12)
+    halves = run(split=True)
+    whole = run(split=False)
+    torch.testing.assert_close(halves, whole, rtol=1e-12, atol=1e-12)
 
 
 def hook_order(*, split: bool) -> list[str]:
@@ -512,62 +622,81 @@ def test_between_i_and_w_only_inputs_of_products_and_gradients_of_their_outputs_
     assert not split._pending_wgrads
 
 
+class CountedLinears:
+    """A column and a row parallel linear whose operations between ranks are counted by action."""
+
+    def __init__(self, comm: Comm, *, sequence: bool) -> None:
+        self.counter = Counter()
+        self.operations: dict[str, int] = {}
+        counted = Comm(comm.mesh, comm.rank, comm.transport, observers=(self.counter,))
+        torch.manual_seed(0)
+        options = {"comm": counted, "sequence_parallel": sequence, "dtype": torch.float64}
+        self.column = ColumnParallelLinear(6, 8, **options)
+        self.row = RowParallelLinear(8, 6, **options)
+        self.params = [*self.column.parameters(), *self.row.parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.column(x))
+        return self.row(hidden)
+
+    def count(self, action: str, act: Callable[[], None]) -> None:
+        before = self.counter.total().operations
+        act()
+        after = self.counter.total().operations
+        self.operations[action] = after - before
+
+    def gradients_of_a_step(self, *, split: bool) -> Gradients:
+        counted_up = torch.ones(2, 2, 6, dtype=torch.float64).cumsum(0)
+        x = counted_up.requires_grad_()
+        if split:
+            split_backward = SplitBackward(self.params)
+            with split_backward:
+                y = self.forward(x)
+            self.count("I", y.sum().backward)
+            self.count("W", split_backward.backward_weights)
+        else:
+            y = self.forward(x)
+            self.count("B", y.sum().backward)
+        found = gradients([x, *self.params])
+        for param in self.params:
+            param.grad = None
+        return found
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_collectives_belong_to_i_and_run_once(sequence: bool) -> None:
     def rank(comm: Comm) -> tuple[dict[str, int], Gradients, Gradients]:
-        counter = Counter()
-        comm = Comm(comm.mesh, comm.rank, comm.transport, observers=(counter,))
-        torch.manual_seed(0)
-        options = {"comm": comm, "sequence_parallel": sequence, "dtype": torch.float64}
-        column = ColumnParallelLinear(6, 8, **options)
-        row = RowParallelLinear(8, 6, **options)
-        params = [*column.parameters(), *row.parameters()]
-        counted_up = torch.ones(2, 2, 6, dtype=torch.float64).cumsum(0)
-        operations: dict[str, int] = {}
-
-        def count(kind: str, act: Callable[[], None]) -> None:
-            before = counter.total().operations
-            act()
-            operations[kind] = counter.total().operations - before
-
-        def run(split_backward: SplitBackward | None) -> Gradients:
-            x = counted_up.clone().requires_grad_()
-            with split_backward or nullcontext():
-                y = row(torch.tanh(column(x)))
-            count("I" if split_backward else "B", y.sum().backward)
-            if split_backward:
-                count("W", split_backward.backward_weights)
-            found = gradients([x, *params])
-            for param in params:
-                param.grad = None
-            return found
-
-        whole = run(None)
-        halves = run(SplitBackward(params))
-        return operations, whole, halves
+        linears = CountedLinears(comm, sequence=sequence)
+        whole = linears.gradients_of_a_step(split=False)
+        halves = linears.gradients_of_a_step(split=True)
+        return linears.operations, whole, halves
 
     for operations, whole, halves in run_ranks("tp2", rank):
         assert operations == {"B": 1 + sequence, "I": 1 + sequence, "W": 0}
-        assert all(map(torch.equal, whole, halves))
+        assert_close_or_none(halves, whole)
+
+
+class FunctionRecorder(SplitBackward):
+    """The mode, with a record of every function of torch that it sees."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params)
+        self.seen: set[Any] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def test_every_product_is_a_function_that_the_mode_sees() -> None:
     """A name that torch resolves to another function would silently not be deferred."""
     bag = Bag()
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    met: set[Any] = set()
-
-    class Watch(SplitBackward):
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            met.add(func)
-            return super().__torch_function__(func, types, args, kwargs)
-
-    with Watch(bag.parameters()):
-        for code in CODE.values():
-            code(bag, x * 1.0)
-    assert {
+    recorder = FunctionRecorder(bag.parameters())
+    with recorder:
+        for function in CODE.values():
+            function(bag, x * 1.0)
+    products = {
         F.linear,
         torch.einsum,
         F.embedding,
@@ -575,6 +704,7 @@ def test_every_product_is_a_function_that_the_mode_sees() -> None:
         torch.addmm,
         torch.baddbmm,
         torch.bmm,
-    } <= met
-    actual = {F.bilinear, F.conv1d, Tensor.__getitem__, Tensor.matmul}
-    assert actual <= met & PRODUCTS
+    }
+    assert products <= recorder.seen
+    others = {F.bilinear, F.conv1d, Tensor.__getitem__, Tensor.matmul}
+    assert others <= recorder.seen & PRODUCTS

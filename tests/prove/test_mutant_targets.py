@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 import weft
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.changes import ChangedTotals
-from weft.prove.mutants.fault import CollectiveFault
+from weft.prove.mutants.fault import CollectiveFault, FunctionFault
 from weft.prove.mutants.plant import planted
 from weft.prove.mutants.trial import MutantResult
 from weft.prove.report import ProofReport
@@ -19,10 +21,24 @@ from weft.testing import run_ranks
 from weft.train.step_stats import RankStats, total_stats
 
 
-def test_every_mutant_can_be_planted():
+def function_of(target: str) -> object:
+    """The function that a target names, "module:Class.name"."""
+    module_name, _, path = target.partition(":")
+    found = importlib.import_module(module_name)
+    for name in path.split("."):
+        found = inspect.getattr_static(found, name)
+    return found
+
+
+def test_every_mutant_can_be_planted_and_leaves_the_function_that_it_replaced():
     for mutant in all_mutants().values():
+        targets = [fault.target for fault in mutant.faults if isinstance(fault, FunctionFault)]
+        before = [function_of(target) for target in targets]
         with planted(mutant):
-            pass
+            for target, function in zip(targets, before, strict=True):
+                assert function_of(target) is not function, (mutant.name, target)
+        after = [function_of(target) for target in targets]
+        assert after == before, mutant.name
 
 
 def test_every_collective_fault_names_a_function_of_weft():

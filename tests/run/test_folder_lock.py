@@ -162,7 +162,8 @@ def test_a_reused_process_id_does_not_keep_a_lock(tmp_path):
     holder = replace(mine, process_start=mine.process_start - 1)
     write_lock(tmp_path / "x", holder)
     with acquire(tmp_path / "x"):
-        pass
+        found = find_lock(tmp_path / "x")
+        assert found.holder.process_start == mine.process_start
 
 
 @pytest.mark.parametrize("holder", [OTHER_MACHINE, None], ids=["other machine", "unreadable"])

@@ -200,7 +200,10 @@ def test_an_ascii_terminal_gets_ascii():
     file.encoding = "ascii"
     view = LiveView(Console(file=file, force_terminal=True, width=80, _environ={}))
     show(view, RUN, step(1), step(2))
-    file.getvalue().encode("ascii")
+    shown = file.getvalue()
+    assert shown.isascii()
+    rows = Terminal(80).read(shown)
+    assert any(row.split()[:1] == ["loss"] for row in rows)
 
 
 def test_the_panel_is_redrawn_at_most_once_a_frame():
