@@ -94,7 +94,9 @@ DRAWS = 400
 
 def run_of(words: str) -> Run:
     """The run of flags; "_" stands for a space in a value."""
-    found = [word.replace("_", " ") if "p2_" in word else word for word in words.split()]
+    found = []
+    for word in words.split():
+        found.append(word.replace("_", " ") if "p2_" in word else word)
     return load([*found, "--device", "cpu"], FAMILIES)
 
 
@@ -197,7 +199,9 @@ def timed(runs: Sequence[Run], num_steps: int, folder: Path) -> list[list[TimedS
     code = launch(main, RANKS, device="cpu", mesh=runs[0].device_mesh)
     if code:
         raise SystemExit(code)
-    by_rank = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    by_rank = []
+    for rank in range(RANKS):
+        by_rank.append(json.loads((folder / f"{rank}.json").read_text()))
     found = []
     for number, run in enumerate(runs):
         pipelines = pipelines_of(run.device_mesh)
@@ -212,7 +216,9 @@ def timed(runs: Sequence[Run], num_steps: int, folder: Path) -> list[list[TimedS
 def pipelines_of(mesh: Mesh) -> list[list[int]]:
     """The ranks of each pipeline."""
     axis = pipeline_axis()
-    groups = {tuple(mesh.group(rank, (axis,))) for rank in range(mesh.size)}
+    groups = set()
+    for rank in range(mesh.size):
+        groups.add(tuple(mesh.group(rank, (axis,))))
     return [list(group) for group in sorted(groups)]
 
 

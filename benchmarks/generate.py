@@ -80,9 +80,9 @@ class Setup:
     ) -> dict[str, nn.Module]:
         family = FAMILIES[self.config.family]
         ties = family.ties(self.config)
-        blocks = {
-            name: block.to(device, dtype) for name, block in family.blocks(self.config).items()
-        }
+        blocks = {}
+        for name, block in family.blocks(self.config).items():
+            blocks[name] = block.to(device, dtype)
         tie(blocks, ties)
         params = named_parameters(blocks)
         table = family.init(self.config)

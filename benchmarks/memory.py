@@ -326,7 +326,8 @@ def print_state_row(
 def print_layer_table() -> None:
     print("\n| recompute | ranks | formula, KB a layer | measured |\n|---|---|---|---|")
     for recompute in RECOMPUTE_MODES:
-        measure = MeasureLayer(recompute, tuple(LAYER.items()), LAYER_SEQ_LEN)
+        fields = tuple(LAYER.items())
+        measure = MeasureLayer(recompute, fields, LAYER_SEQ_LEN)
         for degree in CP_DEGREES:
             mesh = f"cp{degree}" if degree > 1 else ""
             measured = max(run_ranks(mesh, measure))

@@ -90,7 +90,8 @@ def build_rank(preset: str, mesh: str, make: Callable[[], Blocks]) -> None:
         seq_len=SEQ_LEN,
         microbatches=32,
     )
-    comm = Comm(parsed, 0, MetaTransport(parsed.size, 0, device="cpu"))
+    transport = MetaTransport(parsed.size, 0, device="cpu")
+    comm = Comm(parsed, 0, transport)
     parallelize(make(), plan, comm, axes=FAMILY.AXES, ties=FAMILY.ties(config))
 
 
@@ -119,7 +120,8 @@ def print_large() -> None:
         config = PRESETS[preset]
         make_blocks = partial(FAMILY.blocks, config)
         whole = cost_of(preset, mesh, partial(meta_modules, make_blocks))
-        lazy = cost_of(preset, mesh, partial(lazy_blocks, FAMILY, config))
+        make = partial(lazy_blocks, FAMILY, config)
+        lazy = cost_of(preset, mesh, make)
         print(f"| {preset} | {mesh} | {whole} | {lazy} |", flush=True)
 
 

@@ -142,7 +142,8 @@ def _run(
     start = choice.start
     if choice.kind == "F":
         end = start + 1.0
-        rank.row.append(Act("F", number, rank.num_forwards))
+        act = Act("F", number, rank.num_forwards)
+        rank.row.append(act)
         rank.num_forwards += 1
         rank.held += 1
         rank.forwards.popleft()

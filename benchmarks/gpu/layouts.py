@@ -159,8 +159,10 @@ def _check_one_rank(model: str, dtype: str, settings: Settings) -> Iterator[Row]
 
 
 def _check_case(case: Case, dtype: str, settings: Settings) -> Iterator[Row]:
-    numbers = train(flags(case, dtype, settings), settings.device)
-    found = difference(numbers, reference(case.model, dtype, settings))
+    words = flags(case, dtype, settings)
+    numbers = train(words, settings.device)
+    expected = reference(case.model, dtype, settings)
+    found = difference(numbers, expected)
     yield Row(f"{dtype} {case}", f"{found:.1e}", found <= BOUNDS[dtype])
 
 

@@ -91,6 +91,8 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write all rows as JSON."""
-        sections = {title: [asdict(row) for row in rows] for title, rows in self.sections.items()}
+        sections = {}
+        for title, rows in self.sections.items():
+            sections[title] = [asdict(row) for row in rows]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(sections, indent=1) + "\n")

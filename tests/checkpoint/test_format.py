@@ -112,7 +112,8 @@ def test_the_manifest_is_canonical_and_its_checksum_is_that_of_sha256sum(tmp_pat
 
 
 def test_every_byte_of_the_data_files_belongs_to_a_header_or_to_one_piece(tmp_path):
-    manifest = open_checkpoint(save(tmp_path, small_state(), ranks=3)).manifest
+    path = save(tmp_path, small_state(), ranks=3)
+    manifest = open_checkpoint(path).manifest
     owned = {name: file.header_bytes for name, file in manifest.files.items()}
     for stored in manifest.tensors.values():
         for piece in stored.pieces:
@@ -179,9 +180,9 @@ def test_boxes_cover_a_whole_exactly_where_counting_says_so(shape, seed):
 
 def test_a_grid_of_thousands_of_pieces_is_judged_in_a_moment():
     whole = Box.whole((300, 300))
-    boxes = [
-        Box(lo=(i, j), hi=(i + 5, j + 5)) for i, j in itertools.product(range(0, 300, 5), repeat=2)
-    ]
+    boxes = []
+    for i, j in itertools.product(range(0, 300, 5), repeat=2):
+        boxes.append(Box(lo=(i, j), hi=(i + 5, j + 5)))
     assert coverage_flaw(whole, boxes) is None
     assert str(coverage_flaw(whole, boxes[:-1])) == "entries [295:300, 295:300] are in no piece"
     assert (

@@ -139,7 +139,8 @@ def saved(tmp_path_factory) -> tuple[Path, list[dict[str, Tensor]]]:
             save(step, final, run_of(case, number))
             return parameters(step) + moments(step)
 
-        truth.append(assemble(run_ranks(case.mesh, rank)))
+        ranks = run_ranks(case.mesh, rank)
+        truth.append(assemble(ranks))
     return folder, truth
 
 

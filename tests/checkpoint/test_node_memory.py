@@ -174,7 +174,8 @@ def test_snapshots_without_a_second_copy_have_a_note_and_a_fresh_start_reads_non
         assert "save.memory_every: no shift along the axes" in note
         assert "a lost node loses them" in note
         assert steps_of(events)[0][0] == 1
-        assert list(checkpoints(memory / "left" / "pieces")) != []
+        run_folder = memory / "left" / "pieces"
+        assert list(checkpoints(run_folder)) != []
 
 
 def test_a_node_without_a_folder_is_known_to_all_ranks(tmp_path):

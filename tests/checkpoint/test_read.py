@@ -220,7 +220,8 @@ def test_the_shares_of_all_ranks_are_every_byte_once(tmp_path, monkeypatch):
 
 def test_one_damaged_rank_file_is_found_by_one_of_the_shares_only_and_reported_once(path):
     piece = open_checkpoint(path).manifest.tensors["model/embed.weight"].pieces[0]
-    flip(path / piece.file, 8 * piece.at)
+    file = path / piece.file
+    flip(file, 8 * piece.at)
     found = 0
     for index in range(4):
         try:

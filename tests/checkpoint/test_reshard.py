@@ -135,7 +135,9 @@ def counted(crc32, seen):
 
 
 def test_a_file_that_is_not_needed_is_not_opened(tmp_path):
-    state = {f"model/t{index}": torch.full((4,), float(index)) for index in range(8)}
+    state = {}
+    for index in range(8):
+        state[f"model/t{index}"] = torch.full((4,), float(index))
     path = save(tmp_path, state, ranks=2, seed=UNCUT)
     checkpoint = open_checkpoint(path)
     (piece,) = checkpoint.manifest.tensors["model/t0"].pieces

@@ -100,8 +100,9 @@ def test_a_host_that_cannot_write_its_copy_is_an_error_on_all_ranks(tmp_path):
     (tmp_path / "host1" / "ckpt").symlink_to("/proc")
 
     def rank(comm: Comm) -> None:
+        run_folder = folder_of(tmp_path, comm.rank)
         with pytest.raises(Exception, match="host1"):
-            distribute(comm, checkpoint_path(folder_of(tmp_path, comm.rank), 1))
+            distribute(comm, checkpoint_path(run_folder, 1))
 
     run_ranks("dp4", rank)
 

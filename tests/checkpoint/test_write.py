@@ -243,9 +243,9 @@ def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_pat
     ]
     writing = start_write(tmp_path / "tmp", 0, pieces)
     writing._run()
-    expected_seen = [
-        (piece.tensor.data_ptr(), left) for piece, left in zip(pieces, (2, 1, 0), strict=True)
-    ]
+    expected_seen = []
+    for piece, left in zip(pieces, (2, 1, 0), strict=True):
+        expected_seen.append((piece.tensor.data_ptr(), left))
     assert seen == expected_seen
 
 

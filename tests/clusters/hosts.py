@@ -241,7 +241,8 @@ def main() -> int:
     parser.add_argument("words", nargs=argparse.REMAINDER, help="the command of run")
     parser.add_argument("--rate", default="", help="of every link: 1gbit")
     given = parser.parse_args()
-    hosts = Hosts(max(1, given.number), rate=given.rate)
+    size = max(1, given.number)
+    hosts = Hosts(size, rate=given.rate)
     if given.action == "up":
         hosts.make()
     elif given.action == "down":

@@ -76,7 +76,9 @@ def ended(*threads: Joining) -> None:
 
 def joined(store: MemoryStore, size: int, **keys: object) -> str:
     """The namespace of a world whose ranks start in reverse order."""
-    threads = [Joining(store, rank, size, **keys) for rank in reversed(range(size))]
+    threads = []
+    for rank in reversed(range(size)):
+        threads.append(Joining(store, rank, size, **keys))
     ended(*threads)
     assert [thread.error for thread in threads] == [None] * size
     (prefix,) = {thread.prefix for thread in threads}

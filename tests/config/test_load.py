@@ -149,7 +149,9 @@ settings_of_a_run = st.fixed_dictionaries(
 @given(asked=settings_of_a_run)
 def test_a_run_written_as_toml_reads_back_equal(tmp_path_factory, asked):
     folder = tmp_path_factory.mktemp("toml")
-    lines = [f"{key} = {toml.value(value)}" for key, value in asked.items()]
+    lines = []
+    for key, value in asked.items():
+        lines.append(f"{key} = {toml.value(value)}")
     run = read(config_file(folder, "\n".join(lines)))
     again = read(config_file(folder, toml.dump(run)))
     assert again == run

@@ -22,7 +22,8 @@ def test_a_file_is_imported_once_by_any_of_its_paths(
     (tmp_path / "beside.py").write_text("value = object()\n")
     monkeypatch.chdir(tmp_path)
     module = load_module("one.py", key="model.name")
-    assert module is load_module(str(tmp_path / "one.py"), key="model.name")
+    reference = str(tmp_path / "one.py")
+    assert module is load_module(reference, key="model.name")
     assert load_object(f"{tmp_path}/one.py:value", key="optim.name") is module.value
 
 

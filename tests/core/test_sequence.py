@@ -110,7 +110,8 @@ def test_blocks_hold_every_pair_within_a_document_and_skip_chunks_without_one(
 def test_turns_that_are_left_out_have_no_work_and_the_first_is_a_ranks_own(
     degree: int, chunk: int, mask: AttentionMask
 ) -> None:
-    blocks = SequenceBlocks(2 * degree * chunk, degree, mask)
+    length = 2 * degree * chunk
+    blocks = SequenceBlocks(length, degree, mask)
     turns = blocks.ring_turns
     assert turns[0] == 0
     for before, after in pairwise(turns):

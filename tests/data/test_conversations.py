@@ -135,7 +135,8 @@ def test_instructions_are_conversations_of_two_messages(tmp_path, tok):
         {"role": "assistant", "content": "hello you"},
     ]
     (found,) = masked_documents(opened(tmp_path, [record]))
-    (expected,) = masked_documents(opened(tmp_path, [{"messages": chat}]))
+    samples = opened(tmp_path, [{"messages": chat}])
+    (expected,) = masked_documents(samples)
     assert found == expected
 
 

@@ -82,7 +82,8 @@ def test_rows_of_a_split_are_documents_in_their_order_and_empty_ones_are_left_ou
 def test_a_set_is_prepared_into_the_same_tokens_as_its_file(tmp_path: Path) -> None:
     place = folder(tmp_path)
     for name, source in (("set", f"hf:{place}"), ("file", f"{place}/train.jsonl")):
-        prepare(PrepareOptions((source,), valid=0.3), tmp_path / name)
+        options = PrepareOptions((source,), valid=0.3)
+        prepare(options, tmp_path / name)
     for part in ("train.bin", "valid.bin", "train.idx", "valid.idx"):
         assert (tmp_path / "set" / part).read_bytes() == (tmp_path / "file" / part).read_bytes(), (
             part

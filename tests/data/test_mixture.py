@@ -85,9 +85,9 @@ def test_each_source_walks_through_its_own_epochs(mixed):
     assert len(first) == 108
     assert len(second) == 36
     for own, size in ((first, 30), (second, 9)):
-        epochs = [
-            own[start : start + size].tolist() for start in range(0, len(own) - size + 1, size)
-        ]
+        epochs = []
+        for start in range(0, len(own) - size + 1, size):
+            epochs.append(own[start : start + size].tolist())
         for epoch in epochs:
             assert sorted(epoch) == list(range(size))
         assert epochs[0] != epochs[1]

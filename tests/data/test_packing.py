@@ -109,7 +109,8 @@ def folder(tmp_path):
 
 
 def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
-    plain = open_data(DataConfig(source=folder, seq_len=16), gpt2.Config())
+    data_config = DataConfig(source=folder, seq_len=16)
+    plain = open_data(data_config, gpt2.Config())
     packed = open_data(
         DataConfig(
             source=folder,

@@ -140,7 +140,8 @@ def test_files_of_all_kinds_go_into_one_folder_in_their_order(tmp_path):
         str(tmp_path / "b.md"),
         f"{tmp_path}/b*",
     )
-    assert documents_of(made(tmp_path, *inputs)) == ["first", "second"]
+    folder = made(tmp_path, *inputs)
+    assert documents_of(folder) == ["first", "second"]
 
 
 def test_a_tokenizer_ends_each_document_with_its_own_token(tmp_path, bpe):
@@ -527,7 +528,8 @@ def test_a_folder_that_is_not_whole_is_rejected(case, tmp_path, bpe, capsys):
         capsys,
     )
     if case != "other tokenizer":
-        assert line in rejected(["data", "show", str(folder)], capsys)
+        words = ["data", "show", str(folder)]
+        assert line in rejected(words, capsys)
 
 
 def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(
@@ -551,7 +553,8 @@ def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(
     (folder / "valid.bin").write_bytes(content)
     assert main(["data", "show", str(folder), "--verify", "True"]) == EXIT_FAILED
     assert "valid.bin: sha256" in capsys.readouterr().out
-    assert "is not a prepared folder" in rejected(["data", "show", str(tmp_path)], capsys)
+    words = ["data", "show", str(tmp_path)]
+    assert "is not a prepared folder" in rejected(words, capsys)
     assert "names no folder" in rejected(["data", "show"], capsys)
     assert "unknown word 'prepar'" in rejected(["data", "prepar"], capsys)
 

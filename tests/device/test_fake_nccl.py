@@ -70,7 +70,8 @@ def run_on_ranks(mesh, function, steps=StepGroups()):  # noqa: B008 - frozen
         transport = FakeNcclTransport(rank, mesh.size, store, timeout_s=60)
         try:
             transport.connect_groups(planned_groups(mesh, rank, steps=steps))
-            results[rank] = function(Comm(mesh, rank, transport))
+            comm = Comm(mesh, rank, transport)
+            results[rank] = function(comm)
         except Exception as error:  # noqa: BLE001 - raised below
             errors.append(error)
         finally:

@@ -80,12 +80,14 @@ class CommandServer:
             done = _run_program(command, folder)
         if command.output is not None:
             (folder / command.output).write_text(done.stdout, encoding="utf-8")
-        return Result(done.returncode, done.stdout + done.stderr)
+        text = done.stdout + done.stderr
+        return Result(done.returncode, text)
 
     def run_code(self, code: str, *words: str) -> Result:
         """Run a Python program."""
         done = self._programs.run(code, *words)
-        return Result(done.returncode, done.stdout + done.stderr)
+        text = done.stdout + done.stderr
+        return Result(done.returncode, text)
 
     def _run_weft(
         self,

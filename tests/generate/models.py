@@ -118,7 +118,8 @@ def on_ranks(
             plan=plan,
             comm=comm,
         )
-        return act(Decoder(model, vocab=config.axis_sizes()["vocab"]))
+        vocab = config.axis_sizes()["vocab"]
+        return act(Decoder(model, vocab=vocab))
 
     return run_ranks(mesh, rank)
 

@@ -129,7 +129,8 @@ class WindowAttend(Attend):
         v: torch.Tensor,
         batch: Batch,
     ) -> torch.Tensor:
-        return Attend(mask=AttentionMask(window=3))(q, k, v, batch)
+        attend = Attend(mask=AttentionMask(window=3))
+        return attend(q, k, v, batch)
 
 
 @pytest.mark.parametrize(

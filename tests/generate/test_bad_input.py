@@ -165,5 +165,6 @@ def test_an_export_without_tokenizer_is_noted_and_named_on_generation(
     assert main(["export", str(tmp_path / "run"), str(exported), "--compare", "False"]) == 0
     note = f"note: {exported} gets no tokenizer.json: weft generate needs --tokenizer bytes\n"
     assert note in capsys.readouterr().err
-    assert main(["generate", str(exported), "--prompt", "a"]) == EXIT_USER
+    argv = ["generate", str(exported), "--prompt", "a"]
+    assert main(argv) == EXIT_USER
     assert f"tokenizer: {exported} has no tokenizer.json. Fix: " in capsys.readouterr().err

@@ -69,7 +69,8 @@ def test_an_imported_run_trains_from_its_values_and_is_exported(life: Path):
     assert checkpoint_path(life / "run", 0).is_dir()
     assert checkpoint_path(life / "run", 2).is_dir()
     before = HfFolder(life / "hf", LLAMA)
-    after = HfFolder(life / "out", config_of(life / "out"))
+    cfg = config_of(life / "out")
+    after = HfFolder(life / "out", cfg)
     trained = open_checkpoint(checkpoint_path(life / "run", 2)).section("model")
     for name, shape in before.shapes.items():
         box = Box.whole(shape)

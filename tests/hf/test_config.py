@@ -555,7 +555,8 @@ def test_missing_keys_have_transformers_defaults(tmp_path: Path):
     ids=["published", "older", "newer"],
 )
 def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]):
-    fields = described(folder_with(tmp_path, {**LLAMA, **spelling})).fields
+    folder = folder_with(tmp_path, {**LLAMA, **spelling})
+    fields = described(folder).fields
     scaling = {
         name.removeprefix("rope_scaling_"): fields[name]
         for name in fields
@@ -588,7 +589,8 @@ def test_rotary_embedding_is_read_in_every_spelling(tmp_path: Path, spelling: di
 def test_gemma3s_two_kinds_of_layers_are_read_in_every_spelling(
     tmp_path: Path, spelling: dict[str, Any]
 ):
-    fields = described(folder_with(tmp_path, {**GEMMA3, **spelling})).fields
+    folder = folder_with(tmp_path, {**GEMMA3, **spelling})
+    fields = described(folder).fields
     assert fields["rope_theta"] == 5e5
     assert fields["rope_local_theta"] == 2e4
     assert fields["global_every"] == 2
@@ -612,7 +614,8 @@ def test_yarn_without_mscales_scales_what_it_rotates_alone(tmp_path: Path):
             "mscale": 0.7,
         }
     }
-    fields = described(folder_with(tmp_path, {**DEEPSEEK, **yarn})).fields
+    folder = folder_with(tmp_path, {**DEEPSEEK, **yarn})
+    fields = described(folder).fields
     assert fields["rope_scaling_mscale"] == 1.0
     assert fields["rope_scaling_mscale_all_dim"] == 0.0
 
@@ -695,7 +698,8 @@ def test_flags_that_contradict_the_folder_are_faults(
 
 def test_a_run_that_sets_every_field_does_not_need_its_folder(tmp_path: Path):
     folder = folder_with(tmp_path / "hf", LLAMA)
-    run = try_load(["--model.from_hf", str(folder)], FAMILIES).run
+    argv = ["--model.from_hf", str(folder)]
+    run = try_load(argv, FAMILIES).run
     (tmp_path / "run.toml").write_text(dump(run))
     (folder / "config.json").unlink()
     again = try_load([str(tmp_path / "run.toml")], FAMILIES)

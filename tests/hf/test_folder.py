@@ -91,10 +91,9 @@ def test_any_box_has_the_stored_values(tmp_path_factory: pytest.TempPathFactory,
     @given(st.data())
     def holds(data: st.DataObject) -> None:
         chosen = data.draw(st.sampled_from(sorted(values.tensors)))
-        spans = [
-            sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))
-            for n in values.shapes[chosen]
-        ]
+        spans = []
+        for n in values.shapes[chosen]:
+            spans.append(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))))
         box = Box(
             lo=tuple(lo for lo, _ in spans),
             hi=tuple(hi for _, hi in spans),

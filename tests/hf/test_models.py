@@ -136,7 +136,8 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
     batch = with_later_targets(make_batch(61))
     source.check_aliases()
     with torch.no_grad():
-        ours = forward(load_model(source, run.model, dtypes={}), batch)
+        blocks = load_model(source, run.model, dtypes={})
+        ours = forward(blocks, batch)
         hidden = main.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
         turns = main.model.rotary_emb(hidden, batch.positions)
         joined = side(

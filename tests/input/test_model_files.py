@@ -230,7 +230,8 @@ def test_fields_of_the_config_are_flags_with_help(
     path.write_text(GOOD.replace("dim: int = 8", "dim: int = 8  # width of the stream"))
     assert main(["train", str(path), "--help"]) == 0
     assert "width of the stream" in capsys.readouterr().out
-    assert main(["explain", str(path), "--model.dim", "wide"]) == EXIT_USER
+    argv = ["explain", str(path), "--model.dim", "wide"]
+    assert main(argv) == EXIT_USER
     assert "model.dim: wrong type" in capsys.readouterr().err
 
 

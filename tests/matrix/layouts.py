@@ -217,7 +217,8 @@ def packed(batch: Batch, generator: torch.Generator) -> Batch:
     begins[:, 0] = True
     starts = batch.positions.where(begins, 0).cummax(1).values
     documents = begins.cumsum(1)
-    return replace(batch, documents=documents, positions=batch.positions - starts)
+    positions = batch.positions - starts
+    return replace(batch, documents=documents, positions=positions)
 
 
 def adamw(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> torch.optim.Optimizer:

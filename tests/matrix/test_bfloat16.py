@@ -48,7 +48,9 @@ def one_device(family: str, dtypes: Dtypes) -> tuple[list[float], float]:
 
 
 def farthest(losses: list[float], plain: list[float]) -> float:
-    differences = [abs(loss - right) / right for loss, right in zip(losses, plain, strict=True)]
+    differences = []
+    for loss, right in zip(losses, plain, strict=True):
+        differences.append(abs(loss - right) / right)
     return max(differences)
 
 

@@ -77,7 +77,8 @@ def test_the_last_result_of_a_layout_counts(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_failed_is_named() -> None:
-    text = page([Result(Case("dp2", zero=1), False, "a")])
+    result = Result(Case("dp2", zero=1), False, "a")
+    text = page([result])
     assert f"- FAILED: {Case('dp2', zero=1)}" in text
     assert "| zero 1 | 0 | 1 |  |" in text
 

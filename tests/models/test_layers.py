@@ -72,7 +72,8 @@ def test_packed_documents_with_restarted_positions_equal_documents_alone():
     tokens = torch.zeros(1, 9, dtype=torch.int64)
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
-    packed = attention(x, Batch(tokens, tokens, positions, documents))
+    batch = Batch(tokens, tokens, positions, documents)
+    packed = attention(x, batch)
     alone = []
     for part in x.split([4, 5], 1):
         own_tokens = torch.zeros(1, part.shape[1], dtype=torch.int64)

@@ -43,7 +43,8 @@ def test_bytes_are_scaled_and_floats_are_taken_as_they_are(arch):
     images = torch.randint(256, (4, 1, 28, 28), dtype=torch.uint8)
     targets = torch.zeros(4, dtype=torch.int64)
     as_bytes = forward(blocks, image_batch(images, targets))
-    as_floats = forward(blocks, image_batch(images / 255, targets))
+    batch = image_batch(images / 255, targets)
+    as_floats = forward(blocks, batch)
     assert torch.equal(as_bytes, as_floats)
 
 

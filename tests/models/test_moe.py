@@ -50,10 +50,11 @@ def one_expert(experts: Experts, index: int, x: Tensor) -> Tensor:
 
 def dense_loop(x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: Experts) -> Tensor:
     """Token by token, choice by choice, from the formula."""
-    rows = [
-        sum(w * one_expert(experts, e, x) for e, w in zip(chosen, weights, strict=True))
-        for x, chosen, weights in zip(x_ND, experts_NK.tolist(), weights_NK, strict=True)
-    ]
+    rows = []
+    for x, chosen, weights in zip(x_ND, experts_NK.tolist(), weights_NK, strict=True):
+        rows.append(
+            sum(w * one_expert(experts, e, x) for e, w in zip(chosen, weights, strict=True))
+        )
     return torch.stack(rows)
 
 
@@ -314,7 +315,9 @@ def naive_balance(scores_SE: Tensor, top_k: int) -> Tensor:
             for row in scores_SE.tolist()
         )
         f = num_experts / (top_k * num_tokens) * chosen
-        shares = [scores_SE[t, i] / scores_SE[t].sum() for t in range(num_tokens)]
+        shares = []
+        for t in range(num_tokens):
+            shares.append(scores_SE[t, i] / scores_SE[t].sum())
         p = sum(shares) / num_tokens
         total = total + f * p
     return total

@@ -201,7 +201,8 @@ def dpo_losses(folder, tmp_path_factory):
 def test_conversations_are_trained_on_as_transformers_with_trl_masks(
     folder, tmp_path, chat_losses, words
 ):
-    same(trained(run_of(folder, tmp_path, "chat", words)), chat_losses)
+    run = run_of(folder, tmp_path, "chat", words)
+    same(trained(run), chat_losses)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,8 @@ def test_conversations_are_trained_on_as_transformers_with_trl_masks(
 def test_dpo_equals_a_plain_program(folder, tmp_path, dpo_losses, words):
     assert dpo_losses[0][0] == pytest.approx(np.log(2), rel=1e-12)
     assert dpo_losses[-1][0] < 0.6
-    same(trained(run_of(folder, tmp_path, "pairs", words)), dpo_losses)
+    run = run_of(folder, tmp_path, "pairs", words)
+    same(trained(run), dpo_losses)
 
 
 def test_dpo_resumes_with_the_stored_references_on_another_layout(folder, tmp_path, dpo_losses):

@@ -94,7 +94,9 @@ def attended(
 def cut(x: Tensor, comm: Comm) -> Tensor:
     """This rank's columns."""
     spans = zigzag(x.shape[1], comm.degree("cp"), comm.index("cp"))
-    parts = [x.detach()[:, span.start : span.stop] for span in spans]
+    parts = []
+    for span in spans:
+        parts.append(x.detach()[:, span.start : span.stop])
     return torch.cat(parts, dim=1)
 
 

@@ -111,7 +111,8 @@ def test_cuda_kernels_are_called_as_torch_declares_them(kernel: Kernel, kind: st
     k = torch.empty(2, 2, 5, 8, dtype=torch.bfloat16, device="meta")
     v = torch.empty_like(k)
     grad = torch.empty_like(q)
-    results = KernelResults.of(kernel, Block(q, k, v), grad, scores)
+    block = Block(q, k, v)
+    results = KernelResults.of(kernel, block, grad, scores)
     assert results.out.shape == (2, 4, 7, 8)
     assert results.lse.shape == (2, 4, 7)
     assert results.lse.dtype == torch.float32

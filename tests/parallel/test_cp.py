@@ -122,7 +122,8 @@ class WindowAttend(Attend):
     """A subclass that computes something else, and does not say what."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        return Attend(mask=AttentionMask(window=3))(q, k, v, batch)
+        attend = Attend(mask=AttentionMask(window=3))
+        return attend(q, k, v, batch)
 
 
 class DeclaredWindowAttend(WindowAttend):

@@ -120,7 +120,9 @@ def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
     want = {name: param.grad for name, param in whole.named_parameters()}
 
     def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
-        own = [part.chunk(comm.degree("dp"))[comm.index("dp")] for part in (inputs, targets)]
+        own = []
+        for part in (inputs, targets):
+            own.append(part.chunk(comm.degree("dp"))[comm.index("dp")])
         pipe = PipelineParallel(
             copy.deepcopy(blocks),
             comm,

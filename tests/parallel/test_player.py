@@ -162,7 +162,9 @@ class Squares(nn.Module):
 
 def chain_of_layers(kinds: tuple[str, ...]) -> dict[str, nn.Module]:
     torch.manual_seed(2)
-    layers = {f"layer{index}": Layer(extra=kind) for index, kind in enumerate(kinds)}
+    layers = {}
+    for index, kind in enumerate(kinds):
+        layers[f"layer{index}"] = Layer(extra=kind)
     return {**layers, "loss": Squares()}
 
 
@@ -176,9 +178,9 @@ def plan_of(schedule: str, mesh: str, microbatches: int, layers: int) -> Plan:
     ranks = Mesh.parse(mesh).degree("pp")
     chunks = SCHEDULES[schedule].default_chunks
     each = layers // (ranks * chunks)
-    names = [
-        tuple(f"layer{layer}" for layer in range(at, at + each)) for at in range(0, layers, each)
-    ]
+    names = []
+    for at in range(0, layers, each):
+        names.append(tuple(f"layer{layer}" for layer in range(at, at + each)))
     stages = [Stage(blocks=run, out=(3, 4), flops=1.0) for run in names]
     stages[-1] = Stage(blocks=(*names[-1], "loss"), out=(), flops=1.0)
     return Plan(

@@ -259,7 +259,8 @@ class InterleavedQKV(InlineMLP):
     def __init__(self) -> None:
         super().__init__()
         del self.q, self.k, self.v
-        self.qkv = linear(D, 3 * HEADS * K)
+        out = 3 * HEADS * K
+        self.qkv = linear(D, out)
 
     def attention(self, y: Tensor, batch: Batch) -> Tensor:
         batch_size, length, _ = y.shape

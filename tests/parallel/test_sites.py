@@ -81,7 +81,9 @@ def stored(path: Path, section: str) -> dict[str, Tensor]:
 
 def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """Of the tensors of `left`: biases of routers have no momentum."""
-    errors = [(tensor - right[name]).abs().max() for name, tensor in left.items()]
+    errors = []
+    for name, tensor in left.items():
+        errors.append((tensor - right[name]).abs().max())
     return float(max(errors))
 
 

@@ -217,7 +217,8 @@ def allocated_peak(run: Run) -> int:
     Collectives give zeros, so one rank is enough.
     """
     mesh = run.device_mesh
-    comm = Comm(mesh, 0, MetaTransport(mesh.size, 0, device="cpu"))
+    transport = MetaTransport(mesh.size, 0, device="cpu")
+    comm = Comm(mesh, 0, transport)
     step = build_step(run, comm)
     batches = real_batches(run, comm)
     step(batches, lr=1.0)

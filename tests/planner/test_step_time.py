@@ -100,7 +100,8 @@ def test_the_step_of_a_run() -> None:
     assert 0 < time.bubble < 1
     fp32_tflops = H100.tflops("float32") / 2
     half = replace(H100, hbm_tb_s=H100.hbm_tb_s / 2, fp32_tflops=fp32_tflops)
-    slower = step_time(roles, Speeds(half.with_efficiency(IDEAL)))
+    speeds = Speeds(half.with_efficiency(IDEAL))
+    slower = step_time(roles, speeds)
     assert time.update_s < slower.update_s <= 2 * time.update_s
     assert time.pipeline_s < slower.pipeline_s <= 2 * time.pipeline_s
 
@@ -158,7 +159,8 @@ def test_reductions_of_zero_2_overlap_with_the_next_micro_batch() -> None:
     """A reduction that ends before the next backward is waited for without exposed time."""
     roles = measure(MeasuredRun.of(run_of("--mesh pp2,dp2 --parallel.zero 2")))
     instant = replace(IDEAL, launch_s=1e-3)
-    hidden = step_time(roles, Speeds(H100.with_efficiency(instant)))
+    speeds = Speeds(H100.with_efficiency(instant))
+    hidden = step_time(roles, speeds)
     assert hidden.exposed_s.get("dp", 0.0) == 0.0
     slow_links = replace(H100, link_gb_s=H100.link_gb_s * 1e-7)
     exposed = step_time(roles, Speeds(slow_links.with_efficiency(instant)))

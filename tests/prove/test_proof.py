@@ -114,7 +114,9 @@ def test_signs_are_drawn_where_rounding_decides_them_and_a_matrix_starts_at_zero
     num_flipped = 0
     for name in ("layer0.attn.q.lora_b.weight", "layer0.attn.v.lora_b.weight"):
         is_free = bounds.small_gradient(name, 1)
-        updates = [trace.values[1, "update", name] for trace in (bounds.plain, drawn)]
+        updates = []
+        for trace in (bounds.plain, drawn):
+            updates.append(trace.values[1, "update", name])
         signs = [update.sign() for update in updates]
         differs = signs[0] != signs[1]
         assert not bool(differs[~is_free].any())

@@ -210,7 +210,8 @@ def test_a_rank_that_a_debugger_a_disk_or_a_terminal_holds_up_is_not_hung(state)
 
 def test_a_job_whose_ranks_are_all_stopped_is_suspended_and_not_hung():
     ranks = three_ranks(snapshot(1, started={DP: 4}))
-    job = Job(ranks, dict.fromkeys(range(3), STOPPED))
+    states = dict.fromkeys(range(3), STOPPED)
+    job = Job(ranks, states)
     assert job.hang_within(20)[0] is None
 
 

@@ -38,7 +38,9 @@ def free_port() -> int:
 
 def remaining(folder: Path, name: str = "*") -> list[int]:
     """Processes that recorded their id and still run."""
-    pids = {int(path.suffix[1:]) for path in folder.glob(f"{name}.[0-9]*")}
+    pids = set()
+    for path in folder.glob(f"{name}.[0-9]*"):
+        pids.add(int(path.suffix[1:]))
     return sorted(pid for pid in pids if is_running(pid))
 
 

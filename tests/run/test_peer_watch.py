@@ -54,7 +54,8 @@ def ranks(monkeypatch, tmp_path) -> list[Rank]:
     store = MemoryStore()
     made = []
     for rank in range(4):
-        board = StatusBoard.create(tmp_path / f"board{rank}", 1)
+        path = tmp_path / f"board{rank}"
+        board = StatusBoard.create(path, 1)
         verdicts: list[tuple[PeerFailure, bool]] = []
         watch = PeerWatch(
             store,

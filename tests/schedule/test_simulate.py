@@ -46,8 +46,9 @@ def test_the_start_up_costs_p_minus_1_forwards_and_backwards_whatever_their_rati
     name, forward, backward
 ):
     for p, v, m in [(2, SCHEDULES[name].default_chunks, 4), (4, SCHEDULES[name].default_chunks, 8)]:
+        table = SCHEDULES[name].table(p, v, m)
         timeline = simulate(
-            SCHEDULES[name].table(p, v, m),
+            table,
             lambda act: Fraction({"F": forward, "B": backward}[act.kind]),
         )
         num_slots = m * v + p - 1

@@ -49,7 +49,9 @@ def length(name: str, p: int, m: int, times=(1, 1, 1)) -> int:
     num_stages = len(table(name, p, m).stage_to_rank)
     chunks = num_stages // p
     work = m * sum(times) * chunks
-    ends = [row[-1][1] for row in spans(name, p, m, times)]
+    ends = []
+    for row in spans(name, p, m, times):
+        ends.append(row[-1][1])
     return max(ends) - work
 
 

@@ -192,7 +192,8 @@ def test_a_replica_that_differs_is_named_or_both_of_two(
     rank = ranks[-1] if ranks else 1
 
     def fault(comm: Comm) -> tuple[StateFault | None, str, tuple[int, ...]]:
-        digests = StateDigests(trained(case, comm).state(), every=1)
+        state = trained(case, comm).state()
+        digests = StateDigests(state, every=1)
         flipped(prefix, rank, bit=3)(digests)
         if comm.rank == rank:
             each = tensor_of(digests, prefix)
@@ -233,7 +234,8 @@ def test_a_bit_that_flips_between_two_updates_is_found_without_a_replica(
     case = LAYOUTS[name]
 
     def fault(comm: Comm) -> tuple[bool, StateFault]:
-        digests = StateDigests(trained(case, comm).state(), every=1)
+        state = trained(case, comm).state()
+        digests = StateDigests(state, every=1)
         assert digests.compare(7) is None
         flipped(prefix, 1, bit=3)(digests)
         has_changed = digests.has_changed()

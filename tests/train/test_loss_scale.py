@@ -130,9 +130,9 @@ def train(
         make_optimizer=lambda tensors: adamw(tensors, decayed),
         clip=CLIP,
     )
-    reports = [
-        step(micro_batches(batch, plan, comm.rank), lr=LR) for batch in batches(case)[:num_steps]
-    ]
+    reports = []
+    for batch in batches(case)[:num_steps]:
+        reports.append(step(micro_batches(batch, plan, comm.rank), lr=LR))
     return reports, step.grads.full_parameters()
 
 

@@ -21,7 +21,8 @@ def test_a_log_gets_a_line_every_tenth():
     total = 10 * MIN_BYTES_FOR_LINES
     with ByteProgress(file) as bar:
         for thousandth in range(1001):
-            bar.show("tokens", total * thousandth // 1000, total)
+            done = total * thousandth // 1000
+            bar.show("tokens", done, total)
     tenth = 100 // NUM_LINES
     expected = [f"tokens: {percent}% of 167.8 MB" for percent in range(tenth, 101, tenth)]
     assert file.getvalue().splitlines() == expected
