@@ -8,32 +8,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.strategies import attention_masks
 from weft.core.attention_mask import AttentionMask
 
-spans = st.builds(
-    lambda start, length: range(start, start + length), st.integers(0, 9), st.integers(1, 6)
-)
-masks = st.one_of(
-    st.builds(AttentionMask, window=st.none() | st.integers(1, 12), prefix=st.integers(0, 8)),
-    st.builds(AttentionMask, causal=st.just(False), window=st.none() | st.integers(1, 12)),
-)
+
+@st.composite
+def spans(draw: st.DrawFn) -> range:
+    start = draw(st.integers(0, 9))
+    length = draw(st.integers(1, 6))
+    return range(start, start + length)
 
 
-@given(masks, spans, spans)
+@given(attention_masks(), spans(), spans())
 def test_questions_about_a_block_agree_with_its_pairs(
     mask: AttentionMask, queries: range, keys: range
 ) -> None:
-    pairs = list(itertools.product(queries, keys))
+    pairs = set(itertools.product(queries, keys))
     visible = {pair for pair in pairs if mask.allows(*pair)}
     assert mask.sees_any(queries, keys) == bool(visible)
     if mask.sees_all(queries, keys):
-        assert visible == set(pairs)
+        assert visible == pairs
     if mask.is_triangle(queries, keys):
         triangle = {pair for pair in pairs if place(pair, queries, keys) >= 0}
         assert visible == triangle
     if visible:
         some_queries, some_keys = mask.visible_part(queries, keys)
-        assert visible <= set(itertools.product(some_queries, some_keys))
+        part = set(itertools.product(some_queries, some_keys))
+        assert visible <= part
 
 
 def place(pair: tuple[int, int], queries: range, keys: range) -> int:
@@ -44,14 +45,16 @@ def place(pair: tuple[int, int], queries: range, keys: range) -> int:
 
 def test_a_window_counts_the_query_itself() -> None:
     """As `sliding_window` of transformers."""
-    actual = [key for key in range(9) if AttentionMask(window=3).allows(5, key)]
-    assert actual == [3, 4, 5]
+    mask = AttentionMask(window=3)
+    keys_of_query_5 = [key for key in range(9) if mask.allows(5, key)]
+    assert keys_of_query_5 == [3, 4, 5]
 
 
 def test_features_are_named() -> None:
     mask = AttentionMask(window=4, prefix=2, documents=False)
     assert mask.features == {"causal", "window", "prefix"}
-    assert AttentionMask(causal=False).features == {"bidirectional", "documents"}
+    bidirectional = AttentionMask(causal=False)
+    assert bidirectional.features == {"bidirectional", "documents"}
 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"prefix": -1}, {"causal": False, "prefix": 2}])

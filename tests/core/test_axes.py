@@ -22,8 +22,18 @@ from weft.core.axes import (
 from weft.core.mesh import Mesh
 
 LETTERS = "abc"
+AXES = ("dp", "ep", "tp")
+lengths = st.integers(1, 23)
 shapes = st.lists(st.integers(1, 23), min_size=1, max_size=3).map(tuple)
-rules = st.permutations(["dp", "ep", "tp"]).map(lambda axes: dict(zip(LETTERS, axes, strict=True)))
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> dict[str, str]:
+    """A mesh axis for each of three logical axes."""
+    axes = draw(st.permutations(AXES))
+    return dict(zip(LETTERS, axes, strict=True))
+
+
 meshes = st.tuples(*(st.integers(1, 4) for _ in range(3))).map(
     lambda degrees: Mesh(tuple(zip(("dp", "ep", "tp"), degrees, strict=True)))
 )
@@ -41,7 +51,7 @@ def test_spans_follow_each_other_and_differ_by_at_most_one(length: int, parts: i
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(shapes, rules, meshes)
+@given(shapes, rules(), meshes)
 def test_boxes_of_all_ranks_cover_every_entry_exactly_once(
     shape: tuple[int, ...], rule: dict[str, str], mesh: Mesh
 ) -> None:
@@ -49,16 +59,18 @@ def test_boxes_of_all_ranks_cover_every_entry_exactly_once(
     pieces = set(boxes(shape, axes, rule=rule, mesh=mesh))
     held = set()
     for rank in range(mesh.size):
-        held.add(box_of(shape, axes, rule=rule, mesh=mesh, rank=rank))
+        box = box_of(shape, axes, rule=rule, mesh=mesh, rank=rank)
+        held.add(box)
     assert held == pieces
     total = sum(piece.size for piece in pieces)
     assert total == math.prod(shape)
     solid = [piece for piece in pieces if piece.size]
     for one, other in itertools.combinations(solid, 2):
-        assert (one & other).size == 0
+        common = one & other
+        assert common.size == 0
 
 
-@given(shapes, rules, meshes, rules, meshes)
+@given(shapes, rules(), meshes, rules(), meshes)
 def test_every_wanted_box_is_covered_by_the_boxes_of_another_layout(
     shape: tuple[int, ...],
     rule: dict[str, str],
@@ -69,40 +81,61 @@ def test_every_wanted_box_is_covered_by_the_boxes_of_another_layout(
     axes = tuple(LETTERS[: len(shape)])
     have = set(boxes(shape, axes, rule=rule, mesh=mesh))
     for wanted in boxes(shape, axes, rule=other_rule, mesh=other):
-        covered = [wanted & piece for piece in have]
-        assert sum(part.size for part in covered) == wanted.size
+        num_covered = 0
+        for piece in have:
+            common = wanted & piece
+            num_covered += common.size
+        assert num_covered == wanted.size
 
 
 def test_a_box_indexes_the_array_of_another_box() -> None:
     outer = Box((2, 4), (8, 10))
     inner = Box((3, 5), (4, 9))
-    assert inner.within(outer) == (slice(1, 2), slice(1, 5))
+    rows, columns = inner.within(outer)
+    assert rows == slice(1, 2)
+    assert columns == slice(1, 5)
     whole = Box.whole((3, 4))
-    assert whole.slices == (slice(0, 3), slice(0, 4))
+    rows, columns = whole.slices
+    assert rows == slice(0, 3)
+    assert columns == slice(0, 4)
 
 
 def test_gradients_are_summed_where_tokens_differ_except_over_axes_that_shard() -> None:
     mesh = Mesh.parse("pp2 dp2 ep2 cp2 tp2")
     data = ("dp", "ep", "cp")
-    assert gradient_axes(mesh, varies=data, sharded=("tp",)) == ("dp", "ep", "cp")
-    assert gradient_axes(mesh, varies=(*data, "tp"), sharded=()) == ("dp", "ep", "cp", "tp")
-    assert gradient_axes(mesh, varies=data, sharded=("ep",)) == ("dp", "cp")
-    assert gradient_axes(Mesh.parse("pp4"), varies=data, sharded=()) == ()
+    column_weight = gradient_axes(mesh, varies=data, sharded=("tp",))
+    assert column_weight == ("dp", "ep", "cp")
+    norm_of_sequence_parallelism = gradient_axes(mesh, varies=(*data, "tp"), sharded=())
+    assert norm_of_sequence_parallelism == ("dp", "ep", "cp", "tp")
+    expert = gradient_axes(mesh, varies=data, sharded=("ep",))
+    assert expert == ("dp", "cp")
+    pipeline_alone = Mesh.parse("pp4")
+    assert gradient_axes(pipeline_alone, varies=data, sharded=()) == ()
 
 
 def test_axes_of_degree_one_shard_nothing() -> None:
-    assert sharding_axes(("heads", "embed"), {"heads": "tp"}, Mesh.parse("dp4")) == ()
-    assert sharding_axes(("embed", "heads"), {"heads": "tp"}, Mesh.parse("tp4")) == ("tp",)
+    rule = {"heads": "tp"}
+    without_tp = Mesh.parse("dp4")
+    assert sharding_axes(("heads", "embed"), rule, without_tp) == ()
+    with_tp = Mesh.parse("tp4")
+    assert sharding_axes(("embed", "heads"), rule, with_tp) == ("tp",)
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 4)), max_size=4), st.data())
-def test_a_range_of_a_box_is_few_boxes_in_its_order(
-    sides: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    spans = [(lo, lo + length) for lo, length in sides]
-    box = Box.of_spans(spans)
-    numbers = st.integers(0, box.size)
-    start, stop = sorted((data.draw(numbers), data.draw(numbers)))
+@st.composite
+def small_boxes(draw: st.DrawFn) -> Box:
+    """Boxes of up to four dims, up to four entries along each."""
+    spans = []
+    for _ in range(draw(st.integers(0, 4))):
+        start = draw(st.integers(0, 5))
+        length = draw(st.integers(1, 4))
+        spans.append((start, start + length))
+    return Box.of_spans(spans)
+
+
+@given(small_boxes(), st.data())
+def test_a_range_of_a_box_is_few_boxes_in_its_order(box: Box, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, box.size))
+    stop = data.draw(st.integers(start, box.size))
     pieces = boxes_of_range(box, start, stop)
     entries = np.arange(box.size).reshape(box.shape)
     found: list[int] = []
@@ -110,4 +143,5 @@ def test_a_range_of_a_box_is_few_boxes_in_its_order(
         part = entries[piece.within(box)]
         found.extend(part.ravel().tolist())
     assert found == list(range(start, stop))
-    assert len(pieces) <= max(1, 2 * len(sides) - 1)
+    num_dims = len(box.shape)
+    assert len(pieces) <= max(1, 2 * num_dims - 1)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core.strategies import meshes_of
 from tests.matrix.sweep import all_meshes
 from weft.core.dimension import all_axes
 from weft.core.mesh import Mesh
@@ -16,13 +17,11 @@ from weft.errors import MeshError
 
 
 @st.composite
-def meshes(draw: st.DrawFn, most: int = 4) -> Mesh:
-    names = draw(st.lists(st.sampled_from(all_axes()), unique=True, max_size=4))
-    axes: list[tuple[str, int]] = []
-    for name in names:
-        degree = draw(st.integers(1, most))
-        axes.append((name, degree))
-    return Mesh(tuple(axes))
+def meshes(draw: st.DrawFn) -> Mesh:
+    """Meshes of up to four axes."""
+    names = st.lists(st.sampled_from(all_axes()), unique=True, max_size=4)
+    chosen = draw(names)
+    return draw(meshes_of(tuple(chosen)))
 
 
 @given(meshes())
@@ -57,11 +56,22 @@ def test_groups_hold_every_rank_once_and_differ_only_along_their_axes(
         assert len(fixed) == 1
 
 
-def test_tensor_parallel_group_differs_only_in_its_tp_coordinate_and_tp_varies_fastest() -> None:
+@pytest.mark.parametrize(
+    ("axis", "groups"),
+    [
+        ("tp", ["0 1", "2 3", "4 5", "6 7"]),
+        ("dp", ["0 2", "1 3", "4 6", "5 7"]),
+        ("pp", ["0 4", "1 5", "2 6", "3 7"]),
+    ],
+)
+def test_a_group_differs_only_in_the_coordinate_of_its_axis_and_tp_varies_fastest(
+    axis: str, groups: list[str]
+) -> None:
     mesh = Mesh.parse("pp2 dp2 tp2")
-    assert mesh.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert mesh.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert mesh.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    found = []
+    for ranks in mesh.groups(axis):
+        found.append(" ".join(map(str, ranks)))
+    assert found == groups
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core.strategies import attention_masks
 from weft.core.attention_mask import AttentionMask
 from weft.core.mesh import Mesh
 from weft.core.sequence import BlockMask, SequenceBlocks, length_unit, zigzag
 
-degrees, chunks = st.integers(1, 6), st.integers(1, 3)
-masks = st.one_of(
-    st.builds(AttentionMask, window=st.none() | st.integers(1, 12), prefix=st.integers(0, 8)),
-    st.builds(AttentionMask, causal=st.just(False), window=st.none() | st.integers(1, 12)),
-)
+degrees = st.integers(1, 6)
+chunks = st.integers(1, 3)
+masks = attention_masks()
 
 
 def columns(length: int, degree: int, index: int) -> list[int]:
-    return [column for span in zigzag(length, degree, index) for column in span]
+    found: list[int] = []
+    for span in zigzag(length, degree, index):
+        found.extend(span)
+    return found
 
 
 def pairs(
@@ -73,6 +76,35 @@ def visible_pairs(mask: AttentionMask, length: int) -> list[tuple[int, int]]:
     return [pair for pair in pairs if mask.allows(*pair)]
 
 
+@dataclass(frozen=True)
+class Documents:
+    """A sequence of documents, cut into chunks.
+
+    Attributes:
+        numbers: the document of each column.
+        ranges: the first and the last document of each chunk.
+    """
+
+    chunk_length: int
+    numbers: list[int]
+    ranges: list[tuple[int, int]]
+
+    @staticmethod
+    def of(starts: list[bool], num_chunks: int) -> Documents:
+        """From the columns at which a document starts."""
+        numbers = list(itertools.accumulate(map(int, starts)))
+        chunk_length = len(numbers) // num_chunks
+        ranges = []
+        for first in range(0, len(numbers), chunk_length):
+            of_chunk = numbers[first : first + chunk_length]
+            ranges.append((min(of_chunk), max(of_chunk)))
+        return Documents(chunk_length, numbers, ranges)
+
+    def range_of(self, column: int) -> tuple[int, int]:
+        """The first and the last document of the chunk of a column."""
+        return self.ranges[column // self.chunk_length]
+
+
 @given(degrees, chunks, masks, st.data())
 def test_blocks_hold_every_pair_within_a_document_and_skip_chunks_without_one(
     degree: int, chunk: int, mask: AttentionMask, data: st.DataObject
@@ -80,28 +112,23 @@ def test_blocks_hold_every_pair_within_a_document_and_skip_chunks_without_one(
     num_chunks = 1 if degree == 1 else 2 * degree
     length = 2 * degree * chunk
     starts = data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
-    document = list(itertools.accumulate(map(int, starts)))
-    size = length // num_chunks
-    ranges: list[tuple[int, int]] = []
-    for first in range(0, length, size):
-        numbers = document[first : first + size]
-        ranges.append((min(numbers), max(numbers)))
+    documents = Documents.of(starts, num_chunks)
     blocks = SequenceBlocks(
         length,
         degree,
         mask,
-        documents=(tuple(ranges),),
+        documents=(tuple(documents.ranges),),
         has_documents=True,
     )
     found = computed_pairs(blocks)
-    assert len(found) == len(set(found))
     computed = set(found)
+    assert len(found) == len(computed)
     for query, key in visible_pairs(mask, length):
-        if document[query] == document[key]:
+        if documents.numbers[query] == documents.numbers[key]:
             assert (query, key) in computed, "a pair is lost"
     for query, key in found:
-        first_of_query, last_of_query = ranges[query // size]
-        first_of_key, last_of_key = ranges[key // size]
+        first_of_query, last_of_query = documents.range_of(query)
+        first_of_key, last_of_key = documents.range_of(key)
         assert first_of_query <= last_of_key
         assert first_of_key <= last_of_query
 
@@ -129,16 +156,14 @@ def test_a_narrow_window_leaves_turns_out() -> None:
     """The picture of Note [Skipped blocks]."""
     blocks = SequenceBlocks(32, 4, AttentionMask(window=5))
     assert blocks.ring_turns == (0, 1, 3)
-    chunk_sources = {number: set() for number in range(8)}
-    for index in range(4):
-        for source in range(4):
-            for block in blocks.block_masks(index, source):
-                first_query = blocks.columns(index)[block.queries][0]
-                chunk_sources[first_query // 4].add(source)
+    sources_of_chunk: list[set[int]] = [set() for _ in range(8)]
+    for index, source in itertools.product(range(4), repeat=2):
+        for block in blocks.block_masks(index, source):
+            first_query = blocks.columns(index)[block.queries][0]
+            sources_of_chunk[first_query // 4].add(source)
     drawn = ["0", "01", "12", "23", "3", "32", "21", "10"]
-    assert [chunk_sources[number] for number in range(8)] == [
-        set(map(int, ranks)) for ranks in drawn
-    ]
+    for sources, ranks in zip(sources_of_chunk, drawn, strict=True):
+        assert sources == set(map(int, ranks))
 
 
 @given(degrees, chunks)
@@ -147,18 +172,16 @@ def test_in_every_turn_of_the_ring_every_rank_computes_the_same_number_of_scores
 ) -> None:
     length = 2 * degree * chunk
     blocks = SequenceBlocks(length, degree, AttentionMask())
+    own_scores = chunk * (2 * chunk + 1)
+    scores_of_others = 2 * chunk**2
     for turn in range(degree):
-        work = set()
+        expected = scores_of_others if turn else own_scores
         for index in range(degree):
             source = (index - turn) % degree
-            found = [
-                pair
-                for block in blocks.block_masks(index, source)
-                for pair in pairs(block, blocks, index, source)
-            ]
-            work.add(len(found))
-        expected_work = {2 * chunk**2 if turn else chunk * (2 * chunk + 1)}
-        assert work == expected_work
+            num_scores = 0
+            for block in blocks.block_masks(index, source):
+                num_scores += len(pairs(block, blocks, index, source))
+            assert num_scores == expected
 
 
 @pytest.mark.parametrize(

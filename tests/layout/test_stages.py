@@ -12,16 +12,23 @@ from weft.core.model_config import BlockSpec
 from weft.errors import PlanError
 from weft.layout.stages import split_by_cost, split_by_counts
 
+HIDDEN = ("batch", "seq", 8)
+LOSS = BlockSpec("loss", 0, (), is_layer=False)
+
+
+def layers_of(costs: list[int]) -> tuple[BlockSpec, ...]:
+    layers = []
+    for index, cost in enumerate(costs):
+        layer = BlockSpec(f"layer{index}", cost, HIDDEN, is_layer=True)
+        layers.append(layer)
+    return tuple(layers)
+
 
 def chain(costs: list[int], head: int = 0) -> tuple[BlockSpec, ...]:
-    hidden = ("batch", "seq", 8)
-    specs = [BlockSpec("embed", 0, hidden, is_layer=False)]
-    for index, cost in enumerate(costs):
-        layer = BlockSpec(f"layer{index}", cost, hidden, is_layer=True)
-        specs.append(layer)
-    specs.append(BlockSpec("head", head, hidden, is_layer=False))
-    specs.append(BlockSpec("loss", 0, (), is_layer=False))
-    return tuple(specs)
+    """Embedding, layers, head and loss."""
+    first = BlockSpec("embed", 0, HIDDEN, is_layer=False)
+    last = BlockSpec("head", head, HIDDEN, is_layer=False)
+    return (first, *layers_of(costs), last, LOSS)
 
 
 def num_layers(stages: tuple[tuple[str, ...], ...]) -> list[int]:
@@ -45,7 +52,8 @@ def test_no_other_split_has_a_faster_slowest_stage(
     num_stages = data.draw(st.integers(1, len(costs)))
     blocks = chain(costs, head)
     stages = split_by_cost(blocks, num_stages)
-    assert list(itertools.chain(*stages)) == [block.name for block in blocks]
+    in_order = [name for stage in stages for name in stage]
+    assert in_order == [block.name for block in blocks]
     last_with_head = costs[-1] + head
     weights = [*costs[:-1], last_with_head]
     assert slowest_stage(blocks, stages) == least_slowest(weights, num_stages)
@@ -53,7 +61,11 @@ def test_no_other_split_has_a_faster_slowest_stage(
 
 def slowest_stage(blocks: tuple[BlockSpec, ...], stages: tuple[tuple[str, ...], ...]) -> float:
     price = {block.name: block.flops for block in blocks}
-    return max(sum(price[name] for name in stage) for stage in stages)
+    slowest = 0.0
+    for stage in stages:
+        cost = sum(price[name] for name in stage)
+        slowest = max(slowest, cost)
+    return slowest
 
 
 def least_slowest(weights: list[int], num_stages: int) -> int:
@@ -95,36 +107,35 @@ def test_counts_of_the_user_are_used() -> None:
     ],
 )
 def test_counts_that_do_not_add_up_are_rejected(counts: tuple[int, ...], message: str) -> None:
-    with pytest.raises(
-        PlanError, match=rf"pipeline\.split: .*{message}.*first and the last may be 0"
-    ):
-        split_by_counts(chain([1] * 6), counts)
+    blocks = chain([1] * 6)
+    line = rf"pipeline\.split: .*{message}.*first and the last may be 0"
+    with pytest.raises(PlanError, match=line):
+        split_by_counts(blocks, counts)
 
 
 def test_the_first_and_the_last_stage_may_have_no_layer() -> None:
-    assert split_by_counts(chain([1] * 2), (0, 1, 1, 0)) == (
+    blocks = chain([1] * 2)
+    assert split_by_counts(blocks, (0, 1, 1, 0)) == (
         ("embed",),
         ("layer0",),
         ("layer1",),
         ("head", "loss"),
     )
-    assert split_by_counts(chain([1] * 2), (2, 0)) == (
+    assert split_by_counts(blocks, (2, 0)) == (
         ("embed", "layer0", "layer1"),
         ("head", "loss"),
     )
 
 
-def test_an_end_without_blocks_of_its_own_needs_a_layer() -> None:
-    bare = chain([1] * 3)[1:4]  # layers only
-    loss = (*bare, chain([1])[-1])
-    for blocks in (bare, loss):
-        for counts in ((0, 3), (3, 0)):
-            with pytest.raises(
-                PlanError, match=r"has no layer \(.*need at least one layer a stage\)"
-            ):
-                split_by_counts(blocks, counts)
-        with pytest.raises(PlanError, match="need at most 3 stages"):
-            split_by_cost(blocks, 4)
+@pytest.mark.parametrize("last", [(), (LOSS,)], ids=["layers alone", "layers and loss"])
+def test_an_end_without_blocks_of_its_own_needs_a_layer(last: tuple[BlockSpec, ...]) -> None:
+    blocks = (*layers_of([1] * 3), *last)
+    no_layer = r"has no layer \(.*need at least one layer a stage\)"
+    for counts in ((0, 3), (3, 0)):
+        with pytest.raises(PlanError, match=no_layer):
+            split_by_counts(blocks, counts)
+    with pytest.raises(PlanError, match="need at most 3 stages"):
+        split_by_cost(blocks, 4)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(0, 30))
