@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -83,26 +83,40 @@ def run_of(case: Case, **updates: object) -> Run:
 
 HALF = PrecisionConfig(params="float32", compute="bfloat16", reduce="float32")
 SCALED = PrecisionConfig(params="float32", compute="float16", reduce="float32")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A layout, and what differs from the usual run."""
+
+    case: Case
+    updates: dict[str, object] = field(default_factory=dict)
+
+
+BATCH_OF_2 = {"layers": 2, "microbatches": 2}
+BATCH_OF_1 = {"layers": 2, "microbatches": 1}
 SAME = {
-    "dp3": (Case("dp3", family="gpt2", layers=2, microbatches=2), {}),
-    "pp2 tp2 dp2": (Case("pp2 tp2 dp2", grouped=True, sequence=True, layers=2, microbatches=2), {}),
-    "dp4 zero 3": (Case("dp4", zero=3, layers=2, microbatches=1), {}),
-    "bfloat16": (Case("dp3", zero=1, layers=2, microbatches=1), {"precision": HALF}),
-    "float16": (Case("dp2", family="gpt2", layers=2, microbatches=1), {"precision": SCALED}),
-    "sgd": (Case("dp3", layers=2, microbatches=1), {"optim": OptimConfig(name="sgd")}),
+    "dp3": Resumed(Case("dp3", family="gpt2", **BATCH_OF_2)),
+    "pp2 tp2 dp2": Resumed(Case("pp2 tp2 dp2", grouped=True, sequence=True, **BATCH_OF_2)),
+    "dp4 zero 3": Resumed(Case("dp4", zero=3, **BATCH_OF_1)),
+    "bfloat16": Resumed(Case("dp3", zero=1, **BATCH_OF_1), {"precision": HALF}),
+    "float16": Resumed(Case("dp2", family="gpt2", **BATCH_OF_1), {"precision": SCALED}),
+    "sgd": Resumed(Case("dp3", **BATCH_OF_1), {"optim": OptimConfig(name="sgd")}),
 }
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_ten_steps_are_five_and_five_to_the_last_bit(name, tmp_path):
-    case, updates = SAME[name]
-    run = run_of(case, **updates)
+    case = SAME[name].case
+    run = run_of(case, **SAME[name].updates)
     path = tmp_path / "step-000005"
-    straight = run_ranks(case.mesh, Stretch(case, run, 0, 10))
-    stretch = Stretch(case, run, 0, 5, save=path)
-    before = run_ranks(case.mesh, stretch)
+    all_ten = Stretch(case, run, 0, 10)
+    straight = run_ranks(case.mesh, all_ten)
+    first_five = Stretch(case, run, 0, 5, save=path)
+    before = run_ranks(case.mesh, first_five)
     other_seed = run.model_copy(update={"seed": 12345})  # nothing may come from starting values
-    after = run_ranks(case.mesh, Stretch(case, other_seed, 5, 10, load=path))
+    last_five = Stretch(case, other_seed, 5, 10, load=path)
+    after = run_ranks(case.mesh, last_five)
     for whole, one, two in zip(straight, before, after, strict=True):
         assert whole[0] == one[0] + two[0]
         assert whole[2] == two[2], "the loss scale"

@@ -433,40 +433,155 @@ STRICT = "{% for m in messages %}\n{% if m.role == 'bot' %}{{ raise_exception('n
 BLIND = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.role + m.content }}{% endif %}{% endfor %}"
 LAST_ONLY = "{{ messages[-1].role }}: {{ messages[-1].content }}"
 
-RECORDS: dict[str, tuple[str, list[Any], str, str]] = {
-    # name: (format, records, template, part of the line)
-    "no JSON record": ("chat", [GOOD, "{"], "chatml", "c.jsonl:2"),
-    "mixed forms": ("auto", [GOOD, PAIR], "chatml", "c.jsonl:2 has no 'messages'"),
-    "another form": ("chat", [PAIR], "chatml", "--data.format preference"),
-    "unknown fields": ("auto", [{"body": "x"}], "chatml", "of no known format"),
-    "no answer": ("chat", [GOOD, {"messages": [ASK]}], "chatml", "c.jsonl:2: no message is of the role 'assistant'"),
-    "a role that raises": ("chat", [GOOD, {"messages": [{"role": "bot", "content": "x"}, ANSWER]}], "t.jinja",
-                           "t.jinja line 2 does not render c.jsonl:2: no bots"),
-    "a role that is left out": ("chat", [{"messages": [{"role": "tool", "content": "x"}, *GOOD["messages"]]}], "blind.jinja",
-                                "leaves out messages of the role 'tool'"),
-    "no messages": ("chat", [{"messages": []}], "chatml", "'messages' is empty"),
-    "messages are text": ("chat", [{"messages": "hi"}], "chatml", "is no list"),
-    "a message is text": ("chat", [{"messages": ["hi"]}], "chatml", "message 1 of 'messages' is no object"),
-    "no role": ("chat", [{"messages": [{"content": "hi"}]}], "chatml", "has no role"),
-    "no content": ("chat", [{"messages": [ASK, {"role": "assistant"}]}], "chatml", "has no content"),
-    "a number as content": ("chat", [{"messages": [ASK, {"role": "assistant", "content": 3}]}], "chatml", "no text but int"),
-    "a template that is none": ("chat", [GOOD], "broken.jinja", "broken.jinja line 1 does not render c.jsonl:1"),
-    "a template without a file": ("chat", [GOOD], "nowhere.jinja", "no such file"),
-    "a template that is a device": ("chat", [GOOD], "/dev/zero", "regular file"),
-    "an undefined variable": ("chat", [GOOD], "undefined.jinja", "'nothing' is undefined"),
-    "a template that escapes": ("chat", [GOOD], "escape.jinja", "unsafe"),
-    "turns that change": ("chat", [{"messages": [ASK, ANSWER, ASK, ANSWER]}], "last.jinja", "mark answers by"),
-    "no template": ("chat", [GOOD], "", "the tokenizer has no chat template"),
-    "no pairs without dpo": ("auto", [PAIR], "", "--loss dpo"),
-    "a pair without prompt": ("preference", [{"chosen": "b", "rejected": "c"}], "", "has no 'prompt'"),
-    "a pair of equals": ("preference", [PAIR, {**PAIR, "rejected": "b"}], "", "c.jsonl:2: chosen and rejected are the same"),
-    "a prompt of numbers": ("prompt", [{"prompt": [3], "completion": "b"}], "", "'prompt' is not text"),
-    "a completion of a number": ("prompt", [{"prompt": "a", "completion": 7}], "", "'completion' is not text"),
-    "an output of null": ("instruction", [{"instruction": "a", "output": None}], "chatml", "has no 'output'"),
-    "empty prompt and completion": ("prompt", [{"prompt": "", "completion": ""}], "", "is empty"),
-    "all targets masked": ("prompt", [{"prompt": "a" * 200, "completion": "b"}], "", "no target is left"),
-    "no record": ("chat", [], "chatml", "is empty"),
-}  # fmt: skip
+
+@dataclass(frozen=True)
+class RecordFile:
+    """A file of records that is rejected.
+
+    Attributes:
+        rows: its lines, text as it is and other values as JSON.
+        said: a part of the line of the error.
+    """
+
+    form: str
+    rows: list[Any]
+    template: str
+    said: str
+
+    @property
+    def text(self) -> str:
+        lines = []
+        for row in self.rows:
+            line = row if isinstance(row, str) else json.dumps(row)
+            lines.append(f"{line}\n")
+        return "".join(lines)
+
+    @property
+    def words_of_train(self) -> tuple[str, ...]:
+        words = ["train", "--data.source", "c.jsonl", "--data.format", self.form]
+        if self.template:
+            words += ["--data.chat_template", self.template]
+        if self.form == "preference":
+            words += ["--loss", "dpo"]
+        return tuple(words)
+
+    @property
+    def words_of_prepare(self) -> tuple[str, ...]:
+        words = ["data", "prepare", "c.jsonl", "--out", "new", "--format", self.form]
+        if self.template:
+            words += ["--chat_template", self.template]
+        return tuple(words)
+
+
+RECORDS: dict[str, RecordFile] = {
+    "no JSON record": RecordFile("chat", [GOOD, "{"], template="chatml", said="c.jsonl:2"),
+    "mixed forms": RecordFile(
+        "auto", [GOOD, PAIR], template="chatml", said="c.jsonl:2 has no 'messages'"
+    ),
+    "another form": RecordFile("chat", [PAIR], template="chatml", said="--data.format preference"),
+    "unknown fields": RecordFile(
+        "auto", [{"body": "x"}], template="chatml", said="of no known format"
+    ),
+    "no answer": RecordFile(
+        "chat",
+        [GOOD, {"messages": [ASK]}],
+        template="chatml",
+        said="c.jsonl:2: no message is of the role 'assistant'",
+    ),
+    "a role that raises": RecordFile(
+        "chat",
+        [GOOD, {"messages": [{"role": "bot", "content": "x"}, ANSWER]}],
+        template="t.jinja",
+        said="t.jinja line 2 does not render c.jsonl:2: no bots",
+    ),
+    "a role that is left out": RecordFile(
+        "chat",
+        [{"messages": [{"role": "tool", "content": "x"}, *GOOD["messages"]]}],
+        template="blind.jinja",
+        said="leaves out messages of the role 'tool'",
+    ),
+    "no messages": RecordFile(
+        "chat", [{"messages": []}], template="chatml", said="'messages' is empty"
+    ),
+    "messages are text": RecordFile(
+        "chat", [{"messages": "hi"}], template="chatml", said="is no list"
+    ),
+    "a message is text": RecordFile(
+        "chat",
+        [{"messages": ["hi"]}],
+        template="chatml",
+        said="message 1 of 'messages' is no object",
+    ),
+    "no role": RecordFile(
+        "chat", [{"messages": [{"content": "hi"}]}], template="chatml", said="has no role"
+    ),
+    "no content": RecordFile(
+        "chat",
+        [{"messages": [ASK, {"role": "assistant"}]}],
+        template="chatml",
+        said="has no content",
+    ),
+    "a number as content": RecordFile(
+        "chat",
+        [{"messages": [ASK, {"role": "assistant", "content": 3}]}],
+        template="chatml",
+        said="no text but int",
+    ),
+    "a template that is none": RecordFile(
+        "chat",
+        [GOOD],
+        template="broken.jinja",
+        said="broken.jinja line 1 does not render c.jsonl:1",
+    ),
+    "a template without a file": RecordFile(
+        "chat", [GOOD], template="nowhere.jinja", said="no such file"
+    ),
+    "a template that is a device": RecordFile(
+        "chat", [GOOD], template="/dev/zero", said="regular file"
+    ),
+    "an undefined variable": RecordFile(
+        "chat", [GOOD], template="undefined.jinja", said="'nothing' is undefined"
+    ),
+    "a template that escapes": RecordFile("chat", [GOOD], template="escape.jinja", said="unsafe"),
+    "turns that change": RecordFile(
+        "chat",
+        [{"messages": [ASK, ANSWER, ASK, ANSWER]}],
+        template="last.jinja",
+        said="mark answers by",
+    ),
+    "no template": RecordFile(
+        "chat", [GOOD], template="", said="the tokenizer has no chat template"
+    ),
+    "no pairs without dpo": RecordFile("auto", [PAIR], template="", said="--loss dpo"),
+    "a pair without prompt": RecordFile(
+        "preference", [{"chosen": "b", "rejected": "c"}], template="", said="has no 'prompt'"
+    ),
+    "a pair of equals": RecordFile(
+        "preference",
+        [PAIR, {**PAIR, "rejected": "b"}],
+        template="",
+        said="c.jsonl:2: chosen and rejected are the same",
+    ),
+    "a prompt of numbers": RecordFile(
+        "prompt", [{"prompt": [3], "completion": "b"}], template="", said="'prompt' is not text"
+    ),
+    "a completion of a number": RecordFile(
+        "prompt", [{"prompt": "a", "completion": 7}], template="", said="'completion' is not text"
+    ),
+    "an output of null": RecordFile(
+        "instruction",
+        [{"instruction": "a", "output": None}],
+        template="chatml",
+        said="has no 'output'",
+    ),
+    "empty prompt and completion": RecordFile(
+        "prompt", [{"prompt": "", "completion": ""}], template="", said="is empty"
+    ),
+    "all targets masked": RecordFile(
+        "prompt", [{"prompt": "a" * 200, "completion": "b"}], template="", said="no target is left"
+    ),
+    "no record": RecordFile("chat", [], template="chatml", said="is empty"),
+}
 PREPARED_RECORDS = (
     "mixed forms",
     "another form",
@@ -496,19 +611,12 @@ def _with_templates(name: str, content: str | bytes) -> Change:
 
 
 def records() -> Iterator[Case]:
-    for name, (form, rows, template, line) in RECORDS.items():
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        text = "".join(f"{line}\n" for line in lines)
-        change = _with_templates("c.jsonl", text)
-        chosen = ("--data.chat_template", template) if template else ()
-        loss = ("--loss", "dpo") if form == "preference" else ()
-        words = ("train", "--data.source", "c.jsonl", "--data.format", form, *chosen, *loss)
-        yield Case(name, words, line, change)
-        if name not in PREPARED_RECORDS:
-            continue
-        own = ("--chat_template", template) if template else ()
-        words = ("data", "prepare", "c.jsonl", "--out", "new", "--format", form, *own)
-        yield Case(f"prepare, {name}", words, line.replace("--data.format", "--format"), change)
+    for name, file in RECORDS.items():
+        change = _with_templates("c.jsonl", file.text)
+        yield Case(name, file.words_of_train, file.said, change)
+        if name in PREPARED_RECORDS:
+            said = file.said.replace("--data.format", "--format")
+            yield Case(f"prepare, {name}", file.words_of_prepare, said, change)
     chat = write("c.jsonl", json.dumps(GOOD) + "\n")
     given = (
         "train",
@@ -750,31 +858,43 @@ def _values(value: float) -> Change:
     return change
 
 
+HeaderChange = Callable[[dict[str, Any]], object]
+
+
+def _entry(tensor: str, **fields: Any) -> HeaderChange:
+    """Fields of a tensor's entry replaced."""
+    return lambda header: header[tensor].update(fields)
+
+
+def _norm(**fields: Any) -> HeaderChange:
+    return _entry(NORM, **fields)
+
+
 def _weights() -> Iterator[Case]:
     _, data = tensors()
-    header_changes: dict[str, Callable[[dict[str, Any]], object]] = {
+    header_changes: dict[str, HeaderChange] = {
         "a tensor is missing": lambda h: h.pop(NORM),
         "a tensor is left over": lambda h: h.update(evil=h[NORM]),
-        "two tensors over the same bytes": lambda h: h[NORM].update(data_offsets=[0, 32]),
-        "offsets reversed": lambda h: h[NORM].update(data_offsets=[64, 32]),
-        "offsets negative": lambda h: h[NORM].update(data_offsets=[-32, 0]),
-        "offsets beyond": lambda h: h[NORM].update(data_offsets=[10**15, 10**15 + 32]),
-        "offsets as text": lambda h: h[NORM].update(data_offsets=["0", "32"]),
-        "offsets as floats": lambda h: h[NORM].update(data_offsets=[0.0, 32.0]),
-        "three offsets": lambda h: h[NORM].update(data_offsets=[0, 16, 32]),
-        "shape as text": lambda h: h[NORM].update(shape=["8"]),
-        "shape as floats": lambda h: h[NORM].update(shape=[8.0]),
-        "shape of true": lambda h: h[NORM].update(shape=[8, True]),
-        "shape negative": lambda h: h[NORM].update(shape=[-8]),
-        "shape of 10^18": lambda h: h[NORM].update(shape=[10**18]),
-        "shape of 0 x 2^62": lambda h: h[NORM].update(shape=[0, 2**62]),
-        "shape of 1,000 dims": lambda h: h[NORM].update(shape=[1] * 1000 + [8]),
-        "shape another": lambda h: h[Q].update(shape=[4, 16]),
-        "dtype unknown": lambda h: h[NORM].update(dtype="F3"),
-        "dtype I64": lambda h: h[NORM].update(dtype="I64"),
-        "dtype F8": lambda h: h[NORM].update(dtype="F8_E4M3"),
-        "dtype a list": lambda h: h[NORM].update(dtype=["F32"]),
-        "dtype another": lambda h: h[NORM].update(dtype="F16"),
+        "two tensors over the same bytes": _norm(data_offsets=[0, 32]),
+        "offsets reversed": _norm(data_offsets=[64, 32]),
+        "offsets negative": _norm(data_offsets=[-32, 0]),
+        "offsets beyond": _norm(data_offsets=[10**15, 10**15 + 32]),
+        "offsets as text": _norm(data_offsets=["0", "32"]),
+        "offsets as floats": _norm(data_offsets=[0.0, 32.0]),
+        "three offsets": _norm(data_offsets=[0, 16, 32]),
+        "shape as text": _norm(shape=["8"]),
+        "shape as floats": _norm(shape=[8.0]),
+        "shape of true": _norm(shape=[8, True]),
+        "shape negative": _norm(shape=[-8]),
+        "shape of 10^18": _norm(shape=[10**18]),
+        "shape of 0 x 2^62": _norm(shape=[0, 2**62]),
+        "shape of 1,000 dims": _norm(shape=[1] * 1000 + [8]),
+        "shape another": _entry(Q, shape=[4, 16]),
+        "dtype unknown": _norm(dtype="F3"),
+        "dtype I64": _norm(dtype="I64"),
+        "dtype F8": _norm(dtype="F8_E4M3"),
+        "dtype a list": _norm(dtype=["F32"]),
+        "dtype another": _norm(dtype="F16"),
         "an entry is a list": lambda h: h.update({NORM: [1, 2]}),
         "an entry is null": lambda h: h.update({NORM: None}),
         "no offsets": lambda h: h[NORM].pop("data_offsets"),
@@ -845,34 +965,53 @@ def _indexes() -> Iterator[Case]:
 # ---------------------------------------------------------------------------------------------- runs and checkpoints
 
 
+TENSOR = "model/head.norm.weight"
+ManifestChange = Callable[[dict[str, Any]], object]
+
+
+def _manifest_fields(**fields: Any) -> ManifestChange:
+    return lambda manifest: manifest.update(fields)
+
+
+def _facts(**fields: Any) -> ManifestChange:
+    return lambda manifest: manifest["facts"].update(fields)
+
+
+def _tensor(**fields: Any) -> ManifestChange:
+    return lambda manifest: manifest["tensors"][TENSOR].update(fields)
+
+
+def _piece(**fields: Any) -> ManifestChange:
+    return lambda manifest: manifest["tensors"][TENSOR]["pieces"][0].update(fields)
+
+
 def checkpoints() -> Iterator[Case]:
     manifest = f"{STEP}/manifest.json"
     data_file = f"{STEP}/rank-00000.safetensors"
-    name = "model/head.norm.weight"
-    forged: dict[str, Callable[[dict[str, Any]], object]] = {
-        "format 99": lambda m: m.update(format=99),
-        "format text": lambda m: m.update(format="1"),
-        "step -1": lambda m: m["facts"].update(step=-1),
-        "step text": lambda m: m["facts"].update(step="3"),
+    forged: dict[str, ManifestChange] = {
+        "format 99": _manifest_fields(format=99),
+        "format text": _manifest_fields(format="1"),
+        "step -1": _facts(step=-1),
+        "step text": _facts(step="3"),
         "no facts": lambda m: m.pop("facts"),
-        "an unknown key": lambda m: m.update(evil=1),
-        "family unknown": lambda m: m["facts"].update(family="evil"),
-        "family of images": lambda m: m["facts"].update(family="mnist"),
+        "an unknown key": _manifest_fields(evil=1),
+        "family unknown": _facts(family="evil"),
+        "family of images": _facts(family="mnist"),
         "another architecture": lambda m: m["facts"]["architecture"].update(dim=64),
         "a path": lambda m: m["files"].update({"../../../etc/passwd": m["files"].popitem()[1]}),
-        "block_bytes 0": lambda m: m.update(block_bytes=0),
-        "block_bytes 1": lambda m: m.update(block_bytes=1),
-        "a shape of 10^15": lambda m: m["tensors"][name].update(shape=[10**15]),
-        "a piece outside": lambda m: m["tensors"][name]["pieces"][0].update(hi=[64]),
-        "a piece at -1": lambda m: m["tensors"][name]["pieces"][0].update(at=-1),
-        "a piece at 10^18": lambda m: m["tensors"][name]["pieces"][0].update(at=10**18),
-        "a piece of two dims": lambda m: m["tensors"][name]["pieces"][0].update(
+        "block_bytes 0": _manifest_fields(block_bytes=0),
+        "block_bytes 1": _manifest_fields(block_bytes=1),
+        "a shape of 10^15": _tensor(shape=[10**15]),
+        "a piece outside": _piece(hi=[64]),
+        "a piece at -1": _piece(at=-1),
+        "a piece at 10^18": _piece(at=10**18),
+        "a piece of two dims": _piece(
             lo=[0, 0],
             hi=[1, 1],
         ),
-        "a dtype": lambda m: m["tensors"][name].update(dtype="object"),
-        "no crc": lambda m: m["tensors"][name]["pieces"][0].update(crc32=[]),
-        "another crc": lambda m: m["tensors"][name]["pieces"][0].update(crc32=[1]),
+        "a dtype": _tensor(dtype="object"),
+        "no crc": _piece(crc32=[]),
+        "another crc": _piece(crc32=[1]),
     }
     generate = ("generate", STEP, "--prompt", "x")
     for case, change in forged.items():
@@ -1372,22 +1511,60 @@ SLURM = (
 UNSUPERVISED = "is set, and ranks as threads are not started again"
 
 
+@dataclass(frozen=True)
+class Start:
+    """A way to start ranks, with flags that it rejects."""
+
+    way: str
+    env: tuple[tuple[str, str], ...]
+    words: tuple[str, ...]
+    said: str
+
+
 def starts() -> Iterator[Case]:
     threads = ("--transport", "threads")
-    rows: tuple[tuple[str, tuple[tuple[str, str], ...], tuple[str, ...], str], ...] = (
-        ("processes", (), ("--nproc", "1"), "or --run.elastic True for the best smaller layout"),
-        ("threads", (), (*threads, "--save.memory_every", "5"), f"memory_every: {UNSUPERVISED}"),
-        ("threads", (), (*threads, "--run.restarts", "3"), f"run.restarts: {UNSUPERVISED}"),
-        ("threads", (), (*threads, "--run.timeout_s", "-9"), "run.timeout_s"),
-        ("threads", (), (*threads, "--port", "29500"), "port: is set, and ranks as threads need"),
-        ("torchrun", TORCHRUN, threads, "transport: ranks as threads cannot be started"),
-        ("torchrun", TORCHRUN, ("--nproc", "4"), "nproc: differs"),
-        ("Slurm", SLURM, threads, "transport: ranks as threads cannot be started"),
-        ("Slurm", SLURM, ("--nproc", "4"), "nproc: differs"),
+    rows = (
+        Start(
+            "processes",
+            env=(),
+            words=("--nproc", "1"),
+            said="or --run.elastic True for the best smaller layout",
+        ),
+        Start(
+            "threads",
+            env=(),
+            words=(*threads, "--save.memory_every", "5"),
+            said=f"memory_every: {UNSUPERVISED}",
+        ),
+        Start(
+            "threads",
+            env=(),
+            words=(*threads, "--run.restarts", "3"),
+            said=f"run.restarts: {UNSUPERVISED}",
+        ),
+        Start("threads", env=(), words=(*threads, "--run.timeout_s", "-9"), said="run.timeout_s"),
+        Start(
+            "threads",
+            env=(),
+            words=(*threads, "--port", "29500"),
+            said="port: is set, and ranks as threads need",
+        ),
+        Start(
+            "torchrun",
+            env=TORCHRUN,
+            words=threads,
+            said="transport: ranks as threads cannot be started",
+        ),
+        Start("torchrun", env=TORCHRUN, words=("--nproc", "4"), said="nproc: differs"),
+        Start(
+            "Slurm", env=SLURM, words=threads, said="transport: ranks as threads cannot be started"
+        ),
+        Start("Slurm", env=SLURM, words=("--nproc", "4"), said="nproc: differs"),
     )
-    for way, env, words, line in rows:
-        name = f"{way} {' '.join(words)}"
-        yield Case(name, ("train", "--mesh", "dp2", *words), line, env=env)
+    for row in rows:
+        name = f"{row.way} {' '.join(row.words)}"
+        words = ("train", "--mesh", "dp2", *row.words)
+        yield Case(name, words, row.said, env=row.env)
     launch = ("launch", "slurm", "--mesh", "dp2", "--dry-run")
     yield Case("launch with threads", (*launch, *threads), "ranks as threads")
     yield Case("launch, no such URL", (*launch, "--out", "nowhere://x/y"), "unknown file system")

@@ -77,18 +77,42 @@ LAYOUT: Mapping[str, Has] = {
 }
 """Columns of the table of pairs; `select` and `full` are recomputation, `docs` packed documents."""
 
+
+def _ungrouped(family: str) -> Has:
+    return lambda case: case.family == family and not case.grouped
+
+
+def _accumulates(case: Case) -> bool:
+    return case.microbatches > 1
+
+
+def _clips_otherwise(case: Case) -> bool:
+    return case.clip != CLIP
+
+
+def _nests_otherwise(case: Case) -> bool:
+    """The mesh lists its axes in another order than the table."""
+    usual = [name for name in LAYOUT if _axis(name)(case)]
+    return [axis for axis, _ in case.grid.axes] != usual
+
+
+def _has_many_ranks(case: Case) -> bool:
+    return case.grid.size >= 16
+
+
+UNGROUPED = ("gpt2", "llama3")
 FEATURES: Mapping[str, Has] = {
-    **{name: lambda case, name=name: case.family == name and not case.grouped for name in ("gpt2", "llama3")},
+    **{name: _ungrouped(name) for name in UNGROUPED},
     "llama3, tied, grouped": _is("grouped", True),
-    **{name: _is("family", name) for name in TEXT_FAMILIES if name not in ("gpt2", "llama3")},
+    **{name: _is("family", name) for name in TEXT_FAMILIES if name not in UNGROUPED},
     **{name: _is("schedule", name) for name in SCHEDULES},
     **LAYOUT,
     "1 micro-batch": _is("microbatches", 1),
-    "accumulation": lambda case: case.microbatches > 1,
-    "no clipping": lambda case: case.clip != CLIP,
-    "other nesting": lambda case: [axis for axis, _ in case.grid.axes] != [a for a in LAYOUT if _axis(a)(case)],
-    "16 to 32 ranks": lambda case: case.grid.size >= 16,
-}  # fmt: skip
+    "accumulation": _accumulates,
+    "no clipping": _clips_otherwise,
+    "other nesting": _nests_otherwise,
+    "16 to 32 ranks": _has_many_ranks,
+}
 
 REJECTED = (
     '--mesh tp3',

@@ -105,10 +105,12 @@ def train_plain(run: Run, samples: Samples, *, num_sites: int, num_steps: int) -
     sites = [PlainSite.make(run, blocks, ties) for _ in range(num_sites)]
     outer = {}
     for name, param in sites[0].params.items():
-        outer[name] = nn.Parameter(param.detach().clone())
+        start = param.detach().clone()
+        outer[name] = nn.Parameter(start)
     site = run.site
+    has_momentum = site.momentum > 0
     outer_sgd = torch.optim.SGD(
-        outer.values(), lr=site.lr, momentum=site.momentum, nesterov=site.momentum > 0
+        outer.values(), lr=site.lr, momentum=site.momentum, nesterov=has_momentum
     )
     found = PlainRun()
     under_way: Tensors = {}
@@ -122,21 +124,29 @@ def train_plain(run: Run, samples: Samples, *, num_sites: int, num_steps: int) -
             norms.append(norm)
         found.losses.append(sum(losses) / num_sites)
         found.norms.append(sum(norms) / num_sites)
-        if step % site.every == 0:
+        step_of_round = step % site.every
+        if step_of_round == 0:
             under_way = mean_outer_gradient(sites, outer, WIRES[site.wire])
-        if under_way and step % site.every == site.overlap:
+        if under_way and step_of_round == site.overlap:
             for name, gradient in under_way.items():
                 outer[name].grad = gradient
             outer_sgd.step()
-            mix_into_sites(sites, outer, own_share=site.mix if site.overlap else 0.0)
+            own_share = site.mix if site.overlap else 0.0
+            mix_into_sites(sites, outer, own_share=own_share)
             under_way = {}
-    found.outer = {name: param.detach() for name, param in outer.items()}
+    found.outer = detached(outer)
     for each in sites:
-        found.sites.append({name: param.detach() for name, param in each.params.items()})
+        found.sites.append(detached(each.params))
     for name, param in outer.items():
         buffer = outer_sgd.state[param].get("momentum_buffer")
-        found.momentum[name] = torch.zeros_like(param) if buffer is None else buffer
+        if buffer is None:
+            buffer = torch.zeros_like(param)
+        found.momentum[name] = buffer
     return found
+
+
+def detached(params: Mapping[str, nn.Parameter]) -> Tensors:
+    return {name: param.detach() for name, param in params.items()}
 
 
 def initial_blocks(run: Run) -> tuple[dict[str, nn.Module], Mapping[str, str]]:

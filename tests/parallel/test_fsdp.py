@@ -489,36 +489,37 @@ class Branch(nn.Module):
         return self.left(x) if branch == "left" else torch.tanh(x)
 
 
+def has_gradient(net: nn.Module) -> dict[str, bool]:
+    return {name: param.grad is not None for name, param in net.named_parameters()}
+
+
+def decaying_adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay(zero: Any) -> None:
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(3, 2, 4, 3, dtype=torch.float64, generator=generator)
     branches = [("left", "right"), ("right", "right"), ("right", "left")]
-
-    def has_gradient(net: nn.Module) -> dict[str, bool]:
-        return {name: param.grad is not None for name, param in net.named_parameters()}
-
-    def adamw(net: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
-
     alone = Branches()
-    optimizer = adamw(alone)
     for x_of_rank, branches_of_rank in zip(x, branches, strict=True):
         for samples, branch in zip(x_of_rank, branches_of_rank, strict=True):
             loss = alone(samples, branch).sum() / 3
             loss.backward()
-    optimizer.step()
+    decaying_adamw(alone).step()
     expected = has_gradient(alone)
-    assert not all(expected.values())
+    assert not all(expected.values()), "a parameter is unused"
     nets = [Branches() for _ in range(3)]
 
     def rank_of(comm: Comm) -> tuple[dict[str, bool], dict[str, Tensor]]:
         net = FullyShardedDataParallel(nets[comm.rank], comm, zero=zero)
-        own_optimizer = adamw(net)
+        optimizer = decaying_adamw(net)
         for samples, branch in zip(x[comm.rank], branches[comm.rank], strict=True):
-            net(samples, branch).sum().backward()
+            loss = net(samples, branch).sum()
+            loss.backward()
         net.finish_gradient_synchronization()
-        own_optimizer.step()
+        optimizer.step()
         return has_gradient(net), net.full_state_dict()
 
     for has_grad, state in run_ranks("dp3", rank_of):

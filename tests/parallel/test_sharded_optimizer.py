@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,15 +16,30 @@ from weft.errors import DataError, PlanError
 from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
 from weft.testing import run_ranks
 
-OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.3}),
-    "Adam fused amsgrad": (torch.optim.Adam, {"lr": 1e-2, "fused": True, "amsgrad": True}),
-    "SGD with momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
-    "SGD": (torch.optim.SGD, {"lr": 1e-1}),
-    "NAdam": (torch.optim.NAdam, {"lr": 1e-2}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-1}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2, "centered": True}),
-    "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+
+@dataclass(frozen=True)
+class OptimizerCase:
+    """A class of torch and the options that it gets."""
+
+    kind: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any]
+
+
+OPTIMIZERS = {
+    "AdamW": OptimizerCase(torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.3}),
+    "Adam fused amsgrad": OptimizerCase(
+        torch.optim.Adam,
+        {"lr": 1e-2, "fused": True, "amsgrad": True},
+    ),
+    "SGD with momentum": OptimizerCase(
+        torch.optim.SGD,
+        {"lr": 1e-1, "momentum": 0.9, "nesterov": True},
+    ),
+    "SGD": OptimizerCase(torch.optim.SGD, {"lr": 1e-1}),
+    "NAdam": OptimizerCase(torch.optim.NAdam, {"lr": 1e-2}),
+    "Adagrad": OptimizerCase(torch.optim.Adagrad, {"lr": 1e-1}),
+    "RMSprop": OptimizerCase(torch.optim.RMSprop, {"lr": 1e-2, "centered": True}),
+    "Rprop": OptimizerCase(torch.optim.Rprop, {"lr": 1e-2}),
 }
 
 
@@ -72,14 +88,17 @@ def values(net: Net) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_equal_those_of_the_plain_optimizer(name: str) -> None:
-    kind, kwargs = OPTIMIZERS[name]
+    kind = OPTIMIZERS[name].kind
+    options = OPTIMIZERS[name].options
     plain = Net()
     nets = [Net() for _ in range(3)]
-    train(plain, kind(groups(plain), **kwargs))
+    theirs = kind(groups(plain), **options)
+    train(plain, theirs)
 
     def rank(comm: Comm) -> dict[str, Tensor]:
         net = nets[comm.rank]
-        train(net, ShardedOptimizer(groups(net), kind, comm, **kwargs))
+        ours = ShardedOptimizer(groups(net), kind, comm, **options)
+        train(net, ours)
         return values(net)
 
     for moved in run_ranks("dp3", rank):
@@ -111,10 +130,11 @@ def test_states_are_held_for_the_shard_of_the_rank_alone() -> None:
 def test_full_states_load_into_the_plain_optimizer_and_back_on_another_number_of_ranks(
     name: str,
 ) -> None:
-    kind, kwargs = OPTIMIZERS[name]
+    kind = OPTIMIZERS[name].kind
+    options = OPTIMIZERS[name].options
     plain = Net()
     nets = [Net() for _ in range(3)]
-    theirs = kind(groups(plain), **kwargs)
+    theirs = kind(groups(plain), **options)
     train(plain, theirs)
     saved = copy.deepcopy((plain.state_dict(), theirs.state_dict()))
     train(plain, theirs, first=4)
@@ -122,7 +142,7 @@ def test_full_states_load_into_the_plain_optimizer_and_back_on_another_number_of
     def rank(comm: Comm) -> tuple[dict[str, Any], dict[str, Tensor]]:
         net = nets[comm.rank]
         net.load_state_dict(saved[0])
-        optimizer = ShardedOptimizer(groups(net), kind, comm, **kwargs)
+        optimizer = ShardedOptimizer(groups(net), kind, comm, **options)
         optimizer.load_full_state_dict(copy.deepcopy(saved[1]))
         again = optimizer.full_state_dict()
         train(net, optimizer, first=4)

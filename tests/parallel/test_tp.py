@@ -48,47 +48,60 @@ class Gradients(NamedTuple):
 def test_column_then_row_is_the_whole_mlp_forward_and_backward(mesh: str, sequence: bool) -> None:
     up, down, x = whole_mlp()
     x.requires_grad_()
-    y = down(torch.tanh(up(x)))
+    hidden = torch.tanh(up(x))
+    y = down(hidden)
     weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
-    (y * weights).sum().backward()
+    loss = (y * weights).sum()
+    loss.backward()
 
     def own_part(whole: Tensor, comm: Comm) -> Tensor:
         """The rank's part of the sequence under sequence parallelism, otherwise all of it."""
         if not sequence:
             return whole.detach()
-        return whole.detach().chunk(comm.degree("tp"), 1)[comm.index("tp")]
+        parts = whole.detach().chunk(comm.degree("tp"), 1)
+        return parts[comm.index("tp")]
+
+    def own_features(comm: Comm) -> slice:
+        """Of the 10 between the two linears."""
+        lo, hi = span(10, comm.degree("tp"), comm.index("tp"))
+        return slice(lo, hi)
 
     def expected(comm: Comm) -> Gradients:
-        lo, hi = span(10, comm.degree("tp"), comm.index("tp"))
+        features = own_features(comm)
         return Gradients(
             out=own_part(y, comm),
             x=own_part(x.grad, comm),
-            up=up.weight.grad[lo:hi],
-            up_bias=up.bias.grad[lo:hi],
-            down=down.weight.grad[:, lo:hi],
+            up=up.weight.grad[features],
+            up_bias=up.bias.grad[features],
+            down=down.weight.grad[:, features],
             down_bias=down.bias.grad,
         )
 
     def actual(comm: Comm) -> Gradients:
-        lo, hi = span(10, comm.degree("tp"), comm.index("tp"))
+        features = own_features(comm)
         options = {"comm": comm, "sequence_parallel": sequence, "dtype": torch.float64}
         column = ColumnParallelLinear(6, 10, **options)
         row = RowParallelLinear(10, 6, **options)
         with torch.no_grad():
-            column.weight.copy_(up.weight[lo:hi])
-            column.bias.copy_(up.bias[lo:hi])
-            row.weight.copy_(down.weight[:, lo:hi])
+            column.weight.copy_(up.weight[features])
+            column.bias.copy_(up.bias[features])
+            row.weight.copy_(down.weight[:, features])
             row.bias.copy_(down.bias)
-        mine = own_part(x, comm).clone().requires_grad_()
-        out = row(torch.tanh(column(mine)))
-        (out * own_part(weights, comm)).sum().backward()
+        own_x = own_part(x, comm).clone().requires_grad_()
+        own_hidden = torch.tanh(column(own_x))
+        out = row(own_hidden)
+        own_loss = (out * own_part(weights, comm)).sum()
+        own_loss.backward()
+        down_bias = row.bias.grad
+        if sequence:
+            down_bias = comm.all_reduce(down_bias, "tp")
         return Gradients(
             out=out.detach(),
-            x=mine.grad,
+            x=own_x.grad,
             up=column.weight.grad,
             up_bias=column.bias.grad,
             down=row.weight.grad,
-            down_bias=comm.all_reduce(row.bias.grad, "tp") if sequence else row.bias.grad,
+            down_bias=down_bias,
         )
 
     def rank(comm: Comm) -> tuple[Gradients, Gradients]:

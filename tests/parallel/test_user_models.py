@@ -335,6 +335,14 @@ def relative_error(actual: Tensor, expected: Tensor, *, scale: Tensor) -> float:
     return (difference / scale.abs().max()).item()
 
 
+@dataclass(frozen=True)
+class RankDifference:
+    """How far the loss and the gradients of a rank are from those of one device; what it holds."""
+
+    worst: float
+    names: set[str]
+
+
 def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options: str) -> float:
     """Largest difference between the layout and one device, over the loss and all gradients.
 
@@ -345,7 +353,7 @@ def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options:
     loss, grads = on_one_device(shape)
     blocks = user_model(shape)  # not on the ranks: threads share the random state
 
-    def rank(comm: Comm) -> tuple[float, set[str]]:
+    def rank(comm: Comm) -> RankDifference:
         axes = {**ENDS, **shape.axes}
         model = weft.parallelize(copy.deepcopy(blocks), plan, comm, axes=axes)
         reducer = make_gradient_reducer(model)
@@ -359,17 +367,27 @@ def compare(of: str | Shape, layout: str, *, mesh: str | None = None, **options:
         full_gradients = reducer.full_gradients()
         for name, grad in full_gradients.items():
             whole = grads[name]
-            want = read_shard(lambda box, whole=whole: whole[box.slices], model.shards[name].shard)
-            worst = max(worst, relative_error(grad, want, scale=whole))
-        return worst, set(full_gradients)
+            shard = model.shards[name].shard
+            want = read_shard(lambda box, whole=whole: whole[box.slices], shard)
+            error = relative_error(grad, want, scale=whole)
+            worst = max(worst, error)
+        return RankDifference(worst, set(full_gradients))
 
     ranks = run_ranks(plan.mesh.text, rank)
-    held = set().union(*(names for _, names in ranks))
+    held: set[str] = set()
+    for each in ranks:
+        held |= each.names
+    assert held == names_of_owners(shape), "a parameter has no gradient anywhere"
+    return max(each.worst for each in ranks)
+
+
+def names_of_owners(shape: Shape) -> set[str]:
+    """Names of the parameters, of a shared one its first."""
     owners = {}
-    for name, param in reversed(named_parameters(user_model(shape)).items()):
+    params = named_parameters(user_model(shape))
+    for name, param in reversed(params.items()):
         owners[id(param)] = name
-    assert held == set(owners.values()), "a parameter has no gradient anywhere"
-    return max(worst for worst, _ in ranks)
+    return set(owners.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
