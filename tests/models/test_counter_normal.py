@@ -38,32 +38,53 @@ def test_the_standard_deviation_is_one_rounded_multiplication():
     assert torch.equal(scaled, whole((4, 33)) * torch.tensor(0.02))
 
 
-def test_the_numbers_are_normal_and_independent():
-    """2**22 numbers; each bound is five standard errors of its estimate."""
-    rows, columns = 1024, 4096
-    values = whole((rows, columns)).double()
-    error = 1 / math.sqrt(values.numel())
-    third_moment = (values**3).mean()
-    fourth_moment = (values**4).mean()
-    assert abs(values.mean()) < 5 * error
-    actual = abs(values.var() - 1)
-    assert actual < 5 * math.sqrt(2) * error
-    assert abs(third_moment) < 5 * math.sqrt(15) * error
-    assert abs(fourth_moment - 3) < 5 * math.sqrt(96) * error
-    for distance in (1, 2, 3, 64):
-        along_rows = values[:, :-distance] * values[:, distance:]
-        along_columns = values[:-distance] * values[distance:]
-        assert abs(along_rows.mean()) < 5.1 * error
-        assert abs(along_columns.mean()) < 5.6 * error
-    for bound in (1.0, 2.0, 3.0, 4.0):
-        is_beyond = values.abs() > bound
-        share = is_beyond.double().mean()
-        expected = math.erfc(bound / math.sqrt(2))
-        five_errors = 5 * math.sqrt(expected) * error
-        assert abs(share - expected) < five_errors + 0.02 * expected
-    means = values.mean(1) * math.sqrt(columns)
-    actual = abs(means.var() - 1)
-    assert actual < 5 * math.sqrt(2 / rows)
+ROWS = 1024
+COLUMNS = 4096
+STANDARD_ERROR = 1 / math.sqrt(ROWS * COLUMNS)
+"""Of a mean of 2**22 independent numbers of variance 1."""
+
+
+@pytest.fixture(scope="module")
+def many() -> torch.Tensor:
+    """2**22 numbers; bounds on what they estimate are five standard errors."""
+    return whole((ROWS, COLUMNS)).double()
+
+
+@pytest.mark.parametrize(
+    ("power", "moment", "variance"),
+    [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)],
+)
+def test_the_moments_are_those_of_a_normal_distribution(many, power, moment, variance):
+    """`variance` is that of the power of a standard normal number."""
+    if power == 2:
+        found = many.var()
+    else:
+        found = (many**power).mean()
+    five_errors = 5 * math.sqrt(variance) * STANDARD_ERROR
+    assert abs(found - moment) < five_errors
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3, 64])
+def test_numbers_at_a_distance_are_uncorrelated(many, distance):
+    along_rows = many[:, :-distance] * many[:, distance:]
+    assert abs(along_rows.mean()) < 5.1 * STANDARD_ERROR
+    along_columns = many[:-distance] * many[distance:]
+    assert abs(along_columns.mean()) < 5.6 * STANDARD_ERROR
+
+
+@pytest.mark.parametrize("bound", [1.0, 2.0, 3.0, 4.0])
+def test_tails_hold_the_share_of_a_normal_distribution(many, bound):
+    is_beyond = many.abs() > bound
+    share = is_beyond.double().mean()
+    expected = math.erfc(bound / math.sqrt(2))
+    five_errors = 5 * math.sqrt(expected) * STANDARD_ERROR
+    assert abs(share - expected) < five_errors + 0.02 * expected
+
+
+def test_means_of_rows_are_independent(many):
+    means = many.mean(1) * math.sqrt(COLUMNS)
+    difference = abs(means.var() - 1)
+    assert difference < 5 * math.sqrt(2 / ROWS)
 
 
 def test_keys_give_independent_tensors():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,18 +134,19 @@ def test_heads_of_v_may_have_another_size_and_scores_another_scale(v_size: int, 
     batch = zeros_batch(1, 5)
     allowed = torch.ones(5, 5, dtype=torch.bool).tril()
     if documents is not None:
-        batch = Batch(batch.inputs, batch.targets, batch.positions, torch.tensor(documents))
-        numbers = batch.documents[0]
-        allowed &= numbers[:, None] == numbers[None, :]
-    out = Attend(scale=0.7)(q, k, v, batch)
-    for h in range(4):
-        own_q = q[0, :, h]
-        own_k = k[0, :, h // 2]
-        own_v = v[0, :, h // 2]
+        numbers = torch.tensor(documents)
+        batch = replace(batch, documents=numbers)
+        allowed &= numbers[0, :, None] == numbers[0, None, :]
+    attend = Attend(scale=0.7)
+    out = attend(q, k, v, batch)
+    for head in range(4):
+        own_q = q[0, :, head]
+        own_k = k[0, :, head // 2]
+        own_v = v[0, :, head // 2]
         scores = 0.7 * (own_q @ own_k.T)
-        weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)
-        actual = out[0, :, h]
-        torch.testing.assert_close(actual, weights @ own_v, **EXACT)
+        visible = scores.masked_fill(~allowed, -math.inf)
+        expected = visible.softmax(-1) @ own_v
+        torch.testing.assert_close(out[0, :, head], expected, **EXACT)
 
 
 def test_pairs_of_neighbours_give_the_products_of_pairs_of_halves_in_another_order():
@@ -204,13 +206,15 @@ def test_attention_is_sharpened_and_only_where_the_context_is_stretched():
 def model_and_batch(**fields) -> tuple[deepseek.Config, dict[str, torch.nn.Module], Batch]:
     cfg = TINY.model_copy(update={"mtp_depth": 1, **fields})
     blocks = deepseek_blocks(cfg)
-    parameters = named_parameters(blocks)
-    init_params(parameters, deepseek.init(cfg), seed=0, ties=deepseek.ties(cfg))
-    tie(blocks, deepseek.ties(cfg))
+    ties = deepseek.ties(cfg)
+    table = deepseek.init(cfg)
+    init_params(named_parameters(blocks), table, seed=0, ties=ties)
+    tie(blocks, ties)
     tokens = torch.randint(cfg.vocab, (2, 9))
+    inputs = tokens[:, :-1]
     targets = tokens[:, 1:].clone()
     targets[0, :4] = IGNORE
-    batch = token_batch(tokens[:, :-1], targets)
+    batch = token_batch(inputs, targets)
     return cfg, blocks, with_later_targets(batch)
 
 
@@ -255,14 +259,17 @@ def test_no_token_sees_what_it_is_to_predict():
     side.proj.register_forward_hook(lambda module, args, out: seen.append(out))
     x = torch.randn(2, 8, 24)
     side(x, batch)
+    kept_tokens = batch.inputs[:, :5]
     other_tokens = (batch.inputs[:, 5:] + 1) % TINY.vocab
-    tokens = torch.cat((batch.inputs[:, :5], other_tokens), dim=1)
+    tokens = torch.cat((kept_tokens, other_tokens), dim=1)
+    other_batch = with_later_targets(token_batch(tokens, batch.targets))
     other_end = torch.randn(2, 4, 24)
     other_x = torch.cat((x[:, :4], other_end), dim=1)
-    other_batch = with_later_targets(token_batch(tokens, batch.targets))
     side(other_x, other_batch)
     logits, other_logits = seen
-    assert torch.equal(logits[:, :4], other_logits[:, :4])
+    first = logits[:, :4]
+    other_first = other_logits[:, :4]
+    assert torch.equal(first, other_first)
     assert not torch.equal(logits[:, 4], other_logits[:, 4])
 
 

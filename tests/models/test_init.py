@@ -53,24 +53,33 @@ def test_values_of_another_dtype_are_the_float32_ones_cast(dtype: torch.dtype):
         assert torch.equal(value.to(dtype), cast[name]), name
 
 
-def test_a_rank_draws_its_shard_as_the_whole_tensor_has_it():
+def rows_of_half(half: int, shape: torch.Size) -> Box:
+    """The first or the second half of the rows of a tensor whose half has this shape."""
+    num_rows, *other_dims = shape
+    first = half * num_rows
+    lower = (first, *(0 for _ in other_dims))
+    upper = (first + num_rows, *other_dims)
+    return Box(lower, upper)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_rank_draws_its_shard_as_the_whole_tensor_has_it(half: int):
     cfg = PRESETS["llama3-tiny"]
     table = family("llama3").init(cfg)
     whole = started("llama3-tiny")
-    shapes = {name: tuple(value.shape) for name, value in whole.items()}
-    for half in (0, 1):
-        expected = {name: value.chunk(2)[half] for name, value in whole.items()}
-        local = {name: torch.empty_like(value) for name, value in expected.items()}
-        shards = {}
-        for name, value in expected.items():
-            num_rows, *other_dims = value.shape
-            first = half * num_rows
-            zeros = [0 for _ in other_dims]
-            box = Box((first, *zeros), (first + num_rows, *other_dims))
-            shards[name] = Shard((box,))
-        init_params(local, table, seed=0, shapes=shapes, shards=shards)
-        for name in whole:
-            assert torch.equal(local[name], expected[name]), name
+    shapes = {}
+    expected = {}
+    local = {}
+    shards = {}
+    for name, value in whole.items():
+        own = value.chunk(2)[half]
+        shapes[name] = tuple(value.shape)
+        expected[name] = own
+        local[name] = torch.empty_like(own)
+        shards[name] = Shard((rows_of_half(half, own.shape),))
+    init_params(local, table, seed=0, shapes=shapes, shards=shards)
+    for name in whole:
+        assert torch.equal(local[name], expected[name]), name
 
 
 def test_a_shard_of_several_boxes_is_their_concatenation():

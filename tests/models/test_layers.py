@@ -50,7 +50,9 @@ def test_a_token_attends_to_itself_and_earlier_tokens_of_its_document(documents)
     if documents is not None:
         documents = torch.tensor(documents)
     tokens = torch.zeros(2, 7, dtype=torch.int64)
-    out = Attend()(q, k, v, Batch(tokens, tokens, tokens, documents))
+    batch = Batch(tokens, tokens, tokens, documents)
+    attend = Attend()
+    out = attend(q, k, v, batch)
     for b in range(2):
         allowed = torch.ones(7, 7, dtype=torch.bool).tril()
         if documents is not None:

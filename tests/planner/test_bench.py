@@ -100,22 +100,26 @@ def test_every_group_of_every_axis_has_times() -> None:
     lines: list[str] = []
 
     def measure(comm: Comm) -> CommReport:
-        table = CommTable(lines.append if comm.rank == 0 else str)
+        on_line = lines.append if comm.rank == 0 else str
+        table = CommTable(on_line)
         return measure_communication(comm, workload, on_rows=table.add)
 
     reports = run_ranks("dp2 tp2", measure)
-    assert len(set(map(str, reports))) == 1
-    rows = reports[0].rows
-    assert len(rows) == 2 * 2 * len(OPERATIONS) * 2
-    ranks = {row.ranks for row in rows if row.axis == "dp"}
-    assert ranks == {(0, 2), (1, 3)}
-    for row in rows:
+    report = reports[0]
+    for other in reports:
+        assert str(other) == str(report)
+    num_groups = 2 * 2
+    num_sizes = 2
+    assert len(report.rows) == num_groups * len(OPERATIONS) * num_sizes
+    groups_of_dp = {row.ranks for row in report.rows if row.axis == "dp"}
+    assert groups_of_dp == {(0, 2), (1, 3)}
+    for row in report.rows:
         assert 0 < row.min_s <= row.median_s
-    for row in rows:
         assert row.iterations >= 3
     assert lines[0] == "dp: 2 groups of 2 ranks, inside a node"
-    assert len(lines) == 2 * (2 + 2 * len(OPERATIONS)) + 1
-    for line in [*lines, comm_footer(reports[0])]:
+    lines_of_axis = 2 + 2 * len(OPERATIONS)
+    assert len(lines) == 2 * lines_of_axis + 1
+    for line in [*lines, comm_footer(report)]:
         assert len(line) <= 80
 
 

@@ -110,22 +110,23 @@ def test_a_collective_of_one_action_is_waited_for_in_a_later_one() -> None:
     table = make_table("gpipe", ranks=1, microbatches=2)
     order = pipeline_order(table)
     reduction = CommOp("reduce_scatter", "dp", "dp", "network", 3.0)
-    steps = (Compute(1.0), Start(0))
-    first = RegionCosts(steps, (reduction,), 1.0, frozenset(["network"]), 1.0)
-    last = RegionCosts((Compute(1.0), WaitForCarried("dp")), (), 1.0, frozenset(), 1.0)
-    by_place = {"first": first, "last": last}
+    starts_it = (Compute(1.0), Start(0))
+    first = RegionCosts(starts_it, (reduction,), 1.0, frozenset(["network"]), 1.0)
+    waits_for_it = (Compute(1.0), WaitForCarried("dp"))
+    last = RegionCosts(waits_for_it, (), 1.0, frozenset(), 1.0)
+    backwards = {"first": first, "last": last}
     costs = []
     for action_class in order.classes:
         key = action_class.key
-        is_backward = key.kind == "B"
-        region = by_place[key.place] if is_backward else computing(1.0)
+        if key.kind == "B":
+            region = backwards[key.place]
+        else:
+            region = computing(1.0)
         costs.append(ClassCosts(region))
     played = play(order, costs)
-    starts = dict(zip(order.acts, played.starts, strict=True))
-    ends = dict(zip(order.acts, played.ends, strict=True))
-    last_act = table.rows[0][-1]
-    assert starts[last_act] == 3.0
-    assert ends[last_act] == 6.0
+    place = order.acts.index(table.rows[0][-1])
+    assert played.starts[place] == 3.0
+    assert played.ends[place] == 6.0
     assert played.times[-1].exposed == {"dp": 2.0}
 
 

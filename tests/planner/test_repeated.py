@@ -63,21 +63,27 @@ def events_of(region: RecordedRegion) -> list[object]:
     return found
 
 
+def assert_equal_regions(short: RecordedRegion, whole: RecordedRegion) -> None:
+    assert events_of(short) == events_of(whole)
+    assert short.change == whole.change
+
+
 def assert_equal(short: RankStep, whole: RankStep) -> None:
     assert short.kept == whole.kept
     assert short.actions.keys() == whole.actions.keys()
     for key, region in whole.actions.items():
         other = short.actions[key]
-        assert events_of(other) == events_of(region)
-        assert other.change == region.change
+        assert_equal_regions(other, region)
         assert other.workspace == region.workspace
         assert other.peak_block == region.peak_block
     for name, region in whole.phases.items():
-        assert events_of(short.phases[name]) == events_of(region)
-        assert short.phases[name].change == region.change
-        assert abs(short.phases[name].workspace - region.workspace) < STACKED_NUMBERS
-    peak = step_memory(short, short.row).peak
-    assert peak == step_memory(whole, whole.row).peak
+        other = short.phases[name]
+        assert_equal_regions(other, region)
+        difference = abs(other.workspace - region.workspace)
+        assert difference < STACKED_NUMBERS
+    memory = step_memory(short, short.row)
+    expected_memory = step_memory(whole, whole.row)
+    assert memory.peak == expected_memory.peak
     assert step_traffic(short, short.row) == step_traffic(whole, whole.row)
 
 

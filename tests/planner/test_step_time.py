@@ -128,31 +128,33 @@ def test_attention_that_is_not_fused_moves_its_scores() -> None:
     flops_of_one_product = 2 * scores * 64
     forward = KernelLaunch("attention", "bfloat16", flops_of_one_product, 0, (2, 30, 30, 64))
     backward = replace(forward, flops=5 * flops_of_one_product // 2)
-    moving = Speeds(H100.with_efficiency(replace(IDEAL, score_bytes=8.0)))
     fused = Speeds(H100.with_efficiency(IDEAL))
-    second_of_bytes = H100.hbm_tb_s * 1e12
+    unfused = replace(IDEAL, score_bytes=8.0)
+    moving = Speeds(H100.with_efficiency(unfused))
+    seconds_of_scores = 8 * scores / (H100.hbm_tb_s * 1e12)
     extra = moving.kernel_s(forward) - fused.kernel_s(forward)
-    assert extra == pytest.approx(8 * scores / second_of_bytes)
+    assert extra == pytest.approx(seconds_of_scores)
     extra = moving.kernel_s(backward) - fused.kernel_s(backward)
-    assert extra == pytest.approx(2.5 * 8 * scores / second_of_bytes)
+    assert extra == pytest.approx(2.5 * seconds_of_scores)
 
 
-@pytest.mark.parametrize(
-    "flags", ["--mesh pp2,dp2 --parallel.zero 1", "--mesh pp2,dp2 --parallel.zero 3"]
-)
-def test_the_step_is_as_long_as_its_timeline_of_all_lanes(flags: str) -> None:
-    roles = measure(MeasuredRun.of(run_of(flags)))
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_step_is_as_long_as_its_timeline_of_all_lanes(zero: int) -> None:
+    run = run_of(f"--mesh pp2,dp2 --parallel.zero {zero}")
+    roles = measure(MeasuredRun.of(run))
     time = step_time(roles, SPEEDS)
     whole = time.whole_timeline
     assert makespan(whole) == pytest.approx(time.total_s)
     assert makespan(time.timeline) == pytest.approx(time.pipeline_s)
     assert time.bubble == pytest.approx(bubble(time.timeline))
-    assert {span.lane for span in whole.spans} >= {"kernels", "dp", "pp to 1", "pp to 0"}
+    lanes = {span.lane for span in whole.spans}
+    assert lanes >= {"kernels", "dp", "pp to 1", "pp to 0"}
     for rank in range(2):
-        by_lane: dict[str, float] = {}
+        end_of_lane: dict[str, float] = {}
         for span in whole.by_rank[rank]:
-            assert span.start >= by_lane.get(span.lane, 0.0) - 1e-12, span
-            by_lane[span.lane] = span.end
+            earlier_end = end_of_lane.get(span.lane, 0.0)
+            assert span.start >= earlier_end - 1e-12, span
+            end_of_lane[span.lane] = span.end
 
 
 def test_reductions_of_zero_2_overlap_with_the_next_micro_batch() -> None:

@@ -15,7 +15,7 @@ from weft.comm.signature import MemberCall, Signature, calls_agree
 from weft.core.mesh import Mesh
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
-from weft.planner.measure.recorder import CallRecorder, Ended, Started
+from weft.planner.measure.recorder import CallRecorder, Ended, Event, Started
 from weft.planner.measure.roles import measure
 from weft.planner.world.call_mismatch import Mismatch
 from weft.planner.world.rank_calls import CallEvent, RankCalls, group_of, recorded_coordinates
@@ -269,19 +269,30 @@ def test_split_sizes_of_two_members_must_match() -> None:
     assert not calls_agree(ours, member(1, (2, 2), (1, 2)))
 
 
-def test_messages_wait_for_the_other_side() -> None:
-    def message(op: str, rank: int, pair: tuple[int, int]) -> Operation:
-        return Operation(op, "cp", pair, rank, 8, 8)  # type: ignore[arg-type]
+def message(op: str, rank: int, pair: tuple[int, int]) -> Operation:
+    return Operation(op, "cp", pair, rank, 8, 8)  # type: ignore[arg-type]
 
+
+def one_after_another(*ops: Operation) -> tuple[Event, ...]:
+    """Each is waited for before the next one starts."""
+    events: list[Event] = []
+    for op in ops:
+        events += [Started(op), Ended(op)]
+    return tuple(events)
+
+
+def test_messages_wait_for_the_other_side() -> None:
     send = message("send", 0, (0, 1))
     recv = message("recv", 0, (1, 0))
     other_send = message("send", 1, (1, 0))
     other_recv = message("recv", 1, (0, 1))
-    first = (Started(send), Started(recv), Ended(recv), Ended(send))
-    second = (Started(other_recv), Ended(other_recv), Started(other_send), Ended(other_send))
-    assert find_deadlock({0: first, 1: second}) == ()
-    receives_first = (Started(recv), Ended(recv), Started(send), Ended(send))
+    both_started = (Started(send), Started(recv), Ended(recv), Ended(send))
+    second = one_after_another(other_recv, other_send)
+    assert find_deadlock({0: both_started, 1: second}) == ()
+    receives_first = one_after_another(recv, send)
     cycle = find_deadlock({0: receives_first, 1: second})
-    assert [blocked.rank for blocked in cycle] == [0, 1]
-    waits_fors = [blocked.waits_for for blocked in cycle]
-    assert waits_fors == [(1,), (0,)]
+    first_blocked, second_blocked = cycle
+    assert first_blocked.rank == 0
+    assert first_blocked.waits_for == (1,)
+    assert second_blocked.rank == 1
+    assert second_blocked.waits_for == (0,)

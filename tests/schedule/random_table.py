@@ -27,11 +27,14 @@ def random_table(dice: Random, *, ranks: int, stages: int, microbatches: int) ->
     done: set[Act] = set()
     rows: list[list[Act]] = [[] for _ in range(ranks)]
     while pending:
-        ready = [
-            act for act in pending if done.issuperset(needs(act, num_stages=stages, splits=splits))
-        ]
-        act = dice.choice(sorted(ready))
-        rows[stage_to_rank[act.stage]].append(act)
-        pending.remove(act)
-        done.add(act)
+        ready = []
+        for act in sorted(pending):
+            needed = needs(act, num_stages=stages, splits=splits)
+            if done.issuperset(needed):
+                ready.append(act)
+        chosen = dice.choice(ready)
+        rank = stage_to_rank[chosen.stage]
+        rows[rank].append(chosen)
+        pending.remove(chosen)
+        done.add(chosen)
     return Table(tuple(map(tuple, rows)), tuple(stage_to_rank), microbatches)

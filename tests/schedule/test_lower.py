@@ -243,14 +243,17 @@ def spoiled(rank: int, before: str, after: str) -> Program:
     one dropped.
     """
     lowered = program("1f1b", ranks=2, microbatches=2)
-    named = {str(instruction): instruction for instruction in lowered.rows[rank]}
-    text = f"{' '.join(named)} ".replace(f"{before} ", f"{after} ", 1)
-    assert text != f"{' '.join(named)} "
-    row, rest = [], text
-    while rest := rest.strip():
-        word = max((name for name in named if rest.startswith(name)), key=len)
-        row.append(named[word])
-        rest = rest[len(word) :]
+    by_name = {str(instruction): instruction for instruction in lowered.rows[rank]}
+    text = " ".join(by_name) + " "
+    changed = text.replace(f"{before} ", f"{after} ", 1)
+    assert changed != text
+    row = []
+    rest = changed.strip()
+    while rest:
+        starts = [name for name in by_name if rest.startswith(name)]
+        name = max(starts, key=len)
+        row.append(by_name[name])
+        rest = rest.removeprefix(name).strip()
     rows = list(lowered.rows)
     rows[rank] = tuple(row)
     return replace(lowered, rows=tuple(rows))

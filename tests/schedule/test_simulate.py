@@ -1,5 +1,6 @@
 """The simulator against the formulas of the papers, exactly."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -30,14 +31,16 @@ def test_the_bubble_is_exactly_the_formula(name):
     chunks <= 4.
     """
     chunks = (2, 3, 4) if name == "interleaved" else (1,)
-    ranks_and_chunks = {(p, v) for p, v, _ in SIZES[name]}
-    assert ranks_and_chunks == {(p, v) for p in range(1, 9) for v in chunks}
+    found = {(p, v) for p, v, _ in SIZES[name]}
+    expected = set(itertools.product(range(1, 9), chunks))
+    assert found == expected
     for p, v, m in SIZES[name]:
         table = SCHEDULES[name].table(p, v, m)
         timeline = exact(table, v)
         start_up = Fraction(p - 1, v)
-        assert makespan(timeline) == 3 * (m + start_up), (p, v, m)
-        assert bubble(timeline) == start_up / (m + start_up), (p, v, m)
+        whole = m + start_up
+        assert makespan(timeline) == 3 * whole, (p, v, m)
+        assert bubble(timeline) == start_up / whole, (p, v, m)
 
 
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (2, 3), (5, 1)])
@@ -135,16 +138,18 @@ def test_each_action_starts_as_soon_as_its_rank_and_all_it_needs_allow_and_no_so
     cost = {act: dice.randint(1, 9) for row in table.rows for act in row}
     times = action_times(table, cost.__getitem__, hop=hop)
     for rank, row in enumerate(table.rows):
-        for before, act in zip((None, *row), row, strict=False):
-            arrivals = [
-                times[need][1] + hop * (table.stage_to_rank[need.stage] != rank)
-                for need in table.needs(act)
-            ]
-            end_of_rank = times[before][1] if before else 0
-            expected = max([end_of_rank, *arrivals])
-            assert times[act][0] == expected
-            expected = times[act][0] + cost[act]
-            assert times[act][1] == expected
+        end_of_rank = 0
+        for act in row:
+            earliest = end_of_rank
+            for need in table.needs(act):
+                _, arrival = times[need]
+                if table.stage_to_rank[need.stage] != rank:
+                    arrival += hop
+                earliest = max(earliest, arrival)
+            start, end = times[act]
+            assert start == earliest
+            assert end == start + cost[act]
+            end_of_rank = end
 
 
 def test_a_large_table_is_played_once_through():

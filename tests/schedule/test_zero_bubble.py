@@ -81,14 +81,11 @@ def test_zb_h1_idles_a_third_of_1f1b():
 
 
 def test_zb_h1_idles_as_its_paper_says_for_every_ratio_of_times():
-    for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
-        assert length("zero_bubble", p, m, (f, i, w)) == (p - 1) * (f + (i + w) - 2 * w), (
-            p,
-            m,
-            f,
-            i,
-            w,
-        )
+    for (p, m), times in itertools.product(SOME, COSTS):
+        f, i, w = times
+        backward = i + w
+        expected = (p - 1) * (f + backward - 2 * w)
+        assert length("zero_bubble", p, m, times) == expected, (p, m, times)
 
 
 def test_zb_h1_pays_for_weight_gradients_that_are_longer_than_the_other_parts():
@@ -115,11 +112,12 @@ def test_zb_h2_idles_never_between_its_first_and_its_last_action():
 
 
 def test_zb_h2_idles_as_its_paper_says_for_every_ratio_of_times():
-    for (p, m), (f, i, w) in itertools.product(SOME, COSTS):
-        idle = own_idle("zero_bubble_h2", p, m, (f, i, w))
+    for (p, m), times in itertools.product(SOME, COSTS):
+        f, i, w = times
         backward = i + w
         expected = (p - 1) * (f + backward - 3 * w)
-        assert max(idle) == expected, (p, m, f, i, w)
+        idle = own_idle("zero_bubble_h2", p, m, times)
+        assert max(idle) == expected, (p, m, times)
 
 
 def test_zb_h2_holds_2p_minus_1_micro_batches():
@@ -208,23 +206,34 @@ def longest_idle_in_pairs(played: Table, f: int, i: int, w: int, pair: int) -> i
     """
     price = cost(f, i, w)
     todo = [pairs(row) for row in played.rows]
-    ends = {}
+    ends: dict[Act, int] = {}
     clock = [0] * len(todo)
     busy = [0] * len(todo)
+
+    def earliest(group: tuple[Act, ...]) -> int | None:
+        """When all that the actions need is there; None while some of it has not run."""
+        time = 0
+        for act in group:
+            for need in played.needs(act):
+                if need not in ends:
+                    return None
+                time = max(time, ends[need])
+        return time
+
     while any(todo):
         for rank, row in enumerate(todo):
             while row:
                 group = row[0]
-                needed = [need for act in group for need in played.needs(act)]
-                if not all(need in ends for need in needed):
+                ready = earliest(group)
+                if ready is None:
                     break
                 row.pop(0)
                 took = pair if len(group) == 2 else price(group[0].kind)
-                ready = max(ends[need] for need in needed) if needed else 0
                 start = max(clock[rank], ready)
                 clock[rank] = start + took
                 busy[rank] += took
-                ends.update(dict.fromkeys(group, clock[rank]))
+                for act in group:
+                    ends[act] = clock[rank]
     return max(clock) - min(busy)
 
 
