@@ -93,6 +93,20 @@ def test_the_newest_snapshot_of_which_every_file_is_left():
     assert newest_whole([{8: second_half}, {}]) == NO_STEP
 
 
+def test_files_that_two_attempts_wrote_after_the_same_step_are_not_mixed():
+    """An attempt died before all nodes had published step 8; the next one, of two ranks, wrote it
+    again, and a node of the first one is back.
+    """
+    stale = Pieces(ranks=4, held=(1, 2, 3), snapshot="first")
+    fresh = Pieces(ranks=2, held=(0, 1), snapshot="second")
+    half = Pieces(ranks=2, held=(0,), snapshot="second")
+    for found in ([{8: stale}, {8: fresh}], [{8: fresh}, {8: stale}]):
+        assert newest_whole(found) == 8
+        holder = found.index({8: fresh})
+        assert first_holders(found, 8) == {0: holder, 1: holder}
+    assert newest_whole([{8: half, 6: fresh}, {8: stale}]) == 6
+
+
 def test_a_file_is_sent_by_the_first_rank_whose_node_has_it():
     second_half = Pieces(ranks=4, held=(2, 3))
     whole = Pieces(ranks=4, held=(0, 1, 2, 3))

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -193,10 +194,15 @@ class NodeSaver:
     def _publish(self, pending: _Pending) -> None:
         is_first = self.memory.is_first(self.comm.rank)
         final = checkpoint_path(self.memory.pieces, pending.step)
+        snapshot = all_gather_text(self.comm, uuid.uuid4().hex)[0]
 
         def rename() -> None:
             if is_first:
-                facts = {"facts": pending.facts.model_dump(), "ranks": self.comm.mesh.size}
+                facts = {
+                    "facts": pending.facts.model_dump(),
+                    "ranks": self.comm.mesh.size,
+                    "snapshot": snapshot,
+                }
                 with file_errors(final):
                     (pending.tmp / FACTS).write_text(json.dumps(facts))
                     pending.tmp.rename(final)
@@ -375,13 +381,14 @@ def _pieces_here(memory: NodeMemory) -> NodePieces:
         text = _read_facts(path)
         if not text:
             continue
-        num_ranks = json.loads(text)["ranks"]
+        stored = json.loads(text)
+        num_ranks = stored["ranks"]
         names = set(os.listdir(path))
         held: list[int] = []
         for rank in range(num_ranks):
             if {data_file_name(rank), rank_manifest_name(rank)} <= names:
                 held.append(rank)
-        found[step] = Pieces(num_ranks, tuple(held))
+        found[step] = Pieces(num_ranks, tuple(held), stored["snapshot"])
     return found
 
 

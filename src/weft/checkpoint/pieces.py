@@ -17,10 +17,12 @@ class Pieces:
     Attributes:
         ranks: number of ranks that wrote the snapshot.
         held: ranks whose files are on this node.
+        snapshot: its id, which tells it from one that another attempt wrote after the same step.
     """
 
     ranks: int
     held: tuple[int, ...]
+    snapshot: str = ""
 
 
 NodePieces = dict[int, Pieces]
@@ -38,37 +40,43 @@ def pieces_in(text: str) -> NodePieces:
     found: NodePieces = {}
     for step, fields in json.loads(text).items():
         held = tuple(fields["held"])
-        found[int(step)] = Pieces(fields["ranks"], held)
+        found[int(step)] = Pieces(fields["ranks"], held, fields["snapshot"])
     return found
 
 
 def newest_whole(found: Sequence[NodePieces]) -> int:
-    """The newest step of which every rank's files are on some node; NO_STEP if there is none.
+    """The newest step with a snapshot of which every rank's files are on some node; NO_STEP if
+    there is none.
 
     Args:
         found: the files on the node of every rank.
     """
-    held: dict[int, set[int]] = {}
-    needed: dict[int, int] = {}
+    steps: set[int] = set()
     for node in found:
-        for step, pieces in node.items():
-            held.setdefault(step, set())
-            held[step].update(pieces.held)
-            needed[step] = pieces.ranks
-    whole = [step for step, ranks in held.items() if len(ranks) == needed[step]]
+        steps.update(node)
+    whole = [step for step in steps if first_holders(found, step)]
     return max(whole, default=NO_STEP)
 
 
 def first_holders(found: Sequence[NodePieces], step: int) -> dict[int, int]:
-    """For each rank that wrote the snapshot of a step: the first rank now whose node has its files.
+    """For each rank that wrote a whole snapshot of a step: the first rank now whose node has its
+    files; nothing if no snapshot of the step is whole.
 
     Args:
         found: the files on the node of every rank.
     """
-    holders: dict[int, int] = {}
+    needed: dict[str, int] = {}
+    holders_of: dict[str, dict[int, int]] = {}
     for rank_here, node in enumerate(found):
-        if step in node:
-            for rank in node[step].held:
-                holders.setdefault(rank, rank_here)
-    in_rank_order = sorted(holders.items())
-    return dict(in_rank_order)
+        if step not in node:
+            continue
+        pieces = node[step]
+        needed[pieces.snapshot] = pieces.ranks
+        holders = holders_of.setdefault(pieces.snapshot, {})
+        for rank in pieces.held:
+            holders.setdefault(rank, rank_here)
+    for snapshot, holders in holders_of.items():
+        if len(holders) == needed[snapshot]:
+            in_rank_order = sorted(holders.items())
+            return dict(in_rank_order)
+    return {}

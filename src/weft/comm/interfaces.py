@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
@@ -39,15 +40,10 @@ def address_toward(host: str, port: int) -> str | None:
     """
     if is_loopback_name(host):
         return LOOPBACK
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    except OSError:
+    targets = _targets_of(host, port)
+    if not targets:
         return None
-    for family, _, _, _, target in found:
-        address = _source_address(family, target)
-        if address is not None and not ipaddress.ip_address(address).is_loopback:
-            return address
-    return _source_address(socket.AF_INET, DOCUMENTATION_ADDRESS)
+    return _address_of_interface(targets) or _source_address(socket.AF_INET, DOCUMENTATION_ADDRESS)
 
 
 def listen_address(host: str, port: int) -> str | None:
@@ -58,12 +54,30 @@ def listen_address(host: str, port: int) -> str | None:
     """
     if is_loopback_name(host):
         return LOOPBACK
+    return _address_of_interface(_targets_of(host, port))
+
+
+@dataclass(frozen=True)
+class _Target:
+    """An address that a name resolves to."""
+
+    family: int
+    address: tuple[object, ...]
+
+
+def _targets_of(host: str, port: int) -> tuple[_Target, ...]:
+    """What a name resolves to; nothing where it does not."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError:
-        return None
-    for family, _, _, _, target in found:
-        address = _source_address(family, target)
+        return ()
+    return tuple(_Target(family, address) for family, _, _, _, address in found)
+
+
+def _address_of_interface(targets: tuple[_Target, ...]) -> str | None:
+    """The address, no loopback, from which this machine reaches the first of these that it can."""
+    for target in targets:
+        address = _source_address(target.family, target.address)
         if address is not None and not ipaddress.ip_address(address).is_loopback:
             return address
     return None

@@ -38,19 +38,14 @@ def dtype_faults(
     wide: Dtype = "float64" if compute == "float64" else "float32"
     need = " or ".join(parameter_types(compute))
     fix = f"--precision.params {wide}"
+    what = ""
     if params == "float16":
         what = "float16 has no numbers as small as an optimizer's: 1e-8 is 0 in it"
         if compute == "float16":
             fix += "; compute may stay float16"
-        yield Fault(
-            "precision.params",
-            what,
-            got=params,
-            need=need,
-            fix=fix,
-        )
     elif compute not in REPRESENTS[params]:
         what = f"does not represent every number of the {compute} that is computed in"
+    if what:
         yield Fault(
             "precision.params",
             what,

@@ -225,6 +225,15 @@ class StepRecorder(TorchDispatchMode):
         on_host = _value_on_host(func, args, kwargs)
         if on_host is not None:
             return on_host
+        return self._run(func, args, kwargs)
+
+    def _run(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Call `func` on the device, and note its kernel and the memory of its results."""
         key = self._result_key(func, args, kwargs)
         known = self._results.find(key)
         if known is not None:
@@ -324,17 +333,12 @@ class CallRecorder(StepRecorder):
         """Not counted."""
         return 0
 
-    def __torch_dispatch__(
+    def _run(
         self,
         func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        kwargs = kwargs or {}
-        on_host = _value_on_host(func, args, kwargs)
-        if on_host is not None:
-            return on_host
         key = self._result_key(func, args, kwargs)
         known = self._results.find(key)
         if known is not None:
