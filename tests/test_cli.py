@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import types
@@ -27,6 +28,25 @@ def test_help_lists_the_commands_that_exist(capsys):
         assert max(map(len, shown.splitlines())) <= 80
         assert "2 invalid input" in shown
         assert shown.count("\n  weft ") == len(COMMANDS) + 2  # each once, and two to begin with
+
+
+def test_output_that_is_closed_or_ascii_is_no_traceback(monkeypatch):
+    drawn = io.BytesIO()
+    ascii_output = io.TextIOWrapper(drawn, encoding="ascii")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", ascii_output)
+        assert main(["schedule", "1f1b", "--ranks", "2"]) == EXIT_OK
+    assert rb"rank 0 \u2502" in drawn.getvalue()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert main(["--version"]) == EXIT_OK
+        sys.stdout.close()
+
+
+def test_help_of_a_narrow_terminal_ends(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "5")
+    assert main(["status", "--help"]) == EXIT_OK
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
 
 
 def test_the_version_is_printed(capsys):

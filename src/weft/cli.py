@@ -34,6 +34,7 @@ from weft.commands.auto_mesh import choose_before_ranks
 from weft.commands.console import (
     HELP,
     load_checked_run,
+    prepare_streams,
     print_messages,
     print_result,
     set_openmp_policy,
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     name, *words = given or ["--help"]
+    prepare_streams()
     try:
         code = _command(name, words)(words)
         sys.stdout.flush()

@@ -74,6 +74,23 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
     assert load([str(file)], FAMILIES).mesh == "dp2"
 
 
+def test_a_tilde_is_the_home_folder_in_out_and_resume(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "run.toml"
+    file.write_text('out = "~/runs/x"')
+    run = load([str(file), "--resume", "~/runs/y"], FAMILIES)
+    assert run.out == "/home/me/runs/x"
+    assert run.resume == "/home/me/runs/y"
+
+
+def test_text_that_the_locale_cannot_decode_is_rejected():
+    """A run in such a folder failed in the middle with UnicodeEncodeError."""
+    (fault,) = try_load(["--out", "runs/\udcff"], FAMILIES).faults
+    assert str(fault).startswith(
+        "out: is not text in the encoding of this locale (got 'runs/\\udcff'"
+    )
+
+
 def test_the_config_file_may_stand_after_the_flags(tmp_path):
     assert read("--seed", "5", config_file(tmp_path, "steps = 3")).steps == 3
 

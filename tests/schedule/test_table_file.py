@@ -55,16 +55,24 @@ def test_the_content_of_a_file_replaces_the_file() -> None:
         (HEAD + "rank 0: F0.0 B0.0 F1.0 B1.0\nrank 1:", "rank 0 holds F1.0, B1.0"),
         ("microbatches 1\nstage_to_rank 0 2\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0", "on no rank"),
         (HEAD + "microbatches 2\nrank 0: F0.0 B0.0\nrank 1: F1.0 B1.0", "repeats microbatches"),
+        (HEAD + "rank 0: F0.0 B0.0\nrank 1: F1.0 B1.0 F9.0", "must not hold F9.0"),
+        ("microbatches 0\nstage_to_rank 0\nrank 0: F0.0 B0.0", "has 0 micro-batches"),
+        ("rank 0: F0.0 B0.0", "the table has no header"),
+        (HEAD + "row 0: F0.0", "cannot read line 3"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, line: str) -> None:
-    with pytest.raises(ScheduleError, match=line):
+def test_what_is_wrong_is_named_with_a_fix(text: str, line: str) -> None:
+    with pytest.raises(ScheduleError, match=line) as caught:
         table_of(text.splitlines())
+    for fault in str(caught.value).splitlines():
+        assert "Fix: " in fault
 
 
 def test_ranks_own_equally_many_stages() -> None:
     text = "microbatches 1\nstage_to_rank 0 0 1\nrank 0: F0.0 F1.0 B1.0 B0.0\nrank 1: F2.0 B2.0"
-    with pytest.raises(ScheduleError, match=r"different numbers of stages \(got 2, 1 stages"):
+    with pytest.raises(
+        ScheduleError, match=r"different numbers of stages \(got 2, 1 stages.*Fix: "
+    ):
         table_of(text.splitlines())
 
 

@@ -28,6 +28,8 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES
 
 HELP = ("-h", "--help")
+MIN_COLUMNS = 40
+"""Width of help on narrower screens: below it boxes have no room for text."""
 MAX_COLUMNS = 100
 """Width of help on wide screens."""
 
@@ -123,7 +125,7 @@ def show_help(
     description: str,
 ) -> int:
     """Print usage, description, and the keys of a section with descriptions and defaults."""
-    columns = shutil.get_terminal_size().columns
+    columns = max(shutil.get_terminal_size().columns, MIN_COLUMNS)
     usage_lines = textwrap.wrap(
         f"usage: {usage}",
         columns,
@@ -159,7 +161,8 @@ def _options_text(defaults: BaseModel) -> str:
 def _one_column() -> Iterator[None]:
     """No more columns than one box fills: on wide screens tyro draws boxes side by side."""
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, MAX_COLUMNS))
+    columns = shutil.get_terminal_size().columns
+    os.environ["COLUMNS"] = str(min(max(columns, MIN_COLUMNS), MAX_COLUMNS))
     try:
         yield
     finally:
@@ -266,6 +269,19 @@ def print_result(text: str) -> int:
     """Print the output of a command."""
     print(text.rstrip("\n"))
     return EXIT_OK
+
+
+def prepare_streams() -> None:
+    """Have a standard output and error that take every text: characters that their encoding lacks
+    are escaped, and what goes to a closed output is discarded, to a closed error goes to the output.
+    """
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
+    if sys.stderr is None:
+        sys.stderr = sys.stdout
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def print_messages(lines: Iterable[str]) -> None:

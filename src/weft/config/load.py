@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -53,6 +54,8 @@ MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
 
 OPTIMIZER = "optim.name"
+FOLDER_KEYS = ("out", "resume")
+"""Keys of folders in which ~ is the home folder, in a file too."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 """A name on the Hugging Face hub: organisation/model, or the model alone."""
@@ -104,6 +107,24 @@ def load(argv: Sequence[str], families: Families) -> Run:
     return loaded.run
 
 
+def _undecodable(asked: Mapping[str, Any]) -> Iterator[Fault]:
+    """Faults of texts with bytes that the locale's encoding lacks: no file could record them."""
+    for key, value in asked.items():
+        if isinstance(value, str) and any(_is_surrogate(char) for char in value):
+            yield Fault(
+                key,
+                "is not text in the encoding of this locale",
+                got=ascii(value),
+                need="UTF-8",
+                fix="choose a name of plain letters, or export LANG=C.UTF-8",
+            )
+
+
+def _is_surrogate(char: str) -> bool:
+    """Whether Python reads a byte that it cannot decode as this character."""
+    return "\ud800" <= char <= "\udfff"
+
+
 def try_load(argv: Sequence[str], families: Families) -> Loaded:
     """Read as much of a config as possible; faults are returned beside it."""
     sources = _read_sources(argv, families)
@@ -119,6 +140,8 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         if key == OPTIMIZER and is_user_class(str(value)):
             file, _, name = str(value).rpartition(":")
             asked[key] = f"{canonical_reference(file)}:{name}"
+        elif key in FOLDER_KEYS and isinstance(value, str):
+            asked[key] = os.path.expanduser(value)
         elif key in known:
             asked[key] = whole_number(value, known[key].annotation)
         elif is_table(key):
@@ -155,6 +178,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *sources.faults,
         *unknown,
         *given.faults,
+        *_undecodable(asked),
         *contradicting,
         *schedule.faults,
         *invalid,

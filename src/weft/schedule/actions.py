@@ -46,6 +46,7 @@ class Act(NamedTuple):
                 KEY,
                 f"cannot read the action {text!r}",
                 need="like F0.3: F, B, I or W, then stage.micro-batch",
+                fix="correct it, or take it out",
             )
             raise ScheduleError(fault)
         kind, stage, mb = match.groups()
@@ -202,6 +203,7 @@ class Table:
                             KEY,
                             f"line {number} repeats {key}",
                             got=repr(line),
+                            fix="leave one line of it",
                         )
                     )
                 header[key] = tuple(map(int, numbers.split()))
@@ -213,6 +215,7 @@ class Table:
                     f"cannot read line {number} of the table",
                     got=repr(line),
                     need=f"'microbatches N', 'stage_to_rank 0 1 ...' or 'rank {len(rows)}: F0.0 ...'",
+                    fix="weft schedule 1f1b --ranks 2 --text FILE writes one to start from",
                 )
                 raise ScheduleError(fault)
         microbatches = header.get("microbatches", ())
@@ -221,6 +224,7 @@ class Table:
                 KEY,
                 "the table has no header",
                 need="lines 'microbatches N' and 'stage_to_rank 0 1 ...'",
+                fix="add them at the top",
             )
             raise ScheduleError(fault)
         return Table(tuple(rows), header["stage_to_rank"], microbatches[0])

@@ -77,6 +77,7 @@ def check_table(table: Table) -> None:
             "ranks own different numbers of stages",
             got=f"{', '.join(owned[:8])} stages on ranks 0, 1, ...",
             need="the same number on each",
+            fix="correct 'stage_to_rank'",
         )
         raise ScheduleError(fault)
 
@@ -93,6 +94,7 @@ def _size_fault(table: Table) -> Fault | None:
             "the table lacks actions",
             got=f"{actions}, {stages}, {micro_batches}",
             need=f"at least {least}: a forward and a backward of each",
+            fix="add them, or correct 'microbatches' and 'stage_to_rank'",
         )
     num_bytes = len(table.text)
     if num_bytes > MAX_TEXT_BYTES:
@@ -101,6 +103,7 @@ def _size_fault(table: Table) -> Fault | None:
             "the table is too large",
             got=f"{num_actions} actions, {num_bytes} bytes as text",
             need=f"at most {MAX_TEXT_BYTES} bytes",
+            fix="use fewer micro-batches or stages",
         )
     return None
 
@@ -115,5 +118,6 @@ def _from_json(text: str, path: Path) -> Table:
             KEY,
             f"the JSON in {path} is not a table",
             need="a file of weft schedule --json, or a table as text",
+            fix="weft schedule 1f1b --ranks 2 --json FILE writes one to start from",
         )
         raise ScheduleError(fault) from None

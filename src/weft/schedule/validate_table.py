@@ -70,10 +70,15 @@ def _first_missing(needed: Sequence[Act], done: Collection[Act]) -> Act | None:
 
 def _shape_faults(table: Table) -> Iterator[Fault]:
     if not table.rows:
-        yield Fault(KEY, "the table has no ranks", need="at least 1")
+        yield Fault(
+            KEY,
+            "the table has no ranks",
+            need="at least 1",
+            fix="add a line 'rank 0: F0.0 B0.0'",
+        )
     if table.microbatches < 1:
         what = f"the table has {table.microbatches} micro-batches"
-        yield Fault(KEY, what, need="at least 1")
+        yield Fault(KEY, what, need="at least 1", fix="write 'microbatches 1' or more")
     owners = table.stage_to_rank
     ranks = range(table.num_ranks)
     orphans = [stage for stage, rank in enumerate(owners) if rank not in ranks]
@@ -83,6 +88,7 @@ def _shape_faults(table: Table) -> Iterator[Fault]:
             f"stages {_shown(orphans)} are on no rank",
             got=f"stage_to_rank {owners}",
             need=f"ranks 0 to {table.num_ranks - 1}",
+            fix="correct 'stage_to_rank', or add the lines of these ranks",
         )
     idle = [rank for rank in ranks if rank not in owners]
     if idle:
@@ -101,7 +107,11 @@ def _action_faults(table: Table) -> Iterator[Fault]:
     surplus = sorted(counts.keys() - set(expected))
     repeated = [act for act, count in counts.items() if count > 1]
     if missing:
-        yield Fault(KEY, f"the table lacks {_shown(missing)}")
+        yield Fault(
+            KEY,
+            f"the table lacks {_shown(missing)}",
+            fix="add them to the rows of the ranks of their stages",
+        )
     if surplus:
         stages = counted(table.num_stages, "stage")
         micro_batches = counted(table.microbatches, "micro-batch", "micro-batches")
@@ -109,9 +119,14 @@ def _action_faults(table: Table) -> Iterator[Fault]:
             KEY,
             f"the table must not hold {_shown(surplus)}",
             need=f"{stages}, {micro_batches}, each backward B, or I and W",
+            fix="take them out, or correct 'microbatches' and 'stage_to_rank'",
         )
     if repeated:
-        yield Fault(KEY, f"the table runs more than once: {_shown(repeated)}")
+        yield Fault(
+            KEY,
+            f"the table runs more than once: {_shown(repeated)}",
+            fix="leave each action in one place",
+        )
     for rank, row in enumerate(table.rows):
         own_stages = table.stages(rank)
         foreign = [act for act in row if act.stage not in own_stages]
@@ -120,6 +135,7 @@ def _action_faults(table: Table) -> Iterator[Fault]:
                 KEY,
                 f"rank {rank} holds {_shown(foreign)}",
                 need=f"only its stages {_shown(own_stages)}",
+                fix="move them to the ranks of their stages, or correct 'stage_to_rank'",
             )
 
 
