@@ -24,7 +24,7 @@ from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.plant import planted
 from weft.prove.proof import reference, reference_bounds
 from weft.prove.shrink import smallest_case
-from weft.prove.subject import Subject
+from weft.prove.subject import ProofCase, Subject
 from weft.train import data_loader
 from weft.train.step import TrainStep
 
@@ -351,7 +351,7 @@ def test_the_smallest_case_is_a_command(monkeypatch):
     )
     words = f'--mesh "dp2 tp2" --parallel.zero 1 --parallel.recompute full {FLOAT64}'
     report = report_of(words)
-    smallest = smallest_case(small_run(words), report, seconds=30)
+    smallest = smallest_case(ProofCase(small_run(words), report.steps), report, seconds=30)
     assert smallest.layout == "tp2"
     assert smallest.steps == 1
     assert smallest.command.startswith("weft prove --full --first 1 --mesh tp2 ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,10 +10,10 @@ import torch
 from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
 from weft.config.load import load
 from weft.config.run import Run
-from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.prove.mutants.effect import RankRun
 from weft.testing import run_ranks
+from weft.train.build_training import build_training
 
 SIZES = "--model.layers 1 --model.dim 16 --model.heads 2 --model.kv_heads 1 --model.ffn 16"
 BATCH = "--data.seq_len 32 --batch.global_size 4 --batch.micro_size 1 --mesh dp2"
@@ -29,7 +30,8 @@ def chat_run(folder: Path) -> Run:
 
 def trained(run: Run) -> list[dict[str, torch.Tensor]]:
     """Losses, norms, parameters and moments, by rank."""
-    return run_ranks(Mesh.parse(run.mesh), RankRun(run))
+    build = partial(build_training, run, stop_requested=lambda: False)
+    return run_ranks(run.device_mesh, RankRun(build))
 
 
 def test_ten_steps_on_conversations_are_five_and_five(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from weft.commands.console import (
 from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.preflight import data_checks
 from weft.config import flags
-from weft.config.changed_runs import changes, command_of
+from weft.config.changed_runs import changes
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.run import Run
@@ -160,20 +160,21 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
     _check_loss(run.loss)
     from weft.prove.proof import prove  # late: it imports torch
     from weft.prove.shrink import smallest_case
-    from weft.prove.subject import Subject
+    from weft.prove.subject import ProofCase
 
     compared = run if full else reduced(run, accepts_sizes)
-    report = prove(Subject.of(compared, steps=steps))
+    case = ProofCase(compared, steps)
+    report = prove(case.opened())
     weights_notes = _weights_notes(run, compared)
     report = replace(
         report,
         reduced=changes(run, compared),
-        command=command_of(compared, FAMILIES, steps=steps),
+        command=case.command,
         notes=(*report.notes, *weights_notes),
     )
     if report.holds:
         return report
-    return report.with_smallest(smallest_case(compared, report))
+    return report.with_smallest(smallest_case(case, report))
 
 
 def _weights_notes(run: Run, compared: Run) -> Iterator[str]:

@@ -21,7 +21,6 @@ from torch import Tensor
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
-from weft.config.changed_runs import in_float64, inside_site
 from weft.config.schema import SiteConfig
 from weft.core.axes import Box, local_update_axis, without_local_updates
 from weft.core.dimension import sequence_axes
@@ -66,16 +65,16 @@ class SiteProof:
     @staticmethod
     def of(subject: Subject) -> SiteProof:
         """The proof of a run, in float64 and with short periods."""
-        run = in_float64(subject.run)
         values: dict[str, Any] = {
             "site.every": EVERY,
-            "site.overlap": min(run.site.overlap, EVERY - 1),
-            "steps": max(run.steps, STEPS),
+            "site.overlap": min(subject.site.overlap, EVERY - 1),
+            "steps": max(subject.schedule_steps, STEPS),
             "resume": None,
         }
-        if "balance_rate" in run.model.architecture:
+        if "balance_rate" in subject.model.architecture:
             values["model.balance_rate"] = 0.0  # proved inside the site
-        return SiteProof(subject.with_run(run.with_values(values)))
+        in_float64 = subject.in_float64()
+        return SiteProof(in_float64.with_values(values))
 
     @property
     def num_sites(self) -> int:
@@ -198,7 +197,7 @@ class SiteProof:
         return found
 
     def _plain_site(self, index: int) -> PlainSite:
-        inside = self.subject.with_run(inside_site(self.subject.run))
+        inside = self.subject.inside_site()
         task = inside.task()
         num_data_ranks = inside.mesh.degree(sequence_axes())
         return PlainSite(

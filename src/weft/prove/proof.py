@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from weft.comm.comm import Comm
-from weft.config.changed_runs import inside_site
 from weft.core.axes import local_update_axis
 from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation, has_jumps
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
@@ -56,7 +55,7 @@ def prove(subject: Subject) -> ProofReport:
 def _prove_sites(subject: Subject) -> ProofReport:
     """The layout inside a site, then the steps that join the sites. See `weft.prove.local_updates`."""
     start = time.perf_counter()
-    inside = _prove(subject.with_run(inside_site(subject.run)))
+    inside = _prove(subject.inside_site())
     passes = inside.passes
     if inside.holds:
         outer = SiteProof.of(subject).compare()

@@ -5,37 +5,31 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from weft.config.changed_runs import command_of
-from weft.config.run import Run
-from weft.config.small_runs import is_valid
-from weft.config.smaller_cases import reductions
 from weft.errors import UserError
-from weft.models import FAMILIES
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
-from weft.prove.small_sizes import accepts_sizes
-from weft.prove.subject import Subject
+from weft.prove.subject import ProofCase
 
 MAX_SECONDS = 60.0
 
 
 def smallest_case(
-    run: Run,
+    case: ProofCase,
     report: ProofReport,
     *,
     seconds: float = MAX_SECONDS,
 ) -> ProofReport:
     """The report of the smallest case that still fails, found greedily within some time."""
-    case = _FailingCase(run, report, time.monotonic() + seconds)
+    failing = _FailingCase(case, report, time.monotonic() + seconds)
     for steps in _fewer_steps(report):
-        if case.replace_if_failing(run, steps):
+        shorter = replace(case, steps=steps)
+        if failing.replace_if_failing(shorter):
             break
-    for reduction in reductions(run, accepts_sizes):
-        for smaller in reduction(case.run):
-            if case.replace_if_failing(smaller, case.report.steps):
+    for reduction in case.reductions():
+        for smaller in reduction(failing.case):
+            if failing.replace_if_failing(smaller):
                 break
-    command = command_of(case.run, FAMILIES, steps=case.report.steps)
-    return replace(case.report, command=command)
+    return replace(failing.report, command=failing.case.command)
 
 
 def _fewer_steps(report: ProofReport) -> list[int]:
@@ -50,21 +44,20 @@ def _fewer_steps(report: ProofReport) -> list[int]:
 class _FailingCase:
     """A failing case, made smaller step by step until the deadline."""
 
-    run: Run
+    case: ProofCase
     report: ProofReport
     deadline_s: float
 
-    def replace_if_failing(self, run: Run, steps: int) -> bool:
+    def replace_if_failing(self, smaller: ProofCase) -> bool:
         """Whether a smaller case fails too; then it replaces the case."""
-        is_same = run == self.run and steps == self.report.steps
-        if is_same or time.monotonic() > self.deadline_s or not is_valid(run):
+        if time.monotonic() > self.deadline_s:
             return False
         try:
-            report = prove(Subject.of(run, steps=steps))
+            report = prove(smaller.opened())
         except UserError:
             return False
         if report.holds:
             return False
-        self.run = run
+        self.case = smaller
         self.report = report
         return True

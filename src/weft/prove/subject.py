@@ -1,13 +1,15 @@
-"""What a proof compares: a run unpacked into the training that one device repeats, its layout, and the texts of its report."""
+"""What a proof compares: a run unpacked into the training that one device repeats, its layout and texts; smaller cases of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from weft.checkpoint.read import Source
 from weft.comm.comm import Comm
-from weft.config.changed_runs import in_float64
+from weft.config.changed_runs import command_of, in_float64, inside_site, with_degree
 from weft.config.run import Run
 from weft.config.schema import (
     BatchConfig,
@@ -18,12 +20,15 @@ from weft.config.schema import (
     PrecisionConfig,
     SiteConfig,
 )
+from weft.config.small_runs import is_valid
+from weft.config.smaller_cases import Reduction, reductions
 from weft.core.mesh import Mesh
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
-from weft.models import Family
+from weft.models import FAMILIES, Family
 from weft.prove.arithmetic import NumberTypes, Perturbation, perturbations
 from weft.prove.raw_batch import MaskedSamples
+from weft.prove.small_sizes import accepts_sizes
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import build_training
 from weft.train.training import Training
@@ -84,13 +89,26 @@ class Subject:
         family = family_of(run.model, run.lora)
         return Subject(run, family, samples, steps)
 
-    def with_run(self, run: Run) -> Subject:
-        """The same model and data in another run."""
-        return replace(self, run=run)
+    # the same model and data in another run
+
+    def with_values(self, values: Mapping[str, Any]) -> Subject:
+        """With other values of some keys: `{"site.every": 2}`."""
+        return replace(self, run=self.run.with_values(values))
 
     def in_float64(self) -> Subject:
         """The same in float64."""
-        return self.with_run(in_float64(self.run))
+        return replace(self, run=in_float64(self.run))
+
+    def inside_site(self) -> Subject:
+        """The layout of one site, without local updates."""
+        return replace(self, run=inside_site(self.run))
+
+    def without_axis(self, axis: str) -> Subject | None:
+        """The layout without an axis of its mesh; None where that is not valid."""
+        smaller = with_degree(self.run, axis, 1)
+        if not is_valid(smaller):
+            return None
+        return replace(self, run=smaller)
 
     @property
     def mesh(self) -> Mesh:
@@ -111,6 +129,11 @@ class Subject:
     def site(self) -> SiteConfig:
         """The config of local updates."""
         return self.run.site
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the learning rate schedule."""
+        return self.run.steps
 
     @property
     def types(self) -> NumberTypes:
@@ -193,6 +216,68 @@ class Subject:
         if precision.params == precision.compute == precision.reduce:
             return precision.compute
         return f"{precision.compute}, parameters {precision.params}, sums {precision.reduce}"
+
+
+@dataclass(frozen=True)
+class ProofCase:
+    """A run to prove, whose data is not opened.
+
+    Attributes:
+        run: with the sizes that are compared.
+        steps: to compare.
+    """
+
+    run: Run
+    steps: int
+
+    def opened(self) -> Subject:
+        """The subject, whose data is opened.
+
+        Raises:
+            UserError: the data cannot be read.
+        """
+        return Subject.of(self.run, steps=self.steps)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks of the layout."""
+        return self.run.device_mesh
+
+    @property
+    def family_name(self) -> str:
+        """The model family."""
+        return self.run.model.name
+
+    @property
+    def compute_dtype(self) -> str:
+        """In which the layout computes: "float32"."""
+        return self.run.precision.compute
+
+    @property
+    def command(self) -> str:
+        """The command line that proves exactly this case."""
+        return command_of(self.run, FAMILIES, steps=self.steps)
+
+    def training(self, values: Mapping[str, Any]) -> Callable[[Comm], Training]:
+        """Builds the training run of one rank, with other values of some keys."""
+        run = self.run.with_values(values)
+        return partial(build_training, run, stop_requested=lambda: False)
+
+    def reductions(self) -> Iterator[CaseReduction]:
+        """The ways to make the case smaller; see `weft.config.smaller_cases.reductions`."""
+        for reduction in reductions(self.run, accepts_sizes):
+            yield partial(_smaller_cases, reduction)
+
+
+CaseReduction = Callable[[ProofCase], Iterator[ProofCase]]
+"""One way to make a case smaller: valid cases to try, the smallest first."""
+
+
+def _smaller_cases(reduction: Reduction, case: ProofCase) -> Iterator[ProofCase]:
+    for run in reduction(case.run):
+        smaller = replace(case, run=run)
+        if smaller != case and is_valid(run):
+            yield smaller
 
 
 def _changed_options(section: str, values: ParallelConfig | PipelineConfig) -> list[str]:

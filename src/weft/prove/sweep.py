@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.changed_runs import command_of
 from weft.config.checks import run_checks
 from weft.config.load import try_load
-from weft.config.run import Run
 from weft.config.small_runs import reduced
 from weft.config.validate import config_checks
 from weft.core.dimension import exact_axes
@@ -20,7 +18,7 @@ from weft.models import FAMILIES
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
 from weft.prove.small_sizes import accepts_sizes, small_words
-from weft.prove.subject import Subject
+from weft.prove.subject import ProofCase
 from weft.schedule.catalog import SCHEDULES
 
 USER_MODEL = "weft.prove.user_model"
@@ -49,13 +47,13 @@ STEPS = 3
 class SweepResult:
     """The proof of one generated layout, with reduced sizes."""
 
-    run: Run
+    case: ProofCase
     report: ProofReport
 
     @property
     def command(self) -> str:
         """The command that repeats it."""
-        return command_of(self.run, FAMILIES, steps=STEPS)
+        return self.case.command
 
     @property
     def message(self) -> str:
@@ -64,8 +62,8 @@ class SweepResult:
         return self.report.error or str(first)
 
 
-def generated_runs(seed: int) -> Iterator[Run]:
-    """Runs that config validation accepts, without end, a function of the seed."""
+def generated_cases(seed: int) -> Iterator[ProofCase]:
+    """Cases that config validation accepts, without end, a function of the seed."""
     dice = random.Random(seed)  # noqa: S311 - layouts, not secrets
     families = [name for name, family in FAMILIES.items() if family.Config.kind == "tokens"]
     families.append(USER_MODEL)
@@ -78,7 +76,8 @@ def generated_runs(seed: int) -> Iterator[Run]:
             known=loaded.faults,
         )
         if not faults:
-            yield reduced(loaded.run, accepts_sizes)
+            run = reduced(loaded.run, accepts_sizes)
+            yield ProofCase(run, STEPS)
 
 
 def _words(dice: random.Random, family: str) -> tuple[str, ...]:
@@ -170,20 +169,20 @@ def sweep(
         most: number of layouts after which it ends, too.
     """
     end = time.monotonic() + 60 * minutes
-    for number, run in enumerate(generated_runs(seed), start=1):
-        yield SweepResult(run, _proof(run))
+    for number, case in enumerate(generated_cases(seed), start=1):
+        yield SweepResult(case, _proof(case))
         if time.monotonic() >= end or number == most:
             return
 
 
-def _proof(run: Run) -> ProofReport:
+def _proof(case: ProofCase) -> ProofReport:
     """The report; of an error that is none of the layout's own, too."""
     try:
-        return prove(Subject.of(run, steps=STEPS))
+        return prove(case.opened())
     except Exception as error:  # noqa: BLE001 - the sweep goes on
         return ProofReport.of_error(
             type_and_message(error),
-            layout=run.mesh,
-            model=run.model.name,
-            steps=STEPS,
+            layout=case.mesh.text,
+            model=case.family_name,
+            steps=case.steps,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.config.run import Run
 from weft.errors import type_and_message
 from weft.prove.bounds import largest_difference
 from weft.prove.mutants.fault import MutantLayout
 from weft.prove.stored import stored_tensors
+from weft.prove.subject import ProofCase
 from weft.run.run_ranks import run_ranks
-from weft.train.build_training import build_training
 from weft.train.event_log import EventLog
 from weft.train.loop import run_training
 from weft.train.training import Event, Training
@@ -54,21 +53,22 @@ class TrainedNumbers:
     error: str = ""
 
 
-def trained_numbers(run: Run, folder: Path) -> TrainedNumbers:
-    """Train a run, save, resume and train on; ranks are threads.
+def trained_numbers(case: ProofCase, folder: Path) -> TrainedNumbers:
+    """Train the run of a case, save, resume and train on; ranks are threads.
 
     Args:
         folder: empty; receives the run folder.
     """
-    whole = run.with_values({"out": str(folder / "run"), "save.at_end": True, "save.every": 0})
-    parts = {
-        "first": whole.with_values({"steps": STEPS_BEFORE}),
-        "resumed": whole.with_values({"steps": STEPS, "resume": "auto"}),
+    saved_at_end = {"out": str(folder / "run"), "save.at_end": True, "save.every": 0}
+    parts: dict[str, dict[str, Any]] = {
+        "first": {"steps": STEPS_BEFORE},
+        "resumed": {"steps": STEPS, "resume": "auto"},
     }
     tensors: dict[str, Tensor] = {}
     try:
-        for part, each in parts.items():
-            found_by_rank = run_ranks(run.mesh, RankRun(each), timeout_s=TIMEOUT_S)
+        for part, values in parts.items():
+            build = case.training({**saved_at_end, **values})
+            found_by_rank = run_ranks(case.mesh, RankRun(build), timeout_s=TIMEOUT_S)
             for rank, found in enumerate(found_by_rank):
                 for name, tensor in found.items():
                     tensors[f"{part} rank {rank} {name}"] = tensor
@@ -83,11 +83,11 @@ def trained_numbers(run: Run, folder: Path) -> TrainedNumbers:
 class RankRun:
     """Trains a run on one rank; returns the numbers of its steps, its parameters and moments."""
 
-    run: Run
+    build: Callable[[Comm], Training]
 
     def __call__(self, comm: Comm) -> dict[str, Tensor]:
         collector = EventCollector()
-        training = build_training(self.run, comm, stop_requested=lambda: False)
+        training = self.build(comm)
         with EventLog(None, [collector]) as log:
             run_training(training, log)
         return {**_event_numbers(collector.events), **_state(training)}

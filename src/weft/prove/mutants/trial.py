@@ -12,10 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from weft.config.changed_runs import with_degree
 from weft.config.load import load
-from weft.config.run import Run
-from weft.config.small_runs import is_valid
 from weft.errors import type_and_message
 from weft.models import FAMILIES
 from weft.prove.mutants.effect import (
@@ -29,7 +26,7 @@ from weft.prove.mutants.fault import Mutant, MutantLayout
 from weft.prove.mutants.plant import planted
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
-from weft.prove.subject import Subject
+from weft.prove.subject import ProofCase, Subject
 
 STEPS_OF_HEALTHY = 3
 ERRORS_OF_CODE = ("AttributeError", "NameError", "TypeError", "UnboundLocalError")
@@ -145,19 +142,19 @@ def _false_alarm(subject: Subject) -> str:
     return report.error or str(report.first)
 
 
-def _proof(run: Run, *, steps: int) -> ProofReport:
+def _proof(case: ProofCase) -> ProofReport:
     """The report, with the smallest mesh that fails, too."""
     try:
-        subject = Subject.of(run, steps=steps)
+        subject = case.opened()
         report = prove(subject)
         if not report.holds and not _names_axis(report):
             report = report.with_smallest(_on_fewest_axes(subject, report))
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
         return ProofReport.of_error(
             type_and_message(error),
-            layout=str(run.device_mesh),
-            model=run.model.name,
-            steps=steps,
+            layout=str(case.mesh),
+            model=case.family_name,
+            steps=case.steps,
         )
     return report
 
@@ -171,10 +168,9 @@ def _names_axis(report: ProofReport) -> bool:
 def _on_fewest_axes(subject: Subject, report: ProofReport) -> ProofReport:
     """The report without each axis that is not needed to fail; see `smallest_case`."""
     for axis, _ in subject.mesh.axes:
-        smaller = with_degree(subject.run, axis, 1)
-        if not is_valid(smaller):
+        tried = subject.without_axis(axis)
+        if tried is None:
             continue
-        tried = subject.with_run(smaller)
         found = prove(tried)
         if not found.holds:
             subject = tried
@@ -195,9 +191,10 @@ class MutantTrials:
     false_alarms: dict[MutantLayout, str] = field(default_factory=dict)
     num_runs: int = 0
 
-    def run_of(self, layout: MutantLayout) -> Run:
-        """The run of a layout."""
-        return load([*layout_words(layout, self.folder)], FAMILIES)
+    def case_of(self, layout: MutantLayout, *, steps: int) -> ProofCase:
+        """The proof of a layout."""
+        run = load([*layout_words(layout, self.folder)], FAMILIES)
+        return ProofCase(run, steps)
 
     def command(self, layout: MutantLayout) -> str:
         """The command that proves the layout without a mutant."""
@@ -206,28 +203,27 @@ class MutantTrials:
     def trial(self, mutant: Mutant) -> MutantResult:
         """Plant a mutant and prove its layout."""
         start = time.perf_counter()
-        run = self.run_of(mutant.layout)
+        case = self.case_of(mutant.layout, steps=mutant.steps)
         healthy = self._healthy(mutant.layout)
         alarm = self.false_alarms[mutant.layout]
         if alarm:
             return MutantResult(mutant, "", None, time.perf_counter() - start, alarm)
         with planted(mutant):
-            numbers = trained_numbers(run, self._new_folder())
-        effect = changed_numbers(healthy, numbers, dtype=run.precision.compute)
+            numbers = trained_numbers(case, self._new_folder())
+        effect = changed_numbers(healthy, numbers, dtype=case.compute_dtype)
         report = None
         if effect:
             with planted(mutant):
-                report = _proof(run, steps=mutant.steps)
+                report = _proof(case)
         return MutantResult(mutant, effect, report, time.perf_counter() - start)
 
     def _healthy(self, layout: MutantLayout) -> TrainedNumbers:
         if layout not in self.healthy:
-            run = self.run_of(layout)
-            numbers = trained_numbers(run, self._new_folder())
+            case = self.case_of(layout, steps=STEPS_OF_HEALTHY)
+            numbers = trained_numbers(case, self._new_folder())
             assert not numbers.error, f"{layout} fails without a mutant: {numbers.error}"
             self.healthy[layout] = numbers
-            subject = Subject.of(run, steps=STEPS_OF_HEALTHY)
-            self.false_alarms[layout] = _false_alarm(subject)
+            self.false_alarms[layout] = _false_alarm(case.opened())
         return self.healthy[layout]
 
     def _new_folder(self) -> Path:
