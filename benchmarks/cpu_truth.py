@@ -66,7 +66,7 @@ from weft.run.rank_setup import open_comm
 from weft.run.world import World
 from weft.schedule.actions import Act
 from weft.schedule.timeline import Span, Timeline, bubble
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.view.quantity import short_time
 
 RANKS = 4

@@ -197,7 +197,8 @@ def measure_prefetch(
     from weft.data.dataset import open_data
     from weft.models import FAMILIES
     from weft.testing import run_ranks
-    from weft.train.build import build_data_loader, build_step
+    from weft.train.build import build_data_loader
+    from weft.train.build_training import build_step
 
     text = folder / "text.txt"
     prepared = folder / "prepared"

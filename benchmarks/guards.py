@@ -19,7 +19,8 @@ from weft.config.schema import GuardConfig
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.run.run_ranks import run_ranks
-from weft.train.build import build_data_loader, build_step
+from weft.train.build import build_data_loader
+from weft.train.build_training import build_step
 from weft.train.digest import StateDigests
 from weft.train.guard import StepGuard
 from weft.train.straggler import StragglerWatch

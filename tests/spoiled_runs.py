@@ -17,7 +17,7 @@ from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
 from weft.prove.oracle import one_device
-from weft.train import build
+from weft.train import build_training
 from weft.train.data_loader import samples_of, whole_batch
 from weft.train.event_lines import read_events, step_history
 from weft.train.event_log import EVENTS
@@ -100,7 +100,7 @@ def spoil(
     token: int = MARKER,
 ) -> None:
     """Multiply what `block` returns for micro-batches with `token`, in every run from here on."""
-    build_step = build.build_step
+    build_step = build_training.build_step
 
     def hook(
         _module: nn.Module,
@@ -118,7 +118,7 @@ def spoil(
             step.model.blocks[block].register_forward_hook(hook)
         return step
 
-    monkeypatch.setattr(build, "build_step", spoiled)
+    monkeypatch.setattr(build_training, "build_step", spoiled)
 
 
 def assert_losses(out: Path, expected: Sequence[float]) -> None:

@@ -18,7 +18,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
 from weft.prove.layout import micro_batches
 from weft.run.rank_threads import run_rank_threads
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 
 NUM_STEPS = 3
 PATIENCE_S = 120.0

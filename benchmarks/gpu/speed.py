@@ -20,7 +20,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.models.common.init import tie
 from weft.run.numerics import numerics
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.train.step import TrainStep
 
 PEAK_SIZE, REHEARSED_PEAK_SIZE = 8192, 256

@@ -20,7 +20,7 @@ from weft.config.run import Run
 from weft.core.axes import Box
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.train.step import TrainStep
 
 FAMILY = "deepseek"

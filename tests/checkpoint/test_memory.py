@@ -257,7 +257,7 @@ def test_ranks_of_torchrun_with_a_status_are_asked_whether_they_share_the_run_fo
     separate,
 ):
     """Ranks of one launcher are on one machine; others may have disks of their own."""
-    module = import_module("weft.train.build_training")
+    module = import_module("weft.train.training_parts")
     monkeypatch.setattr(module, "ranks_without_folder", lambda comm, folder: (1,))
 
     def separate_ranks(comm: Comm) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from weft.config.schema import OptimConfig, OptimGroup
 from weft.errors import CheckpointError
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.train.optim import NamedOptimizer
 from weft.train.run_start import StartState
 from weft.train.step import TrainStep

@@ -25,7 +25,8 @@ from weft.errors import CheckpointError
 from weft.models import FAMILIES
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_model, build_step
+from weft.train.build import build_model
+from weft.train.build_training import build_step
 from weft.train.optimizers.elementwise import SGD
 from weft.train.step import TrainStep
 

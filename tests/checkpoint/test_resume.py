@@ -33,7 +33,7 @@ from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.train.event_lines import read_events, step_history
 from weft.train.event_log import EVENTS, EventLog
 from weft.train.step import TrainStep

@@ -16,7 +16,7 @@ from weft.checkpoint.transfer import distribute, ranks_without_folder
 from weft.comm.comm import Comm
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 
 CASE = Case("pp2 dp2", family="gpt2")
 

@@ -38,7 +38,7 @@ from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.models.common import experts, init
 from weft.models.common.batch import token_batch
-from weft.train import build
+from weft.train import build, build_training
 from weft.train.late_report import LateReports, reports_late
 from weft.train.step import TrainStep
 
@@ -252,13 +252,13 @@ def counts_of(
     transport = RecordingTransport(
         mesh,
         layout.rank,
-        steps=build.step_groups(run),
+        steps=build_training.step_groups(run),
         device=DEVICE,
         streams=streams,
     )
     comm = Comm(mesh, layout.rank, transport)
     with fake_mode:
-        step = build.build_step(run, comm)
+        step = build_training.build_step(run, comm)
         batches = _batches(run, comm)
     ordered = OrderedOperations(streams) if checks_streams else nullcontext()
     with fake_mode, recorder, cuda_streams(streams), even_expert_loads(recorder):

@@ -21,7 +21,7 @@ from weft.errors import CommError
 from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
 from weft.prove.layout import micro_batches
-from weft.train.build import build_step, step_groups
+from weft.train.build_training import build_step, step_groups
 
 TINY = (
     "--model.layers 4 --model.dim 16 --model.heads 4 --model.kv_heads 2 --model.ffn 32 "

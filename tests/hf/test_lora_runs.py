@@ -24,7 +24,7 @@ from weft.errors import EXIT_OK, EXIT_USER
 from weft.hf.adapters import merge_adapters
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.train.step import TrainStep
 
 LORA = LoraConfig(rank=2, alpha=6.0)

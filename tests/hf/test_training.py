@@ -30,7 +30,7 @@ from weft.hf.folder import HfFolder
 from weft.models.common.batch import Batch
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.train.optim import learning_rate
 
 pytestmark = pytest.mark.usefixtures("fast_disk")

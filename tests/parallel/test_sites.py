@@ -26,7 +26,8 @@ from weft.errors import PlanError
 from weft.models import FAMILIES
 from weft.parallel.pipeline.module import PipelineParallel
 from weft.testing import run_ranks
-from weft.train.build import build_data_loader, build_step
+from weft.train.build import build_data_loader
+from weft.train.build_training import build_step
 from weft.train.digest import StateDigests, StateFault
 from weft.train.step import StepReport
 

@@ -27,7 +27,7 @@ from weft.planner.measure.rank_step import RankStep, measure_rank, record_step
 from weft.planner.measure.step_memory import step_memory
 from weft.planner.measure.step_traffic import step_traffic
 from weft.testing import run_ranks
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.train.step import TrainStep
 
 LAYOUTS = {

@@ -256,7 +256,7 @@ def test_a_run_whose_replicas_differ_stops_before_the_save_and_names_the_rank(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    build_digests = build_training._build_digests
+    build_digests = build_training.build_digests
 
     def spoiled(run: object, step: TrainStep) -> StateDigests | None:
         digests = build_digests(run, step)
@@ -270,7 +270,7 @@ def test_a_run_whose_replicas_differ_stops_before_the_save_and_names_the_rank(
         digests.compare = compare_spoiled
         return digests
 
-    monkeypatch.setattr(build_training, "_build_digests", spoiled)
+    monkeypatch.setattr(build_training, "build_digests", spoiled)
     text = write_text(tmp_path)
     out = tmp_path / "run"
     keys = ("--mesh", "dp4", "--guard.digest_every", "100", "--save.every", "2", "--steps", "9")

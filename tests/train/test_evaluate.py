@@ -18,7 +18,8 @@ from weft.models.common.batch import IGNORE, chain
 from weft.parallel.pipeline.forward import forward_table
 from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
-from weft.train.build import build_data_loader, build_step
+from weft.train.build import build_data_loader
+from weft.train.build_training import build_step
 from weft.train.data_loader import whole_batch
 from weft.train.evaluate import NO_SAMPLE, Evaluation, batches_of
 from weft.train.event_lines import read_events

@@ -17,7 +17,7 @@ from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
 from weft.testing import run_ranks
 from weft.train import late_report
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.train.late_report import LateReports, reports_late
 
 COMPARED = ("step", "guard", "eval", "resume")

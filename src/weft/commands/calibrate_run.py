@@ -39,7 +39,7 @@ from weft.run.devices import DeviceChoice, choose_device
 from weft.run.launch import launch
 from weft.run.rank_setup import open_comm
 from weft.run.world import World
-from weft.train.build import build_step
+from weft.train.build_training import build_step
 from weft.view.quantity import short_time
 
 WARM_UP = 2

@@ -64,7 +64,7 @@ def replay(words: Sequence[str]) -> int:
     set_openmp_policy()
     # late: they import torch, after all checks
     from weft.commands.repeat_step import RepeatLayout, Repetition
-    from weft.train.build import build_run_steps
+    from weft.train.build_training import build_run_steps
 
     layout = RepeatLayout(
         mesh=run.device_mesh,

@@ -35,8 +35,8 @@ from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
 from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
-from weft.train.build import check_initial_parameters, step_groups
-from weft.train.build_training import build_training
+from weft.train.build import check_initial_parameters
+from weft.train.build_training import build_training, step_groups
 from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.loop import run_training
 from weft.train.out_of_memory import named_out_of_memory

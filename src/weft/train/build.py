@@ -1,4 +1,4 @@
-"""Build model, training step, data loader and step range of one rank from the sections of a run config."""
+"""Build model, training step, data loader and step range of one rank from sections of a run config."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint.read import Source
-from weft.checkpoint.resume import AUTO
 from weft.comm.comm import Comm
-from weft.comm.planned_groups import StepGroups
-from weft.config.run import Run, plan_of
 from weft.config.schema import (
     BatchConfig,
     LoraConfig,
@@ -25,8 +22,7 @@ from weft.config.schema import (
     SiteConfig,
 )
 from weft.core.dimension import data_axis, position_axes, sequence_axes
-from weft.core.model_config import AxisTable, ModelConfig
-from weft.data.dataset import open_data
+from weft.core.model_config import ModelConfig
 from weft.data.logprob_files import FOLDER
 from weft.data.samples import Samples
 from weft.hf.folder import HfFolder
@@ -34,11 +30,8 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import image_example
 from weft.models.common.lora import adapted
-from weft.models.common.preference import with_preference_loss
-from weft.parallel.ep import AXIS as EP
 from weft.parallel.local_updates.outer_step import OuterSettings
 from weft.parallel.model.parallelize import ParallelModel, materialize_params, parallelize
-from weft.run.world import Attempt
 from weft.train.data_loader import DataLoader
 from weft.train.init_from import (
     check_hf_folder,
@@ -49,11 +42,9 @@ from weft.train.init_from import (
 )
 from weft.train.optim import StepOptimizer, learning_rate, make_optimizer, matrices
 from weft.train.reference_logprobs import References
-from weft.train.run_start import StartState, find_start
+from weft.train.run_start import StartState
 from weft.train.step import TrainStep
 from weft.train.training import StepRange
-
-DPO = "dpo"
 
 
 def build_model(
@@ -125,14 +116,6 @@ def family_of(model: ModelSection, lora: LoraConfig) -> Family:
     return adapted(FAMILIES[model.name], lora)
 
 
-def step_groups(run: Run) -> StepGroups:
-    """Which groups of ranks the steps of a run use."""
-    axes: AxisTable = {}
-    if run.device_mesh.degree(EP) > 1:  # they matter to the gradients of experts alone
-        axes = family_of(run.model, run.lora).axes(run.model)
-    return StepGroups.of(zero=run.parallel.zero, axes=axes)
-
-
 def check_initial_parameters(model: ModelSection) -> None:
     """Check the Hugging Face folder that a new run starts from, in one process, before ranks start.
 
@@ -177,33 +160,6 @@ class StepConfig:
     source: Source | None
     fixed_order: bool
     outer: OuterSettings
-
-
-def step_config(run: Run) -> StepConfig:
-    """What the training step of a run is built from. Where the run resumes, its initial values are
-    drawn, and meant to be replaced.
-    """
-    if run.resume is None:
-        source = initial_source(run.model, base=run.lora.base)
-    else:
-        source = None
-    family = family_of(run.model, run.lora)
-    if run.loss == DPO:
-        family = with_preference_loss(family, run.dpo.beta)
-    return StepConfig(
-        family=family,
-        model=run.model,
-        optim=run.optim,
-        seed=run.seed,
-        source=source,
-        fixed_order=run.deterministic,
-        outer=outer_settings(run.site),
-    )
-
-
-def build_step(run: Run, comm: Comm) -> TrainStep:
-    """The training step of a run on this rank; see `step_config` for its parameters."""
-    return build_configured_step(step_config(run), plan_of(run), comm)
 
 
 def build_configured_step(config: StepConfig, plan: Plan, comm: Comm) -> TrainStep:
@@ -321,7 +277,7 @@ class RunSteps:
     references: References | None = None
 
 
-def _folder_of_references(start: StartState, run_folder: Path) -> Path:
+def folder_of_references(start: StartState, run_folder: Path) -> Path:
     """The run folder whose reference log-probabilities a resumed run reads: that of its checkpoint,
     or its own, where that is a snapshot in memory.
     """
@@ -331,75 +287,3 @@ def _folder_of_references(start: StartState, run_folder: Path) -> Path:
     if (source / FOLDER).is_dir():
         return source
     return run_folder
-
-
-def build_run_steps(
-    run: Run,
-    comm: Comm,
-    *,
-    attempt: Attempt | None = None,
-    samples: Samples | None = None,
-    writes_references: bool = False,
-) -> RunSteps:
-    """The steps of a run on this rank, initialised, or restored from the checkpoint that `resume`
-    means or after a restart from the newest snapshot or checkpoint; every rank must call it.
-
-    Args:
-        samples: the opened data; default: that of the run.
-        writes_references: whether reference log-probabilities of preference pairs, which a new run
-            computes, are stored in its folder.
-
-    Raises:
-        CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
-            same on all ranks.
-        DataError: the data is not what the checkpoint was trained on.
-    """
-    if samples is None:
-        samples = open_data(run.data, run.model)
-    start = find_start(
-        comm,
-        out=run.out,
-        resume=run.resume,
-        attempt=attempt,
-    )
-    start.check_data(samples)
-    if start.checkpoint is None:
-        resume = None
-    else:
-        resume = run.resume or AUTO
-    step = build_step(run.with_values({"resume": resume}), comm)
-    start.restore(step, run.optim.model_dump(mode="json"))
-    load = partial(
-        build_data_loader,
-        comm=comm,
-        batch=run.batch,
-        seed=run.seed,
-        later=run.model.reads_later_targets,
-        fixed_order=fixed_order_of(run.parallel, deterministic=run.deterministic),
-    )
-    references: References | None = None
-    if run.loss == DPO:
-        references = References(
-            model=step.model,
-            load=load,
-            run_folder=Path(run.out or ""),
-            source_folder=_folder_of_references(start, Path(run.out or "")),
-            is_initial=start.checkpoint is None or start.is_import,
-            is_written=writes_references,
-        )
-        samples = references.add_to(samples, name="train")
-    loader = load(samples)
-    step_range = build_step_range(
-        run.optim,
-        start=start.num_done,
-        total=run.steps,
-        prefetch=run.data.prefetch,
-    )
-    return RunSteps(
-        samples=samples,
-        step=step,
-        start=start,
-        loader=loader,
-        step_range=step_range,
-        references=references,
-    )

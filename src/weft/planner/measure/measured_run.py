@@ -11,7 +11,8 @@ from weft.layout.plan import Plan
 from weft.models import Family
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.planner.measure.equal_blocks import equal_blocks
-from weft.train.build import StepConfig, step_config
+from weft.train.build import StepConfig
+from weft.train.build_training import step_config
 from weft.train.init_from import lazy_blocks
 
 

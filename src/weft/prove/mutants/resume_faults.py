@@ -155,7 +155,7 @@ MUTANTS = (
         "a_resumed_run_replays_the_first_batches",
         "the position in the data is not restored",
         DP,
-        (FunctionFault("weft.train.build:build_step_range", named_argument("start", 0)),),
+        (FunctionFault("weft.train.build_training:build_step_range", named_argument("start", 0)),),
         axes=ANY_AXIS,
         blocks=("", "embed"),
         reference=references.GPT_NEOX_DATA,
