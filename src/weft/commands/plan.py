@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.commands.auto_mesh import one_rank
-from weft.commands.console import load_checked_run, print_result, show_help, split_words, wants_help
-from weft.config import flags, toml
-from weft.config.checks import as_flags, run_checks
-from weft.config.hardware import Hardware, world_faults
-from weft.config.load import AUTO_MESH
-from weft.config.run import Run, hardware_of
-from weft.config.schema import ConfigSection, SiteConfig
-from weft.config.validate import config_checks
-from weft.core.dimension import local_update_axes
-from weft.core.mesh import Mesh
-from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
-from weft.planner.search.candidates import Candidates, Space, candidates, nearest_devices
-from weft.planner.search.layout_choice import SEARCHED, Layout, read_layout
+from weft.commands.console import print_result, show_help, split_words, wants_help
+from weft.commands.searched_run import SearchedRun
+from weft.config import flags
+from weft.config.schema import ConfigSection, ModelSection, SiteConfig
+from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
+from weft.planner.search.candidates import Candidates
+from weft.planner.search.layout_choice import Layout
 
 if TYPE_CHECKING:
-    from weft.planner.search.found_layouts import Found
+    from weft.planner.search.found_layouts import Found, FoundLayouts
     from weft.planner.search.layout_costs import LayoutCosts
     from weft.planner.search.plan_report import Rates
     from weft.planner.search.scaling import ScaledLayout, Scaling
@@ -43,8 +35,6 @@ MORE_HELP = (
 )
 ORDER_OF = {"time": "fastest first", "memory": "least memory first", "cost": "cheapest first"}
 JSON_FLAG = "--json"
-ALWAYS_NAMED = frozenset({"mesh", "batch.micro_size", "parallel.zero"})
-"""Keys that the command of the best layout names in any case."""
 
 
 class PlanOptions(ConfigSection):
@@ -90,168 +80,52 @@ def plan(words: Sequence[str]) -> int:
     without_json = [word for word in words if word != JSON_FLAG]
     own, run_words = split_words(without_json, PlanOptions)
     options = flags.read_config(own, PlanOptions)
-    pinned = _pinned(run_words)
-    run = load_checked_run(
-        run_words,
-        adapt=lambda run: _plain(run, pinned),
-        choose_mesh=one_rank,
-    )
-    hardware = _hardware(run)
-    if _is_sites_alone(run.device_mesh, options):
-        pinned -= {"mesh"}
-    num_devices = _num_devices(options.devices, run.device_mesh.size, pinned)
-    faults = tuple(world_faults(hardware, num_devices))
+    searched = SearchedRun.read(run_words, options.devices)
+    found = searched.candidates()
+    named = None if options.why is None else searched.named_layout(options.why)
+    faults = tuple(searched.scale_faults(options.scale))
     if faults:
         raise ConfigError(*faults)
-    sites = () if "mesh" in pinned else _sites(run.device_mesh)
-    space = Space(num_devices, hardware.node, pinned, sites)
-    found = candidates(run, space)
-    if not found.groups:
-        raise ConfigError(_no_layout(run, space, found))
-    named = None if options.why is None else _named_layout(options.why, run, num_devices)
-    faults = tuple(_scale_faults(run, options, hardware, pinned))
-    if faults:
-        raise ConfigError(*faults)
-    return _search(
-        run,
-        run_words,
-        options,
-        found,
-        hardware,
-        pinned=pinned,
-        named=named,
-        is_json=is_json,
-    )
+    return _search(searched, options, found, named, is_json=is_json)
 
 
-def _pinned(words: Sequence[str]) -> frozenset[str]:
-    """Keys of the search that flags or the config file give."""
-    given = flags.split(words)
-    names = {name for name, _ in given.flags}
-    for path in given.loose:
-        if path.endswith(".toml") and Path(path).is_file():
-            values = toml.read(path)
-            names.update(key for key in values if (key, values[key]) != ("mesh", AUTO_MESH))
-    return frozenset(names & SEARCHED)
+@dataclass(frozen=True)
+class _PlanAnswer:
+    """What a search has found.
 
-
-def _plain(run: Run, pinned: frozenset[str]) -> Run:
-    """The run with one rank and sequences that fit any batch, as far as these are searched."""
-    values: dict[str, Any] = {}
-    if "batch.micro_size" not in pinned:
-        values["batch.micro_size"] = 1
-    return run.with_values(values)
-
-
-def _sites(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    """The axis of sites of a mesh, with its degree."""
-    return tuple(each for each in mesh.axes if each[0] in local_update_axes())
-
-
-def _is_sites_alone(mesh: Mesh, options: PlanOptions) -> bool:
-    """Whether a mesh names sites and no axis inside of them, which are searched then."""
-    has_devices_inside = options.devices is not None and options.devices != mesh.size
-    return bool(mesh.axes) and mesh.axes == _sites(mesh) and has_devices_inside
-
-
-def _hardware(run: Run) -> Hardware:
-    hardware = hardware_of(run)
-    if hardware is None:
-        need = "a name or a hardware file"
-        raise ConfigError(Fault("hardware", "no device is named", need=need, fix="--hardware h100"))
-    return hardware
-
-
-def _num_devices(given: int | None, size: int, pinned: frozenset[str]) -> int:
-    """The number that is given; else that of a mesh of `size` ranks, if it is pinned."""
-    if given is None:
-        if "mesh" not in pinned:
-            raise ConfigError(Fault("devices", "no number is given", fix="--devices 256"))
-        return size
-    if "mesh" in pinned and given != size:
-        fix = f"--devices {size}, or leave one of them out"
-        got = f"--devices {given}, --mesh of {size}"
-        raise ConfigError(Fault("devices", "differ from the mesh", got, fix=fix))
-    return given
-
-
-def _named_layout(text: str, run: Run, num_devices: int) -> Layout:
-    """The layout that `--why` names.
-
-    Raises:
-        ConfigError: it is not legal, has another number of devices, or a word is no part of it.
+    Attributes:
+        best: the layout that is recommended; of several numbers of devices, where their prices are
+            compared.
+        scaled: the best layouts on the numbers of devices of `scale`.
     """
-    try:
-        layout = read_layout(text, run)
-    except UserError as error:
-        raise ConfigError(*_faults_of_why(error.faults, text)) from None
-    size = Mesh.parse(layout.mesh).size
-    if size != num_devices:
-        need = str(num_devices)
-        raise ConfigError(Fault("why", "has another number of devices", str(size), need))
-    faults = run_checks(layout.applied_to(run), config_checks)
-    if faults:
-        raise ConfigError(*_faults_of_why(faults, text))
-    return layout
 
-
-def _faults_of_why(faults: Sequence[Fault], text: str) -> Iterator[Fault]:
-    """Faults of a layout as faults of the flag that names it."""
-    for fault in faults:
-        what = f"{text!r} is not legal: {fault.key}: {fault.what}"
-        yield replace(fault, key="why", what=what)
-
-
-def _no_layout(run: Run, space: Space, found: Candidates) -> Fault:
-    """Why no layout fills the devices, and the nearest numbers that one fills."""
-    reasons = [reason for reason, _ in found.illegal.most_common(2)]
-    near = nearest_devices(run, space)
-    fix = " or ".join(f"--devices {number}" for number in near)
-    return Fault(
-        "devices",
-        f"no layout fills {space.num_devices}",
-        got="; ".join(reasons),
-        fix=fix,
-    )
-
-
-def _scale_faults(
-    run: Run, options: PlanOptions, hardware: Hardware, pinned: frozenset[str]
-) -> Iterator[Fault]:
-    """Numbers of devices in `scale` that no layout fills."""
-    for size in options.scale:
-        yield from world_faults(hardware, size)
-        space = Space(size, hardware.node, pinned - {"mesh"})
-        if not candidates(run, space).groups:
-            yield replace(_no_layout(run, space, candidates(run, space)), key="scale")
+    result: FoundLayouts
+    best: Layout
+    scaled: Mapping[Scaling, Sequence[ScaledLayout]]
+    rates: Rates
+    num_shown: int
 
 
 def _search(
-    run: Run,
-    run_words: Sequence[str],
+    searched: SearchedRun,
     options: PlanOptions,
     found: Candidates,
-    hardware: Hardware,
-    *,
-    pinned: frozenset[str],
     named: Layout | None,
+    *,
     is_json: bool,
 ) -> int:
-    from weft.planner.search.layout_costs import LayoutCosts  # late: they import torch
-    from weft.planner.search.limits import SearchLimits
-    from weft.planner.search.plan_report import (
-        Rates,
-        nothing_fits_text,
-        scaling_json,
-        search_json,
-        search_text,
-    )
+    """Search the candidates, and print what is found.
+
+    Args:
+        named: the layout of `--why`.
+    """
+    from weft.planner.search.limits import SearchLimits  # late: they import torch
+    from weft.planner.search.plan_report import Rates, nothing_fits_text
     from weft.planner.search.search import search
     from weft.planner.search.why_not import too_large_lines, why_lines
-    from weft.planner.simulate.site_costs import site_json
-    from weft.planner.simulate.speeds import Speeds
 
-    costs = LayoutCosts(run, Speeds(hardware))
+    hardware = searched.hardware
+    costs = searched.costs()
     rates = Rates(
         options.price_usd_h or hardware.price_usd_h,
         options.power_w or hardware.power_w,
@@ -269,30 +143,22 @@ def _search(
         print_result("\n".join(lines))
         return EXIT_FAILED
     best = result.best[0].layout
-    scaled = _scaled(options, costs, pinned) if options.scale else {}
+    scaled = _scaled(options, costs, searched.pinned) if options.scale else {}
     if options.target == "cost" and scaled:
         best = _cheapest_layout(scaled, best)
     if options.write is not None:
-        text = toml.dump(best.applied_to(run))
-        _write(options.write, text)
+        _write(options.write, searched.config_text(best))
+    answer = _PlanAnswer(result, best, scaled, rates, options.top)
     if is_json:
-        fields = search_json(result, rates, num_shown=options.top)
-        fields["scaling"] = {kind: scaling_json(rows, rates) for kind, rows in scaled.items()}
-        fields["command"] = command_of(run, run_words, best)
-        sites = site_costs_of(result.best[0], run.site)
-        fields["sites"] = None if sites is None else site_json(sites)
-        print_result(json.dumps(fields, indent=1))
+        print_result(json.dumps(_answer_json(answer, searched), indent=1))
         return EXIT_OK
+    if named is None:
+        why = []
+    else:
+        why = why_lines(named, result, costs, capacity, rates)
     speeds = costs.speeds.efficiency.source
-    num_devices = math.prod(degree for _, degree in result.best[0].layout.degrees)
-    lines = _head(run, hardware, speeds, num_devices=num_devices, target=options.target)
-    lines.extend(search_text(result, rates, num_shown=options.top))
-    lines.extend(_site_lines(result.best[0], run.site))
-    if named is not None:
-        lines.extend(why_lines(named, result, costs, capacity, rates))
-    lines.extend(_scale_lines(scaled, rates))
-    command = command_of(run, run_words, best)
-    print_result("\n".join([*lines, "the best one as a command:", command]))
+    head = _head(searched, answer, speeds, order=ORDER_OF[options.target])
+    print_result("\n".join([*head, *_answer_lines(answer, searched, why)]))
     return EXIT_OK
 
 
@@ -302,29 +168,71 @@ def _show_progress(text: str) -> None:
     sys.stderr.flush()
 
 
-def _head(run: Run, hardware: Hardware, speeds: str, *, num_devices: int, target: str) -> list[str]:
-    """What is searched, on what, and the order of the layouts, in 80 columns."""
+def _answer_json(answer: _PlanAnswer, searched: SearchedRun) -> dict[str, Any]:
+    from weft.planner.search.plan_report import scaling_json, search_json
+    from weft.planner.simulate.site_costs import site_json
+
+    fields = search_json(answer.result, answer.rates, num_shown=answer.num_shown)
+    scaling = {}
+    for kind, rows in answer.scaled.items():
+        scaling[kind] = scaling_json(rows, answer.rates)
+    fields["scaling"] = scaling
+    fields["command"] = searched.command(answer.best)
+    sites = site_costs_of(answer.result.best[0], searched.site)
+    fields["sites"] = None if sites is None else site_json(sites)
+    return fields
+
+
+def _answer_lines(answer: _PlanAnswer, searched: SearchedRun, why: Sequence[str]) -> list[str]:
+    """The answer for a reader, below its head.
+
+    Args:
+        why: lines on the layout of `--why`.
+    """
+    from weft.planner.search.plan_report import search_text
+
+    return [
+        *search_text(answer.result, answer.rates, num_shown=answer.num_shown),
+        *_site_lines(answer.result.best[0], searched.site),
+        *why,
+        *_scale_lines(answer.scaled, answer.rates),
+        "the best one as a command:",
+        searched.command(answer.best),
+    ]
+
+
+def _head(searched: SearchedRun, answer: _PlanAnswer, speeds: str, *, order: str) -> list[str]:
+    """What is searched, on what, and the order of the layouts, in 80 columns.
+
+    Args:
+        speeds: where they come from.
+    """
     from weft.planner.search.plan_report import wrapped
 
-    model = _model_label(run)
-    lines = [
-        f"layouts of {model} on {num_devices} devices, {ORDER_OF[target]}",
-        f"{hardware.label}; speeds: {speeds}",
+    degrees = answer.result.best[0].layout.degrees
+    num_devices = math.prod(degree for _, degree in degrees)
+    model = _model_label(searched.model)
+    texts = [
+        f"layouts of {model} on {num_devices} devices, {order}",
+        f"{searched.hardware.label}; speeds: {speeds}",
     ]
-    note = hardware.slow_compute_note(run.precision.compute)
+    note = searched.hardware.slow_compute_note(searched.compute_dtype)
     if note:
-        lines.append(note)
-    return [part for line in lines for part in wrapped(line)]
+        texts.append(note)
+    lines: list[str] = []
+    for text in texts:
+        lines.extend(wrapped(text))
+    return lines
 
 
-def _model_label(run: Run) -> str:
+def _model_label(model: ModelSection) -> str:
     """Its preset, and whether it has other sizes than that."""
     from weft.models import PRESETS
 
-    preset = PRESETS.get(run.model.preset or "")
-    if preset is None or run.model.architecture == preset.model_dump():
-        return run.model.label
-    return f"{run.model.label} with other sizes"
+    preset = PRESETS.get(model.preset or "")
+    if preset is None or model.architecture == preset.model_dump():
+        return model.label
+    return f"{model.label} with other sizes"
 
 
 def site_costs_of(best: Found, settings: SiteConfig) -> SiteCosts | None:
@@ -341,32 +249,6 @@ def _site_lines(best: Found, settings: SiteConfig) -> list[str]:
     if costs is None:
         return []
     return ["steps are those inside of a site. Of the best layout:", site_text(costs)]
-
-
-def command_of(run: Run, run_words: Sequence[str], best: Layout) -> str:
-    """The run with the best layout as a command: the words without keys of the search, and the
-    values of the layout that are not the run's.
-    """
-    given = flags.split(run_words)
-    words = ["weft", "train", *given.loose]
-    for name, values in given.flags:
-        if name not in SEARCHED:
-            words.extend([f"--{name}", *values])
-    own = best.applied_to(run)
-    changed = {}
-    for key, value in best.values.items():
-        is_same = value_of(run, key) == value_of(own, key)
-        if key in ALWAYS_NAMED or not is_same:
-            changed[key] = value
-    return f"{shlex.join(words)} {as_flags(changed)}"
-
-
-def value_of(run: Run, key: str) -> object:
-    """The value of a key of a run: `parallel.zero`."""
-    value: object = run
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _write(path: str, text: str) -> None:
@@ -405,7 +287,9 @@ def _cheapest_layout(scaled: Mapping[Scaling, Sequence[ScaledLayout]], other: La
     from weft.planner.search.plan_report import cheapest
 
     row = cheapest(scaled["strong"])
-    return other if row is None or row.best is None else row.best.layout
+    if row is None or row.best is None:
+        return other
+    return row.best.layout
 
 
 def _scale_lines(scaled: Mapping[Scaling, Sequence[ScaledLayout]], rates: Rates) -> list[str]:
