@@ -10,8 +10,9 @@ import pytest
 
 from tests.tiny_run import MODEL, SEQUENCES, TINY, write_text
 from weft.cli import main
-from weft.commands import auto_mesh
-from weft.commands.auto_mesh import PINNED, assumed_core, choose_mesh, devices_here, legal_meshes
+from weft.commands import mesh_search
+from weft.commands.auto_mesh import choose_mesh
+from weft.commands.mesh_search import DevicesHere, MeshSearch, assumed_core, devices_here
 from weft.config.hardware import hardware_of_cuda
 from weft.config.load import load, try_load
 from weft.config.run import Run
@@ -19,7 +20,7 @@ from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_USER, ConfigError, PlanError
 from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
-from weft.planner.search.candidates import Candidates, Space
+from weft.planner.search.candidates import Candidates
 from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
 
@@ -31,7 +32,9 @@ def run_of(*words: str) -> Run:
 
 
 def legal_of(run: Run, num_ranks: int) -> Candidates:
-    return legal_meshes(run, Space(num_ranks, num_ranks, PINNED))
+    devices = DevicesHere(num_ranks, num_ranks, is_joined=False, has_gpus=False)
+    search = MeshSearch(run, assumed_core(num_ranks), devices)
+    return search.legal_meshes(num_ranks)
 
 
 def losses(out: Path) -> list[float]:
@@ -142,9 +145,9 @@ def test_one_rank_and_the_only_legal_layout_are_chosen_without_a_prediction() ->
 def test_the_number_of_ranks_is_that_of_the_launcher_else_nproc_else_gpus_else_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto_mesh, "num_cores", lambda: 6)
+    monkeypatch.setattr(mesh_search, "num_cores", lambda: 6)
     assert devices_here("auto", None).num_ranks == 6
-    monkeypatch.setattr(auto_mesh, "_num_gpus", lambda device: 4)
+    monkeypatch.setattr(mesh_search, "_num_gpus", lambda device: 4)
     assert devices_here("auto", None).num_ranks == 4
     assert devices_here("auto", 3).num_ranks == 3
     monkeypatch.setenv("SLURM_PROCID", "5")
@@ -158,7 +161,7 @@ def test_the_number_of_ranks_is_that_of_the_launcher_else_nproc_else_gpus_else_c
 
 
 def test_a_gpu_that_the_table_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_mesh, "_num_gpus", lambda device: 2)
+    monkeypatch.setattr(mesh_search, "_num_gpus", lambda device: 2)
     monkeypatch.setattr("weft.run.devices.gpu_names", lambda: ("NVIDIA Nothing",))
     with pytest.raises(ConfigError, match=r"does not have \(got NVIDIA Nothing\)"):
         choose_mesh(run_of(), is_flag=True)
@@ -169,7 +172,7 @@ def test_a_gpu_that_the_table_does_not_have_is_an_error(monkeypatch: pytest.Monk
 
 def test_layouts_that_do_not_fit_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("--nproc", "2")
-    monkeypatch.setattr(auto_mesh, "HEADROOM", 1.0)
+    monkeypatch.setattr(mesh_search, "HEADROOM", 1.0)
     message = (
         r"mesh: auto finds no layout of 2 ranks that fits a CPU rank \(got at least [\d.]+ KiB"
     )
@@ -181,9 +184,9 @@ def test_a_failure_to_measure_is_an_error_of_the_mesh() -> None:
     def fail() -> None:
         raise ValueError("no kernel on meta")
 
-    assert auto_mesh._apart(lambda: [1, "dp2"]) == [1, "dp2"]
+    assert mesh_search._apart(lambda: [1, "dp2"]) == [1, "dp2"]
     with pytest.raises(PlanError, match=r"cannot measure the layouts \(got ValueError: no kernel"):
-        auto_mesh._apart(fail)
+        mesh_search._apart(fail)
 
 
 def test_other_commands_and_stored_configs_name_their_mesh(

@@ -51,22 +51,23 @@ def test_24_runs_of_three_meshes_are_valid() -> None:
 def test_seconds_belong_to_their_runs_where_meshes_alternate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weft.commands import calibrate_run  # late: it imports torch
+    from weft.commands import calibrate_run  # late: they import torch
+    from weft.planner.measure.measured_run import MeasuredRun
 
     launched: list[str] = []
 
     def fake_launch(main: partial[None], num_ranks: int, *, device: str, mesh: Mesh) -> int:
         runs, _, _, path = main.args
         launched.append(str(mesh))
-        path.write_text(json.dumps([float(run.seed) for run in runs]))
+        path.write_text(json.dumps([float(run.config.seed) for run in runs]))
         return 0
 
     monkeypatch.setattr(calibrate_run, "launch", fake_launch)
     meshes = ("dp2", "tp2", "tp2", "dp2")
     runs = []
     for seed, mesh in enumerate(meshes):
-        argv = ["--mesh", mesh, "--seed", str(seed)]
-        runs.append(load(argv, FAMILIES))
+        run = load(["--mesh", mesh, "--seed", str(seed)], FAMILIES)
+        runs.append(MeasuredRun.of(run))
     timed = calibrate_run.timed_runs(runs, CalibrateOptions(), tmp_path)
     assert timed.seconds == (0.0, 1.0, 2.0, 3.0)
     assert launched == ["dp2", "tp2", "dp2"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft import __version__
 from weft.comm.comm import Comm
@@ -27,7 +28,8 @@ from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware, read_fields
 from weft.config.hardware_file import EFFICIENCY, write_fields
 from weft.config.load import load
-from weft.config.run import Run, plan_of
+from weft.config.schema import ModelSection
+from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
 from weft.planner.calibration.fit import BOUNDS, Calibration, fit
@@ -39,7 +41,7 @@ from weft.run.devices import DeviceChoice, choose_device
 from weft.run.launch import launch
 from weft.run.rank_setup import open_comm
 from weft.run.world import World
-from weft.train.build_training import build_step
+from weft.train.build import build_configured_step
 from weft.view.quantity import short_time
 
 WARM_UP = 2
@@ -80,7 +82,10 @@ def run_calibration(
     options: CalibrateOptions,
 ) -> int:
     """Time every run, fit, print and write; the exit code."""
-    runs = [load([*words, "--device", options.device], FAMILIES) for words in words_of_runs]
+    runs = []
+    for words in words_of_runs:
+        run = load([*words, "--device", options.device], FAMILIES)
+        runs.append(MeasuredRun.of(run))
     note = load_note()
     if note:
         print_result(note)
@@ -90,8 +95,7 @@ def run_calibration(
         return timed.exit_code
     steps = []
     for words, run, seconds in zip(words_of_runs, runs, timed.seconds, strict=True):
-        roles = measure(MeasuredRun.of(run))
-        steps.append(MeasuredStep(" ".join(words), roles, seconds))
+        steps.append(MeasuredStep(" ".join(words), measure(run), seconds))
     hardware = find_hardware(path)
     is_cuda = uses_cuda(options.device)
     start = start_of(hardware.efficiency, is_cuda=is_cuda)
@@ -125,10 +129,13 @@ def write_constants(path: str, found: Calibration, *, num_runs: int) -> None:
     """Write the constants into a hardware file, whose source says which are fitted."""
     software = f"weft {__version__}, torch {torch.__version__}, {platform.machine()}"
     source = f"fitted to {num_runs} runs here, {date.today()}, {software}"
-    undetermined = [name for name, error in found.uncertainty.items() if error == math.inf]
+    undetermined = []
+    for name, error in found.uncertainty.items():
+        if error == math.inf:
+            undetermined.append(name)
     if undetermined:
         names = ", ".join(undetermined)
-        source += f"; not determined by them: {names}"
+        source = f"{source}; not determined by them: {names}"
     constants = replace(found.efficiency, source=source)
     fields = dict(read_fields(path))
     fields[EFFICIENCY] = asdict(constants)
@@ -152,12 +159,17 @@ class TimedRuns:
     seconds: tuple[float, ...] = ()
 
 
-def timed_runs(runs: Sequence[Run], options: CalibrateOptions, folder: Path) -> TimedRuns:
+def timed_runs(
+    runs: Sequence[MeasuredRun],
+    options: CalibrateOptions,
+    folder: Path,
+) -> TimedRuns:
     """Time the runs in their order; those of one mesh in a row have one launch."""
     times: list[float] = []
     path = folder / "times.json"
-    for mesh, group in groupby(runs, key=lambda run: run.device_mesh):
-        main = partial(_rank, tuple(group), options.device, options.steps, path)
+    for mesh, group in groupby(runs, key=lambda run: run.plan.mesh):
+        runs_on_mesh = tuple(group)
+        main = partial(_rank, runs_on_mesh, options.device, options.steps, path)
         code = launch(main, options.ranks, device=options.device, mesh=mesh)
         if code:
             return TimedRuns(code)
@@ -166,7 +178,7 @@ def timed_runs(runs: Sequence[Run], options: CalibrateOptions, folder: Path) -> 
 
 
 def _rank(
-    runs: Sequence[Run],
+    runs: Sequence[MeasuredRun],
     device: DeviceChoice,
     num_steps: int,
     path: Path,
@@ -174,16 +186,16 @@ def _rank(
 ) -> None:
     """Entry point of one rank."""
     chosen = choose_device(device, world)
-    with open_comm(world, runs[0].device_mesh, chosen) as comm:
+    with open_comm(world, runs[0].plan.mesh, chosen) as comm:
         times = [step_seconds_here(run, comm, num_steps) for run in runs]
     if world.rank == 0:
         path.write_text(json.dumps(times))
 
 
-def step_seconds_here(run: Run, comm: Comm, num_steps: int) -> float:
+def step_seconds_here(run: MeasuredRun, comm: Comm, num_steps: int) -> float:
     """Median seconds of a step of this run on these ranks."""
-    step = build_step(run, comm)
-    batches = example_batches(run, comm)
+    step = build_configured_step(run.config, run.plan, comm)
+    batches = example_batches(run.config.model, run.plan, comm)
     times = []
     for number in range(WARM_UP + num_steps):
         comm.checked = number < WARM_UP
@@ -195,11 +207,13 @@ def step_seconds_here(run: Run, comm: Comm, num_steps: int) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def example_batches(run: Run, comm: Comm) -> list[Batch]:
+def example_batches(model: ModelSection, plan: Plan, comm: Comm) -> list[Batch]:
     """The micro-batches of a step of this rank: ones."""
-    plan = plan_of(run)
-    on_meta = example_batch(run.model, plan, comm)
-    batch = on_meta.map(lambda x: torch.ones(x.shape, dtype=x.dtype, device=comm.device))
+
+    def ones(tensor: Tensor) -> Tensor:
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device=comm.device)
+
+    batch = example_batch(model, plan, comm).map(ones)
     return [batch] * plan.microbatches
 
 
