@@ -21,7 +21,7 @@ from weft.commands import bench as commands_bench
 from weft.commands import calibrate as commands_calibrate
 from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
-from weft.commands import environment, preflight, remote_folder, run_folder
+from weft.commands import environment, preflight, remote_folder, run_folder, simulate_options
 from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
 from weft.commands import plan as commands_plan
@@ -228,9 +228,9 @@ def explain(words: Sequence[str]) -> int:
 def simulate_run(words: Sequence[str]) -> int:
     """Predict the step of a config and draw it."""
     if wants_help(words):
-        own_words, config_words = commands_simulate.divided(words)
-        usage = f"weft simulate {commands_simulate.USAGE}"
-        show_help(commands_simulate.SimulateOptions(), usage, commands_simulate.LINE)
+        own_words, config_words = simulate_options.divided(words)
+        usage = f"weft simulate {simulate_options.USAGE}"
+        show_help(simulate_options.SimulateOptions(), usage, simulate_options.LINE)
         return _help_of_run("simulate", [*config_words, *(set(own_words) & set(HELP))])
     return commands_simulate.simulate_run(words)
 
@@ -280,7 +280,7 @@ COMMANDS = {
         "print the layout of a run, its memory and its traffic",
         explain,
     ),
-    "simulate": Command(commands_simulate.USAGE, commands_simulate.LINE, simulate_run),
+    "simulate": Command(simulate_options.USAGE, simulate_options.LINE, simulate_run),
     "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
     "bench": Command(commands_bench.USAGE, commands_bench.LINE, commands_bench.bench),
     "plan": Command(commands_plan.USAGE, commands_plan.LINE, commands_plan.plan),
@@ -332,7 +332,11 @@ COMMANDS = {
 
 
 def _help_of_run(name: str, words: Sequence[str]) -> int:
+    """Print the keys of a run, with those of the model that the words name."""
     config_words = [word for word in words if word not in HELP]
-    run = try_load(config_words, FAMILIES).run
-    description = f"{COMMANDS[name].line}. The keys of model are those of {run.model.name}"
-    return show_help(run, f"weft {name} {COMMANDS[name].usage}", description)
+    loaded = try_load(config_words, FAMILIES)
+    run = loaded.run
+    command = COMMANDS[name]
+    usage = f"weft {name} {command.usage}"
+    description = f"{command.line}. The keys of model are those of {run.model.name}"
+    return show_help(run, usage, description)

@@ -122,7 +122,9 @@ def train(
         history.append(step)
         if on_step is not None:
             on_step(step)
-    return _result(prepared.run, prepared.out)
+    run = prepared.run.with_values({"out": str(prepared.out)})
+    recorded = _recorded(prepared.out)
+    return Result(run, prepared.out, recorded.history, recorded.status)
 
 
 def steps(config: Config = None, *, model: Any = None, data: Any = None) -> Iterator[Step]:
@@ -357,26 +359,48 @@ def _end(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
+LAST_LINES = 20
+"""Of the output of a process that has printed no error."""
+
+
 def _raise_failure(code: int, output: IO[bytes]) -> None:
     """Raise the error that the process has printed."""
     if code in (EXIT_OK, EXIT_PREEMPTED):
         return
     output.seek(0)
     lines = output.read().decode(errors="replace").splitlines()
-    first = next((place for place, line in enumerate(lines) if line.startswith("error: ")), None)
-    shown = lines[-20:] if first is None else lines[first:]
-    text = "\n".join(shown).removeprefix("error: ") or f"the run ended with code {code}"
+    error_places = [place for place, line in enumerate(lines) if line.startswith("error: ")]
+    if error_places:
+        shown = lines[error_places[0] :]
+    else:
+        shown = lines[-LAST_LINES:]
+    printed = "\n".join(shown).removeprefix("error: ")
+    text = printed or f"the run ended with code {code}"
     if code == EXIT_USER:
         raise UserError(Fault("", text))
     raise WeftError(text)
 
 
-def _result(run: Run, out: Path) -> Result:
+@dataclass(frozen=True)
+class _RecordedSteps:
+    """The steps that a run folder records, and how the run ended."""
+
+    history: tuple[Step, ...]
+    status: str
+
+
+def _recorded(out: Path) -> _RecordedSteps:
+    """What the events of a run folder say; without an `end` event the run was stopped."""
     events = list(read_run_events(out / EVENTS))
-    ends = [event for event in events if event["event"] == "end"]
-    status = str(ends[-1]["status"]) if ends else "stopped"
-    history = tuple(MappingProxyType(event) for event in step_history(events))
-    return Result(run.with_values({"out": str(out)}), out, history, status)
+    status = "stopped"
+    for event in events:
+        if event["event"] == "end":
+            status = str(event["status"])
+    history: list[Step] = []
+    for event in step_history(events):
+        step = MappingProxyType(event)
+        history.append(step)
+    return _RecordedSteps(tuple(history), status)
 
 
 def train_as_child() -> None:

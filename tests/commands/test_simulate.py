@@ -9,7 +9,7 @@ import pytest
 
 from tests.view.test_timelines import assert_valid_trace
 from weft import cli
-from weft.commands.simulate import divided, read_share, read_slow
+from weft.commands.simulate_options import divided, read_share, read_slow
 from weft.errors import EXIT_OK, EXIT_USER
 
 SMALL = (

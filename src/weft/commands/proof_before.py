@@ -13,6 +13,7 @@ from weft.commands.prove import prove_config
 from weft.config.run import Run, plan_of
 from weft.config.small_runs import reduced
 from weft.errors import WeftError
+from weft.prove.report import ProofReport
 from weft.prove.small_sizes import accepts_sizes
 from weft.prove.verdicts import cache_folder, read_verdict, verdict_key, write_verdict
 from weft.run.forked_answer import FAILURE, ForkedAnswer
@@ -92,20 +93,21 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
     stored = read_verdict(folder, key)
     if stored is not None and mode == "auto":
         return {**stored, "source": "cache", "seconds": 0.0}
+    proof = partial(prove_config, run, steps=STEPS)
     return RunningProof(
-        partial(_proved, run, key, folder),
+        partial(_proved, proof, key, folder),
         is_required=run.prove.before == "always",
     )
 
 
-def _proved(run: Run, key: str, folder: Path) -> Verdict:
+def _proved(proof: Callable[[], ProofReport], key: str, folder: Path) -> Verdict:
     """The verdict of a proof that is made now; with the reason of a refusal where it fails.
 
     Args:
         folder: that keeps verdicts that are "equal".
     """
     start_s = time.perf_counter()
-    answer = prove_config(run, steps=STEPS).to_dict()
+    answer = proof().to_dict()
     if answer["verdict"] != "equal":
         return {"verdict": answer["verdict"], "refusal": _refusal(answer)}
     verdict = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from weft.prove.small_sizes import accepts_sizes
 USAGE = "[RUN | CONFIG.toml] [--first 4] [--json] [--html FILE] | --mutants | --sweep MINUTES"
 LINE = "compare a run or a layout with one device, number by number"
 KEY = "weft prove"
+STORED_WEIGHTS = ("model.from_hf", "lora.base")
 WEIGHTS_NOTE = "the weights of {} are compared with --full only"
 
 TESTS_OF_THE_PROOF = {"--mutants": "prove_mutants", "--sweep": "prove_sweep"}
@@ -165,24 +166,28 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
     compared = run if full else reduced(run, accepts_sizes)
     case = ProofCase(compared, steps)
     report = prove(case.opened())
-    weights_notes = _weights_notes(run, compared)
+    reduced_keys = changes(run, compared)
     report = replace(
         report,
-        reduced=changes(run, compared),
+        reduced=reduced_keys,
         command=case.command,
-        notes=(*report.notes, *weights_notes),
+        notes=(*report.notes, *_weights_notes(reduced_keys)),
     )
     if report.holds:
         return report
     return report.with_smallest(smallest_case(case, report))
 
 
-def _weights_notes(run: Run, compared: Run) -> Iterator[str]:
-    """A note where stored weights are not compared."""
-    if run.model.from_hf and not compared.model.from_hf:
-        yield WEIGHTS_NOTE.format("model.from_hf")
-    elif run.lora.base and not compared.lora.base:
-        yield WEIGHTS_NOTE.format("lora.base")
+def _weights_notes(reduced_keys: Collection[str]) -> Iterator[str]:
+    """A note where stored weights are not compared.
+
+    Args:
+        reduced_keys: keys of the run that the proof has changed.
+    """
+    for key in STORED_WEIGHTS:
+        if key in reduced_keys:
+            yield WEIGHTS_NOTE.format(key)
+            return
 
 
 def ignore_line(line: str) -> int:
