@@ -6,16 +6,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.commands.auto_mesh import choose_mesh
 from weft.commands.console import check_page_path, load_checked_run, print_result, take_flag
-from weft.config.hardware import Hardware
-from weft.config.run import Run, hardware_of, plan_of
+from weft.config.run import hardware_of, plan_of
+from weft.config.schema import SiteConfig
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.layout.explain import explain as explain_plan
 from weft.layout.plan import Plan
 from weft.view.explain_page import explain_page
+
+if TYPE_CHECKING:
+    from weft.planner.run_costs import RunCosts
 
 JSON_FLAG = "--json"
 HTML_FLAG = "--html"
@@ -64,35 +67,42 @@ def explain(words: Sequence[str]) -> int:
     plan = plan_of(run)
     if not output.is_json:
         print_result(explain_plan(plan))
-    from weft.planner.measure.roles import size_problem  # late: it imports torch
+    from weft.planner.measure.roles import size_problem  # late: they import torch
 
     problem = size_problem(plan)
     if problem and not output.is_json and output.html is None:
         print_result(f"memory and traffic are not measured: {problem}")
         return EXIT_OK
-    return _explain_costs(run, plan, hardware, output)
+    from weft.planner.measure.measured_run import MeasuredRun
+    from weft.planner.run_costs import run_costs
+
+    costs = run_costs(MeasuredRun.of(run), hardware)
+    return _explain_costs(costs, plan, run.site, output, title=f"{run.model.label} on {plan.mesh}")
 
 
 def _explain_costs(
-    run: Run,
+    costs: RunCosts,
     plan: Plan,
-    hardware: Hardware | None,
+    site: SiteConfig,
     output: ExplainOutput,
+    *,
+    title: str,
 ) -> int:
+    """Print the costs, or write them to a page.
+
+    Args:
+        title: of the page.
+    """
     from weft.planner.costs_json import costs_json  # late: they import torch
-    from weft.planner.measure.measured_run import MeasuredRun
     from weft.planner.report import costs_text
-    from weft.planner.run_costs import run_costs
     from weft.planner.simulate.site_costs import site_costs, site_json, site_text
 
-    costs = run_costs(MeasuredRun.of(run), hardware)
     fields: dict[str, Any] = {"plan": json.loads(plan.to_json()), **costs_json(costs)}
     step_s = None if costs.prediction is None else costs.prediction.step.total_s
-    sites = site_costs(costs.roles, run.site, step_s=step_s)
+    sites = site_costs(costs.roles, site, step_s=step_s)
     if sites is not None:
         fields["sites"] = site_json(sites)
     if output.html is not None:
-        title = f"{run.model.label} on {plan.mesh}"
         page = explain_page(
             fields,
             title=title,

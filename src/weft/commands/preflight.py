@@ -17,7 +17,7 @@ from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
 from weft.config.optimizers import is_user_class
 from weft.config.run import Run
-from weft.config.schema import LoraConfig, ModelSection, OptimConfig
+from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
 from weft.config.unused_keys import full_mesh_is_elastic, switched_off
 from weft.config.validate import config_checks
 from weft.core.axes import local_update_axis
@@ -215,21 +215,19 @@ def _elastic_layout(
 
 def training_notes(run: Run) -> tuple[str, ...]:
     """Remarks on the environment, and on what a new run trains."""
-    model = run.model
-    lora = run.lora
-    found = list(environment.notes(run.device_mesh, run.device))
-    if run.run.full_mesh:
-        found.append(elastic_note(run.device_mesh, Mesh.parse(run.run.full_mesh)))
-    if run.save.remote:
-        found.append(f"checkpoints are copied to {run.save.remote}; the run folder is {run.out}")
-    found += environment.launcher_notes(
-        run.port,
-        run.save.memory_every,
-        restarts=run.run.restarts,
-    )
-    unused = switched_off(
+    found = [
+        *environment.notes(run.device_mesh, run.device),
+        *_elastic_notes(run.device_mesh, run.run.full_mesh),
+        *_remote_notes(run.save.remote, run.out),
+        *environment.launcher_notes(
+            run.port,
+            run.save.memory_every,
+            restarts=run.run.restarts,
+        ),
+    ]
+    unused_keys = switched_off(
         evaluation=run.eval,
-        lora=lora,
+        lora=run.lora,
         guard=run.guard,
         data=run.data,
         optim=run.optim,
@@ -237,32 +235,52 @@ def training_notes(run: Run) -> tuple[str, ...]:
         save=run.save,
         leaves_rest_to_adamw=_leaves_rest_to_adamw(run.optim),
     )
-    found += map(str, unused)
-    if run.hardware is not None:
-        found.append(
-            f"hardware: the first steps are compared with the prediction for {run.hardware}"
-        )
-    if run.site.gbit_s and run.hardware is None:
-        found.append("site.gbit_s: predictions read it alone, and no hardware is named")
-    num_inner = run.steps % run.site.every
-    if local_update_axis(run.device_mesh) is not None and num_inner:
-        steps = counted(num_inner, "step")
-        found.append(f"site.every: the last {steps} of steps {run.steps} are in no outer step")
+    found.extend(map(str, unused_keys))
+    found.extend(_prediction_notes(run.hardware, run.site))
+    found.extend(_outer_step_notes(run.device_mesh, run.site, num_steps=run.steps))
     if restart_number(os.environ) and not run.resume:
         found.append("started again by the agent without a checkpoint in --out: from step 0")
-    if not starts_new(run.resume, run.out):
-        return tuple(found)
+    if starts_new(run.resume, run.out):
+        found.extend(_random_base_notes(run.model, run.lora))
+        defaults = defaults_note(
+            run.model,
+            run.optim,
+            seq_len=run.data.seq_len,
+            lora_rank=run.lora.rank,
+        )
+        if defaults is not None:
+            found.append(defaults)
+    return tuple(found)
+
+
+def _elastic_notes(mesh: Mesh, full_mesh: str) -> Iterator[str]:
+    if full_mesh:
+        yield elastic_note(mesh, Mesh.parse(full_mesh))
+
+
+def _remote_notes(remote: str | None, out: str | None) -> Iterator[str]:
+    if remote:
+        yield f"checkpoints are copied to {remote}; the run folder is {out}"
+
+
+def _prediction_notes(hardware: str | None, site: SiteConfig) -> Iterator[str]:
+    if hardware is not None:
+        yield f"hardware: the first steps are compared with the prediction for {hardware}"
+    elif site.gbit_s:
+        yield "site.gbit_s: predictions read it alone, and no hardware is named"
+
+
+def _outer_step_notes(mesh: Mesh, site: SiteConfig, *, num_steps: int) -> Iterator[str]:
+    """Steps at the end that no outer step follows."""
+    num_left = num_steps % site.every
+    if local_update_axis(mesh) is not None and num_left:
+        steps = counted(num_left, "step")
+        yield f"site.every: the last {steps} of steps {num_steps} are in no outer step"
+
+
+def _random_base_notes(model: ModelSection, lora: LoraConfig) -> Iterator[str]:
     if lora.rank and model.from_hf is None and lora.base is None:
-        found.append(
+        yield (
             "the base model of the LoRA adapters has random weights; "
             "set --model.from_hf or --lora.base to a trained model"
         )
-    defaults = defaults_note(
-        model,
-        run.optim,
-        seq_len=run.data.seq_len,
-        lora_rank=lora.rank,
-    )
-    if defaults is not None:
-        found.append(defaults)
-    return tuple(found)
