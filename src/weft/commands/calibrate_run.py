@@ -94,8 +94,9 @@ def run_calibration(
     if timed.exit_code:
         return timed.exit_code
     steps = []
-    for words, run, seconds in zip(words_of_runs, runs, timed.seconds, strict=True):
-        steps.append(MeasuredStep(" ".join(words), measure(run), seconds))
+    for words, measured, seconds in zip(words_of_runs, runs, timed.seconds, strict=True):
+        roles = measure(measured)
+        steps.append(MeasuredStep(" ".join(words), roles, seconds))
     hardware = find_hardware(path)
     is_cuda = uses_cuda(options.device)
     start = start_of(hardware.efficiency, is_cuda=is_cuda)

@@ -98,11 +98,9 @@ class SearchedRun:
         Raises:
             ConfigError: there is none.
         """
-        if "mesh" in self.pinned:
-            sites = ()
-        else:
-            sites = _sites(self.run.device_mesh)
-        space = Space(self.num_devices, self.hardware.node, self.pinned, sites)
+        space = Space(self.num_devices, self.hardware.node, self.pinned)
+        if "mesh" not in self.pinned:
+            space = replace(space, sites=_sites(self.run.device_mesh))
         found = candidates(self.run, space)
         if not found.groups:
             raise ConfigError(self._no_layout(space, found))
