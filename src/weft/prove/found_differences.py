@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from weft.comm.observe import Operation
 from weft.core.dimension import activation_axes
 from weft.core.mesh import Mesh
 from weft.prove.bounds import Bounds
@@ -199,13 +200,18 @@ class FoundDifferences:
         expected = self.reference.get(key)
         if expected is None:
             return
-        operation = None
-        if site.block:
-            name = site.tensor.removeprefix(f"{site.block}.")
-            block_number = BlockNumber(site.step, site.block, name)
-            operation = record.sum_operations.get(block_number)
-        elif site.phase in STEP_NUMBERS:
-            operation = record.norm_operations.get(site.step)
         tensor = torch.tensor(float(value), dtype=torch.float64)
+        operation = _operation_of_number(record, site)
         observed = Observed(tensor, Whole(), operation)
         self.check(site, record.rank, observed, expected, key)
+
+
+def _operation_of_number(record: RankRecord, site: Site) -> Operation | None:
+    """The operation that made a number of a rank, where it is recorded."""
+    if site.block:
+        name = site.tensor.removeprefix(f"{site.block}.")
+        block_number = BlockNumber(site.step, site.block, name)
+        return record.sum_operations.get(block_number)
+    if site.phase in STEP_NUMBERS:
+        return record.norm_operations.get(site.step)
+    return None

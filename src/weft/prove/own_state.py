@@ -99,15 +99,17 @@ class OwnState:
             end = offset + box.size
             entries = observed.value[offset:end].view(box.shape)
             offset = end
-            before = whole[box.slices].clone()
+            of_replica = whole[box.slices].clone()
             whole[box.slices] = entries
-            is_known = ~torch.isnan(before)
-            differs = is_known & (before != entries)
-            if bool(differs.any()):
-                expected = observed.place.read(right)
-                assert expected is not None, "the boxes lie in the parameter"
-                relative = self._relative(site, entries[differs], before[differs])
-                self.found.fail(site, Failure(rank, observed, expected, relative, bound=0.0))
+            is_known = ~torch.isnan(of_replica)
+            differs = is_known & (of_replica != entries)
+            if not bool(differs.any()):
+                continue
+            expected = observed.place.read(right)
+            assert expected is not None, "the boxes lie in the parameter"
+            relative = self._relative(site, entries[differs], of_replica[differs])
+            failure = Failure(rank, observed, expected, relative, bound=0.0)
+            self.found.fail(site, failure)
 
     def _check_use(
         self,

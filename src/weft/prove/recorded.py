@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,22 @@ def recorded_steps(out: Path) -> list[dict[str, Any]]:
     steps = step_history(events)
     if not steps:
         raise DataError(Fault(KEY, f"{out}: no step has been recorded", fix="train it first"))
-    if steps[0]["step"] > 1:
-        what = f"the run in {out} starts after step {steps[0]['step'] - 1}, from a checkpoint of another folder"
+    first = steps[0]["step"]
+    if first > 1:
+        what = (
+            f"the run in {out} starts after step {first - 1}, from a checkpoint of another folder"
+        )
         raise DataError(Fault(KEY, what, fix="prove the run of that checkpoint"))
-    resumed_at = [event["step"] for event in events if event["event"] == "resume" and event["step"]]
-    if not resumed_at:
+    last = _last_step_before_resume(events)
+    if last is None:
         return steps
-    return [step for step in steps if step["step"] <= min(resumed_at)]
+    return [step for step in steps if step["step"] <= last]
+
+
+def _last_step_before_resume(events: Iterable[Mapping[str, Any]]) -> int | None:
+    """The first step at which a run was resumed; None: it was not."""
+    resumed_at: list[int] = []
+    for event in events:
+        if event["event"] == "resume" and event["step"]:
+            resumed_at.append(event["step"])
+    return min(resumed_at, default=None)

@@ -75,6 +75,7 @@ class Reference:
         self.scale = FIRST_SCALE if self.is_scaled else 1.0
         noise_seed = perturbation.noise_seed or 0
         self._generator = torch.Generator().manual_seed(noise_seed)
+        # blocks, their parameters, and the optimizer
         family = task.family
         ties = family.ties(task.model)
         self.blocks = dict(family.blocks(task.model))
@@ -327,16 +328,14 @@ class Reference:
         *,
         lr: float,
     ) -> None:
-        largest_norm = self.task.optim.clip
-        factor = 1.0
-        if largest_norm > 0:
-            factor = min(1.0, largest_norm / (computed.norm + 1e-6))
+        factor = _clip_factor(computed.norm, self.task.optim.clip)
         self.trace.keep_number(step, "clip", "clip factor", factor)
         factor_of_scaled = factor / computed.scale
         clipped = {}
-        for name, gradient in computed.gradients.items():
-            clipped[name] = gradient * factor_of_scaled
-            self.trace.keep(step, "clip", f"{name} clipped gradient", clipped[name])
+        for name, scaled_gradient in computed.gradients.items():
+            gradient = scaled_gradient * factor_of_scaled
+            clipped[name] = gradient
+            self.trace.keep(step, "clip", f"{name} clipped gradient", gradient)
         with torch.no_grad():
             signed = self._with_drawn_signs(step, clipped)
             self.optimizer.step(signed, lr)
@@ -434,3 +433,10 @@ def _owned_parameters(
 def _num_targets(batch: Batch) -> int:
     counts = batch.targets != IGNORE
     return int(counts.sum())
+
+
+def _clip_factor(norm: float, largest_norm: float) -> float:
+    """By which gradients of this norm are multiplied; `largest_norm` 0: they are not clipped."""
+    if not largest_norm > 0:
+        return 1.0
+    return min(1.0, largest_norm / (norm + 1e-6))

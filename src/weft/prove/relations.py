@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 import torch
@@ -17,6 +17,8 @@ FRACTION_CLOSE = 1e-5
 """Relative distance within which a factor is written as a fraction."""
 COARSE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Number types to which values may be rounded by mistake, coarse ones first."""
+MOST_LISTED = 8
+"""Indices of wrong entries that are named."""
 MIN_ROUNDED = 8
 """Fewest entries that say anything about their number type."""
 ROUNDING_SHARE = 1e-3
@@ -209,11 +211,18 @@ def _partly(measured: Tensor, expected: Tensor) -> str:
         return "different in all entries"
     for dim, size in enumerate(expected.shape):
         places = _wrong_places(wrong, dim)
-        if len(places) < size and len(places) <= size // 2:
-            shown = " ".join(map(str, places[:8]))
-            more = " ..." if len(places) > 8 else ""
-            return f"wrong at {shown}{more} of dim {dim} (of {size})"
+        are_few = len(places) < size and len(places) <= size // 2
+        if are_few:
+            return f"wrong at {_listed(places)} of dim {dim} (of {size})"
     return f"different in {share:.0%} of the entries"
+
+
+def _listed(places: Sequence[int]) -> str:
+    """The first indices: "0 3 5 ..."."""
+    words = [str(place) for place in places[:MOST_LISTED]]
+    if len(places) > MOST_LISTED:
+        words.append("...")
+    return " ".join(words)
 
 
 def _wrong_places(wrong: Tensor, dim: int) -> list[int]:

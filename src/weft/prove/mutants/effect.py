@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
+from weft.core.mesh import Mesh
 from weft.errors import type_and_message
 from weft.prove.bounds import largest_difference
 from weft.prove.mutants.fault import MutantLayout
@@ -59,7 +60,8 @@ def trained_numbers(case: ProofCase, folder: Path) -> TrainedNumbers:
     Args:
         folder: empty; receives the run folder.
     """
-    saved_at_end = {"out": str(folder / "run"), "save.at_end": True, "save.every": 0}
+    out = folder / "run"
+    saved_at_end = {"out": str(out), "save.at_end": True, "save.every": 0}
     parts: dict[str, dict[str, Any]] = {
         "first": {"steps": STEPS_BEFORE},
         "resumed": {"steps": STEPS, "resume": "auto"},
@@ -68,15 +70,25 @@ def trained_numbers(case: ProofCase, folder: Path) -> TrainedNumbers:
     try:
         for part, values in parts.items():
             build = case.training({**saved_at_end, **values})
-            found_by_rank = run_ranks(case.mesh, RankRun(build), timeout_s=TIMEOUT_S)
-            for rank, found in enumerate(found_by_rank):
-                for name, tensor in found.items():
-                    tensors[f"{part} rank {rank} {name}"] = tensor
-            for _, name, tensor in stored_tensors(folder / "run"):
-                tensors[f"{part} stored {name}"] = tensor
+            for name, tensor in _trained_and_stored(build, case.mesh, out):
+                tensors[f"{part} {name}"] = tensor
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
         return TrainedNumbers(tensors, type_and_message(error))
     return TrainedNumbers(tensors)
+
+
+def _trained_and_stored(
+    build: Callable[[Comm], Training],
+    mesh: Mesh,
+    out: Path,
+) -> Iterator[tuple[str, Tensor]]:
+    """What all ranks compute in a run, then what its checkpoints hold, by name."""
+    found_by_rank = run_ranks(mesh, RankRun(build), timeout_s=TIMEOUT_S)
+    for rank, found in enumerate(found_by_rank):
+        for name, tensor in found.items():
+            yield f"rank {rank} {name}", tensor
+    for _, name, tensor in stored_tensors(out):
+        yield f"stored {name}", tensor
 
 
 @dataclass(frozen=True)
@@ -122,12 +134,16 @@ def changed_numbers(healthy: TrainedNumbers, planted: TrainedNumbers, *, dtype: 
     if planted.error:
         return planted.error
     least = MIN_CHANGE[dtype]
-    worst, name = 0.0, ""
-    for key, right in healthy.tensors.items():
-        change = _change(planted.tensors[key], right)
-        if change > max(worst, least):
-            worst, name = change, key
-    return f"{name} by {worst:.1e}" if name else ""
+    largest_change = least
+    most_changed = ""
+    for name, right in healthy.tensors.items():
+        change = _change(planted.tensors[name], right)
+        if change > largest_change:
+            largest_change = change
+            most_changed = name
+    if not most_changed:
+        return ""
+    return f"{most_changed} by {largest_change:.1e}"
 
 
 def _change(value: Tensor, right: Tensor) -> float:

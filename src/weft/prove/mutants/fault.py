@@ -124,22 +124,23 @@ class MutantLayout:
         Args:
             stream, documents: files with text, and with short documents.
         """
-        data: tuple[str, ...] = ("--data.source", stream)
+        words = ["--mesh", self.mesh, "--model.name", self.family]
+        words += small_words(self.family)
         if self.documents:
-            data = ("--data.source", documents, "--data.packing", "documents")
+            words += ("--data.source", documents, "--data.packing", "documents")
+        else:
+            words += ("--data.source", stream)
         if self.evaluates:
-            data = (*data, "--eval.every", "2", "--eval.source", stream)
-        sizes = small_words(self.family)
+            words += ("--eval.every", "2", "--eval.source", stream)
         options = shlex.split(self.options)
-        given = set(options)
-        if not given & set(FLOAT64):
-            options += [word for key in FLOAT64 for word in (key, "float64")]
-        defaults: list[str] = []
         for key, value in DEFAULTS.items():
-            if key not in given:
-                defaults += (key, value)
-        mesh = ("--mesh", self.mesh, "--model.name", self.family)
-        return (*mesh, *sizes, *data, *defaults, *options)
+            if key not in options:
+                words += (key, value)
+        words += options
+        if not set(FLOAT64).intersection(options):
+            for key in FLOAT64:
+                words += (key, "float64")
+        return tuple(words)
 
     def __str__(self) -> str:
         words = [self.mesh or "one rank", self.family]

@@ -62,7 +62,9 @@ class SwappedViews:
         if not is_bucket or group.comm.index(DP_AXIS) != 0:
             return
         views = group._grad_views
-        views[self.one], views[self.other] = views[self.other], views[self.one]
+        view_of_one = views[self.one]
+        views[self.one] = views[self.other]
+        views[self.other] = view_of_one
         for name in (self.one, self.other):
             group.params[name].grad = views[name]
 
