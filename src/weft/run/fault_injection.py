@@ -115,8 +115,11 @@ class _Injector:
         self.plan = plan
         self.rank = rank
         self.attempt = attempt
-        folders = [plan.run_folder] if memory_folder is None else [memory_folder, plan.run_folder]
-        self.folders = tuple(folders)
+        self.folders: tuple[Path, ...]
+        if memory_folder is None:
+            self.folders = (plan.run_folder,)
+        else:
+            self.folders = (memory_folder, plan.run_folder)
         done = {line["fault"] for line in read_ledger(plan.ledger) if "fault" in line}
         self.due = [fault for fault in plan.faults if self._is_mine(fault, done)]
         self.num_calls = 0
@@ -229,7 +232,8 @@ class _Injector:
 
     def out_of_memory(self, step: int) -> None:
         """Allocate more than the address space of the process may grow by."""
-        num_pages, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        sizes = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        num_pages = sizes[0]
         used_bytes = int(num_pages) * os.sysconf("SC_PAGE_SIZE")
         limit_bytes = used_bytes + MEMORY_MARGIN_BYTES
         _, most = resource.getrlimit(resource.RLIMIT_AS)

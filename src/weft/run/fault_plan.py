@@ -124,18 +124,20 @@ def deal(
     for kind_phases in phases_of.values():
         draw.shuffle(kind_phases)
     dealt: list[list[Cell]] = [[] for _ in finds_corruption]
+    if not phases_of:
+        return dealt
     usable_kinds = list(phases_of)
-    for number in range(num_faults if usable_kinds else 0):
-        kind = usable_kinds[number % len(usable_kinds)]
+    for number in range(num_faults):
+        turn, place = divmod(number, len(usable_kinds))
+        kind = usable_kinds[place]
         kind_phases = phases_of[kind]
-        phase = kind_phases[number // len(usable_kinds) % len(kind_phases)]
-        able = [
-            index
-            for index, finds in enumerate(finds_corruption)
-            if finds or kind != "corrupted_message"
-        ]
-        emptiest = min(able, key=lambda index: len(dealt[index]))
-        dealt[emptiest].append((kind, phase))
+        phase = kind_phases[turn % len(kind_phases)]
+        able: list[list[Cell]] = []
+        for layout, finds in zip(dealt, finds_corruption, strict=True):
+            if finds or kind != "corrupted_message":
+                able.append(layout)
+        emptiest = min(able, key=len)
+        emptiest.append((kind, phase))
     return dealt
 
 

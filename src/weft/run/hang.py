@@ -156,15 +156,25 @@ class HangDetector:
         num_stopped = sum(state.state == STOPPED for state in states.values())
         are_all_stopped = num_stopped == num_running and num_running > 1
         for rank, state in states.items():
-            before = self._states[rank]
-            self._states[rank] = state
-            lost_s = 0.0
-            if before is not None:
-                lost_s = min(self._interval_s, 1e-9 * state.starved_ns(before))
-            is_held_up = state.state in (TRACED, WAITS_FOR_DEVICE) or state.is_held_by_terminal
-            if are_all_stopped or is_held_up:
+            if are_all_stopped:
                 lost_s = self._interval_s
+            else:
+                lost_s = self._lost_s(state, self._states[rank])
+            self._states[rank] = state
             self.stalled_s[rank] = max(0.0, self.stalled_s[rank] - lost_s)
+
+    def _lost_s(self, state: ProcessState, before: ProcessState | None) -> float:
+        """Seconds of the last interval in which a process could not run.
+
+        Args:
+            before: its state at the beginning of the interval, if that is known.
+        """
+        if state.state in (TRACED, WAITS_FOR_DEVICE) or state.is_held_by_terminal:
+            return self._interval_s
+        if before is None:
+            return 0.0
+        starved_s = 1e-9 * state.starved_ns(before)
+        return min(self._interval_s, starved_s)
 
     def find(
         self, snapshots: Sequence[RankSnapshot], *, ended: frozenset[int] = frozenset()
@@ -280,13 +290,12 @@ class _Diagnosis:
         return Hang("stalled", (snapshot.rank, *others), seconds, call, text)
 
     def _deadlock(self, cycle: Sequence[RankSnapshot]) -> Hang:
+        first, *others = cycle
         waits: list[str] = []
-        for index, snapshot in enumerate(cycle):
+        for snapshot, awaited in zip(cycle, (*others, first), strict=True):
             assert snapshot.waiting is not None, "ranks of a cycle wait"
-            next_rank = cycle[(index + 1) % len(cycle)].rank
             call = _call_text(snapshot.waiting)
-            waits.append(f"rank {snapshot.rank} waits in {call} for rank {next_rank}")
-        first = cycle[0]
+            waits.append(f"rank {snapshot.rank} waits in {call} for rank {awaited.rank}")
         seconds = self.stalled_s[first.rank]
         text = f"{first.place}: deadlock for {seconds:.1f} s: {'; '.join(waits)}"
         ranks = tuple(snapshot.rank for snapshot in cycle)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import select
 import shutil
-import stat
 import time
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
 from weft.errors import EXIT_FAILED, EXIT_OK
-from weft.run.private_folder import MEMORY_FOLDER, PREFIX, become_cleaner
+from weft.run.private_folder import MEMORY_FOLDER, PREFIX, become_cleaner, is_closed_folder
 
 AGENT_VARIABLE = "TORCHELASTIC_RUN_ID"
 KEEPER_VARIABLE = "WEFT_NODE_KEEPER"
@@ -77,8 +76,7 @@ def is_own_folder(folder: Path) -> bool:
         status = os.lstat(folder)
     except OSError:
         return False
-    is_closed = stat.S_IMODE(status.st_mode) & 0o077 == 0
-    return stat.S_ISDIR(status.st_mode) and is_closed and status.st_uid == os.geteuid()
+    return is_closed_folder(status, owner=os.geteuid())
 
 
 def _folder_of_agent(run_id: str, out: Path) -> Path | None:

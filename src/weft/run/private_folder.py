@@ -31,13 +31,20 @@ def is_private_file(path: Path, *, owner: int) -> bool:
         owner: user id.
     """
     try:
-        folder, file = os.lstat(path.parent), os.lstat(path)
+        folder = os.lstat(path.parent)
+        file = os.lstat(path)
     except (OSError, ValueError):
         return False
-    is_folder = stat.S_ISDIR(folder.st_mode) and path.parent.name.startswith(PREFIX)
-    is_closed = stat.S_IMODE(folder.st_mode) & 0o077 == 0
-    is_file = stat.S_ISREG(file.st_mode) and file.st_nlink == 1
-    return is_folder and is_closed and is_file and folder.st_uid == file.st_uid == owner
+    if not path.parent.name.startswith(PREFIX) or not is_closed_folder(folder, owner=owner):
+        return False
+    has_other_names = file.st_nlink > 1
+    return stat.S_ISREG(file.st_mode) and not has_other_names and file.st_uid == owner
+
+
+def is_closed_folder(status: os.stat_result, *, owner: int) -> bool:
+    """Whether this is the status of a folder of a user that others cannot read."""
+    rights_of_others = stat.S_IMODE(status.st_mode) & 0o077
+    return stat.S_ISDIR(status.st_mode) and not rights_of_others and status.st_uid == owner
 
 
 class PrivateFolder:

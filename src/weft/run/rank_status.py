@@ -331,12 +331,11 @@ class RankStatus:
             self._texts.clear()
         room = MEMBERS_AT - CALL_AT
         described = _text(f"{call.signature} over {call.axis}", room)
-        described = described.ljust(room, b"\0")
         members = " ".join(map(str, call.ranks)).encode()
         room_of_members = SLOT_BYTES - MEMBERS_AT - 1
         if len(members) > room_of_members:
             members = b""
-        text = described + members + b"\0"
+        text = described.ljust(room, b"\0") + members + b"\0"
         key = (call.signature, call.axis, call.ranks)
         self._texts[key] = text
         return text
