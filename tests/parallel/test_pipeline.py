@@ -210,3 +210,31 @@ def test_a_stage_that_ends_with_integers_is_rejected() -> None:
         match=r"blocks\[0\]: ends a stage, and its output cannot carry a gradient .*int64",
     ):
         run_ranks("pp3", rank)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_inputs", "num_targets", "message"),
+    [
+        ("", 7, 7, r"inputs: its samples do not divide .*7 samples.*a multiple of 4"),
+        ("pp2", 8, 4, r"targets: has another number of samples .*4; need 8"),
+        ("pp2", 16, 16, r"inputs: its micro-batches have another shape .*\[4, 6\]; need \[2, 6\]"),
+    ],
+)
+def test_a_step_of_other_shapes_is_rejected_before_anything_is_sent(
+    mesh: str, num_inputs: int, num_targets: int, message: str
+) -> None:
+    x, y = data()
+
+    def rank(comm: Comm) -> None:
+        pipe = PipelineParallel(
+            copy.deepcopy(blocks),
+            comm,
+            loss=nn.functional.mse_loss,
+            example=x[:2],
+            microbatches=4,
+        )
+        pipe.step(x[:num_inputs], y[:num_targets])
+
+    blocks = chain()
+    with pytest.raises(PlanError, match=message):
+        run_ranks(mesh, rank)

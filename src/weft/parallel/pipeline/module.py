@@ -92,6 +92,7 @@ class PipelineParallel(nn.Module):
         self.stages = nn.ModuleList(self.model.stages.values())
         self.comm = comm
         self.microbatches = microbatches
+        self._example_shape = tuple(example.shape)
         self._reducer = bucket_reducer(
             self.model.params,
             comm,
@@ -107,7 +108,11 @@ class PipelineParallel(nn.Module):
         """Gradients of the mean loss over `inputs` (of all data ranks); returns that loss, on every
         rank.
 
-        inputs[N, ...] and targets[N, ...] are this data rank's; N must divide by `microbatches`.
+        inputs[N, ...] and targets[N, ...] are this data rank's.
+
+        Raises:
+            PlanError: N does not divide by `microbatches`, inputs and targets differ in it, or, with
+                a pipeline, micro-batches have another shape than `example`.
         """
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
@@ -120,13 +125,46 @@ class PipelineParallel(nn.Module):
         return self.comm.all_reduce(loss, (PP, *axes))
 
     def _micro_batches(self, inputs: Tensor, targets: Tensor) -> list[Batch]:
+        self._check_step_shapes(inputs, targets)
         no_positions = torch.zeros(0, dtype=torch.int64, device=inputs.device)
-        parts = zip(
-            inputs.chunk(self.microbatches),
-            targets.chunk(self.microbatches),
-            strict=True,
-        )
-        return [Batch(x, y, no_positions) for x, y in parts]
+        input_parts = inputs.chunk(self.microbatches)
+        target_parts = targets.chunk(self.microbatches)
+        batches: list[Batch] = []
+        for x, y in zip(input_parts, target_parts, strict=True):
+            batches.append(Batch(x, y, no_positions))
+        return batches
+
+    def _check_step_shapes(self, inputs: Tensor, targets: Tensor) -> None:
+        num_samples = len(inputs)
+        if num_samples == 0 or num_samples % self.microbatches:
+            raise PlanError(
+                Fault(
+                    "inputs",
+                    "its samples do not divide into micro-batches of equal size",
+                    got=f"{num_samples} samples",
+                    need=f"a multiple of {self.microbatches}",
+                )
+            )
+        if len(targets) != num_samples:
+            raise PlanError(
+                Fault(
+                    "targets",
+                    "has another number of samples than the inputs",
+                    got=str(len(targets)),
+                    need=str(num_samples),
+                )
+            )
+        shape = (num_samples // self.microbatches, *inputs.shape[1:])
+        if self.comm.degree(PP) > 1 and shape != self._example_shape:
+            raise PlanError(
+                Fault(
+                    "inputs",
+                    "its micro-batches have another shape than the example",
+                    got=str(list(shape)),
+                    need=str(list(self._example_shape)),
+                    fix="pass example=inputs[:N // microbatches], or another number of microbatches",
+                )
+            )
 
     def _finish_gradients(self, axes: tuple[str, ...]) -> None:
         """Wait for the sums over the data ranks and the copies of tied parameters; `.grad` is None
