@@ -1,6 +1,7 @@
 """Collectives over all ranks in stages: every rank gets the same result, through groups of at most 16 ranks."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -39,24 +40,36 @@ def test_the_groups_of_a_stage_hold_every_rank_once(world_size: int):
         assert sorted(members) == list(range(world_size))
 
 
+@dataclass(frozen=True)
+class WorldResults:
+    """What a rank gets from operations of all ranks on a row of two numbers."""
+
+    rows: list[list[float]]
+    total: list[float]
+    largest: list[float]
+
+
 @pytest.mark.parametrize("mesh", ["dp1", "dp3", "dp16", "dp17", "dp6 tp4", "pp2 dp5 tp4"])
 def test_every_rank_gets_the_same_totals_and_the_rows_in_rank_order(mesh: str):
-    def main(comm: Comm) -> tuple[list[list[float]], list[float], list[float]]:
-        row = torch.tensor([0.1 * comm.rank, -comm.rank], dtype=torch.float64)
+    def main(comm: Comm) -> WorldResults:
+        numbers = [0.1 * comm.rank, -comm.rank]
+        row = torch.tensor(numbers, dtype=torch.float64)
         rows = comm.all_gather_world(row.unsqueeze(0))
         largest = comm.combine_world(row, lambda rows: rows.amax(0))
         comm.barrier_world()
-        return rows.tolist(), comm.sum_world(row).tolist(), largest.tolist()
+        total = comm.sum_world(row)
+        return WorldResults(rows.tolist(), total.tolist(), largest.tolist())
 
     world_size = Mesh.parse(mesh).size
     results = run_ranks(mesh, main)
+    first = results[0]
     for result in results:
-        assert result == results[0]
-    rows, total, largest = results[0]
-    assert rows == [[0.1 * rank, -rank] for rank in range(world_size)]
-    sums = [sum(column) for column in zip(*rows, strict=True)]
-    assert total == pytest.approx(sums, rel=1e-14)
-    assert largest == [max(column) for column in zip(*rows, strict=True)]
+        assert result == first
+    assert first.rows == [[0.1 * rank, -rank] for rank in range(world_size)]
+    columns = list(zip(*first.rows, strict=True))
+    sums = [sum(column) for column in columns]
+    assert first.total == pytest.approx(sums, rel=1e-14)
+    assert first.largest == [max(column) for column in columns]
 
 
 def test_a_rank_takes_part_in_one_collective_of_each_stage():

@@ -25,28 +25,28 @@ def test_cross_entropy_of_sharded_logits_is_the_whole_one_forward_and_backward(
     mesh: str, vocab: int
 ) -> None:
     torch.manual_seed(1)
-    logits = (30 * torch.randn(3, 7, vocab, dtype=torch.float64)).requires_grad_()
+    random = torch.randn(3, 7, vocab, dtype=torch.float64)
+    logits = (30 * random).requires_grad_()
     targets = torch.randint(0, vocab, (3, 7))
     targets[0, 3:] = IGNORE
     targets[2] = IGNORE
-    want = F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    flat_logits = logits.flatten(0, 1)
+    want = F.cross_entropy(flat_logits, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     (3 * want).backward()
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
         lo, hi = span(vocab, comm.degree("tp"), comm.index("tp"))
-        mine = logits.detach()[..., lo:hi].clone().requires_grad_()
-        loss = vocab_cross_entropy(mine, targets, lo=lo, comm=comm, axis="tp")
+        own = logits.detach()[..., lo:hi]
+        own_logits = own.clone().requires_grad_()
+        loss = vocab_cross_entropy(own_logits, targets, lo=lo, comm=comm, axis="tp")
         (3 * loss).backward()
-        return loss.detach(), mine.grad
+        return loss.detach(), own_logits.grad
 
     ranks = run_ranks(mesh, rank)
     for loss, _ in ranks:
         torch.testing.assert_close(loss, want.detach(), rtol=1e-13, atol=0)
-    torch.testing.assert_close(
-        torch.cat([grad for _, grad in ranks], -1), logits.grad, rtol=1e-11, atol=1e-15
-    )
+    gradient = torch.cat([grad for _, grad in ranks], -1)
+    torch.testing.assert_close(gradient, logits.grad, rtol=1e-11, atol=1e-15)
 
 
 def test_cross_entropy_sends_a_few_numbers_a_token_and_no_logits() -> None:
@@ -76,19 +76,21 @@ def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(
     tokens = torch.randint(0, 11, (3, 8))
     want = table(tokens)
     weights = torch.randn(want.shape, dtype=torch.float64)
-    (want * weights).sum().backward()
+    whole_loss = (want * weights).sum()
+    whole_loss.backward()
 
     def rank(comm: Comm) -> tuple[Tensor, Tensor]:
-        n = comm.degree("tp")
-        i = comm.index("tp")
-        lo, hi = span(11, n, i)
-        cut = VocabParallelEmbedding(
-            11, 6, comm=comm, sequence_parallel=sequence, dtype=torch.float64
-        )
+        degree = comm.degree("tp")
+        index = comm.index("tp")
+        lo, hi = span(11, degree, index)
+        options = {"sequence_parallel": sequence, "dtype": torch.float64}
+        cut = VocabParallelEmbedding(11, 6, comm=comm, **options)
         with torch.no_grad():
             cut.weight.copy_(table.weight[lo:hi])
         out = cut(tokens)
-        own_weights = weights.chunk(n, 1)[i] if sequence else weights
+        own_weights = weights
+        if sequence:
+            own_weights = weights.chunk(degree, 1)[index]
         loss = (out * own_weights).sum()
         loss.backward()
         return out.detach(), cut.weight.grad
@@ -97,9 +99,8 @@ def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(
     outs = [out for out, _ in ranks]
     whole = torch.cat(outs, 1) if sequence else outs[0]
     assert torch.equal(whole, want.detach())
-    torch.testing.assert_close(
-        torch.cat([grad for _, grad in ranks]), table.weight.grad, rtol=1e-12, atol=1e-15
-    )
+    gradient = torch.cat([grad for _, grad in ranks])
+    torch.testing.assert_close(gradient, table.weight.grad, rtol=1e-12, atol=1e-15)
 
 
 def test_bfloat16_logits_are_summed_in_float32() -> None:

@@ -44,17 +44,20 @@ class SharedLayer(nn.Module):
 
 def blocks(c):
     layer = SharedLayer(c)
-    embed = nn.Sequential(nn.Embedding(c.vocab, c.small), nn.Linear(c.small, c.dim))
-    return [
-        ("embed", embed),
-        *((f"layer{i}", layer) for i in range(c.depth)),
-        ("head", nn.Linear(c.dim, c.vocab)),
-    ]
+    small = nn.Embedding(c.vocab, c.small)
+    to_width = nn.Linear(c.small, c.dim)
+    chain = [("embed", nn.Sequential(small, to_width))]
+    for i in range(c.depth):
+        chain.append((f"layer{i}", layer))
+    head = nn.Linear(c.dim, c.vocab)
+    chain.append(("head", head))
+    return chain
 
 
 AXES = {
     "embed.0.weight": ("vocab", "small"),
-    "embed.1.*": (None,),
+    "embed.1.weight": ("embed", "small"),
+    "embed.1.bias": ("embed",),
     "layer*.ln?.*": (None,),
     "layer*.query.weight": ("heads", "embed"),
     "layer*.key.weight": ("heads", "embed"),
@@ -71,5 +74,3 @@ AXES = {
     "head.weight": ("vocab", "embed"),
     "head.bias": ("vocab",),
 }
-AXES["embed.1.weight"], AXES["embed.1.bias"] = ("embed", "small"), ("embed",)
-del AXES["embed.1.*"]
