@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.prove.faults import FLOAT64, report_of, small_run
 from weft.comm.transport import Work
+from weft.config.small_runs import is_valid
 from weft.models.common.batch import with_later_targets
 from weft.parallel.pipeline.forward import ForwardPlayer
 from weft.parallel.zero import grad_norm, grouping
@@ -338,6 +339,26 @@ def test_a_wrong_learning_rate_is_named_by_the_change(monkeypatch):
     assert first is not None
     assert first.phase == "update"
     assert first.relation == "updated by 2 times the right change"
+
+
+def test_a_case_is_reduced_to_valid_other_cases_of_the_same_steps():
+    case = ProofCase(small_run('--mesh "dp2 tp2" --parallel.zero 1'), 2)
+    meshes = set()
+    for reduction in case.reductions():
+        for smaller in reduction(case):
+            assert smaller != case
+            assert smaller.steps == case.steps
+            assert is_valid(smaller.run)
+            meshes.add(smaller.mesh.text)
+    assert meshes == {"dp2 tp2", "dp2", "tp2"}
+
+
+def test_a_case_without_smaller_ones_of_an_axis_has_no_cases():
+    alone = ProofCase(small_run("--mesh tp2"), 1)
+    fewer_ranks = next(alone.reductions())
+    (one_rank,) = fewer_ranks(alone)
+    assert one_rank.mesh.size == 1
+    assert list(fewer_ranks(one_rank)) == []
 
 
 @pytest.mark.slow

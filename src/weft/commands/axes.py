@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -18,6 +18,9 @@ from weft.config.user_code import canonical_reference, check_reference, is_refer
 from weft.config.validate import config_checks
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
+
+if TYPE_CHECKING:
+    from weft.prove.subject import ProofCase
 
 USAGE = "MODEL.py [--check False] [--model.KEY value ...]"
 LINE = "propose the AXES of a model file by tracing it, and prove them"
@@ -58,6 +61,8 @@ def axes(words: Sequence[str]) -> int:
     set_openmp_policy()
     from weft.models.user_family import UserFamily  # they import torch
     from weft.models.user_model import model_of_file
+    from weft.prove.subject import ProofCase
+    from weft.train.model_checks import check_user_model
     from weft.train.propose_axes import propose
 
     model = replace(model_of_file(reference, needs_axes=False), name=reference)
@@ -69,7 +74,10 @@ def axes(words: Sequence[str]) -> int:
         if not options.check:
             return EXIT_OK
         proposed = UserFamily(replace(model, AXES=proposal.table))
-        return _prove(_run(proposed, reference, rest[1:], mesh=MESH))
+        proposed_run = _run(proposed, reference, rest[1:], mesh=MESH)
+        used = FAMILIES[proposed_run.model.name]
+        check_user_model(used, proposed_run.model, plan_of(proposed_run))
+        return _prove(ProofCase(proposed_run, STEPS))
 
 
 def _print_proposal(proposal: Any) -> None:
@@ -96,13 +104,12 @@ def _run(
     return run
 
 
-def _prove(run: Run) -> int:
-    from weft.prove.proof import prove  # they import torch
-    from weft.prove.subject import Subject
-    from weft.train.model_checks import check_user_model
+def _prove(case: ProofCase) -> int:
+    """Compare the case with one device in float64."""
+    from weft.prove.proof import prove  # late: it imports torch
 
-    check_user_model(FAMILIES[run.model.name], run.model, plan_of(run))
-    report = prove(Subject.of(run, steps=STEPS).in_float64())
+    subject = case.opened()
+    report = prove(subject.in_float64())
     if report.holds:
         print_result(f"# proven: {MESH} equals one device in float64, {STEPS} steps")
         return EXIT_OK
