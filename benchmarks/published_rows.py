@@ -17,20 +17,20 @@ Note [ScaleTorch]
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import json
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fact_rows import read_csv_rows, read_json_rows
+
 from weft.config.efficiency import Efficiency
-from weft.config.hardware import Hardware, find_hardware
+from weft.config.hardware import Hardware, find_hardware, hardware_table
 
 VOCAB = 50257
 SCHEDULES = {
@@ -53,6 +53,10 @@ GBIT_S = 0.125
 """10^9 bytes a second."""
 NETWORK = re.compile(r"(?:(\d+)x [A-Za-z-]+ )?([\d.]+) Gb/s.* per (node|GPU)")
 """As sources print the network: links of a node, their rate, and of what that is the sum."""
+
+
+Reasons = dict[str, list[str]]
+"""Why rows are no runs of weft -> their keys."""
 
 
 class InexpressibleError(Exception):
@@ -135,16 +139,30 @@ class Published:
         return digest[0] % 2 == 0
 
 
+def device_of(row: Mapping[str, Any]) -> str:
+    """The device of the hardware table whose name the printed one contains: the longest such name."""
+    printed = str(row["hardware"].get("gpu"))
+    text = printed.lower()
+    found = [name for name in hardware_table() if name in text]
+    if not found:
+        raise InexpressibleError(f"hardware.gpu: {printed} is not in the hardware table")
+    return max(found, key=len)
+
+
 def stack_of(row: Mapping[str, Any]) -> Stack:
-    """The set of constants of a row."""
-    source = row["source"]
-    gpu = str(row["hardware"].get("gpu", "")).lower()
-    if source == MOSAIC:
-        name = "h100" if gpu.startswith("h100") else "a100"
-        return Stack(f"{name.upper()}, llm-foundry (FSDP)", name, FUSED)
-    if source not in STACKS:
-        raise InexpressibleError(f"too few rows of {source} for a set of constants")
-    return STACKS[source]
+    """The set of constants of a row: of the software of its source, where that is known, on the type
+    of its device.
+    """
+    device = device_of(row)
+    if row["source"] == MOSAIC:
+        return Stack(f"{device.upper()}, llm-foundry (FSDP)", device, FUSED)
+    stack = STACKS.get(row["source"])
+    if stack is None:
+        return Stack(f"{device.upper()}, other software", device, FUSED)
+    if stack.hardware == device:
+        return stack
+    _, _, software = stack.name.partition(", ")
+    return replace(stack, name=f"{device.upper()}, {software}", hardware=device)
 
 
 def hardware_of(row: Mapping[str, Any], stack: Stack) -> Hardware:
@@ -363,17 +381,26 @@ def run_of_csv(values: Sequence[str]) -> Published:
     )
 
 
-def read_rows(facts: Path) -> tuple[list[Published], Counter[str]]:
-    """The rows that are runs of weft, and reasons of the others with their number."""
+def read_rows(facts: Path) -> tuple[list[Published], Reasons]:
+    """The rows that are runs of weft, and the keys of the others by the reason.
+
+    Args:
+        facts: a folder with both files, or a file like `perf_rows.json`.
+
+    Raises:
+        RowError: of a file that is not as `fact_rows` describes.
+    """
     found: list[Published] = []
-    with (facts / "vtrain_single.csv").open() as file:
-        found += [run_of_csv(values) for values in list(csv.reader(file))[1:]]
-    reasons: Counter[str] = Counter()
-    for row in json.loads((facts / "perf_rows.json").read_text()):
+    steps_of_one_node = facts / "vtrain_single.csv"
+    if steps_of_one_node.exists():
+        found += [run_of_csv(values) for values in read_csv_rows(steps_of_one_node)]
+    reasons: Reasons = defaultdict(list)
+    path = facts / "perf_rows.json" if facts.is_dir() else facts
+    for row in read_json_rows(path):
         if row["kind"] != "train_step":
             continue
         try:
             found.append(run_of_row(row))
         except InexpressibleError as reason:
-            reasons[f"{row['source']}: {reason}"] += 1
+            reasons[f"{row['source']}: {reason}"].append(row["id"])
     return found, reasons

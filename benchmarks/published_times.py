@@ -17,13 +17,15 @@ import hashlib
 import json
 import math
 import statistics
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.published_rows import InexpressibleError, Published, Stack, read_rows
+from benchmarks.fact_rows import RowError
+from benchmarks.published_rows import InexpressibleError, Published, Reasons, Stack, read_rows
 from benchmarks.published_work import MeasuredStages
 
 from weft.config.hardware import find_hardware
@@ -141,7 +143,14 @@ def fitted_source(name: str, accounts: Sequence[Account], stack: Stack) -> Fitte
 
 
 def typical(large: Sequence[Fitted], stack: Stack) -> Calibration:
-    """Constants between those of the large sources of a stack: of each the geometric mean."""
+    """Constants between those of the large sources of a stack: of each the geometric mean; without
+    large sources those of the hardware table.
+    """
+    if not large:
+        constants = find_hardware(stack.hardware).efficiency
+        source = constants.source or "assumed"
+        constants = replace(constants, source=f"of the hardware table: {source}")
+        return Calibration(constants, {}, (), (), {})
     values: dict[str, float] = {}
     for name in BOUNDS:
         of_sources = [getattr(source.found.efficiency, name) for source in large]
@@ -199,13 +208,15 @@ def outcome_of(fitted: Fitted, accounts: Sequence[Account], stack: Stack) -> Out
 
 def ranges_of(outcomes: Sequence[Outcome]) -> dict[str, tuple[float, float]]:
     """By source, the range of 80% of measured over predicted times; a source on several devices has
-    one, as its software is the same.
+    one, as its software is the same. None for a source without a row that was held out.
     """
     rows: dict[str, list[HeldOut]] = defaultdict(list)
     for outcome in outcomes:
         rows[outcome.fitted.source].extend(outcome.held_out)
     ranges = {}
     for source, of_source in rows.items():
+        if not of_source:
+            continue
         ratios = [row.ratio for row in of_source]
         families = [row.family for row in of_source]
         ranges[source] = ratio_range(ratios, families)
@@ -225,11 +236,6 @@ def outcomes_of(stack: Stack, accounts: Sequence[Account]) -> Iterator[Outcome]:
     fitted = {name: fitted_source(name, members, stack) for name, members in large.items()}
     for name, members in large.items():
         yield outcome_of(fitted[name], members, stack)
-    if not small:
-        return
-    if not large:
-        print(f"\n{stack.name}: too few rows of {'; '.join(small)} for constants")
-        return
     for name, members in small.items():
         own = scaled(name, members, list(fitted.values()), stack)
         yield outcome_of(own, members, stack)
@@ -247,18 +253,22 @@ def print_constants(found: Calibration) -> None:
         print(f"  scale of {group}: {scale:.3f}")
 
 
-def print_outcome(outcome: Outcome, low: float, high: float) -> None:
+def print_outcome(outcome: Outcome, limits: tuple[float, float] | None) -> None:
     """Both halves of a source, and what its range holds."""
     name = outcome.fitted.source[:34]
     print(f"\n{name}, {outcome.stack.name}")
     if not outcome.fitted.is_own:
-        print(f"{name}: constants between the large sources, scale {outcome.fitted.scale:.3f}")
+        origin = outcome.fitted.found.efficiency.source
+        print(f"{name}: constants {origin}; scale {outcome.fitted.scale:.3f}")
     for is_fitted, half in ((True, "fitted half"), (False, "TEST half")):
         rows = outcome.rows(is_fitted=is_fitted)
         if rows:
             print(error_line(f"{name} {half}", rows))
     test = outcome.rows(is_fitted=False)
-    if test:
+    if limits is None:
+        print("  no range: no row was held out")
+    elif test:
+        low, high = limits
         covered = sum(low <= residual.ratio <= high for residual in test)
         print(
             f"  range {low:.3f} to {high:.3f} holds {covered} of {len(test)}"
@@ -301,7 +311,7 @@ def report_choice(outcome: Outcome, *, only_tested: bool) -> None:
     )
 
 
-def write_outcome(folder: Path, outcome: Outcome, low: float, high: float) -> None:
+def write_outcome(folder: Path, outcome: Outcome, limits: tuple[float, float] | None) -> None:
     """Write the constants and every row beside its prediction."""
     stack = outcome.stack
     rows = []
@@ -320,7 +330,9 @@ def write_outcome(folder: Path, outcome: Outcome, low: float, high: float) -> No
     folder.mkdir(parents=True, exist_ok=True)
     words = [*stack.name.split()[1:2], *outcome.fitted.source.split()[:2]]
     name = "-".join([stack.hardware, *words]).replace(",", "").replace("/", "")
-    constants = replace(outcome.fitted.found.efficiency, low=low, high=high)
+    constants = outcome.fitted.found.efficiency
+    if limits is not None:
+        constants = replace(constants, low=limits[0], high=limits[1])
     text = json.dumps({"efficiency": asdict(constants), "rows": rows}, indent=1)
     (folder / f"{name}.json").write_text(text)
 
@@ -329,9 +341,9 @@ def write_outcome(folder: Path, outcome: Outcome, low: float, high: float) -> No
 
 
 def accounts_of(
-    rows: Sequence[Published], measured: MeasuredStages, reasons: Counter[str]
+    rows: Sequence[Published], measured: MeasuredStages, reasons: Reasons
 ) -> dict[Stack, list[Account]]:
-    """The rows with their work, by set of constants; reasons count those that have none."""
+    """The rows with their work, by set of constants; keys of those that have none by the reason."""
     stacks: dict[Stack, list[Account]] = defaultdict(list)
     for number, row in enumerate(rows):
         if number % 100 == 0:
@@ -341,7 +353,7 @@ def accounts_of(
             account = account_of(row, measured)
         except (InexpressibleError, WeftError) as reason:
             text = str(reason).splitlines()[0][:90]
-            reasons[f"{row.source}: {text}"] += 1
+            reasons[f"{row.source}: {text}"].append(row.key)
             continue
         stacks[row.stack].append(account)
     measured.save()
@@ -363,15 +375,20 @@ def first_rows(rows: Sequence[Published], most: int) -> list[Published]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("facts", type=Path)
+    parser.add_argument("facts", type=Path, help="folder of both files, or a file of rows")
     parser.add_argument("--only", default="", help="beginnings of sources, comma-separated")
     parser.add_argument("--most", type=int, default=0, help="rows of a source")
     parser.add_argument("--cache", type=Path, default=CACHE, help="file for the measured work")
     parser.add_argument("--write", type=Path, help="folder for the fitted constants and all rows")
     args = parser.parse_args()
-    rows, reasons = read_rows(args.facts)
+    try:
+        rows, reasons = read_rows(args.facts)
+    except RowError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
     only = tuple(args.only.lower().split(","))
     rows = [row for row in rows if row.source.lower().startswith(only)]
     if args.most:
@@ -384,14 +401,18 @@ def main() -> None:
         outcomes.extend(outcomes_of(stack, accounts))
     ranges = ranges_of(outcomes)
     for outcome in outcomes:
-        low, high = ranges[outcome.fitted.source]
-        print_outcome(outcome, low, high)
+        limits = ranges.get(outcome.fitted.source)
+        print_outcome(outcome, limits)
         if args.write is not None:
-            write_outcome(args.write, outcome, low, high)
+            write_outcome(args.write, outcome, limits)
     print("\nnot expressed:")
-    for text, number in sorted(reasons.items()):
-        print(f"  {number:>4} x {text}")
+    for text, keys in sorted(reasons.items()):
+        print(f"  {len(keys):>4} x {text} (first: {keys[0]})")
+    if not outcomes:
+        print("error: no row is a run of weft; the reasons are above", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
