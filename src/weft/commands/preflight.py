@@ -162,24 +162,34 @@ def after_restart(run: Run) -> Run:
     newest checkpoint of its own folder, if there is one; an elastic run on the ranks that there are.
     """
     if run.run.elastic and not any(full_mesh_is_elastic(run.run)):
-        full_mesh = run.run.full_mesh or run.mesh
-        full = run.with_values({"mesh": full_mesh, "run.full_mesh": ""})
-
-        def is_valid(mesh: str) -> bool:
-            checks = config_checks(full.with_values({"mesh": mesh}))
-            return not any(check.fails() for check in checks)
-
-        run = run.with_values(_elastic_layout(full_mesh, run.nproc, is_valid=is_valid))
+        run = _on_ranks_here(run)
     run = with_local_folder(run)
-    if not run.out or resumes_in(Path(run.out), run.resume):
+    if not run.out:
         return run
-    if not is_started_again(Path(run.out), is_elastic=run.run.elastic):
+    out = Path(run.out)
+    if resumes_in(out, run.resume) or not is_started_again(out, is_elastic=run.run.elastic):
         return run
-    is_local = any(checkpoints(Path(run.out)))
-    has_checkpoint = is_local or remote_folder.has_copy(run.save.remote)
-    if run.resume is not None and not has_checkpoint:
-        return run
-    return run.with_values({"resume": AUTO})
+    if run.resume is None or _has_checkpoint(out, run.save.remote):
+        return run.with_values({"resume": AUTO})
+    return run
+
+
+def _has_checkpoint(out: Path, remote: str | None) -> bool:
+    """Whether a run folder, or its copy at a URL, has a checkpoint."""
+    return any(checkpoints(out)) or remote_folder.has_copy(remote)
+
+
+def _on_ranks_here(run: Run) -> Run:
+    """An elastic run on the best layout for the ranks that there are."""
+    full_mesh = run.run.full_mesh or run.mesh
+    full = run.with_values({"mesh": full_mesh, "run.full_mesh": ""})
+
+    def is_valid(mesh: str) -> bool:
+        checks = config_checks(full.with_values({"mesh": mesh}))
+        return not any(check.fails() for check in checks)
+
+    layout = _elastic_layout(full_mesh, run.nproc, is_valid=is_valid)
+    return run.with_values(layout)
 
 
 def with_local_folder(run: Run) -> Run:

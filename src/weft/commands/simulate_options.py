@@ -17,6 +17,8 @@ from weft.errors import Fault
 JSON_FLAG = "--json"
 USAGE = f"[CONFIG.toml | MODEL.py] [--hardware h100] [--jitter 5%] [{JSON_FLAG}] [--key value ...]"
 LINE = "predict the step of a run: timeline, jitter, failures"
+SHARE = re.compile(r"(?P<number>\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})(?P<percent>%?)")
+SLOW_RANK = re.compile(r"(?P<rank>\d{1,9})=(?P<factor>\d{1,6}(?:\.\d{0,9})?|\.\d{1,9})")
 FILES = ("svg", "html", "perfetto")
 """Options that name a file to write."""
 NEED_HARDWARE = ("jitter", "slow", "mtbf_hours")
@@ -199,16 +201,21 @@ def _slow_faults(words: Sequence[str], num_ranks: int) -> Iterator[Fault]:
 
 def read_share(text: str) -> float | None:
     """`5%` or `0.05` as a number from 0 to 1; None for anything else."""
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})(%?)", text.strip())
+    found = SHARE.fullmatch(text.strip())
     if found is None:
         return None
-    share = float(found[1]) / (100 if found[2] else 1)
+    share = float(found["number"])
+    if found["percent"]:
+        share /= 100
     return share if share <= 1 else None
 
 
 def read_slow(text: str) -> tuple[int, float] | None:
     """`3=1.3` as a rank and its factor; None for anything else."""
-    found = re.fullmatch(r"(\d{1,9})=(\d{1,6}(?:\.\d{0,9})?|\.\d{1,9})", text.strip())
-    if found is None or float(found[2]) <= 0:
+    found = SLOW_RANK.fullmatch(text.strip())
+    if found is None:
         return None
-    return int(found[1]), float(found[2])
+    factor = float(found["factor"])
+    if factor <= 0:
+        return None
+    return int(found["rank"]), factor
