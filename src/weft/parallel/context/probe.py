@@ -215,10 +215,13 @@ class _OwnValues:
 def _scale_of(x_BSHK: Tensor) -> Tensor:
     """[B, S, H, 1] between 0.5 and 1.5, which changes where a vector is rotated."""
     size = x_BSHK.shape[-1]
-    weights_K = torch.arange(1, size + 1, dtype=x_BSHK.dtype, device=x_BSHK.device) / size
-    means_BSH = (x_BSHK * weights_K).mean(-1, keepdim=True)
-    lengths_BSH = x_BSHK.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    return 1 + 0.5 * means_BSH / lengths_BSH
+    places_K = torch.arange(1, size + 1, dtype=x_BSHK.dtype, device=x_BSHK.device)
+    weights_K = places_K / size
+    weighted_BSHK = x_BSHK * weights_K
+    means_BSH1 = weighted_BSHK.mean(-1, keepdim=True)
+    largest_BSH1 = x_BSHK.abs().amax(-1, keepdim=True)
+    lengths_BSH1 = largest_BSH1.clamp(min=1e-30)
+    return 1 + 0.5 * means_BSH1 / lengths_BSH1
 
 
 class _Probe:

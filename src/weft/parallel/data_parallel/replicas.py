@@ -147,14 +147,12 @@ class _CopyToDevices(torch.autograd.Function):
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.param_devices = [param.device for param in params]
-        return tuple(
-            param.to(
-                device,
-                copy=True,
-            )
-            for device in devices
-            for param in params
-        )
+        copies: list[Tensor] = []
+        for device in devices:
+            for param in params:
+                copied = param.to(device, copy=True)
+                copies.append(copied)
+        return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -93,10 +93,13 @@ class PipelineParallel(nn.Module):
         self.comm = comm
         self.microbatches = microbatches
         self._example_shape = tuple(example.shape)
+        reduce_axes: dict[str, tuple[str, ...]] = {}
+        for name, shard in self.model.shards.items():
+            reduce_axes[name] = shard.reduce_axes
         self._reducer = bucket_reducer(
             self.model.params,
             comm,
-            reduce_axes={name: shard.reduce_axes for name, shard in self.model.shards.items()},
+            reduce_axes=reduce_axes,
             stage_of=self.model.stage_of,
         )
         self._player = Player(
@@ -215,6 +218,11 @@ class _Output:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def dtype_name(self) -> str:
+        """As plans have it: "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def _check_one_replica(mesh: Mesh) -> None:
     """Raise PlanError for a mesh with replicas that train apart: nothing here joins them."""
@@ -266,27 +274,29 @@ def _stages(outputs: Sequence[_Output], *, num_stages: int) -> tuple[Stage, ...]
 
 def _boundary_dtype(stages: Sequence[Stage], outputs: Sequence[_Output]) -> str:
     """The dtype of what stages send to each other; of the last output where there is one stage."""
-    last_blocks = [int(stage.blocks[-1]) for stage in stages[:-1]] or [len(outputs) - 1]
-    found = [outputs[block].dtype for block in last_blocks]
-    names = [str(dtype).removeprefix("torch.") for dtype in found]
-    for block, dtype, name in zip(last_blocks, found, names, strict=True):
-        if not dtype.is_floating_point:
+    last_blocks = [int(stage.blocks[-1]) for stage in stages[:-1]]
+    if not last_blocks:
+        last_blocks = [len(outputs) - 1]
+    expected = outputs[last_blocks[0]]
+    for block in last_blocks:
+        output = outputs[block]
+        if not output.dtype.is_floating_point:
             raise PlanError(
                 Fault(
                     f"blocks[{block}]",
                     "ends a stage, and its output cannot carry a gradient",
-                    got=name,
+                    got=output.dtype_name,
                     need="a floating-point dtype",
                     fix="join it with the block after it",
                 )
             )
-        if dtype != found[0]:
+        if output.dtype != expected.dtype:
             raise PlanError(
                 Fault(
                     f"blocks[{block}]",
                     "stages differ in the dtype of their outputs",
-                    got=name,
-                    need=names[0],
+                    got=output.dtype_name,
+                    need=expected.dtype_name,
                 )
             )
-    return names[0]
+    return expected.dtype_name

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,6 +111,15 @@ class CallArgument:
         return leaf.requires_grad_(self.requires_grad)
 
 
+class ResultSlot(NamedTuple):
+    """A slot of a view of a result. (A ResultView in place of the spec would keep the result's
+    source alive.)
+    """
+
+    slot: weakref.ref[SavedTensorSlot]
+    spec: ViewSpec
+
+
 @dataclass(eq=False)
 class RecomputedTensor:
     """The result of a call that is repeated when the result, or what autograd saves inside the
@@ -119,20 +128,20 @@ class RecomputedTensor:
     Attributes:
         args, kwargs: with a CallArgument in place of each tensor.
         inner_slots: of what autograd saves within the call, in order.
-        result_slots: of views of the result that autograd saves outside. (With a ViewSpec: a
-            ResultView would keep this alive.)
+        result_slots: of views of the result that autograd saves outside.
     """
 
     func: Callable[..., Any]
     args: Any
     kwargs: Any
     inner_slots: list[weakref.ref[SavedTensorSlot]] = field(default_factory=list)
-    result_slots: list[tuple[weakref.ref[SavedTensorSlot], ViewSpec]] = field(default_factory=list)
+    result_slots: list[ResultSlot] = field(default_factory=list)
 
     def add_result_slot(self, spec: ViewSpec) -> SavedTensorSlot:
         """A slot for a view of the result."""
         slot = SavedTensorSlot(self)
-        self.result_slots.append((weakref.ref(slot), spec))
+        result_slot = ResultSlot(weakref.ref(slot), spec)
+        self.result_slots.append(result_slot)
         return slot
 
     def add_inner_slot(self) -> SavedTensorSlot:
@@ -149,20 +158,21 @@ class RecomputedTensor:
         references = iter(self.inner_slots)
 
         def fill_inner_slot(tensor: Tensor) -> Tensor:
-            is_input = memory_of(tensor) in inputs
-            reference = None if is_input else next(references, None)
-            slot = None if reference is None else reference()
-            if slot is not None:
-                slot.fill(tensor)
+            if memory_of(tensor) not in inputs:
+                reference = next(references, None)
+                slot = reference() if reference is not None else None
+                if slot is not None:
+                    slot.fill(tensor)
             return tensor.detach()
 
         hooks = saved_tensors_hooks(fill_inner_slot, lambda tensor: tensor)
         with torch.enable_grad(), hooks:
             result: Tensor = self.func(*args, **kwargs).detach()
-        for reference, spec in self.result_slots:
-            slot = reference()
+        for result_slot in self.result_slots:
+            slot = result_slot.slot()
             if slot is not None:
-                slot.fill(spec.view_of(result))
+                view = result_slot.spec.view_of(result)
+                slot.fill(view)
         return result
 
 

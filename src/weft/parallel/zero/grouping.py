@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -101,6 +101,30 @@ class BucketKey(NamedTuple):
     device: torch.device
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are reduced together, by name, last first."""
+
+    key: BucketKey
+    names: list[str]
+
+    def group(
+        self,
+        params: Mapping[str, nn.Parameter],
+        comm: Comm,
+        policy: ShardingPolicy,
+    ) -> ParamGroup:
+        """The group of these parameters."""
+        members = {name: params[name] for name in self.names}
+        return ParamGroup(
+            members,
+            comm,
+            policy,
+            axes=self.key.axes,
+            stage=self.key.stage,
+        )
+
+
 def bucket_reducer(
     params: Mapping[str, nn.Parameter],
     comm: Comm,
@@ -119,22 +143,24 @@ def bucket_reducer(
     """
     stage_of = stage_of or dict.fromkeys(params, 0)
     trained = {name: param for name, param in params.items() if param.requires_grad}
-    groups = []
-    for key, names in _buckets(
+    buckets = _buckets(
         trained,
         reduce_axes=reduce_axes,
         stage_of=stage_of,
         bucket_bytes=bucket_bytes,
-    ):
+    )
+    groups: list[ParamGroup] = []
+    for bucket in buckets:
+        dtype = bucket.key.dtype
         policy = ShardingPolicy(
             zero=0,
-            params=key.dtype,
-            compute=key.dtype,
-            reduce=key.dtype,
+            params=dtype,
+            compute=dtype,
+            reduce=dtype,
             keeps_unsharded_grad=True,
         )
-        members = {name: trained[name] for name in names}
-        groups.append(ParamGroup(members, comm, policy, axes=key.axes, stage=key.stage))
+        group = bucket.group(trained, comm, policy)
+        groups.append(group)
     return GradientReducer(groups, comm)
 
 
@@ -143,8 +169,8 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
     compute dtype.
     """
     frozen_names = model.frozen
-    frozen = {}
-    trained = {}
+    frozen: dict[str, nn.Parameter] = {}
+    trained: dict[str, nn.Parameter] = {}
     for name, param in model.params.items():
         if param.requires_grad:
             trained[name] = param
@@ -157,27 +183,14 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
         stage_of=model.stage_of,
         bucket_bytes=model.plan.bucket_bytes,
     )
-    groups = []
+    groups: list[ParamGroup] = []
     if frozen and policy.params != policy.compute:
-        groups.append(
-            ParamGroup(
-                frozen,
-                model.comm,
-                replace(policy, params=policy.compute),
-                axes=(),
-            )
-        )
-    for key, names in buckets:
-        members = {name: trained[name] for name in names}
-        groups.append(
-            ParamGroup(
-                members,
-                model.comm,
-                policy,
-                axes=key.axes,
-                stage=key.stage,
-            )
-        )
+        frozen_policy = replace(policy, params=policy.compute)
+        frozen_group = ParamGroup(frozen, model.comm, frozen_policy, axes=())
+        groups.append(frozen_group)
+    for bucket in buckets:
+        group = bucket.group(trained, model.comm, policy)
+        groups.append(group)
     return groups
 
 
@@ -187,14 +200,15 @@ def _buckets(
     reduce_axes: Mapping[str, tuple[str, ...]],
     stage_of: Mapping[str, int],
     bucket_bytes: int,
-) -> list[tuple[BucketKey, list[str]]]:
+) -> list[Bucket]:
     """Parameters, last first, in runs of equal key and at most `bucket_bytes` each; the run that
     completes last comes first.
     """
     filling: dict[BucketKey, list[str]] = {}
     sizes: Counter[BucketKey] = Counter()
-    full: list[tuple[BucketKey, list[str]]] = []
-    for name, param in reversed(list(params.items())):
+    full: list[Bucket] = []
+    last_first = reversed(params.items())
+    for name, param in last_first:
         num_bytes = param.numel() * param.element_size()
         key = BucketKey(
             stage=stage_of[name],
@@ -203,18 +217,19 @@ def _buckets(
             device=param.device,
         )
         if key in filling and sizes[key] + num_bytes > bucket_bytes:
-            bucket = (key, filling.pop(key))
+            bucket = Bucket(key, filling.pop(key))
             full.append(bucket)
             sizes[key] = 0
         names = filling.setdefault(key, [])
         names.append(name)
         sizes[key] += num_bytes
-    full.extend(filling.items())
+    for key, names in filling.items():
+        full.append(Bucket(key, names))
     place_of = {name: place for place, name in enumerate(params)}
 
-    def first_place(bucket: tuple[BucketKey, list[str]]) -> int:
-        _, names = bucket
-        return place_of[names[-1]]
+    def first_place(bucket: Bucket) -> int:
+        first_name = bucket.names[-1]
+        return place_of[first_name]
 
     return sorted(full, key=first_place)
 
