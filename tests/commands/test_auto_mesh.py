@@ -122,7 +122,7 @@ def test_only_the_mesh_is_chosen() -> None:
     for group in found.groups:
         for layout in group:
             mesh_alone = run.with_values({"mesh": layout.mesh})
-            assert layout.applied_to(run) == mesh_alone
+            assert run.with_values(layout.values) == mesh_alone
 
 
 def test_one_rank_and_the_only_legal_layout_are_chosen_without_a_prediction() -> None:

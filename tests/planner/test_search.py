@@ -6,27 +6,38 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from weft.cli import main
 from weft.commands.plan import _model_label
 from weft.config.hardware import find_hardware
+from weft.config.layout_keys import LayoutKeys
 from weft.config.load import load
 from weft.config.run import Run
 from weft.core.mesh import WIDTH, Mesh
 from weft.models import FAMILIES
+from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.search.candidates import Space, candidates, factorizations, nearest_devices
-from weft.planner.search.found_layouts import FoundLayouts, PeakRatios, pareto_front, thinned_front
+from weft.planner.search.found_layouts import (
+    Found,
+    FoundLayouts,
+    PeakRatios,
+    pareto_front,
+    thinned_front,
+)
 from weft.planner.search.layout_choice import Layout, read_layout
 from weft.planner.search.layout_costs import LayoutCosts, Simulated
 from weft.planner.search.limits import SearchLimits
-from weft.planner.search.plan_report import nothing_fits_text
+from weft.planner.search.plan_report import front_lines, nothing_fits_text
 from weft.planner.search.search import search
 from weft.planner.search.short_runs import ShortRuns
 from weft.planner.search.stage_split import best_split, moves
 from weft.planner.search.why_not import rule_lines, smaller_change
 from weft.planner.search.zero_costs import ZeroMeasurements
+from weft.planner.simulate.predict import Prediction
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.speeds import Speeds
 
@@ -43,7 +54,7 @@ def test_factorizations_are_all_products() -> None:
 
 def test_every_candidate_fills_the_devices_and_is_legal() -> None:
     run = run_of(SMALL)
-    found = candidates(run, Space(8, 8))
+    found = candidates(LayoutKeys.of(run), Space(8, 8))
     assert len(found) > 500
     for group in found.groups:
         mesh = Mesh.parse(group.base.mesh)
@@ -55,19 +66,21 @@ def test_every_candidate_fills_the_devices_and_is_legal() -> None:
 
 def test_a_large_model_has_thousands_of_candidates() -> None:
     run = run_of("--model.preset llama3-70b --data.seq_len 8192 --batch.global_size 512")
-    assert len(candidates(run, Space(256, 8))) > 2_000
+    assert len(candidates(LayoutKeys.of(run), Space(256, 8))) > 2_000
 
 
 def test_the_tensor_axis_is_innermost() -> None:
-    found = candidates(run_of(SMALL), Space(8, 4))
+    found = candidates(LayoutKeys.of(run_of(SMALL)), Space(8, 4))
     for group in found.groups:
         assert "tp" not in group.base.mesh.split(" ")[:-1]
 
 
 def test_devices_that_no_layout_fills_have_neighbours_that_one_fills() -> None:
     run = run_of(SMALL)
-    assert not candidates(run, Space(7, 8)).groups
-    assert nearest_devices(run, Space(7, 8)) == (6, 8) or nearest_devices(run, Space(7, 8)) == (
+    assert not candidates(LayoutKeys.of(run), Space(7, 8)).groups
+    assert nearest_devices(LayoutKeys.of(run), Space(7, 8)) == (6, 8) or nearest_devices(
+        LayoutKeys.of(run), Space(7, 8)
+    ) == (
         4,
         8,
     )
@@ -111,8 +124,8 @@ def best_of(words: str, num_devices: int) -> Layout:
     run = run_of(f"{words} --precision.compute bfloat16")
     hardware = find_hardware("h100")
     pinned = frozenset({"pipeline.schedule", "parallel.recompute"})
-    found = candidates(run, Space(num_devices, hardware.node, pinned))
-    costs = LayoutCosts(run, Speeds(hardware))
+    found = candidates(LayoutKeys.of(run), Space(num_devices, hardware.node, pinned))
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(hardware))
     limits = SearchLimits(0.9 * hardware.memory_bytes, most_measured=1, has_front=False)
     return search(found, costs, limits, target="time").best[0].layout
 
@@ -148,8 +161,8 @@ def test_in_a_node_tensor_parallelism_is_better_than_a_pipeline() -> None:
 def test_a_model_of_a_trillion_parameters_does_not_fit_and_a_change_is_named() -> None:
     run = run_of(f"{LARGE} --precision.compute bfloat16")
     hardware = find_hardware("h100")
-    costs = LayoutCosts(run, Speeds(hardware))
-    named = read_layout("tp8 cp4 pp16 dp2", run)
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(hardware))
+    named = read_layout("tp8 cp4 pp16 dp2", LayoutKeys.of(run))
     capacity = hardware.memory_bytes
     needed = costs.bound(named, costs.blocks(named))
     assert needed.state_bytes > 1.6e12 / 128 * 16 > 2 * capacity  # 16 bytes a parameter
@@ -168,7 +181,7 @@ def test_why_names_what_a_layout_misses(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_dp2_tp4_pp3_has_24_ranks() -> None:
     run = run_of("--batch.global_size 12 --model.layers 6 --model.heads 8 --model.kv_heads 8")
-    meshes = [group.base.degrees for group in candidates(run, Space(24, 8)).groups]
+    meshes = [group.base.degrees for group in candidates(LayoutKeys.of(run), Space(24, 8)).groups]
     actual = [tuple(degrees) for degrees in meshes]
     assert (("pp", 3), ("dp", 2), ("tp", 4)) in actual
 
@@ -177,7 +190,7 @@ def narrow_costs(words: str = "") -> LayoutCosts:
     """Of a model of four wide layers on H100 devices."""
     sizes = "--data.seq_len 4096 --batch.global_size 32 --precision.compute bfloat16"
     run = run_of(f"{NARROW} {sizes} {words}")
-    return LayoutCosts(run, Speeds(find_hardware("h100")))
+    return LayoutCosts(MeasuredRun.of(run), Speeds(find_hardware("h100")))
 
 
 @pytest.mark.slow
@@ -201,7 +214,7 @@ def narrow_costs(words: str = "") -> LayoutCosts:
 def test_a_simulated_layout_takes_the_time_and_memory_of_the_measured_one(words: str) -> None:
     """Time within 2%, with what ZeRO 2 and 3 compute and send; memory within 10%."""
     costs = narrow_costs("--model.layers 8")
-    layout = read_layout(words, costs.run)
+    layout = read_layout(words, LayoutKeys.of(costs.run.run))
     measured = costs.predict(layout)
     simulated = costs.simulate(layout)
     assert simulated.seconds == pytest.approx(measured.step.total_s, rel=0.02)
@@ -211,9 +224,9 @@ def test_a_simulated_layout_takes_the_time_and_memory_of_the_measured_one(words:
 @pytest.mark.slow
 def test_context_ranks_on_two_nodes_wait_longer_than_on_one() -> None:
     run = run_of(f"{NARROW} --data.seq_len 32768 --batch.global_size 8")
-    costs = LayoutCosts(run, Speeds(find_hardware("h100")))
-    near = costs.simulate(read_layout("dp8 cp4 tp2 zero1 micro1", run))
-    far = costs.simulate(read_layout("cp4 dp8 tp2 zero1 micro1", run))
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(find_hardware("h100")))
+    near = costs.simulate(read_layout("dp8 cp4 tp2 zero1 micro1", LayoutKeys.of(run)))
+    far = costs.simulate(read_layout("cp4 dp8 tp2 zero1 micro1", LayoutKeys.of(run)))
     assert far.seconds > near.seconds
 
 
@@ -221,10 +234,15 @@ def test_stages_without_layers_are_possible_at_the_ends_alone() -> None:
     costs = narrow_costs("--model.layers 2")
     possible = {}
     for ranks in (2, 3, 4, 5, 6):  # with embedding, head and loss the model has five blocks
-        layout = read_layout(f"pp{ranks} micro1", costs.run)
+        layout = read_layout(f"pp{ranks} micro1", LayoutKeys.of(costs.run.run))
         possible[ranks] = costs.has_stages(layout)
     assert possible == {2: True, 3: True, 4: True, 5: False, 6: False}
-    assert costs.stages.layers(read_layout("pp4 micro1", costs.run)) == (0, 1, 1, 0)
+    assert costs.stages.layers(read_layout("pp4 micro1", LayoutKeys.of(costs.run.run))) == (
+        0,
+        1,
+        1,
+        0,
+    )
     actual = list(moves((1, 1), [1.0, 2.0], [0, 0]))
     assert actual == [(2, 0), (0, 2)]
     actual = list(moves((1, 1), [1.0, 2.0], [1, 0]))
@@ -235,7 +253,7 @@ def test_stages_without_layers_are_possible_at_the_ends_alone() -> None:
 def test_the_layers_of_stages_are_the_best_of_all_splits() -> None:
     """Three stages; the head has as many parameters as seven layers, and the uneven start is bad."""
     costs = narrow_costs("--model.layers 9 --model.vocab 256000")
-    layout = read_layout("pp3 split-2-2-5 micro2", costs.run)
+    layout = read_layout("pp3 split-2-2-5 micro2", LayoutKeys.of(costs.run.run))
     start = costs.simulate(layout)
     found = best_split(start, costs, 1e12)
     assert found is not None
@@ -253,7 +271,7 @@ def test_the_layers_of_stages_are_the_best_of_all_splits() -> None:
 @pytest.mark.slow
 def test_the_target_memory_finds_less_memory_than_the_target_time() -> None:
     costs = narrow_costs()
-    found = candidates(costs.run, Space(8, 8))
+    found = candidates(LayoutKeys.of(costs.run.run), Space(8, 8))
     limits = SearchLimits(70e9, most_measured=2)
     fastest = search(found, costs, limits, target="time").best[0]
     smallest = search(found, costs, limits, target="memory").best[0]
@@ -264,7 +282,7 @@ def test_the_target_memory_finds_less_memory_than_the_target_time() -> None:
 @pytest.mark.slow
 def test_rules_say_why_a_layout_is_not_searched() -> None:
     costs = narrow_costs()
-    lines = list(rule_lines(read_layout("tp2 dp2 cp2", costs.run), costs))
+    lines = list(rule_lines(read_layout("tp2 dp2 cp2", LayoutKeys.of(costs.run.run)), costs))
     assert "not the innermost axis" in lines[0]
     assert "simulated" in lines[0]
     assert "2048 tokens" in lines[1]
@@ -272,9 +290,9 @@ def test_rules_say_why_a_layout_is_not_searched() -> None:
 
 def test_a_layout_with_a_split_is_read_from_its_text() -> None:
     run = run_of("")
-    layout = read_layout("pp3 dp2 zero1 interleavedx2 split-1-2-3-3-2-1 micro2", run)
+    layout = read_layout("pp3 dp2 zero1 interleavedx2 split-1-2-3-3-2-1 micro2", LayoutKeys.of(run))
     assert layout.split == (1, 2, 3, 3, 2, 1)
-    assert read_layout(layout.text, run) == layout
+    assert read_layout(layout.text, LayoutKeys.of(run)) == layout
 
 
 def test_where_no_layout_fits_the_text_says_how_many_devices_would_hold_the_states() -> None:
@@ -297,6 +315,25 @@ def test_the_front_is_thinned_by_memory() -> None:
     assert peak_bytes == [100.0, 70.0, 40.0, 10.0]
 
 
+def found_of(layout: Layout, seconds: float, peak_bytes: int) -> Found:
+    step = SimpleNamespace(total_s=seconds)
+    prediction = SimpleNamespace(step=step, peak_bytes=peak_bytes)
+    return Found(layout, cast(Prediction, prediction))
+
+
+def test_the_printed_front_has_measured_values_where_layouts_were_measured() -> None:
+    """A measured layout that was slower than its simulation was listed as a faster, simulated one."""
+    best = found_of(Layout((("pp", 2),)), 1.6, 2**23)
+    slower = found_of(Layout((("dp", 2),)), 1.7, 2**23)
+    lean = Simulated(Layout((("tp", 2),)), 1.8, 2**22)
+    dominated = Simulated(Layout((("cp", 2),)), 1.9, 2**23)
+    result = FoundLayouts(4, best=[best, slower], simulated_front=[lean, dominated])
+    assert front_lines(result)[1:] == [
+        "  1.6 s       8 MiB  measured   pp2 1f1b micro1",
+        "  1.8 s       4 MiB  simulated  tp2 micro1",
+    ]
+
+
 def test_layouts_like_one_whose_peak_was_simulated_too_small_are_measured_later() -> None:
     """Without that, variants of a layout that does not fit took all the measurements of a search."""
     pipeline = Simulated(Layout((("pp", 4),)), 1.0, 95.0)
@@ -316,8 +353,8 @@ def test_where_the_fastest_layouts_do_not_fit_lean_ones_are_found_in_any_time() 
     words = "--model.layers 2 --model.dim 64 --model.ffn 128 --data.seq_len 1024"
     run = run_of(f"{words} --batch.global_size 4")
     pinned = frozenset({"mesh", "parallel.zero", "pipeline.schedule"})
-    costs = LayoutCosts(run, Speeds(find_hardware("h100")))
-    found = candidates(run, Space(1, 8, pinned))
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(find_hardware("h100")))
+    found = candidates(LayoutKeys.of(run), Space(1, 8, pinned))
     least = costs.simulate(Layout((), recompute="full")).peak_bytes
     limits = SearchLimits(1.2 * least, most_measured=1, seconds=1e-9, has_front=False)
     result = search(found, costs, limits, target="time")
@@ -329,14 +366,14 @@ def test_where_the_fastest_layouts_do_not_fit_lean_ones_are_found_in_any_time() 
 def test_layouts_over_sites_have_the_given_sites_outside() -> None:
     run = run_of(f"{SMALL} --mesh site2")
     space = Space(8, 8, sites=(("site", 2),))
-    found = candidates(run, space)
+    found = candidates(LayoutKeys.of(run), space)
     for group in found.groups:
         mesh = Mesh.parse(group.base.mesh)
         assert mesh.axes[0] == ("site", 2)
         assert mesh.size == 8
         data_ranks = 2 * mesh.degree("dp")
         assert group.base.num_micro(8) * data_ranks * group.base.micro_size == 8
-    assert not candidates(run, replace(space, num_devices=5)).groups
+    assert not candidates(LayoutKeys.of(run), replace(space, num_devices=5)).groups
 
 
 @pytest.mark.slow
@@ -357,15 +394,15 @@ def test_a_plan_over_sites_has_the_account_of_their_exchange(
 def test_many_experts_are_measured_as_few() -> None:
     """Costs of a parameter are the same; see `ShortRuns.with_fewer_experts`."""
     tiny = run_of("--model.name qwen3-moe --model.experts 128 --model.vocab 1024")
-    small_blocks = ShortRuns(tiny, {"layer0": "layer0"})
+    small_blocks = ShortRuns(MeasuredRun.of(tiny), {"layer0": "layer0"})
     assert small_blocks.with_fewer_experts() is small_blocks, "launches would count"
     wide = {"dim": 2048, "expert_ffn": 1024}
     run = tiny.with_values({"model": tiny.model.model_copy(update=wide)})
-    runs = ShortRuns(run, {"layer0": "layer0"})
-    fewer = runs.with_fewer_experts().run.model
+    runs = ShortRuns(MeasuredRun.of(run), {"layer0": "layer0"})
+    fewer = runs.with_fewer_experts().run.config.model
     assert fewer.axis_sizes()["experts"] == 16
     assert fewer.axis_sizes()["vocab"] == 128
-    of_few = ShortRuns(run.with_values({"model": fewer}), {"layer0": "layer0"})
+    of_few = ShortRuns(runs.run.with_model(fewer), {"layer0": "layer0"})
     assert of_few.with_fewer_experts() is of_few
 
 
@@ -374,7 +411,7 @@ def test_many_experts_are_measured_as_few() -> None:
 def test_zero_costs_a_parameter_the_same_with_fewer_experts(zero: int) -> None:
     words = "--model.name deepseek --model.experts 64 --model.layers 6 --model.dim 2048"
     words += " --model.expert_ffn 1024"
-    costs = LayoutCosts(run_of(words), Speeds(find_hardware("h100")))
+    costs = LayoutCosts(MeasuredRun.of(run_of(words)), Speeds(find_hardware("h100")))
     table = CostTable(costs.speeds)
     runs = costs.runs.with_fewer_experts()
     assert runs is not costs.runs
@@ -394,8 +431,8 @@ def test_zero_costs_a_parameter_the_same_with_fewer_experts(zero: int) -> None:
 def test_a_limit_of_seconds_ends_the_search_with_a_result() -> None:
     run = run_of(f"{WIDE} --data.seq_len 4096 --batch.global_size 64")
     hardware = find_hardware("h100")
-    found = candidates(run, Space(64, hardware.node))
-    costs = LayoutCosts(run, Speeds(hardware))
+    found = candidates(LayoutKeys.of(run), Space(64, hardware.node))
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(hardware))
     begin = time.process_time()
     limits = SearchLimits(0.9 * hardware.memory_bytes, seconds=3.0)
     result = search(found, costs, limits, target="time")

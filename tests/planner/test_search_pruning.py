@@ -11,8 +11,10 @@ from typing import cast
 import pytest
 
 from weft.config.hardware import find_hardware
+from weft.config.layout_keys import LayoutKeys
 from weft.config.load import load
 from weft.models import FAMILIES
+from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.search import limits
 from weft.planner.search.candidates import (
     Candidates,
@@ -249,9 +251,9 @@ def test_bounds_are_not_above_what_they_bound(words: str) -> None:
     of a group, and the order of shardings by `holds_more`.
     """
     run = load(words.split(), FAMILIES)
-    costs = LayoutCosts(run, Speeds(find_hardware("h100")))
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(find_hardware("h100")))
     pinned = frozenset({"parallel.context", "parallel.zero"})
-    groups = candidates(run, Space(8, 8, pinned)).groups
+    groups = candidates(LayoutKeys.of(run), Space(8, 8, pinned)).groups
     least = least_bytes(costs, groups)
     for key, other in itertools.permutations(least, 2):
         if holds_more(key, other):

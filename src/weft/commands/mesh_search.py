@@ -11,6 +11,7 @@ from typing import Any, Literal
 from weft.commands import environment
 from weft.config.checks import Check
 from weft.config.hardware import GB, Figure, Hardware, hardware_of_cuda
+from weft.config.layout_keys import LayoutKeys
 from weft.config.run import Run
 from weft.config.validate import config_checks
 from weft.errors import ConfigError, Fault, PlanError, counted
@@ -152,7 +153,7 @@ class MeshSearch:
 
     def legal_meshes(self, num_ranks: int) -> Candidates:
         """The candidates on a number of ranks that pass every check of the config."""
-        found = candidates(self.run, self._space(num_ranks))
+        found = candidates(LayoutKeys.of(self.run), self._space(num_ranks))
         groups: list[LayoutGroup] = []
         for group in found.groups:
             changed = self.run.with_values({"mesh": group.base.mesh})
@@ -171,7 +172,7 @@ class MeshSearch:
         reasons = [reason for reason, _ in found.illegal.most_common(2)]
         start = "start {} ranks" if self.devices.is_joined else "--nproc {}"
         fixes: list[str] = []
-        for number in nearest_devices(self.run, self._space(self.devices.num_ranks)):
+        for number in nearest_devices(LayoutKeys.of(self.run), self._space(self.devices.num_ranks)):
             if self.legal_meshes(number).groups:
                 fixes.append(start.format(number))
         return Fault(
@@ -183,7 +184,8 @@ class MeshSearch:
 
     def _fastest(self, found: Candidates, *, before_ranks: bool) -> ChosenMesh:
         """The layout with the least predicted time among those that fit."""
-        from weft.planner.search.auto_mesh import rank_meshes  # late: they import torch
+        from weft.planner.measure.measured_run import MeasuredRun  # late: they import torch
+        from weft.planner.search.auto_mesh import rank_meshes
         from weft.planner.simulate.speeds import Speeds
 
         hardware = self.hardware
@@ -191,7 +193,7 @@ class MeshSearch:
         speeds = Speeds(hardware)
 
         def ranked() -> tuple[Any, bool, float | None]:
-            ranking = rank_meshes(self.run, found, speeds, capacity)
+            ranking = rank_meshes(MeasuredRun.of(self.run), found, speeds, capacity)
             return ranking.meshes, ranking.is_complete, ranking.least_bytes
 
         meshes, is_complete, least_bytes = _apart(ranked) if before_ranks else ranked()

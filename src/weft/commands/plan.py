@@ -143,7 +143,7 @@ def _search(
         print_result("\n".join(lines))
         return EXIT_FAILED
     best = result.best[0].layout
-    scaled = _scaled(options, costs, searched.pinned) if options.scale else {}
+    scaled = _scaled(searched, options, costs) if options.scale else {}
     if options.target == "cost" and scaled:
         best = _cheapest_layout(scaled, best)
     if options.write is not None:
@@ -263,7 +263,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _scaled(
-    options: PlanOptions, costs: LayoutCosts, pinned: frozenset[str]
+    searched: SearchedRun, options: PlanOptions, costs: LayoutCosts
 ) -> dict[Scaling, list[ScaledLayout]]:
     """The best layouts on the numbers of devices of `scale`; they share the seconds of a search."""
     from weft.planner.search.scaling import scaling
@@ -272,9 +272,10 @@ def _scaled(
     found = {}
     for kind in kinds:
         found[kind] = scaling(
+            searched.keys,
             costs,
             sorted(options.scale),
-            pinned,
+            pinned=searched.pinned,
             kind=kind,
             memory_bytes=(1 - options.headroom) * costs.speeds.hardware.memory_bytes,
             seconds=options.seconds / len(kinds),

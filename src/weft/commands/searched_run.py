@@ -14,6 +14,7 @@ from weft.config import flags, toml
 from weft.config.changed_runs import changes
 from weft.config.checks import as_flags, run_checks
 from weft.config.hardware import Hardware, world_faults
+from weft.config.layout_keys import LayoutKeys
 from weft.config.load import AUTO_MESH
 from weft.config.run import Run, hardware_of
 from weft.config.schema import ModelSection, SiteConfig
@@ -78,6 +79,11 @@ class SearchedRun:
         return SearchedRun(run, tuple(words), pinned, hardware, num_devices)
 
     @property
+    def keys(self) -> LayoutKeys:
+        """The keys of its layout."""
+        return LayoutKeys.of(self.run)
+
+    @property
     def model(self) -> ModelSection:
         """The model."""
         return self.run.model
@@ -101,7 +107,7 @@ class SearchedRun:
         space = Space(self.num_devices, self.hardware.node, self.pinned)
         if "mesh" not in self.pinned:
             space = replace(space, sites=_sites(self.run.device_mesh))
-        found = candidates(self.run, space)
+        found = candidates(self.keys, space)
         if not found.groups:
             raise ConfigError(self._no_layout(space, found))
         return found
@@ -109,7 +115,7 @@ class SearchedRun:
     def _no_layout(self, space: Space, found: Candidates) -> Fault:
         """Why no layout fills the devices, and the nearest numbers that one fills."""
         reasons = [reason for reason, _ in found.illegal.most_common(2)]
-        near = nearest_devices(self.run, space)
+        near = nearest_devices(self.keys, space)
         fix = " or ".join(f"--devices {number}" for number in near)
         return Fault(
             "devices",
@@ -123,7 +129,7 @@ class SearchedRun:
         for size in sizes:
             yield from world_faults(self.hardware, size)
             space = Space(size, self.hardware.node, self.pinned - {"mesh"})
-            found = candidates(self.run, space)
+            found = candidates(self.keys, space)
             if not found.groups:
                 yield replace(self._no_layout(space, found), key="scale")
 
@@ -134,28 +140,29 @@ class SearchedRun:
             ConfigError: it is not legal, has another number of devices, or a word is no part of it.
         """
         try:
-            layout = read_layout(text, self.run)
+            layout = read_layout(text, self.keys)
         except UserError as error:
             raise ConfigError(*_faults_of_why(error.faults, text)) from None
         size = Mesh.parse(layout.mesh).size
         if size != self.num_devices:
             what = "has another number of devices"
             raise ConfigError(Fault("why", what, str(size), need=str(self.num_devices)))
-        faults = run_checks(layout.applied_to(self.run), config_checks)
+        faults = run_checks(self.run.with_values(layout.values), config_checks)
         if faults:
             raise ConfigError(*_faults_of_why(faults, text))
         return layout
 
     def costs(self) -> LayoutCosts:
         """Costs of its layouts on the hardware."""
-        from weft.planner.search.layout_costs import LayoutCosts  # late: they import torch
+        from weft.planner.measure.measured_run import MeasuredRun  # late: they import torch
+        from weft.planner.search.layout_costs import LayoutCosts
         from weft.planner.simulate.speeds import Speeds
 
-        return LayoutCosts(self.run, Speeds(self.hardware))
+        return LayoutCosts(MeasuredRun.of(self.run), Speeds(self.hardware))
 
     def config_text(self, layout: Layout) -> str:
         """The run with a layout as a config file."""
-        return toml.dump(layout.applied_to(self.run))
+        return toml.dump(self.run.with_values(layout.values))
 
     def command(self, layout: Layout) -> str:
         """The run with a layout as a command: the words without keys of the search, and the values
@@ -166,7 +173,7 @@ class SearchedRun:
         for name, values in given.flags:
             if name not in SEARCHED:
                 words.extend([f"--{name}", *values])
-        changed = changes(self.run, layout.applied_to(self.run))
+        changed = changes(self.run, self.run.with_values(layout.values))
         named_keys = ALWAYS_NAMED.union(changed)
         named = {key: value for key, value in layout.values.items() if key in named_keys}
         return f"{shlex.join(words)} {as_flags(named)}"

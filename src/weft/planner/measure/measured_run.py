@@ -1,12 +1,17 @@
-"""What is measured of a run on the meta device: its training step, under the plan of a layout."""
+"""What is measured of a run on the meta device: its training step, under the plan of a layout.
+
+The one module of the planner that reads a whole run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from weft.config.run import Run, plan_of
 from weft.config.schema import MAX_COUNT
+from weft.core.model_config import ModelConfig
 from weft.layout.plan import Plan
 from weft.models import Family
 from weft.models.common.lazy_blocks import LazyBlocks
@@ -22,17 +27,28 @@ class MeasuredRun:
 
     Attributes:
         config: of the step; no outer step follows it.
+        run: whose step and plan they are.
     """
 
     config: StepConfig
     plan: Plan
+    run: Run
 
     @staticmethod
     def of(run: Run) -> MeasuredRun:
         """What is measured of a run under its own plan."""
         config = step_config(run)
         outer = replace(config.outer, every=MAX_COUNT)
-        return MeasuredRun(replace(config, outer=outer), plan_of(run))
+        return MeasuredRun(replace(config, outer=outer), plan_of(run), run)
+
+    def with_layout(self, values: Mapping[str, Any]) -> MeasuredRun:
+        """The same step under the plan of other values of layout and batch: `{"mesh": "dp2"}`."""
+        changed = self.run.with_values(values)
+        return replace(self, plan=plan_of(changed), run=changed)
+
+    def with_model(self, model: ModelConfig) -> MeasuredRun:
+        """The run with another model."""
+        return MeasuredRun.of(self.run.with_values({"model": model}))
 
     def with_plan(self, plan: Plan) -> MeasuredRun:
         """The same step under another plan; of one whose stages lack blocks the others are measured."""

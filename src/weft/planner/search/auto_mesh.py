@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.config.run import Run, plan_of
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import size_problem
 from weft.planner.search.candidates import Candidates
@@ -37,7 +36,12 @@ class MeshRanking:
     least_bytes: float | None = None
 
 
-def rank_meshes(run: Run, found: Candidates, speeds: Speeds, memory_bytes: float) -> MeshRanking:
+def rank_meshes(
+    run: MeasuredRun,
+    found: Candidates,
+    speeds: Speeds,
+    memory_bytes: float,
+) -> MeshRanking:
     """The fastest candidates that fit.
 
     Args:
@@ -48,7 +52,7 @@ def rank_meshes(run: Run, found: Candidates, speeds: Speeds, memory_bytes: float
         PlanError: a layout is too large to be measured.
     """
     layouts = [layout for group in found.groups for layout in group]
-    if run.pipeline.table or _are_few_and_small(run, layouts):
+    if run.plan.schedule_lines or _are_few_and_small(run, layouts):
         return _rank_all(run, layouts, speeds, memory_bytes)
     limits = SearchLimits(memory_bytes, MOST_MEASURED, has_front=False, splits=False)
     costs = LayoutCosts(run, speeds)
@@ -60,21 +64,26 @@ def rank_meshes(run: Run, found: Candidates, speeds: Speeds, memory_bytes: float
     return _ranking(result.best, least_bytes, is_complete=is_complete)
 
 
-def _are_few_and_small(run: Run, layouts: list[Layout]) -> bool:
+def _are_few_and_small(run: MeasuredRun, layouts: list[Layout]) -> bool:
     if len(layouts) > MOST_PREDICTED:
         return False
     for layout in layouts:
-        plan = plan_of(layout.applied_to(run))
-        if size_problem(plan) is not None:
+        changed = run.with_layout(layout.values)
+        if size_problem(changed.plan) is not None:
             return False
     return True
 
 
-def _rank_all(run: Run, layouts: list[Layout], speeds: Speeds, memory_bytes: float) -> MeshRanking:
+def _rank_all(
+    run: MeasuredRun,
+    layouts: list[Layout],
+    speeds: Speeds,
+    memory_bytes: float,
+) -> MeshRanking:
     entries: list[Found] = []
     for layout in layouts:
-        measured = MeasuredRun.of(layout.applied_to(run))
-        entries.append(Found(layout, predict(measured, speeds)))
+        changed = run.with_layout(layout.values)
+        entries.append(Found(layout, predict(changed, speeds)))
     fitting = [entry for entry in entries if entry.peak_bytes <= memory_bytes]
     fitting.sort(key=by_time)
     least_bytes = min(entry.peak_bytes for entry in entries)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
+from weft.config.layout_keys import LayoutKeys
 from weft.config.layout_rules import (
     axes_divide,
     batch_divides,
@@ -20,7 +21,6 @@ from weft.config.layout_rules import (
     sequence_divides,
     sequence_parallel_has_sequences,
 )
-from weft.config.run import Run
 from weft.config.schema import BatchConfig, ParallelConfig, PipelineConfig
 from weft.core.dimension import all_axes, sequence_axes
 from weft.core.mesh import Mesh
@@ -125,9 +125,9 @@ class Candidates:
         return sum(map(len, self.groups))
 
 
-def candidates(run: Run, space: Space) -> Candidates:
-    """Every legal layout of a run; values of the run outside of the space stay."""
-    search = _Enumeration(run, space)
+def candidates(keys: LayoutKeys, space: Space) -> Candidates:
+    """Every legal layout of a run with these keys; values outside of the space stay."""
+    search = _Enumeration(keys, space)
     groups = list(search.groups())
     return Candidates(groups, search.illegal)
 
@@ -135,8 +135,8 @@ def candidates(run: Run, space: Space) -> Candidates:
 class _Enumeration:
     """The loops over what a layout chooses; a fault ends the loop that chose its reason."""
 
-    def __init__(self, run: Run, space: Space) -> None:
-        self.run = run
+    def __init__(self, keys: LayoutKeys, space: Space) -> None:
+        self.keys = keys
         self.space = space
         self.illegal: Counter[str] = Counter()
         self._known_pipelines: dict[tuple[int, int], tuple[PipelineChoice, ...]] = {}
@@ -156,7 +156,7 @@ class _Enumeration:
         """Degrees of all axes whose product is the number of devices, and that the model has."""
         axes = list(search_axes())
         if "mesh" in self.space.pinned:
-            mesh = self.run.device_mesh
+            mesh = self.keys.mesh
             yield {axis: mesh.degree(axis) for axis in all_axes()}
             return
         sites = self.space.sites
@@ -168,16 +168,16 @@ class _Enumeration:
             chosen = dict(zip(axes, degrees, strict=True))
             inside = tuple((axis, degree) for axis, degree in chosen.items() if degree > 1)
             mesh = Mesh((*sites, *inside))
-            model, parallel = self.run.model, self.run.parallel
+            model, parallel = self.keys.model, self.keys.parallel
             faults = list(axes_divide(mesh, model))
             for axis in axes:
                 plain = parallel.model_copy(update={"context": "ring"})
                 faults.extend(dimension_faults(mesh, model, plain, mesh_axis=axis))
             one_chunk = PipelineConfig()
-            faults.extend(layers_make_stages(mesh, model, one_chunk, seq_len=self.run.data.seq_len))
+            faults.extend(layers_make_stages(mesh, model, one_chunk, seq_len=self.keys.seq_len))
             if self._rejects(faults):
                 continue
-            if chosen[CP] > 1 and self.run.data.seq_len < MIN_TOKENS * chosen[CP]:
+            if chosen[CP] > 1 and self.keys.seq_len < MIN_TOKENS * chosen[CP]:
                 self.illegal[
                     f"mesh: cp has less than {MIN_TOKENS} tokens of a sequence a rank"
                 ] += 1
@@ -197,7 +197,7 @@ class _Enumeration:
         The tensor axis stays innermost: its collectives are the largest ones.
         """
         if "mesh" in self.space.pinned:
-            yield self.run.device_mesh.axes
+            yield self.keys.mesh.axes
             return
         wide = [(axis, degree) for axis, degree in degrees.items() if degree > 1]
         inner = [item for item in wide if item[0] == TP]
@@ -212,7 +212,7 @@ class _Enumeration:
 
     def _of_mesh(self, layout: Layout) -> Iterator[LayoutGroup]:
         mesh = Mesh.parse(layout.mesh)
-        now = self.run.parallel.recompute
+        now = self.keys.parallel.recompute
         recomputes: Sequence[str] = ("none", "selective", "full")
         recomputes = self._values("parallel.recompute", recomputes, now)
         zeros = tuple(self._zeros(mesh))
@@ -232,7 +232,7 @@ class _Enumeration:
                 yield LayoutGroup(base, pipelines, zeros)
 
     def _micro_sizes(self, mesh: Mesh) -> Iterator[int]:
-        batch = self.run.batch
+        batch = self.keys.batch
         sizes = self._values("batch.micro_size", MICRO_SIZES, batch.micro_size)
         for size in sizes:
             tried = batch.model_copy(update={"micro_size": size})
@@ -241,8 +241,7 @@ class _Enumeration:
 
     def _sequences(self, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         """Sequence parallelism and the method of context parallelism."""
-        run = self.run
-        parallel = run.parallel
+        parallel = self.keys.parallel
         flags: Sequence[bool] = (False, True) if mesh.degree(TP) > 1 else (False,)
         methods: Sequence[str] = (parallel.context,)
         if mesh.degree(CP) > 1:
@@ -254,23 +253,23 @@ class _Enumeration:
                     yield sequence, context
 
     def _sequence_faults(self, mesh: Mesh, parallel: ParallelConfig) -> list[Fault]:
-        run = self.run
-        faults = list(sequence_divides(mesh, run.model, parallel, seq_len=run.data.seq_len))
-        faults.extend(sequence_parallel_has_sequences(run.model, parallel))
+        model = self.keys.model
+        faults = list(sequence_divides(mesh, model, parallel, seq_len=self.keys.seq_len))
+        faults.extend(sequence_parallel_has_sequences(model, parallel))
         for axis in all_axes():
-            faults.extend(dimension_faults(mesh, run.model, parallel, mesh_axis=axis))
+            faults.extend(dimension_faults(mesh, model, parallel, mesh_axis=axis))
         return faults
 
     def _zeros(self, mesh: Mesh) -> Sequence[int]:
         has_replicas = any(mesh.degree(axis) > 1 for axis in (DP, CP, EP))
         stages: Sequence[int] = (0, 1, 2, 3) if has_replicas else (0,)
-        now = self.run.parallel.zero
+        now = self.keys.parallel.zero
         return self._values("parallel.zero", stages, now)
 
     def _pipelines(self, mesh: Mesh, micro_size: int) -> tuple[PipelineChoice, ...]:
         if mesh.degree(PP) == 1 and "pipeline.schedule" not in self.space.pinned:
             return (PipelineChoice(DEFAULT_SCHEDULE, 1),)
-        num_micro = self.run.batch.global_size // (mesh.degree(sequence_axes()) * micro_size)
+        num_micro = self.keys.batch.global_size // (mesh.degree(sequence_axes()) * micro_size)
         key = mesh.degree(PP), num_micro
         if key not in self._known_pipelines:
             found = tuple(self._legal_pipelines(mesh, micro_size))
@@ -278,7 +277,7 @@ class _Enumeration:
         return self._known_pipelines[key]
 
     def _legal_pipelines(self, mesh: Mesh, micro_size: int) -> Iterator[PipelineChoice]:
-        pipeline = self.run.pipeline
+        pipeline = self.keys.pipeline
         names = self._values("pipeline.schedule", tuple(SCHEDULES), pipeline.schedule)
         for name in names:
             for chunks in self._chunks(name):
@@ -287,7 +286,7 @@ class _Enumeration:
                     yield PipelineChoice(name, chunks, tried.split)
 
     def _chunks(self, name: str) -> Sequence[int]:
-        pipeline = self.run.pipeline
+        pipeline = self.keys.pipeline
         if name not in SCHEDULES:
             return (pipeline.chunks,)
         allowed = SCHEDULES[name].chunks
@@ -297,9 +296,9 @@ class _Enumeration:
     def _pipeline_faults(
         self, mesh: Mesh, micro_size: int, pipeline: PipelineConfig
     ) -> tuple[Fault, ...]:
-        batch = BatchConfig(global_size=self.run.batch.global_size, micro_size=micro_size)
+        batch = BatchConfig(global_size=self.keys.batch.global_size, micro_size=micro_size)
         return (
-            *layers_make_stages(mesh, self.run.model, pipeline, seq_len=self.run.data.seq_len),
+            *layers_make_stages(mesh, self.keys.model, pipeline, seq_len=self.keys.seq_len),
             *schedule_takes_sizes(mesh, batch, pipeline),
         )
 
@@ -344,7 +343,7 @@ def placement_of(axes: Sequence[tuple[str, int]], node: int) -> frozenset[tuple[
     return frozenset(found)
 
 
-def nearest_devices(run: Run, space: Space) -> tuple[int, ...]:
+def nearest_devices(keys: LayoutKeys, space: Space) -> tuple[int, ...]:
     """The nearest smaller and the nearest larger number of devices that a layout fills."""
     found = []
     for step in (-1, 1):
@@ -352,7 +351,7 @@ def nearest_devices(run: Run, space: Space) -> tuple[int, ...]:
             number = space.num_devices + step * distance
             if number < 1:
                 break
-            groups = _Enumeration(run, replace(space, num_devices=number)).groups()
+            groups = _Enumeration(keys, replace(space, num_devices=number)).groups()
             if next(groups, None) is not None:
                 found.append(number)
                 break

@@ -57,7 +57,7 @@ class FoundLayouts:
     Attributes:
         best: layouts that fit, best first.
         front: of those that were measured, the fastest for each amount of memory, fastest first.
-        simulated_front: the same of all that were simulated.
+        simulated_front: the same of those that were simulated and not measured.
         rejected: numbers of candidates by reason.
         num_candidates: legal layouts.
         next_bound: lower bound of the target (seconds or bytes) of the layouts that were neither
@@ -139,7 +139,7 @@ class PeakRatios:
         return entries[0]
 
 
-Entry = TypeVar("Entry", Found, Simulated)
+Entry = TypeVar("Entry", bound=Found | Simulated)
 
 
 def pareto_front(entries: Iterable[Entry]) -> list[Entry]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from weft.config.run import Run
+from weft.config.layout_keys import LayoutKeys
 from weft.core.mesh import Mesh
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.dp import AXIS as DP
@@ -77,10 +77,6 @@ class Layout:
             "pipeline.chunks": self.chunks,
             "pipeline.split": self.split,
         }
-
-    def applied_to(self, run: Run) -> Run:
-        """The run with this layout."""
-        return run.with_values(self.values)
 
     @property
     def text(self) -> str:
@@ -192,22 +188,22 @@ def _data_group(degrees: tuple[tuple[str, int], ...], axes: tuple[str, ...]) -> 
     return tuple(ranks)
 
 
-def read_layout(text: str, run: Run) -> Layout:
-    """The layout that `tp8 pp4 dp8 zero1 recompute-full` names; what it leaves out is the run's.
+def read_layout(text: str, keys: LayoutKeys) -> Layout:
+    """The layout that `tp8 pp4 dp8 zero1 recompute-full` names; what it leaves out is that of the keys.
 
     Raises:
         ConfigError: a word is no part of a layout.
     """
-    parallel = run.parallel
+    parallel = keys.parallel
     layout = Layout(
         degrees=(),
         zero=parallel.zero,
         recompute=parallel.recompute,
         sequence=parallel.sequence,
         context=parallel.context,
-        schedule=run.pipeline.schedule,
-        chunks=run.pipeline.chunks,
-        micro_size=run.batch.micro_size,
+        schedule=keys.pipeline.schedule,
+        chunks=keys.pipeline.chunks,
+        micro_size=keys.batch.micro_size,
     )
     axes: list[str] = []
     for word in text.replace(",", " ").split():

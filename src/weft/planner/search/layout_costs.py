@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from weft.config.run import Run, plan_of
 from weft.core.dimension import pipeline_axis
 from weft.core.model_config import BlockSpec
 from weft.layout.plan import Plan
@@ -113,11 +112,10 @@ class LayoutCosts:
         stages: of the layouts.
     """
 
-    def __init__(self, run: Run, speeds: Speeds) -> None:
+    def __init__(self, run: MeasuredRun, speeds: Speeds) -> None:
         self.run = run
         self.speeds = speeds
-        self.measured = MeasuredRun.of(run)
-        self.kinds = self.measured.block_kinds()
+        self.kinds = run.block_kinds()
         self.num_measured = 0
         self.runs = ShortRuns(run, self.kinds)
         cost_table = CostTable(speeds)
@@ -134,8 +132,9 @@ class LayoutCosts:
         self._kept_costs: list[CostsByKind] = []
         self._predictions: dict[Layout, Prediction] = {}
 
-    def for_run(self, run: Run) -> LayoutCosts:
+    def with_batch(self, global_size: int) -> LayoutCosts:
         """Costs of the same run with another batch; blocks are not measured again."""
+        run = self.run.with_layout({"batch.global_size": global_size})
         other = LayoutCosts(run, self.speeds)
         other.runs = self.runs
         other._blocks = self._blocks
@@ -144,18 +143,24 @@ class LayoutCosts:
         other._tables = self._tables
         return other
 
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence."""
+        return self.run.plan.seq_len
+
     # measured layouts
 
     def predict(self, layout: Layout) -> Prediction:
         """The prediction of a layout, from all of its roles."""
         if layout not in self._predictions:
-            plan = plan_of(layout.applied_to(self.run))
+            run = self.run.with_layout(layout.values)
+            plan = run.plan
 
             def step_of(row: int) -> RankStep:
                 rank = plan.mesh.rank(**{pipeline_axis(): row})
 
                 def measure_plan(shortened: Plan) -> RankStep:
-                    return measure_rank(self.measured.with_plan(shortened), rank)
+                    return measure_rank(run.with_plan(shortened), rank)
 
                 return measure_repeated(plan, row, self.kinds, measure_plan)
 
@@ -166,7 +171,7 @@ class LayoutCosts:
 
     def can_be_measured(self, layout: Layout) -> bool:
         """Whether that takes seconds: blocks may be left out, or there are few."""
-        plan = plan_of(layout.applied_to(self.run))
+        plan = self.run.with_layout(layout.values).plan
         most_of_stage = max(len(stage.blocks) for stage in plan.stages)
         most_of_rank = most_of_stage * layout.chunks
         return most_of_rank <= MOST_BLOCKS_IN_FULL or can_be_repeated(plan)
@@ -313,7 +318,7 @@ class LayoutCosts:
 
     @cached_property
     def _specs(self) -> tuple[BlockSpec, ...]:
-        return self.run.model.block_specs(self.run.data.seq_len)
+        return self.run.config.model.block_specs(self.seq_len)
 
     def blocks(self, layout: Layout) -> CostsByKind:
         """The costs of each kind of block under the sharding of a layout, on one pipeline rank."""
@@ -463,8 +468,7 @@ class LayoutCosts:
 
     def can_split(self, layout: Layout) -> bool:
         """Whether the layers of its stages may be chosen."""
-        is_pinned = bool(self.run.pipeline.split)
-        return not is_pinned and self.stages.can_be_split(layout)
+        return not layout.split and self.stages.can_be_split(layout)
 
     def split_by_seconds(self, layout: Layout) -> tuple[int, ...]:
         """Layers of every stage, so that the stage with the most measured seconds has the least."""
@@ -486,7 +490,7 @@ class LayoutCosts:
         return seconds
 
     def _num_micro(self, layout: Layout) -> int:
-        return layout.num_micro(self.run.batch.global_size)
+        return layout.num_micro(self.run.plan.global_size)
 
     def _table(self, layout: Layout) -> Table:
         return self._tables.table(

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.core.mesh import WIDTH
-from weft.planner.search.found_layouts import DEEP, OPEN, Found, FoundLayouts
-from weft.planner.search.layout_choice import Layout
+from weft.planner.search.found_layouts import DEEP, OPEN, Found, FoundLayouts, pareto_front
 from weft.planner.search.layout_costs import Simulated
 from weft.planner.search.scaling import ScaledLayout
 from weft.view.quantity import count, memory, percent, short_time
@@ -49,19 +48,16 @@ def search_text(result: FoundLayouts, rates: Rates, *, num_shown: int) -> list[s
 
 def front_lines(result: FoundLayouts) -> list[str]:
     """The fastest layout for each amount of memory: those that were measured, and simulated ones."""
-    measured = {found.layout for found in result.front}
-    rows: list[tuple[float, float, str, Layout]] = []
-    for found in result.front:
-        rows.append((found.seconds, found.peak_bytes, "measured", found.layout))
-    for entry in result.simulated_front:
-        if entry.layout not in measured:
-            rows.append((entry.seconds, entry.peak_bytes, "simulated", entry.layout))
-    if len(rows) < 2:
+    entries: list[Found | Simulated] = [*result.best, *result.simulated_front]
+    front = pareto_front(entries)
+    if len(front) < 2:
         return []
     lines = ["Pareto front of time and memory:"]
-    for seconds, peak_bytes, source, layout in sorted(rows, key=lambda row: row[0])[:MOST_FRONT]:
-        size = memory(peak_bytes)
-        lines.append(f"  {short_time(seconds):<7} {size:>9}  {source:<9}  {layout.text}")
+    for entry in front[:MOST_FRONT]:
+        seconds = short_time(entry.seconds)
+        size = memory(entry.peak_bytes)
+        source = "measured" if isinstance(entry, Found) else "simulated"
+        lines.append(f"  {seconds:<7} {size:>9}  {source:<9}  {entry.layout.text}")
     return lines
 
 
@@ -183,7 +179,7 @@ def reason(first: Found, second: Found) -> str:
     if abs(size) > 0.01 * second.peak_bytes:
         more = "less" if size < 0 else "more"
         parts.append(f"{memory(abs(size))} {more} memory")
-    return ", ".join(parts) or "no difference of note; fewer options"
+    return ", ".join(parts) or "no difference of note"
 
 
 def _busy_s(found: Found) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from weft.config.layout_keys import LayoutKeys
 from weft.planner.search.candidates import Space, candidates
 from weft.planner.search.found_layouts import Found
 from weft.planner.search.layout_costs import LayoutCosts
@@ -33,10 +34,11 @@ class ScaledLayout:
 
 
 def scaling(
+    keys: LayoutKeys,
     costs: LayoutCosts,
     sizes: Sequence[int],
-    pinned: frozenset[str],
     *,
+    pinned: frozenset[str],
     kind: Scaling,
     memory_bytes: float,
     seconds: float | None,
@@ -44,19 +46,18 @@ def scaling(
     """The best layout for each number of devices.
 
     Args:
-        costs: of the run on a device.
+        keys: of the run; the mesh is not used.
+        costs: of its layouts on a device.
         sizes: ascending. Weak scaling has the run's batch on the first of them.
         pinned: keys of the run whose values stay, besides the mesh.
         memory_bytes: that a rank may use.
         seconds: of one core, for all sizes together; None: no limit.
     """
-    run = costs.run
     found = []
     for size in sizes:
-        batch = run.batch.global_size
+        batch = keys.batch.global_size
         if kind == "weak":
             batch = batch * size // sizes[0]
-        sized = run.with_values({"batch.global_size": batch})
         limits = SearchLimits(
             memory_bytes,
             most_measured=MOST_MEASURED,
@@ -64,28 +65,9 @@ def scaling(
             has_front=False,
             splits=False,
         )
-        best = _best_on(
-            size,
-            costs.for_run(sized),
-            limits,
-            pinned - {"mesh"},
-        )
+        space = Space(size, costs.speeds.hardware.node, pinned - {"mesh"})
+        tried = candidates(keys.with_batch(batch), space)
+        result = search(tried, costs.with_batch(batch), limits, target="time")
+        best = result.best[0] if result.best else None
         found.append(ScaledLayout(size, batch, best))
     return found
-
-
-def _best_on(
-    num_devices: int,
-    costs: LayoutCosts,
-    limits: SearchLimits,
-    pinned: frozenset[str],
-) -> Found | None:
-    space = Space(num_devices, costs.speeds.hardware.node, pinned)
-    tried = candidates(costs.run, space)
-    result = search(
-        tried,
-        costs,
-        limits,
-        target="time",
-    )
-    return result.best[0] if result.best else None

@@ -435,7 +435,6 @@ class _LayoutSearch:
         """Measure layouts along the Pareto front of those that were simulated."""
         entries = [entry.simulated for entry in self.result.best if entry.simulated is not None]
         front = pareto_front([*entries, *self.simulated])
-        self.result.simulated_front = front
         measured = list(self.result.best)
         known = {entry.layout for entry in measured}
         for entry in thinned_front(front, MOST_FRONT + 1):
@@ -446,6 +445,7 @@ class _LayoutSearch:
             if found is not None:
                 measured.append(found)
         self.result.front = pareto_front(measured)
+        self.result.simulated_front = pareto_front(self.simulated)
         order = by_memory if self.objective == "memory" else by_time
         self.result.best.sort(key=order)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import ValidationError
 
-from weft.config.run import Run, plan_of
 from weft.core.dimension import default_sharding_rule
 from weft.core.model_config import ModelConfig, logical_axes
 from weft.core.shard import first_axes
@@ -22,7 +21,6 @@ from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
 from weft.planner.search.layout_choice import Layout
 from weft.planner.search.layout_stages import BlockSize
-from weft.train.build import family_of
 from weft.train.init_from import lazy_blocks
 
 NUM_MICROBATCHES = 2
@@ -46,9 +44,8 @@ class ShortRuns:
         num_runs: that were measured.
     """
 
-    def __init__(self, run: Run, kinds: Mapping[str, str]) -> None:
+    def __init__(self, run: MeasuredRun, kinds: Mapping[str, str]) -> None:
         self.run = run
-        self.measured = MeasuredRun.of(run)
         self.kinds = kinds
         self.num_runs = 0
         self._sizes: dict[tuple[int, int], dict[str, BlockSize]] = {}
@@ -58,10 +55,11 @@ class ShortRuns:
         a vocabulary: the shares of blocks in all parameters stay about the same. Itself where
         blocks would be small; see `LEAST_PARAMS`.
         """
-        model = _with_fewer_experts(self.run.model)
-        if model is self.run.model:
+        own = self.run.config.model
+        model = _with_fewer_experts(own)
+        if model is own:
             return self
-        fewer = ShortRuns(self.run.with_values({"model": model}), self.kinds)
+        fewer = ShortRuns(self.run.with_model(model), self.kinds)
         sizes = fewer.sizes_of_kinds(tp=1, ep=1)
         return fewer if max(sizes.values()).total >= LEAST_PARAMS else self
 
@@ -74,10 +72,9 @@ class ShortRuns:
         self.num_runs += 1
         num_data = layout.degree(DP) * layout.degree(EP)
         global_size = NUM_MICROBATCHES * num_data * layout.micro_size
-        of_layout = layout.applied_to(self.run)
-        run = of_layout.with_values({"batch.global_size": global_size})
-        plan = self._shortened(plan_of(run), copies)
-        return measure_rank(self.measured.with_plan(plan), 0)
+        run = self.run.with_layout({**layout.values, "batch.global_size": global_size})
+        short = run.with_plan(self._shortened(run.plan, copies))
+        return measure_rank(short, 0)
 
     def _shortened(self, plan: Plan, copies: int) -> Plan:
         stage = plan.stages[0]
@@ -101,8 +98,8 @@ class ShortRuns:
         return known
 
     def _count_params(self, degrees: Mapping[str, int]) -> dict[str, BlockSize]:
-        model = self.run.model
-        family = family_of(model, self.run.lora)
+        model = self.run.config.model
+        family = self.run.family
         blocks = lazy_blocks(family, model)
         axes = family.axes(model)
         has_expert_ranks = degrees[EP] > 1

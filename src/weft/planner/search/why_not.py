@@ -108,7 +108,7 @@ def rule_lines(named: Layout, costs: LayoutCosts) -> Iterator[str]:
             f" {inner.layout.text} takes {seconds} (simulated)"
         )
     num_context = named.degree(CP)
-    tokens = costs.run.data.seq_len // num_context
+    tokens = costs.seq_len // num_context
     if num_context > 1 and tokens < MIN_TOKENS:
         yield (
             f"  not searched: {tokens} tokens of a sequence on a {CP} rank, less than {MIN_TOKENS}:"
