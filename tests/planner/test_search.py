@@ -472,8 +472,8 @@ def test_gradients_of_experts_are_shared_by_fewer_ranks(words: str) -> None:
     sizes = "--model.layers 4 --model.dim 4096 --model.heads 32 --model.expert_ffn 2048"
     batch = "--data.seq_len 2048 --batch.global_size 256 --precision.compute bfloat16"
     run = run_of(f"{model} {sizes} --model.ffn 8192 {batch}")
-    costs = LayoutCosts(run, Speeds(find_hardware("h800")))
-    layout = read_layout(words, run)
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(find_hardware("h800")))
+    layout = read_layout(words, LayoutKeys.of(run))
     measured = costs.predict(layout)
     simulated = costs.simulate(layout)
     assert simulated.seconds == pytest.approx(measured.step.total_s, rel=0.03)

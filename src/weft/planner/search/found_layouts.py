@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from weft.parallel.pp import AXIS as PP
 from weft.planner.search.layout_choice import Layout
-from weft.planner.search.layout_costs import Simulated
+from weft.planner.search.layout_costs import Bound, Simulated
 from weft.planner.simulate.predict import Prediction
 
 Target = Literal["time", "memory", "cost"]
@@ -84,14 +84,20 @@ class FoundLayouts:
     is_out_of_time: bool = False
     smallest: tuple[float, Layout] | None = None
 
+    def value(self, entry: Found | Simulated | Bound) -> float:
+        """What the target makes least: seconds, or bytes."""
+        return entry.peak_bytes if self.target == "memory" else entry.seconds
+
+    def order(self, entry: Found | Simulated) -> tuple[object, ...]:
+        """Sorts layouts: the best of the target first."""
+        return by_memory(entry) if self.target == "memory" else by_time(entry)
+
     @property
     def is_proven(self) -> bool:
         """Whether no layout that was not measured can be better than the best one, by its bound."""
         if not self.best or self.rejected[DEEP] or self.num_unbounded:
             return False
-        best = self.best[0]
-        value = best.peak_bytes if self.target == "memory" else best.seconds
-        return self.next_bound is None or self.next_bound >= value
+        return self.next_bound is None or self.next_bound >= self.value(self.best[0])
 
     @property
     def largest_error(self) -> float:

@@ -13,17 +13,15 @@ Note [Simulated layouts]
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from weft.core.dimension import pipeline_axis
 from weft.core.model_config import BlockSpec
 from weft.layout.plan import Plan
-from weft.layout.stages import split_by_cost
 from weft.parallel.pp import AXIS as PP
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
@@ -32,16 +30,11 @@ from weft.planner.measure.roles import role_costs
 from weft.planner.search.block_costs import BlockMeasurements, CostsByKind, SplitShares
 from weft.planner.search.candidates import LayoutGroup, PipelineChoice
 from weft.planner.search.data_costs import BackwardSeconds, DataCosts
-from weft.planner.search.in_flight import (
-    InFlight,
-    StageBytes,
-    in_flight_when_fullest,
-    replayed_in_flight,
-)
 from weft.planner.search.layout_choice import Layout
 from weft.planner.search.layout_stages import BlockParams, LayoutStages
-from weft.planner.search.pipeline_tables import PipelineTables, most_held_bytes
+from weft.planner.search.pipeline_tables import PipelineTables, SizedTable
 from weft.planner.search.short_runs import ShortRuns
+from weft.planner.search.stage_costs import StageCosts, StageWork
 from weft.planner.search.zero_costs import (
     ZERO_THAT_REDUCES_EACH,
     ZeroMeasurements,
@@ -50,7 +43,6 @@ from weft.planner.simulate.predict import Prediction, predict_measured
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulate.table_time import StageCollectives, StageSeconds, table_seconds
-from weft.schedule.actions import Table
 from weft.schedule.catalog import find
 
 MOST_BLOCKS_IN_FULL = 12
@@ -85,15 +77,6 @@ class Simulated:
 
 
 @dataclass(frozen=True)
-class StageWork:
-    """Sums of the costs of the blocks of every stage."""
-
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
-    saved_bytes: Sequence[int]
-
-
-@dataclass(frozen=True)
 class StageBesideData:
     """Seconds of a stage for one micro-batch, beside its collectives over the data ranks."""
 
@@ -110,6 +93,7 @@ class LayoutCosts:
         num_measured: layouts that were measured.
         runs: that measured blocks.
         stages: of the layouts.
+        stage_costs: of these.
     """
 
     def __init__(self, run: MeasuredRun, speeds: Speeds) -> None:
@@ -123,12 +107,11 @@ class LayoutCosts:
         zeros = ZeroMeasurements(self.runs.with_fewer_experts(), cost_table)
         self._data = DataCosts(zeros, speeds)
         self.stages = LayoutStages(self._specs, self.kinds, self.runs.sizes_of_kinds)
+        self.stage_costs = StageCosts(self._specs, self.kinds, self._blocks, self.stages)
         self._tables = PipelineTables()
         self._most: dict[object, BlockParams] = {}
         self._leanest: dict[object, PipelineChoice] = {}
         self._busiest: dict[object, float] = {}
-        self._held: dict[object, list[InFlight]] = {}
-        self._work: dict[object, StageWork] = {}
         self._kept_costs: list[CostsByKind] = []
         self._predictions: dict[Layout, Prediction] = {}
 
@@ -140,6 +123,7 @@ class LayoutCosts:
         other._blocks = self._blocks
         other._data = self._data
         other.stages = self.stages
+        other.stage_costs = self.stage_costs
         other._tables = self._tables
         return other
 
@@ -194,22 +178,26 @@ class LayoutCosts:
     def _simulated_s(self, layout: Layout) -> float:
         costs = self._blocks.of(layout)
         table = self._table(layout)
-        if sum(map(len, table.rows)) > MOST_SIMULATED_ACTIONS:
+        if table.num_actions > MOST_SIMULATED_ACTIONS:
             return self.bound(layout, costs).seconds
-        order = self._tables.order(table)
-        stages = self._stage_seconds(layout, costs, is_split=bool(table.splits))
-        by_rank = self.stages.params_of_ranks(layout, table)
-        played_s = table_seconds(order, stages)
+        stages = self._stage_seconds(layout, costs, is_split=bool(table.table.splits))
+        by_rank = self.stages.params_of_ranks(layout, table.table)
+        played_s = table_seconds(table.order, stages)
         more_s = self._seconds_of_more(layout, table, stages, played_s)
         return played_s + more_s + self._data.after_s(layout, by_rank)
 
     def _seconds_of_more(
-        self, layout: Layout, table: Table, stages: StageSeconds, played_s: float
+        self,
+        layout: Layout,
+        table: SizedTable,
+        stages: StageSeconds,
+        played_s: float,
     ) -> float:
         """Seconds of the micro-batches that a shortened table leaves out: each adds as much as one
         of its last round, of a micro-batch for each pipeline rank, adds to a table without that.
         """
-        num_more = self._num_micro(layout) - table.microbatches
+        num_played = table.table.microbatches
+        num_more = self._num_micro(layout) - num_played
         if not num_more:
             return 0.0
         ranks = layout.degree(PP)
@@ -217,9 +205,9 @@ class LayoutCosts:
             layout.schedule,
             ranks=ranks,
             chunks=layout.chunks,
-            num_micro=table.microbatches - ranks,
+            num_micro=num_played - ranks,
         )
-        round_s = played_s - table_seconds(self._tables.order(shorter), stages)
+        round_s = played_s - table_seconds(shorter.order, stages)
         return num_more * round_s / ranks
 
     def _stage_seconds(
@@ -230,7 +218,7 @@ class LayoutCosts:
         is_split: bool,
     ) -> StageSeconds:
         shares = self._blocks.split_shares(layout) if is_split else NO_SPLIT
-        work = self._stage_work(layout, costs)
+        work = self.stage_costs.work(layout, costs)
         params = self.stages.params(layout)
         beside = self._seconds_beside(layout, work, params)
         return StageSeconds(
@@ -269,19 +257,22 @@ class LayoutCosts:
         """Of the output of a stage to the next pipeline rank."""
         if layout.degree(PP) == 1:
             return 0.0
-        axes = [axis for axis, _ in layout.degrees]
-        inside = layout.degrees[axes.index(PP) + 1 :]
-        neighbour = math.prod(degree for _, degree in inside)
-        return self.speeds.message_s(self._blocks.boundary_bytes(layout), 0, neighbour)
+        stride = 1
+        for axis, degree in reversed(layout.degrees):
+            if axis == PP:
+                break
+            stride *= degree
+        num_bytes = self._blocks.boundary_bytes(layout)
+        return self.speeds.message_s(num_bytes, 0, stride)
 
     def _simulated_peak(self, layout: Layout) -> float:
         """Bytes of the fullest rank."""
         zero = self._data.zero(layout)
         num_data = layout.num_data
-        in_flight = self._in_flight(layout, self._blocks.of(layout))
         table = self._table(layout)
-        sizes_of_ranks = self.stages.sizes_of_ranks(layout, table)
-        params_of_ranks = self.stages.params_of_ranks(layout, table)
+        in_flight = self.stage_costs.in_flight(layout, table, self._blocks.of(layout))
+        sizes_of_ranks = self.stages.sizes_of_ranks(layout, table.table)
+        params_of_ranks = self.stages.params_of_ranks(layout, table.table)
         peaks = []
         for sizes, params, own in zip(sizes_of_ranks, params_of_ranks, in_flight, strict=True):
             states = self._data.state_bytes(layout, params)
@@ -337,7 +328,8 @@ class LayoutCosts:
         stages = layout.degree(PP), layout.schedule, layout.chunks, layout.split
         key = stages, layout.block_degrees
         if key not in self._most:
-            self._most[key] = max(self.stages.params_of_ranks(layout, self._table(layout)))
+            table = self._table(layout).table
+            self._most[key] = max(self.stages.params_of_ranks(layout, table))
         return self._most[key]
 
     def leanest_pipeline(self, group: LayoutGroup) -> PipelineChoice:
@@ -367,132 +359,56 @@ class LayoutCosts:
 
     def least_peak(self, layout: Layout, costs: CostsByKind) -> float:
         """Bytes that the fullest rank needs at least; `costs` as for `bound`."""
-        params_of_ranks = self.stages.params_of_ranks(layout, self._table(layout))
-        in_flight = self._in_flight(layout, costs)
+        table = self._table(layout)
+        params_of_ranks = self.stages.params_of_ranks(layout, table.table)
+        in_flight = self.stage_costs.in_flight(layout, table, costs)
         peaks = []
         for params, own in zip(params_of_ranks, in_flight, strict=True):
             states = self._data.state_bytes(layout, params)
             peaks.append(states + max(own.forward, own.begin))
         return max(peaks)
 
-    def _shape(self, layout: Layout) -> tuple[object, ...]:
-        """What a layout's pipeline depends on."""
-        num_micro = self._num_micro(layout)
-        return layout.degree(PP), layout.schedule, layout.chunks, layout.split, num_micro
-
     def _busiest_s(self, layout: Layout, costs: CostsByKind) -> float:
         """Seconds of the rank that is busiest from its first input to its last output."""
         reduces_each = layout.zero >= ZERO_THAT_REDUCES_EACH
         sending = (layout.zero, layout.degrees) if reduces_each else None
-        key = self._shape(layout), id(costs), sending
-        if key not in self._busiest:
+        num_micro = self._num_micro(layout)
+        key = self._table(layout), num_micro, layout.split, id(costs), sending
+        known = self._busiest.get(key)
+        if known is None:
             self._kept_costs.append(costs)  # so that its id stays its own
-            self._busiest[key] = max(self._rank_seconds(layout, costs))
-        return self._busiest[key]
+            known = max(self._rank_seconds(layout, costs))
+            self._busiest[key] = known
+        return known
 
     def _rank_seconds(self, layout: Layout, costs: CostsByKind) -> Iterator[float]:
         table = self._table(layout)
-        work = self._stage_work(layout, costs)
+        work = self.stage_costs.work(layout, costs)
         num_micro = self._num_micro(layout)
-        for rank, own in enumerate(self._tables.stages_of_ranks(table)):
+        reduces_each = layout.zero >= ZERO_THAT_REDUCES_EACH
+        params = self.stages.params_of_ranks(layout, table.table)
+        for rank, own in enumerate(table.stages_of_ranks):
             work_s = sum(work.forward_s[stage] + work.backward_s[stage] for stage in own)
-            busy = num_micro * work_s
-            if layout.zero >= ZERO_THAT_REDUCES_EACH:
-                params = self.stages.params_of_ranks(layout, table)[rank]
-                sent_s = self._data.least_sent_s(layout, "forward", params)
-                sent_s += self._data.least_sent_s(layout, "backward", params)
-                busy = max(busy, (num_micro - 1) * sent_s)
-            before = sum(work.forward_s[: own[0]])
-            after = 0.0 if table.splits else sum(work.backward_s[: own[0]])
-            yield before + busy + after
-
-    def _in_flight(self, layout: Layout, costs: CostsByKind) -> list[InFlight]:
-        """Of every pipeline rank."""
-        key = self._shape(layout), id(costs)
-        if key not in self._held:
-            self._kept_costs.append(costs)
-            self._held[key] = list(self._activations(layout, costs))
-        return self._held[key]
-
-    def _activations(self, layout: Layout, costs: CostsByKind) -> Iterator[InFlight]:
-        table = self._table(layout)
-        is_recomputed = layout.recompute != "none"
-        is_measured = costs is self._blocks.of(layout)
-        if table.splits and is_recomputed and is_measured:
-            stages = self._stage_bytes(layout, costs)
-            for row in table.rows:
-                yield replayed_in_flight(row, stages)
-            return
-        names_of_stages = self.stages.names(layout)
-        saved = self._stage_work(layout, costs).saved_bytes
-        if 0 in self.stages.layers(layout):
-            most_held = most_held_bytes(table, saved)  # stages of very different sizes
-        else:
-            most_held = self._tables.most_held(table)
-        for held in most_held:
-            names = names_of_stages[held.last_stage]
-            blocks = [costs[self.kinds[name]] for name in names]
-            has_params = [bool(count) for count in self.stages.sizes(layout)[held.last_stage]]
-            yield in_flight_when_fullest(held, blocks, saved=saved, has_params=has_params)
-
-    def _stage_bytes(self, layout: Layout, costs: CostsByKind) -> dict[int, StageBytes]:
-        """Of every stage, whose backwards are split."""
-        deferred = self._blocks.deferred_bytes(layout)
-        sizes = self.stages.sizes(layout)
-        found = {}
-        for stage, names in enumerate(self.stages.names(layout)):
-            kinds = [self.kinds[name] for name in names]
-            found[stage] = StageBytes.of(
-                [costs[kind] for kind in kinds],
-                has_params=[bool(count) for count in sizes[stage]],
-                deferred=[deferred[kind] for kind in kinds],
-            )
-        return found
-
-    def _stage_work(self, layout: Layout, costs: CostsByKind) -> StageWork:
-        key = layout.degree(PP) * layout.chunks, layout.split, id(costs)
-        if key not in self._work:
-            self._kept_costs.append(costs)
-            forward: list[float] = []
-            backward: list[float] = []
-            saved: list[int] = []
-            for names in self.stages.names(layout):
-                blocks = [costs[self.kinds[name]] for name in names]
-                forward.append(sum(block.forward_s for block in blocks))
-                backward.append(sum(block.backward_s for block in blocks))
-                saved.append(sum(block.saved_bytes for block in blocks))
-            self._work[key] = StageWork(forward, backward, saved)
-        return self._work[key]
-
-    # layers of stages
+            busy_s = num_micro * work_s
+            if reduces_each:
+                sent_s = self._data.least_sent_s(layout, "forward", params[rank])
+                sent_s += self._data.least_sent_s(layout, "backward", params[rank])
+                busy_s = max(busy_s, (num_micro - 1) * sent_s)
+            first = own[0]
+            before_s = sum(work.forward_s[:first])
+            after_s = 0.0
+            if not table.table.splits:
+                after_s = sum(work.backward_s[:first])
+            yield before_s + busy_s + after_s
 
     def can_split(self, layout: Layout) -> bool:
         """Whether the layers of its stages may be chosen."""
         return not layout.split and self.stages.can_be_split(layout)
 
-    def split_by_seconds(self, layout: Layout) -> tuple[int, ...]:
-        """Layers of every stage, so that the stage with the most measured seconds has the least."""
-        costs = self._blocks.of(layout)
-        timed = []
-        for block in self._specs:
-            own = costs[self.kinds[block.name]]
-            nanoseconds = 1e9 * (own.forward_s + own.backward_s)
-            timed.append(replace(block, flops=nanoseconds))
-        names_of_stages = split_by_cost(timed, self.stages.num_stages(layout))
-        return self.stages.num_layers(names_of_stages)
-
-    def stage_seconds(self, layout: Layout) -> list[float]:
-        """Seconds of the blocks of every stage for one micro-batch."""
-        work = self._stage_work(layout, self._blocks.of(layout))
-        seconds = []
-        for forward_s, backward_s in zip(work.forward_s, work.backward_s, strict=True):
-            seconds.append(forward_s + backward_s)
-        return seconds
-
     def _num_micro(self, layout: Layout) -> int:
         return layout.num_micro(self.run.plan.global_size)
 
-    def _table(self, layout: Layout) -> Table:
+    def _table(self, layout: Layout) -> SizedTable:
         return self._tables.table(
             layout.schedule,
             ranks=layout.degree(PP),

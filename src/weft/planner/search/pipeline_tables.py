@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from weft.planner.simulate.pipeline_time import PipelineOrder, pipeline_order
 from weft.schedule.actions import Act, Table
@@ -30,51 +31,67 @@ class HeldActivations:
     last_stage: int
 
 
+class SizedTable:
+    """A table of a schedule for some sizes, with what follows from it; each is computed once."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    @property
+    def num_actions(self) -> int:
+        """Of all ranks."""
+        return sum(len(row) for row in self.table.rows)
+
+    @cached_property
+    def order(self) -> PipelineOrder:
+        """The order of its actions."""
+        return pipeline_order(self.table)
+
+    @cached_property
+    def stages_of_ranks(self) -> list[list[int]]:
+        """Stages of every rank, ascending."""
+        stages: list[list[int]] = [[] for _ in range(self.table.num_ranks)]
+        for stage, rank in enumerate(self.table.stage_to_rank):
+            stages[rank].append(stage)
+        return stages
+
+    @cached_property
+    def most_held(self) -> list[HeldActivations]:
+        """For each rank the activations when it holds most of them."""
+        num_stages = len(self.table.stage_to_rank)
+        return most_held_bytes(self.table, [1] * num_stages)
+
+
 class PipelineTables:
     """Tables by schedule and sizes, each made once."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[str, int, int, int], Table] = {}
-        self._orders: dict[int, PipelineOrder] = {}
-        self._stages: dict[int, list[list[int]]] = {}
-        self._held: dict[int, list[HeldActivations]] = {}
+        self._tables: dict[object, SizedTable] = {}
 
-    def table(self, schedule: str, *, ranks: int, chunks: int, num_micro: int) -> Table:
+    def table(
+        self,
+        schedule: str,
+        *,
+        ranks: int,
+        chunks: int,
+        num_micro: int,
+    ) -> SizedTable:
         """The schedule's table, or a shorter one with as many activations in flight."""
         key = schedule, ranks, chunks, num_micro
-        if key not in self._tables:
-            self._tables[key] = self._shortened(schedule, ranks, chunks, num_micro)
-        return self._tables[key]
+        known = self._tables.get(key)
+        if known is None:
+            known = self._made(schedule, ranks, chunks, num_micro)
+            self._tables[key] = known
+        return known
 
-    def _shortened(self, schedule: str, ranks: int, chunks: int, num_micro: int) -> Table:
+    def _made(self, schedule: str, ranks: int, chunks: int, num_micro: int) -> SizedTable:
         found = find(schedule)
         short = ROUNDS * ranks
-        is_long = short < num_micro and schedule != KEEPS_ALL
-        if is_long and not found.faults(ranks=ranks, chunks=chunks, microbatches=short):
-            return self.table(schedule, ranks=ranks, chunks=chunks, num_micro=short)
-        return found.table(ranks, chunks, num_micro)
-
-    def order(self, table: Table) -> PipelineOrder:
-        """The order of the actions of a table of these."""
-        if id(table) not in self._orders:
-            self._orders[id(table)] = pipeline_order(table)
-        return self._orders[id(table)]
-
-    def stages_of_ranks(self, table: Table) -> list[list[int]]:
-        """Stages of every rank of a table of these, ascending."""
-        if id(table) not in self._stages:
-            stages: list[list[int]] = [[] for _ in range(table.num_ranks)]
-            for stage, rank in enumerate(table.stage_to_rank):
-                stages[rank].append(stage)
-            self._stages[id(table)] = stages
-        return self._stages[id(table)]
-
-    def most_held(self, table: Table) -> list[HeldActivations]:
-        """For each rank of a table of these the activations when it holds most of them."""
-        if id(table) not in self._held:
-            sizes = [1] * len(table.stage_to_rank)
-            self._held[id(table)] = most_held_bytes(table, sizes)
-        return self._held[id(table)]
+        if short < num_micro and schedule != KEEPS_ALL:
+            faults = found.faults(ranks=ranks, chunks=chunks, microbatches=short)
+            if not faults:
+                return self.table(schedule, ranks=ranks, chunks=chunks, num_micro=short)
+        return SizedTable(found.table(ranks, chunks, num_micro))
 
 
 def most_held_bytes(table: Table, sizes: Sequence[int]) -> list[HeldActivations]:

@@ -9,7 +9,7 @@ Note [Best first]
     are left out whose activations do not fit as shares of those of larger blocks: these are
     measured once for many shardings. All that ends when no bound in the queue is below the best
     simulated ones, as many as are measured. Pipelines among the best are also simulated with other
-    layers a stage (stage_split.py). Then the best are measured as a whole and predicted, best
+    layers a stage (stage_split.py). Then the best are measured as a whole (measured_layouts.py), best
     first, until enough fit. The winner is proven the best where no bound of a layout that was not
     measured is below it.
 
@@ -18,12 +18,6 @@ Note [Two targets]
     high ZeRO stages. So a part of the seconds ranks by memory; for the Pareto front layouts of
     both rankings are taken. Layouts of that ranking whose bound of the target is below the best ones
     are simulated, too: bounds of time without recomputation are so low that others wait behind them.
-
-Note [Peaks of measured layouts]
-    A simulated peak may be some percent too small. Where a measured one is larger, the peaks of the
-    layouts with the same pipeline and recomputation are taken to be larger by the same ratio, so
-    that layouts which differ in a detail are not measured one after the other and found too large.
-    Where no layout fits and there is time for one more measurement, the smallest one is measured.
 """
 
 from __future__ import annotations
@@ -36,21 +30,13 @@ from typing import Literal
 from weft.planner.search.candidates import Candidates, LayoutGroup
 from weft.planner.search.found_layouts import (
     ACTIVATIONS,
-    DEEP,
-    MEASURED,
     OPEN,
     SIMULATED_PEAK,
     SIMULATED_SLOWER,
     SLOWER,
     STATES,
-    Found,
     FoundLayouts,
-    PeakRatios,
     Target,
-    by_memory,
-    by_time,
-    pareto_front,
-    thinned_front,
 )
 from weft.planner.search.layout_choice import DEFAULT_CONTEXT, Layout
 from weft.planner.search.layout_costs import Bound, LayoutCosts, Simulated
@@ -64,6 +50,7 @@ from weft.planner.search.limits import (
     Clock,
     SearchLimits,
 )
+from weft.planner.search.measured_layouts import LayoutMeasurements
 from weft.planner.search.shardings import (
     LEANEST_FIRST,
     Sharding,
@@ -74,8 +61,6 @@ from weft.planner.search.shardings import (
 )
 from weft.planner.search.stage_split import best_split
 
-MOST_FAILED = 3
-"""Layouts that are measured and do not fit, for each one that may be measured."""
 NUM_BEST = 3
 SIMULATED_WITHIN = 1.5
 """A layout is simulated where its bound is at most so many times the best simulated one."""
@@ -83,8 +68,6 @@ PEAK_ERROR = 0.05
 """By which a simulated peak, or a bound from larger blocks, may be too large: these have buffers of
 fixed size, too, of which smaller blocks have less than a share. Such layouts are measured, too.
 """
-MOST_FRONT = 3
-"""Layouts of the Pareto front that are measured besides the best ones."""
 MOST_SPLIT = 6
 """Pipelines whose layers a stage are searched."""
 Objective = Literal["time", "memory"]
@@ -142,10 +125,7 @@ class _LayoutSearch:
         self.bounds: dict[Layout, Bound] = {}
         self.best: dict[Objective, list[float]] = {"time": [], "memory": []}
         """Best simulated values, negative: a heap with the worst one first."""
-        self.peak_ratios = PeakRatios()
         self.num_expanded = 0
-        self.num_measured = 0
-        self.num_failed = 0
 
     def run(self) -> FoundLayouts:
         """The result, with all that fit among the measured ones."""
@@ -160,9 +140,16 @@ class _LayoutSearch:
         self._rank_neighbours()
         if self.limits.splits:
             self._search_splits()
-        self._measure_best()
+        measurements = LayoutMeasurements(
+            self.costs,
+            self.limits,
+            self.clock,
+            self.result,
+            report=self._report,
+        )
+        measurements.measure_best(self.simulated)
         if self.limits.has_front:
-            self._measure_front()
+            measurements.measure_front(self.simulated)
         self._count_rest()
         return self.result
 
@@ -263,7 +250,7 @@ class _LayoutSearch:
         the best simulated ones; see Note [Time limit].
         """
         while self.simulated and not self.clock.is_over(NEIGHBOURS_SHARE):
-            best = min(self.simulated, key=self._order)
+            best = min(self.simulated, key=self.result.order)
             limit = self._worst_of_best(self.objective)
             bounded: list[Sharding] = []
             for sharding in self.waiting.values():
@@ -366,7 +353,7 @@ class _LayoutSearch:
 
     def _search_splits(self) -> None:
         """Simulate the best pipelines with other layers a stage."""
-        self.simulated.sort(key=self._order)
+        self.simulated.sort(key=self.result.order)
         num_tried = 0
         for entry in list(self.simulated):
             if num_tried == MOST_SPLIT or self.clock.is_over(SPLITS_SHARE):
@@ -381,93 +368,20 @@ class _LayoutSearch:
                 self.result.num_candidates += 1
                 self.result.num_bounded += 1
 
-    def _order(self, entry: Simulated) -> tuple[object, ...]:
-        """Sorts simulated layouts: the best of the objective first."""
-        if self.objective == "memory":
-            return by_memory(entry)
-        return by_time(entry)
-
-    # measurement
-
-    def _measure_best(self) -> None:
-        """Measure the best simulated layouts until enough of them fit."""
-        self.simulated.sort(key=self._order)
-        while self.simulated and self._may_measure():
-            entry = self._next_to_measure()
-            self.simulated.remove(entry)
-            self._measure(entry)
-        order = by_memory if self.objective == "memory" else by_time
-        self.result.best.sort(key=order)
-
-    def _next_to_measure(self) -> Simulated:
-        """The best simulated layout that is expected to fit; see Note [Peaks of measured layouts]."""
-        if self.num_failed and not self.num_measured and self.clock.is_last_measurement:
-            return min(self.simulated, key=self.peak_ratios.expected_bytes)
-        return self.peak_ratios.first_that_fits(self.simulated, self.limits.memory_bytes)
-
-    def _may_measure(self) -> bool:
-        if (self.num_measured or self.num_failed) and self.clock.is_over(1.0):
-            self.result.is_out_of_time = True
-            return False
-        has_room = self.num_failed < MOST_FAILED * self.limits.most_measured
-        return has_room and self.num_measured < self.limits.most_measured
-
-    def _measure(self, entry: Simulated) -> Found | None:
-        """Measure a layout as a whole; None if it does not fit or cannot be measured."""
-        layout = entry.layout
-        if not self.costs.can_be_measured(layout):
-            self.result.rejected[DEEP] += 1
-            return None
-        self._report(f"measuring {layout.mesh}")
-        begin_s = self.clock.elapsed_s
-        found = Found(layout, self.costs.predict(layout), entry)
-        self.clock.note(begin_s)
-        self.peak_ratios.note(entry, found.peak_bytes)
-        if found.peak_bytes > self.limits.memory_bytes:
-            self.result.rejected[MEASURED] += 1
-            self.num_failed += 1
-            return None
-        self.num_measured += 1
-        self.result.best.append(found)
-        return found
-
-    def _measure_front(self) -> None:
-        """Measure layouts along the Pareto front of those that were simulated."""
-        entries = [entry.simulated for entry in self.result.best if entry.simulated is not None]
-        front = pareto_front([*entries, *self.simulated])
-        measured = list(self.result.best)
-        known = {entry.layout for entry in measured}
-        for entry in thinned_front(front, MOST_FRONT + 1):
-            if entry.layout in known or self.clock.is_over(1.0):
-                continue
-            self.simulated.remove(entry)
-            found = self._measure(entry)
-            if found is not None:
-                measured.append(found)
-        self.result.front = pareto_front(measured)
-        self.result.simulated_front = pareto_front(self.simulated)
-        order = by_memory if self.objective == "memory" else by_time
-        self.result.best.sort(key=order)
-
     # what is left
 
     def _count_rest(self) -> None:
         """Count the layouts that were not measured, by reason, with their least bound."""
         result = self.result
-        best = float("inf")
-        if result.best:
-            first = result.best[0]
-            best = first.peak_bytes if self.objective == "memory" else first.seconds
+        best = result.value(result.best[0]) if result.best else float("inf")
+        result.rejected[SIMULATED_SLOWER] += len(self.simulated)
         result.rejected[SIMULATED_PEAK] += len(self.too_large)
         left: list[float] = []
-        for entry in self.simulated:
-            result.rejected[SIMULATED_SLOWER] += 1
-            left.append(objective_of(self.bounds[entry.layout], self.objective))
-        for entry in self.too_large:
-            left.append(objective_of(self.bounds[entry.layout], self.objective))
+        for entry in (*self.simulated, *self.too_large):
+            left.append(result.value(self.bounds[entry.layout]))
         for bound, _ in self.bounded:
-            value = objective_of(bound, self.objective)
-            result.rejected[SLOWER if value >= best else OPEN] += 1
+            value = result.value(bound)
+            result.rejected[_reason_left(value, best)] += 1
             left.append(value)
         for sharding in self.waiting.values():
             known = self.known_bounds.get(sharding.key)
@@ -475,13 +389,17 @@ class _LayoutSearch:
                 result.num_unbounded += len(sharding)
                 result.rejected[OPEN] += len(sharding)
                 continue
-            result.rejected[SLOWER if known >= best else OPEN] += len(sharding)
+            result.rejected[_reason_left(known, best)] += len(sharding)
             left.append(known)
         below = [value for value in left if value < best]
         result.next_bound = min(below, default=None)
-        self.simulated.sort(key=self._order)
-        result.next_simulated = self.simulated[0] if self.simulated else None
+        result.next_simulated = min(self.simulated, key=result.order, default=None)
 
     def _report(self, text: str) -> None:
         if self.progress is not None:
             self.progress(f"{self.clock.elapsed_s:.0f} s: {text}")
+
+
+def _reason_left(bound: float, best: float) -> str:
+    """Why a layout with this bound was not simulated."""
+    return SLOWER if bound >= best else OPEN

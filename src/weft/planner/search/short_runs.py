@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -138,5 +137,11 @@ def _with_fewer_experts(model: ModelConfig) -> ModelConfig:
 def num_shards(logical: Iterable[str], degrees: Mapping[str, int]) -> int:
     """Shards of a parameter with these logical axes under the degrees of mesh axes."""
     rule = default_sharding_rule()
-    sharding = {rule[axis] for axis in logical if axis in rule}
-    return math.prod(degrees.get(axis, 1) for axis in sharding)
+    mesh_axes: set[str] = set()
+    for axis in logical:
+        if axis in rule:
+            mesh_axes.add(rule[axis])
+    shards = 1
+    for axis in mesh_axes:
+        shards *= degrees.get(axis, 1)
+    return shards

@@ -27,7 +27,7 @@ def best_split(
     """
     best = entry
     own = costs.stages.layers(entry.layout)
-    by_seconds = costs.split_by_seconds(entry.layout)
+    by_seconds = costs.stage_costs.split_by_seconds(entry.layout)
     for split in dict.fromkeys([own, by_seconds]):
         start = costs.simulate(replace(entry.layout, split=split))
         found = _descended(start, costs, memory_bytes)
@@ -62,7 +62,7 @@ def _first_better(
 ) -> Simulated | None:
     """The first split by one move that is better; None if none is."""
     layout = entry.layout
-    seconds = costs.stage_seconds(layout)
+    seconds = costs.stage_costs.seconds(layout)
     least = costs.stages.least_layers(layout)
     for moved in moves(layout.split, seconds, least):
         found = costs.simulate(replace(layout, split=moved))
