@@ -10,6 +10,7 @@ from datetime import datetime
 
 import pytest
 
+import weft.__main__
 from weft.cli import COMMANDS, main
 from weft.commands.run_folder import new_run_folder
 from weft.config.keys import keys_of
@@ -278,3 +279,11 @@ def test_a_pipe_that_is_closed_early_is_no_error():
     )
     assert done.stdout.startswith("usage: weft train")
     assert done.stderr == ""
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_no_traceback(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("weft.cli.main", interrupted)
+    assert weft.__main__.main() == EXIT_INTERRUPTED

@@ -1,9 +1,23 @@
-"""Entry point of `python -m weft`."""
+"""Entry point of `python -m weft` and of the program `weft`."""
 
 from __future__ import annotations
 
 import sys
 
-from weft.cli import main
+from weft.errors import EXIT_INTERRUPTED
 
-sys.exit(main())
+
+def main() -> int:
+    """Import and run the command line; Ctrl-C ends it without a traceback, also while it is
+    imported.
+    """
+    try:
+        from weft.cli import main as run_command  # late: see above
+
+        return run_command()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

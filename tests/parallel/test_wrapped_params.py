@@ -170,3 +170,27 @@ def test_a_freed_parameter_is_nan_and_writing_it_is_an_error() -> None:
         net(torch.ones(2, 3))
 
     rejected(written, "0.weight: was written while its memory is freed")
+
+
+@pytest.mark.parametrize("wrap", [ddp, zero2, zero3])
+def test_a_parameter_that_was_added_or_replaced_after_wrapping_is_rejected(wrap: Wrap) -> None:
+    def added(comm: Comm) -> None:
+        net = wrap(net_of(3), comm)
+        net.module.append(nn.Linear(3, 3))
+        train_step(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def replaced(comm: Comm) -> None:
+        net = wrap(net_of(3, 3), comm)
+        net.module[1].weight = nn.Parameter(torch.ones(3, 3))
+        train_step(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    for rank in (added, replaced):
+        rejected(rank, "1.weight was added after the module was wrapped")
+
+
+def test_shards_are_not_sharded_again() -> None:
+    def rank(comm: Comm) -> None:
+        net = zero2(net_of(3), comm)
+        ShardedOptimizer(net.parameters(), torch.optim.SGD, comm, lr=0.1)
+
+    rejected(rank, "these parameters are shards of FullyShardedDataParallel")

@@ -16,6 +16,7 @@ from weft.errors import Fault, PlanError
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.wrapped_params import (
+    check_all_wrapped,
     check_not_wrapped,
     check_requires_grad,
     mark_wrapped,
@@ -46,7 +47,7 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: gradients are reduced in buckets of about this size.
 
     Raises:
-        PlanError: a parameter belongs to a wrapped module already, or is unfrozen after wrapping; an
+        PlanError: a parameter belongs to a wrapped module already, or is added, unfrozen after wrapping; an
             optimizer step or a forward with gradients follows a backward whose gradients were not synchronised.
 
     Source: Li et al. 2020, PyTorch Distributed.
@@ -124,6 +125,7 @@ class DistributedDataParallel(nn.Module):
         """Wait until every gradient is the mean over the ranks. Call once, after the last backward
         of a step.
         """
+        check_all_wrapped(self.module, WRAPPER_NAME)
         reducer = self._reducer
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)

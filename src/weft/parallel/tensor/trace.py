@@ -18,7 +18,7 @@ from weft.models.common.batch import Batch, activation_of
 from weft.models.common.init import path_below
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
-from weft.parallel.tensor.dims import DimFactor, ShardingError, whole_dim
+from weft.parallel.tensor.dims import DECLARE_AXES, DimFactor, ShardingError, whole_dim
 from weft.parallel.tensor.instrument import LocalParam, instrument, local_block
 from weft.parallel.tensor.sharded_modules import ShardedModules
 from weft.parallel.tensor.sharded_sizes import SizesOfShards
@@ -27,6 +27,10 @@ from weft.parallel.tensor.stand_ins import (
     SIZES_IN_REGION,
 )
 
+UNSHARDED_INPUT = (
+    "it has no parameters, so its input must be whole: in AXES name None instead of the sharded "
+    "axis ('vocab') in the block before it, and in parameters tied to that"
+)
 COMPILED = "torch._dynamo.eval_frame"
 """Module that defines the class of what `torch.compile` makes of a module."""
 
@@ -308,7 +312,8 @@ def _run(
         out = block(x, batch)
     except ShardingError as error:
         what = f"cannot be sharded over tp: {error}"
-        raise PlanError(Fault(trace.module, what, fix=error.fix)) from None
+        fix = _fix_of_sharding(error, block)
+        raise PlanError(Fault(trace.module, what, fix=fix)) from None
     except PlanError:
         raise
     except Exception as error:
@@ -324,6 +329,14 @@ def _run(
         if not value.inside:
             trace.set(tensor, Value(value.dims, activation=tensor.is_floating_point()))
     return handed_on
+
+
+def _fix_of_sharding(error: ShardingError, block: nn.Module) -> str:
+    """What may be changed where an operation has no rule for shards."""
+    has_params = next(block.parameters(), None) is not None
+    if error.fix == DECLARE_AXES and not has_params:
+        return UNSHARDED_INPUT
+    return error.fix
 
 
 def _fix_of_failure(reason: str, *, sequence_parallel: bool) -> str:

@@ -27,6 +27,7 @@ from weft.parallel.zero.unshard_hooks import (
     register_unshard_hooks,
 )
 from weft.parallel.zero.wrapped_params import (
+    check_all_wrapped,
     check_not_wrapped,
     check_requires_grad,
     reject_copy,
@@ -82,7 +83,7 @@ class FullyShardedDataParallel(nn.Module):
             parameters.
 
     Raises:
-        PlanError: a parameter belongs to a wrapped module already, or is frozen or unfrozen after
+        PlanError: a parameter belongs to a wrapped module already, or is added, frozen or unfrozen after
             wrapping; an optimizer that was made before wrapping steps, or one steps after a
             backward whose gradients were not synchronised.
 
@@ -330,6 +331,7 @@ class FullyShardedDataParallel(nn.Module):
         """Wait until every gradient is the mean over the ranks. Call once, after the last backward
         of a step.
         """
+        check_all_wrapped(self.module, WRAPPER_NAME)
         reducer = self._reducer
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)

@@ -17,6 +17,7 @@ from weft.errors import DataError, Fault
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.elementwise import elementwise_state_keys
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
+from weft.parallel.zero.wrapped_params import check_not_sharded
 
 State = dict[str, Any]
 """State that an optimizer keeps for one parameter: tensors of its shape, numbers."""
@@ -48,7 +49,7 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         PlanError: the class updates an entry by what the others of its parameter are (LBFGS, Muon,
-            Adafactor).
+            Adafactor), or the parameters are shards of FullyShardedDataParallel.
 
     Source: Rajbhandari et al. 2020, ZeRO.
     """
@@ -63,6 +64,7 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         super().__init__(params, kwargs)
+        check_not_sharded(self._all_params(), "ShardedOptimizer")
         first: Tensor = self.param_groups[0]["params"][0]
 
         def make(tensors: list[nn.Parameter]) -> Optimizer:

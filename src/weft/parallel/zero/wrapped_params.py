@@ -77,6 +77,40 @@ def check_not_wrapped(module: nn.Module, wrapper: str) -> None:
         raise PlanError(fault)
 
 
+def check_all_wrapped(module: nn.Module, wrapper: str) -> None:
+    """Reject a parameter that was registered after the module was wrapped.
+
+    Raises:
+        PlanError: no wrapper reduces its gradient.
+    """
+    for name, param in module.named_parameters():
+        if mark_of(param) is None:
+            fault = Fault(
+                wrapper,
+                f"{name} was added after the module was wrapped, so its gradient is not reduced",
+                fix="add or replace parameters before wrapping",
+            )
+            raise PlanError(fault)
+
+
+def check_not_sharded(params: Iterable[nn.Parameter], optimizer: str) -> None:
+    """Reject shards for an optimizer that shards parameters itself.
+
+    Raises:
+        PlanError: a parameter is a shard.
+    """
+    for param in params:
+        mark = mark_of(param)
+        if mark is not None and mark.is_shard:
+            fault = Fault(
+                optimizer,
+                f"these parameters are shards of {mark.wrapper}, which shards the states, too",
+                need="whole parameters",
+                fix="the plain optimizer, such as torch.optim.AdamW(net.parameters())",
+            )
+            raise PlanError(fault)
+
+
 def trained_when_wrapped(module: nn.Module) -> dict[str, bool]:
     """Parameter name -> `requires_grad`."""
     return {name: param.requires_grad for name, param in module.named_parameters()}
