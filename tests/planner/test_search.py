@@ -99,8 +99,8 @@ def test_the_text_fits_80_columns_and_ends_with_the_command(
 
 
 def test_the_model_of_the_head_is_its_preset_unless_it_has_other_sizes() -> None:
-    assert _model_label(run_of("--model.preset llama3-70b --steps 3")) == "llama3-70b"
-    changed = _model_label(run_of("--model.preset llama3-70b --model.layers 4"))
+    assert _model_label(run_of("--model.preset llama3-70b --steps 3").model) == "llama3-70b"
+    changed = _model_label(run_of("--model.preset llama3-70b --model.layers 4").model)
     assert changed == "llama3-70b with other sizes"
 
 
