@@ -144,39 +144,21 @@ def parallelize(
         PlanError: a parameter that no row or two rows of `axes` match, or a model that would not
             compute on shards what it computes on one device.
     """
-    named_ties = dict(ties or {})
-    all_blocks: Mapping[str, nn.Module] | nn.ModuleDict = model
-    repeats: Mapping[str, str] = {}
-    if isinstance(model, LazyBlocks):
-        tied_names = [*named_ties.keys(), *named_ties.values()]
-        repeats = model.repeats(distinct=set(map(block_of, tied_names)))
-        all_blocks = model.templates(repeats)
-    ties = {**shared_parameters(all_blocks, repeats), **named_ties}
-    tie(all_blocks, ties)
-    whole = named_parameters(all_blocks)
-    axes = axes or _known_axes(plan, whole)
-    shapes = {name: tuple(param.shape) for name, param in whole.items()}
-    chain = _plain_chain(
-        all_blocks,
-        plan,
-        comm,
-        example,
-        repeats=repeats,
-    )
-
+    whole = _whole_model(model, plan, axes=axes, ties=ties or {})
+    chain = _plain_chain(whole, plan, comm, example)
     block_rank = _ranks_of_blocks(plan)
     here = comm.index(pipeline_axis())
     blocks = {name: model[name] for name, rank in block_rank.items() if rank == here}
-    ties_here = ties_on_rank(ties, blocks)
+    ties_here = ties_on_rank(whole.ties, blocks)
     tie(blocks, ties_here)
-    _shard_parameters(blocks, plan, comm, axes=axes)
+    _shard_parameters(blocks, plan, comm, axes=whole.axes)
     tie(blocks, ties_here)
     partial = _apply_transforms(
         blocks,
         plan,
         comm,
-        axes=axes,
-        sizes=_axis_lengths(shapes, axes),
+        axes=whole.axes,
+        sizes=_axis_lengths(whole.shapes, whole.axes),
         chain=chain,
     )
     stages = _stages_of(blocks, plan, rank=here)
@@ -185,11 +167,11 @@ def parallelize(
     for name in params:
         shards[name] = _shard(
             name,
-            shapes[name],
+            whole.shapes[name],
             plan,
             comm,
-            axes=axes,
-            owner=ties.get(name, name),
+            axes=whole.axes,
+            owner=whole.ties.get(name, name),
             partial=_axes_with(partial, name),
         )
     return ParallelModel(
@@ -199,7 +181,55 @@ def parallelize(
         shards=shards,
         params=params,
         stage_of=completing_stages(stages, params, plan.table.rows[here]),
-        cross_stage_ties=cross_stage_ties_of(ties, params, block_rank, here),
+        cross_stage_ties=cross_stage_ties_of(whole.ties, params, block_rank, here),
+    )
+
+
+@dataclass(frozen=True)
+class _WholeModel:
+    """All blocks of a model, before those of other stages are dropped.
+
+    Attributes:
+        repeats: name of a block -> name of an equal one that stands for it in `blocks`.
+        ties: alias -> owner, those that are named and those that are one object.
+        shapes: global name -> shape of each parameter.
+        axes: pattern of parameter names -> logical axis of each dim.
+    """
+
+    blocks: Mapping[str, nn.Module] | nn.ModuleDict
+    repeats: Mapping[str, str]
+    ties: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    axes: AxisTable
+
+
+def _whole_model(
+    model: Mapping[str, nn.Module] | nn.ModuleDict,
+    plan: Plan,
+    *,
+    axes: AxisTable | None,
+    ties: Mapping[str, str],
+) -> _WholeModel:
+    """The blocks of `model` with their ties; of `LazyBlocks` one of each kind."""
+    blocks: Mapping[str, nn.Module] | nn.ModuleDict = model
+    repeats: Mapping[str, str] = {}
+    if isinstance(model, LazyBlocks):
+        tied_names = [*ties.keys(), *ties.values()]
+        repeats = model.repeats(distinct=set(map(block_of, tied_names)))
+        blocks = model.templates(repeats)
+    all_ties = shared_parameters(blocks, repeats)
+    all_ties.update(ties)
+    tie(blocks, all_ties)
+    params = named_parameters(blocks)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, param in params.items():
+        shapes[name] = tuple(param.shape)
+    return _WholeModel(
+        blocks=blocks,
+        repeats=repeats,
+        ties=all_ties,
+        shapes=shapes,
+        axes=axes or _known_axes(plan, params),
     )
 
 
@@ -231,12 +261,10 @@ def _stages_of(
 
 
 def _plain_chain(
-    model: Mapping[str, nn.Module] | nn.ModuleDict,
+    whole: _WholeModel,
     plan: Plan,
     comm: Comm,
     example: Batch | None,
-    *,
-    repeats: Mapping[str, str],
 ) -> ChainSnapshot | None:
     """The model before it is sharded, for a trace; None where no axis shards activations."""
     degree = comm.degree(activation_axes())
@@ -245,7 +273,8 @@ def _plain_chain(
     if example is None:
         columns = plan.seq_len // comm.degree(position_axes())
         example = token_example(plan.micro_size, max(columns, 2 * degree))
-    return ChainSnapshot.of(dict(model.items()), example, repeats)
+    blocks = dict(whole.blocks.items())
+    return ChainSnapshot.of(blocks, example, whole.repeats)
 
 
 def materialize_params(
