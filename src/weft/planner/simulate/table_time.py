@@ -32,6 +32,22 @@ class Reductions(NamedTuple):
     least_left: float
     most_left: float
 
+    def played(self, start: float, end: float, link_free: float) -> tuple[float, float]:
+        """When a backward ends and its link is free, from its begin and the end of its kernels.
+
+        Args:
+            link_free: when earlier reductions have ended.
+        """
+        before, seconds, least_left, most_left = self
+        begin = start + before
+        if link_free > begin:
+            begin = link_free
+        reduced = begin + seconds
+        if reduced - most_left > end:
+            end = reduced - most_left
+        behind = end + least_left
+        return end, reduced if reduced > behind else behind
+
 
 NO_REDUCTIONS = Reductions(0.0, 0.0, 0.0, 0.0)
 
@@ -112,12 +128,11 @@ class StageSeconds:
             return found._replace(before=self.weights_share * found.before)
         return found
 
-    def wait(self, entry: ActionClass, left: float) -> float:
-        """Seconds that the first all-gather of an action loses to reductions under way."""
-        gather_s = self.collectives[entry.stage].gather(entry.key.kind)
-        if not gather_s:
+    def gather(self, entry: ActionClass) -> float:
+        """Seconds of the all-gather that an action waits for first, alone on its link."""
+        if not self.collectives:
             return 0.0
-        return min(gather_s, left) if self.shares_link else left
+        return self.collectives[entry.stage].gather(entry.key.kind)
 
 
 ENDS_BACKWARD = ("B", "W")
@@ -133,6 +148,7 @@ def table_seconds(
     """
     ranks = [entry.rank for entry in order.classes]
     seconds = [stages.of_class(entry) for entry in order.classes]
+    gathers = [stages.gather(entry) for entry in order.classes]
     reductions = [stages.reductions(entry) for entry in order.classes]
     message_s = stages.message_s
     link_free = [0.0] * order.table.num_ranks
@@ -146,14 +162,14 @@ def table_seconds(
             if arrival > start:
                 start = arrival
         end = start + seconds[number]
-        if link_free[rank] > start:
-            end += stages.wait(order.classes[number], link_free[rank] - start)
+        gather_s = gathers[number]
+        if gather_s and link_free[rank] > start:
+            left = link_free[rank] - start
+            is_shorter = stages.shares_link and gather_s < left
+            end += gather_s if is_shorter else left
         own = reductions[number]
         if own is not None:
-            begin = max(start + own.before, link_free[rank])
-            reduced = begin + own.seconds
-            end = max(end, reduced - own.most_left)
-            link_free[rank] = max(reduced, end + own.least_left)
+            end, link_free[rank] = own.played(start, end, link_free[rank])
         now[rank] = end
         ends.append(end)
     return max(*now, *link_free)
