@@ -207,7 +207,7 @@ def _buckets(
     filling: dict[BucketKey, list[str]] = {}
     sizes: Counter[BucketKey] = Counter()
     full: list[Bucket] = []
-    last_first = reversed(params.items())
+    last_first = reversed(list(params.items()))
     for name, param in last_first:
         num_bytes = param.numel() * param.element_size()
         key = BucketKey(
