@@ -34,7 +34,7 @@ from weft.planner.search.layout_choice import Layout
 from weft.planner.search.layout_stages import BlockParams, LayoutStages
 from weft.planner.search.pipeline_tables import PipelineTables, SizedTable
 from weft.planner.search.short_runs import ShortRuns
-from weft.planner.search.stage_costs import StageCosts, StageWork
+from weft.planner.search.stage_costs import LayoutStageCosts, StageWork
 from weft.planner.search.zero_costs import (
     ZERO_THAT_REDUCES_EACH,
     ZeroMeasurements,
@@ -107,7 +107,7 @@ class LayoutCosts:
         zeros = ZeroMeasurements(self.runs.with_fewer_experts(), cost_table)
         self._data = DataCosts(zeros, speeds)
         self.stages = LayoutStages(self._specs, self.kinds, self.runs.sizes_of_kinds)
-        self.stage_costs = StageCosts(self._specs, self.kinds, self._blocks, self.stages)
+        self.stage_costs = LayoutStageCosts(self._specs, self.kinds, self._blocks, self.stages)
         self._tables = PipelineTables()
         self._most: dict[object, BlockParams] = {}
         self._leanest: dict[object, PipelineChoice] = {}

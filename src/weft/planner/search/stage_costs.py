@@ -29,7 +29,7 @@ class StageWork:
     saved_bytes: Sequence[int]
 
 
-class StageCosts:
+class LayoutStageCosts:
     """Costs of the stages of the layouts of one model; each computed once."""
 
     def __init__(
