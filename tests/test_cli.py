@@ -46,8 +46,8 @@ def test_output_that_is_closed_or_ascii_is_no_traceback(monkeypatch):
 
 def test_help_of_a_narrow_terminal_ends(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "5")
-    assert main(["status", "--help"]) == EXIT_OK
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
+    assert main(["train", "--help"]) == EXIT_OK  # it has the longest flags
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 60
 
 
 def test_the_version_is_printed(capsys):

@@ -28,7 +28,7 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES
 
 HELP = ("-h", "--help")
-MIN_COLUMNS = 40
+MIN_COLUMNS = 60
 """Width of help on narrower screens: below it boxes have no room for text."""
 MAX_COLUMNS = 100
 """Width of help on wide screens."""
