@@ -479,3 +479,14 @@ def test_gradients_of_experts_are_shared_by_fewer_ranks(words: str) -> None:
     assert simulated.seconds == pytest.approx(measured.step.total_s, rel=0.03)
     assert simulated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
     assert costs.bound(layout, costs.blocks(layout)).peak_bytes < measured.peak_bytes
+
+
+def test_a_layout_has_the_micro_batches_of_the_configured_batch() -> None:
+    """The mesh of the run need not divide the batch: its plan has 0 of these sequences."""
+    measured = MeasuredRun.of(run_of(f"{SMALL} --mesh dp4 --batch.global_size 6"))
+    assert measured.plan.global_size != 6
+    costs = LayoutCosts(measured, Speeds(find_hardware("h100")))
+    layout = Layout((("tp", 2),), micro_size=1)
+    one = LayoutCosts(measured.with_layout({"batch.global_size": 1}), costs.speeds)
+    six_s = costs.bound(layout, costs.blocks(layout)).seconds
+    assert six_s == pytest.approx(6 * one.bound(layout, one.blocks(layout)).seconds)

@@ -55,6 +55,11 @@ class MeasuredRun:
         return replace(self, plan=plan)
 
     @property
+    def global_size(self) -> int:
+        """Sequences of a step, as configured: a plan has those that its micro-batches fill."""
+        return self.run.batch.global_size
+
+    @property
     def family(self) -> Family:
         """The family of the model, with adapters and loss."""
         return self.config.family

@@ -406,7 +406,7 @@ class LayoutCosts:
         return not layout.split and self.stages.can_be_split(layout)
 
     def _num_micro(self, layout: Layout) -> int:
-        return layout.num_micro(self.run.plan.global_size)
+        return layout.num_micro(self.run.global_size)
 
     def _table(self, layout: Layout) -> SizedTable:
         return self._tables.table(
