@@ -97,7 +97,7 @@ class GivenCosts:
         self.asked_peaks: set[Layout] = set()
         self.speeds = SimpleNamespace(hardware=SimpleNamespace(node=8))
 
-    def leanest_pipeline(self, group: LayoutGroup) -> PipelineChoice:
+    def leanest_pipeline(self, group: LayoutGroup, zero: int) -> PipelineChoice:
         return group.pipelines[0]
 
     def state_bytes(self, layout: Layout) -> float:
@@ -262,12 +262,26 @@ def test_bounds_are_not_above_what_they_bound(words: str) -> None:
         most_chunks = max(pipeline.chunks for pipeline in group.pipelines)
         least_s = costs.group_bound(group.base, most_chunks)
         larger = costs.larger_blocks(group.base)
-        leanest = costs.leanest_pipeline(group)
         for layout in group:
             simulated = costs.simulate(layout)
             assert least_s <= simulated.seconds * (1 + 1e-9)
             own_bytes = costs.least_peak(layout, costs.blocks(layout))
             assert own_bytes <= simulated.peak_bytes
             assert costs.least_peak(layout, larger) <= (1 + PEAK_ERROR) * own_bytes
+            leanest = costs.leanest_pipeline(group, layout.zero)
             states = costs.state_bytes(group.layout(leanest, layout.zero))
             assert states <= costs.state_bytes(layout)
+
+
+@pytest.mark.slow
+def test_of_the_schedules_of_a_group_the_one_with_the_smallest_states_decides() -> None:
+    """With experts it is not the one with the fewest parameters: fewer ranks share an expert's states."""
+    words = "--model.preset deepseek-16b --batch.global_size 64"
+    run = load(words.split(), FAMILIES)
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(find_hardware("h100")))
+    for group in candidates(LayoutKeys.of(run), Space(32, 8)).groups:
+        for zero in group.zeros:
+            leanest = costs.leanest_pipeline(group, zero)
+            states = costs.state_bytes(group.layout(leanest, zero))
+            of_all = [costs.state_bytes(group.layout(other, zero)) for other in group.pipelines]
+            assert states == min(of_all)

@@ -332,16 +332,17 @@ class LayoutCosts:
             self._most[key] = max(self.stages.params_of_ranks(layout, table))
         return self._most[key]
 
-    def leanest_pipeline(self, group: LayoutGroup) -> PipelineChoice:
-        """Of a group's schedules the one whose fullest rank has the fewest parameters."""
+    def leanest_pipeline(self, group: LayoutGroup, zero: int) -> PipelineChoice:
+        """Of a group's schedules the one whose fullest rank has the smallest states."""
         base = group.base
-        key = base.degree(PP), base.block_degrees, group.pipelines
+        num_sharing = base.num_data, len(base.expert_group)
+        key = base.degree(PP), base.block_degrees, num_sharing, zero, group.pipelines
         if key not in self._leanest:
 
-            def most_params(pipeline: PipelineChoice) -> float:
-                return self._most_params(group.layout(pipeline, 0)).total
+            def states_of(pipeline: PipelineChoice) -> float:
+                return self.state_bytes(group.layout(pipeline, zero))
 
-            self._leanest[key] = min(group.pipelines, key=most_params)
+            self._leanest[key] = min(group.pipelines, key=states_of)
         return self._leanest[key]
 
     def bound(self, layout: Layout, costs: CostsByKind) -> Bound:

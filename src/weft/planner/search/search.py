@@ -158,8 +158,8 @@ class _LayoutSearch:
     def _add_group(self, group: LayoutGroup) -> None:
         """Reject what the states alone do not fit; queue the rest with its sharding."""
         fitting = []
-        leanest = self.costs.leanest_pipeline(group)
         for zero in group.zeros:
+            leanest = self.costs.leanest_pipeline(group, zero)
             layout = group.layout(leanest, zero)
             states = self.costs.state_bytes(layout)
             smallest = self.result.smallest
@@ -281,8 +281,9 @@ class _LayoutSearch:
         return self.costs.group_bound(group.base, most_chunks)
 
     def _least_states(self, group: LayoutGroup, zeros: Sequence[int]) -> float:
-        leanest = self.costs.leanest_pipeline(group)
-        layout = group.layout(leanest, max(zeros))
+        most_sharded = max(zeros)
+        leanest = self.costs.leanest_pipeline(group, most_sharded)
+        layout = group.layout(leanest, most_sharded)
         return self.costs.state_bytes(layout)
 
     def _least_peaks(self, sharding: Sharding) -> Iterator[tuple[Layout, float]]:
