@@ -183,7 +183,8 @@ def test_snapshots_without_a_second_copy_have_a_note_and_a_fresh_start_reads_non
     run = run.with_values({"mesh": "dp3", "batch": run.batch.model_copy(update={"global_size": 6})})
     memory = tmp_path / "memory"
     for _ in range(2):
-        events = train_on_nodes(run, memory, nodes=uneven, until=4)
+        # the snapshot of step 4 waits for that of step 2
+        events = train_on_nodes(run, memory, nodes=uneven, until=5)
         (note,) = [event["text"] for event in events if event["event"] == "note"]
         assert "save.memory_every: no shift along the axes" in note
         assert "a lost node loses them" in note
