@@ -214,6 +214,7 @@ def test_conversations_are_trained_on_as_transformers_with_trl_masks(
         "--mesh cp2",
         '--mesh "cp2 tp2" --parallel.sequence True',
         "--mesh dp2 --parallel.zero 3",
+        "--mesh dp2 --deterministic True",
     ],
 )
 def test_dpo_equals_a_plain_program(folder, tmp_path, dpo_losses, words):

@@ -188,11 +188,8 @@ def mean_outer_gradient(
 
 
 def batch_of_site(run: Run, samples: Samples, step: int, *, index: int, num_sites: int) -> Batch:
-    """The sequences of one site: of each round of micro-batches over all data ranks its share."""
+    """The sequences of one site: consecutive ones, however ranks of a site share them."""
     size = run.batch.global_size
-    micro = run.batch.micro_size
-    ranks_of_site = run.num_data_ranks // num_sites
     chosen = samples_of_step(step, global_size=size, num_samples=samples.num_samples, seed=run.seed)
-    rounds = chosen.reshape(-1, num_sites, ranks_of_site * micro)
-    own = rounds[:, index].reshape(-1)
+    own = chosen.reshape(num_sites, -1)[index]
     return whole_batch(samples, own, later=run.model.reads_later_targets)

@@ -23,7 +23,6 @@ from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
 from weft.config.schema import SiteConfig
 from weft.core.axes import Box, local_update_axis, without_local_updates
-from weft.core.dimension import sequence_axes
 from weft.core.mesh import Mesh
 from weft.models.common.batch import Batch
 from weft.prove.bounds import TOLERANCE
@@ -197,14 +196,11 @@ class SiteProof:
         return found
 
     def _plain_site(self, index: int) -> PlainSite:
-        inside = self.subject.inside_site()
-        task = inside.task()
-        num_data_ranks = inside.mesh.degree(sequence_axes())
+        task = self.subject.inside_site().task()
         return PlainSite(
             task,
             index=index,
             num_sites=self.num_sites,
-            sequences_of_round=num_data_ranks * task.batch.micro_size,
         )
 
 
@@ -213,7 +209,6 @@ class PlainSite(Reference):
 
     Args:
         task: of one site.
-        sequences_of_round: in a micro-batch of each data rank of a site.
     """
 
     def __init__(
@@ -222,15 +217,13 @@ class PlainSite(Reference):
         *,
         index: int,
         num_sites: int,
-        sequences_of_round: int,
     ) -> None:
         super().__init__(task, records=False)
         self.index = index
         self.num_sites = num_sites
-        self.sequences_of_round = sequences_of_round
 
     def batch_of_step(self, step: int) -> Batch:
-        """Of each round of micro-batches over all data ranks the part of this site."""
+        """The part of this site: consecutive samples of the batch."""
         task = self.task
         whole = global_batch(
             task.samples,
@@ -239,9 +232,8 @@ class PlainSite(Reference):
             seed=task.seed,
             later=task.model.reads_later_targets,
         )
-        rows = torch.arange(len(whole.inputs))
-        rows = rows.view(-1, self.num_sites, self.sequences_of_round)
-        return whole.rows(rows[:, self.index].flatten())
+        rows_by_site = torch.arange(len(whole.inputs)).view(self.num_sites, -1)
+        return whole.rows(rows_by_site[self.index])
 
 
 class PlainOuterStep:

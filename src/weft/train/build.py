@@ -21,7 +21,7 @@ from weft.config.schema import (
     ParallelConfig,
     SiteConfig,
 )
-from weft.core.dimension import data_axis, position_axes, sequence_axes
+from weft.core.dimension import data_axis, local_update_axes, position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.logprob_files import FOLDER
 from weft.data.samples import Samples
@@ -226,6 +226,9 @@ def build_data_loader(
         fixed_order: which micro-batches a rank gets, where gradients are added in a fixed order.
         later: whether the model also reads targets of later positions (multi-token prediction).
     """
+    num_groups = comm.degree(local_update_axes())  # each site: consecutive samples, by any layout
+    if fixed_order == "ranks of micro-batches":
+        num_groups = comm.degree(data_axis())
     return DataLoader(
         samples,
         global_size=batch.global_size,
@@ -233,7 +236,7 @@ def build_data_loader(
         seed=seed,
         index=comm.index(sequence_axes()),
         degree=comm.degree(sequence_axes()),
-        outer=comm.degree(data_axis()) if fixed_order == "ranks of micro-batches" else 1,
+        outer=num_groups,
         device=comm.device,
         later=later,
         context_index=comm.index(position_axes()),

@@ -141,6 +141,7 @@ class _LogprobRecorder:
             index=loader.index,
             degree=loader.degree,
             micro_size=loader.micro_size,
+            outer=loader.outer,
         ).ravel()
 
     def logprobs(self, chosen: np.ndarray) -> Logprobs:
