@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,18 @@ from weft.parallel.pipeline.player import Player
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.zero.grad_norm import sum_tied_gradients
 from weft.parallel.zero.grouping import bucket_reducer
+from weft.parallel.zero.shard_gradient import (
+    ShardGradient,
+    clip_to,
+    shard_axes_of,
+    total_norm,
+)
+from weft.parallel.zero.wrapped_params import (
+    check_not_wrapped,
+    check_requires_grad,
+    mark_wrapped,
+    reject_copy,
+)
 from weft.schedule.catalog import find, lines_of
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
@@ -68,8 +81,13 @@ class PipelineParallel(nn.Module):
         _check_one_replica(comm.mesh)
         if chunks is None:
             chunks = find(schedule).default_chunks
+        for block in blocks:
+            check_not_wrapped(block, WRAPPER_NAME)
+            _check_no_shards(block)
+        num_stages = comm.degree(PP) * chunks
+        _check_enough_blocks(blocks, num_stages)
         outputs = _block_outputs(blocks, example)
-        stages = _stages(outputs, num_stages=comm.degree(PP) * chunks)
+        stages = _stages(outputs, num_stages=num_stages)
         dtype = _boundary_dtype(stages, outputs)
         plan = Plan(
             mesh=comm.mesh,
@@ -102,10 +120,21 @@ class PipelineParallel(nn.Module):
             reduce_axes=reduce_axes,
             stage_of=self.model.stage_of,
         )
+        self._trained = {name: param.requires_grad for name, param in self.model.params.items()}
+        mark_wrapped(self.model.params.values(), WRAPPER_NAME, reducer=self._reducer)
+        self._start_alike()
         self._player = Player(
             self.model,
             before_last_backward=self._reducer.set_requires_gradient_sync,
         )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Rejected: a copy would not have the communication.
+
+        Raises:
+            PlanError: by copy.deepcopy, copy.copy, pickle and torch.save.
+        """
+        reject_copy(WRAPPER_NAME)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss over `inputs` (of all data ranks); returns that loss, on every
@@ -115,8 +144,11 @@ class PipelineParallel(nn.Module):
 
         Raises:
             PlanError: N does not divide by `microbatches`, inputs and targets differ in it, or, with
-                a pipeline, micro-batches have another shape than `example`.
+                a pipeline, micro-batches have another shape than `example`; gradients are disabled,
+                or a parameter was frozen or unfrozen since the pipeline was made.
         """
+        _check_gradients_enabled()
+        check_requires_grad(self.model.params.items(), self._trained, WRAPPER_NAME)
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
         seed = torch.full((), 1.0 / num_parts, dtype=torch.float64, device=self.comm.device)
@@ -126,6 +158,50 @@ class PipelineParallel(nn.Module):
         loss = state.loss * seed
         self._finish_gradients(axes)
         return self.comm.all_reduce(loss, (PP, *axes))
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all stages is at most `max_norm`; returns the
+        norm before, float64. A collective over all ranks.
+
+        torch.nn.utils.clip_grad_norm_ would take the norm of this rank's stages: it is rejected.
+        """
+        aliases = {tie.name for tie in self.model.cross_stage_ties if not tie.is_owner}
+        counted: list[tuple[Tensor, tuple[str, ...]]] = []
+        gradients: list[Tensor] = []
+        for name, param in self.model.params.items():
+            if param.grad is None:
+                continue
+            gradients.append(param.grad)
+            if name not in aliases:
+                counted.append((param.grad, ()))
+        norm = total_norm(self.comm, counted, over=PP)
+        clip_to(gradients, norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def _start_alike(self) -> None:
+        """Give replicas the values of the first of them: parameters and buffers of the data ranks,
+        and layers that pipeline ranks share, from the rank of the first stage that has them.
+        """
+        comm = self.comm
+        axes = data_axes(comm.mesh)
+        for tensor in (*self.stages.parameters(), *self.stages.buffers()):
+            if not tensor.is_meta:
+                comm.broadcast_(tensor, axes, root=0)
+        for tie in self.model.cross_stage_ties:
+            param = self.model.params[tie.name]
+            if param.is_meta:
+                continue
+            own = param.detach().clone()
+            received = torch.empty_like(own)
+            with comm.grouped_messages():
+                send = comm.start_send(own, PP, to=tie.peer)
+                receiving = comm.start_recv(received, PP, source=tie.peer)
+            received = receiving.wait()
+            send.wait()
+            if tie.peer < comm.index(PP):
+                param.copy_(received)
 
     def _micro_batches(self, inputs: Tensor, targets: Tensor) -> list[Batch]:
         self._check_step_shapes(inputs, targets)
@@ -178,14 +254,17 @@ class PipelineParallel(nn.Module):
         used = set(reducer.used_on_any_rank(axes))
         reducer.finish()
         sum_tied_gradients(self.model, reducer)
+        is_sharded = self.comm.degree(PP) > 1
         used.update(tie.name for tie in self.model.cross_stage_ties)
         for group in reducer.groups:
             for name, param in group.params.items():
                 param.grad = None
                 if name in used:
-                    param.grad = group.grad_view(name)
+                    view = group.grad_view(name)
+                    param.grad = view.as_subclass(ShardGradient) if is_sharded else view
 
 
+WRAPPER_NAME = "PipelineParallel"
 LOSS = "loss"
 """Name of the block that is added after the user's."""
 
@@ -239,13 +318,64 @@ def _check_one_replica(mesh: Mesh) -> None:
         )
 
 
-def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output]:
+def _check_gradients_enabled() -> None:
+    if not torch.is_grad_enabled():
+        raise PlanError(
+            Fault(
+                f"{WRAPPER_NAME}.step",
+                "runs backwards, and gradients are disabled",
+                fix="call it outside torch.no_grad() and torch.inference_mode()",
+            )
+        )
+
+
+def _check_no_shards(block: nn.Module) -> None:
+    for name, param in block.named_parameters():
+        axes = shard_axes_of(param)
+        if axes:
+            raise PlanError(
+                Fault(
+                    f"blocks: {name}",
+                    f"belongs to a layer that is sharded over {', '.join(axes)} already",
+                    need="plain layers",
+                    fix="weft.parallelize with axes, which shards plain layers over tp and pp",
+                )
+            )
+
+
+def _check_enough_blocks(blocks: Sequence[nn.Module], num_stages: int) -> None:
+    if len(blocks) < num_stages:
+        raise PlanError(
+            Fault(
+                "blocks",
+                "a stage would have none",
+                got=str(len(blocks)),
+                need=f"at least {num_stages}, one for each stage",
+                fix="split modules into more blocks, or use fewer pipeline ranks or chunks",
+            )
+        )
+
+
+def _block_outputs(
+    blocks: Sequence[nn.Module],
+    example: Tensor,
+) -> list[_Output]:
     """What each block returns on the meta device."""
     x = torch.empty_like(example, device="meta")
     outputs: list[_Output] = []
-    for block in blocks:
+    for index, block in enumerate(blocks):
         meta_block = copy.deepcopy(block).to("meta")
         x = meta_block(x)
+        if not isinstance(x, Tensor):
+            raise PlanError(
+                Fault(
+                    f"blocks[{index}]",
+                    "its output is not a tensor",
+                    got=type(x).__name__,
+                    need="one tensor, which the next block takes",
+                    fix="join it with the block after it, or return one tensor",
+                )
+            )
         output = _Output(tuple(x.shape), x.dtype)
         outputs.append(output)
     return outputs

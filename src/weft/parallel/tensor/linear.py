@@ -14,6 +14,7 @@ from weft.core.mesh import Axis
 from weft.models.common.lora import plus_adapter, take_adapter
 from weft.parallel.tensor.region import DeferredWeight, Region, SharedEntries, linear
 from weft.parallel.tp import AXIS
+from weft.parallel.zero.shard_gradient import mark_sharded
 
 
 class ColumnParallelLinear(nn.Module):
@@ -63,6 +64,9 @@ class ColumnParallelLinear(nn.Module):
         self.deferred: DeferredWeight | None = None
         take_adapter(self)
         _reset(self)
+        if degree > 1:
+            for param in self.parameters():
+                mark_sharded(param, axis)
 
     @classmethod
     def from_linear(
@@ -124,8 +128,9 @@ class RowParallelLinear(nn.Module):
     forward, identity backward.
 
     Each rank holds columns `span(in_features, n, i)` of W and takes those input features; the bias
-    is whole and added once, after the sum. With `sequence_parallel` the sum is reduce-scattered
-    along the sequence.
+    is whole and added once, after the sum; it starts as the first rank's. With `sequence_parallel`
+    the sum is reduce-scattered along the sequence, and the gradient of the bias is this rank's
+    part: all-reduce it over `axis` before the optimizer steps.
     Source: Shoeybi et al. 2019; Korthikanti et al. 2022.
     """
 
@@ -161,6 +166,10 @@ class RowParallelLinear(nn.Module):
         self.region = Region(comm, axis, sequence_parallel)
         take_adapter(self)
         _reset(self)
+        if degree > 1:
+            mark_sharded(self.weight, axis)
+            if self.bias is not None and not self.bias.is_meta:
+                comm.broadcast_(self.bias.data, axis, root=0)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, region: Region) -> RowParallelLinear:

@@ -22,6 +22,7 @@ from weft.models.common.preference import REQUIREMENT, PreferenceLoss
 from weft.models.common.seam import check_replaceable
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
+from weft.parallel.zero.shard_gradient import mark_sharded
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -58,6 +59,8 @@ class VocabParallelEmbedding(nn.Module):
         )
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
+        if comm.degree(axis) > 1:
+            mark_sharded(self.weight, axis)
 
     @classmethod
     def from_embedding(

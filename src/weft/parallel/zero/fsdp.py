@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,6 +21,15 @@ from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.registered_shards import WRAPPER_NAME, make_shards, register_shards
+from weft.parallel.zero.shard_gradient import (
+    PendingGradient,
+    ShardGradient,
+    clip_to,
+    pending_gradient,
+    reject_unsynchronized_use,
+    shard_axes_of,
+    total_norm,
+)
 from weft.parallel.zero.sharding_policy import ShardingPolicy
 from weft.parallel.zero.unshard_hooks import (
     BlockGroups,
@@ -113,6 +123,7 @@ class FullyShardedDataParallel(nn.Module):
         chosen = tuple(default_blocks(module) if blocks is None else blocks)
         chain = (*chosen, module)  # the module comes last, with the parameters of no block
         self._name_of = {id(param): name for name, param in module.named_parameters()}
+        self._tensor_axes = {name: shard_axes_of(p) for name, p in module.named_parameters()}
         self._state_names = self._names_by_state_key()
         params_of_block = [own_params(block, chain) for block in chain]
         groups = self._make_groups(chain)
@@ -133,6 +144,8 @@ class FullyShardedDataParallel(nn.Module):
         for param_id, name in self._name_of.items():
             shard_of_param[param_id] = self._shard_of[name]
         register_shards(module, shard_of_param)
+        self._pending: dict[str, tuple[Tensor, int]] = {}
+        self._reducer.call_after_backward(weakref.WeakMethod(self._hold_gradients))
         self._is_stale = False
         self._is_in_forward = False
         self._requires_gradient_sync = True
@@ -332,41 +345,63 @@ class FullyShardedDataParallel(nn.Module):
         of a step.
         """
         check_all_wrapped(self.module, WRAPPER_NAME)
+        self._release_gradients()
         reducer = self._reducer
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)
         reducer.finish()
+        is_sharded = self.comm.degree(self.axis) > 1
         for group in reducer.trained_groups:
             for name, gradient in group.take_reduced_grads().items():
                 shard = self._shard_of[name]
                 if name not in used:
                     continue
                 if shard.grad is None:
-                    shard.grad = gradient
+                    shard.grad = gradient.as_subclass(ShardGradient) if is_sharded else gradient
                 else:
                     shard.grad.add_(gradient)
         self._is_stale = True
+
+    def _hold_gradients(self) -> None:
+        """After the first backward since gradients were synchronised: note each shard's gradient,
+        which must stay until then; zeroing it would not discard what the backward yielded.
+        """
+        if self._pending:
+            return
+        for name, shard in self._shard_of.items():
+            if not shard.requires_grad:
+                continue
+            if shard.grad is None:
+                shard.grad = pending_gradient(shard)
+            self._pending[name] = (shard.grad, shard.grad._version)
+
+    def _release_gradients(self) -> None:
+        """Reject gradients that were zeroed or changed since `_hold_gradients`."""
+        pending = self._pending
+        self._pending = {}
+        for name, (held, version) in pending.items():
+            shard = self._shard_of[name]
+            if shard.grad is not held or held._version != version:
+                reject_unsynchronized_use(f"that of {name} was zeroed or changed")
+        for name, (held, _) in pending.items():
+            if isinstance(held, PendingGradient):
+                self._shard_of[name].grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns the
         norm before, float64.
 
-        torch.nn.utils.clip_grad_norm_ would take the norm of this rank's entries.
+        torch.nn.utils.clip_grad_norm_ would take the norm of this rank's entries: it is rejected.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        gradients: list[Tensor] = []
-        for shard in self._shard_of.values():
-            if shard.grad is None:
-                continue
-            gradients.append(shard.grad)
-            squares = shard.grad.double().square()
-            total += squares.sum()
-        squared_norm = self.comm.all_reduce(total, self.axis)
-        norm = squared_norm.sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor)
+        own_axes = axis_names(self.axis)
+        gradients: list[tuple[Tensor, tuple[str, ...]]] = []
+        for name, shard in self._shard_of.items():
+            if shard.grad is not None:
+                axes = (*own_axes, *self._tensor_axes[name])
+                gradients.append((shard.grad, axes))
+        norm = total_norm(self.comm, gradients)
+        clip_to((gradient for gradient, _ in gradients), norm, max_norm)
         return norm
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -98,6 +98,7 @@ class GradientReducer:
         self.arrived: set[str] = set()
         self.norm_weights: dict[tuple[str, ...], Tensor] = {}
         self._before_change: list[Callable[[], None]] = []
+        self._after_backward: Callable[[], Callable[[], None] | None] | None = None
         self._stages_to_sync: set[int] = set()
         self._touched: dict[int, ParamGroup] = {}
         self._complete: set[int] = set()
@@ -180,6 +181,10 @@ class GradientReducer:
             self._stages_to_sync.add(stage)
         else:
             self._stages_to_sync.discard(stage)
+
+    def call_after_backward(self, act: Callable[[], Callable[[], None] | None]) -> None:
+        """Have the function that the weak reference `act` refers to called after each backward."""
+        self._after_backward = act
 
     def begin_leaf(self, leaf: Leaf) -> None:
         """Say whose backward runs next, where gradients are added in a fixed order."""
@@ -287,6 +292,9 @@ class GradientReducer:
         self._touched.clear()
         for stage in sorted(ended_stages):
             self._reduce_incomplete(stage)
+        act = None if self._after_backward is None else self._after_backward()
+        if act is not None:
+            act()
 
     def _reduce_incomplete(self, stage: int) -> None:
         """Reduce the groups that a backward left incomplete; those that are reduced once a step

@@ -13,7 +13,7 @@ from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
 from weft.comm.transport import Work
 from weft.core.mesh import Axis
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, PlanError
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.elementwise import elementwise_state_keys
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
@@ -49,7 +49,8 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         PlanError: the class updates an entry by what the others of its parameter are (LBFGS, Muon,
-            Adafactor), or the parameters are shards of FullyShardedDataParallel.
+            Adafactor), or the parameters are shards of FullyShardedDataParallel; parameters are
+            added or unfrozen later.
 
     Source: Rajbhandari et al. 2020, ZeRO.
     """
@@ -84,6 +85,8 @@ class ShardedOptimizer(Optimizer):
             inner_group["params"] = shards
             inner_groups.append(inner_group)
         self.inner = optimizer(inner_groups, **kwargs)
+        self.defaults = dict(self.inner.defaults)
+        self._frozen = [param for param in self._all_params() if not param.requires_grad]
         self._copy_settings_from_inner()
 
     def _flatten(self, params: Sequence[nn.Parameter]) -> list[_FlatGroup]:
@@ -106,6 +109,36 @@ class ShardedOptimizer(Optimizer):
             flat_groups.append(flat_group)
         return flat_groups
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only torch's constructor may call it.
+
+        Raises:
+            PlanError: parameters are added later, which would not be sharded.
+        """
+        if hasattr(self, "inner"):
+            fault = Fault(
+                "ShardedOptimizer",
+                "parameters cannot be added: states are sharded when it is made",
+                fix="make a new ShardedOptimizer of all parameters",
+            )
+            raise PlanError(fault)
+        super().add_param_group(param_group)
+
+    def _check_unfrozen(self) -> None:
+        """Reject a gradient of a parameter that was frozen when states were sharded: it would not
+        be updated.
+        """
+        for param in self._frozen:
+            if param.grad is not None:
+                fault = Fault(
+                    "ShardedOptimizer",
+                    "requires_grad of a parameter has changed since the optimizer was made",
+                    got=f"a gradient of shape {list(param.shape)}",
+                    need="none, as the parameter was frozen",
+                    fix="set requires_grad before, or make a new ShardedOptimizer",
+                )
+                raise PlanError(fault)
+
     def _copy_settings_from_inner(self) -> None:
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update(_settings(inner))
@@ -123,6 +156,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_unfrozen()
         self._copy_settings_to_inner()
         for flat_group in self._flat_groups:
             flat_group.set_shard_grads()
@@ -190,6 +224,7 @@ class ShardedOptimizer(Optimizer):
         states: dict[int, State] = {}
         for number, param in enumerate(params):
             states[id(param)] = given.get(number, {})
+        self.inner.state.clear()
         for flat_group in self._flat_groups:
             sharded = flat_group.shard_states(
                 states,

@@ -74,6 +74,7 @@ def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> None:
             block.module.register_forward_pre_hook(
                 schedule.before_forward,
                 with_kwargs=True,
+                prepend=True,  # before hooks that compute a weight, such as nn.utils.weight_norm
             )
             block.module.register_forward_hook(schedule.after_forward)
 

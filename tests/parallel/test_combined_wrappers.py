@@ -1,0 +1,251 @@
+"""Wrappers with each other, with torch's utilities and tensor-parallel layers: equal to one process, or an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from weft.comm.comm import Comm
+from weft.errors import PlanError
+from weft.parallel.data_parallel.ddp import DistributedDataParallel
+from weft.parallel.pipeline.module import PipelineParallel
+from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from weft.parallel.zero.fsdp import FullyShardedDataParallel
+from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
+from weft.testing import run_ranks
+
+X, Y = torch.linspace(-1, 1, 64, dtype=torch.float64).sin().view(2, 8, 4)
+
+
+def layers(seed: int = 0, *, sizes: Sequence[int] = (4, 4, 4)) -> list[nn.Module]:
+    """Linears of different values, without torch's generator, which rank threads share."""
+    found: list[nn.Module] = []
+    for number, (size, out) in enumerate(pairwise(sizes)):
+        linear = nn.Linear(size, out, dtype=torch.float64)
+        with torch.no_grad():
+            for param in linear.parameters():
+                entries = torch.arange(param.numel(), dtype=torch.float64)
+                param.copy_((entries * (number + seed + 1.3)).cos().view_as(param))
+        found.append(linear)
+    return found
+
+
+def own_part(x: Tensor, comm: Comm) -> Tensor:
+    return x.chunk(comm.degree("dp"))[comm.index("dp")]
+
+
+def pipeline(blocks: Sequence[nn.Module], comm: Comm) -> PipelineParallel:
+    example = own_part(X, comm)[:2]
+    microbatches = 8 // comm.degree("dp") // 2
+    return PipelineParallel(blocks, comm, loss=mse_loss, example=example, microbatches=microbatches)
+
+
+def synchronised(comm: Comm) -> Any:
+    """A pipeline whose gradients are in place."""
+    pipe = pipeline(layers(), comm)
+    pipe.step(own_part(X, comm), own_part(Y, comm))
+    return pipe
+
+
+def fsdp(comm: Comm, module: nn.Module | None = None) -> Any:
+    """A wrapped module whose gradients are in place."""
+    net = FullyShardedDataParallel(module or nn.Sequential(*layers()), comm)
+    mse_loss(net(own_part(X, comm)), own_part(Y, comm)).backward()
+    net.finish_gradient_synchronization()
+    return net
+
+
+def rejected(mesh: str, rank: Callable[[Comm], object], match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        run_ranks(mesh, rank)
+
+
+def expected_clipping(max_norm: float) -> tuple[float, list[Tensor]]:
+    whole = nn.Sequential(*layers())
+    mse_loss(whole(X), Y).backward()
+    norm = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
+    return float(norm), [param.grad for param in whole.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize(("mesh", "make"), [("dp2", fsdp), ("pp2", synchronised)])
+def test_norms_and_loss_scaling_of_a_part_of_the_gradients_are_rejected(
+    mesh: str, make: Callable[[Comm], Any]
+) -> None:
+    def clip(comm: Comm) -> None:
+        nn.utils.clip_grad_norm_(make(comm).parameters(), 1.0)
+
+    def unscale(comm: Comm) -> None:
+        gradients = [param.grad for param in make(comm).parameters()]
+        found, scale = torch.zeros(2, 1)  # as torch.amp.GradScaler does
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, scale)
+
+    rejected(mesh, clip, "Fix: clip_grad_norm_")
+    rejected(mesh, unscale, "would skip different steps")
+
+
+@pytest.mark.parametrize("mesh", ["pp2", "pp2 dp2"])
+def test_a_pipeline_clips_by_the_norm_of_all_stages(mesh: str) -> None:
+    norm, gradients = expected_clipping(0.01)
+
+    def rank(comm: Comm) -> None:
+        pipe = synchronised(comm)
+        assert float(pipe.clip_grad_norm_(0.01)) == pytest.approx(norm, rel=1e-12)
+        own = gradients[2 * comm.index("pp") :]
+        for param, gradient in zip(pipe.parameters(), own, strict=False):
+            torch.testing.assert_close(param.grad, gradient, rtol=1e-10, atol=1e-15)
+
+    run_ranks(mesh, rank)
+
+
+def parallel_linears(comm: Comm) -> nn.Sequential:
+    """This rank's part of `layers()`."""
+    up, down = layers()
+    column = ColumnParallelLinear(4, 4, comm=comm, dtype=torch.float64)
+    row = RowParallelLinear(4, 4, comm=comm, dtype=torch.float64)
+    index = comm.index("tp")
+    with torch.no_grad():
+        column.weight.copy_(up.weight.chunk(2)[index])
+        column.bias.copy_(up.bias.chunk(2)[index])
+        row.weight.copy_(down.weight.chunk(2, 1)[index])
+        row.bias.copy_(down.bias)
+    return nn.Sequential(column, row)
+
+
+def test_the_norm_of_shards_counts_tensor_parallel_layers_on_every_rank() -> None:
+    norm, _ = expected_clipping(1.0)
+
+    def rank(comm: Comm) -> float:
+        return float(fsdp(comm, parallel_linears(comm)).clip_grad_norm_(1.0))
+
+    assert run_ranks("dp2 tp2", rank) == pytest.approx([norm] * 4, rel=1e-12)
+
+
+def test_a_pipeline_of_tensor_parallel_layers_is_rejected() -> None:
+    def rank(comm: Comm) -> None:
+        pipeline(list(parallel_linears(comm)), comm)
+
+    rejected("pp2 tp2", rank, "sharded over tp already")
+
+
+def test_the_whole_bias_of_a_row_parallel_linear_starts_alike_on_all_ranks() -> None:
+    def rank(comm: Comm) -> list[float]:
+        return RowParallelLinear(5, 3, comm=comm).bias.tolist()
+
+    first, second = run_ranks("tp2", rank)
+    assert first == second
+
+
+def test_replicas_and_shared_layers_of_a_pipeline_start_alike() -> None:
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        first, second = layers(seed=comm.rank)
+        pipe = pipeline([first, second, first], comm)
+        pipe.step(own_part(X, comm), own_part(Y, comm))
+        return {name: param.detach().clone() for name, param in pipe.model.params.items()}
+
+    ranks = run_ranks("pp2 dp2", rank)
+    values = [list(params.values()) for params in ranks]
+    copies = [params[:2] for params in (values[0], values[1])]
+    assert len(ranks) == 4
+    torch.testing.assert_close(ranks[0], ranks[1], rtol=0, atol=0)
+    torch.testing.assert_close(ranks[2], ranks[3], rtol=0, atol=0)
+    torch.testing.assert_close(copies[0], values[2][-2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, FullyShardedDataParallel])
+def test_a_pipeline_reduces_its_own_gradients(wrap: Callable[[nn.Module, Comm], nn.Module]) -> None:
+    match = "wrapped module already"
+    rejected("pp2 dp2", lambda comm: wrap(pipeline(layers(), comm), comm), match)
+    rejected("dp2", lambda comm: pipeline([wrap(each, comm) for each in layers()], comm), match)
+
+
+def test_misuse_of_a_pipeline_is_one_line() -> None:
+    def frozen_later(comm: Comm) -> None:
+        pipe = pipeline(layers(), comm)
+        pipe.requires_grad_(False)
+        pipe.step(X, Y)
+
+    def without_gradients(comm: Comm) -> None:
+        with torch.no_grad():
+            synchronised(comm)
+
+    class Several(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), None
+
+    several = [Several(4, 4, dtype=torch.float64), *layers()]
+    rejected("dp1", frozen_later, "requires_grad of .* has changed")
+    rejected("dp1", without_gradients, "gradients are disabled")
+    rejected("dp1", lambda comm: pipeline(several, comm), "output is not a tensor")
+    rejected("pp2", lambda comm: pipeline(layers()[:1], comm), "a stage would have none")
+    rejected("dp1", lambda comm: copy.deepcopy(pipeline(layers(), comm)), "cannot be copied")
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("sets_to_none", [False, True])
+def test_gradients_are_not_zeroed_before_they_are_synchronised(
+    accumulates: bool, sets_to_none: bool
+) -> None:
+    def rank(comm: Comm) -> None:
+        net = FullyShardedDataParallel(nn.Sequential(*layers()), comm, zero=2)
+        if accumulates:
+            with net.no_sync():
+                net(X).sum().backward()
+        else:
+            net(X).sum().backward()
+        net.zero_grad(set_to_none=sets_to_none)
+        net(X).sum().backward()
+        net.finish_gradient_synchronization()
+
+    rejected("dp2", rank, "used after a backward and before they are synchronised")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weights_that_hooks_compute_are_those_of_one_process_under_zero_3() -> None:
+    def make() -> nn.Module:
+        first, second = layers()
+        return nn.Sequential(nn.utils.weight_norm(first), second)
+
+    whole = make()
+    mse_loss(whole(X), Y).backward()
+    expected = nn.utils.get_total_norm([param.grad for param in whole.parameters()])
+    for norm in run_ranks("dp2", lambda comm: fsdp(comm, make()).clip_grad_norm_(1.0)):
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+
+
+def test_a_sharded_optimizer_updates_all_that_it_was_made_of_and_no_more() -> None:
+    def made(comm: Comm, *, is_frozen: bool = False) -> tuple[nn.Linear, ShardedOptimizer]:
+        (linear,) = layers(sizes=(4, 4))
+        linear.bias.requires_grad_(not is_frozen)
+        optimizer = ShardedOptimizer(
+            linear.parameters(), torch.optim.AdamW, comm, lr=0.1, betas=(0.8, 0.9)
+        )
+        return linear, optimizer
+
+    def unfrozen_later(comm: Comm) -> None:
+        linear, optimizer = made(comm, is_frozen=True)
+        linear.requires_grad_(True)
+        linear(X).sum().backward()
+        optimizer.step()
+
+    def added_later(comm: Comm) -> None:
+        made(comm)[1].add_param_group({"params": layers()[1].parameters()})
+
+    def fresh_states(comm: Comm) -> Any:
+        linear, optimizer = made(comm)
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+        fresh = optimizer.full_state_dict()
+        linear(X).sum().backward()
+        optimizer.step()
+        optimizer.load_full_state_dict(fresh)
+        return optimizer.full_state_dict()["state"]
+
+    rejected("dp2", unfrozen_later, "requires_grad of a parameter has changed")
+    rejected("dp2", added_later, "parameters cannot be added")
+    assert run_ranks("dp2", fresh_states) == [{}, {}]
