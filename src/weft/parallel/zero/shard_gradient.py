@@ -63,7 +63,7 @@ class ShardGradient(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: Any) -> Tensor:  # type: ignore[override]
+    def __deepcopy__(self, memo: Any) -> Tensor:
         plain = self.as_subclass(Tensor)
         return plain.clone()
 
