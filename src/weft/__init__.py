@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
     from weft.parallel.zero.fsdp import FullyShardedDataParallel
+    from weft.parallel.zero.shard_gradient import clip_grad_norm_
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
     from weft.prove.report import ProofReport
     from weft.pytest_plugin import layouts
@@ -64,6 +65,7 @@ _HOMES = {
     "VocabParallelEmbedding": "weft.parallel.tensor.vocab",
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
+    "clip_grad_norm_": "weft.parallel.zero.shard_gradient",
     "init": "weft.run.init",
     "layouts": "weft.pytest_plugin",
     "parallelize": "weft.parallel.model.parallelize",
@@ -97,6 +99,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "WeftError",
     "Work",
+    "clip_grad_norm_",
     "init",
     "layouts",
     "parallelize",

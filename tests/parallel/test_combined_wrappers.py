@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+import weft
 from weft.comm.comm import Comm
 from weft.errors import PlanError
 from weft.parallel.data_parallel.ddp import DistributedDataParallel
@@ -116,6 +117,38 @@ def parallel_linears(comm: Comm) -> nn.Sequential:
         row.weight.copy_(down.weight.chunk(2, 1)[index])
         row.bias.copy_(down.bias)
     return nn.Sequential(column, row)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "dp2 tp2"])
+def test_parallel_layers_clip_by_the_norm_of_the_whole_model(mesh: str) -> None:
+    """Plain and in a DistributedDataParallel, in a second step too, whose gradients are added in place."""
+    norm, gradients = expected_clipping(0.01)
+
+    def rank(comm: Comm) -> None:
+        net: Any = parallel_linears(comm)
+        wrapped = DistributedDataParallel(net, comm) if comm.degree("dp") > 1 else net
+        for _ in range(2):
+            net.zero_grad(set_to_none=False)
+            mse_loss(wrapped(own_part(X, comm)), own_part(Y, comm)).backward()
+            if wrapped is not net:
+                wrapped.finish_gradient_synchronization()
+            with pytest.raises(PlanError, match=r"Fix: .* weft.clip_grad_norm_"):
+                nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            assert float(weft.clip_grad_norm_(net.parameters(), 0.01, comm)) == pytest.approx(norm)
+        index = comm.index("tp")
+        up, up_bias, down, down_bias = gradients
+        expected = up.chunk(2)[index], up_bias.chunk(2)[index], down.chunk(2, 1)[index], down_bias
+        for param, gradient in zip(net.parameters(), expected, strict=True):
+            torch.testing.assert_close(param.grad, gradient, rtol=1e-10, atol=1e-15)
+
+    run_ranks(mesh, rank)
+
+
+def test_shards_of_a_wrapper_are_clipped_by_the_wrapper() -> None:
+    def rank(comm: Comm) -> None:
+        weft.clip_grad_norm_(fsdp(comm).parameters(), 1.0, comm)
+
+    rejected("dp2", rank, "of the wrapped module")
 
 
 def test_the_norm_of_shards_counts_tensor_parallel_layers_on_every_rank() -> None:

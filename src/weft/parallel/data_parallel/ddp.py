@@ -15,6 +15,7 @@ from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
+from weft.parallel.zero.shard_gradient import mark_gradient
 from weft.parallel.zero.wrapped_params import (
     check_all_wrapped,
     check_not_wrapped,
@@ -135,6 +136,7 @@ class DistributedDataParallel(nn.Module):
             for name, param in group.params.items():
                 if param.grad is None and name in used:
                     param.grad = group.grad_view(name)
+                mark_gradient(param)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's state dict; every rank holds all of it."""

@@ -50,7 +50,8 @@ class ShardGradient(Tensor):
             fault = Fault(
                 "gradients",
                 "torch takes the norm of this rank's part alone, so ranks would clip differently",
-                fix="clip_grad_norm_(max_norm) of the wrapped module, which returns the norm over all ranks",
+                fix="clip_grad_norm_(max_norm) of the wrapped module, or weft.clip_grad_norm_ where only tensor-parallel "
+                "layers are sharded; both return the norm over all ranks",
             )
             raise PlanError(fault)
         if func is FINITE_CHECK:
@@ -110,8 +111,17 @@ def reject_unsynchronized_use(what: str) -> None:
 
 
 def mark_sharded(param: nn.Parameter, axis: Axis) -> None:
-    """Note that other ranks along `axis` hold other entries of a parameter."""
+    """Note that other ranks along `axis` hold other entries of a parameter, and have its gradients
+    reject norms of this rank's part.
+    """
     setattr(param, SHARD_AXES, axis_names(axis))
+    param.register_post_accumulate_grad_hook(mark_gradient)
+
+
+def mark_gradient(param: Tensor) -> None:
+    """Make the gradient of a sharded parameter a `ShardGradient`, of the same memory."""
+    if param.grad is not None and shard_axes_of(param):
+        param.grad = param.grad.as_subclass(ShardGradient)
 
 
 def shard_axes_of(param: Tensor) -> tuple[str, ...]:
@@ -151,3 +161,42 @@ def clip_to(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor)
+
+
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    comm: Comm,
+) -> Tensor:
+    """Scale gradients so that the norm of the whole model's is at most `max_norm`, where tensor-parallel
+    layers hold a part of their parameters on each rank, plain or in a `DistributedDataParallel`. A
+    collective over the axes of these layers: every rank calls it.
+
+    Args:
+        max_norm: the largest norm that stays as it is.
+        comm: that the layers were made with.
+
+    Returns:
+        The norm before, float64, equal on these ranks.
+
+    Raises:
+        PlanError: gradients are parts for another reason: the wrapper has a `clip_grad_norm_` of its
+            own.
+    """
+    gradients: list[tuple[Tensor, tuple[str, ...]]] = []
+    for param in parameters:
+        gradient = param.grad
+        if gradient is None:
+            continue
+        axes = shard_axes_of(param)
+        if isinstance(gradient, ShardGradient) and not axes:
+            fault = Fault(
+                "gradients",
+                "weft.clip_grad_norm_ got shards of a wrapper, whose axes it does not know",
+                fix="clip_grad_norm_(max_norm) of the wrapped module",
+            )
+            raise PlanError(fault)
+        gradients.append((gradient.as_subclass(Tensor), axes))
+    norm = total_norm(comm, gradients)
+    clip_to((gradient for gradient, _ in gradients), norm, max_norm)
+    return norm
