@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.models.common.batch import Batch, Extra
     from weft.models.common.layers import Loss, RegionInput, RegionOutput
     from weft.models.user_model import Model
+    from weft.parallel.autograd.shard_gradient import clip_grad_norm_
     from weft.parallel.context.ring import ring_attention
     from weft.parallel.data_parallel.ddp import DistributedDataParallel
     from weft.parallel.data_parallel.replicas import DataParallel
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
     from weft.parallel.zero.fsdp import FullyShardedDataParallel
-    from weft.parallel.zero.shard_gradient import clip_grad_norm_
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
     from weft.prove.report import ProofReport
     from weft.pytest_plugin import layouts
@@ -65,7 +65,7 @@ _HOMES = {
     "VocabParallelEmbedding": "weft.parallel.tensor.vocab",
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
-    "clip_grad_norm_": "weft.parallel.zero.shard_gradient",
+    "clip_grad_norm_": "weft.parallel.autograd.shard_gradient",
     "init": "weft.run.init",
     "layouts": "weft.pytest_plugin",
     "parallelize": "weft.parallel.model.parallelize",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.errors import PlanError
-from weft.parallel.model.parallelize import materialize_params
+from weft.parallel.model.materialize import materialize_params
 
 
 def test_parameters_larger_than_the_machine_are_rejected_before_any_is_allocated() -> None:

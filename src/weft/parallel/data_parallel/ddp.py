@@ -13,9 +13,9 @@ from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
+from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
-from weft.parallel.zero.shard_gradient import mark_gradient
 from weft.parallel.zero.wrapped_params import (
     check_all_wrapped,
     check_not_wrapped,
@@ -48,7 +48,7 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: gradients are reduced in buckets of about this size.
 
     Raises:
-        PlanError: a parameter belongs to a wrapped module already, or is added, unfrozen after wrapping; an
+        PlanError: a parameter belongs to a wrapped module already, or is added or unfrozen after wrapping; an
             optimizer step or a forward with gradients follows a backward whose gradients were not synchronised.
 
     Source: Li et al. 2020, PyTorch Distributed.

@@ -16,17 +16,17 @@ from weft.core.mesh import Mesh
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
-from weft.parallel.model.parallelize import ParallelModel, parallelize
-from weft.parallel.pipeline.player import Player
-from weft.parallel.pp import AXIS as PP
-from weft.parallel.zero.grad_norm import sum_tied_gradients
-from weft.parallel.zero.grouping import bucket_reducer
-from weft.parallel.zero.shard_gradient import (
+from weft.parallel.autograd.shard_gradient import (
     ShardGradient,
     clip_to,
     shard_axes_of,
     total_norm,
 )
+from weft.parallel.model.parallelize import ParallelModel, parallelize
+from weft.parallel.pipeline.player import Player
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.grad_norm import sum_tied_gradients
+from weft.parallel.zero.grouping import bucket_reducer
 from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,
     check_requires_grad,
@@ -222,6 +222,7 @@ class PipelineParallel(nn.Module):
                     "its samples do not divide into micro-batches of equal size",
                     got=f"{num_samples} samples",
                     need=f"a multiple of {self.microbatches}",
+                    fix="drop the samples that are left over, or pass another number of microbatches",
                 )
             )
         if len(targets) != num_samples:
@@ -231,6 +232,7 @@ class PipelineParallel(nn.Module):
                     "has another number of samples than the inputs",
                     got=str(len(targets)),
                     need=str(num_samples),
+                    fix="pass one target for each input",
                 )
             )
         shape = (num_samples // self.microbatches, *inputs.shape[1:])

@@ -12,9 +12,9 @@ from weft.comm.comm import Comm
 from weft.core.axes import span, span_sizes
 from weft.core.mesh import Axis
 from weft.models.common.lora import plus_adapter, take_adapter
+from weft.parallel.autograd.shard_gradient import mark_sharded
 from weft.parallel.tensor.region import DeferredWeight, Region, SharedEntries, linear
 from weft.parallel.tp import AXIS
-from weft.parallel.zero.shard_gradient import mark_sharded
 
 
 class ColumnParallelLinear(nn.Module):

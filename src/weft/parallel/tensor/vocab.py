@@ -20,9 +20,9 @@ from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.layers import Loss
 from weft.models.common.preference import REQUIREMENT, PreferenceLoss
 from weft.models.common.seam import check_replaceable
+from weft.parallel.autograd.shard_gradient import mark_sharded
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
-from weft.parallel.zero.shard_gradient import mark_sharded
 
 
 class VocabParallelEmbedding(nn.Module):

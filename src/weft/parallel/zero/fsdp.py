@@ -14,14 +14,7 @@ from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import DataError, Fault, PlanError
-from weft.parallel.autograd.tree import map_leaves
-from weft.parallel.dp import AXIS as DP
-from weft.parallel.zero.backward_order import register_backward_order
-from weft.parallel.zero.gradient_reducer import GradientReducer
-from weft.parallel.zero.meta_init import init_block, own_params
-from weft.parallel.zero.param_group import ParamGroup
-from weft.parallel.zero.registered_shards import WRAPPER_NAME, make_shards, register_shards
-from weft.parallel.zero.shard_gradient import (
+from weft.parallel.autograd.shard_gradient import (
     PendingGradient,
     ShardGradient,
     clip_to,
@@ -30,6 +23,13 @@ from weft.parallel.zero.shard_gradient import (
     shard_axes_of,
     total_norm,
 )
+from weft.parallel.autograd.tree import map_leaves
+from weft.parallel.dp import AXIS as DP
+from weft.parallel.zero.backward_order import register_backward_order
+from weft.parallel.zero.gradient_reducer import GradientReducer
+from weft.parallel.zero.meta_init import init_block, own_params
+from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.registered_shards import WRAPPER_NAME, make_shards, register_shards
 from weft.parallel.zero.sharding_policy import ShardingPolicy
 from weft.parallel.zero.unshard_hooks import (
     BlockGroups,

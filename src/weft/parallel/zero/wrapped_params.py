@@ -212,4 +212,5 @@ def _reject_unsynchronized(wrapper: str) -> NoReturn:
     raise PlanError(fault)
 
 
+# One hook for all optimizers: a wrapper does not know one that was made before it, or will be made later.
 register_optimizer_step_pre_hook(_check_before_step)

@@ -36,7 +36,7 @@ TP = MutantLayout("tp2")
 SP = MutantLayout("tp2", options="--parallel.sequence True")
 GPT2 = MutantLayout("tp2", family="gpt2")
 LORA = MutantLayout("tp2", options="--lora.rank 3")
-INIT = "weft.parallel.model.parallelize:init_params"
+INIT = "weft.parallel.model.materialize:init_params"
 AXIS = (TP_AXIS,)
 OUTPUT_SUM = "RowParallelLinear.forward"
 
