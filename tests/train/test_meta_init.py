@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.programs import programs
 from weft.models import FAMILIES
 from weft.train.init_from import meta_modules
 
@@ -47,10 +45,5 @@ def test_values_are_drawn_again_afterwards():
 
 
 def test_making_skeletons_imports_no_compiler():
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = programs().run(SCRIPT)
     assert done.returncode == 0, done.stderr

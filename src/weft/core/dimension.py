@@ -95,8 +95,6 @@ class Dimension:
             degrees of the axis.
         transform: "module:function" of its `Transform`, imported when a model is built (torch is
             imported then); empty: none.
-        preload: modules that every rank imports when it builds its model; a launcher that forks
-            ranks imports them once.
     """
 
     name: str
@@ -112,7 +110,6 @@ class Dimension:
     faults: Callable[[LayoutRequest], Iterable[Fault]] | None = None
     alternatives: tuple[tuple[str, str], ...] = ()
     transform: str = ""
-    preload: tuple[str, ...] = ()
 
     @property
     def is_replicated(self) -> bool:

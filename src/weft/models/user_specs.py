@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, activation_of
+from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class MeasuredBlock:
     flops: float
 
 
+@uncompiled_mode
 class FlopCount(TorchDispatchMode):
     """Adds the FLOPs of matrix products and convolutions."""
 
@@ -63,6 +65,7 @@ def measure_blocks(
     Raises:
         PlanError: a block's forward fails.
     """
+    keep_compiler_unimported()
     found: dict[str, MeasuredBlock] = {}
     x: Any = batch.inputs
     for block_name, block in blocks.items():

@@ -23,5 +23,4 @@ DIMENSION = Dimension(
     shards_activations=True,
     traffic=traffic,
     transform="weft.parallel.tensor.transform:transform",
-    preload=("torch._dynamo",),  # imported by the first elementwise operation on meta tensors
 )

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -15,6 +15,7 @@ from pathlib import Path
 from weft.core.dimension import dimensions
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, Fault, LaunchError
+from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.run.devices import fork_problem
 from weft.run.failure import RankFailure, describe_exit
 from weft.run.worker import STACK_SIGNAL, RankResult, WorkerProcess, fork_worker
@@ -94,21 +95,14 @@ def _unfreeze(*, unless: bool) -> None:
 
 def import_modules_of_ranks(mesh: Mesh | None) -> None:
     """Import what every rank of the mesh would import, before it is forked."""
-    for name in (*PRELOAD, *_modules_of_dimensions(mesh)):
+    keep_compiler_unimported()
+    names = list(PRELOAD)
+    if mesh is not None:
+        transforms = [dimension.transform for dimension in dimensions().values()]
+        names += [transform.partition(":")[0] for transform in transforms if transform]
+    for name in names:
         with suppress(ImportError):
             import_module(name)
-
-
-def _modules_of_dimensions(mesh: Mesh | None) -> Iterator[str]:
-    """The modules that every rank of the mesh would import when it builds its model."""
-    if mesh is None:
-        return
-    degrees = dict(mesh.axes)
-    for dimension in dimensions().values():
-        if degrees.get(dimension.name, 1) > 1:
-            yield from dimension.preload
-        if dimension.transform:
-            yield dimension.transform.partition(":")[0]
 
 
 class WorkerGroup:

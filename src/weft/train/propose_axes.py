@@ -31,6 +31,7 @@ from weft.layout.plan import Plan
 from weft.models.common.attention import Attend
 from weft.models.common.batch import activation_of
 from weft.models.common.init import path_below
+from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 from weft.models.user_family import LOSS, UserFamily, example, meta_blocks
 from weft.parallel.autograd.tree import TensorNotes, tensors_in
 from weft.train.model_checks import check_layout
@@ -109,6 +110,7 @@ class Uses:
     roles: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
+@uncompiled_mode
 class UseTrace(TorchDispatchMode):
     """Follows every tensor back to the linears that it was computed from; see the module's text."""
 
@@ -179,6 +181,7 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
     """
     blocks = meta_blocks(family, config)
     batch = example(family, config, rows=plan.micro_size, seq_len=plan.seq_len)
+    keep_compiler_unimported()
     trace = UseTrace()
     for name, block in blocks.items():
         for path, module in block.named_modules():

@@ -16,6 +16,7 @@ from weft.core.mesh import Mesh
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
+from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.autograd.shard_gradient import (
     ShardGradient,
     clip_to,
@@ -363,6 +364,7 @@ def _block_outputs(
     example: Tensor,
 ) -> list[_Output]:
     """What each block returns on the meta device."""
+    keep_compiler_unimported()
     x = torch.empty_like(example, device="meta")
     outputs: list[_Output] = []
     for index, block in enumerate(blocks):

@@ -38,6 +38,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.models.common.uncompiled import uncompiled_mode
 from weft.parallel.autograd.tree import TensorNotes, tensors_in
 from weft.parallel.tensor.dims import (
     DimFactor,
@@ -167,6 +168,7 @@ def _is_below(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
 
 
+@uncompiled_mode
 class ShardingTrace(TorchDispatchMode):
     """Follows values through every torch operation of a forward; see Note [Sharding trace].
 

@@ -22,6 +22,7 @@ from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
 from weft.models.common.moe import MoE
+from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
 from weft.parallel.model.parallelize import ParallelModel
@@ -132,6 +133,7 @@ def measure_rank(
         recorder_type: `CallRecorder` for collectives and messages alone: bytes and kernels are then
             not counted.
     """
+    keep_compiler_unimported()
     plan = run.plan
     comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
     step = build_configured_step(run.config, plan, comm)

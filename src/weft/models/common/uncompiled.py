@@ -1,0 +1,87 @@
+"""Keeps torch's compiler from being imported where nothing is compiled: by shapes, dispatch modes and optimizers.
+
+Note [No compiler for shapes]
+    torch excludes some of its own functions from compilation: most operations on the meta device,
+    `__torch_dispatch__` of modes, four methods of optimizers. It wraps each at its first call by
+    `torch._dynamo.disable`, and so imports the compiler: 829 modules, a second of computing and 70 MB
+    in each process. A program that has not imported the compiler compiles nothing. There the
+    functions are called as they are; once the compiler is imported, torch's own wrapper is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch._compile
+import torch._decomp
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COMPILER = "torch._dynamo"
+OPERATIONS = "torch._refs"
+"""Modules of torch's operations that are written in Python."""
+WRAPPER = "__dynamo_disable"
+"""Attribute in which torch keeps the wrapper of a function."""
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
+
+
+class UntilCompilerIsImported:
+    """A function as it is until the compiler is imported, then in torch's own wrapper."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        disable = getattr(sys.modules.get(COMPILER), "disable", None)
+        if disable is None:
+            return self.function(*args, **kwargs)
+        wrapper = disable(self.function, True, wrapping=False)
+        setattr(self.function, WRAPPER, wrapper)
+        return wrapper(*args, **kwargs)
+
+
+@functools.cache
+def keep_compiler_unimported() -> None:
+    """Have neither operations on the meta device nor optimizers import the compiler; see Note [No
+    compiler for shapes].
+    """
+    _call_plainly(_excluded_functions())
+
+
+def uncompiled_mode(mode: type[Mode]) -> type[Mode]:
+    """Class decorator: `__torch_dispatch__` of the mode imports no compiler."""
+    _call_plainly([mode.__torch_dispatch__])
+    return mode
+
+
+def _excluded_functions() -> Iterator[object]:
+    """Functions of which torch excludes some, or functions behind them, from compilation."""
+    for functions in torch._decomp.global_decomposition_table.values():
+        yield from functions.values()
+    for name, module in list(sys.modules.items()):
+        if name.startswith(OPERATIONS):  # they call each other
+            yield from list(vars(module).values())
+    yield from vars(Optimizer).values()
+
+
+def _call_plainly(functions: Iterable[object]) -> None:
+    """Treat these functions, and all that they wrap."""
+    wrapped_code = torch._compile._disable_dynamo.__code__.co_consts
+    left = list(functions)
+    seen: set[int] = set()
+    while left:
+        function = left.pop()
+        if not isinstance(function, FunctionType) or id(function) in seen:
+            continue
+        seen.add(id(function))
+        wrapped = [cell.cell_contents for cell in function.__closure__ or ()]
+        left += wrapped
+        if function.__code__ in wrapped_code:
+            place = function.__code__.co_freevars.index("fn")
+            excluded = wrapped[place]
+            if not hasattr(excluded, WRAPPER):
+                setattr(excluded, WRAPPER, UntilCompilerIsImported(excluded))

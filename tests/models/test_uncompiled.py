@@ -1,0 +1,59 @@
+"""torch's compiler is not imported for shapes, modes and optimizers; once it is imported, torch's own wrappers are used."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.programs import programs
+from tests.tiny_run import TINY
+from weft.models.common.uncompiled import COMPILER, uncompiled_mode
+
+SCRIPT = """
+import sys
+import torch
+from weft.cli import main
+
+words = ("--mesh", "tp2", *sys.argv[1:])
+assert main(["explain", *words]) == 0
+assert main(["train", *words, "--steps", "1", "--out", "run"]) == 0
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
+"""
+
+
+def test_tensor_parallelism_plans_and_optimizers_of_torch_import_no_compiler(tmp_path):
+    done = programs().run(SCRIPT, *TINY, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_once_the_compiler_is_imported_functions_are_excluded_by_it(monkeypatch):
+    @uncompiled_mode
+    class Count(TorchDispatchMode):
+        num_calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.num_calls += 1
+            return func(*args, **(kwargs or {}))
+
+    excluded = []
+
+    def disable(function, recursive, *, wrapping):
+        excluded.append(function.__name__)
+        return function
+
+    monkeypatch.delitem(sys.modules, COMPILER, raising=False)
+    with Count() as count:
+        torch.ones(2)
+        assert COMPILER not in sys.modules
+        monkeypatch.setitem(sys.modules, COMPILER, SimpleNamespace(disable=disable))
+        torch.ones(2)
+        torch.ones(2)
+    assert count.num_calls == 3
+    assert excluded == ["__torch_dispatch__"]
