@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.checkpoint.saving import save
 from tests.matrix.layouts import LR, Case, batches
+from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
 from weft.config.run import Run
@@ -19,7 +20,7 @@ from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
 from weft.train.optim import NamedOptimizer
-from weft.train.run_start import StartState
+from weft.train.run_start import StartState, restore_newest
 from weft.train.step import TrainStep
 
 SMALL = {"layers": 2, "microbatches": 2}
@@ -102,16 +103,43 @@ def restored(
         recorded = run.optim.model_dump(mode="json")
         start_state = StartState(open_checkpoint(folder / FINAL))
         start_state.restore(step, recorded)
-        assert isinstance(step.optimizer, NamedOptimizer)
-        states = step.optimizer.state.values()
-        entries = []
-        for state in states:
-            for x in state.values():
-                if x.numel():
-                    entries.append(float(x.abs().max()))
-        return step.grads.full_parameters(), max(entries)
+        return step.grads.full_parameters(), largest_state(step)
 
     return run_ranks(case.mesh, rank)
+
+
+def largest_state(step: TrainStep) -> float:
+    """The largest entry of any optimizer state here."""
+    assert isinstance(step.optimizer, NamedOptimizer)
+    entries = []
+    for state in step.optimizer.state.values():
+        for x in state.values():
+            if x.numel():
+                entries.append(float(x.abs().max()))
+    return max(entries)
+
+
+def test_a_rollback_to_a_checkpoint_of_another_optimizer_begins_with_fresh_state(
+    tmp_path: Path,
+) -> None:
+    """Momentum of the steps that are taken back would be that of other parameters."""
+    sgd = OptimConfig(name="sgd")
+    write(tmp_path / FOLDER, ZERO_3, OptimConfig(name="lion"))
+    optim = sgd.model_copy(update={"on_change": "fresh"})
+
+    def rank(comm: Comm) -> None:
+        step = build_step(run_of(ZERO_3, optim), comm)
+        recorded = optim.model_dump(mode="json")
+        StartState(open_checkpoint(tmp_path / FOLDER / FINAL)).restore(step, recorded)
+        before = step.grads.full_parameters()
+        advance(step, ZERO_3, 1)
+        assert largest_state(step) > 0
+        restore_newest(step, tmp_path, recorded)
+        assert largest_state(step) == 0
+        for name, value in step.grads.full_parameters().items():
+            assert torch.equal(value, before[name])
+
+    run_ranks(ZERO_3.mesh, rank)
 
 
 def test_another_optimizer_is_rejected_or_begins_with_fresh_state(tmp_path: Path) -> None:

@@ -331,11 +331,12 @@ def test_only_adapters_have_gradients_and_optimizer_state(zero: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("mesh", ["dp2"])
-def test_mixed_precision_holds_the_base_in_the_type_of_compute(mesh: str) -> None:
+@pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
+def test_mixed_precision_holds_the_base_in_the_type_of_compute(reduce: str) -> None:
     """Sharded or whole, the base is the same bfloat16 numbers and adapters are updated in float32."""
+    mesh = "dp2"
     case = Case(mesh, **TINY)
-    dtypes = {"params": "float32", "compute": "bfloat16", "reduce": "float32"}
+    dtypes = {"params": "float32", "compute": "bfloat16", "reduce": reduce}
 
     def rank(comm: Comm, zero: int) -> tuple[float, ...]:
         plan = case.plan.model_copy(update={"zero": zero, **dtypes})

@@ -218,6 +218,7 @@ def build_training(
         run.guard,
         steps,
         run_folder=run_folder,
+        optim=run.optim,
     )
     config = run.model_dump(mode="json")
     facts = facts_of(

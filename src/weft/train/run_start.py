@@ -11,9 +11,8 @@ from typing import Any, Literal
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.node_memory import NodeMemory, assemble
 from weft.checkpoint.read import Checkpoint
-from weft.checkpoint.restore import load_parameters, open_newest_valid
+from weft.checkpoint.restore import open_newest_valid
 from weft.checkpoint.resume import AUTO, data_changes, is_other_optimizer
-from weft.checkpoint.state import MODEL
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text
 from weft.data.samples import Samples
@@ -110,7 +109,7 @@ class StartState:
         may_reset = optim is not None and optim["on_change"] == "fresh"
         facts = self.checkpoint.manifest.facts
         if self.is_import or (may_reset and is_other_optimizer({"optim": optim}, facts)):
-            load_parameters(step.state(), self.checkpoint.section(MODEL))
+            step.restore_parameters(self.checkpoint)
         else:
             step.restore(self.checkpoint, may_reset_optimizer=may_reset)
         step.set_position(self.num_done)
@@ -237,9 +236,16 @@ def _state_folders(run_folder: Path, attempt: Attempt) -> list[_StateFolder]:
     return folders
 
 
-def restore_newest(step: TrainStep, run_folder: Path) -> Restored:
+def restore_newest(
+    step: TrainStep,
+    run_folder: Path,
+    optim: Mapping[str, Any] | None = None,
+) -> Restored:
     """Load the newest valid checkpoint of the run folder into a training step; every rank must call
     it.
+
+    Args:
+        optim: as of `StartState.restore`.
 
     Raises:
         CheckpointError: no checkpoint is valid.
@@ -248,9 +254,7 @@ def restore_newest(step: TrainStep, run_folder: Path) -> Restored:
     state = find_start(step.model.comm, out=str(run_folder), resume=AUTO)
     if state.checkpoint is None:
         raise GuardError(f"there is no checkpoint in {run_folder} to go back to")
-    state.restore(step)
-    if state.is_import:
-        step.reset_optimizer()
+    state.restore(step, optim)
     return Restored(
         num_done=state.num_done,
         source=str(state.checkpoint.path),

@@ -217,6 +217,16 @@ class TrainStep:
         if self.local_updates is not None:
             self.local_updates.wait()
 
+    def restore_parameters(self, checkpoint: restore.OpenCheckpoint) -> None:
+        """Load parameters alone; optimizer state and loss scale become those before the first step.
+        Every rank must call it.
+
+        Raises:
+            CheckpointError: see `weft.checkpoint.restore.load_parameters`.
+        """
+        self._reset_optimizer()
+        restore.load_parameters(self.state(), checkpoint.section(MODEL))
+
     def restore(
         self,
         checkpoint: restore.OpenCheckpoint,
@@ -235,7 +245,7 @@ class TrainStep:
         self.grads.before_change()
         state = self.state()
         if may_reset_optimizer and not restore.has_optimizer_state(state, checkpoint.manifest):
-            restore.load_parameters(state, checkpoint.section(MODEL))
+            self.restore_parameters(checkpoint)
             return
         restore.restore(state, checkpoint)
         stored = checkpoint.manifest.facts.loss_scale
@@ -246,8 +256,7 @@ class TrainStep:
                 good_steps=stored["good_steps"],
             )
 
-    def reset_optimizer(self) -> None:
-        """Set optimizer state and loss scale to those before the first step."""
+    def _reset_optimizer(self) -> None:
         self.grads.before_change()
         if self.local_updates is not None:
             self.local_updates.reset()

@@ -18,7 +18,7 @@ from weft.checkpoint.transfer import ranks_without_folder
 from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text, raise_on_all_ranks
 from weft.config.elastic import elastic_note
-from weft.config.schema import EvalConfig, GuardConfig, ModelSection, SaveConfig
+from weft.config.schema import EvalConfig, GuardConfig, ModelSection, OptimConfig, SaveConfig
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.data.conversations import truncation_note
@@ -269,6 +269,7 @@ def build_guard(
     steps: RunSteps,
     *,
     run_folder: Path,
+    optim: OptimConfig,
 ) -> StepGuard:
     """The guard of this run's steps, with what its run folder records; every rank must call it."""
     start = steps.start
@@ -285,7 +286,12 @@ def build_guard(
         steps.loader,
         comm.mesh,
         state=start.guard.without_batches(found["left_out"]),
-        restore=partial(restore_newest, steps.step, run_folder),
+        restore=partial(
+            restore_newest,
+            steps.step,
+            run_folder,
+            optim.model_dump(mode="json"),
+        ),
         needs_first_save=not found["has_checkpoint"],
         record_folder=run_folder / GUARD_FOLDER if comm.rank == 0 else None,
         start={"start_step": start.num_done, "checkpoint": start.path},

@@ -84,7 +84,7 @@ class ParamGroup:
         self._gathering: Work | None = None
         self.unsharded_params: FlatParams | None = None
         self.sharded_param: Tensor | None = None
-        if not policy.keeps_param_memory:
+        if not self._keeps_param_memory:
             self._flatten_params()
         if self.is_trained and policy.keeps_sharded_grad:
             self._allocate_grads()
@@ -94,6 +94,14 @@ class ParamGroup:
         """Whether the parameters have gradients."""
         first = next(iter(self.params.values()))
         return first.requires_grad
+
+    @property
+    def _keeps_param_memory(self) -> bool:
+        """Whether the parameters stay in their own memory. Frozen ones may have to be cast there
+        although the policy has one dtype.
+        """
+        first = next(iter(self.params.values()))
+        return self.policy.keeps_param_memory and first.dtype == self.policy.compute
 
     @property
     def is_sharded(self) -> bool:
