@@ -210,6 +210,7 @@ def test_divisors_are_all_common_ones(numbers):
             "data.seq_len: does not divide by cp3 (got 128; need a multiple of 6: two chunks",
         ),
         (["--mesh", "cp3"], "Fix: --data.seq_len 126 or --data.seq_len 132"),
+        (["--mesh", "pp100", "--model.layers", "40"], 'Fix: --mesh "pp25 dp4" or --mesh pp25'),
         (
             ["--mesh", "cp2 tp2", "--parallel.sequence", "True", "--data.seq_len", "126"],
             "data.seq_len: does not divide by cp2 x tp2 (got 126; need a multiple of 4: two chunks for each of cp2, tp2",

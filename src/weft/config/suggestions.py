@@ -53,12 +53,12 @@ def degrees_of_axis(
 
 
 def smaller_degrees(mesh: Mesh, axis: str) -> Iterator[Suggestion]:
-    """Fewer ranks along `axis`."""
+    """Fewer ranks along `axis`: the next smaller degrees, then divisors of the present one."""
     now = mesh.degree(axis)
-    nearest = range(max(1, now - MAX_DEGREES), now)
-    yield from degrees_of_axis(mesh, axis, nearest)
-    if now > MAX_DEGREES:
-        yield from degrees_of_axis(mesh, axis, [1])
+    least = max(1, now - MAX_DEGREES)
+    yield from degrees_of_axis(mesh, axis, range(least, now))
+    divisors = [degree for degree in range(1, least) if now % degree == 0]
+    yield from degrees_of_axis(mesh, axis, divisors)
 
 
 def mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
@@ -140,20 +140,25 @@ def stages(
     seq_len: int,
 ) -> Iterator[Suggestion]:
     """Fewer stages, or layers for all of them; where `pipeline.split` is set, one that adds up."""
+    layers_now = _num_layers(model, seq_len)
     for suggestion in _numbers_of_stages(mesh, model, pipeline):
         new_mesh = Mesh.parse(suggestion.get("mesh", mesh.text))
         chunks = suggestion.get("pipeline.chunks", pipeline.chunks)
         num_stages = new_mesh.degree(pipeline_axis()) * chunks
-        new_model = model
+        num_layers = layers_now
         if "model.layers" in suggestion:
             new_model = model.model_copy(update={"layers": suggestion["model.layers"]})
-        num_layers = sum(block.is_layer for block in new_model.block_specs(seq_len))
+            num_layers = _num_layers(new_model, seq_len)
         if num_stages > num_layers:
             continue
         if pipeline.split:
             yield {**suggestion, "pipeline.split": _even_split(num_layers, num_stages)}
         else:
             yield suggestion
+
+
+def _num_layers(model: ModelConfig, seq_len: int) -> int:
+    return sum(block.is_layer for block in model.block_specs(seq_len))
 
 
 def _numbers_of_stages(
