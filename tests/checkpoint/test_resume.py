@@ -24,13 +24,16 @@ from tests.tiny_run import TINY
 from weft.checkpoint import write as save_write
 from weft.checkpoint.folder import checkpoints, set_aside
 from weft.checkpoint.read import open_checkpoint
+from weft.checkpoint.resume import data_changes
 from weft.checkpoint.saver import Saver, StatusFlag
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.run import Run
-from weft.config.schema import OptimConfig, PrecisionConfig
+from weft.config.schema import DataConfig, OptimConfig, PrecisionConfig
 from weft.core.axes import Box
+from weft.data.dataset import open_data
 from weft.errors import EXIT_OK, EXIT_USER
+from weft.models import FAMILIES
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
@@ -586,6 +589,10 @@ REFUSED = {
         ("--resume", "{tmp}/run", "--optim.name", "sgd"),
         "error: optim.name: differs from the",
     ),
+    "adapters on a whole model": (
+        ("--resume", "{tmp}/run", "--lora.rank", "2"),
+        "error: lora.rank: the checkpoint {tmp}/run/ckpt/step-000005 has no adapters (got 2; need 0). Fix: --lora.base",
+    ),
     "another type": (
         ("--resume", "{tmp}/run", "--precision.params", "float64", "--precision.reduce", "float64"),
         "error: precision.params: differs from the checkpoint",
@@ -675,6 +682,26 @@ def test_other_data_is_rejected(place, capsys):
         "data.source: other data than the checkpoint was trained on: sha256 differs"
         in capsys.readouterr().err
     )
+
+
+def test_another_packing_of_the_same_tokens_is_other_data(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("some text of a document. " * 8)
+    facts = {}
+    model = FAMILIES["llama3"].Config()
+    for packing in ("stream", "documents"):
+        data = DataConfig(source=str(tmp_path), seq_len=8, packing=packing)
+        facts[packing] = open_data(data, model).facts()
+    first, second = facts.values()
+    assert first["sha256"] == second["sha256"]
+    assert first["samples"] == second["samples"]
+    (fault,) = data_changes(first, second)
+    assert str(fault) == (
+        "data.packing: differs from that of the checkpoint (got documents; need stream). "
+        "Fix: --data.packing stream"
+    )
+    without_packing = {name: value for name, value in first.items() if name != "packing"}
+    assert not list(data_changes(without_packing, second)), "a checkpoint of an older weft"
 
 
 def test_a_full_disk_delays_the_lines_of_events_and_loses_none(tmp_path, monkeypatch):

@@ -200,7 +200,9 @@ def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
             stored = manifest.tensors.get(name)
             dtype = dtype_name(tensor.dtype)
             if stored and stored.dtype != dtype:
-                fix = f"--precision.params {stored.dtype}"
+                is_frozen = local.param.name in state.model.frozen
+                kind = "compute" if is_frozen else "params"
+                fix = f"--precision.{kind} {stored.dtype}"
                 raise CheckpointError(
                     Fault(
                         name,

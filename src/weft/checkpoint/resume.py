@@ -55,6 +55,9 @@ SAME_KEYS_WITH_LORA = ("precision.compute",)
 SAME_DATA_FACTS = ("sha256", "samples", "shares")
 """Facts about the data source that must be unchanged; its location may change."""
 
+PACKING = "packing"
+"""Fact of a text: sequences packed in another way have the same hash and number, and other targets."""
+
 
 def starts_new(resume: str | None, out: str | None) -> bool:
     """Whether a run starts from initial parameters, not from a checkpoint; `auto` may find none
@@ -254,6 +257,9 @@ def _key_changes(
     """Other keys that differ from the checkpoint's and must not."""
     yield from _optimizer_changes(config, facts, path)
     has_lora = bool(_value(config, "lora.rank"))
+    if has_lora and not _value(facts.run, "lora.rank"):
+        yield _new_adapters(config, path)
+        return
     keys: tuple[str, ...] = SAME_KEYS
     if has_lora:
         keys += SAME_KEYS_WITH_LORA
@@ -273,6 +279,17 @@ def _key_changes(
                 need=str(stored),
                 fix=f"--{key} {words}",
             )
+
+
+def _new_adapters(config: Mapping[str, Any], path: Path) -> Fault:
+    """A model without adapters, of a run or an import, is resumed with some."""
+    return Fault(
+        "lora.rank",
+        f"the checkpoint {path} has no adapters",
+        got=str(_value(config, "lora.rank")),
+        need="0",
+        fix=f"--lora.base {path} in place of resume, in another run folder, or --lora.rank 0",
+    )
 
 
 def check_model(
@@ -328,6 +345,15 @@ def data_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Itera
                 need=str(stored[key]),
                 fix=fix,
             )
+    packing = stored.get(PACKING)
+    if packing is not None and packing != current.get(PACKING, packing):
+        yield Fault(
+            "data.packing",
+            "differs from that of the checkpoint",
+            got=str(current[PACKING]),
+            need=str(packing),
+            fix=f"--data.packing {packing}",
+        )
 
 
 def _other_model(

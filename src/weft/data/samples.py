@@ -128,7 +128,7 @@ class SequenceSamples:
         }
 
     def facts(self) -> dict[str, object]:
-        """Source, files, bytes, tokens, documents where they are known, sequences, hash; of a
+        """Source, files, bytes, tokens, documents where they are known, sequences, packing, hash; of a
         prepared folder, whose metadata state the hash, whether the start has verified it
         (`whole`) or checksums of samples.
         """
@@ -142,6 +142,7 @@ class SequenceSamples:
         if stream.documents is not None:
             facts["documents"] = len(stream.documents) - 1
         facts["samples"] = self.num_samples
+        facts["packing"] = self.packing
         facts["sha256"] = stream.sha256[:HASH_DIGITS]
         if stream.known_sha256 is not None:
             facts["verified"] = verified_part(stream.num_bytes)
@@ -263,6 +264,9 @@ class MixtureSamples:
             numbers = [int(str(own[key])) for own in facts if key in own]
             if numbers:
                 merged[key] = sum(numbers)
+        packings = {str(own["packing"]) for own in facts if "packing" in own}
+        if packings:
+            merged["packing"] = ", ".join(sorted(packings))
         digest = hashlib.sha256(hashes.encode()).hexdigest()
         merged["sha256"] = digest[:HASH_DIGITS]
         merged["shares"] = shares
