@@ -26,6 +26,10 @@ Note [Split backward]
     What the mode cannot see is a `torch.autograd.Function` that takes a parameter directly: its
     gradient arrives during I, right but early.
 
+    A forward may itself ask for gradients of its input (`torch.autograd.grad`, as models of forces
+    do). Such a backward is no part of I: it defers nothing. One that is differentiated again is
+    rejected, since the outer graph ends at the nodes of products.
+
 Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism.
 """
 
@@ -44,6 +48,7 @@ from torch.overrides import (
     _get_current_function_mode_stack,
 )
 
+from weft.errors import Fault, PlanError
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 
 PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
@@ -99,6 +104,28 @@ class SplitBackward(TorchFunctionMode):
         self._proxies: dict[int, Tensor] = {}
         self._pending_wgrads: list[DeferredWGrad] = []
         self._grad_root = torch.empty((), requires_grad=True)
+        self._is_forward = False
+
+    def defer(self, wgrad: DeferredWGrad) -> None:
+        """Have W compute a weight gradient, unless the backward is one that the forward runs itself.
+
+        Raises:
+            PlanError: that backward is to be differentiated again.
+        """
+        if not self._is_forward:
+            self._pending_wgrads.append(wgrad)
+        elif torch.is_grad_enabled():
+            fault = Fault(
+                "pipeline.schedule",
+                "a block differentiates in its forward with create_graph=True, and its backward is split",
+                fix="a schedule without split backwards, such as 1f1b or interleaved",
+            )
+            raise PlanError(fault)
+
+    def __enter__(self) -> SplitBackward:
+        self._is_forward = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def _params_by_id(self) -> dict[int, Tensor]:
         return {id(param): param for param in self._params}
@@ -115,6 +142,7 @@ class SplitBackward(TorchFunctionMode):
         torch.autograd.backward(edges, gradients, inputs=self._params)
 
     def __exit__(self, *raised: Any) -> None:
+        self._is_forward = False
         self._weights = self._params_by_id()
         self._proxies.clear()
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
@@ -188,7 +216,7 @@ class SplitBackward(TorchFunctionMode):
         proxy = self._proxies.get(key)
         if proxy is None:
             edge = get_gradient_edge(tensor)
-            inner = _InnerGraph(self._pending_wgrads, edge, inputs=())
+            inner = _InnerGraph(self, edge, inputs=())
             proxy = _outer_output(inner, tensor, self._grad_root)
             self._proxies[key] = proxy
         return proxy
@@ -217,7 +245,7 @@ class SplitBackward(TorchFunctionMode):
         inner_kwargs = map_leaves(kwargs, Tensor, cut)
         out: Tensor = func(*inner_args, **inner_kwargs)
         inner = _InnerGraph(
-            self._pending_wgrads,
+            self,
             get_gradient_edge(out),
             inputs=tuple(inner_inputs),
         )
@@ -240,12 +268,12 @@ class _InnerGraph:
     it.
 
     Attributes:
-        pending_wgrads: where I puts what W will compute.
+        split: takes what W will compute.
         edge: of what the graph returned.
         inputs: where the graph was cut off from the outer one.
     """
 
-    pending_wgrads: list[DeferredWGrad]
+    split: SplitBackward
     edge: GradientEdge
     inputs: tuple[GradientEdge, ...]
 
@@ -313,7 +341,7 @@ class _OuterNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         inner: _InnerGraph = ctx.inner
-        inner.pending_wgrads.append(DeferredWGrad(inner.edge, dy))
+        inner.split.defer(DeferredWGrad(inner.edge, dy))
         if not inner.inputs:
             return None, None, None
         return None, None, None, *inner.input_gradients(dy)

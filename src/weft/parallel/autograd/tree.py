@@ -1,8 +1,9 @@
-"""Tensors among the arguments and results of functions, which are nested tuples, lists and dicts; notes about tensor objects."""
+"""Tensors in arguments and results: nested tuples, lists, dicts and data classes; notes about tensor objects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -20,6 +21,14 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from tensors_in(item)
+    elif is_data_object(tree):
+        for field in fields(tree):
+            yield from tensors_in(getattr(tree, field.name))
+
+
+def is_data_object(tree: Any) -> bool:
+    """Whether it is an instance of a data class."""
+    return hasattr(type(tree), "__dataclass_fields__")
 
 
 def map_leaves(
@@ -41,6 +50,12 @@ def map_leaves(
         for key, item in tree.items():
             mapped.append((key, map_leaves(item, kind, act)))
         return container(mapped)
+    if is_data_object(tree):
+        changes: dict[str, Any] = {}
+        for field in fields(tree):
+            if field.init:
+                changes[field.name] = map_leaves(getattr(tree, field.name), kind, act)
+        return replace(tree, **changes)
     return tree
 
 

@@ -15,6 +15,7 @@ from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.dp import AXIS as DP
+from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.wrapped_params import (
     check_all_wrapped,
@@ -33,7 +34,9 @@ class DistributedDataParallel(nn.Module):
     backward still runs.
 
     Starts from the first rank's parameters and buffers. After `loss.backward()` call
-    `finish_gradient_synchronization()`, then step the optimizer. Gradients are views into flat
+    `finish_gradient_synchronization()`, then step the optimizer. From then on every rank has the
+    first rank's buffers, as under torch's DistributedDataParallel: running statistics of BatchNorm
+    are those of its samples, and a batch is normalised by the statistics of its own rank. Gradients are views into flat
     buckets; setting them to None between steps is allowed. A parameter that no rank has used since
     the last step keeps the `.grad` it had, as under torch's DistributedDataParallel with
     `find_unused_parameters`: None at first and after `zero_grad()`, so that optimizers leave it as
@@ -48,8 +51,9 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: gradients are reduced in buckets of about this size.
 
     Raises:
-        PlanError: a parameter belongs to a wrapped module already, or is added or unfrozen after wrapping; an
-            optimizer step or a forward with gradients follows a backward whose gradients were not synchronised.
+        PlanError: a parameter belongs to a wrapped module already, or is added or unfrozen after
+            wrapping; a gradient was set by hand, not by a backward; an optimizer step or a forward
+            with gradients follows a backward whose gradients were not synchronised.
 
     Source: Li et al. 2020, PyTorch Distributed.
     """
@@ -123,11 +127,12 @@ class DistributedDataParallel(nn.Module):
             self._requires_gradient_sync = True
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks. Call once, after the last backward
-        of a step.
+        """Wait until every gradient is the mean over the ranks, and take the first rank's buffers.
+        Call once, after the last backward of a step.
         """
         check_all_wrapped(self.module, WRAPPER_NAME)
         reducer = self._reducer
+        self._check_grads_of_backward()
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)
         reducer.finish()
@@ -137,6 +142,24 @@ class DistributedDataParallel(nn.Module):
                 if param.grad is None and name in used:
                     param.grad = group.grad_view(name)
                 mark_gradient(param)
+        broadcast_buffers(self.module, self.comm, self.axis)
+
+    def _check_grads_of_backward(self) -> None:
+        """Reject gradients that no backward has left: they are of this rank alone."""
+        reducer = self._reducer
+        for group in reducer.groups:
+            for name, param in group.params.items():
+                grad = param.grad
+                if grad is None or name in reducer.arrived:
+                    continue
+                if grad.data_ptr() != group.grad_view(name).data_ptr():
+                    fault = Fault(
+                        WRAPPER_NAME,
+                        f".grad of {name} was set by hand, so it is of this rank alone",
+                        fix="loss.backward(), which reduces gradients; or add them up with "
+                        "comm.all_reduce, without finish_gradient_synchronization()",
+                    )
+                    raise PlanError(fault)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's state dict; every rank holds all of it."""

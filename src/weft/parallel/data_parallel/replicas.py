@@ -146,6 +146,7 @@ class _CopyToDevices(torch.autograd.Function):
         devices: Sequence[torch.device],
         *params: Tensor,
     ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # a parameter that no replica uses has no gradient
         ctx.param_devices = [param.device for param in params]
         copies: list[Tensor] = []
         for device in devices:

@@ -23,6 +23,7 @@ from weft.parallel.autograd.shard_gradient import (
     shard_axes_of,
     total_norm,
 )
+from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.player import Player
 from weft.parallel.pp import AXIS as PP
@@ -64,7 +65,8 @@ class PipelineParallel(nn.Module):
 
     Raises:
         PlanError: the output of a stage is not floating point, or stages differ in the dtype of
-            their outputs, or the mesh has an axis along which replicas train apart.
+            their outputs, or a stage begins with a change of its input in place, or the mesh has an
+            axis along which replicas train apart.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class PipelineParallel(nn.Module):
         num_stages = comm.degree(PP) * chunks
         _check_enough_blocks(blocks, num_stages)
         outputs = _block_outputs(blocks, example)
+        _check_first_blocks(outputs, num_stages)
         stages = _stages(outputs, num_stages=num_stages)
         dtype = _boundary_dtype(stages, outputs)
         plan = Plan(
@@ -138,10 +141,11 @@ class PipelineParallel(nn.Module):
         reject_copy(WRAPPER_NAME)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of the mean loss over `inputs` (of all data ranks); returns that loss, on every
-        rank.
+        """Gradients of the mean loss over `inputs` (of all data ranks), in place of those of the
+        step before; returns that loss, on every rank.
 
-        inputs[N, ...] and targets[N, ...] are this data rank's.
+        inputs[N, ...] and targets[N, ...] are this data rank's. Afterwards data ranks have the
+        first one's buffers, such as the running statistics of BatchNorm.
 
         Raises:
             PlanError: N does not divide by `microbatches`, inputs and targets differ in it, or, with
@@ -158,6 +162,7 @@ class PipelineParallel(nn.Module):
         state = self._player.play(batches, seed)
         loss = state.loss * seed
         self._finish_gradients(axes)
+        broadcast_buffers(self.stages, self.comm, axes)
         return self.comm.all_reduce(loss, (PP, *axes))
 
     @torch.no_grad()
@@ -295,10 +300,15 @@ class _LossBlock(nn.Module):
 
 @dataclass(frozen=True)
 class _Output:
-    """Shape and dtype of a block's output."""
+    """Shape and dtype of a block's output.
+
+    Attributes:
+        writes_input: whether the block changes its input in place.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    writes_input: bool
 
     @property
     def dtype_name(self) -> str:
@@ -369,7 +379,10 @@ def _block_outputs(
     outputs: list[_Output] = []
     for index, block in enumerate(blocks):
         meta_block = copy.deepcopy(block).to("meta")
-        x = meta_block(x)
+        block_input = x
+        version = block_input._version
+        x = meta_block(block_input)
+        writes_input = block_input._version != version
         if not isinstance(x, Tensor):
             raise PlanError(
                 Fault(
@@ -380,9 +393,26 @@ def _block_outputs(
                     fix="join it with the block after it, or return one tensor",
                 )
             )
-        output = _Output(tuple(x.shape), x.dtype)
+        output = _Output(tuple(x.shape), x.dtype, writes_input)
         outputs.append(output)
     return outputs
+
+
+def _check_first_blocks(outputs: Sequence[_Output], num_stages: int) -> None:
+    """Reject stages, besides the first, that begin with a change of their input in place: autograd
+    needs it as it was received.
+    """
+    for stage in range(1, num_stages):
+        first, _ = span(len(outputs), num_stages, stage)
+        if outputs[first].writes_input:
+            raise PlanError(
+                Fault(
+                    f"blocks[{first}]",
+                    "begins a stage, and changes its input in place",
+                    need="a block that leaves its input as it is",
+                    fix="inplace=False, or join it with the block before it",
+                )
+            )
 
 
 def _stages(outputs: Sequence[_Output], *, num_stages: int) -> tuple[Stage, ...]:

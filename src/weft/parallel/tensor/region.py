@@ -13,6 +13,9 @@ Note [Region order]
     `wait` waits. The nodes pass placeholders without memory. Weight gradients still reach
     `.grad` through autograd's own accumulation, so hooks on parameters work.
 
+    A backward that is differentiated again (`create_graph`) defers nothing: then `linear` yields the
+    weight gradients, and the reduction is one that autograd differentiates.
+
     Under a split backward (Note [Split backward]) weight gradients come later still: there are no
     `weight` nodes then, and the linears are torch's own, which a split backward can take apart.
 
@@ -179,6 +182,10 @@ def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
     return like.new_zeros(()).expand(shape)
 
 
+def _is_placeholder(gradient: Tensor) -> bool:
+    return not any(gradient.stride())
+
+
 class _Wait(torch.autograd.Function):
     """Identity; backward: the reduced input gradient."""
 
@@ -219,7 +226,9 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         region: Region = ctx.region
         comm = region.comm
-        if region.sequence_parallel:
+        if torch.is_grad_enabled():
+            work = Work.done(region.leave(dx))
+        elif region.sequence_parallel:
             work = comm.start_reduce_scatter(
                 dx,
                 region.axis,
@@ -233,7 +242,9 @@ class _Enter(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """Identity of a weight; backward: its gradient, from the pairs that the linears have left."""
+    """Identity of a weight; backward: its gradient, from the pairs that the linears have left, and
+    what arrives besides placeholders.
+    """
 
     @staticmethod
     def forward(
@@ -245,22 +256,29 @@ class _Weight(torch.autograd.Function):
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor, None]:
         pairs = ctx.deferred.pairs
+        if not pairs:
+            return arrived, None
         dy_t, x = _as_matrices(pairs.pop())
         gradient = torch.mm(dy_t, x)
         while pairs:
             dy_t, x = _as_matrices(pairs.pop())
             gradient.addmm_(dy_t, x)
+        if not _is_placeholder(arrived):
+            gradient.add_(arrived)
         return gradient, None
 
 
 def _as_matrices(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(dy, x) as dy^T[out, N] and x[N, in], whose product is the weight's gradient."""
     dy, x = pair
-    dy_rows = dy.flatten(0, -2)
-    x_rows = x.flatten(0, -2)
-    return dy_rows.t(), x_rows
+    return _rows(dy).t(), _rows(x)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x[..., features] as a matrix; one vector is one row."""
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
 class _Linear(torch.autograd.Function):
@@ -291,14 +309,15 @@ class _Linear(torch.autograd.Function):
         dx = None
         d_weight = None
         d_bias = None
-        if needs_weight:
-            pairs = ctx.deferred.pairs
-            pairs.append((dy, x))
         if needs_x:
             dx = dy @ weight
-        if needs_weight:
+        if needs_weight and torch.is_grad_enabled():
+            dy_t, x_rows = _as_matrices((dy, x))
+            d_weight = torch.mm(dy_t, x_rows)
+        elif needs_weight:
+            pairs = ctx.deferred.pairs
+            pairs.append((dy, x))
             d_weight = _placeholder(dy, weight.shape)
         if needs_bias:
-            rows = dy.flatten(0, -2)
-            d_bias = rows.sum(0)
+            d_bias = _rows(dy).sum(0)
         return dx, d_weight, d_bias, None

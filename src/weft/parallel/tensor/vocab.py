@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from weft.comm.comm import Comm
 from weft.core.axes import span
@@ -282,6 +283,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return torch.where(counted, losses, 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, local_targets, is_local, counted = ctx.saved_tensors
         ones = is_local.unsqueeze(-1).to(softmax.dtype)

@@ -162,7 +162,7 @@ class FlatParams:
         fills_freed: whether parameters are NaN while their memory is freed.
 
     Raises:
-        PlanError: `allocate` finds that a parameter was written while its memory was freed.
+        PlanError: `expose` finds that a parameter was written while its memory was freed.
     """
 
     def __init__(
@@ -189,6 +189,11 @@ class FlatParams:
         """Whether the memory is held."""
         return self.flat.untyped_storage().nbytes() > 0
 
+    @property
+    def is_exposed(self) -> bool:
+        """Whether the parameters show the memory, not NaN."""
+        return not any(freed.is_filled for freed in self._freed)
+
     def free(self) -> None:
         """Free the memory; the parameters keep their storage object, or are NaN."""
         self.flat.untyped_storage().resize_(0)
@@ -197,12 +202,15 @@ class FlatParams:
 
     def allocate(self) -> None:
         """Allocate the memory unless it is held; its values are undefined until `alias` has been
-        filled.
+        filled, then call `expose`.
         """
         if not self.is_allocated:
             self.flat.untyped_storage().resize_(self._num_bytes)
-            for freed in self._freed:
-                freed.restore()
+
+    def expose(self) -> None:
+        """Have the parameters show the memory, which is allocated and filled."""
+        for freed in self._freed:
+            freed.restore()
 
     def alias(self) -> Tensor:
         """The same memory as a tensor with a version counter of its own."""
@@ -229,8 +237,15 @@ class _FreedParam:
         self.view = view
         self._version: int | None = None
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether it is NaN."""
+        return self._version is not None
+
     def fill(self) -> None:
         """Have a NaN in place of every entry; 0 where the type has no NaN."""
+        if self.is_filled:
+            return
         dtype = self.view.dtype
         has_nan = dtype.is_floating_point or dtype.is_complex
         value = self.view.new_full((), float("nan") if has_nan else 0)
@@ -239,7 +254,9 @@ class _FreedParam:
 
     def restore(self) -> None:
         """Have the memory of the view again."""
-        was_written = self._version is not None and self.param._version != self._version
+        if not self.is_filled:
+            return
+        was_written = self.param._version != self._version
         self.param.data = self.view
         self._version = None
         if was_written:

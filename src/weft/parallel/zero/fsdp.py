@@ -25,6 +25,7 @@ from weft.parallel.autograd.shard_gradient import (
 )
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
+from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.zero.backward_order import register_backward_order
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
@@ -41,11 +42,14 @@ from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,
     check_requires_grad,
     reject_copy,
+    reject_other_memory,
     trained_when_wrapped,
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules whose children are blocks."""
+UNCALLED = (nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward: their parameters belong to the module that has them."""
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -59,7 +63,8 @@ class FullyShardedDataParallel(nn.Module):
         net.clip_grad_norm_(1.0)
         optimizer.step()
 
-    Starts from the first rank's parameters and buffers. `named_parameters()` has the module's own
+    Starts from the first rank's parameters and buffers, and has the first rank's buffers after each
+    `finish_gradient_synchronization()`, as `DistributedDataParallel`. `named_parameters()` has the module's own
     names; a parameter there is this rank's entries of it, one-dimensional: any optimizer that
     updates each entry by itself (SGD, Adam and their like) updates them. Optimizer groups are chosen
     by name: `param.ndim` is 1 for all. Inside the forward of its block `module.weight` is the
@@ -140,6 +145,7 @@ class FullyShardedDataParallel(nn.Module):
         for block in chain:
             block.register_forward_pre_hook(self._check_is_fresh)
         self._shard_of = make_shards(groups, self._reducer)
+        self._addresses = {name: shard.data_ptr() for name, shard in self._shard_of.items()}
         shard_of_param: dict[int, nn.Parameter] = {}
         for param_id, name in self._name_of.items():
             shard_of_param[param_id] = self._shard_of[name]
@@ -284,6 +290,7 @@ class FullyShardedDataParallel(nn.Module):
             # After a forward without gradients, the optimizer may still step.
             self._is_stale = False
             self._check_requires_grad()
+            self._check_memory()
             reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
         args, kwargs = self._cast((args, kwargs))
         self._is_in_forward = True
@@ -311,6 +318,12 @@ class FullyShardedDataParallel(nn.Module):
         check_requires_grad(self._shard_of.items(), need, WRAPPER_NAME)
         for group in self._reducer.groups:
             check_requires_grad(group.params.items(), need, WRAPPER_NAME)
+
+    def _check_memory(self) -> None:
+        """Reject shards that have got other memory: the module would not see their values."""
+        for name, shard in self._shard_of.items():
+            if shard.data_ptr() != self._addresses[name]:
+                reject_other_memory(name, WRAPPER_NAME)
 
     def _cast_block_inputs(
         self,
@@ -341,8 +354,8 @@ class FullyShardedDataParallel(nn.Module):
             self._requires_gradient_sync = True
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks. Call once, after the last backward
-        of a step.
+        """Wait until every gradient is the mean over the ranks, and take the first rank's buffers.
+        Call once, after the last backward of a step.
         """
         check_all_wrapped(self.module, WRAPPER_NAME)
         self._release_gradients()
@@ -360,6 +373,7 @@ class FullyShardedDataParallel(nn.Module):
                     shard.grad = gradient.as_subclass(ShardGradient) if is_sharded else gradient
                 else:
                     shard.grad.add_(gradient)
+        broadcast_buffers(self.module, self.comm, self.axis)
         self._is_stale = True
 
     def _hold_gradients(self) -> None:
@@ -471,5 +485,7 @@ def default_blocks(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         if isinstance(child, CONTAINERS):
             yield from default_blocks(child)
+        elif isinstance(child, UNCALLED):
+            continue
         elif next(child.parameters(), None) is not None:
             yield child

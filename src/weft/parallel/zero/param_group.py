@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.comm.transport import Communicator, Work
-from weft.errors import CommError
+from weft.errors import CommError, Fault, PlanError
 from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, TreeSum
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.sharding_policy import ShardingPolicy
@@ -112,6 +112,11 @@ class ParamGroup:
     def reshards(self) -> bool:
         """Whether the unsharded parameters are freed while no module uses them."""
         return self.policy.zero == 3 and self.is_sharded
+
+    @property
+    def flat(self) -> Tensor | None:
+        """The memory of the unsharded parameters; None where each stays in its own."""
+        return None if self.unsharded_params is None else self.unsharded_params.flat
 
     @property
     def _shares_param_memory(self) -> bool:
@@ -215,6 +220,7 @@ class ParamGroup:
 
         Raises:
             CommError: the group was reduced already, and is reduced once a step.
+            PlanError: the parameter was read while its memory was freed.
         """
         policy = self.policy
         if self.is_reduced and policy.keeps_unsharded_grad:
@@ -225,6 +231,9 @@ class ParamGroup:
             )
         grad = param.grad
         assert grad is not None, "the hook runs after the gradient was accumulated"
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        self._check_read_unsharded(name, grad)
         self.missing.discard(name)
         if policy.sums_microbatches:
             tree = self._trees[name]
@@ -242,6 +251,19 @@ class ParamGroup:
             view.copy_(grad)
             param.grad = view
         return not self.missing
+
+    def _check_read_unsharded(self, name: str, grad: Tensor) -> None:
+        """Reject the gradient of a parameter that the forward read as NaN: outside of its block."""
+        params = self.unsharded_params
+        if params is None or params.is_exposed or not bool(grad.isnan().any()):
+            return
+        fault = Fault(
+            name,
+            "was used outside of the forward of its block, where under zero=3 it is NaN",
+            fix="call the module that has it, pass blocks=[...] of which one calls all that uses it, or "
+            "checkpoint a part of a block with use_reentrant=False",
+        )
+        raise PlanError(fault)
 
     def start_reduce(self) -> None:
         """Start the sum over ranks of the unsharded gradient; parameters without a gradient
@@ -436,6 +458,8 @@ class ParamGroup:
             with self._names_in_errors():
                 self._gathering.wait()
             self._gathering = None
+            if self.unsharded_params is not None:
+                self.unsharded_params.expose()
 
     @contextmanager
     def _names_in_errors(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from weft.errors import DataError, Fault, PlanError
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.elementwise import elementwise_state_keys
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
-from weft.parallel.zero.wrapped_params import check_not_sharded
+from weft.parallel.zero.wrapped_params import check_not_sharded, reject_other_memory
 
 State = dict[str, Any]
 """State that an optimizer keeps for one parameter: tensors of its shape, numbers."""
@@ -50,7 +50,7 @@ class ShardedOptimizer(Optimizer):
     Raises:
         PlanError: the class updates an entry by what the others of its parameter are (LBFGS, Muon,
             Adafactor), or the parameters are shards of FullyShardedDataParallel; parameters are
-            added or unfrozen later.
+            added, unfrozen, moved or cast later.
 
     Source: Rajbhandari et al. 2020, ZeRO.
     """
@@ -159,6 +159,7 @@ class ShardedOptimizer(Optimizer):
         self._check_unfrozen()
         self._copy_settings_to_inner()
         for flat_group in self._flat_groups:
+            flat_group.check_memory()
             flat_group.set_shard_grads()
         self.inner.step()
         works: list[Work] = []
@@ -279,6 +280,19 @@ class _FlatGroup:
         for span in self.layout.spans:
             overlap = self.layout.overlap(span, index)
             self.entries.append(overlap.in_param)
+
+    def check_memory(self) -> None:
+        """Reject parameters that are no longer views of the flat memory.
+
+        Raises:
+            PlanError: updates would be lost.
+        """
+        start = self.params_memory.flat.data_ptr()
+        for param, span in zip(self.params, self.layout.spans, strict=True):
+            is_view = param.data_ptr() == start + span.start * param.element_size()
+            if param.numel() > 0 and not is_view:
+                shape = list(param.shape)
+                reject_other_memory(f"a parameter of shape {shape}", "ShardedOptimizer")
 
     def set_shard_grads(self) -> None:
         """Set each shard's gradient to a view of its entries of the parameter's gradient."""

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.autograd.tree import map_leaves, tensors_in
+from weft.parallel.recompute.recomputed_tensor import memory_of
 from weft.parallel.zero.param_group import ParamGroup
 
 
@@ -75,6 +76,10 @@ def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> None:
                 schedule.before_forward,
                 with_kwargs=True,
                 prepend=True,  # before hooks that compute a weight, such as nn.utils.weight_norm
+            )
+            block.module.register_forward_hook(
+                schedule.copy_views,
+                prepend=True,  # before hooks that register others on the outputs
             )
             block.module.register_forward_hook(schedule.after_forward)
 
@@ -138,6 +143,25 @@ class PrefetchSchedule:
                 group.start_unshard()
         if torch.is_grad_enabled():
             self._reshard_frozen_after_backward(args, kwargs)
+
+    def copy_views(
+        self,
+        module: nn.Module,
+        args: Any,
+        out: Any,
+    ) -> Any:
+        """Copy outputs that are parameters of the block or views of them: their memory is freed."""
+        storages = {memory_of(group.flat) for group in self.groups if group.flat is not None}
+
+        def is_view(tensor: Tensor) -> bool:
+            return tensor.layout == torch.strided and memory_of(tensor) in storages
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.clone() if is_view(tensor) else tensor
+
+        if any(map(is_view, tensors_in(out))):
+            return map_leaves(out, Tensor, copied)
+        return None
 
     def after_forward(
         self,

@@ -155,6 +155,20 @@ def reject_copy(wrapper: str) -> NoReturn:
     raise PlanError(fault)
 
 
+def reject_other_memory(name: str, wrapper: str) -> NoReturn:
+    """Reject a parameter whose `.data` was replaced, which is a view into flat memory.
+
+    Raises:
+        PlanError: always.
+    """
+    fault = Fault(
+        wrapper,
+        f"{name} has other memory than before, so its values and updates would be lost",
+        fix="change values in place: param.data.copy_(values); move or cast the module before",
+    )
+    raise PlanError(fault)
+
+
 def _check_before_step(
     optimizer: torch.optim.Optimizer,
     args: Any,
