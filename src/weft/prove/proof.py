@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
 from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import EventLog
 from weft.train.loop import run_training
-from weft.train.training import Event
 
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""
@@ -277,7 +277,7 @@ def _train_part(
     comm.observers = observers
 
 
-def skipped_steps(events: Iterable[Event]) -> frozenset[int]:
+def skipped_steps(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:
     """The steps of a layout whose gradients overflowed."""
     found = set()
     for event in events:

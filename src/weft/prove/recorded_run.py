@@ -12,7 +12,7 @@ from typing import Any, Literal
 from weft.errors import counted
 from weft.prove.arithmetic import NumberTypes
 from weft.prove.bounds import FACTOR, FLOOR, TOLERANCE, norm_rounding
-from weft.prove.proof import bounds_text, reference
+from weft.prove.proof import bounds_text, reference, skipped_steps
 from weft.prove.reference import Reference
 from weft.prove.reference_trace import TensorKey
 from weft.prove.report import Difference, Pass, PhaseBound, ProofReport
@@ -146,7 +146,8 @@ def _compare(
     recorded: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[StepComparison, StepComparison]]:
     """Yields the comparisons of the loss and of the gradient norm of each step."""
-    plain = reference(subject, records=False)
+    skipped = skipped_steps(recorded)
+    plain = reference(subject, records=False, skipped=skipped)
     others = []
     for perturbation in subject.perturbations():
         others.append(
@@ -154,6 +155,7 @@ def _compare(
                 subject,
                 perturbation=perturbation,
                 records=False,
+                skipped=skipped,
             )
         )
     most_entries = max(param.numel() for param in plain.trained.values())
@@ -217,9 +219,12 @@ def _phase_bounds(comparisons: Sequence[StepComparison]) -> list[PhaseBound]:
 
 
 def relative_difference(actual: float, expected: float) -> float:
-    """Absolute difference over the expected magnitude; infinite if one number alone is NaN."""
-    if math.isnan(actual) and math.isnan(expected):
+    """Absolute difference over the expected magnitude; infinite if one number alone is not finite,
+    0 if neither is: gradients that overflow have a norm of inf or NaN, by the order of sums.
+    """
+    num_finite = math.isfinite(actual) + math.isfinite(expected)
+    if num_finite == 0:
         return 0.0
-    if math.isnan(actual) or math.isnan(expected):
+    if num_finite == 1:
         return math.inf
     return abs(actual - expected) / max(abs(expected), 1e-30)

@@ -193,6 +193,8 @@ def event_text(event: Event) -> str:
     match event.get("event"):
         case "run":
             return _layout_reasons(event)
+        case "step":
+            return _overflow_text(event)
         case "eval":
             return _eval_text(event)
         case "note" | "guard" | "proof" | "prediction" | "end":
@@ -216,6 +218,21 @@ def _layout_reasons(run: Event) -> str:
     text = str(run.get("why", ""))
     first, _, rest = text.partition("\n")
     return rest if first.startswith(f"mesh {run.get('layout')}: ") else text
+
+
+def _overflow_text(event: Event) -> str:
+    """That a step was skipped because its float16 gradients overflowed; "" for other steps, of which
+    a guard has its own event.
+    """
+    scale = event.get("loss_scale", 1)
+    loss = event.get("loss", math.nan)
+    is_overflow = event.get("skipped") and scale != 1 and math.isfinite(loss)
+    if not is_overflow:
+        return ""
+    return (
+        f"step {event.get('step')} skipped: float16 gradients overflow at loss scale {scale:,.10g}; "
+        f"the next step has {scale / 2:,.10g}"
+    )
 
 
 def _eval_text(event: Event) -> str:
