@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.errors import PlanError
+from weft.errors import DataError, PlanError
 from weft.parallel.pipeline.module import PipelineParallel
 from weft.testing import run_ranks
 
@@ -238,3 +238,52 @@ def test_a_step_of_other_shapes_is_rejected_before_anything_is_sent(
     blocks = chain()
     with pytest.raises(PlanError, match=message):
         run_ranks(mesh, rank)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(out * self.scale, targets)
+
+
+def test_a_state_dict_is_that_of_the_chain_and_goes_on_under_another_layout() -> None:
+    """The first and last linear share a weight; the state is of the first layout, trained on by others."""
+    x, y = data()[1].chunk(2)
+    linears = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)]
+    linears[3].weight = linears[0].weight
+    whole = nn.Sequential(*copy.deepcopy(linears))
+    whole_loss = Scaled()
+    optimizer = torch.optim.SGD([*whole.parameters(), *whole_loss.parameters()], lr=0.1)
+    expected: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        whole_loss(whole(x), y).backward()
+        optimizer.step()
+        state = {**whole.state_dict(), **whole_loss.state_dict(prefix="loss.")}
+        expected.append({name: value.clone() for name, value in state.items()})
+
+    def step(comm: Comm, schedule: str, start: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        blocks = copy.deepcopy(linears)
+        example = x[:3]
+        pipe = PipelineParallel(
+            blocks, comm, loss=Scaled(), example=example, microbatches=4, schedule=schedule
+        )
+        if start is not None:
+            pipe.load_full_state_dict(start)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.step(x, y)
+        optimizer.step()
+        return pipe.full_state_dict()
+
+    first = run_ranks("pp2", lambda comm: step(comm, "interleaved", None))
+    for state in first:
+        torch.testing.assert_close(state, expected[0], rtol=1e-11, atol=1e-15)
+    for state in run_ranks("pp4", lambda comm: step(comm, "1f1b", first[1])):
+        torch.testing.assert_close(state, expected[1], rtol=1e-11, atol=1e-15)
+    with pytest.raises(DataError, match=r"missing or unknown keys: 0.bias"):
+        run_ranks("pp1", lambda comm: step(comm, "1f1b", {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.core.axes import data_axes, local_update_axis, span
 from weft.core.mesh import Mesh
-from weft.errors import Fault, PlanError
+from weft.errors import DataError, Fault, PlanError
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
 from weft.models.common.uncompiled import keep_compiler_unimported
@@ -50,6 +50,7 @@ class PipelineParallel(nn.Module):
 
     Every rank passes the whole chain and keeps its own stages; a chain on the meta device costs
     nothing.
+    `full_state_dict()` has the values of all stages.
 
     Args:
         blocks: modules in order, each takes the output of the one before (one tensor). Inputs of
@@ -106,6 +107,7 @@ class PipelineParallel(nn.Module):
             compute=dtype,
             reduce=dtype,
         )
+        self._state_entries = _state_entries(blocks, loss)
         chain: dict[str, nn.Module] = {}
         for index, block in enumerate(blocks):
             chain[str(index)] = _UserBlock(block)
@@ -184,6 +186,62 @@ class PipelineParallel(nn.Module):
         norm = total_norm(self.comm, counted, over=PP)
         clip_to(gradients, norm, max_norm)
         return norm
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state dict of `nn.Sequential(*blocks)`, on every rank; a collective over all ranks.
+
+        A loss that is a module has its entries under `loss.`.
+        """
+        own = self._own_state()
+        rank_of = self._ranks_of_blocks()
+        state: dict[str, Tensor] = {}
+        for entry in self._state_entries:
+            value = torch.empty(entry.shape, dtype=entry.dtype, device=self.comm.device)
+            if entry.key in own:
+                value.copy_(own[entry.key])
+            state[entry.key] = self.comm.broadcast_(value, PP, root=rank_of[entry.block])
+        return state
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the blocks of this rank from what `full_state_dict` returns, under any schedule and
+        number of ranks.
+
+        Raises:
+            DataError: keys are missing or unknown.
+        """
+        known = {entry.key for entry in self._state_entries}
+        wrong = sorted(state.keys() ^ known)
+        if wrong:
+            listed = ", ".join(wrong[:8])
+            fault = Fault(
+                "state",
+                f"missing or unknown keys: {listed}",
+                got=f"{len(state)} keys",
+                need=f"the {len(known)} of full_state_dict()",
+                fix="load the state of the same blocks",
+            )
+            raise DataError(fault)
+        for key, tensor in self._own_state().items():
+            tensor.copy_(state[key])
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """Tensors of this rank's blocks, by key of `full_state_dict`."""
+        found: dict[str, Tensor] = {}
+        for name, block in self.model.blocks.items():
+            module = block.loss if isinstance(block, _LossBlock) else block.module
+            if isinstance(module, nn.Module):
+                found.update(_tensors_of(module, prefix=f"{name}."))
+        return found
+
+    def _ranks_of_blocks(self) -> dict[str, int]:
+        """Pipeline rank of each block."""
+        ranks: dict[str, int] = {}
+        plan = self.model.plan
+        for stage, rank in zip(plan.stages, plan.table.stage_to_rank, strict=True):
+            ranks.update(dict.fromkeys(stage.blocks, rank))
+        return ranks
 
     @torch.no_grad()
     def _start_alike(self) -> None:
@@ -275,6 +333,42 @@ class PipelineParallel(nn.Module):
 WRAPPER_NAME = "PipelineParallel"
 LOSS = "loss"
 """Name of the block that is added after the user's."""
+
+
+@dataclass(frozen=True)
+class _StateEntry:
+    """A tensor of the state dict of all blocks.
+
+    Attributes:
+        key: name of the block, and its key there.
+    """
+
+    key: str
+    block: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _state_entries(blocks: Sequence[nn.Module], loss: LossOf) -> tuple[_StateEntry, ...]:
+    """The tensors of all ranks, in the order of the blocks."""
+    modules = {str(index): block for index, block in enumerate(blocks)}
+    if isinstance(loss, nn.Module):
+        modules[LOSS] = loss
+    entries: list[_StateEntry] = []
+    for name, module in modules.items():
+        for key, value in _tensors_of(module, prefix=f"{name}.").items():
+            entry = _StateEntry(key, name, tuple(value.shape), value.dtype)
+            entries.append(entry)
+    return tuple(entries)
+
+
+def _tensors_of(module: nn.Module, *, prefix: str) -> dict[str, Tensor]:
+    """The tensors of a module's state dict."""
+    found: dict[str, Tensor] = {}
+    for key, value in module.state_dict(prefix=prefix).items():
+        if isinstance(value, Tensor):
+            found[key] = value
+    return found
 
 
 class _UserBlock(nn.Module):
