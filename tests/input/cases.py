@@ -1356,7 +1356,7 @@ def optimizers() -> Iterator[Case]:
         ),
         "keys of sites without sites": (
             ("--mesh", "dp2", "--site.every", "5"),
-            "site.every: is set, and the mesh has no axis site (got 5)",
+            'site.every: is set, and the mesh has no axis site (got 5). Fix: --mesh "site2 ...", or --site.every 20',
         ),
         "sites inside of data ranks": (
             ("--mesh", "dp2 site2"),

@@ -20,10 +20,7 @@ def sites_exist(mesh: Mesh, site: SiteConfig) -> Iterator[Fault]:
     """
     axis = local_update_axis(mesh)
     if axis is None:
-        (name,) = local_update_axes()
-        what = f"is set, and the mesh has no axis {name}"
-        fix = f'--mesh "{name}2 ...", or leave it out'
-        yield from set_keys(site, name, KEYS, what, fix=fix)
+        yield from _unread_keys(site)
         return
     names = [name for name, _ in mesh.axes]
     if names[0] != axis:
@@ -47,6 +44,18 @@ def sites_exist(mesh: Mesh, site: SiteConfig) -> Iterator[Fault]:
             need=f"below {site.every}",
             fix=f"--site.overlap {site.every - 1}" if site.every > 1 else "--site.overlap 0",
         )
+
+
+def _unread_keys(site: SiteConfig) -> Iterator[Fault]:
+    """Keys that have other values than their defaults, on a mesh without sites; the run.toml of a run
+    over sites has them, so leaving them out is no fix.
+    """
+    (axis,) = local_update_axes()
+    what = f"is set, and the mesh has no axis {axis}"
+    fields = SiteConfig.model_fields
+    for name in KEYS:
+        fix = f'--mesh "{axis}2 ...", or --{axis}.{name} {fields[name].default}'
+        yield from set_keys(site, axis, (name,), what, fix=fix)
 
 
 def sites_take_options(
