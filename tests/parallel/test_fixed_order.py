@@ -133,6 +133,17 @@ def test_bfloat16_has_the_same_bits() -> None:
     assert not reference.differences(train("dp4", zero=2, compute="bfloat16"))
 
 
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_sizes_that_are_no_multiples_of_a_vector_have_the_same_bits(zero: int) -> None:
+    """DeepSeek's latent vectors of 10 and 12 entries stand before other matrices in flat memory."""
+    assert not deepseek_on_one_rank().differences(train("dp2", zero=zero, family="deepseek"))
+
+
+@cache
+def deepseek_on_one_rank() -> Trained:
+    return train("", family="deepseek")
+
+
 def other_axes() -> list[Any]:
     rows = []
     for rest, quick in (("pp2", 1), ("tp2", 0), ("cp2", 1), ("ep2", 0)):

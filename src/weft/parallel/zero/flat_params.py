@@ -37,8 +37,8 @@ class ShardOverlap:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Parameters end to end, padded at the end so that `num_shards` ranks hold shards of equal
-    length.
+    """Parameters end to end, or each at a multiple of some entries, padded at the end so that
+    `num_shards` ranks hold shards of equal length.
 
         a ───────── b ── c ──────────── padding
         shard 0 ──────── shard 1 ──────────────
@@ -54,11 +54,21 @@ class FlatLayout:
     num_shards: int
 
     @staticmethod
-    def of(shapes: Mapping[str, tuple[int, ...]], num_shards: int) -> FlatLayout:
-        """Lay out tensors of these shapes, in this order."""
+    def of(
+        shapes: Mapping[str, tuple[int, ...]],
+        num_shards: int,
+        *,
+        alignment: int = 1,
+    ) -> FlatLayout:
+        """Lay out tensors of these shapes, in this order.
+
+        Args:
+            alignment: entries of which each start is a multiple.
+        """
         spans: list[ParamSpan] = []
         start = 0
         for name, shape in shapes.items():
+            start = -(-start // alignment) * alignment  # rounded up
             stop = start + math.prod(shape)
             span = ParamSpan(name, shape, start, stop)
             spans.append(span)

@@ -27,6 +27,10 @@ from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.sharding_policy import ShardingPolicy
 
 FIRST_LEAF = Leaf(0, 0)
+FIXED_ORDER_ALIGNMENT = 64
+"""Entries of which each parameter's place in flat memory is a multiple, where bits are fixed: products
+take other kernels, and add in another order, where a matrix does not begin as one in memory of its own.
+"""
 WHOLE_SHARD = ""
 """Key of the tree over reduced shards, where every backward is reduced."""
 
@@ -71,7 +75,11 @@ class ParamGroup:
             self.index = comm.index(axes)
             num_shards = comm.degree(axes)
         shapes = {name: tuple(param.shape) for name, param in params.items()}
-        self.layout = FlatLayout.of(shapes, num_shards)
+        self.layout = FlatLayout.of(
+            shapes,
+            num_shards,
+            alignment=FIXED_ORDER_ALIGNMENT if policy.fixed_order else 1,
+        )
         self.missing = set(self.params)
         self.is_reduced = False
         self.unsharded_grad: Tensor | None = None
