@@ -57,3 +57,19 @@ def test_once_the_compiler_is_imported_functions_are_excluded_by_it(monkeypatch)
         torch.ones(2)
     assert count.num_calls == 3
     assert excluded == ["__torch_dispatch__"]
+
+
+def test_a_torch_with_other_internals_keeps_its_wrappers(monkeypatch):
+    monkeypatch.delattr(torch._compile, "_disable_dynamo")
+
+    @uncompiled_mode
+    class Count(TorchDispatchMode):
+        num_calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.num_calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count() as count:
+        torch.ones(2)
+    assert count.num_calls == 1

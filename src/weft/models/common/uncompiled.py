@@ -6,10 +6,13 @@ Note [No compiler for shapes]
     `torch._dynamo.disable`, and so imports the compiler: 829 modules, a second of computing and 70 MB
     in each process. A program that has not imported the compiler compiles nothing. There the
     functions are called as they are; once the compiler is imported, torch's own wrapper is used.
+    The places of these functions are torch's own affair: where a torch has others, it imports its
+    compiler as before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Iterable, Iterator
@@ -60,7 +63,8 @@ def uncompiled_mode(mode: type[Mode]) -> type[Mode]:
 
 def _excluded_functions() -> Iterator[object]:
     """Functions of which torch excludes some, or functions behind them, from compilation."""
-    for functions in torch._decomp.global_decomposition_table.values():
+    decompositions = getattr(torch._decomp, "global_decomposition_table", {})
+    for functions in decompositions.values():
         yield from functions.values()
     for name, module in list(sys.modules.items()):
         if name.startswith(OPERATIONS):  # they call each other
@@ -70,7 +74,10 @@ def _excluded_functions() -> Iterator[object]:
 
 def _call_plainly(functions: Iterable[object]) -> None:
     """Treat these functions, and all that they wrap."""
-    wrapped_code = torch._compile._disable_dynamo.__code__.co_consts
+    excluding = getattr(torch._compile, "_disable_dynamo", None)
+    if not isinstance(excluding, FunctionType):
+        return
+    wrapped_code = excluding.__code__.co_consts
     left = list(functions)
     seen: set[int] = set()
     while left:
@@ -78,10 +85,19 @@ def _call_plainly(functions: Iterable[object]) -> None:
         if not isinstance(function, FunctionType) or id(function) in seen:
             continue
         seen.add(id(function))
-        wrapped = [cell.cell_contents for cell in function.__closure__ or ()]
-        left += wrapped
-        if function.__code__ in wrapped_code:
-            place = function.__code__.co_freevars.index("fn")
-            excluded = wrapped[place]
-            if not hasattr(excluded, WRAPPER):
-                setattr(excluded, WRAPPER, UntilCompilerIsImported(excluded))
+        wrapped = _closed_over(function)
+        left += wrapped.values()
+        excluded = wrapped.get("fn")
+        is_excluding = function.__code__ in wrapped_code
+        if is_excluding and isinstance(excluded, FunctionType) and not hasattr(excluded, WRAPPER):
+            setattr(excluded, WRAPPER, UntilCompilerIsImported(excluded))
+
+
+def _closed_over(function: FunctionType) -> dict[str, object]:
+    """The values of variables of outer functions that it reads, by name."""
+    values: dict[str, object] = {}
+    cells = function.__closure__ or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            values[name] = cell.cell_contents
+    return values
