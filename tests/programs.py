@@ -41,6 +41,7 @@ PRELOAD = (
     "weft.parallel.context.attend",
     "weft.parallel.tensor.transform",
     "numpy.ma",
+    "torch._dynamo",
     "torch.fx.experimental.symbolic_shapes",
 )
 """What a training run imports."""

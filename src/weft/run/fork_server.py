@@ -38,12 +38,11 @@ from weft.comm.interfaces import LOOPBACK
 from weft.comm.process_groups import ProcessTransport
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK
-from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.run.failure import RankFailure, describe_error
 from weft.run.worker import RankResult, WorkerProcess, exit_now
 from weft.run.worker_group import PRELOAD, WorkerGroup, fork_workers
 
-SERVER_PRELOAD = ("weft.comm.ops", *PRELOAD)
+SERVER_PRELOAD = ("torch._dynamo", "weft.comm.ops", *PRELOAD)
 """Modules that ranks import sooner or later and that take long to import."""
 START = "import sys; from weft.run.fork_server import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 OWN_MODULES = f"{__name__.partition('.')[0]}."
@@ -134,7 +133,6 @@ def serve(listener_fd: int, modules: Sequence[str] = ()) -> None:
     for name in (*SERVER_PRELOAD, *modules):
         with suppress(ImportError):  # the caller may have made a module that no file contains
             importlib.import_module(name)
-    keep_compiler_unimported()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors

@@ -19,7 +19,6 @@ from weft.comm.process_groups import ProcessTransport
 from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Mesh
 from weft.errors import Fault, LaunchError, counted
-from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.run.devices import check_exclusive, gpu_uuid
 from weft.run.world import ThreadRendezvous, World, num_cores
 
@@ -65,7 +64,6 @@ def open_comm(
         LaunchError: the world size differs from the mesh size, the rendezvous fails, or two ranks
             have the same GPU.
     """
-    keep_compiler_unimported()
     if world.size != mesh.size:
         raise LaunchError(size_fault(world, mesh))
     if isinstance(world.rendezvous, ThreadRendezvous):

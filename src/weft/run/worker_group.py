@@ -15,7 +15,6 @@ from pathlib import Path
 from weft.core.dimension import dimensions
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, Fault, LaunchError
-from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.run.devices import fork_problem
 from weft.run.failure import RankFailure, describe_exit
 from weft.run.worker import STACK_SIGNAL, RankResult, WorkerProcess, fork_worker
@@ -95,7 +94,6 @@ def _unfreeze(*, unless: bool) -> None:
 
 def import_modules_of_ranks(mesh: Mesh | None) -> None:
     """Import what every rank of the mesh would import, before it is forked."""
-    keep_compiler_unimported()
     names = list(PRELOAD)
     if mesh is not None:
         transforms = [dimension.transform for dimension in dimensions().values()]

@@ -1,11 +1,12 @@
-"""Keeps torch's compiler from being imported where nothing is compiled: by shapes, dispatch modes and optimizers.
+"""Keeps torch's compiler from being imported where nothing is compiled: by shapes and dispatch modes.
 
 Note [No compiler for shapes]
     torch excludes some of its own functions from compilation: most operations on the meta device,
-    `__torch_dispatch__` of modes, four methods of optimizers. It wraps each at its first call by
-    `torch._dynamo.disable`, and so imports the compiler: 829 modules, a second of computing and 70 MB
-    in each process. A program that has not imported the compiler compiles nothing. There the
-    functions are called as they are; once the compiler is imported, torch's own wrapper is used.
+    and `__torch_dispatch__` of modes. It wraps each at its first call by `torch._dynamo.disable`, and
+    so imports the compiler: 829 modules, a second of computing and 70 MB in each process. A program
+    that has not imported the compiler compiles nothing. There the functions are called as they are;
+    once the compiler is imported, torch's own wrapper is used. Optimizers of torch.optim import it at
+    their first step in any case; those of weft do not.
     The places of these functions are torch's own affair: where a torch has others, it imports its
     compiler as before.
 """
@@ -21,7 +22,6 @@ from typing import Any, TypeVar
 
 import torch._compile
 import torch._decomp
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COMPILER = "torch._dynamo"
@@ -49,9 +49,7 @@ class UntilCompilerIsImported:
 
 @functools.cache
 def keep_compiler_unimported() -> None:
-    """Have neither operations on the meta device nor optimizers import the compiler; see Note [No
-    compiler for shapes].
-    """
+    """Have no operation on the meta device import the compiler; see Note [No compiler for shapes]."""
     _call_plainly(_excluded_functions())
 
 
@@ -69,7 +67,6 @@ def _excluded_functions() -> Iterator[object]:
     for name, module in list(sys.modules.items()):
         if name.startswith(OPERATIONS):  # they call each other
             yield from list(vars(module).values())
-    yield from vars(Optimizer).values()
 
 
 def _call_plainly(functions: Iterable[object]) -> None:

@@ -19,6 +19,7 @@ from weft.models.common.batch import Batch, token_example
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
+from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.model.chain import ChainSnapshot
 from weft.parallel.model.ties import (
     CrossStageTie,
@@ -142,6 +143,7 @@ def parallelize(
         PlanError: a parameter that no row or two rows of `axes` match, or a model that would not
             compute on shards what it computes on one device.
     """
+    keep_compiler_unimported()  # the example is on the meta device
     whole = _whole_model(model, plan, axes=axes, ties=ties or {})
     chain = _plain_chain(whole, plan, comm, example)
     block_rank = _ranks_of_blocks(plan)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from weft.errors import Fault, PlanError, first_line
 from weft.models.common.batch import Batch, activation_of
 from weft.models.common.init import path_below
-from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.tensor.dims import DECLARE_AXES, DimFactor, ShardingError, whole_dim
@@ -62,7 +61,6 @@ def trace_blocks(
     Raises:
         PlanError: a block that does not compute on shards what it computes on whole tensors.
     """
-    keep_compiler_unimported()
     trace = ShardingTrace(degree=degree, sequence_parallel=sequence_parallel)
     chain = ChainTrace(
         model,

@@ -1,9 +1,10 @@
 """Elementwise optimizers: AdamW and SGD by torch's kernels, Lion.
 
 Note [Why not torch.optim.AdamW itself]
-    State by global name is what a checkpoint or another layout needs, where torch's state goes by
-    position. The functions behind it (`torch.optim.adamw.adamw`, `torch.optim.sgd.sgd`) are the
-    same kernels.
+    Its constructor imports torch._dynamo: 829 modules, 0.95 s and 70 MB before the first step of
+    every run. The functions behind it (`torch.optim.adamw.adamw`, `torch.optim.sgd.sgd`) are the
+    same kernels without that; and state by global name is what a checkpoint or another layout
+    needs, where torch's state goes by position.
 
     `fused=True` is the fastest on the CPU too. Best of 30 steps of AdamW in float32, ms, measured
     on 1 (2) threads:
