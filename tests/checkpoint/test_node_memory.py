@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.test_memory import steps_of, train
 from tests.tiny_run import TINY
-from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.holders import HolderShift, choose_holders
-from weft.checkpoint.node_memory import NodeMemory
+from weft.checkpoint.node_memory import FACTS, NodeMemory, _pieces_here
 from weft.checkpoint.pieces import (
     NO_STEP,
     Pieces,
@@ -176,6 +177,16 @@ def test_a_run_goes_on_from_memory_bit_for_bit_when_a_node_is_lost(run, tmp_path
     (lost,) = resume["passed_over"]
     assert "no whole snapshot is left in the memory of these nodes" in lost
     assert resume["path"] is None
+
+
+def test_snapshots_of_a_version_without_ids_are_left_alone(tmp_path):
+    """They ended the restart in a KeyError."""
+    memory = NodeMemory(tmp_path, ("node",), None)
+    for step, facts in ((2, {"ranks": 1, "facts": {}}), (4, {"ranks": 1, "snapshot": "id"})):
+        path = checkpoint_path(memory.pieces, step)
+        path.mkdir(parents=True)
+        (path / FACTS).write_text(json.dumps(facts))
+    assert list(_pieces_here(memory)) == [4]
 
 
 def test_snapshots_without_a_second_copy_have_a_note_and_a_fresh_start_reads_none(run, tmp_path):

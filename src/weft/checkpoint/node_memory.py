@@ -375,13 +375,15 @@ def _assemble_pieces(
 
 
 def _pieces_here(memory: NodeMemory) -> NodePieces:
-    """The snapshots of this node, by step."""
+    """The snapshots of this node, by step; those without an id cannot be told apart and do not count."""
     found: NodePieces = {}
     for step, path in checkpoints(memory.pieces):
         text = _read_facts(path)
         if not text:
             continue
         stored = json.loads(text)
+        if "snapshot" not in stored:  # of a version whose snapshots had no ids
+            continue
         num_ranks = stored["ranks"]
         names = set(os.listdir(path))
         held: list[int] = []
