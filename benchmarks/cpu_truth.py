@@ -48,7 +48,7 @@ from weft.commands.calibrate_run import (
 )
 from weft.config.hardware import find_hardware
 from weft.config.load import load
-from weft.config.run import Run, plan_of
+from weft.config.run import Run
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.models import FAMILIES
@@ -163,7 +163,7 @@ def timed_rank(runs: Sequence[Run], num_steps: int, folder: Path, world: World) 
             sync = step.grads.set_requires_gradient_sync
             player = TimedPlayer(step.model, before_last_backward=sync)
             step.player = player
-            batches = example_batches(run.model, plan_of(run), comm)
+            batches = example_batches(MeasuredRun.of(run), comm)
             steps = []
             for number in range(WARM_UP + num_steps):
                 comm.checked = number < WARM_UP

@@ -28,8 +28,6 @@ from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware, read_fields
 from weft.config.hardware_file import EFFICIENCY, write_fields
 from weft.config.load import load
-from weft.config.schema import ModelSection
-from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
 from weft.planner.calibration.fit import BOUNDS, Calibration, fit
@@ -196,7 +194,7 @@ def _rank(
 def step_seconds_here(run: MeasuredRun, comm: Comm, num_steps: int) -> float:
     """Median seconds of a step of this run on these ranks."""
     step = build_configured_step(run.config, run.plan, comm)
-    batches = example_batches(run.config.model, run.plan, comm)
+    batches = example_batches(run, comm)
     times = []
     for number in range(WARM_UP + num_steps):
         comm.checked = number < WARM_UP
@@ -208,14 +206,14 @@ def step_seconds_here(run: MeasuredRun, comm: Comm, num_steps: int) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def example_batches(model: ModelSection, plan: Plan, comm: Comm) -> list[Batch]:
+def example_batches(run: MeasuredRun, comm: Comm) -> list[Batch]:
     """The micro-batches of a step of this rank: ones."""
 
     def ones(tensor: Tensor) -> Tensor:
         return torch.ones(tensor.shape, dtype=tensor.dtype, device=comm.device)
 
-    batch = example_batch(model, plan, comm).map(ones)
-    return [batch] * plan.microbatches
+    batch = example_batch(run, comm).map(ones)
+    return [batch] * run.plan.microbatches
 
 
 def report(found: Calibration) -> str:

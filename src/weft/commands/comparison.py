@@ -48,7 +48,7 @@ def start_prediction(run: Run) -> ForkedAnswer | None:
 
 def predicted(run: Run, hardware: Hardware) -> Answer:
     """The prediction of a run as JSON, or the reason why there is none."""
-    problem = size_problem(plan_of(run))
+    problem = size_problem(plan_of(run), fixed_order=run.deterministic)
     if problem:
         return {"failure": f"too large to be measured: {problem}"}
     roles = measure(MeasuredRun.of(run))

@@ -69,7 +69,7 @@ def explain(words: Sequence[str]) -> int:
         print_result(explain_plan(plan))
     from weft.planner.measure.roles import size_problem  # late: they import torch
 
-    problem = size_problem(plan)
+    problem = size_problem(plan, fixed_order=run.deterministic)
     if problem and not output.is_json and output.html is None:
         print_result(f"memory and traffic are not measured: {problem}")
         return EXIT_OK

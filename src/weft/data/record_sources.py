@@ -22,7 +22,15 @@ from weft.data.conversations import (
 )
 from weft.data.documents import guarded_read
 from weft.data.files import KEY, LINES_SUFFIX, TABLE_SUFFIX, find_files, kind_of
-from weft.data.prepared import PREPARE_AGAIN, TEXT, Prepared, Split, agreed_tokenizer, prepared_of
+from weft.data.prepared import (
+    PREPARE_AGAIN,
+    TEXT,
+    Prepared,
+    Split,
+    agreed_tokenizer,
+    prepared_of,
+    sources_of,
+)
 from weft.data.records import RecordFormat, RecordReader, RenderedRecord
 from weft.data.rows import FORMAT_KEY, Row, detect_format, jsonl_rows, parquet_rows
 from weft.data.token_sources import MAX_CHARS_IN_MEMORY, check_vocab, split_of
@@ -53,6 +61,18 @@ def holds_records(source: str, data: DataConfig) -> bool:
     if data.format == AUTO:
         return _first_row_is_record(source, data.text_field)
     return data.format != TEXT
+
+
+def packs_documents(data: DataConfig) -> bool:
+    """Whether samples of token sources say which tokens are of one document. Of a source that cannot
+    be read, format and packing say it.
+    """
+    if data.packing in ("documents", "single"):
+        return True
+    try:
+        return holds_records(sources_of(data)[0], data)
+    except DataError:
+        return data.format not in (TEXT, AUTO)
 
 
 def _first_row_is_record(source: str, text_field: str) -> bool:

@@ -12,13 +12,35 @@ from typing import Any
 from weft.config.run import Run, plan_of
 from weft.config.schema import MAX_COUNT
 from weft.core.model_config import ModelConfig
+from weft.data.record_sources import packs_documents
 from weft.layout.plan import Plan
 from weft.models import Family
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.planner.measure.equal_blocks import equal_blocks
 from weft.train.build import StepConfig
-from weft.train.build_training import step_config
+from weft.train.build_training import DPO, step_config
 from weft.train.init_from import lazy_blocks
+
+
+@dataclass(frozen=True)
+class BatchFields:
+    """Which fields the batches of a run have besides tokens, targets and positions.
+
+    Attributes:
+        documents: the document of each token: attention then has a mask.
+        pairs: marks and reference log-probabilities of preference pairs.
+    """
+
+    documents: bool = False
+    pairs: bool = False
+
+    @staticmethod
+    def of(run: Run) -> BatchFields:
+        """Of the batches that a run trains on."""
+        has_pairs = run.loss == DPO
+        is_text = run.model.kind == "tokens"
+        has_documents = has_pairs or (is_text and packs_documents(run.data))
+        return BatchFields(has_documents, has_pairs)
 
 
 @dataclass(frozen=True)
@@ -28,18 +50,21 @@ class MeasuredRun:
     Attributes:
         config: of the step; no outer step follows it.
         run: whose step and plan they are.
+        fields: of its batches.
     """
 
     config: StepConfig
     plan: Plan
     run: Run
+    fields: BatchFields = BatchFields()
 
     @staticmethod
     def of(run: Run) -> MeasuredRun:
         """What is measured of a run under its own plan."""
         config = step_config(run)
         outer = replace(config.outer, every=MAX_COUNT)
-        return MeasuredRun(replace(config, outer=outer), plan_of(run), run)
+        config = replace(config, outer=outer)
+        return MeasuredRun(config, plan_of(run), run, BatchFields.of(run))
 
     def with_layout(self, values: Mapping[str, Any]) -> MeasuredRun:
         """The same step under the plan of other values of layout and batch: `{"mesh": "dp2"}`."""

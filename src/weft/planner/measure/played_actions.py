@@ -6,18 +6,31 @@ Note [A step in regions]
     is the first, a middle or the last one (gradients are allocated by the first backward and
     reduced by the last). So of a step of many micro-batches three are played, and every other
     action is one that was recorded.
+
+Note [Sums in a fixed order]
+    Under `deterministic` the gradients of micro-batches are added in a binary tree, so how many
+    sums a backward leaves depends on the number of its micro-batch: on how many ones that ends with
+    in binary. So the first 16 are played, and each later one is taken for one of these that ends
+    with as many, up to three; what a longer row of ones frees besides is computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weft.schedule.actions import Act, Table
 from weft.schedule.simulate import ACTIVATION_CHANGE
 
 MOST_PLAYED = 3
 """Micro-batches that are played of a longer step; see Note [A step in regions]."""
+
+MOST_IN_FIXED_ORDER = 16
+"""The same where gradients are added in a fixed order; see Note [Sums in a fixed order]."""
+MOST_ONES = 3
+"""Ones at the end of a micro-batch's number that played micro-batches tell apart."""
+PERIOD = 8
+"""2 to the power of `MOST_ONES`."""
 
 Place = Literal["first", "middle", "last"]
 
@@ -35,17 +48,31 @@ class ActionKey:
     place: Place
 
 
+class PlayedAction(NamedTuple):
+    """An action of a micro-batch on its rank."""
+
+    kind: str
+    chunk: int
+    microbatch: int
+
+
 def played_microbatches(
     table: Table,
     row: int,
+    *,
+    fixed_order: bool = False,
 ) -> tuple[int, ...]:
     """Micro-batches that stand for all on a pipeline coordinate: all of a short step, else those of
     the first and the last action of each stage and direction, and others until every key of its
     actions is there.
+
+    Args:
+        fixed_order: whether gradients are added in a fixed order.
     """
-    if table.microbatches <= MOST_PLAYED:
+    most = MOST_IN_FIXED_ORDER if fixed_order else MOST_PLAYED
+    if table.microbatches <= most:
         return tuple(range(table.microbatches))
-    chosen: set[int] = set()
+    chosen = set(range(most)) if fixed_order else set()
     missing: set[ActionKey] = set()
     middle: dict[int, set[ActionKey]] = {}
     for act, key in action_keys(table, row).items():
@@ -63,6 +90,20 @@ def played_microbatches(
         chosen.add(best)
         missing -= middle[best]
     return tuple(sorted(chosen))
+
+
+def ones_at_end(number: int) -> int:
+    """Ones at the end of a number in binary: how many sums its gradient is added to."""
+    return (~number & (number + 1)).bit_length() - 1
+
+
+def alike_in_fixed_order(microbatch: int) -> int:
+    """A played micro-batch that stands for this one; see Note [Sums in a fixed order]."""
+    if microbatch < MOST_IN_FIXED_ORDER - 1:
+        return microbatch
+    if ones_at_end(microbatch) >= MOST_ONES:
+        return PERIOD - 1
+    return PERIOD + microbatch % PERIOD
 
 
 def thinned(

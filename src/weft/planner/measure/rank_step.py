@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.core.dimension import pipeline_axis, position_axes
-from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
@@ -29,7 +28,13 @@ from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero.param_group import ParamGroup
 from weft.planner.measure.measured_run import MeasuredRun
-from weft.planner.measure.played_actions import ActionKey, action_keys, played_microbatches, thinned
+from weft.planner.measure.played_actions import (
+    ActionKey,
+    PlayedAction,
+    action_keys,
+    played_microbatches,
+    thinned,
+)
 from weft.planner.measure.recorder import (
     Parts,
     RecordedRegion,
@@ -83,6 +88,8 @@ class RankStep:
         phases: before, between and after the actions: "targets", "reduce", "update".
         played: the table whose actions were recorded.
         regions: all that were recorded, in order, those between actions too.
+        in_fixed_order: regions of the played actions themselves, where gradients are added in a
+            fixed order; else none.
         num_dispatches: layers of the rank that send tokens to experts of other ranks.
         outer_bytes: message of the rank to each other site in an outer step, which is no part of
             the recorded step; 0 without sites.
@@ -98,19 +105,25 @@ class RankStep:
     played: Table
     regions: tuple[RecordedRegion, ...]
     num_dispatches: int
+    in_fixed_order: Mapping[PlayedAction, RecordedRegion] = field(default_factory=dict)
     outer_bytes: int = 0
     checkpoint_bytes: float = 0.0
 
 
-def example_batch(
-    model: ModelConfig,
-    plan: Plan,
-    comm: Comm,
-) -> Batch:
+def example_batch(run: MeasuredRun, comm: Comm) -> Batch:
     """A micro-batch of this rank on the meta device."""
+    model = run.config.model
+    plan = run.plan
     if model.kind == "images":
         return image_example(plan.micro_size, model.model_dump()["image_size"])
     whole = token_example(plan.micro_size, plan.seq_len)
+    tokens_BS = whole.inputs
+    if run.fields.documents:
+        whole = replace(whole, documents=torch.zeros_like(tokens_BS))
+    if run.fields.pairs:
+        pairs_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
+        references_BS = torch.zeros_like(tokens_BS, dtype=torch.float64)
+        whole = replace(whole, pairs=pairs_BS, references=references_BS)
     if not model.reads_later_targets:
         whole = replace(whole, next_inputs=None, later_targets=None)
     axes = position_axes()
@@ -140,8 +153,9 @@ def measure_rank(
     for dispatch in dispatches(step):
         dispatch.meta_load = load
     row = plan.mesh.index(rank, pipeline_axis())
-    played = thinned(plan.table, played_microbatches(plan.table, row))
-    batch = example_batch(run.config.model, plan, comm)
+    chosen = played_microbatches(plan.table, row, fixed_order=run.config.fixed_order)
+    played = thinned(plan.table, chosen)
+    batch = example_batch(run, comm)
     batches = [batch] * played.microbatches
     return record_step(
         step,
@@ -232,12 +246,19 @@ def record_step(
         comm.observers = observers
     sizes = {name: storage_bytes(tensors) for name, tensors in kept.items()}
     row = comm.index(pipeline_axis())
+    by_name = {region.name: region for region in recorder.regions}
+    keys = action_keys(table, row)
+    in_fixed_order: dict[PlayedAction, RecordedRegion] = {}
+    if step.fixed_order:
+        for act, key in keys.items():
+            in_fixed_order[PlayedAction(act.kind, key.chunk, act.mb)] = by_name[str(act)]
     return RankStep(
         plan=model.plan,
         rank=comm.rank,
         row=row,
         kept=KeptBytes(**sizes),
-        actions=_by_key(recorder.regions, action_keys(table, row)),
+        actions=_by_key(by_name, keys),
+        in_fixed_order=in_fixed_order,
         phases={region.name: region for region in recorder.regions if region.name.isalpha()},
         played=table,
         regions=tuple(recorder.regions),
@@ -291,11 +312,10 @@ class _Marker:
 
 
 def _by_key(
-    regions: Sequence[RecordedRegion],
+    by_name: Mapping[str, RecordedRegion],
     keys: Mapping[Act, ActionKey],
 ) -> dict[ActionKey, RecordedRegion]:
     """The recorded regions of actions by the keys of the actions."""
-    by_name = {region.name: region for region in regions}
     found = {}
     for act, key in keys.items():
         found[key] = by_name[str(act)]

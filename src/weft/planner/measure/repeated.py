@@ -143,6 +143,8 @@ def _extended(
         NotPeriodicError: see there.
     """
     short = measure_plan(_shortened(plan, runs))
+    if short.in_fixed_order:
+        raise NotPeriodicError("sums of micro-batches are of all blocks")
     longer = []
     for longest, count in _counts(runs):
         step = measure_plan(_shortened(plan, runs, longest))

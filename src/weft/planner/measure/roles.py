@@ -47,15 +47,19 @@ MOST_ACTIONS = 200_000
 """Actions of the whole schedule."""
 
 
-def size_problem(plan: Plan) -> str | None:
-    """Why a run is too large to be measured; None if it is not."""
+def size_problem(plan: Plan, *, fixed_order: bool = False) -> str | None:
+    """Why a run is too large to be measured; None if it is not.
+
+    Args:
+        fixed_order: whether gradients are added in a fixed order: more micro-batches are played.
+    """
     num_actions = sum(len(row) for row in plan.table.rows)
     if num_actions > MOST_ACTIONS:
         return f"the schedule has {num_actions} actions (at most {MOST_ACTIONS} are replayed)"
     for row in range(plan.pipeline_size):
         stages = plan.table.stages(row)
         num_blocks = sum(len(plan.stages[stage].blocks) for stage in stages)
-        num_played = len(played_microbatches(plan.table, row))
+        num_played = len(played_microbatches(plan.table, row, fixed_order=fixed_order))
         if num_blocks * num_played > MOST_BLOCKS:
             most = MOST_BLOCKS // num_played
             blocks = counted(num_blocks, "block")
@@ -73,7 +77,7 @@ def measure(run: MeasuredRun, *, load: ExpertLoad = even_load) -> tuple[RoleCost
         PlanError: the run is too large, see `size_problem`.
     """
     plan = run.plan
-    problem = size_problem(plan)
+    problem = size_problem(plan, fixed_order=run.config.fixed_order)
     if problem:
         raise PlanError(Fault("mesh", f"too large to be measured: {problem}"))
 

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from weft.layout.plan import Plan
 from weft.parallel.pipeline.player import MAX_SENDS
-from weft.planner.measure.played_actions import action_keys
+from weft.planner.measure.played_actions import (
+    PERIOD,
+    ActionKey,
+    PlayedAction,
+    action_keys,
+    alike_in_fixed_order,
+    ones_at_end,
+)
 from weft.planner.measure.rank_step import KeptBytes, RankStep
 from weft.planner.measure.recorder import Parts, RecordedRegion
 from weft.schedule.actions import Act
 from weft.schedule.lower import Instruction, Recv, Transfer
+
+ZERO_THAT_SUMS_SHARDS = 2
+"""ZeRO stage from which on sums in a fixed order are of reduced gradients, until the last reduction."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +109,60 @@ class _Peak:
         return self.level + self.region.workspace
 
 
+@dataclass(frozen=True)
+class FixedOrderSums:
+    """Bytes of a sum of gradients in a fixed order; see Note [Sums in a fixed order] in
+    `played_actions`.
+
+    Attributes:
+        own: added by the backward itself.
+        deferred: added by the next one, as their reduction is under way.
+    """
+
+    own: int
+    deferred: int
+
+    @staticmethod
+    def of(played: Mapping[PlayedAction, RecordedRegion], action: PlayedAction) -> FixedOrderSums:
+        """Of a kind of action: numbers of played ones end with 0, 1 and 0 ones, and those before
+        them with 3, 0 and 1; a backward leaves one sum less the ones.
+        """
+        changes = []
+        for number in (PERIOD, PERIOD + 1, PERIOD + 2):
+            region = played.get(action._replace(microbatch=number))
+            if region is None:
+                return FixedOrderSums(0, 0)
+            changes.append(region.change)
+        deferred = (changes[2] - changes[0]) // 2
+        own = changes[2] - changes[1] + deferred
+        return FixedOrderSums(own, deferred)
+
+    def freed(self, number: int, *, than: int) -> int:
+        """Bytes that the backward of a micro-batch frees more than that of another one."""
+        own = ones_at_end(number) - ones_at_end(than)
+        deferred = ones_at_end(number - 1) - ones_at_end(than - 1)
+        return own * self.own + deferred * self.deferred
+
+    def left(self, number: int, *, than: int) -> int:
+        """Bytes of the sums of so many micro-batches above those of another number of them."""
+        own = number.bit_count() - than.bit_count()
+        deferred = (number - 1).bit_count() - (than - 1).bit_count()
+        return own * self.own + deferred * self.deferred
+
+
+def _freeing(region: RecordedRegion, num_bytes: int) -> RecordedRegion:
+    """The region, which frees so many bytes more."""
+    return replace(region, exit_bytes=region.exit_bytes - num_bytes)
+
+
 @dataclass
 class _Replay:
     """The level over the instructions of a row; see Note [A step in regions].
 
     A sent output is freed when its send has been waited for and its backward has run.
+
+    Attributes:
+        sums_left: bytes of sums in a fixed order that the reduction frees beside what was recorded.
     """
 
     step: RankStep
@@ -112,6 +171,7 @@ class _Replay:
     peak: _Peak = field(init=False)
     sends: deque[Transfer] = field(default_factory=deque)
     retained: set[Act] = field(default_factory=set)
+    sums_left: int = 0
 
     def run(self) -> Iterator[Level]:
         plan = self.step.plan
@@ -125,14 +185,43 @@ class _Replay:
         yield self._pass("targets", phases["targets"])
         for instruction in plan.program.rows[self.row]:
             if isinstance(instruction, Act):
-                yield self._pass(str(instruction), self.step.actions[keys[instruction]])
+                region = self._region(instruction, keys[instruction])
+                yield self._pass(str(instruction), region)
                 self._release_output(instruction)
             else:
                 self._transfer(instruction)
         while self.sends:
             self._finish_send()
         for name in ("reduce", "update"):
-            yield self._pass(name, phases[name])
+            yield self._pass(name, self._phase(name))
+
+    def _region(self, act: Act, key: ActionKey) -> RecordedRegion:
+        """The recorded region that stands for an action."""
+        region = self.step.actions[key]
+        played = self.step.in_fixed_order
+        own = PlayedAction(act.kind, key.chunk, act.mb)
+        if not played or self._is_played_whole:
+            return played.get(own, region)
+        if key.place == "first":
+            return region
+        sums = FixedOrderSums.of(played, own)
+        last = self.step.played.microbatches - 1
+        if key.place == "middle":
+            alike = own._replace(microbatch=alike_in_fixed_order(act.mb))
+            freed = sums.freed(act.mb, than=alike.microbatch)
+            return _freeing(played.get(alike, region), freed)
+        if self.step.plan.zero >= ZERO_THAT_SUMS_SHARDS:
+            self.sums_left += sums.left(act.mb + 1, than=last + 1)
+            return _freeing(region, sums.freed(act.mb, than=last))
+        return _freeing(region, sums.left(act.mb, than=last))
+
+    @property
+    def _is_played_whole(self) -> bool:
+        return self.step.played.microbatches == self.step.plan.microbatches
+
+    def _phase(self, name: str) -> RecordedRegion:
+        region = self.step.phases[name]
+        return _freeing(region, self.sums_left) if name == "reduce" else region
 
     def _pass(self, name: str, region: RecordedRegion) -> Level:
         before = self.level

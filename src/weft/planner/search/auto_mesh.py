@@ -69,7 +69,7 @@ def _are_few_and_small(run: MeasuredRun, layouts: list[Layout]) -> bool:
         return False
     for layout in layouts:
         changed = run.with_layout(layout.values)
-        if size_problem(changed.plan) is not None:
+        if size_problem(changed.plan, fixed_order=changed.config.fixed_order) is not None:
             return False
     return True
 
