@@ -22,6 +22,7 @@ from itertools import pairwise
 from weft.core.dimension import pipeline_axis
 from weft.core.model_config import BlockSpec
 from weft.layout.plan import Plan
+from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.rank_step import RankStep, measure_rank
@@ -36,6 +37,8 @@ from weft.planner.search.pipeline_tables import PipelineTables, SizedTable
 from weft.planner.search.short_runs import ShortRuns
 from weft.planner.search.stage_costs import LayoutStageCosts, StageWork
 from weft.planner.search.zero_costs import (
+    LIVE_GRADIENTS,
+    UNDER_WAY,
     ZERO_THAT_REDUCES_EACH,
     ZeroMeasurements,
 )
@@ -43,6 +46,7 @@ from weft.planner.simulate.predict import Prediction, predict_measured
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulate.table_time import StageCollectives, StageSeconds, table_seconds
+from weft.schedule.actions import Table
 from weft.schedule.catalog import find
 
 MOST_BLOCKS_IN_FULL = 12
@@ -269,19 +273,38 @@ class LayoutCosts:
         """Bytes of the fullest rank."""
         zero = self._data.zero(layout)
         num_data = layout.num_data
+        has_expert_groups = layout.degree(EP) > 1  # two groups a block
+        num_under_way = 1 if has_expert_groups else UNDER_WAY
         table = self._table(layout)
+        params_left = self._params_left_under_way(layout, table.table, num_under_way)
         in_flight = self.stage_costs.in_flight(layout, table, self._blocks.of(layout))
         sizes_of_ranks = self.stages.sizes_of_ranks(layout, table.table)
         params_of_ranks = self.stages.params_of_ranks(layout, table.table)
         peaks = []
-        for sizes, params, own in zip(sizes_of_ranks, params_of_ranks, in_flight, strict=True):
-            states = self._data.state_bytes(layout, params)
+        for rank, own in enumerate(in_flight):
+            sizes = sizes_of_ranks[rank]
+            states = self._data.state_bytes(layout, params_of_ranks[rank])
             block = _mean_of_neighbours(sizes)
-            forward = own.forward + zero.forward_peak.of(block, num_data)
-            backward = own.backward + zero.backward_peak.of(block, num_data)
-            others = own.others + zero.carried.of(2 * block, num_data)
+            live = _most_params(sizes, num_under_way + 1) / LIVE_GRADIENTS
+            carried = zero.carried.of(params_left[rank], num_data)
+            forward = own.forward + zero.forward_peak.of(block, num_data) + carried
+            backward = own.backward + zero.backward_peak.of(live, num_data)
+            others = own.others + carried
             peaks.append(states + max(forward, backward, others))
         return max(peaks)
+
+    def _params_left_under_way(self, layout: Layout, table: Table, num_blocks: int) -> list[float]:
+        """Of each pipeline rank, parameters whose gradients are being reduced when a backward has
+        ended: those of the first blocks of a stage, of so many.
+        """
+        most = [0.0] * table.num_ranks
+        if self._num_micro(layout) == 1:
+            return most
+        for stage, sizes in enumerate(self.stages.sizes(layout)):
+            rank = table.stage_to_rank[stage]
+            own = [size for size in sizes if size]
+            most[rank] = max(most[rank], sum(own[:num_blocks]))
+        return most
 
     # lower bounds
 
@@ -416,6 +439,13 @@ class LayoutCosts:
             chunks=layout.chunks,
             num_micro=self._num_micro(layout),
         )
+
+
+def _most_params(sizes: Sequence[float], count: int) -> float:
+    """The largest sum of so many blocks in a row with parameters, of those of a rank."""
+    own = [size for size in sizes if size]
+    last_start = max(0, len(own) - count)
+    return max(sum(own[start : start + count]) for start in range(last_start + 1))
 
 
 def _mean_of_neighbours(sizes: Sequence[float]) -> float:

@@ -4,9 +4,9 @@ Note [Costs of a parameter]
     A short run is measured on two and on four data ranks, and on one. What a rank holds or computes
     for a parameter is `whole` bytes (or seconds) on every rank, and `shared` ones over all ranks that
     have it; two runs give both. Kernels and peaks count above those of the run on one rank, which
-    the costs of blocks have already. Peaks are those of a block between equal ones: with ZeRO 3 its
-    parameters and those of the next block are gathered meanwhile, and gradients of earlier blocks
-    are being reduced.
+    the costs of blocks have already. Peaks of a forward are those of a block between equal ones: with
+    ZeRO 3 its parameters and those of the next block are gathered meanwhile. Peaks of a backward are
+    those of a block with two equal ones behind it, whose gradients are being reduced.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ NUM_COPIES = 4
 ZERO_THAT_REDUCES_EACH = 2
 """ZeRO stage from which on gradients are reduced for every micro-batch, not only for the last one."""
 ZERO_THAT_GATHERS = 3
+UNDER_WAY = 2
+"""Parameter groups whose gradients are being reduced at once, of ZeRO 2 and 3."""
+LIVE_GRADIENTS = UNDER_WAY + 1
+"""Blocks with whole gradients at once: the one whose backward runs, and those being reduced."""
 
 Part = Literal["forward", "backward", "last backward", "update"]
 PARTS: tuple[Part, ...] = ("forward", "backward", "last backward", "update")
@@ -58,9 +62,11 @@ class ZeroCosts:
 
     Attributes:
         states: bytes between steps, and of gradients that stay from one micro-batch to the next.
-        forward_peak, backward_peak: bytes during a block, above those of the block on one rank.
+        forward_peak: bytes during a block, above those of the block on one rank, and without what
+            is `carried`.
+        backward_peak: the same for each parameter of `LIVE_GRADIENTS` blocks, on their average.
         carried: bytes that a backward leaves to the next actions, of gradients that are being
-            reduced, for each parameter of two blocks.
+            reduced, for each parameter of `UNDER_WAY` blocks.
         kernels: seconds of each part, above those of the first micro-batch on one rank.
         operations: collectives of each part, on two data ranks.
         params: of the short run.
@@ -227,19 +233,17 @@ class _Comparison:
     Attributes:
         alone: on one rank.
         steps: of the stage, on two and on four data ranks, or on one.
-        block: whose peaks are compared.
         table: seconds of kernels.
     """
 
     alone: _ShortStep
     steps: tuple[_ShortStep, ...]
-    block: str
     table: CostTable
 
-    def peaks(self, kind: str) -> list[float]:
+    def peaks(self, kind: str, block: str) -> list[float]:
         """Of each step, bytes during the block above those on one rank."""
-        base = self.alone.peak_of_first(kind, self.block)
-        return [step.peak(kind, self.block) - base for step in self.steps]
+        base = self.alone.peak_of_first(kind, block)
+        return [step.peak(kind, block) - base for step in self.steps]
 
     def kernels_s(self, part: Part) -> list[float]:
         """Of each step, seconds of kernels above those of the first micro-batch on one rank."""
@@ -311,12 +315,14 @@ class ZeroMeasurements:
         sizes = [self._num_params(name) for name in blocks]
         sizes_above_0 = [size for size in sizes if size]
         params = sum(sizes)
-        block = self._middle_block(blocks)
-        block_params = self._num_params(block)
+        equal = self._equal_blocks(blocks)
+        middle = equal[len(equal) // 2]
+        before_equal = equal[max(0, len(equal) - LIVE_GRADIENTS)]
+        sizes_behind = sizes[blocks.index(before_equal) :]
+        live = [size for size in sizes_behind if size][:LIVE_GRADIENTS]
         comparison = _Comparison(
             self._step(0, 1),
             steps,
-            block,
             self._table,
         )
         kernels = {}
@@ -326,11 +332,16 @@ class ZeroMeasurements:
             operations[part] = first.operations(part)
         states = [step.state_bytes for step in steps]
         carried = [step.change_bytes - step.left_bytes for step in steps]
+        forward_peaks = comparison.peaks("F", middle)
+        above_carried = [peak - left for peak, left in zip(forward_peaks, carried, strict=True)]
         return ZeroCosts(
-            carried=_fitted(carried, sum(sizes_above_0[:2])),
+            carried=_fitted(carried, sum(sizes_above_0[:UNDER_WAY])),
             states=_fitted(states, params),
-            forward_peak=_fitted(comparison.peaks("F"), block_params),
-            backward_peak=_fitted(comparison.peaks("B"), block_params),
+            forward_peak=_fitted(above_carried, self._num_params(middle)),
+            backward_peak=_fitted(
+                comparison.peaks("B", before_equal),
+                sum(live) / LIVE_GRADIENTS,
+            ),
             kernels=kernels,
             operations=operations,
             params=params,
@@ -346,8 +357,8 @@ class ZeroMeasurements:
         kind = self._runs.kinds[block]
         return by_kind[kind].total
 
-    def _middle_block(self, blocks: Sequence[str]) -> str:
-        """The middle one of the most frequent kind of block that has parameters."""
+    def _equal_blocks(self, blocks: Sequence[str]) -> list[str]:
+        """Those of the most frequent kind of block that has parameters."""
         members: dict[str, list[str]] = {}
         for name in blocks:
             kind = self._runs.kinds[name]
@@ -357,8 +368,7 @@ class ZeroMeasurements:
             num_params = self._num_params(names[0])
             return num_params > 0, len(names), num_params
 
-        preferred = max(members.values(), key=preference)
-        return preferred[len(preferred) // 2]
+        return max(members.values(), key=preference)
 
 
 def _fitted(
