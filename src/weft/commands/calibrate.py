@@ -134,7 +134,8 @@ def _faults(options: CalibrateOptions) -> Iterator[Fault]:
         yield Fault("calibrate", "scipy is not installed", fix='pip install "weft-train[plan]"')
     if not options.write.endswith(SUFFIX):
         need = f"a name that ends in {SUFFIX}"
-        yield Fault("write", "is no hardware file", repr(options.write), need)
+        fix = "--write mine.toml"
+        yield Fault("write", "is no hardware file", repr(options.write), need, fix)
         return
     if not Path(options.write).exists():
         fix = _sequence(options.write)

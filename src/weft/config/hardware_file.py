@@ -61,6 +61,7 @@ def _path_faults(path: str) -> Iterator[Fault]:
             "is no hardware file",
             got=repr(path),
             need=f"a name that ends in {SUFFIX}",
+            fix=f"--write mine{SUFFIX}",
         )
     elif not Path(path).parent.is_dir():
         fix = f"create it: mkdir -p {Path(path).parent}"
