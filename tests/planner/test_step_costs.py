@@ -40,6 +40,10 @@ LAYOUTS = {
     "cp2": "--mesh cp2",
     "cp2 allgather": "--mesh cp2 --parallel.context allgather",
     "cp2 ulysses": "--mesh cp2 --parallel.context ulysses",
+    "pp2 dp2 zero2 interleaved": (
+        "--mesh pp2,dp2 --parallel.zero 2 --pipeline.schedule interleaved --pipeline.chunks 2"
+        " --model.layers 8"
+    ),
     "dp2 deterministic": "--mesh dp2 --deterministic True --batch.global_size 14",
     "pp2 dp2 zero2 deterministic": "--mesh pp2,dp2 --deterministic True --parallel.zero 2 --batch.global_size 12",
     "dp2 documents": "--mesh dp2 --data.packing documents --parallel.zero 2 --batch.global_size 4",
@@ -269,10 +273,18 @@ def test_the_peak_is_that_of_the_allocator(name: str) -> None:
     assert memory.peak == pytest.approx(measured, abs=32, rel=1e-12 if is_wide else 0.05)
 
 
-@pytest.mark.parametrize("name", ["pp2 1f1b", pytest.param("dp2 zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pp2 1f1b",
+        "pp2 dp2 zero2 interleaved",
+        pytest.param("dp2 zero3", marks=pytest.mark.slow),
+    ],
+)
 def test_three_micro_batches_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of eight micro-batches, of which three are played, has the levels and traffic of all
-    eight.
+    eight. With several stages a rank, reductions of ZeRO 2 that are under way when an action begins
+    depend on the stage of the one before it.
     """
     flags = LAYOUTS[name].replace("--batch.global_size 6", "")
     run = run_of(f"{flags} --batch.global_size 16")

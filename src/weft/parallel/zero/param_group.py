@@ -330,6 +330,15 @@ class ParamGroup:
             return comm.start_all_reduce_(unsharded, axes)
         return Work.done(unsharded)
 
+    @property
+    def reducing_bytes(self) -> int:
+        """Bytes of the reduction under way: the whole gradient, and this rank's shard of the sum."""
+        if self._reducing is None:
+            return 0
+        whole = self.layout.length
+        shard = whole // self.comm.degree(self.axes) if self.is_sharded else 0
+        return (whole + shard) * self.policy.reduce.itemsize
+
     def is_reduce_completed(self) -> bool:
         """Whether `wait_reduce` would return at once."""
         return self._reducing is None or self._reducing.is_completed()

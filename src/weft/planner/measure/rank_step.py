@@ -234,6 +234,7 @@ def record_step(
         recorder.keep(tensor for tensors in kept.values() for tensor in tensors)
         resized = _gathered_params(step)
         recorder.resized_bytes = lambda: storage_bytes(resized)
+        recorder.under_way_bytes = _under_way_of(step)
         observers = comm.observers
         comm.observers = (*observers, recorder)
         recorder.begin("targets")
@@ -393,6 +394,21 @@ def _gathered_params(step: TrainStep) -> list[Tensor]:
         if group.reshards and group.unsharded_params is not None:
             found.append(group.unsharded_params.flat)
     return found
+
+
+def _under_way_of(step: TrainStep) -> Callable[[], int]:
+    """A function for the bytes of the reductions that are under way at the moment of a call: of
+    the whole gradients, and of this rank's shards of their sums.
+    """
+    groups = []
+    for group in step.grads.trained_groups:
+        if not group.policy.keeps_unsharded_grad:
+            groups.append(group)
+
+    def under_way_bytes() -> int:
+        return sum(group.reducing_bytes for group in groups)
+
+    return under_way_bytes
 
 
 def _parts_of(step: TrainStep) -> Callable[[], Parts]:

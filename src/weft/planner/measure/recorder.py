@@ -26,6 +26,10 @@ Parts = Mapping[str, int]
 """Bytes by what they hold."""
 
 
+REDUCTIONS = ("reduce_scatter",)
+"""Operations that sum gradients."""
+
+
 class Started(NamedTuple):
     """A collective or message begins."""
 
@@ -72,6 +76,8 @@ class RecordedRegion:
         events: kernels, and starts and ends of collectives and messages, in order. An operation
             ends when the rank has waited for it, perhaps in a later region.
         segments: its parts by block, in order.
+        entry_under_way, exit_under_way: bytes of reductions that were under way at its begin and
+            end.
     """
 
     name: str
@@ -82,6 +88,8 @@ class RecordedRegion:
     peak_parts: Parts = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     segments: list[BlockSegment] = field(default_factory=list)
+    entry_under_way: int = 0
+    exit_under_way: int = 0
 
     @property
     def kernels(self) -> Counter[KernelLaunch]:
@@ -92,6 +100,11 @@ class RecordedRegion:
     def operations(self) -> list[Operation]:
         """Collectives and messages that were started."""
         return [event.op for event in self.events if isinstance(event, Started)]
+
+    @property
+    def starts_reductions(self) -> bool:
+        """Whether a reduction of gradients to shards was started."""
+        return any(op.op in REDUCTIONS for op in self.operations)
 
     @property
     def change(self) -> int:
@@ -135,6 +148,7 @@ class StepRecorder(TorchDispatchMode):
         block: that is computing, "" if none.
         resized_bytes: bytes, at the time of the call, of kept tensors whose storage is freed and
             allocated in place.
+        under_way_bytes: of reductions, at the time of the call.
     """
 
     def __init__(
@@ -149,6 +163,7 @@ class StepRecorder(TorchDispatchMode):
         self.block = ""
         self._parts = parts
         self.resized_bytes: Callable[[], int] = lambda: 0
+        self.under_way_bytes: Callable[[], int] = lambda: 0
         self._kept: dict[int, UntypedStorage] = {}
         self._live: set[int] = set()
         self._live_bytes = 0
@@ -174,6 +189,7 @@ class StepRecorder(TorchDispatchMode):
         self.end()
         level = self.live_bytes
         self._region = RecordedRegion(name, level, peak_bytes=level)
+        self._region.entry_under_way = self.under_way_bytes()
         self._begin_segment()
 
     def _begin_segment(self) -> None:
@@ -191,6 +207,7 @@ class StepRecorder(TorchDispatchMode):
         """End the region."""
         if self._region.name:
             self._region.exit_bytes = self.live_bytes
+            self._region.exit_under_way = self.under_way_bytes()
             self.regions.append(self._region)
         self._region = RecordedRegion("", 0)
 

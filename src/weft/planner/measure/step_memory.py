@@ -162,6 +162,7 @@ class _Replay:
     A sent output is freed when its send has been waited for and its backward has run.
 
     Attributes:
+        under_way: bytes of reductions that the last action with some has left.
         sums_left: bytes of sums in a fixed order that the reduction frees beside what was recorded.
     """
 
@@ -172,6 +173,7 @@ class _Replay:
     sends: deque[Transfer] = field(default_factory=deque)
     retained: set[Act] = field(default_factory=set)
     sums_left: int = 0
+    under_way: int = 0
 
     def run(self) -> Iterator[Level]:
         plan = self.step.plan
@@ -229,12 +231,22 @@ class _Replay:
         if peak.bytes > self.peak.bytes:
             self.peak = peak
         self.level += region.change
+        self._exchange_under_way(region)
         kept = self.step.kept.total
         return Level(
             name,
             kept + self.level,
             kept + peak.bytes,
         )
+
+    def _exchange_under_way(self, region: RecordedRegion) -> None:
+        """Correct the level where other reductions were under way when the region was recorded: it
+        frees those that are there, and leaves its own.
+        """
+        if region.entry_under_way == region.exit_under_way and not region.starts_reductions:
+            return
+        self.level -= self.under_way - region.entry_under_way
+        self.under_way = region.exit_under_way
 
     def _transfer(self, transfer: Instruction) -> None:
         assert isinstance(transfer, Transfer)
