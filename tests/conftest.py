@@ -16,8 +16,6 @@ os.environ.setdefault("WEFT_PROVE_BEFORE", "never")  # the many tiny runs are no
 import hypothesis
 import pytest
 
-from tests.compiled import compile_once
-
 # A shell starts background jobs with these signals ignored, and processes inherit that: tests that send them would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -53,10 +51,6 @@ LONG_FILES = (
     "gloo/test_failures.py",
 )
 """Longest first. The workers of pytest-xdist begin with them: none of them runs alone at the end."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    compile_once(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

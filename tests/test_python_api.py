@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 import weft
 from tests.programs import programs
-from weft.commands import prove
 from weft.commands.prove import prove_config
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.plant import planted
@@ -124,10 +122,6 @@ def test_a_loop_that_ends_early_stops_the_run_which_saves(tmp_path: Path) -> Non
             break
     steps.close()
     assert list((out / "ckpt").iterdir())
-
-
-def test_pytest_does_not_rewrite_the_modules_of_weft():
-    assert isinstance(prove.__loader__, SourceFileLoader)
 
 
 @pytest.mark.slow

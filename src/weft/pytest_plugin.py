@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from weft.prove.report import ProofReport
 
 MARKER = "layouts"
-PACKAGE = __name__.partition(".")[0]
 STEPS = 3
 """Optimizer steps of a proof."""
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -82,19 +81,6 @@ def _on_ranks(test: Callable[..., Any], transport: Literal["threads", "processes
     keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in others]
     run.__signature__ = signature.replace(parameters=[*keyword, mesh_parameter])  # type: ignore[attr-defined]
     return run
-
-
-def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Have pytest import weft as Python does, before any conftest.py is read.
-
-    pytest rewrites the assert statements of all modules of a package that has a plugin. The first
-    run took 5 s for those of weft, which show nothing to a test.
-    """
-    hook = pluginmanager.rewrite_hook
-    marked = getattr(hook, "_must_rewrite", set[str]())
-    marked.discard(PACKAGE)
-    known = getattr(hook, "_marked_for_rewrite_cache", dict[str, bool]())
-    known.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
