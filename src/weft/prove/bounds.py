@@ -18,8 +18,9 @@ Note [Bounds]
     as well: where there is such a matrix, one more perturbed run draws the signs of these entries.
 
     A gradient norm adds the squares of all entries in an order of its own, which no perturbation of
-    the gradients changes: the rounding of a sum of n terms grows like the root of n. NORM_SHARE
-    times that, in units of rounding, is added to its bound.
+    the gradients changes: the rounding of a sum of n terms grows like the root of n, up to the
+    MOST_TERMS that are added with so few digits. NORM_SHARE times that, in units of rounding, is
+    added to its bound.
 
 Differences are relative to the largest entry of the logical tensor, or to a share of the largest
 entry of its kind: a gradient that is zero in exact arithmetic (the key bias of softmax attention)
@@ -36,6 +37,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from weft.parallel.zero.grad_norm import LARGE_ENTRIES
 from weft.prove.arithmetic import NumberTypes
 from weft.prove.reference_trace import ReferenceTrace, TensorKey
 from weft.prove.report import Phase
@@ -48,6 +50,7 @@ sample, and the largest of many entries is compared."""
 FLOOR = 4.0
 NORM_SHARE = 0.25
 """Kernels add in several lanes, each a part of the terms."""
+MOST_TERMS = LARGE_ENTRIES
 MOST_RATES = 4.0
 """Learning rates by which AdamW may move two runs apart in a step."""
 MIN_SCALE = 1e-30
@@ -227,7 +230,8 @@ class Bounds:
 
 def norm_rounding(num_entries: int, types: NumberTypes) -> float:
     """Rounding of the norm of so many entries, in relative terms; see Note [Bounds]."""
-    return NORM_SHARE * math.sqrt(num_entries) * types.eps
+    num_terms = min(num_entries, MOST_TERMS)
+    return NORM_SHARE * math.sqrt(num_terms) * types.eps
 
 
 class _Kind(NamedTuple):
