@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.checkpoint.resume import data_changes
 from weft.cli import main
 from weft.config.schema import DataConfig
 from weft.data.dataset import open_data
@@ -118,6 +121,29 @@ def test_exact_shares_are_reported(mixed):
     assert facts["samples"] == 39
     assert facts["tokens"] == 158
     assert "75.0%" in facts["source"]
+
+
+def test_a_mixture_whose_sources_were_moved_is_the_same_and_one_with_other_weights_is_not(tmp_path):
+    texts = {"a": "a" * 121, "b": "b" * 37}
+
+    def facts_of(names, weights):
+        words = []
+        for text, name, weight in zip(texts.values(), names, weights, strict=True):
+            file = tmp_path / f"{name}.txt"
+            file.write_text(text)
+            words.append(f"{file}={weight}")
+        data = DataConfig(mix=tuple(words), seq_len=4)
+        facts = open_data(data, gpt2.Config(layers=1)).facts()
+        return json.loads(json.dumps(facts, sort_keys=True))  # as a manifest stores them
+
+    stored = facts_of(("a", "b"), (0.75, 0.25))
+    moved = facts_of(("z", "c"), (0.75, 0.25))
+    assert not list(data_changes(stored, moved))
+    (change,) = data_changes(stored, facts_of(("a", "b"), (0.25, 0.75)))
+    assert "weights differs" in change.what
+    del stored["weights"]  # as earlier versions store it
+    assert not list(data_changes(stored, facts_of(("a", "b"), (0.75, 0.25))))
+    assert list(data_changes(stored, facts_of(("a", "b"), (0.25, 0.75))))
 
 
 def test_a_run_that_is_resumed_continues_with_the_same_mixture(tmp_path):

@@ -62,6 +62,17 @@ def test_an_error_of_the_planted_code_is_no_detection():
     assert result.message == f"the planted code fails: {error}"
 
 
+def test_a_step_without_targets_has_loss_0_and_counts_none():
+    def totals(comm):
+        zero = torch.zeros((), dtype=torch.float64)
+        local = RankStats(loss=zero, grad_sq_norm=zero, mem_bytes=5, expert_load=zero, status=0)
+        read = total_stats(comm, local, zero).read()
+        return read.loss, read.targets
+
+    assert run_ranks("dp2", totals) == [(0.0, 0)] * 2
+    assert run_ranks("site2", totals) == [(0.0, 0)] * 2
+
+
 def test_changed_totals_are_those_of_the_step_but_for_the_change():
     def totals(comm):
         one = torch.ones((), dtype=torch.float64)

@@ -388,6 +388,24 @@ def test_event_texts(event, text):
     assert event_text(event) == text
 
 
+@pytest.mark.parametrize(
+    ("data", "unit"),
+    [
+        ({"tokens": 90, "pairs": 4, "samples": 3}, "pairs"),
+        ({"tokens": 90, "conversations": 4, "samples": 3}, "tokens"),
+        ({"samples": 3}, "images"),
+    ],
+)
+def test_steps_and_evaluations_name_what_they_count(data, unit):
+    shown = io.StringIO()
+    view = PlainView(shown)
+    view.handle({**RUN, "data": data})
+    view.handle(step(1))
+    view.handle({"event": "eval", "step": 1, "loss": 0.5, "tokens": 7})
+    assert f"12,345 {unit}/s" in shown.getvalue()
+    assert f"evaluated after step 1: loss 0.5000 nats, 7 {unit}\n" in shown.getvalue()
+
+
 @given(st.lists(st.floats(-1e300, 1e300)), st.integers(0, 100))
 def test_a_sparkline_has_one_column_a_value_up_to_its_width(values, width):
     assert len(sparkline(values, width)) == min(len(values), width)

@@ -4,8 +4,8 @@
     resume = runs/x                     newest valid checkpoint of another run folder
     resume = runs/x/ckpt/step-000100    this checkpoint
 
-Whatever determines the numbers must be unchanged: model, data and its order, optimizer, dtype of
-the parameters. The layout may change, and so may what is chosen per step: learning rate, number of
+Whatever determines the numbers must be unchanged: model, data and its order, loss, optimizer, dtype
+of the parameters. The layout may change, and so may what is chosen per step: learning rate, number of
 steps, clipping.
 """
 
@@ -33,7 +33,10 @@ from weft.errors import CheckpointError, Fault
 
 KEY, AUTO = "resume", "auto"
 
-RESUME_KEYS = (KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora")
+RESUME_KEYS = (
+    *(KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora"),
+    *("loss", "dpo"),
+)
 """Keys and sections that `resume_faults` reads."""
 
 SAME_KEYS = (
@@ -41,6 +44,7 @@ SAME_KEYS = (
     "batch.global_size",
     "data.seq_len",
     "precision.params",
+    "loss",
     "lora.rank",
     "lora.alpha",
     "lora.targets",
@@ -52,8 +56,14 @@ continue.
 SAME_KEYS_WITH_LORA = ("precision.compute",)
 """Further ones of runs with adapters: frozen parameters are stored in this dtype."""
 
-SAME_DATA_FACTS = ("sha256", "samples", "shares")
+SAME_KEYS_WITH_DPO = ("dpo.beta",)
+"""Further ones of runs on preference pairs."""
+
+SAME_DATA_FACTS = ("sha256", "samples", "weights")
 """Facts about the data source that must be unchanged; its location may change."""
+
+SAME_DATA_FACTS_ONCE = ("sha256", "samples", "shares")
+"""Those of checkpoints of earlier versions, whose mixtures have no `weights`."""
 
 PACKING = "packing"
 """Fact of a text: sequences packed in another way have the same hash and number, and other targets."""
@@ -263,6 +273,8 @@ def _key_changes(
     keys: tuple[str, ...] = SAME_KEYS
     if has_lora:
         keys += SAME_KEYS_WITH_LORA
+    if _value(config, "loss") == "dpo":
+        keys += SAME_KEYS_WITH_DPO
     for key in keys:
         stored = _value(facts.run, key)
         current = _value(config, key)
@@ -334,7 +346,8 @@ def check_model(
 
 def data_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Iterator[Fault]:
     """Facts about the data source that differ from those in the checkpoint."""
-    for key in SAME_DATA_FACTS:
+    keys = SAME_DATA_FACTS if "weights" in stored else SAME_DATA_FACTS_ONCE
+    for key in keys:
         if key in stored and stored[key] != current.get(key):
             fix = "resume with the data that the run was trained on, or start a new run"
             what = f"other data than the checkpoint was trained on: {key} differs"

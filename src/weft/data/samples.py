@@ -249,7 +249,9 @@ class MixtureSamples:
         return place
 
     def facts(self) -> dict[str, object]:
-        """Sources with their exact shares, sums of their sizes, a hash of their hashes."""
+        """Sources with their exact shares, sums of their sizes, a hash of their hashes, and places in
+        a cycle in the order of the sources, which may be moved.
+        """
         facts = [part.facts() for part in self.parts]
         shares: dict[str, float] = {}
         summary: list[str] = []
@@ -270,4 +272,5 @@ class MixtureSamples:
         digest = hashlib.sha256(hashes.encode()).hexdigest()
         merged["sha256"] = digest[:HASH_DIGITS]
         merged["shares"] = shares
+        merged["weights"] = list(self.sampler.counts)
         return merged

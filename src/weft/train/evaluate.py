@@ -35,12 +35,14 @@ class EvalReport:
         targets: number of targets.
         seconds: duration on this rank.
         num_bytes: bytes of the targets' text; 0 where they are not counted.
+        has_pairs: whether the targets are preference pairs, whose loss has no perplexity.
     """
 
     loss: float
     targets: int
     seconds: float
     num_bytes: int = 0
+    has_pairs: bool = False
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -87,10 +89,12 @@ class Evaluation:
         is_first_copy = comm.index(replicated_axes()) == 0
         last_stage_rank = self.model.plan.table.stage_to_rank[-1]
         is_last_stage = comm.index(PP) == last_stage_rank
+        has_pairs = False
         local = torch.zeros(3, dtype=torch.float64, device=comm.device)
         num_samples = self.loader.samples.num_samples
         for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):
             micro_batches: list[Batch] = self.loader.micro_batches(chosen)
+            has_pairs = micro_batches[0].pairs is not None
             loss = self.player.loss(micro_batches)
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
             if is_first_copy and is_last_stage:
@@ -104,6 +108,7 @@ class Evaluation:
             targets=int(num_targets),
             seconds=time.perf_counter() - start,
             num_bytes=int(num_bytes),
+            has_pairs=has_pairs,
         )
 
     def _num_bytes(self, batch: Batch) -> int:
@@ -131,12 +136,10 @@ def batches_of(num_samples: int, size: int, *, most: int) -> Iterator[Ints]:
 
 
 def eval_event(step: int, report: EvalReport) -> dict[str, Any]:
-    """The `eval` event of events.jsonl; `tokens` counts targets over all ranks."""
-    return {
-        "event": "eval",
-        "step": step,
-        "loss": report.loss,
-        "perplexity": report.perplexity,
-        "tokens": report.targets,
-        "seconds": report.seconds,
-    }
+    """The `eval` event of events.jsonl; `tokens` counts targets, or pairs, over all ranks."""
+    event: dict[str, Any] = {"event": "eval", "step": step, "loss": report.loss}
+    if not report.has_pairs:
+        event["perplexity"] = report.perplexity
+    event["tokens"] = report.targets
+    event["seconds"] = report.seconds
+    return event

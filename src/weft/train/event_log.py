@@ -9,7 +9,8 @@ An event is a flat dict with an "event" key:
             share of the devices' bfloat16 peak, 0 to 1; from the third step on where the peak is known)
     prediction  once, after the first steps of a run with `hardware`: hardware, source (of its constants), step_s, low_s,
             high_s, peak_bytes (predicted); measured_s, measured_bytes (more than before the model was built); text
-    eval    step, loss (mean over all targets), perplexity, tokens (targets), seconds: on validation data
+    eval    step, loss (mean over all targets), perplexity (not of preference pairs), tokens (targets, or pairs), seconds: on
+            validation data
     sample  prompt, text: what the model generates
     note    text: a line for the reader
     save    step, path, bytes, stall_s (training waited), write_s (until it was on the disk), remote (URL of the copy, if the

@@ -351,7 +351,7 @@ class TrainStep:
         self.grads.zero_grad()
         played = self.player.play(
             batches,
-            scale / targets,
+            scale / targets.clamp(min=1),
             before_action=self._before_action(on_phase),
         )
         report_phase("reduce")
@@ -418,14 +418,11 @@ class TrainStep:
         self.optimizer.step(skip=skip)
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
-        """Target tokens of the whole step, with local updates of this site, float64 scalar; at
-        least 1, so that a step without targets has loss 0.
-        """
+        """Target tokens of the whole step, with local updates of this site, float64 scalar."""
         comm = self.model.comm
         counts = torch.stack([batch.num_targets() for batch in batches])
         local = counts.sum().double()
-        total = comm.all_reduce(local, data_axes(comm.mesh))
-        return total.clamp(min=1)
+        return comm.all_reduce(local, data_axes(comm.mesh))
 
     def _total_stats(
         self,

@@ -182,21 +182,23 @@ class _Means:
 
 
 def _means(comm: Comm, sums: Tensor, targets: Tensor) -> _Means:
-    """What the summed columns say; of replicas that train apart the means."""
+    """What the summed columns say; of replicas that train apart the means. Without targets the loss
+    is 0.
+    """
     replica_axes = local_update_axes()
     num_replicas = comm.degree(replica_axes)
     if num_replicas == 1:
         loss_sum, grad_sq_norm = sums.unbind()
         grad_norm = grad_sq_norm.sqrt()
         return _Means(
-            loss=loss_sum / targets,
+            loss=loss_sum / targets.clamp(min=1),
             targets=targets,
             grad_norm=grad_norm,
             own_grad_norm=grad_norm,
         )
     table = sums.view(num_replicas, NUM_REPLICA_SUMS)
     loss_sums, grad_sq_norms, targets_of = table.unbind(1)
-    losses = loss_sums / targets_of
+    losses = loss_sums / targets_of.clamp(min=1)
     grad_norms = grad_sq_norms.sqrt()
     own_norm = grad_norms[comm.index(replica_axes)]
     return _Means(

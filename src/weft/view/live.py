@@ -82,7 +82,7 @@ class LiveView:
         if kind == "run":
             panel = summary_panel(event, self._glyphs, width=self._width)
             self._region.print_above(panel)
-        text = event_text(event)
+        text = event_text(event, unit=self.progress.unit)
         if text:
             self._region.print_above(Text(text))
         since_last_frame_s = self._now() - self._drawn_at
@@ -277,7 +277,7 @@ def _speed_line(progress: Progress) -> Text:
     return _line(
         "speed",
         f"{tokens_per_s:,.0f}",
-        (" tokens/s, ", "dim"),
+        (f" {progress.unit}/s, ", "dim"),
         short_time(progress.step_s),
         (" a step", "dim"),
     )

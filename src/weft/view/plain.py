@@ -35,7 +35,7 @@ class PlainView:
                 self._print(f"{label:<10}{text}\n")
         if kind == "end":
             self._print_last_step()
-        text = event_text(event)
+        text = event_text(event, unit=self.progress.unit)
         if text:
             self._print(f"{text}\n")
         if kind == "step" and self._is_due():
@@ -84,7 +84,7 @@ def step_line(progress: Progress) -> str:
         f"loss {float(step['loss']):.4f} nats",
         f"grad norm {float(step['grad_norm']):.3f}",
         f"lr {step['lr']:.2e}",
-        f"{step['tokens_per_s']:,.0f} tokens/s",
+        f"{step['tokens_per_s']:,.0f} {progress.unit}/s",
         f"{short_time(step['step_s'])}/step",
     ]
     if "mfu" in step:

@@ -70,6 +70,11 @@ class Progress:
         self.recent_s.append(step_s)
 
     @property
+    def unit(self) -> str:
+        """What the number `tokens` of steps and evaluations counts."""
+        return _unit_of(self.run)
+
+    @property
     def num_steps(self) -> int:
         """Steps of the whole run; 0 if unknown."""
         return int(self.run.get("steps", 0))
@@ -139,7 +144,7 @@ def _data_text(run: Event) -> str:
         return str(data)
     parts = [str(data.get("source", "data"))]
     for key, value in data.items():
-        if key == "source" or isinstance(value, Mapping):
+        if key == "source" or isinstance(value, Mapping | list):
             continue
         if isinstance(value, int):
             parts.append(f"{count(value)} {key}")
@@ -151,6 +156,14 @@ def _data_text(run: Event) -> str:
 def _has_images(run: Event) -> bool:
     data = run.get("data")
     return isinstance(data, Mapping) and "samples" in data and "tokens" not in data
+
+
+def _unit_of(run: Event) -> str:
+    """`tokens`, `pairs` of a run on preference pairs, or `images`."""
+    data = run.get("data")
+    if isinstance(data, Mapping) and "pairs" in data:
+        return "pairs"
+    return "images" if _has_images(run) else "tokens"
 
 
 def _step_text(run: Event) -> str:
@@ -188,15 +201,19 @@ def run_summary(run: Event) -> list[tuple[str, str]]:
     return rows
 
 
-def event_text(event: Event) -> str:
-    """The lines to print once for an event; "" for kinds that only change the progress."""
+def event_text(event: Event, *, unit: str = "tokens") -> str:
+    """The lines to print once for an event; "" for kinds that only change the progress.
+
+    Args:
+        unit: what evaluations count.
+    """
     match event.get("event"):
         case "run":
             return _layout_reasons(event)
         case "step":
             return _overflow_text(event)
         case "eval":
-            return _eval_text(event)
+            return _eval_text(event, unit)
         case "note" | "guard" | "proof" | "prediction" | "end":
             return str(event.get("text", ""))
         case "save":
@@ -235,16 +252,14 @@ def _overflow_text(event: Event) -> str:
     )
 
 
-def _eval_text(event: Event) -> str:
+def _eval_text(event: Event, unit: str) -> str:
     step = event.get("step")
     loss = event.get("loss", math.nan)
-    perplexity = event.get("perplexity", math.nan)
-    num_tokens = event.get("tokens", 0)
-    results = [
-        f"loss {loss:.4f} nats",
-        f"perplexity {perplexity:,.2f}",
-        f"{num_tokens:,} tokens",
-    ]
+    results = [f"loss {loss:.4f} nats"]
+    if "perplexity" in event:
+        results.append(f"perplexity {event['perplexity']:,.2f}")
+    count_of_unit = event.get("tokens", 0)
+    results.append(f"{count_of_unit:,} {unit}")
     return f"evaluated after step {step}: {', '.join(results)}"
 
 
