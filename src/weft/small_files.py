@@ -49,8 +49,12 @@ class UnreadableFile(Exception):  # noqa: N818 - not an error of the program: wh
         super().__init__(f"{path}: {what}")
 
     def fault(self, key: str = "", *, fix: str = "") -> Fault:
-        """The fault of this file; without a `key` its path is the key."""
+        """The fault of this file; without a `key` its path is the key, without a `fix` it is to
+        check path or file.
+        """
         what = f"{self.path}: {self.what}" if key else self.what
+        if not fix:
+            fix = "check the path" if self.is_missing else "check the file"
         return Fault(
             key or str(self.path),
             what,

@@ -225,7 +225,7 @@ def test_divisors_are_all_common_ones(numbers):
         ),
         (
             ["--mesh", "cp2", "--model.name", "mnist", "--data.source", "digits"],
-            'Fix: --mesh dp2 or --mesh ""',
+            "Fix: --mesh dp2 or --mesh dp1",
         ),
     ],
 )

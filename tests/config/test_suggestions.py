@@ -107,7 +107,7 @@ def test_following_the_first_fix_repeatedly_ends_at_a_valid_config(
     [
         (["--mesh", "tp4"], '--mesh "dp2 tp2" or --mesh tp2'),
         (["--mesh", "pp2 tp4"], '--mesh "pp2 dp2 tp2" or --mesh "pp2 tp2"'),
-        (["--mesh", "ep4"], '--mesh dp4 or --mesh ""'),
+        (["--mesh", "ep4"], "--mesh dp4 or --mesh dp1"),
         (
             ["--mesh", "cp4", "--parallel.context", "ulysses"],
             "--parallel.context ring or --parallel.context allgather",

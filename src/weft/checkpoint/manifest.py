@@ -135,7 +135,11 @@ def _parse(path: Path, text: bytes) -> Manifest:
         found = None
     if not isinstance(found, int):
         raise CheckpointError(
-            Fault(where, "not a checkpoint of weft: the manifest names no format")
+            Fault(
+                where,
+                "not a checkpoint of weft: the manifest names no format",
+                fix="name a folder RUN/ckpt/step-...",
+            )
         )
     if found > FORMAT:
         got = f"format {found}{_writer_version(data)}"

@@ -39,23 +39,39 @@ def url_faults(url: str) -> Iterator[Fault]:
     protocol, _, path = url.partition("://")
     if not PROTOCOL.fullmatch(protocol) or not path.strip("/") or not url.isprintable():
         need = "PROTOCOL://PATH, such as s3://bucket/run"
-        yield Fault(KEY, "is no URL of a folder", got=repr(url), need=need)
+        yield Fault(
+            KEY,
+            "is no URL of a folder",
+            got=repr(url),
+            need=need,
+            fix="for example s3://bucket/run",
+        )
         return
     try:
         has_password = urlsplit(url).password is not None
     except ValueError as error:
-        yield Fault(KEY, "is no URL of a folder", got=f"{url!r}: {error}")
+        yield Fault(
+            KEY, "is no URL of a folder", got=f"{url!r}: {error}", fix="for example s3://bucket/run"
+        )
         return
     if has_password:
         fix = "leave it out; file systems read credentials from files and variables of their own"
         yield Fault(KEY, "holds a password, which would be written into run.toml", fix=fix)
     elif "::" in url or protocol in UNWRITABLE:
         yield Fault(
-            KEY, "cannot be written", got=repr(url), need="a file system such as s3, gs or file"
+            KEY,
+            "cannot be written",
+            got=repr(url),
+            need="a file system such as s3, gs or file",
+            fix="for example s3://bucket/run",
         )
     elif protocol == "memory":
         yield Fault(
-            KEY, "is lost when the process ends", got=repr(url), need="a file system that stays"
+            KEY,
+            "is lost when the process ends",
+            got=repr(url),
+            need="a file system that stays",
+            fix="for example s3://bucket/run",
         )
     else:
         yield from _import_faults(protocol)
@@ -77,6 +93,7 @@ def _import_faults(protocol: str) -> Iterator[Fault]:
             "names an unknown file system",
             got=repr(protocol),
             need=known,
+            fix="for example s3://bucket/run",
         )
     except ImportError as error:
         extra = EXTRAS.get(protocol)

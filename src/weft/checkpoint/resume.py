@@ -149,7 +149,14 @@ def resume_faults(
             ),
         )
     if "\0" in resume:
-        return (Fault(KEY, "is not a valid file name", got=repr(resume)),)
+        return (
+            Fault(
+                KEY,
+                "is not a valid file name",
+                got=repr(resume),
+                fix="name a run folder or a checkpoint",
+            ),
+        )
     if is_url(resume):
         fix = "--out with this URL and --resume auto, or copy the checkpoint here"
         return (Fault(KEY, "is a URL", got=repr(resume), need="a local folder", fix=fix),)

@@ -73,7 +73,14 @@ def comm(words: Sequence[str]) -> int:
             hint = did_you_mean(name, OPERATIONS)
             faults.append(Fault("operations", "unknown operation", repr(name), fix=hint))
     if not operations:
-        faults.append(Fault("operations", "names no operation", need=", ".join(OPERATIONS)))
+        faults.append(
+            Fault(
+                "operations",
+                "names no operation",
+                need=", ".join(OPERATIONS),
+                fix="--operations all_reduce",
+            )
+        )
     if faults:
         raise ConfigError(*faults)
     sizes = _size_range(options)
@@ -146,7 +153,13 @@ def _output_faults(options: BenchOptions) -> Iterator[Fault]:
             continue
         parent = Path(path).parent
         if not parent.is_dir() or Path(path).is_dir() or not os.access(parent, os.W_OK):
-            yield Fault(key, "cannot be written", repr(path), "a file in a folder that exists")
+            yield Fault(
+                key,
+                "cannot be written",
+                repr(path),
+                "a file in a folder that exists",
+                fix=f"--{key} with a file in a folder that exists and can be written",
+            )
     if options.published is not None and options.write is None:
         fix = "--write file.toml"
         yield Fault("published", "starts a hardware file, and none is written", fix=fix)
@@ -167,7 +180,14 @@ def _size_range(options: CommOptions) -> SizeRange:
     largest = None if options.largest is None else parse_size("largest", options.largest)
     if largest is not None and largest < smallest:
         got = f"{options.largest} < {options.smallest}"
-        raise ConfigError(Fault("largest", "is below the smallest size", got))
+        raise ConfigError(
+            Fault(
+                "largest",
+                "is below the smallest size",
+                got,
+                fix="a larger --largest, or a smaller --smallest",
+            )
+        )
     return SizeRange(smallest, largest, options.factor)
 
 
@@ -180,8 +200,14 @@ def parse_size(key: str, text: str) -> int:
     match = SIZE.fullmatch(text.strip())
     need = "a size like 1KB, 64MB or 1GB"
     if match is None:
-        raise ConfigError(Fault(key, "is no size", repr(text), need))
+        raise ConfigError(
+            Fault(key, "is no size", repr(text), need, fix=f"for example --{key} 1MB")
+        )
     size = int(match[1][:20]) * UNITS[match[2].upper()]
     if not 4 <= size <= MAX_SIZE:
-        raise ConfigError(Fault(key, "out of range", repr(text), "4 bytes to 16GB"))
+        raise ConfigError(
+            Fault(
+                key, "out of range", repr(text), "4 bytes to 16GB", fix=f"for example --{key} 1MB"
+            )
+        )
     return size

@@ -145,6 +145,13 @@ def _faults(options: CalibrateOptions) -> Iterator[Fault]:
     cores = len(os.sched_getaffinity(0))
     if options.device == "cpu" and options.ranks > cores:
         need = f"at most {cores}: ranks that share a core are slower than their device"
-        yield Fault("ranks", "more ranks than cores", f"{options.ranks}", need)
+        yield Fault(
+            "ranks", "more ranks than cores", f"{options.ranks}", need, fix=f"--ranks {cores}"
+        )
     if not os.access(Path(options.write), os.W_OK):
-        yield Fault("write", "cannot be written", repr(options.write))
+        yield Fault(
+            "write",
+            "cannot be written",
+            repr(options.write),
+            fix="copy it into a folder of yours, and name the copy",
+        )

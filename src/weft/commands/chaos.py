@@ -23,7 +23,7 @@ from weft.commands.console import (
 )
 from weft.config import flags
 from weft.config.schema import ConfigSection
-from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, did_you_mean
 from weft.run.fault_plan import FAULT_KINDS, FAULT_PHASES, FaultKind, deal
 from weft.run.rank_status import Phase
 
@@ -158,6 +158,7 @@ def _choices(key: str, text: str, known: Sequence[T]) -> tuple[T, ...]:
                     "is unknown",
                     got=repr(name),
                     need=", ".join(known),
+                    fix=did_you_mean(name, known),
                 )
             )
     return tuple(name for name in known if name in given or not given)

@@ -245,16 +245,37 @@ def check_page_path(path: str) -> None:
         UserError: else, before anything runs.
     """
     if "\0" in path or not path:
-        raise UserError(Fault("html", "is no name of a file", got=repr(path)))
+        raise UserError(
+            Fault("html", "is no name of a file", got=repr(path), fix="--html page.html")
+        )
     file = Path(path)
     folder = file.parent
     if file.is_dir():
-        raise UserError(Fault("html", "is a folder", got=repr(path), need="a file"))
+        raise UserError(
+            Fault(
+                "html",
+                "is a folder",
+                got=repr(path),
+                need="a file",
+                fix=f"--html {file / 'page.html'}",
+            )
+        )
     if not folder.is_dir():
-        raise UserError(Fault("html", "its folder does not exist", got=repr(str(folder))))
+        raise UserError(
+            Fault(
+                "html", "its folder does not exist", got=repr(str(folder)), fix=f"mkdir -p {folder}"
+            )
+        )
     changed = file if file.exists() else folder
     if not os.access(changed, os.W_OK):
-        raise UserError(Fault("html", "cannot be written", got=repr(path)))
+        raise UserError(
+            Fault(
+                "html",
+                "cannot be written",
+                got=repr(path),
+                fix="--html with a file in another folder",
+            )
+        )
 
 
 def set_openmp_policy() -> None:

@@ -92,7 +92,9 @@ def export(words: Sequence[str]) -> int:
 def _check_writable(folder: Path) -> None:
     problem = write_problem(folder)
     if problem is not None:
-        raise CheckpointError(Fault(str(folder), "cannot be written", got=problem))
+        raise CheckpointError(
+            Fault(str(folder), "cannot be written", got=problem, fix="name another folder")
+        )
 
 
 def _split_places(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -130,6 +132,7 @@ def find_exportable(word: str) -> ModelSource:
                 "is a Hugging Face folder already",
                 got=repr(word),
                 need="a run or one of its checkpoints",
+                fix="nothing to export: it is in that format",
             )
         )
     faults = tuple(unwritable(source.run.model, FAMILIES))

@@ -57,7 +57,9 @@ def lora_base_faults(
         )
         return
     if "\0" in base:
-        yield Fault(key, "is not a valid file name", got=repr(base))
+        yield Fault(
+            key, "is not a valid file name", got=repr(base), fix="name a run or a checkpoint"
+        )
         return
     if base == AUTO:
         what = "names no run: auto is a value of resume"

@@ -73,7 +73,9 @@ def launch(words: Sequence[str]) -> int:
     ]
     if run.transport == "threads":
         what = "ranks as threads cannot run on a cluster"
-        faults.append(Fault("transport", what, got="threads", need="process"))
+        faults.append(
+            Fault("transport", what, got="threads", need="process", fix="leave transport out")
+        )
     if run.save.remote is not None:
         faults.extend(url_faults(run.save.remote))
     if faults:

@@ -91,7 +91,7 @@ def prove(words: Sequence[str]) -> int:
     if folder is not None:
         if len(rest) > 1:
             what = "a run folder takes no keys: it has its own config"
-            raise UserError(Fault(KEY, what, got=" ".join(rest[1:])))
+            raise UserError(Fault(KEY, what, got=" ".join(rest[1:]), fix="leave them out"))
         show = ignore_line if is_json else print_result
         report = prove_folder(folder, first=options.first, show=show)
     else:

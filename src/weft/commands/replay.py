@@ -147,6 +147,7 @@ def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
                 f"{folder} has no record of it",
                 got=got,
                 need=need,
+                fix=f"--step {last}",
             )
         )
     if record is None:
@@ -194,7 +195,13 @@ def _default_step(
     if records:
         return int(records[-1]["step"])
     if not steps:
-        raise DataError(Fault(NAME, f"{folder} has no record of a step"))
+        raise DataError(
+            Fault(
+                NAME,
+                f"{folder} has no record of a step",
+                fix="name a run that has trained at least one step",
+            )
+        )
     return max(steps)
 
 

@@ -203,6 +203,7 @@ def _finite(limits: Sequence[float]) -> Sequence[float]:
                     "out of range",
                     got=f"{limit:g}",
                     need=need,
+                    fix="--memory_limit with such numbers",
                 )
             )
     return limits
@@ -245,6 +246,7 @@ def _pipeline_run(path: str) -> Run:
                 "its mesh has no pipeline",
                 got=run.mesh,
                 need=need,
+                fix=f"add the axis to its mesh, for example {pipeline_axis()}2",
             )
         )
     return run

@@ -188,7 +188,12 @@ def _faults(
     for name, modes in USED_BY.items():
         if name in asked and mode not in modes:
             need = " or ".join(f"--{other}" for other in modes if other != "picture")
-            yield Fault(name, f"is not used by a {mode}", need=need or "a picture")
+            yield Fault(
+                name,
+                f"is not used by a {mode}",
+                need=need or "a picture",
+                fix=f"leave --{name} out, or add {need}" if need else f"leave --{name} out",
+            )
     if options.config is not None:
         for name in ("ranks", "microbatches"):
             if name in asked:

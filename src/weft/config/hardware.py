@@ -302,6 +302,7 @@ def read_fields(path: str) -> dict[str, Any]:
                 f"{path} is not TOML",
                 got=got,
                 need=need,
+                fix="correct the file, or write another: weft bench compute --write NEW.toml",
             )
         ) from None
 
@@ -327,7 +328,11 @@ def fault_of(path: str, item: Any) -> Fault:
         known = _fields_of(parent)
         return Fault("hardware", f"{what} is unknown", fix=did_you_mean(name, known))
     if kind == "value_error":
-        return Fault("hardware", f"{what} {item['msg'].removeprefix('Value error, ')}")
+        return Fault(
+            "hardware",
+            f"{what} {item['msg'].removeprefix('Value error, ')}",
+            fix="correct the file",
+        )
     is_number_of_figure = _is_figure(key) and not isinstance(item["input"], dict)
     if is_number_of_figure:
         fix = f'{key} = {{value = {_example(item["input"])}, published = "where it stands"}}'
@@ -346,6 +351,7 @@ def fault_of(path: str, item: Any) -> Fault:
         f"{what} {problem}",
         got=repr(item["input"]),
         need=need,
+        fix="correct the file",
     )
 
 

@@ -72,7 +72,12 @@ def _path_faults(path: str) -> Iterator[Fault]:
             fix=fix,
         )
     elif not os.access(Path(path).parent, os.W_OK):
-        yield Fault("write", "is in a folder that cannot be written", got=repr(path))
+        yield Fault(
+            "write",
+            "is in a folder that cannot be written",
+            got=repr(path),
+            fix="--write with a file in another folder",
+        )
 
 
 def _check_given(path: str, fields: Mapping[str, Any]) -> None:

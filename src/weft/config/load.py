@@ -100,7 +100,13 @@ def load(argv: Sequence[str], families: Families) -> Run:
     if loaded.auto_mesh is not None:
         faults = (
             *faults,
-            Fault("mesh", "is not chosen here", got=AUTO_MESH, need="axes with degrees"),
+            Fault(
+                "mesh",
+                "is not chosen here",
+                got=AUTO_MESH,
+                need="axes with degrees",
+                fix="name the mesh, for example --mesh dp2",
+            ),
         )
     if faults:
         raise ConfigError(*faults)

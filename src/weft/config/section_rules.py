@@ -54,7 +54,12 @@ def preference_loss_fits(loss: str, model: ModelConfig) -> Iterator[Fault]:
     if loss != "dpo":
         return
     if model.kind != "tokens":
-        yield Fault("loss", f"dpo compares texts, and {model.family} reads {model.kind}", got="dpo")
+        yield Fault(
+            "loss",
+            f"dpo compares texts, and {model.family} reads {model.kind}",
+            got="dpo",
+            fix="leave loss out",
+        )
     for field in ("mtp_depth", "balance_loss"):
         value = getattr(model, field, 0)
         if value:

@@ -23,7 +23,7 @@ from weft.schedule.catalog import SCHEDULES, find
 MAX_STEPS = 8
 """Multiples tried on either side of a value."""
 MAX_DEGREES = 32
-"""Smaller degrees of an axis that are tried one by one."""
+"""Smaller degrees of an axis that are tried one by one, before its divisors."""
 MAX_DOUBLINGS = 23
 """Doublings of the micro-batch that are tried."""
 DEFAULT_SCHEDULE = "1f1b"
@@ -63,7 +63,7 @@ def smaller_degrees(mesh: Mesh, axis: str) -> Iterator[Suggestion]:
 
 def mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
     """The mesh with other degrees; a new data axis stands after the pipeline axis, outside all
-    others but those of local updates, which stay in the mesh with one rank, too.
+    others but those of local updates, which stay in the mesh with one rank, too. One rank is `dp1`.
     """
     data = data_axis()
     pipeline = pipeline_axis()
@@ -82,7 +82,7 @@ def mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
         degree = degrees.get(name, 1)
         if degree > 1 or name in local_update_axes():
             words.append(f"{name}{degree}")
-    return " ".join(words)
+    return " ".join(words) or f"{data}1"
 
 
 def batch_sizes(mesh: Mesh, batch: BatchConfig) -> Iterator[Suggestion]:

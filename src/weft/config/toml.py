@@ -87,6 +87,7 @@ def _file_fault(path: str, error: UnreadableFile) -> Fault:
         error.what,
         got=got,
         need="a TOML file",
+        fix="check the file",
     )
 
 

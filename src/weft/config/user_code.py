@@ -90,6 +90,7 @@ def load_object(reference: str, *, key: str) -> Any:
                 "names no Python object",
                 got=repr(reference),
                 need=need,
+                fix=f"--{key} with {need}",
             )
         )
     module = load_module(module_name, key=key)

@@ -267,6 +267,7 @@ def _text_of_row(row: Row, field: str) -> str:
                 what,
                 got=type(text).__name__,
                 need="text",
+                fix="name a field that holds text",
             )
         )
     return without_surrogates(text)
@@ -315,5 +316,6 @@ def _check_text_column(schema: Any, field: str, file: Path) -> None:
                 f"{file}: the column {field!r} is not text",
                 got=kind,
                 need="strings",
+                fix="name a column of strings",
             )
         )

@@ -61,7 +61,9 @@ def find_files(source: str) -> tuple[Path, ...]:
     except (OSError, RuntimeError) as error:
         # a name that is too long, a folder without rights, an unknown ~user
         got = f"{source!r}: {error}"
-        raise DataError(Fault(KEY, "cannot search for files there", got=got)) from None
+        raise DataError(
+            Fault(KEY, "cannot search for files there", got=got, fix="check the path")
+        ) from None
     num_token_files = sum(file.suffix == TOKEN_SUFFIX for file in files)
     num_others = len(files) - num_token_files
     if num_token_files and num_others:

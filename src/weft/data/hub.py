@@ -51,6 +51,7 @@ class HubDataset:
                     "names no data set",
                     got=repr(source),
                     need="hf:PATH[,CONFIG][:SPLIT]",
+                    fix="for example hf:allenai/c4,en:train",
                 )
             )
         return HubDataset(
@@ -98,6 +99,7 @@ class HubDataset:
                         f"{self}: the column {field!r} is not text",
                         got=kind,
                         need="strings",
+                        fix="name a column of strings",
                     )
                 )
             if text:

@@ -161,6 +161,7 @@ def read_pair(source: str) -> LabelledImages:
                 "images and labels differ in number",
                 got=got,
                 need="equal numbers, at least one",
+                fix="download both files again",
             )
         )
     return LabelledImages(
@@ -192,6 +193,7 @@ def _find_pair(path: Path) -> tuple[Path, Path]:
             "no pair of IDX files",
             got=repr(str(path)),
             need=need,
+            fix="--data.source digits, or a folder with these files",
         )
     )
 
@@ -205,7 +207,7 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
     data = _read_decompressed(file)
     if len(data) > MAX_IDX_BYTES:
         need = f"at most {MAX_IDX_BYTES} bytes, decompressed"
-        raise DataError(Fault(KEY, f"{file} is too large", need=need))
+        raise DataError(Fault(KEY, f"{file} is too large", need=need, fix="split it"))
     magic = struct.pack(">HBB", 0, IDX_UINT8, num_dims)
     if data[:4] != magic:
         got = f"magic {data[:4].hex()}"
@@ -215,6 +217,7 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
                 f"{file} is not an IDX file of {num_dims} dims",
                 got=got,
                 need=magic.hex(),
+                fix="download the file again",
             )
         )
     header_size = 4 + 4 * num_dims
@@ -225,6 +228,7 @@ def read_idx(file: Path, *, num_dims: int) -> Bytes:
                 f"{file} ends inside its header",
                 got=counted(len(data), "byte"),
                 need=f"{header_size} bytes",
+                fix="download the file again",
             )
         )
     dims = struct.unpack(f">{num_dims}I", data[4:header_size])

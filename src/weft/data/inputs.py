@@ -35,6 +35,7 @@ def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
                     "holds tokens already",
                     got=str(file),
                     need="text, JSONL or parquet",
+                    fix="leave it out, or name the texts that it was made from",
                 )
             )
     return tuple(inputs)

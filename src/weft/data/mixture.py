@@ -108,6 +108,7 @@ def make_mixture_sampler(weights: Sequence[float]) -> MixtureSampler:
                 "a weight is too small",
                 got=f"{weight:g} of {total:g}",
                 need=f"at least 1/{CYCLE} of the sum",
+                fix="leave that source out, or raise its weight",
             )
         )
     return MixtureSampler(tuple(counts))

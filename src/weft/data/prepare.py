@@ -112,7 +112,13 @@ def prepare(
     except OSError as error:
         got = f"{str(out)!r}: {error.strerror}"
         raise DataError(
-            Fault("out", "the folder cannot be created", got=got, need="a folder")
+            Fault(
+                "out",
+                "the folder cannot be created",
+                got=got,
+                need="a folder",
+                fix="choose another --out",
+            )
         ) from None
     try:
         meta = _write_folder(temporary, options, inputs, progress)
@@ -229,6 +235,7 @@ def _check_has_tokens(writer: TokenWriter, inputs: Sequence[Input]) -> None:
             "is empty",
             got=f"no text in {files}",
             need="some text",
+            fix="name files with text",
         )
     )
 

@@ -280,6 +280,7 @@ def _open_prepared(
                 "is empty",
                 got=f"0 tokens in {stream.files[0]}",
                 need="some records",
+                fix=PREPARE_AGAIN,
             )
         )
     return Conversations(
@@ -318,6 +319,7 @@ def _encode_in_memory(
                 "is empty",
                 got=f"no record in {source}",
                 need="some records",
+                fix="name a file with records",
             )
         )
     stream = TokenStream(

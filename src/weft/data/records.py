@@ -96,6 +96,7 @@ class RecordReader:
                 f"{file} holds no records",
                 got=self._name,
                 need=need,
+                fix="name files of records, or leave data.format out to train on plain text",
             )
         )
 
@@ -280,6 +281,7 @@ def _unknown_format(names: Sequence[str], where: str) -> DataError:
             what,
             got=got,
             need="; ".join(kinds),
+            fix="rename the fields, or leave data.format out to train on plain text",
         )
     )
 

@@ -194,6 +194,7 @@ def _parse_object(line: bytes, where: str) -> dict[str, Any]:
                 what,
                 got=str(error),
                 need=need,
+                fix="repair or remove the line",
             )
         ) from None
     if not isinstance(row, dict):
@@ -204,6 +205,7 @@ def _parse_object(line: bytes, where: str) -> dict[str, Any]:
                 what,
                 got=type(row).__name__,
                 need='{"text": "..."}',
+                fix="repair or remove the line",
             )
         )
     return row

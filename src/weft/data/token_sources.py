@@ -11,7 +11,7 @@ from weft.config.schema import DataConfig
 from weft.data.document_bounds import Ints
 from weft.data.documents import ReadOptions, TextChunk, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_plain_text
-from weft.data.prepared import SPLITS, Prepared, Split, agreed_tokenizer, prepared_of
+from weft.data.prepared import PREPARE_AGAIN, SPLITS, Prepared, Split, agreed_tokenizer, prepared_of
 from weft.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream, empty_error, open_stream
 from weft.errors import DataError, Fault
@@ -80,6 +80,7 @@ def _open_prepared_source(
                 "is empty",
                 got=f"0 tokens in {stream.files[0]}",
                 need="some documents",
+                fix=PREPARE_AGAIN,
             )
         )
     return stream

@@ -255,6 +255,7 @@ def _end_tokens(path: Path) -> frozenset[int]:
                     "eos_token_id is wrong",
                     got=repr(value),
                     need=need,
+                    fix="a token of the tokenizer, or leave it out",
                 )
             )
         return frozenset(tokens)
@@ -272,6 +273,7 @@ def _check_is_language_model(path: Path, family: str) -> None:
                 str(path),
                 f"{family} generates no text",
                 need=need,
+                fix="name a run of such a model",
             )
         )
 

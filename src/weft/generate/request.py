@@ -119,6 +119,7 @@ def read_prompts(request: Request) -> tuple[str, ...]:
                 "cannot be read",
                 got=f"{str(path)!r}: {why}",
                 need="a text file",
+                fix="check the path",
             )
         ) from None
     if path.suffix != LINES:
@@ -131,6 +132,7 @@ def read_prompts(request: Request) -> tuple[str, ...]:
                 "has no line",
                 got=repr(str(path)),
                 need="a prompt on each",
+                fix="write a prompt into it",
             )
         )
     return prompts
@@ -153,6 +155,7 @@ def _parse_lines(path: Path, text: str) -> Iterator[str]:
                     f"line {number} of {path} is no prompt",
                     got=repr(line[:40]),
                     need=need,
+                    fix="repair or remove the line",
                 )
             )
         yield prompt

@@ -54,6 +54,7 @@ def import_faults(folder: Path, cfg: ModelConfig) -> Iterator[Fault]:
                     what,
                     got=got,
                     need=f"at most {vocab}",
+                    fix="use the tokenizer of this model",
                 )
     except CheckpointError as error:
         yield from error.faults
@@ -87,6 +88,7 @@ def _shape_faults(
             f"{source.rule.tensor}: config.json makes another shape of it",
             got=str(list(source.shape)),
             need=str(list(shape)),
+            fix="correct config.json, or download the folder again",
         )
 
 

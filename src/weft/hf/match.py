@@ -51,6 +51,7 @@ def mapping_of(family: str) -> HFMapping:
                 "has no counterpart in transformers",
                 got=repr(family),
                 need=need,
+                fix="export a run of such a family",
             )
         )
     return mapping
@@ -174,7 +175,14 @@ class _Matching:
                 unused.append(name)
         if unused:
             what = "holds tensors that the model has no place for"
-            self.faults.append(Fault(self.folder, what, got=list_some(unused)))
+            self.faults.append(
+                Fault(
+                    self.folder,
+                    what,
+                    got=list_some(unused),
+                    fix="remove them, or correct config.json",
+                )
+            )
 
     def _tensor_names(self, rule: WeightRule) -> tuple[str, ...]:
         if EXPERT not in rule.tensor:
@@ -228,6 +236,7 @@ def _missing_fault(missing: Collection[str], folder: str) -> Fault:
         folder,
         f"{count} missing",
         need=list_some(missing),
+        fix="download the folder again, with all files",
     )
 
 

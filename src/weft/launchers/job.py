@@ -120,7 +120,13 @@ def size_faults(options: LaunchOptions, mesh: Mesh, device: str) -> Iterator[Fau
     per_node = mesh.size // options.nodes
     gpus = options.gpus_per_node
     if gpus and device == "cpu":
-        yield Fault("gpus_per_node", "the run uses no GPU (device cpu)", str(gpus), "0")
+        yield Fault(
+            "gpus_per_node",
+            "the run uses no GPU (device cpu)",
+            str(gpus),
+            "0",
+            fix="leave gpus_per_node out, or leave device out",
+        )
     elif gpus and gpus != per_node:
         size = gpus * options.nodes
         yield Fault(
@@ -138,12 +144,20 @@ def text_faults(
     """Names, paths and the options `words` must mean themselves in every job file."""
     if options.name and not NAME.fullmatch(options.name):
         need = "at most 63 letters, digits, dots, hyphens and underscores"
-        yield Fault("name", "is not a safe name for a job", repr(options.name), need)
+        yield Fault(
+            "name", "is not a safe name for a job", repr(options.name), need, fix="--name weft-run"
+        )
     for key in words:
         value = str(getattr(options, key))
         if value and not WORD.fullmatch(value):
             need = "one word of letters, digits and ./:@,+=_-"
-            yield Fault(key, "is not a safe value in a job file", repr(value), need)
+            yield Fault(
+                key,
+                "is not a safe value in a job file",
+                repr(value),
+                need,
+                fix=f"--{key} with such a word",
+            )
     for path in paths:
         if not PATH.fullmatch(str(path)):
             need = "letters, digits, spaces and /.,:+@=~_-"

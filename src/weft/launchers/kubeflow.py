@@ -50,7 +50,7 @@ def option_faults(options: KubeflowOptions) -> Iterator[Fault]:
         value = getattr(options, key)
         if value and not KUBERNETES_NAME.fullmatch(value):
             need = "lower-case letters, digits and hyphens"
-            yield Fault(key, "is no name of Kubernetes", repr(value), need)
+            yield Fault(key, "is no name of Kubernetes", repr(value), need, fix=f"--{key} weft-run")
 
 
 def files(job: ClusterJob, options: KubeflowOptions) -> Mapping[str, str]:

@@ -35,16 +35,23 @@ def chain_of(made: Any, *, name: str) -> dict[str, nn.Module]:
                 KEY,
                 f"{name}: block {block_name!r} is no nn.Module",
                 got=type(block).__name__,
+                fix="return modules",
             )
             faults.append(fault)
         elif not block_name or "." in block_name:
-            fault = Fault(KEY, f"{name}: block {block_name!r} has a dot in its name")
+            fault = Fault(
+                KEY,
+                f"{name}: block {block_name!r} has a dot in its name",
+                fix="name it without a dot",
+            )
             faults.append(fault)
         elif id(block) not in hooked:
             hooked.add(id(block))
             faults.extend(_adapt_call(block_name, block))
     if not blocks:
-        fault = Fault(KEY, f"{name}: blocks(config) returns no block")
+        fault = Fault(
+            KEY, f"{name}: blocks(config) returns no block", fix="return at least one module"
+        )
         faults.append(fault)
     if faults:
         raise PlanError(*faults)
@@ -76,6 +83,7 @@ def _named_modules_of(made: Any, *, name: str) -> dict[str, Any]:
         f"{name}: blocks(config) returns no chain",
         got=type(made).__name__,
         need="modules by name, an nn.Sequential, or any module with a blocks_of(module)",
+        fix="return an nn.Sequential",
     )
     raise PlanError(fault)
 

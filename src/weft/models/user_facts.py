@@ -61,7 +61,7 @@ def facts_of(
     unknown = [name for name in tied_names if name not in shapes]
     if unknown:
         what = f"{label}: TIES names no parameter: {', '.join(unknown)}"
-        raise PlanError(Fault(KEY, what))
+        raise PlanError(Fault(KEY, what, fix="names of parameters, as named_parameters() has them"))
     all_ties = dict(ties)
     owners: dict[int, str] = {}
     for name, param in params.items():
@@ -130,6 +130,7 @@ def axes_faults(shapes: Shapes, table: AxisTable) -> Iterator[Fault]:
                     "AXES",
                     f"row {row!r} does not fit parameter {name}",
                     got=f"{num_axes} axes for shape {list(shape)}",
+                    fix="one axis for each dim",
                 )
     if missing:
         yield _missing_fault(missing, shapes)
@@ -140,6 +141,7 @@ def axes_faults(shapes: Shapes, table: AxisTable) -> Iterator[Fault]:
                 "AXES",
                 f"row {pattern!r} matches no parameter",
                 got=f"{', '.join(first_names)}, ...",
+                fix="remove the row, or correct its pattern",
             )
 
 

@@ -166,7 +166,9 @@ class UserFamily:
                 made = model.blocks_of(made)
         except Exception as error:
             what = f"{model.label}: blocks(config) raises {type_and_message(error)}"
-            raise PlanError(Fault(KEY, what)) from error
+            raise PlanError(
+                Fault(KEY, what, fix="blocks(Config()) must work on its own: try it in Python")
+            ) from error
         blocks = chain_of(made, name=model.label)
         if LOSS not in blocks:
             blocks[LOSS] = Loss()

@@ -143,7 +143,9 @@ def _defined_names(tree: ast.AST) -> set[str]:
 
 def _no_blocks(label: str) -> Fault:
     need = "blocks(config), which returns modules by name in order"
-    return Fault(KEY, f"{label} defines no blocks", need=need)
+    return Fault(
+        KEY, f"{label} defines no blocks", need=need, fix="define it, or blocks_of(module)"
+    )
 
 
 def no_axes(label: str, name: str) -> Fault:
@@ -203,6 +205,7 @@ def _input_faults(
             f"{name}: INPUTS",
             got=repr(inputs),
             need='"tokens" or "images"',
+            fix='INPUTS = "tokens"',
         )
     names = {field.name for field in dataclasses.fields(config)}
     missing = [field for field in IMAGE_FIELDS if field not in names]
@@ -214,6 +217,7 @@ def _input_faults(
             KEY,
             f"{name}: Config of a model of images lacks {' and '.join(missing)}",
             need=f"fields {' and '.join(IMAGE_FIELDS)}",
+            fix='add them, or INPUTS = "tokens"',
         )
 
 

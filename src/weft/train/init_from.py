@@ -88,7 +88,14 @@ def lora_base(base: str) -> Source:
     """
     path = find_checkpoint(base).path
     if path is None:
-        raise CheckpointError(Fault("lora.base", "holds no valid checkpoint", got=repr(base)))
+        raise CheckpointError(
+            Fault(
+                "lora.base",
+                "holds no valid checkpoint",
+                got=repr(base),
+                fix="name a run that has saved, or one of its checkpoints",
+            )
+        )
     checkpoint = open_checkpoint(path)
     return merge_adapters(checkpoint.section("model"), stored_lora(checkpoint.manifest.facts))
 

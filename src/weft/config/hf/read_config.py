@@ -108,6 +108,7 @@ def find_family(
             "unknown architecture",
             got=got,
             need=f"one of {', '.join(known)}",
+            fix="name the folder of a supported model (docs/huggingface.md)",
         )
     )
 
@@ -173,11 +174,15 @@ def _probe_tensors(folder: Path, config: Json, mapping: ConfigMapping) -> Flat:
 def _key_faults(row: Key, config: Json, *, key: str) -> Iterator[Fault]:
     value = row.read(config)
     if value is REQUIRED or value is None:
-        yield Fault(key, f"has no {row.hf_key}")
+        yield Fault(key, f"has no {row.hf_key}", fix="download the file again")
     elif not isinstance(value, int | float):
-        yield Fault(key, f"{row.hf_key} is no number", got=_short(value))
+        yield Fault(
+            key, f"{row.hf_key} is no number", got=_short(value), fix="download the file again"
+        )
     elif not abs(value) <= MAX_NUMBER:  # NaN as well
-        yield Fault(key, f"{row.hf_key}: out of range", got=_short(value))
+        yield Fault(
+            key, f"{row.hf_key}: out of range", got=_short(value), fix="download the file again"
+        )
     elif row.field == "layers" and value > MAX_LAYERS:
         yield Fault(
             key,

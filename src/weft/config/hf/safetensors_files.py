@@ -65,7 +65,11 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
         for name, entry in read_header(folder / file, within=folder).items():
             if name in found:
                 raise CheckpointError(
-                    Fault(str(entry.file), f"{name} stands in {found[name].file.name} too")
+                    Fault(
+                        str(entry.file),
+                        f"{name} stands in {found[name].file.name} too",
+                        fix="remove the file that does not belong to the model",
+                    )
                 )
             found[name] = entry
     for name, file in file_of.items():
@@ -85,7 +89,12 @@ def _read_index(folder: Path) -> dict[str, str]:
     """Tensor -> file, as the index says; empty where there is one file without an index."""
     if not folder.is_dir():
         raise CheckpointError(
-            Fault(str(folder), "no such folder", need="a folder with config.json and safetensors")
+            Fault(
+                str(folder),
+                "no such folder",
+                need="a folder with config.json and safetensors",
+                fix="check the path",
+            )
         )
     index = folder / INDEX
     if not index.exists():
@@ -93,7 +102,13 @@ def _read_index(folder: Path) -> dict[str, str]:
         return {}
     file_of = read_json(index, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not _is_weight_map(file_of):
-        raise CheckpointError(Fault(str(index), "has no weight_map of tensor names and file names"))
+        raise CheckpointError(
+            Fault(
+                str(index),
+                "has no weight_map of tensor names and file names",
+                fix="download the folder again",
+            )
+        )
     files = set(file_of.values())
     missing = sorted(file for file in files if not (folder / file).exists())
     if missing:
@@ -160,7 +175,10 @@ def read_header(path: Path, *, within: Path | None = None) -> dict[str, TensorEn
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(
                     Fault(
-                        str(path), "is no safetensors file, or cut short", got=counted(size, "byte")
+                        str(path),
+                        "is no safetensors file, or cut short",
+                        got=counted(size, "byte"),
+                        fix="download the file again",
                     )
                 )
             header = parse_json(file.read(length))
@@ -169,11 +187,20 @@ def read_header(path: Path, *, within: Path | None = None) -> dict[str, TensorEn
         raise CheckpointError(error.fault()) from None
     except OSError as error:
         raise CheckpointError(
-            Fault(str(path), "cannot be read", got=error.strerror or str(error))
+            Fault(
+                str(path),
+                "cannot be read",
+                got=error.strerror or str(error),
+                fix="check the rights of the file",
+            )
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            Fault(str(path), "is no safetensors file: its header cannot be read")
+            Fault(
+                str(path),
+                "is no safetensors file: its header cannot be read",
+                fix="download the file again",
+            )
         ) from error
     for name, entry in entries.items():
         _check_entry(name, entry, size)
@@ -269,7 +296,14 @@ def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
     num_bytes = entry.stop - entry.start
     if num_bytes != entry_bytes * math.prod(entry.shape):
         got = f"{num_bytes} bytes for {entry.dtype} {list(entry.shape)}"
-        raise CheckpointError(Fault(str(entry.file), f"{name} has the wrong length", got=got))
+        raise CheckpointError(
+            Fault(
+                str(entry.file),
+                f"{name} has the wrong length",
+                got=got,
+                fix="download the file again",
+            )
+        )
 
 
 def list_some(names: Iterable[str], most: int = 3) -> str:
