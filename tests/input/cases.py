@@ -1249,6 +1249,8 @@ def schedules() -> Iterator[Case]:
         "stages",
         faults=3,
     )
+    wide = ("train", "--model.dim", "1000000000", "--mesh", "dp2")
+    yield Case("a model larger than the machine", wide, "model: its linear layers alone need more")
     layers = ("explain", "--model.layers", "10000")
     yield Case("5,000 stages", (*layers, "--mesh", "pp5000"), "too many stages", faults=3)
     for name, path in (("is a folder", "prep"), ("in no folder", "none/x.html"), ("empty", "")):

@@ -8,8 +8,11 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 
+import psutil
+
 from weft.comm.interfaces import LOOPBACK
 from weft.core.mesh import Mesh
+from weft.core.model_config import ModelConfig
 from weft.errors import Fault, LaunchError, counted
 from weft.run.node_folder import has_agent, has_keeper
 from weft.run.world import JOB_VARIABLE, detect, num_cores
@@ -19,6 +22,8 @@ LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
 """torchrun sets it to the value of its --max-restarts."""
 ELASTIC_FIX = "--run.elastic True for the best smaller layout"
+LEAST_ENTRY_BYTES = 2
+"""Of a parameter: no type is smaller."""
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
@@ -125,8 +130,12 @@ def port_faults(port: int | None) -> Iterator[Fault]:
 
 def device_faults(device: str) -> Iterator[Fault]:
     """If cuda is requested there must be a GPU, as far as can be seen without torch."""
-    if device != "cuda":
-        return
+    if device == "cuda":
+        yield from _no_gpu_faults()
+
+
+def _no_gpu_faults() -> Iterator[Fault]:
+    """Why ranks cannot have a GPU."""
     fix = "--device cpu, or auto"
     if importlib.metadata.version("torch").endswith("+cpu"):
         yield Fault(
@@ -146,6 +155,30 @@ def device_faults(device: str) -> Iterator[Fault]:
         )
     elif not any(glob.glob(pattern) for pattern in GPU_FILES):
         yield Fault("device", "there is no GPU", got="cuda", need="cpu", fix=fix)
+
+
+def memory_faults(
+    mesh: Mesh,
+    device: str,
+    model: ModelConfig,
+) -> Iterator[Fault]:
+    """The linear layers alone, in 16 bits and spread evenly over all ranks, must not be larger than
+    the machine's memory. All that a rank holds is counted where it is allocated.
+    """
+    has_gpu = device == "cuda" or (device == "auto" and not list(_no_gpu_faults()))
+    if has_gpu:
+        return
+    num_entries = sum(features * inputs for features, inputs in model.linears().values())
+    rank_bytes = num_entries * LEAST_ENTRY_BYTES // mesh.size
+    machine_bytes = int(psutil.virtual_memory().total)
+    if rank_bytes > machine_bytes:
+        yield Fault(
+            "model",
+            "its linear layers alone need more memory than this machine has",
+            got=f"at least {rank_bytes:,} bytes a rank",
+            need=f"at most {machine_bytes:,} bytes",
+            fix="a smaller model, or more machines to shard it over: --parallel.zero 3, or tp and pp in --mesh",
+        )
 
 
 def launcher_notes(

@@ -73,6 +73,10 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check(("port",), partial(environment.port_faults, run.port)),
         Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
         Check(("device",), partial(environment.device_faults, run.device)),
+        Check(
+            reads=("device", "mesh", "model"),
+            find=partial(environment.memory_faults, run.device_mesh, run.device, run.model),
+        ),
         Check(("transport",), partial(environment.transport_faults, run.transport)),
         Check(
             reads=("save.remote", "out", "resume"),
