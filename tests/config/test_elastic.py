@@ -30,7 +30,7 @@ def fit(mesh: str, size: int, *, global_size: int = 16) -> str | None:
         ("dp4 tp2", 8, "dp4 tp2"),
         ("dp4 tp2", 4, "dp2 tp2"),
         ("dp4 tp2", 2, "tp2"),
-        ("dp4 tp2", 1, ""),
+        ("dp4 tp2", 1, "dp1"),
         ("dp8", 4, "dp4"),
         ("dp2 pp2 tp2", 4, "pp2 tp2"),
         ("dp2 pp2 tp2", 2, "tp2"),

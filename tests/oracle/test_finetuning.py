@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
 from tests.oracle.hugging_face import widened
+from weft.checkpoint.resume import resume_faults
 from weft.comm.comm import Comm
 from weft.config.load import load
 from weft.data.dataset import open_data
@@ -227,6 +228,10 @@ def test_dpo_equals_a_plain_program(folder, tmp_path, dpo_losses, words):
 def test_dpo_resumes_with_the_stored_references_on_another_layout(folder, tmp_path, dpo_losses):
     first = run_of(folder, tmp_path, "pairs", "--mesh dp2 --steps 2")
     head = trained(first)
+    other = run_of(folder, tmp_path, "pairs", "--mesh tp2 --resume auto --dpo.beta 0.5")
+    config = other.model_dump(mode="json")
+    (fault,) = resume_faults(other.model, config, resume="auto", out=str(tmp_path))
+    assert (fault.key, fault.fix) == ("dpo.beta", f"--dpo.beta {BETA}")
     rest = trained(run_of(folder, tmp_path, "pairs", "--mesh tp2 --resume auto"))
     same([*head, *rest], dpo_losses)
     data = open_data(first.data, first.model)
