@@ -60,6 +60,18 @@ def test_an_ended_run_shows_how_it_ended(tmp_path, end, state, text):
     assert found.tokens_per_s == 1234.0
 
 
+@pytest.mark.parametrize(
+    ("keys", "unit"),
+    [("", "tokens"), ('loss = "dpo"\n', "pairs"), ('model.name = "mnist"\n', "images")],
+)
+def test_the_speed_is_in_what_the_run_counts(tmp_path, keys, unit):
+    folder = write(tmp_path / "run", STEP)
+    config = folder / "run.toml"
+    config.write_text(config.read_text() + keys)
+    first, *_ = status_of(folder).lines()
+    assert f"1,234 {unit}/s" in first
+
+
 def test_a_run_without_an_end_whose_launcher_is_gone_has_failed(tmp_path):
     found = status_of(write(tmp_path / "run", STEP))
     again = AGAIN.format(folder=tmp_path / "run")

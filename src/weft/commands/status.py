@@ -19,6 +19,7 @@ from weft.config import flags, toml
 from weft.config.schema import ConfigSection
 from weft.core.mesh import Mesh
 from weft.errors import Fault, UserError, WeftError
+from weft.models import FAMILIES
 from weft.run.folder_lock import FolderLock, find_lock
 from weft.run.hang import diagnose
 from weft.run.lock_holder import LockHolder
@@ -99,6 +100,7 @@ class RunStatus:
     Attributes:
         text: of a stuck run the culprit, of a failed one the error.
         step: the last step that was finished, of `steps`.
+        unit: what `tokens_per_s` counts: tokens, pairs or images.
         restarts: how often the ranks were started again.
         pid: the launcher, or the first rank of a world that torchrun or Slurm has started.
     """
@@ -110,6 +112,7 @@ class RunStatus:
     steps: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
+    unit: str = "tokens"
     restarts: int = 0
     host: str = ""
     pid: int = 0
@@ -130,7 +133,7 @@ class RunStatus:
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.tokens_per_s is not None:
-            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+            parts.append(f"{self.tokens_per_s:,.0f} {self.unit}/s")
         if self.restarts:
             parts.append(f"restarts {self.restarts}")
         if self.pid:
@@ -189,6 +192,7 @@ def run_status(folder: Path, *, now_s: float) -> RunStatus:
         run=str(folder),
         state="running",
         steps=steps if isinstance(steps, int) else 0,
+        unit=_unit(config),
         restarts=_num_restarts(events),
     )
     found = _with_progress(found, events)
@@ -345,6 +349,14 @@ def _config(folder: Path) -> dict[str, Any]:
         return dict(toml.read(str(folder / "run.toml")))
     except (WeftError, OSError):
         return {}
+
+
+def _unit(config: Mapping[str, Any]) -> str:
+    """What a run with these keys counts."""
+    if config.get("loss") == "dpo":
+        return "pairs"
+    family = FAMILIES.get(str(config.get("model.name")))
+    return "images" if family is not None and family.Config.kind == "images" else "tokens"
 
 
 def _last_events(path: Path) -> list[dict[str, Any]]:
