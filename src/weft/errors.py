@@ -204,15 +204,20 @@ def _rank_error(
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the nearest known word, else the list of known words."""
+    """`did you mean 'x'?` for the nearest known word in any case, else the list of known words.
+
+    >>> did_you_mean("1F1B", ["1f1b", "gpipe"])
+    "did you mean '1f1b'?"
+    """
     choices = sorted(known)
+    word_of = {choice.lower(): choice for choice in reversed(choices)}
     near = difflib.get_close_matches(
-        word,
-        choices,
+        word.lower(),
+        word_of,
         n=1,
         cutoff=0.6,
     )
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
+    return f"did you mean {word_of[near[0]]!r}?" if near else f"known: {', '.join(choices)}"
 
 
 def counted(

@@ -86,17 +86,27 @@ def mesh_text(mesh: Mesh, change: dict[str, int]) -> str:
 
 
 def batch_sizes(mesh: Mesh, batch: BatchConfig) -> Iterator[Suggestion]:
-    """Another number of sequences a step, or a micro-batch."""
+    """Another number of sequences a step, or a micro-batch; first a smaller micro-batch, where one is
+    larger than a data rank's part of the step.
+    """
+    largest = batch.global_size // mesh.degree(sequence_axes())
+    if 0 < largest < batch.micro_size:
+        yield from _smaller_micro_sizes(mesh, batch, largest)
     yield from _global_sizes(mesh, batch, range(MAX_STEPS))
-    num_data_ranks = mesh.degree(sequence_axes())
-    for smaller in range(batch.micro_size, 0, -1):
-        at_once = num_data_ranks * smaller
-        if batch.global_size % at_once == 0:
-            yield {"batch.micro_size": smaller}
+    if largest >= batch.micro_size:
+        yield from _smaller_micro_sizes(mesh, batch, batch.micro_size)
     larger = batch.micro_size
     for _ in range(MAX_DOUBLINGS):
         larger *= 2
         yield {"batch.micro_size": larger}
+
+
+def _smaller_micro_sizes(mesh: Mesh, batch: BatchConfig, largest: int) -> Iterator[Suggestion]:
+    """Micro-batches of at most `largest` sequences that divide the step."""
+    num_data_ranks = mesh.degree(sequence_axes())
+    for size in range(largest, 0, -1):
+        if batch.global_size % (num_data_ranks * size) == 0:
+            yield {"batch.micro_size": size}
 
 
 def _global_sizes(
