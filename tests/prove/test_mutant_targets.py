@@ -18,7 +18,7 @@ from weft.prove.mutants.plant import planted
 from weft.prove.mutants.trial import MutantResult
 from weft.prove.report import ProofReport
 from weft.testing import run_ranks
-from weft.train.step_stats import RankStats, total_stats
+from weft.train.step_stats import LEAST_TARGETS, RankStats, total_stats
 
 
 def function_of(target: str) -> object:
@@ -66,7 +66,8 @@ def test_a_step_without_targets_has_loss_0_and_counts_none():
     def totals(comm):
         zero = torch.zeros((), dtype=torch.float64)
         local = RankStats(loss=zero, grad_sq_norm=zero, mem_bytes=5, expert_load=zero, status=0)
-        read = total_stats(comm, local, zero).read()
+        targets = torch.full((), LEAST_TARGETS, dtype=torch.float64)
+        read = total_stats(comm, local, targets).read()
         return read.loss, read.targets
 
     assert run_ranks("dp2", totals) == [(0.0, 0)] * 2

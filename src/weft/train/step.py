@@ -33,7 +33,13 @@ from weft.train.loss_scale import LossScale
 from weft.train.nonfinite import NonFiniteValue, locate
 from weft.train.optim import NamedOptimizer, StepOptimizer
 from weft.train.step_phases import action_reporter, ignore_phase
-from weft.train.step_stats import PendingTotals, RankStats, take_peak_bytes, total_stats
+from weft.train.step_stats import (
+    LEAST_TARGETS,
+    PendingTotals,
+    RankStats,
+    take_peak_bytes,
+    total_stats,
+)
 
 
 @dataclass(frozen=True)
@@ -351,7 +357,7 @@ class TrainStep:
         self.grads.zero_grad()
         played = self.player.play(
             batches,
-            scale / targets.clamp(min=1),
+            scale / targets,
             before_action=self._before_action(on_phase),
         )
         report_phase("reduce")
@@ -418,11 +424,14 @@ class TrainStep:
         self.optimizer.step(skip=skip)
 
     def _count_targets(self, batches: Sequence[Batch]) -> Tensor:
-        """Target tokens of the whole step, with local updates of this site, float64 scalar."""
+        """Target tokens of the whole step, with local updates of this site, float64 scalar; at
+        least `LEAST_TARGETS`.
+        """
         comm = self.model.comm
         counts = torch.stack([batch.num_targets() for batch in batches])
         local = counts.sum().double()
-        return comm.all_reduce(local, data_axes(comm.mesh))
+        total = comm.all_reduce(local, data_axes(comm.mesh))
+        return total.clamp(min=LEAST_TARGETS)
 
     def _total_stats(
         self,

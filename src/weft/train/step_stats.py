@@ -61,6 +61,8 @@ NUM_REPLICA_SUMS = 3
 """Columns for each of several replicas that train apart: loss, squared norm, targets."""
 NUM_FLAGS = 8
 """Status flags of a rank: those of saves, and of snapshots in memory."""
+LEAST_TARGETS = 2.0**-10
+"""In place of 0, so that a step without targets has loss 0; rounded down, also the sum over sites, it is none."""
 
 
 # Note [One synchronisation a step]
@@ -182,23 +184,21 @@ class _Means:
 
 
 def _means(comm: Comm, sums: Tensor, targets: Tensor) -> _Means:
-    """What the summed columns say; of replicas that train apart the means. Without targets the loss
-    is 0.
-    """
+    """What the summed columns say; of replicas that train apart the means."""
     replica_axes = local_update_axes()
     num_replicas = comm.degree(replica_axes)
     if num_replicas == 1:
         loss_sum, grad_sq_norm = sums.unbind()
         grad_norm = grad_sq_norm.sqrt()
         return _Means(
-            loss=loss_sum / targets.clamp(min=1),
+            loss=loss_sum / targets,
             targets=targets,
             grad_norm=grad_norm,
             own_grad_norm=grad_norm,
         )
     table = sums.view(num_replicas, NUM_REPLICA_SUMS)
     loss_sums, grad_sq_norms, targets_of = table.unbind(1)
-    losses = loss_sums / targets_of.clamp(min=1)
+    losses = loss_sums / targets_of
     grad_norms = grad_sq_norms.sqrt()
     own_norm = grad_norms[comm.index(replica_axes)]
     return _Means(
