@@ -11,7 +11,7 @@ from tests.planner.test_step_costs import run_of
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware
 from weft.errors import PlanError
-from weft.planner.calibration.fit import UNDETERMINED, fit
+from weft.planner.calibration.fit import BOUNDS, UNDETERMINED, _StepResiduals, fit
 from weft.planner.calibration.fit_statistics import derivatives, fit_errors, quantile, ratio_range
 from weft.planner.calibration.measured_steps import MeasuredStep, predict_all
 from weft.planner.measure.measured_run import MeasuredRun
@@ -65,6 +65,15 @@ def test_a_constant_without_influence_stays_at_its_start(unmeasured: list[Measur
     for name, error in found.uncertainty.items():
         has_moved = getattr(found.efficiency, name) != getattr(start, name)
         assert has_moved == (error < math.inf), name
+
+
+def test_constants_end_at_their_bounds_not_beyond() -> None:
+    """A hardware file with 1.000000002 in place of 1 is rejected by the command that reads it."""
+    problem = _StepResiduals([], A100, START)
+    names = list(BOUNDS)
+    beyond = [math.log(high) + 2e-9 for _, high in BOUNDS.values()]
+    found, _ = problem.values(names, beyond)
+    assert [getattr(found, name) for name in names] == [high for _, high in BOUNDS.values()]
 
 
 def test_a_number_without_influence_or_beside_an_equal_one_is_not_determined() -> None:

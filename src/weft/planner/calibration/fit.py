@@ -279,9 +279,14 @@ class _StepResiduals:
     def values(
         self, names: Sequence[str], logs: Sequence[float]
     ) -> tuple[Efficiency, dict[str, float]]:
-        """The constants and scales of these logarithms."""
+        """The constants, within their bounds, and scales of these logarithms. The last step of a fit
+        may end a little beyond a bound (`_step_bounds`).
+        """
         exponentials = [math.exp(log) for log in logs]
-        fitted: dict[str, Any] = dict(zip(names, exponentials, strict=False))
+        fitted: dict[str, Any] = {}
+        for name, value in zip(names, exponentials, strict=False):
+            low, high = BOUNDS[name]
+            fitted[name] = min(max(value, low), high)
         of_groups = exponentials[len(names) :]
         scales = dict(zip(self.groups, of_groups, strict=True))
         return replace(self.start, **fitted), scales
