@@ -34,7 +34,9 @@ def test_tensor_parallel_runs_and_plans_import_no_compiler(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_once_the_compiler_is_imported_functions_are_excluded_by_it(monkeypatch):
+def counting_mode():
+    """A mode that counts operations; a new class, since each is treated once."""
+
     @uncompiled_mode
     class Count(TorchDispatchMode):
         num_calls = 0
@@ -43,6 +45,10 @@ def test_once_the_compiler_is_imported_functions_are_excluded_by_it(monkeypatch)
             self.num_calls += 1
             return func(*args, **(kwargs or {}))
 
+    return Count()
+
+
+def test_once_the_compiler_is_imported_functions_are_excluded_by_it(monkeypatch):
     excluded = []
 
     def disable(function, recursive, *, wrapping):
@@ -50,7 +56,7 @@ def test_once_the_compiler_is_imported_functions_are_excluded_by_it(monkeypatch)
         return function
 
     monkeypatch.delitem(sys.modules, COMPILER, raising=False)
-    with Count() as count:
+    with counting_mode() as count:
         torch.ones(2)
         assert COMPILER not in sys.modules
         monkeypatch.setitem(sys.modules, COMPILER, SimpleNamespace(disable=disable))
@@ -63,14 +69,6 @@ def test_once_the_compiler_is_imported_functions_are_excluded_by_it(monkeypatch)
 def test_a_torch_with_other_internals_keeps_its_wrappers(monkeypatch):
     monkeypatch.delattr(torch._compile, "_disable_dynamo")
 
-    @uncompiled_mode
-    class Count(TorchDispatchMode):
-        num_calls = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.num_calls += 1
-            return func(*args, **(kwargs or {}))
-
-    with Count() as count:
+    with counting_mode() as count:
         torch.ones(2)
     assert count.num_calls == 1

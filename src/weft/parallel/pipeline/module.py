@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.core.axes import data_axes, local_update_axis, span
 from weft.core.mesh import Mesh
-from weft.errors import DataError, Fault, PlanError
+from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
 from weft.models.common.uncompiled import keep_compiler_unimported
@@ -26,12 +26,14 @@ from weft.parallel.autograd.shard_gradient import (
 from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.player import Player
+from weft.parallel.pipeline.state_entries import state_entries, tensors_of
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.zero.grad_norm import sum_tied_gradients
 from weft.parallel.zero.grouping import bucket_reducer
 from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,
     check_requires_grad,
+    check_state_keys,
     mark_wrapped,
     reject_copy,
 )
@@ -49,8 +51,7 @@ class PipelineParallel(nn.Module):
         optimizer.step()
 
     Every rank passes the whole chain and keeps its own stages; a chain on the meta device costs
-    nothing.
-    `full_state_dict()` has the values of all stages.
+    nothing. `full_state_dict()` has the values of all stages.
 
     Args:
         blocks: modules in order, each takes the output of the one before (one tensor). Inputs of
@@ -107,7 +108,10 @@ class PipelineParallel(nn.Module):
             compute=dtype,
             reduce=dtype,
         )
-        self._state_entries = _state_entries(blocks, loss)
+        modules = {str(index): block for index, block in enumerate(blocks)}
+        if isinstance(loss, nn.Module):
+            modules[LOSS] = loss
+        self._state_entries = state_entries(modules)
         chain: dict[str, nn.Module] = {}
         for index, block in enumerate(blocks):
             chain[str(index)] = _UserBlock(block)
@@ -211,18 +215,7 @@ class PipelineParallel(nn.Module):
         Raises:
             DataError: keys are missing or unknown.
         """
-        known = {entry.key for entry in self._state_entries}
-        wrong = sorted(state.keys() ^ known)
-        if wrong:
-            listed = ", ".join(wrong[:8])
-            fault = Fault(
-                "state",
-                f"missing or unknown keys: {listed}",
-                got=f"{len(state)} keys",
-                need=f"the {len(known)} of full_state_dict()",
-                fix="load the state of the same blocks",
-            )
-            raise DataError(fault)
+        check_state_keys(state, [entry.key for entry in self._state_entries])
         for key, tensor in self._own_state().items():
             tensor.copy_(state[key])
 
@@ -232,7 +225,7 @@ class PipelineParallel(nn.Module):
         for name, block in self.model.blocks.items():
             module = block.loss if isinstance(block, _LossBlock) else block.module
             if isinstance(module, nn.Module):
-                found.update(_tensors_of(module, prefix=f"{name}."))
+                found.update(tensors_of(module, prefix=f"{name}."))
         return found
 
     def _ranks_of_blocks(self) -> dict[str, int]:
@@ -333,42 +326,6 @@ class PipelineParallel(nn.Module):
 WRAPPER_NAME = "PipelineParallel"
 LOSS = "loss"
 """Name of the block that is added after the user's."""
-
-
-@dataclass(frozen=True)
-class _StateEntry:
-    """A tensor of the state dict of all blocks.
-
-    Attributes:
-        key: name of the block, and its key there.
-    """
-
-    key: str
-    block: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _state_entries(blocks: Sequence[nn.Module], loss: LossOf) -> tuple[_StateEntry, ...]:
-    """The tensors of all ranks, in the order of the blocks."""
-    modules = {str(index): block for index, block in enumerate(blocks)}
-    if isinstance(loss, nn.Module):
-        modules[LOSS] = loss
-    entries: list[_StateEntry] = []
-    for name, module in modules.items():
-        for key, value in _tensors_of(module, prefix=f"{name}.").items():
-            entry = _StateEntry(key, name, tuple(value.shape), value.dtype)
-            entries.append(entry)
-    return tuple(entries)
-
-
-def _tensors_of(module: nn.Module, *, prefix: str) -> dict[str, Tensor]:
-    """The tensors of a module's state dict."""
-    found: dict[str, Tensor] = {}
-    for key, value in module.state_dict(prefix=prefix).items():
-        if isinstance(value, Tensor):
-            found[key] = value
-    return found
 
 
 class _UserBlock(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
-from weft.errors import DataError, Fault, PlanError
+from weft.errors import Fault, PlanError
 from weft.parallel.autograd.shard_gradient import (
     PendingGradient,
     ShardGradient,
@@ -41,6 +41,7 @@ from weft.parallel.zero.wrapped_params import (
     check_all_wrapped,
     check_not_wrapped,
     check_requires_grad,
+    check_state_keys,
     reject_copy,
     reject_other_memory,
     trained_when_wrapped,
@@ -437,16 +438,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             DataError: keys are missing or unknown.
         """
-        wrong = sorted(state.keys() ^ self._state_names.keys())
-        if wrong:
-            listed = ", ".join(wrong[:8])
-            fault = Fault(
-                "state",
-                f"missing or unknown keys: {listed}",
-                got=f"{len(state)} keys",
-                need=f"the {len(self._state_names)} of full_state_dict()",
-            )
-            raise DataError(fault)
+        check_state_keys(state, self._state_names)
         values = {name: state[key] for key, name in self._state_names.items()}
         for group in self._reducer.groups:
             group_values = {name: values[name] for name in group.params}

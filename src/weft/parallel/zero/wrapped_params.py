@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from weft.errors import Fault, PlanError
+from weft.errors import DataError, Fault, PlanError
 from weft.parallel.zero.gradient_reducer import GradientReducer
 
 WHOLE_PARAM_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon)
 """Classes of torch that update an entry by what the others of its parameter are."""
+MOST_LISTED = 8
+"""Keys that a fault lists."""
 MARK = "_weft_wrapper"
 """Attribute of a parameter of a wrapped module: its `Mark`."""
 
@@ -153,6 +155,27 @@ def reject_copy(wrapper: str) -> NoReturn:
         fix="copy the module before wrapping it, or keep full_state_dict()",
     )
     raise PlanError(fault)
+
+
+def check_state_keys(given: Iterable[str], known: Iterable[str]) -> None:
+    """Check that a state to be loaded has the keys of the wrapped module's `full_state_dict()`.
+
+    Raises:
+        DataError: keys are missing or unknown.
+    """
+    given_keys = set(given)
+    known_keys = set(known)
+    wrong = sorted(given_keys ^ known_keys)
+    if wrong:
+        listed = ", ".join(wrong[:MOST_LISTED])
+        fault = Fault(
+            "state",
+            f"missing or unknown keys: {listed}",
+            got=f"{len(given_keys)} keys",
+            need=f"the {len(known_keys)} of full_state_dict()",
+            fix="load the state of the same module",
+        )
+        raise DataError(fault)
 
 
 def reject_other_memory(name: str, wrapper: str) -> NoReturn:
