@@ -10,10 +10,8 @@ import pytest
 
 import weft
 from tests.programs import programs
-from weft.commands.prove import prove_config
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.plant import planted
-from weft.python_api import checked_run
 
 MODEL = Path(__file__).parent / "user_models" / "parallel_block.py"
 KEYS = {"batch.global_size": 4, "batch.micro_size": 1, "data": {"seq_len": 16}, "optim.warmup": 0}
@@ -83,10 +81,8 @@ def test_a_proof_takes_tokens_and_rejects_what_it_does_not_compute(tmp_path: Pat
     with pytest.raises(weft.WeftError, match="a run folder has its own model"):
         weft.prove(tmp_path, model=MODEL)
     with pytest.raises(weft.WeftError, match="loss: dpo needs preference pairs"):
-        weft.prove({"loss": "dpo"})
-    config = checked_run({"mesh": "dp2"}).with_values({"loss": "dpo"})
-    with pytest.raises(weft.WeftError, match="computes the cross entropy alone"):
-        prove_config(config, steps=1)
+        weft.prove({"loss": "dpo", "data.source": __file__})
+    assert weft.prove({"loss": "dpo", "mesh": "dp2"}, first=1).holds  # on drawn pairs
 
 
 def test_a_loop_over_steps_is_rejected_on_ranks_of_torchrun(

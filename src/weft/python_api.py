@@ -31,7 +31,7 @@ from weft.commands.auto_mesh import choose_before_ranks, choose_mesh
 from weft.commands.console import load_checked_run, set_openmp_policy
 from weft.commands.environment import is_joining
 from weft.commands.preflight import data_checks
-from weft.commands.prove import prove_config, prove_folder
+from weft.commands.prove import proof_data_checks, prove_config, prove_folder
 from weft.config.keys import flatten
 from weft.config.run import Run
 from weft.config.user_code import canonical_reference, is_reference
@@ -181,7 +181,7 @@ def prove(
     tokens = None if isinstance(data, (str, Path)) else data
     with tempfile.TemporaryDirectory() as folder:
         stored = () if tokens is None else _stored_tokens(tokens, Path(folder))
-        run = load_checked_run((*words, *stored), data_checks, choose_mesh=choose_mesh)
+        run = load_checked_run((*words, *stored), proof_data_checks, choose_mesh=choose_mesh)
         return prove_config(run, steps=first, full=full)
 
 

@@ -52,3 +52,9 @@ def test_local_updates_hold(wire: str) -> None:
     assert report.holds
     assert [each.dtype for each in report.passes] == ["float32", "float64, local updates"]
     assert "sites train apart" in report.notes[-1]
+
+
+@pytest.mark.slow
+def test_local_updates_of_preference_pairs_hold() -> None:
+    report = prove_config(run_of("--loss", "dpo"), steps=2)
+    assert report.holds, "\n".join(report.lines())

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.prove import prove_config
 from weft.config.run import Run, plan_of
 from weft.config.small_runs import reduced
@@ -82,11 +81,6 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
     is_alone = run.device_mesh.size == 1
     if mode == "never" or (mode == "auto" and is_alone):
         return None
-    if run.loss != CROSS_ENTROPY:
-        reason = f"{run.loss} is not part of the proof, which computes the cross entropy of text"
-        if mode == "always":
-            raise WeftError(f"prove.before is always, and the proof could not be made: {reason}")
-        return {"verdict": "unknown", "reason": reason}
     small = reduced(run, accepts_sizes)
     key = verdict_key(small.model_dump(mode="json"), plan_of(small))
     folder = cache_folder(environ)

@@ -24,7 +24,7 @@ from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.preflight import data_checks
 from weft.config import flags
 from weft.config.changed_runs import changes
-from weft.config.checks import run_checks
+from weft.config.checks import Check, run_checks
 from weft.config.load import load
 from weft.config.run import Run
 from weft.config.schema import ConfigSection
@@ -40,6 +40,8 @@ from weft.prove.small_sizes import accepts_sizes
 USAGE = "[RUN | CONFIG.toml] [--first 4] [--json] [--html FILE] | --mutants | --sweep MINUTES"
 LINE = "compare a run or a layout with one device, number by number"
 KEY = "weft prove"
+STDLIB = "stdlib"
+"""The data of a config that names none."""
 STORED_WEIGHTS = ("model.from_hf", "lora.base")
 WEIGHTS_NOTE = "the weights of {} are compared with --full only"
 
@@ -95,7 +97,7 @@ def prove(words: Sequence[str]) -> int:
         show = ignore_line if is_json else print_result
         report = prove_folder(folder, first=options.first, show=show)
     else:
-        run = load_checked_run(rest, data_checks, choose_mesh=choose_mesh)
+        run = load_checked_run(rest, proof_data_checks, choose_mesh=choose_mesh)
         set_openmp_policy()
         report = prove_config(run, steps=options.first, full=options.full)
     if options.html is not None:
@@ -129,24 +131,10 @@ def _take_switch(name: str, words: list[str]) -> tuple[list[str], list[str]]:
     return [name, value], [*before, *after]
 
 
-def _check_loss(loss: str) -> None:
-    """Reject a loss that the reference on one device does not compute.
-
-    Raises:
-        UserError: it does not.
-    """
-    if loss != CROSS_ENTROPY:
-        what = "the reference on one device computes the cross entropy alone"
-        fix = "prove the layout with --loss cross_entropy and text"
-        raise UserError(
-            Fault(
-                "loss",
-                what,
-                got=loss,
-                need=CROSS_ENTROPY,
-                fix=fix,
-            )
-        )
+def proof_data_checks(run: Run) -> tuple[Check, ...]:
+    """The checks of the data of a proof, which draws preference pairs where none are named."""
+    names_data = run.data.source != STDLIB or bool(run.data.mix)
+    return data_checks(run if names_data else run.with_values({"loss": CROSS_ENTROPY}))
 
 
 def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
@@ -154,11 +142,7 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
 
     Args:
         full: with the sizes of the run; else with reduced ones.
-
-    Raises:
-        UserError: the reference on one device does not compute the run's loss.
     """
-    _check_loss(run.loss)
     from weft.prove.proof import prove  # late: it imports torch
     from weft.prove.shrink import smallest_case
     from weft.prove.subject import ProofCase
@@ -211,7 +195,6 @@ def prove_folder(
         UserError: the folder has no recorded run, or its config is not possible any more.
     """
     run = load([str(first_config_path(folder))], FAMILIES)
-    _check_loss(run.loss)
     steps = recorded_steps(folder)
     if local_update_axis(run.device_mesh) is not None:
         what = "sites train apart, so the recorded steps are not those of one device"

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from weft.parallel.zero.grad_norm import LARGE_ENTRIES
@@ -54,6 +55,8 @@ MOST_TERMS = LARGE_ENTRIES
 MOST_RATES = 4.0
 """Learning rates by which AdamW may move two runs apart in a step."""
 MIN_SCALE = 1e-30
+REFERENCES = "references"
+"""What of a batch is computed: log-probabilities of preference pairs under the reference model."""
 KIND_SHARE = 1e-6
 """Least scale of a gradient or moment, as a share of the largest of its kind in the step."""
 
@@ -93,7 +96,7 @@ class Bounds:
         return found
 
     def _bound(self, key: TensorKey) -> float:
-        if key.phase == "batch":
+        if key.phase == "batch" and key.tensor != REFERENCES:
             return 0.0
         spread = self._spreads[key]
         if self.types.is_exact:
@@ -169,7 +172,7 @@ class Bounds:
     def _spreads(self) -> dict[TensorKey, float]:
         found = {}
         for key in self.plain.values:
-            if key.phase != "batch":
+            if key.phase != "batch" or key.tensor == REFERENCES:
                 found[key] = self._spread(key)
         return found
 
@@ -214,7 +217,10 @@ class Bounds:
         for key, tensor in self.plain.values.items():
             found[key] = 0.0
             if tensor.numel():
-                found[key] = float(tensor.abs().max())
+                has_sizes = torch.promote_types(
+                    tensor.dtype, torch.uint8
+                )  # marks of pairs are bools
+                found[key] = float(tensor.to(has_sizes).abs().max())
         return found
 
     @cached_property

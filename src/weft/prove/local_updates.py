@@ -26,7 +26,7 @@ from weft.core.axes import Box, local_update_axis, without_local_updates
 from weft.core.mesh import Mesh
 from weft.models.common.batch import Batch
 from weft.prove.bounds import TOLERANCE
-from weft.prove.raw_batch import global_batch
+from weft.prove.raw_batch import samples_of_step
 from weft.prove.reference import Reference
 from weft.prove.report import Difference, Pass, PhaseBound
 from weft.prove.subject import Subject, Task, shortened
@@ -225,15 +225,14 @@ class PlainSite(Reference):
     def batch_of_step(self, step: int) -> Batch:
         """The part of this site: consecutive samples of the batch."""
         task = self.task
-        whole = global_batch(
+        numbers = samples_of_step(
             task.samples,
             step - 1,
             global_size=task.batch.global_size * self.num_sites,
             seed=task.seed,
-            later=task.model.reads_later_targets,
         )
-        rows_by_site = torch.arange(len(whole.inputs)).view(self.num_sites, -1)
-        return whole.rows(rows_by_site[self.index])
+        of_sites = numbers.reshape(self.num_sites, -1)
+        return self.batch_of(of_sites[self.index])
 
 
 class PlainOuterStep:

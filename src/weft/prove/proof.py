@@ -33,6 +33,7 @@ from weft.train.loop import run_training
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""
 JUMPS_NOTE = "compared in float64 alone: updates of {} magnify rounding errors of float32"
+PAIRS_NOTE = "the preference pairs are drawn; --full compares those of the run"
 TIMEOUT_S = 3600.0
 STEPS_AFTER_RESUME = 1
 DRAWN_SIGNS_SEED = 3
@@ -76,6 +77,8 @@ def _prove(subject: Subject) -> ProofReport:
     notes: list[str] = []
     error = ""
     failure: Difference | None = None
+    if subject.has_drawn_pairs:
+        notes.append(PAIRS_NOTE)
     if _is_compared_in_float64_alone(subject):
         notes.append(JUMPS_NOTE.format(subject.optim.name))
     for each in _in_number_types(subject):
@@ -266,11 +269,11 @@ def _train_part(
     run_training(training, EventLog(None, [recorder]))
     if total == subject.steps:
         record.progress.phase = "evaluate"
-        first = FirstSamples.of(subject.samples, global_size=training.loader.global_size)
-        loader = replace(training.loader, samples=first)
+        loader = training.loader
+        first = FirstSamples.of(loader.samples, global_size=loader.global_size)
         evaluation = Evaluation(
             training.step.model,
-            loader,
+            replace(loader, samples=first),
             most_batches=0,
         )
         recorder.handle(eval_event(total, evaluation()))

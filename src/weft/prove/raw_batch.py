@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.data.conversations import ConversationSamples
 from weft.data.order import Ints
 from weft.data.samples import SampleArrays, Samples, SequenceSamples
 from weft.models.common.batch import IGNORE, Batch
+from weft.prove.raw_rows import rows_of
 
 
 def is_masked(sample: int, column: int) -> bool:
@@ -105,30 +107,21 @@ class _Sequence:
     documents: list[int] = field(default_factory=list)
 
 
-def global_batch(
+def samples_of_step(
     samples: Samples,
     step: int,
     *,
     global_size: int,
     seed: int,
-    later: bool,
-) -> Batch:
-    """The batch of step `step` (from 0) over all ranks, with whole sequences.
-
-    Args:
-        later: with the fields that multi-token prediction reads.
-    """
+) -> Ints:
+    """The samples of step `step` (from 0) over all ranks, in their order."""
     first = step * global_size
     places = np.arange(
         first,
         first + global_size,
         dtype=np.int64,
     )
-    return batch_of(
-        samples,
-        samples.at(places, seed=seed),
-        later=later,
-    )
+    return samples.at(places, seed=seed)
 
 
 def evaluated_samples(samples: Samples, global_size: int) -> list[Ints]:
@@ -149,6 +142,8 @@ def batch_of(
 ) -> Batch:
     """The batch of these samples, with whole sequences."""
     raw = samples.samples if isinstance(samples, MaskedSamples) else samples
+    if isinstance(raw, ConversationSamples) and raw.has_pairs:
+        return rows_of(raw, numbers.ravel().tolist())
     if not isinstance(raw, SequenceSamples):
         return _batch_of_arrays(samples.read(numbers), later=later)
     sequences = [_sequence(raw, number) for number in numbers.tolist()]

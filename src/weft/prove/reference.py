@@ -16,13 +16,15 @@ from torch import Tensor, nn
 
 from weft.checkpoint.read import Source
 from weft.core.axes import Box
+from weft.data.order import Ints
 from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, activation_of
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
-from weft.prove.raw_batch import batch_of, evaluated_samples, global_batch
+from weft.prove.plain_preferences import LOSS, PlainPreferenceLoss, ReferenceModel
+from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step
 from weft.prove.reference_pass import ReferencePass
 from weft.prove.reference_trace import ReferenceTrace
 from weft.prove.subject import Task
@@ -85,6 +87,14 @@ class Reference:
         self.params = _owned_parameters(self.blocks, ties)
         self.values = self._initial_values(family, task.source)
         self.trained = self._fill_parameters()
+        self.reference_model: ReferenceModel | None = None
+        if task.beta is not None:
+            self.blocks[LOSS] = PlainPreferenceLoss(task.beta)
+            self.reference_model = ReferenceModel(
+                self.blocks,
+                stored=None,
+                perturbed=self.perturbed,
+            )
         axes = family.axes(task.model)
         self.optimizer = PlainOptimizer(self.trained, task.optim, axes)
         self.trace = ReferenceTrace(tuple(self.blocks), keeps_tensors=records)
@@ -181,11 +191,7 @@ class Reference:
         num_targets = 0
         task = self.task
         for numbers in evaluated_samples(task.samples, task.batch.global_size):
-            batch = batch_of(
-                task.samples,
-                numbers,
-                later=task.model.reads_later_targets,
-            )
+            batch = self.batch_of(numbers)
             num_targets += _num_targets(batch)
             for rows in self.micro_batches(len(batch.inputs)):
                 part = batch.rows(slice(rows.start, rows.stop))
@@ -207,13 +213,22 @@ class Reference:
     def batch_of_step(self, step: int) -> Batch:
         """The whole batch of step `step` (the first is 1)."""
         task = self.task
-        return global_batch(
+        numbers = samples_of_step(
             task.samples,
             step - 1,
             global_size=task.batch.global_size,
             seed=task.seed,
-            later=task.model.reads_later_targets,
         )
+        return self.batch_of(numbers)
+
+    def batch_of(self, numbers: Ints) -> Batch:
+        """The batch of these samples; pairs have log-probabilities under the reference model."""
+        task = self.task
+        batch = batch_of(task.samples, numbers, later=task.model.reads_later_targets)
+        if self.reference_model is None:
+            return batch
+        parts = self.micro_batches(len(numbers))
+        return self.reference_model.add_to(batch, numbers, parts=parts)
 
     def _step(self, step: int) -> None:
         batch = self.batch_of_step(step)
@@ -431,7 +446,8 @@ def _owned_parameters(
 
 
 def _num_targets(batch: Batch) -> int:
-    counts = batch.targets != IGNORE
+    """Targets that count, or preference pairs."""
+    counts = batch.targets != IGNORE if batch.pairs is None else batch.pairs
     return int(counts.sum())
 
 

@@ -27,10 +27,12 @@ from weft.data.dataset import open_data
 from weft.data.samples import Samples
 from weft.models import FAMILIES, Family
 from weft.prove.arithmetic import NumberTypes, Perturbation, perturbations
+from weft.prove.drawn_pairs import SOURCE as DRAWN_PAIRS
+from weft.prove.drawn_pairs import drawn_pairs
 from weft.prove.raw_batch import MaskedSamples
 from weft.prove.small_sizes import accepts_sizes
 from weft.train.build import family_of, initial_source
-from weft.train.build_training import build_training
+from weft.train.build_training import DPO, build_training
 from weft.train.training import Training
 
 MAIN_SIZES = ("layers", "dim", "vocab")
@@ -45,6 +47,7 @@ class Task:
         family: with adapters.
         source: holds initial values; None if they are drawn.
         steps: of the learning rate schedule.
+        beta: of the loss of preference pairs; None: the loss is the cross entropy.
     """
 
     family: Family
@@ -56,6 +59,7 @@ class Task:
     precision: PrecisionConfig
     seed: int
     steps: int
+    beta: float | None = None
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,27 @@ class Subject:
 
     @staticmethod
     def of(run: Run, *, steps: int) -> Subject:
-        """The subject of a run, whose data is opened; some targets of token data are masked."""
+        """The subject of a run, whose data is opened; some targets of text are masked, as those of
+        preference pairs are. Where the data has no pairs, these are drawn.
+        """
         subject = Subject.of_recorded(run, steps=steps)
         if run.model.kind != "tokens":
             return subject
+        if run.loss == DPO:
+            return subject._with_pairs()
         return replace(subject, samples=MaskedSamples(subject.samples))
+
+    def _with_pairs(self) -> Subject:
+        """The same on preference pairs."""
+        if "pairs" in self.samples.facts():
+            return self
+        run = self.run
+        pairs = drawn_pairs(
+            vocab=run.model.axis_sizes()["vocab"],
+            seq_len=run.data.seq_len,
+            global_size=run.batch.global_size,
+        )
+        return replace(self, samples=pairs)
 
     @staticmethod
     def of_recorded(run: Run, *, steps: int) -> Subject:
@@ -109,6 +129,11 @@ class Subject:
         if not is_valid(smaller):
             return None
         return replace(self, run=smaller)
+
+    @property
+    def has_drawn_pairs(self) -> bool:
+        """Whether its preference pairs are not those of the run."""
+        return self.samples.facts().get("source") == DRAWN_PAIRS
 
     @property
     def mesh(self) -> Mesh:
@@ -158,6 +183,7 @@ class Subject:
             precision=run.precision,
             seed=run.seed,
             steps=run.steps,
+            beta=run.dpo.beta if run.loss == DPO else None,
         )
 
     def perturbations(self) -> Sequence[Perturbation]:

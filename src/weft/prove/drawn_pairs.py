@@ -1,0 +1,38 @@
+"""Preference pairs with drawn tokens, for proofs whose run has other data: rows of one to three pairs, some of them cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.conversations import PAIR, Conversations, ConversationSamples
+from weft.data.tokens import TokenStream
+
+SEED = 5
+SOURCE = "drawn pairs"
+PAIRS_A_SEQUENCE = 3
+"""Pairs for each sequence of a step: more rows than a step reads."""
+MIN_PAIRS = 12
+
+
+def drawn_pairs(*, vocab: int, seq_len: int, global_size: int) -> ConversationSamples:
+    """Pairs of a prompt with two answers of different lengths, one pair of eight longer than a
+    sequence.
+    """
+    generator = np.random.default_rng(SEED)
+    num_pairs = max(MIN_PAIRS, PAIRS_A_SEQUENCE * global_size)
+    parts: list[NDArray[np.int64]] = []
+    masks: list[NDArray[np.uint8]] = []
+    for number in range(num_pairs):
+        longest = seq_len if number % 8 == 7 else max(seq_len // 5, 2)
+        prompt = generator.integers(vocab, size=generator.integers(1, max(seq_len // 8, 2)))
+        for _ in range(PAIR):
+            answer = generator.integers(vocab, size=generator.integers(2, longest + 1))
+            parts.append(np.concatenate((prompt, answer)))
+            masks.append(np.repeat(np.array([0, 1], np.uint8), (len(prompt), len(answer))))
+    bounds = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    stream = TokenStream((Path(SOURCE),), (np.concatenate(parts),), vocab=vocab, documents=bounds)
+    data = Conversations(stream, np.concatenate(masks), group=PAIR)
+    return ConversationSamples(data, seq_len, SOURCE)
