@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.checkpoint.saving import save
 from tests.hf.models import CONFIGS, exported, loaded, run_of, written
-from tests.oracle.hugging_face import make_batch, widened
+from tests.oracle.hugging_face import make_batch
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.restore import load_parameters
@@ -28,6 +28,7 @@ from weft.config.run import Run, plan_of
 from weft.core.axes import Box
 from weft.hf.folder import HfFolder
 from weft.models.common.batch import Batch
+from weft.prove.against.float64 import widened
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step

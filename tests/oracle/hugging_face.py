@@ -9,7 +9,6 @@ what comes out.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 
 import torch
@@ -73,21 +72,6 @@ def compare_gradients(ours: dict[str, nn.Parameter], theirs: Views, tolerance: f
         # a bias of all keys shifts all scores of a query alike: its gradient is 0, and what is seen of it is rounding
         scale = theirs[name.replace("attn.k.bias", "attn.v.bias")]
         near(ours[name].grad, gradient, f"gradient of {name}", tolerance, scale=scale)
-
-
-def widened(function: types.FunctionType) -> types.FunctionType:
-    """The very same code, in which float32 means float64: `torch.float32`, `torch.float` and
-    `x.float()` alike.
-    """
-    wide = {"float": "double", "float32": "float64"}
-    code = function.__code__
-    return types.FunctionType(
-        code.replace(co_names=tuple(wide.get(name, name) for name in code.co_names)),
-        {**function.__globals__, "double": float},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
 
 
 def our_blocks(cfg: ModelConfig) -> dict[str, nn.Module]:

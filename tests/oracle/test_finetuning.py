@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
-from tests.oracle.hugging_face import widened
 from weft.checkpoint.resume import resume_faults
 from weft.comm.comm import Comm
 from weft.config.load import load
@@ -21,6 +20,7 @@ from weft.data.dataset import open_data
 from weft.data.logprob_files import FOLDER, read_references
 from weft.errors import DataError
 from weft.models import FAMILIES
+from weft.prove.against.float64 import widened
 from weft.testing import run_ranks
 from weft.train.build_training import build_training
 from weft.train.data_loader import samples_of

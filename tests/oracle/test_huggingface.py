@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle.hugging_face import EXACT, Views, compare, widened
+from tests.oracle.hugging_face import EXACT, Views, compare
 from weft.models import PRESETS
 from weft.models.gpt2 import config as gpt2
 from weft.models.llama3 import config as llama3
 from weft.models.llama3.model import blocks as llama3_blocks
+from weft.prove.against.float64 import widened
 
 transformers = pytest.importorskip(
     "transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)"

@@ -17,7 +17,6 @@ from tests.oracle.hugging_face import (
     make_batch,
     near,
     our_blocks,
-    widened,
 )
 from tests.small_models import HF_FAMILIES, small_config
 from weft.config.hf.safetensors_files import TensorEntry
@@ -29,6 +28,7 @@ from weft.hf.placement import ParamSource
 from weft.models import FAMILIES
 from weft.models.common.batch import IGNORE, forward
 from weft.models.common.init import named_parameters
+from weft.prove.against.float64 import widened
 
 transformers = pytest.importorskip(
     "transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)"

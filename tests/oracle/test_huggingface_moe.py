@@ -36,7 +36,6 @@ from tests.oracle.hugging_face import (
     our_blocks,
     shaken,
     tensors_of,
-    widened,
 )
 from weft.core.model_config import ModelConfig
 from weft.models import PRESETS
@@ -47,6 +46,7 @@ from weft.models.deepseek import config as deepseek
 from weft.models.deepseek.model import blocks as deepseek_blocks
 from weft.models.qwen3 import config as qwen3
 from weft.models.qwen3_moe import config as qwen3_moe
+from weft.prove.against.float64 import widened
 
 transformers = pytest.importorskip(
     "transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)"

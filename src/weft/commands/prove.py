@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -32,12 +33,13 @@ from weft.config.small_runs import reduced
 from weft.core.axes import local_update_axis
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
+from weft.prove.against.support import check_support
 from weft.prove.html import page
 from weft.prove.recorded import first_config_path, recorded_steps
 from weft.prove.report import ProofReport
 from weft.prove.small_sizes import accepts_sizes
 
-USAGE = "[RUN | CONFIG.toml] [--first 4] [--json] [--html FILE] | --mutants | --sweep MINUTES"
+USAGE = "[RUN | CONFIG.toml] [--first 4] [--against transformers] [--json] [--html FILE] | --mutants | --sweep MINUTES"
 LINE = "compare a run or a layout with one device, number by number"
 KEY = "weft prove"
 STDLIB = "stdlib"
@@ -64,6 +66,11 @@ class ProveOptions(ConfigSection):
         False,
         description="keep the sizes of model and batch; else they are as small as the layout allows",
     )
+    against: Literal["transformers"] | None = Field(
+        None,
+        description="compare with transformers' own class of the model, which shares no code with "
+        "weft, in place of weft's model on one device; needs the extra `oracle`",
+    )
     html: str | None = Field(None, description="write the report to this file, too, as a page")
 
 
@@ -88,6 +95,9 @@ def prove(words: Sequence[str]) -> int:
         folder = Path(rest[0])
     else:
         folder = None
+    if folder is not None and options.against is not None:  # the run's own config, from its start
+        rest = [str(first_config_path(folder)), *rest[1:]]
+        folder = None
     if options.html is not None:
         check_page_path(options.html)
     if folder is not None:
@@ -99,7 +109,12 @@ def prove(words: Sequence[str]) -> int:
     else:
         run = load_checked_run(rest, proof_data_checks, choose_mesh=choose_mesh)
         set_openmp_policy()
-        report = prove_config(run, steps=options.first, full=options.full)
+        report = prove_config(
+            run,
+            steps=options.first,
+            full=options.full,
+            against=options.against,
+        )
     if options.html is not None:
         Path(options.html).write_text(page(report), encoding="utf-8")
     print_result(report.to_json() if is_json else "\n".join(report.lines()))
@@ -110,7 +125,7 @@ def _read_options(words: Sequence[str]) -> tuple[ProveOptions, list[str]]:
     """The command's own options, and all other words, among them --json."""
     rest = list(words)
     given: list[str] = []
-    for name in ("--first", "--html"):
+    for name in ("--first", "--against", "--html"):
         flag, rest = take_flag(name, rest)
         given.extend(flag)
     flag, rest = _take_switch("--full", rest)
@@ -137,12 +152,24 @@ def proof_data_checks(run: Run) -> tuple[Check, ...]:
     return data_checks(run if names_data else run.with_values({"loss": CROSS_ENTROPY}))
 
 
-def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
+def prove_config(
+    run: Run,
+    *,
+    steps: int,
+    full: bool = False,
+    against: Literal["transformers"] | None = None,
+) -> ProofReport:
     """Prove a config before it runs, and look for the smallest failing case where it fails.
 
     Args:
         full: with the sizes of the run; else with reduced ones.
+        against: what computes the other side; None: weft's model on one device.
+
+    Raises:
+        UserError: the other side does not compute the run's model or loss.
     """
+    if against is not None:
+        return _prove_against(run, steps=steps, full=full)
     from weft.prove.proof import prove  # late: it imports torch
     from weft.prove.shrink import smallest_case
     from weft.prove.subject import ProofCase
@@ -160,6 +187,24 @@ def prove_config(run: Run, *, steps: int, full: bool = False) -> ProofReport:
     if report.holds:
         return report
     return report.with_smallest(smallest_case(case, report))
+
+
+def _prove_against(run: Run, *, steps: int, full: bool) -> ProofReport:
+    """Compare with transformers' class of the model."""
+    mapping = check_support(run.model, run.lora, loss=run.loss)
+    from weft.prove.against.proof import prove_against  # late: it imports torch
+    from weft.prove.subject import ProofCase
+
+    compared = run if full else reduced(run, accepts_sizes)
+    case = ProofCase(compared, steps)
+    report = prove_against(case.opened(), mapping=mapping, configured=run.model)
+    reduced_keys = changes(run, compared)
+    return replace(
+        report,
+        reduced=reduced_keys,
+        command=f"{case.command} --against transformers",
+        notes=(*report.notes, *_weights_notes(reduced_keys)),
+    )
 
 
 def _weights_notes(reduced_keys: Collection[str]) -> Iterator[str]:

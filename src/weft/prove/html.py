@@ -33,7 +33,7 @@ def _body(report: ProofReport) -> Iterator[str]:
     ranks = counted(report.ranks, "rank")
     steps = counted(report.steps, "step")
     compared = f"{report.compared:,} tensors and numbers in {report.seconds:.1f} s"
-    yield _paragraph(f"{report.model}; {ranks}, {steps}; {compared}")
+    yield _paragraph(f"{report.model}; {ranks}, {steps}, with {report.against}; {compared}")
     if report.error:
         text = escape(f"The layout stops with an error: {report.error}")
         yield f'<p class="differs">{text}</p>'

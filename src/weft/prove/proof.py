@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,23 +40,34 @@ DRAWN_SIGNS_SEED = 3
 MAX_NOTES = 4
 
 
-def prove(subject: Subject) -> ProofReport:
+class BoundsOf(Protocol):
+    """Trains a run on one device: what its layout is compared with, and within which bounds."""
+
+    def __call__(self, subject: Subject, *, skipped: frozenset[int]) -> Bounds:
+        """The traces; `skipped` as of `Reference`."""
+        ...
+
+
+def prove(subject: Subject, *, bounds_of: BoundsOf | None = None) -> ProofReport:
     """Compare the layout of a run with one device: in its own number types, and, where those have 16
     bits, in float64, too.
+
+    Args:
+        bounds_of: the training on one device; None: `reference_bounds`.
 
     Raises:
         UserError: what the run asks for is not possible.
     """
     with arithmetic_of_ranks():
         if local_update_axis(subject.mesh) is None:
-            return _prove(subject)
+            return _prove(subject, bounds_of or reference_bounds)
         return _prove_sites(subject)
 
 
 def _prove_sites(subject: Subject) -> ProofReport:
     """The layout inside a site, then the steps that join the sites. See `weft.prove.local_updates`."""
     start = time.perf_counter()
-    inside = _prove(subject.inside_site())
+    inside = _prove(subject.inside_site(), reference_bounds)
     passes = inside.passes
     if inside.holds:
         outer = SiteProof.of(subject).compare()
@@ -71,7 +82,7 @@ def _prove_sites(subject: Subject) -> ProofReport:
     )
 
 
-def _prove(subject: Subject) -> ProofReport:
+def _prove(subject: Subject, bounds_of: BoundsOf) -> ProofReport:
     start = time.perf_counter()
     passes: list[Pass] = []
     notes: list[str] = []
@@ -82,7 +93,7 @@ def _prove(subject: Subject) -> ProofReport:
     if _is_compared_in_float64_alone(subject):
         notes.append(JUMPS_NOTE.format(subject.optim.name))
     for each in _in_number_types(subject):
-        outcome = _prove_once(each)
+        outcome = _prove_once(each, bounds_of)
         if isinstance(outcome, _Failed):
             error = outcome.text
             failure = outcome.difference
@@ -134,7 +145,7 @@ class _Outcome:
     notes: tuple[str, ...]
 
 
-def _prove_once(subject: Subject) -> _Outcome | _Failed:
+def _prove_once(subject: Subject, bounds_of: BoundsOf) -> _Outcome | _Failed:
     mesh = subject.mesh
     records = [RankRecord(rank) for rank in range(mesh.size)]
     try:
@@ -150,7 +161,7 @@ def _prove_once(subject: Subject) -> _Outcome | _Failed:
             blocks=blocks,
         )
         return _Failed(error_text(error), difference)
-    bounds = reference_bounds(subject, skipped=skipped_steps(records[0].events))
+    bounds = bounds_of(subject, skipped=skipped_steps(records[0].events))
     judge = Judge(
         mesh,
         records,

@@ -153,6 +153,7 @@ class ProofReport:
         smallest: the smallest case that fails likewise; None where it was not looked for.
         command: the command that repeats this proof.
         notes: what was not compared, and why.
+        against: what the layout is compared with.
     """
 
     layout: str
@@ -167,6 +168,7 @@ class ProofReport:
     smallest: ProofReport | None = None
     command: str = ""
     notes: tuple[str, ...] = ()
+    against: str = "one device"
 
     @staticmethod
     def of_error(
@@ -255,6 +257,7 @@ class ProofReport:
         return {
             "verdict": self.verdict,
             "layout": self.layout,
+            "against": self.against,
             "model": self.model,
             "ranks": self.ranks,
             "steps": self.steps,
@@ -282,7 +285,7 @@ class ProofReport:
     def _unwrapped_lines(self) -> Iterator[str]:
         ranks = counted(self.ranks, "rank")
         steps = counted(self.steps, "step")
-        yield f"{self.layout}, {ranks} as threads, {steps}, compared with one device"
+        yield f"{self.layout}, {ranks} as threads, {steps}, compared with {self.against}"
         yield f"model: {self.model}"
         if self.reduced:
             changes = []
