@@ -9,9 +9,8 @@ from typing import Any
 from weft.checkpoint.commit import commit
 from weft.checkpoint.folder import temporary_path
 from weft.checkpoint.format import Facts
-from weft.checkpoint.state import write_items
+from weft.checkpoint.state import snapshot_of
 from weft.checkpoint.write import start_write
-from weft.checkpoint.write_item import snapshot
 from weft.config.run import Run
 from weft.train.run_records import facts_of
 from weft.train.step import TrainStep
@@ -22,8 +21,14 @@ def save(step: TrainStep, final: Path, run: Run, *, done: int = 0) -> None:
     comm = step.model.comm
     tmp = temporary_path(final)
     everyone = tuple(name for name, _ in comm.mesh.axes)
-    copied = snapshot(write_items(step.state()))
-    start_write(tmp, comm.rank, copied.items, before=copied.under_way.wait).wait()
+    copied = snapshot_of(step.state())
+    start_write(
+        tmp,
+        comm.rank,
+        copied.items,
+        digests=copied.digests,
+        before=copied.under_way.wait,
+    ).wait()
     comm.barrier(everyone)
     if comm.rank == 0:
         facts = run_facts(run, step)(done)

@@ -12,7 +12,6 @@ import torch
 
 from tests.checkpoint.saving import save
 from tests.matrix.layouts import LR, Case, batches, shallow
-from weft.checkpoint import state
 from weft.checkpoint.coverage import coverage_flaw
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.restore import load_model, load_parameters
@@ -58,12 +57,10 @@ def trained(
 
 
 @pytest.mark.parametrize("case", [shallow(case) for case in CASES], ids=str)
-def test_every_entry_is_written_by_one_rank(case, monkeypatch):
-    monkeypatch.setattr(state, "MIN_SHARED_ENTRIES", 64)
-
+def test_every_entry_is_written_by_one_rank(case):
     def rank(comm: Comm) -> list[tuple[str, tuple[int, ...], Box]]:
         step = build_step(run_of(case), comm)
-        pieces = write_items(step.state())
+        pieces = write_items(replace(step.state(), min_shared_entries=64))
         return [(piece.name, piece.shape, piece.box) for piece in pieces]
 
     shapes = {}
@@ -91,13 +88,11 @@ def test_a_tied_parameter_is_stored_once_under_its_owners_name():
         assert "embed" not in name
 
 
-def test_ranks_that_hold_copies_share_the_work(monkeypatch):
-    monkeypatch.setattr(state, "MIN_SHARED_ENTRIES", 256)
-
+def test_ranks_that_hold_copies_share_the_work():
     def rank(comm: Comm) -> int:
-        return sum(
-            piece.num_bytes for piece in write_items(build_step(run_of(Case("dp4")), comm).state())
-        )
+        step = build_step(run_of(Case("dp4")), comm)
+        pieces = write_items(replace(step.state(), min_shared_entries=256))
+        return sum(piece.num_bytes for piece in pieces)
 
     sizes = run_ranks("dp4", rank)
     assert max(sizes) < 1.3 * sum(sizes) / 4

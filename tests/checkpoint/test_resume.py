@@ -23,6 +23,7 @@ from tests.matrix.layouts import LR, Case, batches
 from tests.tiny_run import TINY
 from weft.checkpoint import write as save_write
 from weft.checkpoint.folder import checkpoints, set_aside
+from weft.checkpoint.format import FORMAT
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.resume import data_changes
 from weft.checkpoint.saver import Saver, StatusFlag
@@ -248,9 +249,9 @@ def test_what_is_saved_is_the_end_of_the_step_whatever_training_does_meanwhile(
     may_write = Event()
     right = save_write._write_rank
 
-    def later(*args: Any) -> None:
+    def later(*args: Any, **options: Any) -> None:
         assert may_write.wait(30)
-        right(*args)
+        right(*args, **options)
 
     monkeypatch.setattr(save_write, "_write_rank", later)
 
@@ -278,9 +279,9 @@ def test_nothing_is_committed_before_all_ranks_have_written(tmp_path, monkeypatc
     may_write = Event()
     right = save_write._write_rank
 
-    def later(tmp: Path, rank: int, held: Any) -> None:
+    def later(tmp: Path, rank: int, held: Any, **options: Any) -> None:
         assert rank == 0 or may_write.wait(30)
-        right(tmp, rank, held)
+        right(tmp, rank, held, **options)
 
     monkeypatch.setattr(save_write, "_write_rank", later)
 
@@ -613,7 +614,7 @@ def spoilt(place):
         return copy_of(place, name) / "ckpt" / "step-000005" / "manifest.json"
 
     newer = manifest("newer")
-    text = newer.read_text().replace('"format":1', '"format":99').encode()
+    text = newer.read_text().replace(f'"format":{FORMAT}', '"format":99').encode()
     newer.write_bytes(text)
     newer.with_name("manifest.json.sha256").write_text(
         f"{hashlib.sha256(text).hexdigest()}  manifest.json\n"

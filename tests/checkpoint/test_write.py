@@ -254,7 +254,9 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch)
 
     gate = threading.Event()
     real = write._write_rank
-    monkeypatch.setattr(write, "_write_rank", lambda *given: (gate.wait(60), real(*given)))
+    monkeypatch.setattr(
+        write, "_write_rank", lambda *given, **options: (gate.wait(60), real(*given, **options))
+    )
     writing = start_write(tmp_path / "tmp", 0, [held()])
     assert not writing.done()
     gate.set()
@@ -390,7 +392,7 @@ def test_what_a_dead_run_left_does_not_become_part_of_a_checkpoint(tmp_path):
 
 
 def test_an_error_in_the_background_is_kept_until_it_is_asked_for(tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise MemoryError("no more")
 
     monkeypatch.setattr(write, "_write_rank", broken)

@@ -24,6 +24,7 @@ from weft.checkpoint.format import (
     digest_text,
     rank_manifest_name,
 )
+from weft.checkpoint.tensor_digest import MODULUS
 from weft.checkpoint.write import merge_stored
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
@@ -77,11 +78,14 @@ def _check_absent(final: Path) -> None:
 def _merged_manifest(tmp: Path, facts: Facts, *, ranks: int) -> Manifest:
     tensors: dict[str, Stored] = {}
     files: dict[str, DataFile] = {}
+    digests: dict[str, int] = {}
     for rank in range(ranks):
         local = _read_rank_manifest(tmp, rank)
         files.update(local.files)
         for name, stored in local.tensors.items():
             tensors[name] = merge_stored(name, tensors.get(name), stored)
+        for name, digest in local.digests.items():
+            digests[name] = (digests.get(name, 0) + digest) % MODULUS
     _check_coverage(tensors)
     return Manifest(
         versions=Versions(weft=__version__, torch=torch.__version__),
@@ -89,6 +93,7 @@ def _merged_manifest(tmp: Path, facts: Facts, *, ranks: int) -> Manifest:
         block_bytes=BLOCK_BYTES,
         files=files,
         tensors=tensors,
+        digests=digests,
     )
 
 

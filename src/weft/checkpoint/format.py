@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weft.core.axes import Box
 
-FORMAT = 1
+FORMAT = 2
 """Format version: increased when an older weft could not read, or would misread, what a newer one
 writes.
 """
@@ -121,6 +121,11 @@ class Stored(Record):
     dtype: StoredDtype
     pieces: tuple[Piece, ...]
 
+    @property
+    def num_entries(self) -> int:
+        """Entries of the whole tensor."""
+        return math.prod(self.shape)
+
     def num_bytes(self, piece: Piece) -> int:
         """Length of a piece in its file, bytes."""
         lengths: Iterator[int] = map(sub, piece.hi, piece.lo)
@@ -143,6 +148,8 @@ class RankManifest(Record):
     block_bytes: Annotated[int, Field(gt=0)]
     files: dict[FileName, DataFile]
     tensors: dict[TensorName, Stored]
+    digests: dict[TensorName, Crc] = {}
+    """Of the tensors as they are in this rank's memory, see Note [Digests of tensors]."""
 
 
 class Versions(Record):
@@ -161,6 +168,10 @@ class Manifest(Record):
     block_bytes: Annotated[int, Field(gt=0)]
     files: dict[FileName, DataFile]
     tensors: dict[TensorName, Stored]
+    digests: dict[TensorName, Crc] = {}
+    """Of the tensors as they were in memory, see Note [Digests of tensors]; of those that were not
+    saved by a run, none.
+    """
 
     @property
     def num_bytes(self) -> int:

@@ -158,6 +158,7 @@ class NodeSaver:
             tmp,
             self.comm.rank,
             copied.items,
+            digests=copied.digests,
             require_finite=True,
             before=copied.under_way.wait,
         )

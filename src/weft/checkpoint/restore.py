@@ -15,6 +15,7 @@ from weft.checkpoint.folder import FoundCheckpoint, checkpoints
 from weft.checkpoint.format import Manifest
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.read import Checkpoint, Source, open_checkpoint
+from weft.checkpoint.restored_digests import check_digests
 from weft.checkpoint.resume import find_checkpoint, run_folder_of
 from weft.checkpoint.site_sections import inner_section, is_of_sites, stored_section
 from weft.checkpoint.state import (
@@ -68,6 +69,7 @@ def restore(state: TrainState, checkpoint: OpenCheckpoint) -> None:
     _check_unexpected_names(state, manifest)
     found = _FoundSections(checkpoint, sections)
     raise_on_all_ranks(comm, lambda: _load(found.of(param_states(state)), found.section))
+    check_digests(found.of(param_states(state)), manifest, comm)
     state.grads.after_optimizer_step()
 
 
@@ -90,6 +92,17 @@ class _FoundSections:
     def section(self, name: str) -> Source:
         """The stored tensors that a section of the state is read from."""
         return self.checkpoint.section(stored_section(name, self.stored) or name)
+
+
+def restore_parameters(state: TrainState, checkpoint: OpenCheckpoint) -> None:
+    """Load the parameters of a checkpoint, without optimizer state; every rank must call it.
+
+    Raises:
+        CheckpointError: as `restore`.
+    """
+    load_parameters(state, checkpoint.section(MODEL))
+    loaded = param_values(state.model, state.grads)
+    check_digests(loaded, checkpoint.manifest, state.model.comm)
 
 
 def load_parameters(state: TrainState, source: Source) -> None:

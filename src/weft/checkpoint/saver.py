@@ -194,6 +194,7 @@ class Saver:
             temporary_path(final),
             self.comm.rank,
             copied.items,
+            digests=copied.digests,
             require_finite=True,
             before=copied.under_way.wait,
         )

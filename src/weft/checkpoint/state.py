@@ -23,8 +23,10 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from weft.checkpoint.tensor_digest import digest_of_box
 from weft.checkpoint.write_item import Snapshot, WriteItem, snapshot
 from weft.core.axes import Box, span
 from weft.core.dimension import local_update_axes
@@ -41,7 +43,9 @@ OUTER_SECTIONS = {"outer": MODEL, "momentum": f"{SITE}/momentum", "exchange": f"
 """What the outer optimizer keeps -> section."""
 
 MIN_SHARED_ENTRIES = 2**14
-"""Replicas share the writing of larger pieces; one of them writes a smaller piece alone."""
+"""Replicas share the writing of larger pieces; one of them writes a smaller piece alone. Proofs,
+whose tensors are small, take fewer.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class TrainState:
         optimizer_keys: trained parameter name -> the keys that its optimizer keeps, also of parameters
             that other ranks hold under ZeRO.
         local_updates: the outer optimizer of a run over sites.
+        min_shared_entries: of a piece whose writing replicas share.
     """
 
     model: ParallelModel
@@ -63,6 +68,7 @@ class TrainState:
     optimizer_state: Mapping[str, Mapping[str, Tensor]]
     optimizer_keys: Mapping[str, frozenset[str]]
     local_updates: LocalUpdates | None = None
+    min_shared_entries: int = MIN_SHARED_ENTRIES
 
     @property
     def trained_names(self) -> frozenset[str]:
@@ -104,6 +110,7 @@ class ParamState:
         num_replicas: ranks that hold the same entries.
         replica: index of this rank among them.
         is_alias: whether another rank holds the same parameter under its owner's name.
+        min_shared_entries: of a piece whose writing replicas share.
     """
 
     param: ParamShard
@@ -115,6 +122,7 @@ class ParamState:
     num_replicas: int
     replica: int
     is_alias: bool
+    min_shared_entries: int = MIN_SHARED_ENTRIES
 
     @property
     def boxes(self) -> tuple[Box, ...]:
@@ -130,7 +138,7 @@ class ParamState:
         if self.is_alias:
             return nothing
         length = self.hi - self.lo
-        if length < MIN_SHARED_ENTRIES:
+        if length < self.min_shared_entries:
             digest = zlib.crc32(self.param.owner.encode())
             writer = digest % self.num_replicas
             if writer != self.replica:
@@ -173,6 +181,46 @@ class ParamState:
                     tensor=tensor.detach(),
                 )
 
+    def digests(self) -> Iterator[BoxDigest]:
+        """Digests of this parameter's entries here; each replica takes a share of every box. See
+        Note [Digests of tensors].
+        """
+        if self.is_alias:
+            return
+        owner = self.param.owner
+        for section, tensor in self.tensors.items():
+            flat = tensor.detach().reshape(-1)
+            offset = 0
+            for box in self.boxes:
+                values = flat[offset : offset + box.size].view(box.shape)
+                offset += box.size
+                yield from self._digest_of_share(f"{section}/{owner}", values, box)
+        if self.lo == 0 and self.param.shard.holds_first_entry:
+            for section, tensor in self.whole.items():
+                box = Box.whole(tensor.shape)
+                yield from self._digest_of_share(f"{section}/{owner}", tensor, box)
+
+    def _digest_of_share(self, name: str, values: Tensor, box: Box) -> Iterator[BoxDigest]:
+        """The digest of this replica's rows of a box, if it has any."""
+        num_rows = box.shape[0] if box.lo else 1
+        start, stop = span(num_rows, self.num_replicas, self.replica)
+        if box.lo:
+            values = values[start:stop]
+            offset = box.lo[0]
+            box = Box((offset + start, *box.lo[1:]), (offset + stop, *box.hi[1:]))
+        if start < stop and box.size:
+            yield BoxDigest(name, box.size, digest_of_box(values, box), values.dtype)
+
+
+@dataclass(frozen=True)
+class BoxDigest:
+    """The digest of some entries of a stored tensor."""
+
+    name: str
+    num_entries: int
+    digest: Tensor
+    dtype: torch.dtype
+
 
 def write_items(state: TrainState) -> tuple[WriteItem, ...]:
     """What this rank writes: over all ranks each entry is written once, and replicas share the
@@ -186,9 +234,21 @@ def write_items(state: TrainState) -> tuple[WriteItem, ...]:
     return tuple(items)
 
 
+def digests_of(state: TrainState) -> dict[str, Tensor]:
+    """Stored name -> digest of what this rank holds of it, as one whole number on its device; over
+    all ranks they add up to the digest of the tensor.
+    """
+    found: dict[str, Tensor] = {}
+    for local in param_states(state):
+        for part in local.digests():
+            before = found.get(part.name)
+            found[part.name] = part.digest if before is None else before + part.digest
+    return found
+
+
 def snapshot_of(state: TrainState) -> Snapshot:
     """Copies of what this rank writes; the next change of the state waits for those under way."""
-    copied = snapshot(write_items(state))
+    copied = snapshot(write_items(state), digests_of(state))
     if copied.under_way:
         state.grads.before_next_change(copied.under_way.before_change)
     return copied
@@ -196,6 +256,11 @@ def snapshot_of(state: TrainState) -> Snapshot:
 
 def param_states(state: TrainState) -> Iterator[ParamState]:
     """Values and optimizer state of every parameter with entries on this rank."""
+    for local in _local_states(state):
+        yield replace(local, min_shared_entries=state.min_shared_entries)
+
+
+def _local_states(state: TrainState) -> Iterator[ParamState]:
     if state.local_updates is None:
         yield from _inner_states(state)
         return

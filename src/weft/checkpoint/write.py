@@ -11,12 +11,13 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
 import torch
+from torch import Tensor
 
 from weft.checkpoint.data_file import BLOCK_BYTES, FileEntry, block_crcs, lay_out, write_order
 from weft.checkpoint.disk import disk_error, free_bytes
@@ -29,7 +30,8 @@ from weft.checkpoint.format import (
     data_file_name,
     rank_manifest_name,
 )
-from weft.checkpoint.write_item import WriteItem, dtype_name
+from weft.checkpoint.tensor_digest import MODULUS
+from weft.checkpoint.write_item import NO_DIGESTS, WriteItem, dtype_name
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 
@@ -43,6 +45,7 @@ class RankWrite:
         rank: int,
         items: Sequence[WriteItem],
         *,
+        digests: Mapping[str, Tensor],
         require_finite: bool = False,
         before: Callable[[], None] | None = None,
     ) -> None:
@@ -52,6 +55,7 @@ class RankWrite:
         """Processor time of the write, once it has ended."""
         self._tmp = tmp
         self._rank = rank
+        self._digests = digests
         self._require_finite = require_finite
         self._before = before
         self._items = deque(sorted(items, key=lambda item: write_order(_file_entry(item))))
@@ -88,7 +92,7 @@ class RankWrite:
                 self._before = None
             if self._require_finite:
                 _check_finite(self._items)
-            _write_rank(self._tmp, self._rank, self._items)
+            _write_rank(self._tmp, self._rank, self._items, digests=self._digests)
         except OSError as error:
             self._remove_files()
             self._error = disk_error(
@@ -114,6 +118,7 @@ def start_write(
     rank: int,
     items: Sequence[WriteItem],
     *,
+    digests: Mapping[str, Tensor] = NO_DIGESTS,
     require_finite: bool = False,
     before: Callable[[], None] | None = None,
 ) -> RankWrite:
@@ -123,6 +128,7 @@ def start_write(
     once it is written.
 
     Args:
+        digests: stored name -> digest of what this rank holds of it.
         require_finite: fail, before anything is written, if an item holds NaN or infinity.
         before: called in the thread before a tensor is read; it waits until they hold the values.
 
@@ -145,6 +151,7 @@ def start_write(
         tmp,
         rank,
         items,
+        digests=digests,
         require_finite=require_finite,
         before=before,
     )
@@ -186,7 +193,13 @@ def _check_finite(items: Iterable[WriteItem]) -> None:
             raise CheckpointError(Fault(item.name, what, got=str(item.box)))
 
 
-def _write_rank(tmp: Path, rank: int, items: deque[WriteItem]) -> None:
+def _write_rank(
+    tmp: Path,
+    rank: int,
+    items: deque[WriteItem],
+    *,
+    digests: Mapping[str, Tensor],
+) -> None:
     """Write the data file of `items`, in their order, and the rank's part of the manifest."""
     tmp.mkdir(parents=True, exist_ok=True)
     file_name = data_file_name(rank)
@@ -228,6 +241,7 @@ def _write_rank(tmp: Path, rank: int, items: deque[WriteItem]) -> None:
         block_bytes=BLOCK_BYTES,
         files={file_name: data_file},
         tensors=tensors,
+        digests={name: int(digest) % MODULUS for name, digest in digests.items()},
     )
     # Read and removed by `commit`, so it needs no flush to the disk.
     (tmp / rank_manifest_name(rank)).write_text(manifest.to_json())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from weft.checkpoint.format import DTYPES
 from weft.checkpoint.host_copy import CopiesUnderWay, copy_to_host
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
+
+NO_DIGESTS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,17 +92,20 @@ class Snapshot:
     Attributes:
         items: with tensors that may be read after `under_way.wait()`.
         under_way: `under_way.before_change()` comes before the next update.
+        digests: stored name -> digest of what this rank holds of it; read as the items' tensors.
     """
 
     items: tuple[WriteItem, ...]
     under_way: CopiesUnderWay
+    digests: Mapping[str, Tensor]
 
 
-def snapshot(items: Iterable[WriteItem]) -> Snapshot:
-    """Copy the items to the CPU; copies from GPUs go on beside the computation."""
+def snapshot(items: Iterable[WriteItem], digests: Mapping[str, Tensor] = NO_DIGESTS) -> Snapshot:
+    """Copy items and digests to the CPU; copies from GPUs go on beside the computation."""
     sources = tuple(items)
-    copies = copy_to_host([item.tensor for item in sources])
+    copies = copy_to_host([*(item.tensor for item in sources), *digests.values()])
     copied = []
-    for item, tensor in zip(sources, copies.tensors, strict=True):
+    for item, tensor in zip(sources, copies.tensors, strict=False):  # digests follow
         copied.append(replace(item, tensor=tensor))
-    return Snapshot(tuple(copied), copies.under_way)
+    copied_digests = dict(zip(digests, copies.tensors[len(sources) :], strict=True))
+    return Snapshot(tuple(copied), copies.under_way, copied_digests)

@@ -35,6 +35,8 @@ from weft.train.build import family_of, initial_source
 from weft.train.build_training import DPO, build_training
 from weft.train.training import Training
 
+MIN_SHARED_ENTRIES = 64
+"""Of a tensor whose writing replicas share: in the sizes of a proof all but vectors."""
 MAIN_SIZES = ("layers", "dim", "vocab")
 """Sizes of a model that a report shows."""
 
@@ -212,6 +214,7 @@ class Subject:
             comm,
             stop_requested=lambda: False,
             samples=self.samples,
+            min_shared_entries=MIN_SHARED_ENTRIES,
         )
 
     # texts of the report

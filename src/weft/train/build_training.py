@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.resume import AUTO
 from weft.checkpoint.saver import Saver
+from weft.checkpoint.state import MIN_SHARED_ENTRIES
 from weft.comm.comm import Comm
 from weft.comm.planned_groups import StepGroups
 from weft.comm.text import broadcast_text
@@ -180,6 +182,7 @@ def build_training(
     samples: Samples | None = None,
     proof: Mapping[str, Any] | None = None,
     makes_copies: bool = False,
+    min_shared_entries: int = MIN_SHARED_ENTRIES,
 ) -> Training:
     """The training run of this rank, initialised or restored from the checkpoint that `resume`
     means; every rank calls it.
@@ -191,6 +194,7 @@ def build_training(
         proof: verdict of the proof before the first step, for the records of the run.
         makes_copies: whether checkpoints are copied to `save.remote`; what only repeats a run leaves
             its URL alone.
+        min_shared_entries: of a tensor whose writing replicas share.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
@@ -243,7 +247,7 @@ def build_training(
     saver = Saver(
         comm,
         run_folder,
-        state=step.state,
+        state=lambda: replace(step.state(), min_shared_entries=min_shared_entries),
         facts=facts,
         every=run.save.every,
         keep=run.save.keep,

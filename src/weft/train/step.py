@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint import restore
-from weft.checkpoint.state import MODEL, TrainState
+from weft.checkpoint.state import TrainState
 from weft.core.axes import data_axes, local_update_axis
 from weft.core.dimension import local_update_axes, replicated_axes
 from weft.errors import CheckpointError, Fault, NonFiniteError, PlanError
@@ -228,10 +228,10 @@ class TrainStep:
         Every rank must call it.
 
         Raises:
-            CheckpointError: see `weft.checkpoint.restore.load_parameters`.
+            CheckpointError: see `weft.checkpoint.restore.restore_parameters`.
         """
         self._reset_optimizer()
-        restore.load_parameters(self.state(), checkpoint.section(MODEL))
+        restore.restore_parameters(self.state(), checkpoint)
 
     def restore(
         self,
