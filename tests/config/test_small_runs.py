@@ -21,7 +21,7 @@ def test_a_model_that_takes_no_other_sizes_keeps_its_own() -> None:
     smaller = reduced(run, lambda model, _: model.architecture["layers"] >= 5)
     assert smaller.model == run.model
     assert smaller.steps < run.steps
-    assert reduced(run, lambda *_: True).model.architecture["layers"] == 2
+    assert reduced(run, lambda *_: True).model.architecture["layers"] == 3
 
 
 def test_another_degree_keeps_the_number_of_micro_batches() -> None:

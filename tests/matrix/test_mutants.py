@@ -1,6 +1,8 @@
 """A proof reports planted faults, with their block and axis; planting changes nothing for longer than its `with` block.
 
-The faults are data: `weft.prove.mutants`. docs/proofs.md lists what weft says of each.
+The faults are data: `weft.prove.mutants`. Each is planted in a user's run (a published model, its
+vocabulary and context), and proved as `weft prove` proves that: at reduced size. docs/proofs.md
+lists what weft says of each.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
+from weft.config.load import load
+from weft.config.validate import config_checks
+from weft.models import FAMILIES
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.changes import nothing, returns
-from weft.prove.mutants.effect import write_texts
+from weft.prove.mutants.effect import user_words, write_texts
 from weft.prove.mutants.fault import (
     CollectiveChange,
     CollectiveFault,
@@ -32,14 +37,31 @@ MUTANTS = all_mutants()
 REPRESENTATIVE = (
     "targets_are_shifted_twice",
     "moments_are_swapped_in_the_checkpoint",
+    "the_vocabulary_is_cut_as_if_tp_divided_it",
+    "positions_do_not_restart_in_documents",
 )
 MORE_REPRESENTATIVE = (
     "float16_gradients_are_not_divided_by_the_loss_scale",
-    "targets_of_multi_token_prediction_are_made_after_the_split",
     "gradients_are_averaged_although_the_loss_is_normalised_globally",
     "tied_embeddings_are_not_summed_across_stages",
 )
 """With the former, one of each kind: the data, a number type, a checkpoint, a collective, a function."""
+SEEN_IN_KEPT_STRUCTURE = (
+    "attention_crosses_documents",
+    "documents_are_forgotten_across_ranks",
+    "gradients_below_the_largest_norm_are_scaled_up",
+    "the_last_micro_batch_is_dropped",
+    "later_stages_have_no_rotary_positions",
+    "yarn_is_lost_on_a_later_stage",
+    "targets_of_multi_token_prediction_are_made_after_the_split",
+    "the_balance_loss_is_never_added",
+    "the_balance_loss_is_divided_by_the_number_of_data_ranks",
+    "the_balance_loss_counts_on_every_tensor_rank",
+    "the_balance_loss_uses_the_counts_of_this_ranks_columns",
+    "muon_returns_the_pieces_of_another_rank",
+)
+"""They show only where a reduction keeps documents, layers, micro-batches, routing, shard bounds."""
+ATTRIBUTED = (*REPRESENTATIVE, *MORE_REPRESENTATIVE, *SEEN_IN_KEPT_STRUCTURE)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +75,10 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MutantTrials]:
     "name",
     [
         *REPRESENTATIVE,
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_REPRESENTATIVE),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (*MORE_REPRESENTATIVE, *SEEN_IN_KEPT_STRUCTURE)
+        ),
     ],
 )
 def test_proof_reports_the_mutant_with_its_block_and_axis(name: str, trials: MutantTrials) -> None:
@@ -64,9 +89,7 @@ def test_proof_reports_the_mutant_with_its_block_and_axis(name: str, trials: Mut
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name for name in MUTANTS if name not in (*REPRESENTATIVE, *MORE_REPRESENTATIVE)]
-)
+@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in ATTRIBUTED])
 def test_proof_reports_every_other_mutant(name: str, trials: MutantTrials) -> None:
     result = trials.trial(MUTANTS[name])
     assert result.has_effect, "the mutant changes what is trained"
@@ -88,6 +111,18 @@ def test_there_are_eighty_mutants_and_each_says_what_goes_wrong_and_where() -> N
         assert mutant.what
         assert mutant.blocks, f"{mutant.name}: where a proof must see it"
         assert mutant.axes, f"{mutant.name}: the axis that a proof must name"
+
+
+def test_every_mutant_has_a_run_of_a_user_which_is_reduced(trials: MutantTrials) -> None:
+    for mutant in MUTANTS.values():
+        layout = mutant.layout
+        run = load([*user_words(layout, trials.folder)], FAMILIES)
+        case = trials.user_case(layout, steps=mutant.steps)
+        assert not [check for check in config_checks(run) if check.fails()], layout
+        assert run.model.architecture["layers"] >= 12, layout
+        assert case.run.model.architecture["layers"] == 3, layout
+        assert case.run.num_micro > 1 or run.num_micro == 1, layout
+        assert case.run.device_mesh == run.device_mesh
 
 
 def test_names_are_read_without_importing_the_mutants() -> None:

@@ -32,6 +32,9 @@ def test_a_verdict_is_recorded_and_kept(words, tmp_path):
     manifest = json.loads((tmp_path / "a/ckpt/step-000001/manifest.json").read_text())
     text = json.dumps(manifest)
     assert '"verdict": "equal"' in text
+    (tmp_path / "other.txt").write_text("other rows " * 200)
+    assert main([*words, str(tmp_path / "c"), "--data.source", str(tmp_path / "other.txt")]) == 0
+    assert event(tmp_path / "c", "proof")["source"] == "proved"
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from weft.config.run import Run, plan_of
 from weft.config.small_runs import reduced
 from weft.errors import WeftError
 from weft.prove.report import ProofReport
+from weft.prove.rows import rows_digest
 from weft.prove.small_sizes import accepts_sizes
 from weft.prove.verdicts import cache_folder, read_verdict, verdict_key, write_verdict
 from weft.run.forked_answer import FAILURE, ForkedAnswer
@@ -82,7 +83,11 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
     if mode == "never" or (mode == "auto" and is_alone):
         return None
     small = reduced(run, accepts_sizes)
-    key = verdict_key(small.model_dump(mode="json"), plan_of(small))
+    key = verdict_key(
+        small.model_dump(mode="json"),
+        plan_of(small),
+        rows=rows_digest(small.data, small.model),
+    )
     folder = cache_folder(environ)
     stored = read_verdict(folder, key)
     if stored is not None and mode == "auto":

@@ -29,7 +29,7 @@ from weft.config.checks import Check, run_checks
 from weft.config.load import load
 from weft.config.run import Run
 from weft.config.schema import ConfigSection
-from weft.config.small_runs import reduced
+from weft.config.small_layers import layer_kinds
 from weft.core.axes import local_update_axis
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
@@ -37,7 +37,7 @@ from weft.prove.against.support import check_support
 from weft.prove.html import page
 from weft.prove.recorded import first_config_path, recorded_steps
 from weft.prove.report import ProofReport
-from weft.prove.small_sizes import accepts_sizes
+from weft.prove.rows import Rows
 
 USAGE = "[RUN | CONFIG.toml] [--first 4] [--against transformers] [--json] [--html FILE] | --mutants | --sweep MINUTES"
 LINE = "compare a run or a layout with one device, number by number"
@@ -70,6 +70,10 @@ class ProveOptions(ConfigSection):
         None,
         description="compare with transformers' own class of the model, which shares no code with "
         "weft, in place of weft's model on one device; needs the extra `oracle`",
+    )
+    rows: Rows = Field(
+        "own",
+        description="with --full: sequences of the data, or of short documents made of its first ones",
     )
     html: str | None = Field(None, description="write the report to this file, too, as a page")
 
@@ -107,13 +111,16 @@ def prove(words: Sequence[str]) -> int:
         show = ignore_line if is_json else print_result
         report = prove_folder(folder, first=options.first, show=show)
     else:
-        run = load_checked_run(rest, proof_data_checks, choose_mesh=choose_mesh)
+        # short rows fit any vocabulary
+        tables = [proof_data_checks] if options.rows == "own" else []
+        run = load_checked_run(rest, *tables, choose_mesh=choose_mesh)
         set_openmp_policy()
         report = prove_config(
             run,
             steps=options.first,
             full=options.full,
             against=options.against,
+            rows=options.rows,
         )
     if options.html is not None:
         Path(options.html).write_text(page(report), encoding="utf-8")
@@ -125,7 +132,7 @@ def _read_options(words: Sequence[str]) -> tuple[ProveOptions, list[str]]:
     """The command's own options, and all other words, among them --json."""
     rest = list(words)
     given: list[str] = []
-    for name in ("--first", "--against", "--html"):
+    for name in ("--first", "--against", "--html", "--rows"):
         flag, rest = take_flag(name, rest)
         given.extend(flag)
     flag, rest = _take_switch("--full", rest)
@@ -158,52 +165,54 @@ def prove_config(
     steps: int,
     full: bool = False,
     against: Literal["transformers"] | None = None,
+    rows: Rows = "own",
 ) -> ProofReport:
     """Prove a config before it runs, and look for the smallest failing case where it fails.
 
     Args:
-        full: with the sizes of the run; else with reduced ones.
+        full: with the sizes of the run; else with reduced ones, and short rows.
         against: what computes the other side; None: weft's model on one device.
+        rows: of the data, with the sizes of the run.
 
     Raises:
         UserError: the other side does not compute the run's model or loss.
     """
     if against is not None:
-        return _prove_against(run, steps=steps, full=full)
+        return _prove_against(run, steps=steps, full=full, rows=rows)
     from weft.prove.proof import prove  # late: it imports torch
     from weft.prove.shrink import smallest_case
-    from weft.prove.subject import ProofCase
+    from weft.prove.subject import ProofCase, reduced_case
 
-    compared = run if full else reduced(run, accepts_sizes)
-    case = ProofCase(compared, steps)
+    case = ProofCase(run, steps, rows) if full else reduced_case(run, steps)
+    compared = case.run
     report = prove(case.opened())
     reduced_keys = changes(run, compared)
     report = replace(
         report,
         reduced=reduced_keys,
         command=case.command,
-        notes=(*report.notes, *_weights_notes(reduced_keys)),
+        notes=(*report.notes, *_weights_notes(reduced_keys), *_layer_notes(run, compared)),
     )
     if report.holds:
         return report
     return report.with_smallest(smallest_case(case, report))
 
 
-def _prove_against(run: Run, *, steps: int, full: bool) -> ProofReport:
+def _prove_against(run: Run, *, steps: int, full: bool, rows: Rows) -> ProofReport:
     """Compare with transformers' class of the model."""
     mapping = check_support(run.model, run.lora, loss=run.loss)
     from weft.prove.against.proof import prove_against  # late: it imports torch
-    from weft.prove.subject import ProofCase
+    from weft.prove.subject import ProofCase, reduced_case
 
-    compared = run if full else reduced(run, accepts_sizes)
-    case = ProofCase(compared, steps)
+    case = ProofCase(run, steps, rows) if full else reduced_case(run, steps)
+    compared = case.run
     report = prove_against(case.opened(), mapping=mapping, configured=run.model)
     reduced_keys = changes(run, compared)
     return replace(
         report,
         reduced=reduced_keys,
         command=f"{case.command} --against transformers",
-        notes=(*report.notes, *_weights_notes(reduced_keys)),
+        notes=(*report.notes, *_weights_notes(reduced_keys), *_layer_notes(run, compared)),
     )
 
 
@@ -217,6 +226,18 @@ def _weights_notes(reduced_keys: Collection[str]) -> Iterator[str]:
         if key in reduced_keys:
             yield WEIGHTS_NOTE.format(key)
             return
+
+
+def _layer_notes(run: Run, compared: Run) -> Iterator[str]:
+    """A note on the layers and kinds of them that are not compared."""
+    numbers = [each.model.architecture.get("layers", 0) for each in (run, compared)]
+    if numbers[0] == numbers[1]:
+        return
+    kinds = [len(set(layer_kinds(each.model, each.data.seq_len))) for each in (run, compared)]
+    which = "all of kinds that are compared"
+    if kinds[1] < kinds[0]:
+        which = f"among them {kinds[0] - kinds[1]} of {kinds[0]} kinds"
+    yield f"not compared: {numbers[0] - numbers[1]} of {numbers[0]} layers, {which}"
 
 
 def ignore_line(line: str) -> int:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
 from weft.config.run import Run, plan_of
 from weft.config.schema import DataConfig, ModelSection
+from weft.config.small_layers import model_with, with_fewer_layers
 from weft.config.validate import config_checks
 from weft.errors import UserError
 from weft.layout.plan import Plan
 
 SIZES = {
-    "layers": 2,
     "head_size": 4,
-    "ffn": 16,
+    "ffn": 24,
+    "top_k": 2,
+    "topk_group": 1,
+    "n_group": 2,
     "experts": 4,
     "expert_ffn": 8,
     "q_lora_rank": 6,
@@ -25,24 +26,33 @@ SIZES = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 4,
     "window": 3,
-    "vocab": 256,
 }
-"""Smallest sizes that are tried, by field."""
+"""Smallest sizes that are tried, by field. Fewer experts are visited than there are, else nothing would
+be balanced; the feed-forward part is wider than the residual stream, so that the bounds of ZeRO's
+shards cut matrices."""
+VOCAB = 256
+"""Smallest vocabulary of weft's own models."""
 MOST_MULTIPLES = 24
 HEADS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 DIMS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
-SEQ_LENS = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+SEQ_LENS = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 2048, 4096)
 NUM_MICRO = (2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 DOCUMENT_SEQ_LEN = 32
 """Shortest sequence with several documents."""
-MAX_VOCAB = 1024
-"""Larger vocabularies are replaced by that of bytes."""
 CLIP = 0.1
 """Below the gradient norm of a tiny model, so that clipping acts."""
+BALANCE_LOSS = 0.05
+"""Smallest weight of a balance loss, whose effect is above the bounds of a float32 proof."""
 STEPS, WARMUP = 6, 2
 SMALL_WORLD = 8
 STORED_SIZES = {"dim": 128, "layers": 8, "vocab": 4096}
 """A model with stored weights of at most these sizes keeps them, and so its weights are compared."""
+USER_MICRO = 1
+MOST_LOGITS = 2**22
+"""Tokens of a step times the vocabulary, up to which a user's model keeps the length of the run."""
+MOST_VOCAB_ROWS = 2**18
+"""Vocabulary times ranks, up to which a user's model keeps its vocabulary."""
+ROPE_CONTEXT = "rope_scaling_original_context"
 
 
 AcceptsSizes = Callable[[ModelSection, Plan], bool]
@@ -53,23 +63,16 @@ def reduced(run: Run, accepts_sizes: AcceptsSizes) -> Run:
     """The run with reduced sizes; equal layout, options and number types. A model that does not take
     the reduced sizes keeps its own.
     """
-    smaller = _reduced(run)
+    run = _smaller_schedule(run)
+    if _keeps_weights(run):
+        return _smaller_batch(_smaller_data(run))
+    unsized = _without_weights(run)
+    smaller = _smaller_batch(_smaller_data(_smaller_model(unsized)))
     try:
         plan = plan_of(smaller)
     except UserError:
-        return _smaller_schedule(run)
-    if not accepts_sizes(smaller.model, plan):
-        return _smaller_schedule(run)
-    return smaller
-
-
-def _reduced(run: Run) -> Run:
-    run = _smaller_schedule(run)
-    if not _keeps_weights(run):
-        run = _without_weights(run)
-        run = _smaller_model(run)
-    run = _smaller_data(run)
-    return _smaller_batch(run)
+        return run
+    return smaller if accepts_sizes(smaller.model, plan) else run
 
 
 def is_valid(run: Run) -> bool:
@@ -108,13 +111,35 @@ def _smaller_schedule(run: Run) -> Run:
 
 
 def _smaller_model(run: Run) -> Run:
-    """One field after the other at its smallest valid value."""
+    """Fewer layers, then one field after the other at its smallest valid value."""
+    run = with_fewer_layers(run, is_valid)
     run = _first_valid(run, _head_choices(run))
     for name, smallest in SIZES.items():
         current = run.model.architecture.get(name)
         if type(current) is int and current > smallest:
             run = _first_valid(run, _multiples(name, smallest, current))
-    return _first_valid(run, _head_choices(run))
+    run = _first_valid(run, _head_choices(run))
+    run = _first_valid(run, _vocabularies(run))
+    return _first_valid(run, _balanced(run))
+
+
+def _vocabularies(run: Run) -> Iterator[dict[str, Any]]:
+    """The smallest vocabulary with the remainder of the run's, whatever number of ranks shards it;
+    that of a user's model stays where it is cheap.
+    """
+    current = run.model.architecture.get("vocab", 0)
+    is_kept = run.model.is_opaque and current * run.device_mesh.size <= MOST_VOCAB_ROWS
+    if current > VOCAB and not is_kept:
+        remainder = (current - VOCAB) % run.device_mesh.size
+        if VOCAB + remainder < current:
+            yield {"vocab": VOCAB + remainder}
+
+
+def _balanced(run: Run) -> Iterator[dict[str, Any]]:
+    """A balance loss that counts, where there is one."""
+    weight = run.model.architecture.get("balance_loss", 0.0)
+    if 0 < weight < BALANCE_LOSS:
+        yield {"balance_loss": BALANCE_LOSS}
 
 
 def _multiples(
@@ -158,11 +183,8 @@ def _head_choices(run: Run) -> Iterator[dict[str, Any]]:
 def _first_valid(run: Run, choices: Iterable[Mapping[str, Any]]) -> Run:
     """The run with the first of these model fields that it accepts; else as it is."""
     for fields in choices:
-        values = run.model.model_dump()
-        values.update(fields)
-        try:
-            model = type(run.model).model_validate(values, strict=False)
-        except (ValidationError, UserError, ValueError):
+        model = model_with(run.model, fields)
+        if model is None:
             continue
         changed = run.with_values({"model": model})
         if is_valid(changed):
@@ -170,39 +192,60 @@ def _first_valid(run: Run, choices: Iterable[Mapping[str, Any]]) -> Run:
     return run
 
 
-def _packing(data: DataConfig) -> str:
-    """The packing of text that computes as the run's data does: records are documents, too."""
-    has_documents = data.packing in ("documents", "single") or data.format != "text"
-    return "documents" if has_documents else data.packing
+def has_documents(data: DataConfig) -> bool:
+    """Whether sequences hold documents or records, which attention does not cross."""
+    return data.packing in ("documents", "single") or data.format != "text"
 
 
 def _smaller_data(run: Run) -> Run:
-    """Shorter sequences, of the standard data where the vocabulary is now that of bytes."""
+    """Shorter sequences; those of a user's model stay as long as they are, where that is cheap.
+
+    Scaling of rotary embeddings begins at a context that is shorter by as much.
+    """
     if run.model.kind == "images":
         return run
-    packing = _packing(run.data)
-    is_standard = run.data.tokenizer == "bytes" and run.data.source == "stdlib"
-    vocab = run.model.architecture.get("vocab", 0)
-    if not is_standard and vocab == SIZES["vocab"]:
-        data = DataConfig(seq_len=run.data.seq_len)
-        data = data.model_copy(update={"packing": packing})
-        run = run.with_values({"data": data})
-    shortest = SEQ_LENS[0]
-    if packing == "documents":
-        shortest = DOCUMENT_SEQ_LEN
-    for seq_len in SEQ_LENS:
+    shortest = DOCUMENT_SEQ_LEN if has_documents(run.data) else SEQ_LENS[0]
+    for seq_len in _lengths(run):
         if not shortest <= seq_len < run.data.seq_len:
             continue
-        changed = run.with_values({"data.seq_len": seq_len})
+        changed = _with_context(run.with_values({"data.seq_len": seq_len}), run.data.seq_len)
         if is_valid(changed):
             return changed
     return run
 
 
+def _lengths(run: Run) -> Iterator[int]:
+    """Lengths of sequences in the order in which they are tried."""
+    if not run.model.is_opaque:
+        yield from SEQ_LENS
+        return
+    vocab = run.model.axis_sizes().get("vocab", VOCAB)
+    num_sequences = min(run.num_micro, NUM_MICRO[0]) * run.num_data_ranks
+    longest = MOST_LOGITS // (vocab * num_sequences)
+    if run.data.seq_len > longest:
+        yield from (seq_len for seq_len in reversed(SEQ_LENS) if seq_len <= longest)
+        yield from SEQ_LENS
+
+
+def _with_context(run: Run, seq_len: int) -> Run:
+    """With the context before the scaling of rotary embeddings in proportion to shorter sequences.
+
+    Args:
+        seq_len: of the run as configured.
+    """
+    sizes = run.model.architecture
+    if sizes.get("rope_scaling_factor", 1.0) == 1.0:
+        return run
+    shorter = max(sizes[ROPE_CONTEXT] * run.data.seq_len // seq_len, run.data.seq_len)
+    model = model_with(run.model, {ROPE_CONTEXT: min(shorter, sizes[ROPE_CONTEXT])})
+    return run if model is None else run.with_values({"model": model})
+
+
 def _smaller_batch(run: Run) -> Run:
     """Few sequences; more than one micro-batch where the run has more than one."""
     is_small_world = run.device_mesh.size <= SMALL_WORLD
-    micro_size = min(run.batch.micro_size, 2 if is_small_world else 1)
+    most = USER_MICRO if run.model.is_opaque or not is_small_world else 2
+    micro_size = min(run.batch.micro_size, most)
     for num_micro in NUM_MICRO:
         num_sequences = micro_size * min(num_micro, run.num_micro)
         sizes = {

@@ -74,6 +74,8 @@ class ModelConfig(BaseModel):
 
     family: ClassVar[str]
     kind: ClassVar[Literal["tokens", "images"]]
+    is_opaque: ClassVar[bool] = False
+    """Whether it may compute something else for some ids or lengths, as a user's code may."""
 
     @property
     def reads_later_targets(self) -> bool:

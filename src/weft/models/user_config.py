@@ -34,6 +34,7 @@ class ModelParts(Protocol):
 class UserModelConfig(ModelConfig):
     """Base of the configs that are made from the `Config` of user models."""
 
+    is_opaque: ClassVar[bool] = True
     parts: ClassVar[ModelParts]
     source_digest: ClassVar[str | None] = None
     field_names: ClassVar[tuple[str, ...]] = ()

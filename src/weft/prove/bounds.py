@@ -20,7 +20,8 @@ Note [Bounds]
     A gradient norm adds the squares of all entries in an order of its own, which no perturbation of
     the gradients changes: the rounding of a sum of n terms grows like the root of n, up to the
     MOST_TERMS that are added with so few digits. NORM_SHARE times that, in units of rounding, is
-    added to its bound.
+    added to its bound, and to that of what gradients of this norm are scaled by: once to clipped
+    gradients, twice to moments, the second of which consists of their squares.
 
 Differences are relative to the largest entry of the logical tensor, or to a share of the largest
 entry of its kind: a gradient that is zero in exact arithmetic (the key bias of softmax attention)
@@ -30,7 +31,7 @@ consists of rounding errors and has no scale of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -52,6 +53,8 @@ FLOOR = 4.0
 NORM_SHARE = 0.25
 """Kernels add in several lanes, each a part of the terms."""
 MOST_TERMS = LARGE_ENTRIES
+NORM_FACTORS: Mapping[Phase, int] = {"norm": 1, "clip": 1, "moments": 2, "checkpoint": 2}
+"""How often the factor that is made of the norm enters the tensors of a phase."""
 MOST_RATES = 4.0
 """Learning rates by which AdamW may move two runs apart in a step."""
 MIN_SCALE = 1e-30
@@ -103,8 +106,8 @@ class Bounds:
             return max(TOLERANCE, FACTOR * spread)
         spread = max(spread, self._typical_spread(key))
         bound = FACTOR * spread + FLOOR * self.types.eps
-        if key.phase in ("norm", "clip"):
-            bound += norm_rounding(self._most_entries, self.types)
+        num_factors = NORM_FACTORS.get(key.phase, 0)
+        bound += num_factors * norm_rounding(self._most_entries, self.types)
         if key.phase in ("update", "checkpoint"):
             rounding_of_update = self.update_eps * self._largest_lr
             bound += rounding_of_update / self.scale(key)

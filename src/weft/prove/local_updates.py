@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class SiteProof:
         if "balance_rate" in subject.model.architecture:
             values["model.balance_rate"] = 0.0  # proved inside the site
         in_float64 = subject.in_float64()
-        return SiteProof(in_float64.with_values(values))
+        return SiteProof(replace(in_float64.with_values(values), first_unclipped=None))
 
     @property
     def num_sites(self) -> int:

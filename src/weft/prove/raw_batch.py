@@ -142,8 +142,9 @@ def batch_of(
 ) -> Batch:
     """The batch of these samples, with whole sequences."""
     raw = samples.samples if isinstance(samples, MaskedSamples) else samples
-    if isinstance(raw, ConversationSamples) and raw.has_pairs:
-        return rows_of(raw, numbers.ravel().tolist())
+    if isinstance(raw, ConversationSamples):
+        rows = rows_of(raw, numbers.ravel().tolist())
+        return _with_later(rows) if later and not raw.has_pairs else rows
     if not isinstance(raw, SequenceSamples):
         return _batch_of_arrays(samples.read(numbers), later=later)
     sequences = [_sequence(raw, number) for number in numbers.tolist()]

@@ -343,7 +343,7 @@ class Reference:
         *,
         lr: float,
     ) -> None:
-        factor = _clip_factor(computed.norm, self.task.optim.clip)
+        factor = _clip_factor(computed.norm, self.task.clip_of(step))
         self.trace.keep_number(step, "clip", "clip factor", factor)
         factor_of_scaled = factor / computed.scale
         clipped = {}

@@ -20,9 +20,10 @@ from weft.config.schema import (
     PrecisionConfig,
     SiteConfig,
 )
-from weft.config.small_runs import is_valid
+from weft.config.small_runs import is_valid, reduced
 from weft.config.smaller_cases import Reduction, reductions
 from weft.core.mesh import Mesh
+from weft.data.conversations import ConversationSamples
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
 from weft.models import FAMILIES, Family
@@ -30,6 +31,7 @@ from weft.prove.arithmetic import NumberTypes, Perturbation, perturbations
 from weft.prove.drawn_pairs import SOURCE as DRAWN_PAIRS
 from weft.prove.drawn_pairs import drawn_pairs
 from weft.prove.raw_batch import MaskedSamples
+from weft.prove.rows import Rows, open_rows
 from weft.prove.small_sizes import accepts_sizes
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import DPO, build_training
@@ -37,6 +39,10 @@ from weft.train.training import Training
 
 MIN_SHARED_ENTRIES = 64
 """Of a tensor whose writing replicas share: in the sizes of a proof all but vectors."""
+BATCHES = 2
+"""Batches of different sequences, at the least."""
+UNCLIPPED = 1e6
+"""Factor of the largest gradient norm in a step that is not clipped."""
 MAIN_SIZES = ("layers", "dim", "vocab")
 """Sizes of a model that a report shows."""
 
@@ -50,6 +56,8 @@ class Task:
         source: holds initial values; None if they are drawn.
         steps: of the learning rate schedule.
         beta: of the loss of preference pairs; None: the loss is the cross entropy.
+        first_unclipped: step from which the largest gradient norm is so large that nothing is
+            clipped, so that a proof compares both cases; None: none.
     """
 
     family: Family
@@ -62,6 +70,13 @@ class Task:
     seed: int
     steps: int
     beta: float | None = None
+    first_unclipped: int | None = None
+
+    def clip_of(self, step: int) -> float:
+        """The largest gradient norm of a step, from 1."""
+        if self.first_unclipped is None or step < self.first_unclipped:
+            return self.optim.clip
+        return self.optim.clip * UNCLIPPED
 
 
 @dataclass(frozen=True)
@@ -73,24 +88,36 @@ class Subject:
         family: its model family, with adapters.
         samples: its data.
         steps: optimizer steps; the last one follows a checkpoint that is written and read back.
+        first_unclipped: as of `Task`.
     """
 
     run: Run
     family: Family
     samples: Samples
     steps: int
+    first_unclipped: int | None = None
 
     @staticmethod
-    def of(run: Run, *, steps: int) -> Subject:
+    def of(run: Run, *, steps: int, rows: Rows = "own") -> Subject:
         """The subject of a run, whose data is opened; some targets of text are masked, as those of
-        preference pairs are. Where the data has no pairs, these are drawn.
+        records are. Where a loss of preference pairs has data without pairs, these are drawn.
         """
-        subject = Subject.of_recorded(run, steps=steps)
+        samples = open_rows(
+            run.data,
+            run.model,
+            rows=rows,
+            num_samples=BATCHES * run.batch.global_size,
+        )
+        family = family_of(run.model, run.lora)
+        last_of_several = steps if steps > 1 else None
+        subject = Subject(run, family, samples, steps, first_unclipped=last_of_several)
         if run.model.kind != "tokens":
             return subject
         if run.loss == DPO:
             return subject._with_pairs()
-        return replace(subject, samples=MaskedSamples(subject.samples))
+        if isinstance(samples, ConversationSamples):
+            return subject
+        return replace(subject, samples=MaskedSamples(samples))
 
     def _with_pairs(self) -> Subject:
         """The same on preference pairs."""
@@ -107,9 +134,8 @@ class Subject:
     @staticmethod
     def of_recorded(run: Run, *, steps: int) -> Subject:
         """The subject of a run as it was trained: its data is as it is."""
-        samples = open_data(run.data, run.model)
         family = family_of(run.model, run.lora)
-        return Subject(run, family, samples, steps)
+        return Subject(run, family, open_data(run.data, run.model), steps)
 
     # the same model and data in another run
 
@@ -186,6 +212,7 @@ class Subject:
             seed=run.seed,
             steps=run.steps,
             beta=run.dpo.beta if run.loss == DPO else None,
+            first_unclipped=self.first_unclipped,
         )
 
     def perturbations(self) -> Sequence[Perturbation]:
@@ -207,8 +234,11 @@ class Subject:
 
         Args:
             out: run folder.
+            resume: as the key; what is resumed is not clipped any more, see `Task.first_unclipped`.
         """
         run = self.run.with_values({"out": out, "resume": resume})
+        if resume is not None and self.first_unclipped is not None:
+            run = run.with_values({"optim.clip": run.optim.clip * UNCLIPPED})
         return build_training(
             run,
             comm,
@@ -254,10 +284,12 @@ class ProofCase:
     Attributes:
         run: with the sizes that are compared.
         steps: to compare.
+        rows: of the run's data.
     """
 
     run: Run
     steps: int
+    rows: Rows = "own"
 
     def opened(self) -> Subject:
         """The subject, whose data is opened.
@@ -265,7 +297,7 @@ class ProofCase:
         Raises:
             UserError: the data cannot be read.
         """
-        return Subject.of(self.run, steps=self.steps)
+        return Subject.of(self.run, steps=self.steps, rows=self.rows)
 
     @property
     def mesh(self) -> Mesh:
@@ -285,7 +317,8 @@ class ProofCase:
     @property
     def command(self) -> str:
         """The command line that proves exactly this case."""
-        return command_of(self.run, FAMILIES, steps=self.steps)
+        words = command_of(self.run, FAMILIES, steps=self.steps)
+        return words if self.rows == "own" else f"{words} --rows {self.rows}"
 
     def training(self, values: Mapping[str, Any]) -> Callable[[Comm], Training]:
         """Builds the training run of one rank, with other values of some keys."""
@@ -296,6 +329,11 @@ class ProofCase:
         """The ways to make the case smaller; see `weft.config.smaller_cases.reductions`."""
         for reduction in reductions(self.run, accepts_sizes):
             yield partial(_smaller_cases, reduction)
+
+
+def reduced_case(run: Run, steps: int) -> ProofCase:
+    """The case that proves a run with reduced sizes."""
+    return ProofCase(reduced(run, accepts_sizes), steps, rows="short")
 
 
 CaseReduction = Callable[[ProofCase], Iterator[ProofCase]]

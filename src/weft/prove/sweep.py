@@ -10,15 +10,14 @@ from typing import Any
 
 from weft.config.checks import run_checks
 from weft.config.load import try_load
-from weft.config.small_runs import reduced
 from weft.config.validate import config_checks
 from weft.core.dimension import exact_axes
 from weft.errors import type_and_message
 from weft.models import FAMILIES
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
-from weft.prove.small_sizes import accepts_sizes, small_words
-from weft.prove.subject import ProofCase
+from weft.prove.small_sizes import small_words
+from weft.prove.subject import ProofCase, reduced_case
 from weft.schedule.catalog import SCHEDULES
 
 USER_MODEL = "weft.prove.user_model"
@@ -76,8 +75,7 @@ def generated_cases(seed: int) -> Iterator[ProofCase]:
             known=loaded.faults,
         )
         if not faults:
-            run = reduced(loaded.run, accepts_sizes)
-            yield ProofCase(run, STEPS)
+            yield reduced_case(loaded.run, STEPS)
 
 
 def _words(dice: random.Random, family: str) -> tuple[str, ...]:

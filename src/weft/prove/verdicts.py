@@ -39,12 +39,13 @@ def weft_digest() -> str:
     return digest.hexdigest()
 
 
-def verdict_key(config: Mapping[str, Any], plan: Plan) -> str:
-    """Hash of all that a proof of this run depends on: code, versions, layout, options, sizes.
+def verdict_key(config: Mapping[str, Any], plan: Plan, *, rows: str) -> str:
+    """Hash of all that a proof of this run depends on: code, versions, layout, options, sizes, rows.
 
     Args:
         config: of a run with reduced sizes, as JSON.
         plan: of the same run.
+        rows: hash of the data that is compared: `weft.prove.rows.rows_digest`.
     """
     code_names = (config["model"]["name"], config["optim"]["name"])
     options = {key: value for key, value in config.items() if key not in IRRELEVANT}
@@ -57,6 +58,7 @@ def verdict_key(config: Mapping[str, Any], plan: Plan) -> str:
         "plan": plan.to_json(),
         "options": options,
         "packing": config["data"]["packing"],
+        "rows": rows,
     }
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -111,8 +111,9 @@ class HFReference:
         squares = [float(gradient.square().sum()) for gradient in gradients.values()]
         norm = math.sqrt(sum(squares))
         factor = 1.0
-        if self.task.optim.clip > 0:
-            factor = min(1.0, self.task.optim.clip / (norm + CLIP_EPS))
+        most = self.task.clip_of(step)
+        if most > 0:
+            factor = min(1.0, most / (norm + CLIP_EPS))
         self.trace.keep_number(step, "norm", "gradient norm", norm)
         self.trace.keep_number(step, "clip", "clip factor", factor)
         clipped = {}

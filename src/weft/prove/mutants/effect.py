@@ -160,6 +160,11 @@ def layout_words(layout: MutantLayout, folder: Path) -> tuple[str, ...]:
     return layout.words(stream=str(folder / STREAM), documents=str(folder / DOCUMENTS))
 
 
+def user_words(layout: MutantLayout, folder: Path) -> tuple[str, ...]:
+    """Arguments for a user's run of the layout, likewise."""
+    return layout.user_words(stream=str(folder / STREAM), documents=str(folder / DOCUMENTS))
+
+
 STREAM = "stream.txt"
 DOCUMENTS = "documents.jsonl"
 NUM_DOCUMENTS = 400

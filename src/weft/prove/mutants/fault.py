@@ -119,19 +119,13 @@ class MutantLayout:
     evaluates: bool = False
 
     def words(self, *, stream: str, documents: str) -> tuple[str, ...]:
-        """Arguments of `weft prove`.
+        """Arguments of `weft train` for a run that is small enough to train, in which the fault must
+        have an effect.
 
         Args:
             stream, documents: files with text, and with short documents.
         """
-        words = ["--mesh", self.mesh, "--model.name", self.family]
-        words += small_words(self.family)
-        if self.documents:
-            words += ("--data.source", documents, "--data.packing", "documents")
-        else:
-            words += ("--data.source", stream)
-        if self.evaluates:
-            words += ("--eval.every", "2", "--eval.source", stream)
+        words = [*self._data_words(stream, documents), *small_words(self.family)]
         options = shlex.split(self.options)
         for key, value in DEFAULTS.items():
             if key not in options:
@@ -141,6 +135,32 @@ class MutantLayout:
             for key in FLOAT64:
                 words += (key, "float64")
         return tuple(words)
+
+    def user_words(self, *, stream: str, documents: str) -> tuple[str, ...]:
+        """Arguments of `weft prove` for a user's run of the same layout: a published model, its
+        vocabulary and context, a large batch; what is proved is its reduction.
+
+        Args:
+            stream, documents: as of `words`.
+        """
+        words = [*self._data_words(stream, documents), *USER_MODELS[self.family], *USER_SIZES]
+        is_left_out = False
+        for word in shlex.split(self.options):
+            if word.startswith("--"):
+                is_left_out = word in SMALL_RUN_KEYS
+            if not is_left_out:
+                words.append(word)
+        return tuple(words)
+
+    def _data_words(self, stream: str, documents: str) -> list[str]:
+        words = ["--mesh", self.mesh, "--model.name", self.family]
+        if self.documents:
+            words += ("--data.source", documents, "--data.packing", "documents")
+        else:
+            words += ("--data.source", stream)
+        if self.evaluates:
+            words += ("--eval.every", "2", "--eval.source", stream)
+        return words
 
     def __str__(self) -> str:
         words = [self.mesh or "one rank", self.family]
@@ -191,3 +211,26 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Small, with a rate that changes every step, and a norm that is clipped in every step."""
+
+USER_MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "llama3": ("--model.preset", "llama3-8b"),
+        "gpt2": ("--model.preset", "gpt2-124m"),
+        "mistral": ("--model.preset", "mistral-7b"),
+        "qwen3": ("--model.preset", "qwen3-8b"),
+        "qwen3-moe": ("--model.preset", "qwen3-moe-30b-a3b", "--model.balance_loss", "0.001"),
+        "deepseek": ("--model.preset", "deepseek-v3-671b", "--model.mtp_depth", "1"),
+    }
+)
+"""The model of a user's run, by family."""
+USER_SIZES = (
+    *("--data.seq_len", "1024", "--batch.global_size", "64", "--steps", "10000"),
+    *("--optim.lr", "0.001", "--optim.warmup", "500"),
+)
+SMALL_RUN_KEYS = frozenset(
+    (
+        *("--batch.global_size", "--optim.warmup", "--eval.batches"),
+        "--model.rope_scaling_original_context",
+    )
+)
+"""Options that fit small runs alone."""

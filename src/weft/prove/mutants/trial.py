@@ -20,13 +20,14 @@ from weft.prove.mutants.effect import (
     changed_numbers,
     layout_words,
     trained_numbers,
+    user_words,
     write_texts,
 )
 from weft.prove.mutants.fault import Mutant, MutantLayout
 from weft.prove.mutants.plant import planted
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
-from weft.prove.subject import ProofCase, Subject
+from weft.prove.subject import ProofCase, Subject, reduced_case
 
 STEPS_OF_HEALTHY = 3
 ERRORS_OF_CODE = ("AttributeError", "NameError", "TypeError", "UnboundLocalError")
@@ -191,19 +192,23 @@ class MutantTrials:
     false_alarms: dict[MutantLayout, str] = field(default_factory=dict)
     num_runs: int = 0
 
-    def case_of(self, layout: MutantLayout, *, steps: int) -> ProofCase:
-        """The proof of a layout."""
+    def small_case(self, layout: MutantLayout) -> ProofCase:
+        """The run of a layout that is trained to find effects."""
         run = load([*layout_words(layout, self.folder)], FAMILIES)
-        return ProofCase(run, steps)
+        return ProofCase(run, STEPS_OF_HEALTHY)
+
+    def user_case(self, layout: MutantLayout, *, steps: int) -> ProofCase:
+        """The proof of a user's run of a layout, at reduced size."""
+        return reduced_case(load([*user_words(layout, self.folder)], FAMILIES), steps)
 
     def command(self, layout: MutantLayout) -> str:
-        """The command that proves the layout without a mutant."""
-        return shlex.join(["weft", "prove", *layout_words(layout, self.folder)])
+        """The command that proves the user's run without a mutant."""
+        return shlex.join(["weft", "prove", *user_words(layout, self.folder)])
 
     def trial(self, mutant: Mutant) -> MutantResult:
-        """Plant a mutant and prove its layout."""
+        """Plant a mutant and prove a user's run of its layout."""
         start = time.perf_counter()
-        case = self.case_of(mutant.layout, steps=mutant.steps)
+        case = self.small_case(mutant.layout)
         healthy = self._healthy(mutant.layout)
         alarm = self.false_alarms[mutant.layout]
         if alarm:
@@ -214,16 +219,17 @@ class MutantTrials:
         report = None
         if effect:
             with planted(mutant):
-                report = _proof(case)
+                report = _proof(self.user_case(mutant.layout, steps=mutant.steps))
         return MutantResult(mutant, effect, report, time.perf_counter() - start)
 
     def _healthy(self, layout: MutantLayout) -> TrainedNumbers:
         if layout not in self.healthy:
-            case = self.case_of(layout, steps=STEPS_OF_HEALTHY)
+            case = self.small_case(layout)
             numbers = trained_numbers(case, self._new_folder())
             assert not numbers.error, f"{layout} fails without a mutant: {numbers.error}"
             self.healthy[layout] = numbers
-            self.false_alarms[layout] = _false_alarm(case.opened())
+            user_case = self.user_case(layout, steps=STEPS_OF_HEALTHY)
+            self.false_alarms[layout] = _false_alarm(user_case.opened())
         return self.healthy[layout]
 
     def _new_folder(self) -> Path:
