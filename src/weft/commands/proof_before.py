@@ -72,16 +72,22 @@ class RunningProof:
         return {"verdict": "unknown", "reason": reason}
 
 
-def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict | None:
-    """Start the proof of a run; its verdict where this machine has it; None where nothing is proved:
-    `prove.before` says so, or the run has one rank.
-    """
+def is_proved(run: Run, environ: Mapping[str, str]) -> bool:
+    """Whether a run is proved before and in its first step: by default where it has several ranks."""
     mode = run.prove.before
     if mode == "auto":
         mode = environ.get(MODE_VARIABLE, mode)  # type: ignore[assignment]
     is_alone = run.device_mesh.size == 1
-    if mode == "never" or (mode == "auto" and is_alone):
+    return mode == "always" or (mode == "auto" and not is_alone)
+
+
+def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict | None:
+    """Start the proof of a run; its verdict where this machine has it; None where nothing is proved:
+    `prove.before` says so, or the run has one rank.
+    """
+    if not is_proved(run, environ):
         return None
+    mode = run.prove.before
     small = reduced(run, accepts_sizes)
     key = verdict_key(
         small.model_dump(mode="json"),

@@ -21,6 +21,7 @@ from weft.commands.comparison import (
 )
 from weft.commands.end_event import RecordFolder, end_of_joined_rank, end_of_local_ranks
 from weft.commands.joined import Watch, run_joined
+from weft.commands.live_proof import LiveProof
 from weft.commands.proof_before import RunningProof, Verdict, start_proof
 from weft.config.run import Run
 from weft.core.mesh import Mesh
@@ -40,8 +41,10 @@ from weft.train.build_training import build_training, step_groups
 from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.loop import run_training
 from weft.train.out_of_memory import named_out_of_memory
+from weft.train.step_check import ProofRecord
 from weft.train.step_stats import memory_bytes
 from weft.train.training import Event, Training
+from weft.train.training_parts import is_restart
 from weft.view.live import open_view
 
 PROMPT = "def "
@@ -110,6 +113,7 @@ def _train(
         hardware=run.hardware,
         prediction=prediction,
         proof=proof,
+        live=LiveProof.of(run, os.environ),
         deterministic=run.deterministic,
         records=records,
         build=partial(build_training, run, makes_copies=True),
@@ -176,6 +180,7 @@ class RankJob:
         hardware: name or file of a device, for MFU.
         prediction: of the run, read by rank 0.
         proof: of the run, or its verdict, for the records; None: nothing is proved.
+        live: which steps are compared while they train.
         records: the run folder, and its URL.
         build: the training run of this rank, from its communication.
         generate_text: called after the last step; None: not.
@@ -187,6 +192,7 @@ class RankJob:
     hardware: str | None
     prediction: ForkedAnswer | None
     proof: RunningProof | Verdict | None
+    live: LiveProof
     deterministic: bool
     records: RecordFolder
     build: Callable[..., Training]
@@ -244,12 +250,14 @@ def train_rank(
         _reported_error(world),
     ):
         base_bytes = memory_bytes(device)
+        record = ProofRecord(before=verdict or {})
         training = job.build(
             comm,
             stop_requested=lambda: stop_request.requested,
             attempt=world.attempt,
-            proof=verdict,
+            proof=record,
         )
+        training = job.live.attached(training, record, is_restart=is_restart(world.attempt))
         sample = None
         if job.generate_text is not None:
             sample = partial(_sample_event, training.step.model, job.generate_text)

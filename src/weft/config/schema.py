@@ -458,7 +458,14 @@ class ProveConfig(ConfigSection):
 
     before: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="prove code, layout and options at reduced size first: unless this machine has, always, never",
+        description="prove code, layout and options at reduced size first (unless this machine has, always, never), "
+        "and the first step as it is",
+    )
+    during: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="compare every n-th step with one device before its update; 0: the first one alone",
     )
 
 

@@ -34,7 +34,7 @@ from weft.prove.raw_batch import MaskedSamples
 from weft.prove.rows import Rows, open_rows
 from weft.prove.small_sizes import accepts_sizes
 from weft.train.build import family_of, initial_source
-from weft.train.build_training import DPO, build_training
+from weft.train.build_training import DPO, build_training, loss_family
 from weft.train.training import Training
 
 MIN_SHARED_ENTRIES = 64
@@ -77,6 +77,45 @@ class Task:
         if self.first_unclipped is None or step < self.first_unclipped:
             return self.optim.clip
         return self.optim.clip * UNCLIPPED
+
+
+@dataclass(frozen=True)
+class LiveTask:
+    """What a step of a run computes, whatever its layout, for a comparison while it trains.
+
+    Attributes:
+        family: with adapters and the loss of the run.
+        base: run with the parameters that adapters extend, as `lora.base`.
+        repeat: returns the command that compares the first step of the run tensor by tensor.
+    """
+
+    family: Family
+    model: ModelSection
+    precision: PrecisionConfig
+    seed: int
+    base: str | None
+    repeat: Callable[[], str]
+
+    @staticmethod
+    def of(run: Run) -> LiveTask:
+        """The task of a run."""
+        return LiveTask(
+            family=loss_family(run),
+            model=run.model,
+            precision=run.precision,
+            seed=run.seed,
+            base=run.lora.base,
+            repeat=partial(command_of, run, FAMILIES, steps=1),
+        )
+
+    @property
+    def is_user_model(self) -> bool:
+        """Whether the model is not one of weft's own."""
+        return FAMILIES.is_user_model(self.model.name)
+
+    def open_source(self) -> Source | None:
+        """Where initial values are stored; None if they are drawn."""
+        return initial_source(self.model, base=self.base)
 
 
 @dataclass(frozen=True)

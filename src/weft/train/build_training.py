@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from weft.checkpoint.resume import AUTO
 from weft.checkpoint.saver import Saver
@@ -19,6 +18,7 @@ from weft.config.toml import dump
 from weft.core.model_config import AxisTable
 from weft.data.dataset import open_data, open_validation
 from weft.data.samples import Samples
+from weft.models import Family
 from weft.models.common.preference import with_preference_loss
 from weft.parallel.ep import AXIS as EP
 from weft.run.world import Attempt
@@ -44,6 +44,7 @@ from weft.train.run_records import (
 )
 from weft.train.run_start import find_start
 from weft.train.step import TrainStep
+from weft.train.step_check import ProofRecord
 from weft.train.step_phases import report_blocks
 from weft.train.training import Training
 from weft.train.training_parts import (
@@ -74,6 +75,14 @@ def step_groups(run: Run) -> StepGroups:
     return StepGroups.of(zero=run.parallel.zero, axes=axes)
 
 
+def loss_family(run: Run) -> Family:
+    """The family of a run's model, with its adapters and its loss."""
+    family = family_of(run.model, run.lora)
+    if run.loss == DPO:
+        return with_preference_loss(family, run.dpo.beta)
+    return family
+
+
 def step_config(run: Run) -> StepConfig:
     """What the training step of a run is built from. Where the run resumes, its initial values are
     drawn, and meant to be replaced.
@@ -82,11 +91,8 @@ def step_config(run: Run) -> StepConfig:
         source = initial_source(run.model, base=run.lora.base)
     else:
         source = None
-    family = family_of(run.model, run.lora)
-    if run.loss == DPO:
-        family = with_preference_loss(family, run.dpo.beta)
     return StepConfig(
-        family=family,
+        family=loss_family(run),
         model=run.model,
         optim=run.optim,
         seed=run.seed,
@@ -180,7 +186,7 @@ def build_training(
     stop_requested: Callable[[], bool],
     attempt: Attempt | None = None,
     samples: Samples | None = None,
-    proof: Mapping[str, Any] | None = None,
+    proof: ProofRecord | None = None,
     makes_copies: bool = False,
     min_shared_entries: int = MIN_SHARED_ENTRIES,
 ) -> Training:
@@ -191,7 +197,7 @@ def build_training(
         attempt: of a supervised rank: its status, where it takes snapshots, and why it was started
             again; then it resumes from the newest snapshot or checkpoint.
         samples: the opened data; default: that of the run.
-        proof: verdict of the proof before the first step, for the records of the run.
+        proof: verdicts, for the records of the run.
         makes_copies: whether checkpoints are copied to `save.remote`; what only repeats a run leaves
             its URL alone.
         min_shared_entries: of a tensor whose writing replicas share.
@@ -279,8 +285,8 @@ def build_training(
         opening_events.extend(truncation_events(steps.samples, seq_len=run.data.seq_len))
     opening_events.extend(elastic_events(run.mesh, run.run.full_mesh))
     opening_events.extend(snapshots.notes)
-    if proof:
-        opening_events.append(proof_event(proof))
+    if proof is not None and proof.before:
+        opening_events.append(proof_event(proof.before))
     return Training(
         step=step,
         loader=steps.loader,

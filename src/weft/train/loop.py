@@ -23,6 +23,7 @@ from weft.train.loop_texts import (
     stop_note,
 )
 from weft.train.step import TrainStep
+from weft.train.step_check import StepCheck
 from weft.train.step_loop import StepLoop, ignore_phase
 from weft.train.straggler import StragglerWatch
 from weft.train.training import Evaluator, Event, StepRange, Training
@@ -107,6 +108,7 @@ def _run_steps(
         stragglers=training.stragglers,
         on_phase=training.on_phase,
         snapshots=training.snapshots,
+        check=training.check,
     )
     try:
         for event in events:
@@ -173,6 +175,7 @@ def step_events(
     stragglers: StragglerWatch | None = None,
     on_phase: OnPhase | None = None,
     snapshots: MemorySnapshots | None = None,
+    check: StepCheck | None = None,
 ) -> Iterator[Event]:
     """Train step by step; yields the events of steps, evaluations, saves and guards. Ends early
     after a stop request.
@@ -181,6 +184,7 @@ def step_events(
         guard: judges every step; default: stops at one that is not finite.
         digests: compare the training state of replicas.
         stragglers: reports slow ranks.
+        check: compares some steps before their update.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
@@ -199,6 +203,7 @@ def step_events(
         stragglers=stragglers,
         on_phase=on_phase,
         snapshots=snapshots,
+        check=check,
     )
     if saver is not None and guard.needs_first_save:
         yield from saver.save(step_range.start)

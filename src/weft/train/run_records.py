@@ -20,6 +20,7 @@ from weft.train.guard_records import GuardState
 from weft.train.optim import NamedOptimizer
 from weft.train.optimizers.groups import group_lines
 from weft.train.step import TrainStep
+from weft.train.step_check import ProofRecord
 from weft.train.training import Event, StepRange
 
 # Note [There is no random state]
@@ -35,14 +36,14 @@ def facts_of(
     samples: Samples,
     *,
     guard: Callable[[], GuardState] = GuardState,
-    proof: Mapping[str, Any] | None = None,
+    proof: ProofRecord | None = None,
 ) -> Callable[[int], Facts]:
     """Returns the facts of a checkpoint's manifest after a number of steps; see Note [There is no
     random state].
 
     Args:
         config: all keys of the run, as JSON.
-        proof: verdict of the proof before the first step.
+        proof: verdicts so far, read at each save.
     """
     plan = step.model.plan.model_dump(mode="json")
     data = samples.facts()
@@ -64,7 +65,7 @@ def facts_of(
             data=data,
             position=guard().position(num_steps, global_size=global_size),
             loss_scale=loss_scale,
-            proof=dict(proof or {}),
+            proof=proof.facts() if proof is not None else {},
         )
 
     return facts_after

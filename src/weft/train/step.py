@@ -37,6 +37,7 @@ from weft.train.step_stats import (
     LEAST_TARGETS,
     PendingTotals,
     RankStats,
+    StepTotals,
     take_peak_bytes,
     total_stats,
 )
@@ -279,6 +280,7 @@ class TrainStep:
         status: Callable[[], int] = no_status,
         on_phase: Callable[[Phase], None] | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        on_gradients: Callable[[ComputedStep, StepTotals], None] | None = None,
     ) -> StepReport:
         """Train on this rank's micro-batches of one step.
 
@@ -289,6 +291,7 @@ class TrainStep:
                 action, "reduce", "update".
             on_nonfinite: if the loss or the gradient norm is not finite, raise, or skip the update
                 and change nothing; float16 gradients that overflow under a loss scale always skip.
+            on_gradients: called when the gradients are reduced, before they are clipped and used.
 
         Raises:
             NonFiniteError: on all ranks, before the update, if the loss or the gradient norm is not
@@ -299,6 +302,8 @@ class TrainStep:
         computed = self.compute(batches, status=status, on_phase=on_phase)
         scale = computed.scale
         totals = computed.totals.read()
+        if on_gradients is not None:
+            on_gradients(computed, totals)
         loss = totals.loss
         norm = totals.grad_norm / scale
         nonfinite = self._find_nonfinite(loss, norm, batches)

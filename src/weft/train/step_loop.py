@@ -21,6 +21,7 @@ from weft.train.loop_texts import (
     step_event,
 )
 from weft.train.step import StepReport, TrainStep
+from weft.train.step_check import OnGradients, StepCheck
 from weft.train.straggler import StragglerWatch
 from weft.train.training import Evaluator, Event, StepRange
 
@@ -73,6 +74,7 @@ class StepLoop:
     stragglers: StragglerWatch | None
     on_phase: OnPhase | None
     snapshots: MemorySnapshots | None
+    check: StepCheck | None = None
 
     def train_from(self, start: int) -> Generator[Event, None, int | None]:
         """Train the steps after the first `start`; returns where to go on after a rollback, None at
@@ -96,7 +98,9 @@ class StepLoop:
                 batch = next(batches)
                 launched: LaunchedStep | None = None
                 left: _Left | None = None
-                if late is not None and not is_first and not clock.has_experts:
+                if late is not None and not (
+                    is_first or clock.has_experts or self._is_checked(number)
+                ):
                     launched = late.launch(
                         number,
                         batch,
@@ -110,7 +114,7 @@ class StepLoop:
                         launched = None  # it was left out, or is not of the state there is now
                     waiting = None
                 if left is None and launched is None:
-                    report = self._run(number, batch, lr)
+                    report = self._run_checked(number, batch, lr)
                     left = yield from self._after_step(number, report, lr, clock)
                 elif left is None and launched is not None and late is not None:
                     waiting = launched
@@ -121,7 +125,24 @@ class StepLoop:
                     return left.start
         return None
 
-    def _run(self, number: int, batches: Sequence[Batch], lr: float) -> StepReport:
+    def _is_checked(self, number: int) -> bool:
+        return self.check is not None and self.check.is_due(number)
+
+    def _run_checked(self, number: int, batches: Sequence[Batch], lr: float) -> StepReport:
+        """Train on a step, wait for its numbers, and check it before its update where that is due."""
+        if self.check is None or not self.check.is_due(number):
+            return self._run(number, batches, lr)
+        batch_number = self.guard.batch_of(number - 1)
+        with self.check.watch(number, batch_number, batches) as on_gradients:
+            return self._run(number, batches, lr, on_gradients=on_gradients)
+
+    def _run(
+        self,
+        number: int,
+        batches: Sequence[Batch],
+        lr: float,
+        on_gradients: OnGradients | None = None,
+    ) -> StepReport:
         """Train on a step and wait for its numbers."""
         return self.step(
             batches,
@@ -129,6 +150,7 @@ class StepLoop:
             status=self._status,
             on_phase=self._phase_of(number),
             on_nonfinite="skip",
+            on_gradients=on_gradients,
         )
 
     def _phase_of(self, number: int) -> Callable[[Phase], None] | None:
@@ -186,6 +208,8 @@ class StepLoop:
             elapsed_s=now - clock.last_s,
         )
         clock.last_s = now
+        if self.check is not None:
+            yield from map(dict, self.check.take_events())
         if self.stragglers is not None:
             yield from self.stragglers.after_step(number)
         best_loss: float | None = None

@@ -19,6 +19,7 @@ from weft.train.loop_texts import (
     MAX_ADVISED_LR,
 )
 from weft.train.step import TrainStep
+from weft.train.step_check import StepCheck
 from weft.train.straggler import StragglerWatch
 
 Event = dict[str, Any]
@@ -75,6 +76,7 @@ class Training:
         peak_lr: the configured learning rate, for the advice after a non-finite step.
         on_phase: called with the step and the phase whenever this rank begins a phase.
         snapshots: in memory; None if there are none.
+        check: compares some steps before their update; None: none.
     """
 
     step: TrainStep
@@ -92,3 +94,4 @@ class Training:
     peak_lr: float = MAX_ADVISED_LR
     on_phase: OnPhase | None = None
     snapshots: MemorySnapshots | None = None
+    check: StepCheck | None = None

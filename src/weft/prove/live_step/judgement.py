@@ -1,0 +1,326 @@
+"""Which numbers of a live step differ from one device by more than rounding explains. Pure: tables in, differences out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+
+from weft.prove.arithmetic import NumberTypes
+from weft.prove.bounds import FACTOR, FLOOR, KIND_SHARE, MIN_SCALE, TOLERANCE, norm_rounding
+from weft.prove.judge import MIN_REROUTED, MOST_REROUTED
+from weft.prove.record import block_of
+from weft.prove.report import Phase
+
+WIDE_BOUND = 0.01
+"""Gradients whose bound is larger are counted: noise in the model hides differences of them."""
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """The output of a block for one sequence: projections on the layout and on one device.
+
+    Attributes:
+        layout: mean over the copies that ranks hold; None where no rank has reported it.
+        size: Euclidean norm of the output on one device.
+    """
+
+    block: str
+    sequence: int
+    layout: float | None
+    plain: float
+    size: float
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """The gradient of one parameter.
+
+    Attributes:
+        difference: largest absolute difference of an entry, over all ranks.
+        largest: largest absolute entry on one device.
+        spread: largest absolute change of an entry by noise, in the gradient of one micro-batch.
+        squared_norm: on one device.
+    """
+
+    parameter: str
+    num_entries: int
+    difference: float
+    largest: float
+    spread: float
+    squared_norm: float
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """Numbers of a whole step."""
+
+    loss: float
+    norm: float
+    targets: int
+    loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LiveDifference:
+    """A number or tensor of a step that is not that of one device."""
+
+    tensor: str
+    block: str
+    parameter: str
+    phase: Phase
+    relation: str
+    measured: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Compares the tables of a step.
+
+    Args:
+        blocks: names of the chain, in order.
+        unlike_definition: parameters whose initial values are not those that the config defines.
+        unequal: parameters of which ranks hold different copies.
+        outputs: in the order of execution.
+        gradients: in the order in which the backward yields them.
+        output_spread: relative change of the outputs of each block by noise.
+        loss_spread: relative change of the loss of a micro-batch by noise.
+        num_units: micro-batches whose gradients are added.
+    """
+
+    blocks: Sequence[str]
+    types: NumberTypes
+    layout: StepNumbers
+    plain: StepNumbers
+    unlike_definition: Sequence[str]
+    unequal: Sequence[str]
+    outputs: Sequence[OutputRow]
+    gradients: Sequence[GradientRow]
+    output_spread: Mapping[str, float]
+    loss_spread: float
+    num_units: int
+
+    @cached_property
+    def differences(self) -> tuple[LiveDifference, ...]:
+        """All differences, in the order of execution."""
+        found = [*self._parameters(), *self._targets(), *self._outputs()]
+        loads = list(self._loads())
+        if loads and self._is_rerouted_by_rounding:
+            return tuple(each for each in found if self._is_before(each, loads[0].block))
+        return (*found, *loads, *self._loss(), *self._gradients(), *self._norm())
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What was not compared, or not closely."""
+        found = []
+        loads = list(self._loads())
+        if loads and self._is_rerouted_by_rounding:
+            found.append(
+                f"not compared: what follows {loads[0].block}, where rounding routes "
+                f"{self._num_moved:g} tokens to other experts"
+            )
+        unseen = {row.block for row in self.outputs if row.layout is None}
+        if unseen:
+            found.append(f"not compared: outputs of {', '.join(sorted(unseen))}")
+        wide = [row for row in self.gradients if self.gradient_bound(row) > WIDE_BOUND]
+        if wide:
+            worst = max(wide, key=self.gradient_bound)
+            share = 100 * self.gradient_bound(worst)
+            found.append(
+                f"{len(wide)} of {len(self.gradients)} gradients have bounds above "
+                f"{100 * WIDE_BOUND:g}% (rounding moves {worst.parameter} by {share:.2g}%)"
+            )
+        return tuple(found)
+
+    @property
+    def closest(self) -> float:
+        """Largest ratio of a difference to its bound, over gradients."""
+        return max(
+            (self.relative(row) / self.gradient_bound(row) for row in self.gradients), default=0.0
+        )
+
+    # gradients
+
+    @cached_property
+    def _largest_gradient(self) -> float:
+        return max((row.largest for row in self.gradients), default=0.0)
+
+    def scale(self, row: GradientRow) -> float:
+        """What differences of a gradient are relative to."""
+        return max(row.largest, KIND_SHARE * self._largest_gradient, MIN_SCALE)
+
+    def relative(self, row: GradientRow) -> float:
+        """The relative difference of a gradient; infinite where it is not a number."""
+        found = row.difference / self.scale(row)
+        return math.inf if math.isnan(found) else found
+
+    def _spread(self, row: GradientRow) -> float:
+        """Of the sum over all micro-batches, whose noise is independent, in relative terms."""
+        return row.spread * math.sqrt(self.num_units) / self.scale(row)
+
+    @cached_property
+    def _typical_spread(self) -> float:
+        spreads = [self._spread(row) for row in self.gradients]
+        return median(spreads) if spreads else 0.0
+
+    def gradient_bound(self, row: GradientRow) -> float:
+        """The largest relative difference of a gradient that rounding explains."""
+        if self.types.is_exact:
+            return max(TOLERANCE, FACTOR * self._spread(row))
+        spread = max(self._spread(row), self._typical_spread)
+        roundings = FLOOR + math.sqrt(self.num_units)  # of the sums over micro-batches and ranks
+        return FACTOR * spread + roundings * self.types.eps
+
+    def _gradients(self) -> Iterator[LiveDifference]:
+        for row in self.gradients:
+            relative, bound = self.relative(row), self.gradient_bound(row)
+            if not relative <= bound:
+                yield LiveDifference(
+                    f"{row.parameter} gradient",
+                    block_of(row.parameter),
+                    row.parameter,
+                    "reduce",
+                    f"different by {relative:.2g} of its largest entry",
+                    relative,
+                    bound,
+                )
+
+    # parameters, outputs, numbers
+
+    def _parameters(self) -> Iterator[LiveDifference]:
+        relations = {
+            "not the initial value that the config defines": self.unlike_definition,
+            "not the same on the ranks that hold copies of it": self.unequal,
+        }
+        for relation, names in relations.items():
+            for name in names:
+                yield LiveDifference(
+                    f"{name} as used", block_of(name), name, "forward", relation, math.inf, 0.0
+                )
+
+    def _targets(self) -> Iterator[LiveDifference]:
+        yield from self._number("number of targets", "batch", "targets", 0.0)
+
+    def _loss(self) -> Iterator[LiveDifference]:
+        bound = TOLERANCE
+        spread = self.loss_spread
+        if self.types.is_exact:
+            bound = max(bound, FACTOR * spread)
+        else:
+            spread = max(spread, self._typical_spread)
+            bound = FACTOR * spread + FLOOR * self.types.eps
+        yield from self._number("loss", "loss", "loss", bound)
+
+    def _norm(self) -> Iterator[LiveDifference]:
+        bound = max(TOLERANCE, FACTOR * self._typical_spread)
+        if not self.types.is_exact:
+            most_entries = max((row.num_entries for row in self.gradients), default=1)
+            bound += FLOOR * self.types.eps + norm_rounding(most_entries, self.types)
+        yield from self._number("gradient norm", "norm", "norm", bound)
+
+    def _number(
+        self, title: str, phase: Phase, name: str, bound: float
+    ) -> Iterator[LiveDifference]:
+        measured, right = getattr(self.layout, name), getattr(self.plain, name)
+        relative = abs(measured - right) / max(abs(right), MIN_SCALE)
+        if relative <= bound:
+            return
+        ratio = measured / right if right else math.inf
+        relation = f"{measured:.10g} in place of {right:.10g}, {ratio:.6g} times the right value"
+        yield LiveDifference(title, "", "", phase, relation, relative, bound)
+
+    def _outputs(self) -> Iterator[LiveDifference]:
+        """The sequences of a block that differ, as one difference."""
+        spreads = self.output_spread
+        typical = median(spreads.values()) if spreads else 0.0
+        for block in self.blocks:
+            spread = max(spreads.get(block, 0.0), 0.0 if self.types.is_exact else typical)
+            floor = TOLERANCE if self.types.is_exact else FLOOR * self.types.eps
+            bound = FACTOR * spread + floor
+            rows = [row for row in self._rows_of(block) if row.layout is not None]
+            wrong = {}
+            for row in rows:
+                assert row.layout is not None, "rows without one were left out"
+                relative = abs(row.layout - row.plain) / max(row.size, MIN_SCALE)
+                if not relative <= bound:
+                    wrong[row.sequence] = relative
+            if wrong:
+                yield LiveDifference(
+                    f"{block}.output",
+                    block,
+                    "",
+                    "forward",
+                    f"different in {_sequences_text(sorted(wrong), len(rows))}",
+                    max(wrong.values()),
+                    bound,
+                )
+
+    def _rows_of(self, block: str) -> list[OutputRow]:
+        return self._outputs_by_block.get(block, [])
+
+    @cached_property
+    def _outputs_by_block(self) -> dict[str, list[OutputRow]]:
+        found: dict[str, list[OutputRow]] = {}
+        for row in self.outputs:
+            found.setdefault(row.block, []).append(row)
+        return found
+
+    # loads of experts
+
+    def _loads(self) -> Iterator[LiveDifference]:
+        for block, right in self.plain.loads.items():
+            measured = self.layout.loads.get(block, ())
+            if measured == right:
+                continue
+            moved = _num_moved(measured, right)
+            yield LiveDifference(
+                f"{block}.expert load",
+                block,
+                "",
+                "forward",
+                f"{list(measured)} in place of {list(right)}",
+                moved / max(sum(right), 1),
+                0.0,
+            )
+
+    @cached_property
+    def _num_moved(self) -> float:
+        """Tokens that the first block with another load has at other experts."""
+        for block, right in self.plain.loads.items():
+            measured = self.layout.loads.get(block, ())
+            if measured != right:
+                return _num_moved(measured, right)
+        return 0.0
+
+    @property
+    def _is_rerouted_by_rounding(self) -> bool:
+        """Whether so few tokens have another expert that rounding explains it; see `Judge`."""
+        if self.types.is_exact:
+            return False
+        num_tokens = max((sum(load) for load in self.plain.loads.values()), default=0)
+        has_16_bits = self.types.eps > 2.0**-20
+        most = max(MOST_REROUTED * num_tokens, MIN_REROUTED) if has_16_bits else MIN_REROUTED
+        return self._num_moved <= most
+
+    def _is_before(self, each: LiveDifference, routed: str) -> bool:
+        """Whether a difference cannot follow from another routing in this block."""
+        if each.phase == "batch" or each.tensor.endswith("as used"):
+            return True
+        return list(self.blocks).index(each.block) < list(self.blocks).index(routed)
+
+
+def _num_moved(measured: Sequence[int], right: Sequence[int]) -> float:
+    if len(measured) != len(right):
+        return math.inf
+    return sum(abs(one - other) for one, other in zip(measured, right, strict=True)) / 2
+
+
+def _sequences_text(wrong: Sequence[int], total: int) -> str:
+    if len(wrong) == total:
+        return f"all {total} sequences" if total > 1 else "the sequence"
+    shown = " ".join(map(str, wrong[:8]))
+    more = " ..." if len(wrong) > 8 else ""
+    return f"{len(wrong)} of {total} sequences of the step ({shown}{more})"

@@ -1,0 +1,99 @@
+"""The plain blocks of a model on the meta device, and which parameters of the whole model each of them uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.core.model_config import ModelConfig
+from weft.models import Family
+from weft.models.common.init import named_parameters
+from weft.models.common.moe import MoE
+from weft.parallel.model.ties import block_of, shared_parameters
+from weft.train.init_from import lazy_blocks, place_buffers
+
+
+@dataclass(frozen=True)
+class PlainChain:
+    """The blocks of a model, whose parameters are on the meta device.
+
+    Attributes:
+        blocks: by name, in order.
+        owners: name of a block -> path of a parameter in it -> global name of its owner.
+        shapes: global name of an owner -> shape.
+        trained: owners with gradients, in the order in which the forward first uses them.
+        uncast: owners that stay in the dtype of parameters: biases of routers.
+    """
+
+    blocks: Mapping[str, nn.Module]
+    owners: Mapping[str, Mapping[str, str]]
+    shapes: Mapping[str, tuple[int, ...]]
+    trained: tuple[str, ...]
+    uncast: frozenset[str]
+
+    @staticmethod
+    def of(
+        family: Family,
+        config: ModelConfig,
+        *,
+        device: torch.device,
+        compute: torch.dtype,
+    ) -> PlainChain:
+        """The chain of a family; buffers are on the device of a rank."""
+        lazy = lazy_blocks(family, config)
+        blocks = {name: lazy[name] for name in lazy}
+        place_buffers(blocks.values(), device=device, dtype=compute)
+        ties = {**shared_parameters(blocks, {}), **family.ties(config)}
+        owners: dict[str, dict[str, str]] = {name: {} for name in blocks}
+        shapes: dict[str, tuple[int, ...]] = {}
+        trained: dict[str, None] = {}
+        for name, param in named_parameters(blocks).items():
+            owner = _last_owner(name, ties)
+            block = block_of(name)
+            owners[block][name.removeprefix(f"{block}.")] = owner
+            shapes[owner] = tuple(param.shape)
+            if param.requires_grad:
+                trained.setdefault(owner)
+        return PlainChain(
+            blocks=blocks,
+            owners=owners,
+            shapes=shapes,
+            trained=tuple(trained),
+            uncast=frozenset(_router_biases(blocks, owners)),
+        )
+
+    def of_block(self, block: str) -> dict[str, tuple[int, ...]]:
+        """Owners of the parameters that a block uses, with their shapes."""
+        return {owner: self.shapes[owner] for owner in self.owners[block].values()}
+
+    @property
+    def first_use(self) -> dict[str, str]:
+        """Owner -> the first block that uses it, whose backward completes its gradient."""
+        found: dict[str, str] = {}
+        for block, owners in self.owners.items():
+            for owner in owners.values():
+                found.setdefault(owner, block)
+        return found
+
+
+def _last_owner(name: str, ties: Mapping[str, str]) -> str:
+    """The owner of a name, also where an alias is tied to another alias."""
+    while name in ties:
+        name = ties[name]
+    return name
+
+
+def _router_biases(
+    blocks: Mapping[str, nn.Module],
+    owners: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+    found = []
+    for name, block in blocks.items():
+        for path, module in block.named_modules():
+            if isinstance(module, MoE) and module.router.bias is not None:
+                prefix = f"{path}." if path else ""
+                found.append(owners[name][f"{prefix}router.bias"])
+    return found

@@ -1,0 +1,394 @@
+"""Forward and backward of a step through plain blocks, one block after the other; each rank computes whole sequences.
+
+See Note [Live step].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from weft.models.common.batch import Batch, Extra, activation_of
+from weft.prove.arithmetic import NumberTypes
+from weft.prove.live_step.output_sketch import Projection, output_tensors
+from weft.prove.live_step.plain_chain import PlainChain
+from weft.prove.live_step.units import Unit
+from weft.prove.live_step.whole_params import WholeParameters
+
+PLAIN = 0
+"""Noise seed of a pass without noise."""
+
+OnGradient = Callable[[str, Tensor, float], None]
+"""Called with owner, this rank's part of its gradient (summed over its units) and the spread of its
+perturbed passes; on every rank in the same order."""
+
+
+class Pass(NamedTuple):
+    """One pass of a unit: index of the unit among this rank's, and the seed of its noise."""
+
+    unit: int
+    seed: int
+
+
+@dataclass
+class PassNumbers:
+    """What the passes of one rank add up to, besides gradients.
+
+    Attributes:
+        sketches: [blocks, sequences], projections of whole outputs.
+        sizes: [blocks, sequences], their Euclidean norms.
+        widths: [blocks], features of an output.
+        spread: [blocks], largest relative distance of a perturbed output.
+        losses: [sequences], the loss of each unit under its first row, extra losses included.
+        loss_spread: largest relative change of the loss of a perturbed unit.
+        loads: tokens at each expert, by block.
+    """
+
+    sketches: Tensor
+    sizes: Tensor
+    widths: Tensor
+    spread: Tensor
+    losses: Tensor
+    loss_spread: float = 0.0
+    loads: dict[str, Tensor] = field(default_factory=dict)
+
+
+class PlainPass:
+    """The passes of one rank through the chain.
+
+    Args:
+        batches: of each unit.
+        seed_of_loss: factor of the summed loss: loss scale over number of targets.
+    """
+
+    def __init__(
+        self,
+        chain: PlainChain,
+        whole: WholeParameters,
+        types: NumberTypes,
+        *,
+        units: Sequence[Unit],
+        batches: Sequence[Batch],
+        global_size: int,
+        projection: Projection,
+        seed_of_loss: float,
+    ) -> None:
+        self.chain = chain
+        self.whole = whole
+        self.types = types
+        self.units = units
+        self.batches = batches
+        self.projection = projection
+        self.seed_of_loss = seed_of_loss
+        self.device = projection.device
+        self._names = tuple(chain.blocks)
+        self._passes = _passes(units)
+        self._inputs: dict[tuple[int, Pass], Any] = {}
+        self._noise: torch.Generator | None = None
+        self.numbers = self._no_numbers(global_size)
+
+    def _no_numbers(self, global_size: int) -> PassNumbers:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+        num_blocks = len(self._names)
+        return PassNumbers(
+            sketches=zeros(num_blocks, global_size),
+            sizes=zeros(num_blocks, global_size),
+            widths=zeros(num_blocks),
+            spread=zeros(num_blocks),
+            losses=zeros(global_size),
+        )
+
+    def run(self, on_gradient: OnGradient) -> PassNumbers:
+        """Forward and backward of all units; every rank must call it."""
+        with self._noise_hooks():
+            self._forward()
+            self._backward(on_gradient)
+        return self.numbers
+
+    # forward
+
+    def _forward(self) -> None:
+        xs: dict[Pass, Any] = {each: self.batches[each.unit].inputs for each in self._passes}
+        losses: dict[Pass, float] = {}
+        for index, name in enumerate(self._names):
+            values = self._values(name)
+            outputs: dict[Pass, Any] = {}
+            for each in self._passes:
+                self._inputs[index, each] = xs[each]
+                with torch.no_grad():
+                    output = self._call(index, each, xs[each], values)
+                self._add_loss(each, output, losses, is_last=index == len(self._names) - 1)
+                outputs[each] = activation_of(output)
+                if each.seed == PLAIN:
+                    self._keep_output(index, each, output)
+            self._compare_noise(index, outputs)
+            xs = outputs
+        self._keep_losses(losses)
+
+    def _values(self, block: str) -> dict[str, Tensor]:
+        """The parameters of a block by owner, in the dtype in which it computes."""
+        stored = self.whole.gather(self.chain.of_block(block))
+        values = {}
+        for owner, value in stored.items():
+            is_cast = owner not in self.chain.uncast and value.is_floating_point()
+            values[owner] = value.to(self.types.compute) if is_cast else value
+        return values
+
+    def _call(self, index: int, each: Pass, x: Any, values: Mapping[str, Tensor]) -> Any:
+        """The output of a block on whole sequences."""
+        name = self._names[index]
+        paths = self.chain.owners[name]
+        params = {path: values[owner] for path, owner in paths.items()}
+        self._noise = None
+        if each.seed != PLAIN:
+            # The same noise in the forward and in its repetition for the backward.
+            seed = (each.seed * len(self._names) + index) * len(self.units) + each.unit
+            self._noise = torch.Generator().manual_seed(seed)
+            x = self._perturbed(x)
+        output = functional_call(self.chain.blocks[name], params, (x, self.batches[each.unit]))
+        self._noise = None
+        return output
+
+    def _add_loss(
+        self,
+        each: Pass,
+        output: Any,
+        losses: dict[Pass, float],
+        *,
+        is_last: bool,
+    ) -> None:
+        value = 0.0
+        if isinstance(output, Extra) and output.loss is not None:
+            value += float(output.loss.double())
+        if is_last:
+            value += float(activation_of(output).double())
+        losses[each] = losses.get(each, 0.0) + value
+
+    def _keep_output(self, index: int, each: Pass, output: Any) -> None:
+        """Projections, sizes and loads of a plain output."""
+        rows = self.units[each.unit].rows
+        span = slice(rows.start, rows.stop)
+        for place, x in enumerate(output_tensors(output)):
+            if place == 0:
+                features = self.projection.features(x, self.projection.has_columns(x))
+                self.numbers.widths[index] = features.shape[-1]
+            self.numbers.sketches[index, span] += (1 + place) * self.projection.whole_rows(x)
+            size = x.double().flatten(1).norm(dim=1)
+            self.numbers.sizes[index, span] += (1 + place) * size
+        if isinstance(output, Extra) and output.load is not None:
+            name = self._names[index]
+            before = self.numbers.loads.get(name)
+            self.numbers.loads[name] = output.load if before is None else before + output.load
+
+    def _compare_noise(self, index: int, outputs: Mapping[Pass, Any]) -> None:
+        for each, perturbed in outputs.items():
+            if each.seed == PLAIN:
+                continue
+            plain = outputs[Pass(each.unit, PLAIN)]
+            pairs = zip(output_tensors(plain), output_tensors(perturbed), strict=True)
+            for right, other in pairs:
+                distance = (other.double() - right.double()).flatten(1).norm(dim=1)
+                relative = distance / right.double().flatten(1).norm(dim=1).clamp(min=1e-30)
+                spread = self.numbers.spread
+                spread[index] = torch.maximum(spread[index], relative.max())
+
+    def _keep_losses(self, losses: Mapping[Pass, float]) -> None:
+        for each, value in losses.items():
+            plain = losses[Pass(each.unit, PLAIN)]
+            if each.seed == PLAIN:
+                self.numbers.losses[self.units[each.unit].rows.start] = value
+            else:
+                relative = abs(value - plain) / max(abs(plain), 1e-30)
+                self.numbers.loss_spread = max(self.numbers.loss_spread, relative)
+
+    # backward
+
+    def _backward(self, on_gradient: OnGradient) -> None:
+        trained = set(self.chain.trained)
+        first_use = self.chain.first_use
+        grads_of_outputs: dict[Pass, Any] = dict.fromkeys(self._passes)
+        waiting: dict[str, list[_OwnerGradients]] = {}
+        for index in reversed(range(len(self._names))):
+            name = self._names[index]
+            leaves = {}
+            for owner, value in self._values(name).items():
+                leaves[owner] = value.requires_grad_(owner in trained)
+            found = _OwnerGradients(self._sum_dtype)
+            for each in self._passes:
+                grads_of_outputs[each] = self._backward_of(
+                    index, each, leaves, grads_of_outputs[each], found
+                )
+            for owner in reversed(tuple(self.chain.of_block(name))):
+                if owner not in trained:
+                    continue
+                waiting.setdefault(owner, []).append(found)
+                if first_use[owner] == name:
+                    parts = waiting.pop(owner)
+                    total = _joined(owner, parts, like=leaves[owner], dtype=self._sum_dtype)
+                    on_gradient(owner, total, _spread(owner, parts))
+                    for part in parts:
+                        part.drop(owner)
+
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.types.reduce, torch.float32)
+
+    def _backward_of(
+        self,
+        index: int,
+        each: Pass,
+        leaves: Mapping[str, Tensor],
+        grad_of_output: Any,
+        found: _OwnerGradients,
+    ) -> Any:
+        """Repeat the forward of a block with a graph; the gradient of its input."""
+        stored = self._inputs.pop((index, each))
+        x = _as_leaves(stored)
+        output = self._call(index, each, x, leaves)
+        outputs, seeds = self._seeds(index, output, grad_of_output)
+        inputs = [leaf for leaf in _tensors(x) if leaf.requires_grad]
+        params = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        grads: Sequence[Tensor | None] = [None] * (len(inputs) + len(params))
+        if outputs and (inputs or params):
+            grads = torch.autograd.grad(outputs, [*inputs, *params], seeds, allow_unused=True)
+        owners = [owner for owner, leaf in leaves.items() if leaf.requires_grad]
+        found.add(each, dict(zip(owners, grads[len(inputs) :], strict=True)))
+        of_inputs = iter(grads[: len(inputs)])
+        return tuple(next(of_inputs) if leaf.requires_grad else None for leaf in _tensors(x))
+
+    def _seeds(
+        self, index: int, output: Any, grad_of_output: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs of a block that are differentiated, and their gradients."""
+        outputs: list[Tensor] = []
+        seeds: list[Tensor] = []
+
+        def add(tensor: Tensor, seed: Tensor | None) -> None:
+            if seed is not None and tensor.requires_grad:
+                outputs.append(tensor)
+                seeds.append(seed)
+
+        if isinstance(output, Extra) and output.loss is not None:
+            add(output.loss, self._loss_seed(output.loss))
+        if index == len(self._names) - 1:
+            loss = activation_of(output)
+            add(loss, self._loss_seed(loss))
+            return outputs, seeds
+        for tensor, seed in zip(_tensors(activation_of(output)), grad_of_output, strict=True):
+            add(tensor, seed)
+        return outputs, seeds
+
+    def _loss_seed(self, loss: Tensor) -> Tensor:
+        return torch.full_like(loss, self.seed_of_loss)
+
+    # noise
+
+    def _perturbed(self, x: Any) -> Any:
+        """x with a relative change of at most one unit in the last place, forward and backward."""
+        if isinstance(x, tuple):
+            return tuple(map(self._perturbed, x))
+        if not isinstance(x, Tensor) or not x.dtype.is_floating_point or not x.dim():
+            return x
+        if self._noise is None:
+            return x
+        signs = torch.randint(-1, 2, x.shape, generator=self._noise).to(x.device)
+        return x * (1 + torch.finfo(x.dtype).eps * signs.double()).to(x.dtype)
+
+    @contextmanager
+    def _noise_hooks(self) -> Iterator[None]:
+        """While active, outputs of modules that consist of no others have noise in noisy passes."""
+
+        def perturb(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return output if self._noise is None else self._perturbed(output)
+
+        modules = {
+            id(module): module
+            for block in self.chain.blocks.values()
+            for module in block.modules()
+            if not any(True for _ in module.children())
+        }
+        handles = [module.register_forward_hook(perturb) for module in modules.values()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _OwnerGradients:
+    """Gradients of the parameters of one block: sums over plain passes, and of units with noise the
+    difference that it makes.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.spreads: dict[str, float] = {}
+        self._plain: dict[str, Tensor] = {}
+        self._dtype = dtype
+
+    def add(self, each: Pass, grads: Mapping[str, Tensor | None]) -> None:
+        """Add the gradients of one pass; the noisy passes of a unit follow its plain one."""
+        for owner, grad in grads.items():
+            if grad is None:
+                continue
+            wide = grad.to(self._dtype)
+            if each.seed == PLAIN:
+                self._plain[owner] = wide
+                before = self.sums.get(owner)
+                self.sums[owner] = wide.clone() if before is None else before.add_(wide)
+            elif owner in self._plain and wide.numel():
+                distance = float((wide - self._plain[owner]).abs().max())
+                self.spreads[owner] = max(self.spreads.get(owner, 0.0), distance)
+
+    def drop(self, owner: str) -> None:
+        """Free the memory of a gradient."""
+        self.sums.pop(owner, None)
+        self._plain.pop(owner, None)
+
+
+def _passes(units: Sequence[Unit]) -> tuple[Pass, ...]:
+    """All passes of a rank; the noisy ones of a unit follow its plain one."""
+    return tuple(
+        Pass(number, seed)
+        for number, unit in enumerate(units)
+        for seed in (PLAIN, *unit.noise_seeds)
+    )
+
+
+def _tensors(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _as_leaves(x: Any) -> Any:
+    """The tensors of x, cut from any graph; those of floating point require gradients."""
+    if isinstance(x, tuple):
+        return tuple(map(_as_leaves, x))
+    leaf = x.detach()
+    return leaf.requires_grad_(leaf.dtype.is_floating_point)
+
+
+def _joined(
+    owner: str,
+    parts: Sequence[_OwnerGradients],
+    *,
+    like: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The sum of the gradients that the blocks which use a parameter yield for it."""
+    total = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    for part in parts:
+        if owner in part.sums:
+            total += part.sums[owner]
+    return total
+
+
+def _spread(owner: str, parts: Sequence[_OwnerGradients]) -> float:
+    return sum(part.spreads.get(owner, 0.0) for part in parts)
