@@ -14,7 +14,8 @@ WeftError
 │   └── CommTimeout      ranks that did not arrive
 ├── GuardError           a guard stopped the run, on all ranks
 │   ├── NonFiniteError   the loss or the gradient norm of a training step is NaN or infinite
-│   └── CorruptionError  replicas of the training state differ, or a bit of it flipped
+│   ├── CorruptionError  replicas of the training state differ, or a bit of it flipped
+│   └── ProofError       a step is not what one device computes
 └── RankError            the first failing rank's error, with its coordinates
 """
 
@@ -143,6 +144,10 @@ class NonFiniteError(GuardError):
 
 class CorruptionError(GuardError):
     """Replicas of the training state differ, or it changed between two updates."""
+
+
+class ProofError(GuardError):
+    """A step of the run is not what one device computes; nothing was updated by it."""
 
 
 class CommError(WeftError):

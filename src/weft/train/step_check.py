@@ -34,7 +34,7 @@ class StepCheck(Protocol):
             batches: this rank's micro-batches.
 
         Raises:
-            WeftError: on every rank, from what it yields: the step is wrong.
+            ProofError: on every rank, from what it yields: the step is wrong.
         """
 
     def take_events(self) -> Iterable[Mapping[str, Any]]:

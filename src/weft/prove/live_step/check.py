@@ -14,7 +14,7 @@ import torch
 from weft.comm.text import all_gather_text
 from weft.core.axes import local_update_axis
 from weft.core.dimension import data_axis
-from weft.errors import WeftError, counted
+from weft.errors import ProofError, counted
 from weft.models.common.batch import Batch
 from weft.prove.arithmetic import NumberTypes
 from weft.prove.live_step.gradient_rows import GradientRows, local_gradients
@@ -188,7 +188,7 @@ class LiveStepCheck:
         """Compute the step as one device does, and judge it.
 
         Raises:
-            WeftError: it differs.
+            ProofError: it differs.
         """
         start_s = time.perf_counter()
         if not live.is_finite:
@@ -249,7 +249,12 @@ class LiveStepCheck:
         scale = live.computed.scale
         dtype: torch.dtype = getattr(torch, plan.params)
         initial = InitialValues(
-            self.task, self.comm, dtype=dtype, is_checked=self._checks_initial(live)
+            self.task,
+            self.comm,
+            dtype=dtype,
+            frozen_dtype=self.types.compute,
+            trained=chain.trained,
+            is_checked=self._checks_initial(live),
         )
         whole = WholeParameters(step, dtype, on_gathered=initial.compare)
         passes = PlainPass(
@@ -297,7 +302,7 @@ class LiveStepCheck:
         seconds: float,
     ) -> None:
         if judgement.differences:
-            raise WeftError(self._refusal(live, judgement, rows))
+            raise ProofError(self._refusal(live, judgement, rows))
         plan = self.step.model.plan
         verdict = {
             "verdict": "equal",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 
 import torch
@@ -20,14 +20,30 @@ class InitialValues:
     """Compares whole parameters as they are gathered; ranks take turns, so each parameter is drawn
     on one of them.
 
+    Args:
+        dtype: of trained parameters.
+        frozen_dtype: in which ranks hold those that are not trained.
+        trained: owners with gradients.
+
     Attributes:
         unlike_definition: owners whose values are others.
     """
 
-    def __init__(self, task: LiveTask, comm: Comm, *, dtype: torch.dtype, is_checked: bool) -> None:
+    def __init__(
+        self,
+        task: LiveTask,
+        comm: Comm,
+        *,
+        dtype: torch.dtype,
+        frozen_dtype: torch.dtype,
+        trained: Collection[str],
+        is_checked: bool,
+    ) -> None:
         self.task = task
         self.comm = comm
         self.dtype = dtype
+        self.frozen_dtype = frozen_dtype
+        self.trained = frozenset(trained)
         self.unlike_definition: set[str] = set()
         self._is_checked = is_checked
         self._seen: set[str] = set()
@@ -41,8 +57,15 @@ class InitialValues:
                 continue
             turn = len(self._seen) % self.comm.mesh.size
             self._seen.add(owner)
-            if turn == self.comm.rank and not torch.equal(self._defined(owner, value), value):
+            if turn == self.comm.rank and not self._is_as_defined(owner, value):
                 self.unlike_definition.add(owner)
+
+    def _is_as_defined(self, owner: str, value: Tensor) -> bool:
+        defined = self._defined(owner, value)
+        if torch.equal(defined, value):
+            return True
+        rounded = defined.to(self.frozen_dtype).to(self.dtype)
+        return owner not in self.trained and torch.equal(rounded, value)
 
     def _defined(self, owner: str, value: Tensor) -> Tensor:
         shape = tuple(value.shape)

@@ -129,8 +129,8 @@ class OutputSketches:
         Args:
             widths: features of the output of each block on one device.
         """
-        whole, parts = self._tables
-        found = whole.clone()
+        whole, parts = self._tables.unbind(0)
+        found: Tensor = whole.clone()
         for name, width in self._widths.items():
             if width != widths.get(name):
                 index = self._index[name]

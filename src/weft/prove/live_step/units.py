@@ -1,11 +1,11 @@
-"""Work of the plain pass: micro-batches of whole sequences, plain and perturbed, divided among the ranks."""
+"""Work of the plain pass: a few whole sequences at a time, plain and perturbed, divided among the ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 NUM_PROBES = 2
-"""Micro-batches that are computed perturbed, too."""
+"""Units that are computed perturbed, too."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,18 @@ class Unit:
     noise_seeds: tuple[int, ...] = ()
 
 
+def unit_size(micro_size: int) -> int:
+    """Sequences of a unit: fewer than a micro-batch has, so that a model in which sequences depend
+    on those beside them computes something else.
+    """
+    return max(1, micro_size - 1)
+
+
+def num_units(*, global_size: int, micro_size: int) -> int:
+    """Units of a whole step."""
+    return -(-global_size // unit_size(micro_size))
+
+
 def units_of_rank(
     index: int,
     num_ranks: int,
@@ -29,21 +41,15 @@ def units_of_rank(
     micro_size: int,
     is_perturbed: bool,
 ) -> tuple[Unit, ...]:
-    """The units that one of the ranks computes: micro-batches in turn. The first ones are perturbed,
-    each with noise of its own; they belong to ranks that have no more of them than others.
+    """The units that one of the ranks computes: consecutive sequences in turn. The first ones are
+    perturbed, each with noise of its own; they belong to ranks that have no more units than others.
     """
-    num_units = -(-global_size // micro_size)
+    size = unit_size(micro_size)
     found = []
-    for number in range(num_units):
-        if number % num_ranks != index:
-            continue
-        start = number * micro_size
-        rows = range(start, min(start + micro_size, global_size))
+    for number in range(
+        index, num_units(global_size=global_size, micro_size=micro_size), num_ranks
+    ):
+        rows = range(number * size, min((number + 1) * size, global_size))
         has_noise = is_perturbed and number < NUM_PROBES
         found.append(Unit(rows, (number + 1,) if has_noise else ()))
     return tuple(found)
-
-
-def num_units(*, global_size: int, micro_size: int) -> int:
-    """Units of a whole step."""
-    return -(-global_size // micro_size)

@@ -1,0 +1,153 @@
+"""A step compared with one device while it trains: healthy layouts hold, and faults stop the run before its update."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+import torch
+
+from tests.tiny_run import MODEL, SEQUENCES
+from weft.cli import main
+from weft.parallel.zero import grad_norm
+from weft.prove.mutants.all_mutants import all_mutants
+from weft.prove.mutants.plant import planted
+from weft.train import build
+from weft.train.step import TrainStep
+
+FLOAT64 = tuple(
+    word for key in ("params", "compute", "reduce") for word in (f"--precision.{key}", "float64")
+)
+
+
+@pytest.fixture
+def train(monkeypatch, tmp_path):
+    """Trains a tiny run whose first step is compared; the exit code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("weft.commands.live_proof.is_proved", lambda run, environ: True)
+
+    def run(*words: str, steps: int = 1) -> int:
+        out = str(tmp_path / "run")
+        model = () if "--model.name" in words else MODEL
+        sizes = (*model, *SEQUENCES, "--batch.global_size", "4", "--transport", "threads")
+        return main(["train", *sizes, *words, "--steps", str(steps), "--out", out])
+
+    return run
+
+
+def verdicts(tmp_path):
+    lines = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "proof"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '--mesh "pp2 tp2" --parallel.zero 1',
+        "--mesh dp2 --parallel.zero 3 --parallel.recompute full --batch.micro_size 2",
+        '--mesh "cp2 tp2" --parallel.sequence True --data.packing documents',
+        '--mesh "ep2 pp2" --model.name deepseek --model.layers 2 --pipeline.schedule zbv',
+        "--mesh dp2 --precision.compute bfloat16 --lora.rank 2",
+        '--mesh "dp2 tp2" --model.name gpt2 --model.layers 2 --model.vocab 257 --deterministic True',
+    ],
+)
+def test_a_healthy_step_is_equal(train, tmp_path, words):
+    types = () if "precision" in words else FLOAT64
+    assert train(*shlex.split(words), *types) == 0
+    (verdict,) = verdicts(tmp_path)
+    assert verdict["verdict"] == "equal"
+    assert verdict["gradients"] > 10
+    assert 0 <= verdict["closest"] < 1
+    assert verdict["text"].startswith("proved equal: this run's first step (4 of 4 sequences, ")
+
+
+def test_the_verdict_is_in_the_manifest_and_steps_are_repeated(train, tmp_path):
+    assert train("--mesh", "dp2", "--prove.during", "2", steps=4) == 0
+    assert [each["step"] for each in verdicts(tmp_path)] == [1, 2, 4]
+    manifest = json.loads((tmp_path / "run/ckpt/step-000004/manifest.json").read_text())
+    assert manifest["facts"]["proof"]["step"]["verdict"] == "equal"
+    assert manifest["facts"]["proof"]["step"]["step"] == 4
+
+
+def fails(train, tmp_path, capsys, *words) -> str:
+    """The error of a run that stops in its first step and has updated nothing."""
+    assert train(*words, *FLOAT64) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: step 1 is not what one device computes: "), error
+    assert error.count("\n") == 1
+    assert not list((tmp_path / "run").glob("ckpt/*"))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("mutant", "words", "named"),
+    [
+        ("gradients_are_never_reduced", ("--mesh", "dp2"), "reduce of step 1: head.proj.weight"),
+        (
+            "the_output_of_one_attention_is_not_summed",
+            ("--mesh", "tp2"),
+            "forward of step 1: layer1.output is different in all 4 sequences",
+        ),
+    ],
+)
+def test_planted_faults_are_named(train, tmp_path, capsys, mutant, words, named):
+    with planted(all_mutants()[mutant]):
+        assert named in fails(train, tmp_path, capsys, *words)
+
+
+def test_a_gradient_that_is_wrong_on_one_rank_names_rank_and_axis(
+    train, tmp_path, monkeypatch, capsys
+):
+    compute = TrainStep.compute
+
+    def with_fault(self, batches, **options):
+        computed = compute(self, batches, **options)
+        if self.model.comm.rank == 1:
+            self.grads.sharded_params["layer0.attn.q.weight"].grad.mul_(0.5)
+        return computed
+
+    monkeypatch.setattr(TrainStep, "compute", with_fault)
+    error = fails(train, tmp_path, capsys, "--mesh", "dp2")
+    assert (
+        "layer0.attn.q.weight gradient is 1/2 times the right values on rank 1 (axis dp)" in error
+    )
+
+
+def test_initial_values_that_are_not_those_of_the_config_are_named(
+    train, tmp_path, monkeypatch, capsys
+):
+    right = build.materialize_params
+
+    def materialize(model, *args, names=None, **options):
+        right(model, *args, names=names, **options)
+        with torch.no_grad():
+            for name in names or ():
+                if name == "layer0.attn.q.weight" and model.comm.index("tp") == 1:
+                    model.params[name].neg_()
+
+    monkeypatch.setattr(build, "materialize_params", materialize)
+    error = fails(train, tmp_path, capsys, "--mesh", "tp2")
+    assert "layer0.attn.q.weight as used is not the initial value that the config defines" in error
+
+
+def test_replicas_that_differ_are_named(train, tmp_path, monkeypatch, capsys):
+    right = build.materialize_params
+
+    def materialize(model, *args, names=None, **options):
+        right(model, *args, names=names, **options)
+        if "head.norm.weight" in (names or ()) and model.comm.rank == 1:
+            with torch.no_grad():
+                model.params["head.norm.weight"].add_(1e-12)
+
+    monkeypatch.setattr(build, "materialize_params", materialize)
+    error = fails(train, tmp_path, capsys, "--mesh", "dp2")
+    assert "head.norm.weight as used is not the same on the ranks that hold copies of it" in error
+
+
+def test_a_wrong_norm_is_named(train, tmp_path, monkeypatch, capsys):
+    right = grad_norm.squared_norm
+    monkeypatch.setattr(grad_norm, "squared_norm", lambda *args: right(*args) * 4)
+    error = fails(train, tmp_path, capsys, "--mesh", "dp2")
+    assert "norm of step 1: gradient norm is " in error
+    assert "2 times the right value" in error
