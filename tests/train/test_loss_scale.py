@@ -121,6 +121,7 @@ def train(
     comm: Comm,
     *,
     num_steps: int = 3,
+    clip: float = CLIP,
 ) -> tuple[list[StepReport], dict[str, Tensor]]:
     """Reports of some steps, and the values after them."""
     plan = case.plan.model_copy(update=vars(dtypes))
@@ -129,7 +130,7 @@ def train(
     step = TrainStep(
         model,
         make_optimizer=lambda tensors: adamw(tensors, decayed),
-        clip=CLIP,
+        clip=clip,
     )
     reports = []
     for batch in batches(case)[:num_steps]:
@@ -262,11 +263,13 @@ def test_sgd_updates_by_gradients_without_the_loss_scale(clip: float) -> None:
     ids=str,
 )
 def test_every_zero_stage_trains_the_same_masters(dtypes: Dtypes) -> None:
-    """One micro-batch: sums of two numbers, in any order the same."""
+    """One micro-batch: sums of two numbers, in any order the same. Nothing is clipped: kernels add the
+    squares of a norm in an order that depends on the shards, and on some CPUs to other last bits.
+    """
 
     def losses(zero: Any) -> list[float]:
         case = Case("dp2", microbatches=1, zero=zero)
-        reports, values = run_ranks(case.mesh, lambda comm: train(case, dtypes, comm))[0]
+        reports, values = run_ranks(case.mesh, lambda comm: train(case, dtypes, comm, clip=0.0))[0]
         for value in values.values():
             assert value.dtype == torch.float32
         return [report.loss for report in reports]
