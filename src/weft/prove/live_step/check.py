@@ -21,8 +21,8 @@ from weft.prove.live_step.gradient_rows import GradientRows, local_gradients
 from weft.prove.live_step.initial_values import InitialValues
 from weft.prove.live_step.judgement import Judgement, LiveDifference
 from weft.prove.live_step.memory import available_bytes, needed_bytes
+from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import OutputSketches, Projection
-from weft.prove.live_step.plain_chain import PlainChain
 from weft.prove.live_step.plain_pass import PassNumbers, PlainPass
 from weft.prove.live_step.tables import world_tables
 from weft.prove.live_step.units import num_units, units_of_rank
@@ -85,7 +85,7 @@ class LiveStepCheck:
         self.types = NumberTypes.of(task.precision)
         self._events: list[Event] = []
         self._again = False
-        self._chain: PlainChain | None = None
+        self._chain: MetaChain | None = None
 
     # the contract of `StepCheck`
 
@@ -129,9 +129,9 @@ class LiveStepCheck:
 
     # what is compared
 
-    def _plain_chain(self) -> PlainChain:
+    def _plain_chain(self) -> MetaChain:
         if self._chain is None:
-            self._chain = PlainChain.of(
+            self._chain = MetaChain.of(
                 self.task.family,
                 self.task.model,
                 device=self.comm.device,

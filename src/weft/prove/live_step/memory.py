@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from weft.comm.comm import Comm
-from weft.prove.live_step.plain_chain import PlainChain
+from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.units import Unit
 
 COPIES_OF_A_BLOCK = 4
@@ -18,7 +18,7 @@ USES_OF_AN_OUTPUT = 3.0
 
 
 def needed_bytes(
-    chain: PlainChain,
+    chain: MetaChain,
     units: Sequence[Unit],
     *,
     seq_len: int,

@@ -16,8 +16,8 @@ from torch.func import functional_call
 
 from weft.models.common.batch import Batch, Extra, activation_of
 from weft.prove.arithmetic import NumberTypes
+from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import Projection, output_tensors
-from weft.prove.live_step.plain_chain import PlainChain
 from weft.prove.live_step.units import Unit
 from weft.prove.live_step.whole_params import WholeParameters
 
@@ -29,7 +29,7 @@ OnGradient = Callable[[str, Tensor, float], None]
 perturbed passes; on every rank in the same order."""
 
 
-class Pass(NamedTuple):
+class UnitPass(NamedTuple):
     """One pass of a unit: index of the unit among this rank's, and the seed of its noise."""
 
     unit: int
@@ -69,7 +69,7 @@ class PlainPass:
 
     def __init__(
         self,
-        chain: PlainChain,
+        chain: MetaChain,
         whole: WholeParameters,
         types: NumberTypes,
         *,
@@ -89,7 +89,7 @@ class PlainPass:
         self.device = projection.device
         self._names = tuple(chain.blocks)
         self._passes = _passes(units)
-        self._inputs: dict[tuple[int, Pass], Any] = {}
+        self._inputs: dict[tuple[int, UnitPass], Any] = {}
         self._noise: torch.Generator | None = None
         self.numbers = self._no_numbers(global_size)
 
@@ -116,11 +116,11 @@ class PlainPass:
     # forward
 
     def _forward(self) -> None:
-        xs: dict[Pass, Any] = {each: self.batches[each.unit].inputs for each in self._passes}
-        losses: dict[Pass, float] = {}
+        xs: dict[UnitPass, Any] = {each: self.batches[each.unit].inputs for each in self._passes}
+        losses: dict[UnitPass, float] = {}
         for index, name in enumerate(self._names):
             values = self._values(name)
-            outputs: dict[Pass, Any] = {}
+            outputs: dict[UnitPass, Any] = {}
             for each in self._passes:
                 self._inputs[index, each] = xs[each]
                 with torch.no_grad():
@@ -142,7 +142,7 @@ class PlainPass:
             values[owner] = value.to(self.types.compute) if is_cast else value
         return values
 
-    def _call(self, index: int, each: Pass, x: Any, values: Mapping[str, Tensor]) -> Any:
+    def _call(self, index: int, each: UnitPass, x: Any, values: Mapping[str, Tensor]) -> Any:
         """The output of a block on whole sequences."""
         name = self._names[index]
         paths = self.chain.owners[name]
@@ -159,9 +159,9 @@ class PlainPass:
 
     def _add_loss(
         self,
-        each: Pass,
+        each: UnitPass,
         output: Any,
-        losses: dict[Pass, float],
+        losses: dict[UnitPass, float],
         *,
         is_last: bool,
     ) -> None:
@@ -172,7 +172,7 @@ class PlainPass:
             value += float(activation_of(output).double())
         losses[each] = losses.get(each, 0.0) + value
 
-    def _keep_output(self, index: int, each: Pass, output: Any) -> None:
+    def _keep_output(self, index: int, each: UnitPass, output: Any) -> None:
         """Projections, sizes and loads of a plain output."""
         rows = self.units[each.unit].rows
         span = slice(rows.start, rows.stop)
@@ -188,11 +188,11 @@ class PlainPass:
             before = self.numbers.loads.get(name)
             self.numbers.loads[name] = output.load if before is None else before + output.load
 
-    def _compare_noise(self, index: int, outputs: Mapping[Pass, Any]) -> None:
+    def _compare_noise(self, index: int, outputs: Mapping[UnitPass, Any]) -> None:
         for each, perturbed in outputs.items():
             if each.seed == PLAIN:
                 continue
-            plain = outputs[Pass(each.unit, PLAIN)]
+            plain = outputs[UnitPass(each.unit, PLAIN)]
             pairs = zip(output_tensors(plain), output_tensors(perturbed), strict=True)
             for right, other in pairs:
                 distance = (other.double() - right.double()).flatten(1).norm(dim=1)
@@ -200,9 +200,9 @@ class PlainPass:
                 spread = self.numbers.spread
                 spread[index] = torch.maximum(spread[index], relative.max())
 
-    def _keep_losses(self, losses: Mapping[Pass, float]) -> None:
+    def _keep_losses(self, losses: Mapping[UnitPass, float]) -> None:
         for each, value in losses.items():
-            plain = losses[Pass(each.unit, PLAIN)]
+            plain = losses[UnitPass(each.unit, PLAIN)]
             if each.seed == PLAIN:
                 self.numbers.losses[self.units[each.unit].rows.start] = value
             else:
@@ -214,7 +214,7 @@ class PlainPass:
     def _backward(self, on_gradient: OnGradient) -> None:
         trained = set(self.chain.trained)
         first_use = self.chain.first_use
-        grads_of_outputs: dict[Pass, Any] = dict.fromkeys(self._passes)
+        grads_of_outputs: dict[UnitPass, Any] = dict.fromkeys(self._passes)
         waiting: dict[str, list[_OwnerGradients]] = {}
         for index in reversed(range(len(self._names))):
             name = self._names[index]
@@ -244,7 +244,7 @@ class PlainPass:
     def _backward_of(
         self,
         index: int,
-        each: Pass,
+        each: UnitPass,
         leaves: Mapping[str, Tensor],
         grad_of_output: Any,
         found: _OwnerGradients,
@@ -334,7 +334,7 @@ class _OwnerGradients:
         self._plain: dict[str, Tensor] = {}
         self._dtype = dtype
 
-    def add(self, each: Pass, grads: Mapping[str, Tensor | None]) -> None:
+    def add(self, each: UnitPass, grads: Mapping[str, Tensor | None]) -> None:
         """Add the gradients of one pass; the noisy passes of a unit follow its plain one."""
         for owner, grad in grads.items():
             if grad is None:
@@ -354,10 +354,10 @@ class _OwnerGradients:
         self._plain.pop(owner, None)
 
 
-def _passes(units: Sequence[Unit]) -> tuple[Pass, ...]:
+def _passes(units: Sequence[Unit]) -> tuple[UnitPass, ...]:
     """All passes of a rank; the noisy ones of a unit follow its plain one."""
     return tuple(
-        Pass(number, seed)
+        UnitPass(number, seed)
         for number, unit in enumerate(units)
         for seed in (PLAIN, *unit.noise_seeds)
     )

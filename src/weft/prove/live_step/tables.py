@@ -11,8 +11,8 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.prove.live_step.gradient_rows import GradientRows
 from weft.prove.live_step.judgement import GradientRow, OutputRow, StepNumbers
+from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import OutputSketches
-from weft.prove.live_step.plain_chain import PlainChain
 from weft.prove.live_step.plain_pass import PassNumbers
 from weft.prove.live_step.whole_params import largest_over_ranks, sum_over_ranks
 
@@ -33,7 +33,7 @@ class WorldTables:
 
 def world_tables(
     comm: Comm,
-    chain: PlainChain,
+    chain: MetaChain,
     sketches: OutputSketches,
     numbers: PassNumbers,
     rows: GradientRows,
@@ -96,7 +96,7 @@ def _without_nan(x: Tensor) -> Tensor:
 
 
 def _flags(
-    chain: PlainChain,
+    chain: MetaChain,
     flagged: Sequence[Collection[str]],
     *,
     like: Tensor,
@@ -104,7 +104,7 @@ def _flags(
     return like.new_tensor([float(name in names) for names in flagged for name in chain.shapes])
 
 
-def _named(chain: PlainChain, flags: Sequence[float]) -> tuple[str, ...]:
+def _named(chain: MetaChain, flags: Sequence[float]) -> tuple[str, ...]:
     return tuple(name for name, flag in zip(chain.shapes, flags, strict=True) if flag)
 
 

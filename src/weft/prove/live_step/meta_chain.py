@@ -17,7 +17,7 @@ from weft.train.init_from import lazy_blocks, place_buffers
 
 
 @dataclass(frozen=True)
-class PlainChain:
+class MetaChain:
     """The blocks of a model, whose parameters are on the meta device.
 
     Attributes:
@@ -41,7 +41,7 @@ class PlainChain:
         *,
         device: torch.device,
         compute: torch.dtype,
-    ) -> PlainChain:
+    ) -> MetaChain:
         """The chain of a family; buffers are on the device of a rank."""
         lazy = lazy_blocks(family, config)
         blocks = {name: lazy[name] for name in lazy}
@@ -57,7 +57,7 @@ class PlainChain:
             shapes[owner] = tuple(param.shape)
             if param.requires_grad:
                 trained.setdefault(owner)
-        return PlainChain(
+        return MetaChain(
             blocks=blocks,
             owners=owners,
             shapes=shapes,
