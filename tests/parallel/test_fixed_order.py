@@ -52,10 +52,12 @@ def train(
     family: str = "llama3",
     compute: str = "float32",
     fixed_order: bool = True,
+    **options: Any,
 ) -> Trained:
     """Rank 0 of a layout in float32, after three steps on 8 micro-batches each."""
     degree = Mesh.parse(mesh).degree("dp")
-    case = Case(mesh, family=family, zero=zero, microbatches=NUM_MICRO // degree, layers=2)
+    options = {"layers": 2, **options}
+    case = Case(mesh, family=family, zero=zero, microbatches=NUM_MICRO // degree, **options)
     types = {"params": "float32", "compute": compute, "reduce": "float32"}
     plan = case.plan.model_copy(update=types)
     optim = OptimConfig(name=optimizer)
@@ -159,6 +161,24 @@ def test_other_axes_keep_the_bits_of_each_other(rest: str, family: str, zero: in
     one = train(rest, zero=zero, family=family)
     two = train(f"dp2 {rest}", zero=zero, family=family)
     assert not one.differences(two)
+
+
+TIED_ON_ONE_RANK = {"grouped": True, "schedule": "zbv", "chunks": 2, "layers": 4}
+"""The first and the last stage, which use the tied weight, are on the first pipeline rank."""
+
+
+@cache
+def tied_on_one_rank() -> Trained:
+    return train("pp2", **TIED_ON_ONE_RANK)
+
+
+@pytest.mark.parametrize(
+    ("degree", "zero"),
+    [(2, 0), (4, 0), (1, 2), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)],
+)
+def test_a_tied_weight_of_two_stages_of_a_rank_has_the_same_bits(degree: int, zero: int) -> None:
+    found = train(f"pp2 dp{degree}", zero=zero, **TIED_ON_ONE_RANK)
+    assert not tied_on_one_rank().differences(found)
 
 
 def test_a_tree_sum_does_not_depend_on_the_order_of_its_leaves() -> None:

@@ -84,12 +84,16 @@ class TreeSum:
     def take(self) -> Tensor | None:
         """The sum of all leaves, and of stages in their order; None without leaves."""
         total: Tensor | None = None
-        stages = {node.stage for node in self.nodes}
-        for stage in sorted(stages):
-            stage_sum = self._take_stage(stage)
+        for stage_sum in self.take_stages():
             total = stage_sum if total is None else total.add_(stage_sum)
-        self.nodes.clear()
         return total
+
+    def take_stages(self) -> list[Tensor]:
+        """The sum of the leaves of each stage, in the order of stages."""
+        stages = sorted({node.stage for node in self.nodes})
+        sums = [self._take_stage(stage) for stage in stages]
+        self.nodes.clear()
+        return sums
 
     def _take_stage(self, stage: int) -> Tensor:
         """The root: a node without a sibling is that of the level above."""
@@ -183,6 +187,26 @@ class FixedOrderSum:
         if self.data_first:
             return (data, *others)
         return (*others, data)
+
+
+class StageSums:
+    """The sums over ranks of the gradients of several stages of this rank, which are added last: the
+    tree over the micro-batches of one stage goes on over the ranks.
+    """
+
+    def __init__(self, sums: Sequence[Work | FixedOrderSum]) -> None:
+        self._sums = sums
+
+    def is_completed(self) -> bool:
+        """Whether what the other ranks send has arrived."""
+        return all(stage_sum.is_completed() for stage_sum in self._sums)
+
+    def wait(self) -> Tensor:
+        """The sum over the stages, in the memory of that of the first."""
+        first, *others = [stage_sum.wait() for stage_sum in self._sums]
+        for stage_sum in others:
+            first.add_(stage_sum)
+        return first
 
 
 SUM_BITS = 30

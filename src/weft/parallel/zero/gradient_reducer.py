@@ -212,7 +212,7 @@ class GradientReducer:
         if not is_complete:
             return
         group.missing = set(group.params)
-        if self._reduces_now(group.stage):
+        if self._reduces_now(group.stage) and not group.reduces_each_leaf:
             self._complete.add(key)
             self._reduce_in_order(group.stage)
         group.reshard()
@@ -270,7 +270,7 @@ class GradientReducer:
         for stage in stages:
             waiting: deque[ParamGroup] = deque()
             for group in self.trained_groups:
-                if group.stage == stage:
+                if group.stage == stage and not group.reduces_each_leaf:
                     waiting.appendleft(group)
             self._waiting[stage] = waiting
 
@@ -289,6 +289,8 @@ class GradientReducer:
                 group.missing = set(group.params)
             if not is_shared and not is_split:
                 ended_stages.add(group.stage)
+            if group.reduces_each_leaf:
+                self._start_reduce(group)
         self._touched.clear()
         for stage in sorted(ended_stages):
             self._reduce_incomplete(stage)

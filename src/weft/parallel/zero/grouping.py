@@ -61,7 +61,7 @@ def make_gradient_reducer(
         model.comm,
         reduces_every_backward=policy.zero >= 2,
         split_stages=split_stages,
-        shared=_shared_params(model),
+        shared=frozenset(name for name, count in _stage_counts(model).items() if count > 1),
         ungrouped=ungrouped,
     )
     chains: list[list[BlockGroups]] = []
@@ -113,8 +113,10 @@ class Bucket:
         params: Mapping[str, nn.Parameter],
         comm: Comm,
         policy: ShardingPolicy,
+        *,
+        stage_counts: Mapping[str, int],
     ) -> ParamGroup:
-        """The group of these parameters."""
+        """The group of these parameters, each of which so many stages use."""
         members = {name: params[name] for name in self.names}
         return ParamGroup(
             members,
@@ -122,6 +124,7 @@ class Bucket:
             policy,
             axes=self.key.axes,
             stage=self.key.stage,
+            num_stages=max(stage_counts[name] for name in self.names),
         )
 
 
@@ -159,7 +162,7 @@ def bucket_reducer(
             reduce=dtype,
             keeps_unsharded_grad=True,
         )
-        group = bucket.group(trained, comm, policy)
+        group = bucket.group(trained, comm, policy, stage_counts=dict.fromkeys(trained, 1))
         groups.append(group)
     return GradientReducer(groups, comm)
 
@@ -188,8 +191,9 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
         frozen_policy = replace(policy, params=policy.compute)
         frozen_group = ParamGroup(frozen, model.comm, frozen_policy, axes=())
         groups.append(frozen_group)
+    stage_counts = _stage_counts(model)
     for bucket in buckets:
-        group = bucket.group(trained, model.comm, policy)
+        group = bucket.group(trained, model.comm, policy, stage_counts=stage_counts)
         groups.append(group)
     return groups
 
@@ -276,6 +280,7 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
         params=policy.compute,
     )
     groups: list[ParamGroup] = []
+    stage_counts = _stage_counts(model)
     for key, names in members.items():
         model.materialize([name for name in names if model.params[name].is_meta])
         group = ParamGroup(
@@ -284,19 +289,16 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
             frozen_policy if key.is_frozen else policy,
             axes=key.axes,
             stage=key.stage,
+            num_stages=max(stage_counts[name] for name in names),
         )
         groups.append(group)
     return groups
 
 
-def _shared_params(model: ParallelModel) -> frozenset[str]:
-    """Parameters that more than one stage of this rank uses."""
+def _stage_counts(model: ParallelModel) -> dict[str, int]:
+    """How many stages of this rank use each parameter."""
     num_stages: Counter[int] = Counter()
     for stage in model.stages.values():
         ids = map(id, stage.parameters())
         num_stages.update(ids)
-    shared: set[str] = set()
-    for name, param in model.params.items():
-        if num_stages[id(param)] > 1:
-            shared.add(name)
-    return frozenset(shared)
+    return {name: num_stages[id(param)] for name, param in model.params.items()}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.comm.transport import Communicator, Work
 from weft.errors import CommError, Fault, PlanError
-from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, TreeSum
+from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, StageSums, TreeSum
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.sharding_policy import ShardingPolicy
 
@@ -41,6 +41,7 @@ class ParamGroup:
     Attributes:
         axes: mesh axes over which the gradient is summed and, from ZeRO 1 on, the group is sharded.
         stage: the local pipeline stage whose backward completes the gradients.
+        num_stages: the most local pipeline stages that use one parameter.
         index: of this rank's shard.
         unsharded_params: the parameters that modules use, in `policy.compute`; None where they stay
             in their own memory.
@@ -63,12 +64,14 @@ class ParamGroup:
         *,
         axes: tuple[str, ...],
         stage: int = 0,
+        num_stages: int = 1,
     ) -> None:
         self.params = dict(params)
         self.comm = comm
         self.policy = policy
         self.axes = axes
         self.stage = stage
+        self.num_stages = num_stages
         self.index = 0
         num_shards = 1
         if policy.zero:
@@ -85,7 +88,7 @@ class ParamGroup:
         self.unsharded_grad: Tensor | None = None
         self.sharded_grad: Tensor | None = None
         self._grad_views: dict[str, Tensor] = {}
-        self._reducing: Work | FixedOrderSum | None = None
+        self._reducing: Work | FixedOrderSum | StageSums | None = None
         self.leaf = FIRST_LEAF
         self._reducing_leaf = FIRST_LEAF
         self._trees: dict[str, TreeSum] = defaultdict(TreeSum)
@@ -110,6 +113,13 @@ class ParamGroup:
         """
         first = next(iter(self.params.values()))
         return self.policy.keeps_param_memory and first.dtype == self.policy.compute
+
+    @property
+    def reduces_each_leaf(self) -> bool:
+        """Whether what the backward of each stage yields is reduced by itself, at its end: several
+        stages use a parameter, and the order of their backwards must not matter.
+        """
+        return self.num_stages > 1 and self.policy.sums_reduced
 
     @property
     def is_sharded(self) -> bool:
@@ -285,21 +295,28 @@ class ParamGroup:
         if unsharded is None:
             unsharded = self._allocate_unsharded_grad()
         if policy.sums_microbatches:
-            self._take_trees()
-        self._reducing = self._start_collective(unsharded)
+            self._reducing = self._start_stage_sums(unsharded)
+        else:
+            self._reducing = self._start_collective(unsharded)
         self._reducing_leaf = self.leaf
         self.is_reduced = True
         if not policy.keeps_unsharded_grad:
             self.unsharded_grad = None
             self._grad_views = {}
 
-    def _take_trees(self) -> None:
-        """Have the sum of all micro-batches in the unsharded gradient."""
+    def _start_stage_sums(self, unsharded: Tensor) -> Work | FixedOrderSum | StageSums:
+        """Reduce the sums of all micro-batches: in the unsharded gradient; where several stages use
+        a parameter, those of the later ones in memory of their own.
+        """
+        flats = [unsharded]
+        for _ in range(1, self.num_stages):
+            flats.append(torch.zeros_like(unsharded))
+        views = [self._grad_views, *(self.layout.views(flat) for flat in flats[1:])]
         for name, tree in self._trees.items():
-            total = tree.take()
-            if total is not None:
-                view = self._grad_views[name]
-                view.copy_(total)
+            for place, stage_sum in enumerate(tree.take_stages()):
+                views[place][name].copy_(stage_sum)
+        sums = [self._start_collective(flat) for flat in flats]
+        return sums[0] if len(sums) == 1 else StageSums(sums)
 
     def _zero_unset_grads(self) -> None:
         """Set the views of parameters to 0 whose `.grad` was set to None between steps and that
