@@ -181,7 +181,12 @@ def prove(
     tokens = None if isinstance(data, (str, Path)) else data
     with tempfile.TemporaryDirectory() as folder:
         stored = () if tokens is None else _stored_tokens(tokens, Path(folder))
-        run = load_checked_run((*words, *stored), proof_data_checks, choose_mesh=choose_mesh)
+        run = load_checked_run(
+            (*words, *stored),
+            proof_data_checks,
+            preflight.optimizer_checks,
+            choose_mesh=choose_mesh,
+        )
         return prove_config(run, steps=first, full=full)
 
 

@@ -60,9 +60,11 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+@pytest.mark.parametrize("command", ["train", "prove"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_optimizer_is_one_line(
     name: str,
+    command: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -73,7 +75,7 @@ def test_a_bad_optimizer_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.dont_write_bytecode", True)
     start_s = time.process_time()
-    code = main(["train", *words])
+    code = main([command, *words])
     assert time.process_time() - start_s < LIMIT_S
     captured = capsys.readouterr()
     assert code == EXIT_USER, captured

@@ -88,6 +88,13 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         ),
         Check(("lora.base", "lora.rank", "model"), has_base),
         Check(RESUME_KEYS, resumes),
+        *optimizer_checks(run),
+    )
+
+
+def optimizer_checks(run: Run) -> tuple[Check, ...]:
+    """The checks of optimizers and groups of parameters against the model, of runs and proofs."""
+    return (
         Check(
             reads=("optim", "model", "lora"),
             find=partial(_optimizer_faults, run.optim, run.model, run.lora),

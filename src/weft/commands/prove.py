@@ -22,7 +22,7 @@ from weft.commands.console import (
     wants_help,
 )
 from weft.commands.data_checks import CROSS_ENTROPY
-from weft.commands.preflight import data_checks
+from weft.commands.preflight import data_checks, optimizer_checks
 from weft.config import flags
 from weft.config.changed_runs import changes
 from weft.config.checks import Check, run_checks
@@ -112,7 +112,7 @@ def prove(words: Sequence[str]) -> int:
         report = prove_folder(folder, first=options.first, show=show)
     else:
         # short rows fit any vocabulary
-        tables = [proof_data_checks] if options.rows == "own" else []
+        tables = [optimizer_checks, *([proof_data_checks] if options.rows == "own" else [])]
         run = load_checked_run(rest, *tables, choose_mesh=choose_mesh)
         set_openmp_policy()
         report = prove_config(
