@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 import weft
 from tests.programs import programs
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.plant import planted
+from weft.python_api import checked_run
 
 MODEL = Path(__file__).parent / "user_models" / "parallel_block.py"
 KEYS = {"batch.global_size": 4, "batch.micro_size": 1, "data": {"seq_len": 16}, "optim.warmup": 0}
@@ -41,6 +45,32 @@ def test_a_wrong_config_is_one_fault_before_anything_starts(tmp_path: Path) -> N
     with pytest.raises(weft.WeftError, match=r"is no config \(got int"):
         weft.train(3)
     assert not (tmp_path / "run").exists()
+
+
+class Endless(Dataset[torch.Tensor]):
+    """A map-style data set, whose rows have no end for what calls it as a sequence."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.arange(16)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "data",
+    [Endless(), [Endless()], DataLoader(Endless()), iter([1, 2]), {"tokens": [1, 2]}, object(), []],
+    ids=lambda data: type(data).__name__,
+)
+def test_data_of_another_type_is_one_fault_at_once(data: object) -> None:
+    with pytest.raises(weft.WeftError, match=r"data: is no data \(got .*an array, tensor or list"):
+        weft.train({}, model=MODEL, data=data)
+
+
+@pytest.mark.parametrize("data", [range(9), (1, 2), array("H", [1, 2]), torch.arange(3)])
+def test_tokens_are_any_array_or_list_of_whole_numbers(data: object) -> None:
+    checked_run({}, model=MODEL, data=data)
 
 
 def test_a_proof_is_a_record_with_its_bounds_and_the_first_difference() -> None:

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from numbers import Number
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
@@ -35,7 +37,15 @@ from weft.commands.prove import proof_data_checks, prove_config, prove_folder
 from weft.config.keys import flatten
 from weft.config.run import Run
 from weft.config.user_code import canonical_reference, is_reference
-from weft.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_USER, Fault, UserError, WeftError
+from weft.errors import (
+    EXIT_OK,
+    EXIT_PREEMPTED,
+    EXIT_USER,
+    Fault,
+    UserError,
+    WeftError,
+    first_line,
+)
 from weft.models import FAMILIES
 from weft.prove.report import ProofReport
 from weft.train.event_lines import read_run_events, step_history
@@ -292,17 +302,32 @@ def _check_tokens(data: Any) -> None:
     """An array of tokens has one dimension and whole numbers."""
     import numpy as np
 
-    tokens = np.asarray(data)
+    if not _is_array(data):  # NumPy takes any other object for a sequence, maybe one without an end
+        raise UserError(_no_data(type(data).__name__))
+    try:
+        tokens = np.asarray(data)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(_no_data(f"{type(data).__name__}: {first_line(error)}")) from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
-        got = f"shape {list(tokens.shape)} of {tokens.dtype}"
-        need = "a data source, or tokens: whole numbers in one dimension"
-        raise UserError(Fault("data", "is no data", got=got, need=need))
+        raise UserError(_no_data(f"shape {list(tokens.shape)} of {tokens.dtype}"))
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= MAX_TOKENS:
         got = f"{least} to {most}"
         raise UserError(
             Fault("data", "has numbers that are no tokens", got=got, need="0 or more, below 2**32")
         )
+
+
+def _is_array(data: Any) -> bool:
+    """Whether an object is an array, a tensor, or a list, tuple or range of numbers."""
+    if isinstance(data, (list, tuple)):
+        return all(isinstance(each, Number) or hasattr(each, "__array__") for each in data)
+    return isinstance(data, (range, array)) or hasattr(data, "__array__")
+
+
+def _no_data(got: str) -> Fault:
+    need = "a data source, or tokens: an array, tensor or list of whole numbers in one dimension"
+    return Fault("data", "is no data", got=got, need=need)
 
 
 def _run_child(prepared: _PreparedRun) -> Iterator[Step]:
@@ -422,11 +447,11 @@ def _stored_tokens(tokens: Any, out: Path) -> Iterator[str]:
     """Flags of a token file in the run folder."""
     import numpy as np
 
-    array = np.asarray(tokens)
-    dtype = "uint16" if int(array.max()) < 2**16 else "uint32"
+    stored = np.asarray(tokens)
+    dtype = "uint16" if int(stored.max()) < 2**16 else "uint32"
     out.mkdir(parents=True, exist_ok=True)
     path = out / TOKENS
-    array.astype(dtype).tofile(path)
+    stored.astype(dtype).tofile(path)
     yield from ("--data.source", str(path), "--data.token_dtype", dtype)
 
 
