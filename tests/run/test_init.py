@@ -95,3 +95,31 @@ def test_a_world_of_another_size_is_one_line(monkeypatch):
         match=r"^mesh: differs from the world size \(got 3 ranks; need 4 for 'dp2 tp2'\)",
     ):
         weft.init("dp2 tp2", device="cpu")
+
+
+AFTER_THREADS = """
+import os, sys, torch, weft
+
+torch.set_num_threads(2)
+if "compute" in sys.argv:
+    torch.ones(1 << 20).exp()
+comm = weft.init("dp2", device="cpu")
+torch.set_num_threads(2)
+torch.ones(1 << 20).exp()
+sys.stdout.write(f"{comm.all_reduce(torch.ones(1), 'dp').item()}\\n")
+"""
+
+
+@pytest.mark.timeout(60)
+def test_after_an_operation_with_several_threads_the_start_is_an_error_and_no_hang():
+    done = programs().run(AFTER_THREADS, "compute", environ=ENV)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "has computed with several threads, and they do not survive a fork. Fix: start" in last
+    assert "torchrun --nproc-per-node 2" in last
+
+
+@pytest.mark.timeout(60)
+def test_ranks_of_a_process_that_has_computed_nothing_use_several_threads():
+    done = programs().run(AFTER_THREADS, environ=ENV)
+    assert (done.returncode, done.stdout) == (0, "2.0\n2.0\n")

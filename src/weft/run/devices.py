@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from weft.errors import Fault, LaunchError
+from weft.run.fork_probe import survives_fork
 from weft.run.world import ThreadRendezvous, World
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
@@ -298,7 +299,7 @@ def fork_problem() -> str:
     """Why a fork of this process could not compute; "" if it can.
 
     The CUDA runtime does not survive a fork, nor do the device threads that autograd starts at the
-    first backward on a machine with a GPU, also one of CPU tensors.
+    first backward on a machine with a GPU, also one of CPU tensors, nor those of OpenMP.
     """
     if torch.cuda.is_initialized():
         return "this process uses CUDA already, and CUDA does not survive a fork"
@@ -307,6 +308,8 @@ def fork_problem() -> str:
         return "this process is a fork of one that used CUDA"
     if _has_autograd_threads():
         return "autograd's device threads run since the first backward, and do not survive a fork"
+    if not survives_fork():
+        return "this process has computed with several threads, and they do not survive a fork"
     return ""
 
 

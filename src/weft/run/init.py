@@ -43,7 +43,8 @@ def init(
 
     A world is created by forking this process: every rank continues from here with a Comm of its
     own. The process that the user started waits for the ranks, prints the first error, and exits.
-    So call it early, before anything is computed or a thread is started. A mesh of one rank is this
+    So call it early, before anything is computed or a thread is started; where threads of OpenMP,
+    autograd or CUDA run, which a fork does not survive, this is an error. A mesh of one rank is this
     process itself.
 
     Args:
@@ -53,7 +54,7 @@ def init(
 
     Raises:
         LaunchError: the size of the existing world differs from the mesh, or there are not enough
-            GPUs.
+            GPUs, or this process cannot be forked any more.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     world = detect(os.environ) or _create_world(shape, device, port)

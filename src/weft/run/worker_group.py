@@ -62,7 +62,10 @@ def fork_workers(
     """
     problem = fork_problem()
     if problem:
-        fix = "start the ranks before anything is computed, or start them with torchrun"
+        fix = (
+            "start the ranks (weft.init) before anything is computed, "
+            f"or run torchrun --nproc-per-node {size} with this script"
+        )
         raise LaunchError(Fault("ranks", problem, fix=fix))
     import_modules_of_ranks(mesh)
     had_frozen = gc.get_freeze_count() > 0  # forks of the fork server have, and keep it so
