@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.errors import DataError, PlanError
+from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.parallel.pipeline.module import PipelineParallel
+from weft.parallel.zero.fsdp import FullyShardedDataParallel
 from weft.testing import run_ranks
 
 
@@ -143,6 +146,122 @@ def test_inputs_may_be_token_ids(mesh: str, schedule: str) -> None:
             torch.testing.assert_close(grad, want[name], rtol=1e-11, atol=1e-15)
         seen.update(grads)
     assert seen == set(want)
+
+
+def masked_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over the targets that are no padding, and their number."""
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="sum"
+    )
+    return total, (targets >= 0).sum()
+
+
+def padded(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Token ids of 8 rows, and targets of which rows have 0 to 5."""
+    tokens = torch.randint(0, 7, (8, 6), generator=generator)
+    targets = tokens[:, 1:].clone()
+    for row, length in enumerate((5, 1, 2, 5, 0, 0, 3, 1)):
+        targets[row, length:] = -1
+    return tokens[:, :-1], targets
+
+
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [("", "1f1b"), ("pp2", "1f1b"), ("pp2 dp2", "zero_bubble"), ("pp2", "zbv")],
+)
+def test_sums_of_unequal_numbers_of_targets_are_divided_once(mesh: str, schedule: str) -> None:
+    torch.manual_seed(3)
+    middle = [nn.Linear(4, 4).double() for _ in range(3)]
+    blocks = [Tokens().double(), *middle, nn.Linear(4, 7).double()]
+    inputs, targets = padded(torch.Generator().manual_seed(1))
+    whole = nn.Sequential(*copy.deepcopy(blocks))
+    total, count = masked_sum(whole(inputs), targets)
+    loss = total / count
+    loss.backward()
+    want = {name: param.grad for name, param in whole.named_parameters()}
+
+    def rank(comm: Comm) -> tuple[list[float], dict[str, Tensor]]:
+        own = [part.chunk(comm.degree("dp"))[comm.index("dp")] for part in (inputs, targets)]
+        pipe = PipelineParallel(
+            copy.deepcopy(blocks),
+            comm,
+            loss=masked_sum,
+            example=inputs[:2],
+            microbatches=len(own[0]) // 2,
+            schedule=schedule,
+        )
+        losses = [pipe.step(own[0], own[1]).item() for _ in range(2)]
+        return losses, {
+            name.replace(".module", "", 1): param.grad for name, param in pipe.model.params.items()
+        }
+
+    for losses, grads in run_ranks(mesh, rank):
+        assert losses == pytest.approx([loss.item()] * 2, rel=1e-12)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, want[name], rtol=1e-11, atol=1e-15)
+
+
+def test_a_step_without_a_target_has_no_gradient_and_a_loss_of_some_counts_is_rejected() -> None:
+    inputs = torch.randint(0, 7, (4, 5))
+
+    def some(logits: Tensor, targets: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        total, count = masked_sum(logits, targets)
+        return (total, count) if int(count) else total
+
+    def rank(comm: Comm) -> None:
+        for loss in (masked_sum, some):
+            pipe = PipelineParallel(
+                [Tokens(), nn.Linear(4, 7)], comm, loss=loss, example=inputs[:2], microbatches=2
+            )
+            if loss is masked_sum:
+                assert pipe.step(inputs, torch.full_like(inputs, -1)).item() == 0
+                assert all(not param.grad.any() for param in pipe.parameters())
+            else:
+                targets = torch.full_like(inputs, -1)
+                targets[0] = 1
+                with pytest.raises(
+                    PlanError, match=r"some micro-batches alone \(got none for 1 of 2"
+                ):
+                    pipe.step(inputs, targets)
+
+    run_ranks("pp2", rank)
+
+
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_the_global_mean_of_padded_batches_is_that_of_one_process(
+    wrapper: type[nn.Module], backwards: int
+) -> None:
+    torch.manual_seed(3)
+    module = nn.Sequential(Tokens().double(), nn.Linear(4, 7).double())
+    inputs, targets = padded(torch.Generator().manual_seed(1))
+    whole = copy.deepcopy(module)
+    total, count = masked_sum(whole(inputs), targets)
+    loss = total / count
+    loss.backward()
+    torch.optim.SGD(whole.parameters(), lr=1.0).step()
+
+    def rank(comm: Comm) -> tuple[float, dict[str, Tensor]]:
+        net = wrapper(copy.deepcopy(module), comm)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        x, y = (part.chunk(4)[comm.rank] for part in (inputs, targets))
+        own_count = (y >= 0).sum()
+        value = 0.0
+        for number, (xs, ys) in enumerate(zip(x.chunk(backwards), y.chunk(backwards), strict=True)):
+            is_last = number == backwards - 1
+            with nullcontext() if is_last else net.no_sync():
+                sum_here, _ = masked_sum(net(xs), ys)
+                part = net.global_mean(sum_here, own_count)
+                part.backward()
+                value += part.item()
+        net.finish_gradient_synchronization()
+        optimizer.step()
+        return value, net.full_state_dict()
+
+    for value, state in run_ranks("dp4", rank):
+        assert value == pytest.approx(loss.item(), rel=1e-12)
+        for name, expected in whole.state_dict().items():
+            torch.testing.assert_close(state[name], expected, rtol=1e-11, atol=1e-14)
 
 
 class PartlyUsed(nn.Module):

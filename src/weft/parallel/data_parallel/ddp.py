@@ -16,6 +16,7 @@ from weft.errors import Fault, PlanError
 from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.model.buffers import broadcast_buffers
+from weft.parallel.zero.global_mean import global_mean
 from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.wrapped_params import (
     check_all_wrapped,
@@ -125,6 +126,20 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self._requires_gradient_sync = True
+
+    def global_mean(self, total: Tensor, count: Tensor | float) -> Tensor:
+        """The mean loss over what counts on all ranks, to call `backward()` on: a batch with padding
+        counts fewer targets than that of another rank, and the mean of the ranks' means is another
+        number. Every rank must call it.
+
+            loss = F.cross_entropy(net(x), y, ignore_index=-100, reduction="sum")
+            net.global_mean(loss, (y != -100).sum()).backward()
+
+        Args:
+            total: sum of this rank's losses, scalar.
+            count: of its targets; with several backwards a step, of all of them together.
+        """
+        return global_mean(self.comm, self.axis, total, count)
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks, and take the first rank's buffers.

@@ -28,6 +28,7 @@ from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.player import Player
 from weft.parallel.pipeline.state_entries import state_entries, tensors_of
 from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.global_mean import nonzero
 from weft.parallel.zero.grad_norm import sum_tied_gradients
 from weft.parallel.zero.grouping import bucket_reducer
 from weft.parallel.zero.wrapped_params import (
@@ -39,7 +40,7 @@ from weft.parallel.zero.wrapped_params import (
 )
 from weft.schedule.catalog import find, lines_of
 
-LossOf = Callable[[Tensor, Tensor], Tensor]
+LossOf = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
 
 
 class PipelineParallel(nn.Module):
@@ -59,7 +60,9 @@ class PipelineParallel(nn.Module):
             one floating-point dtype. A parameter that blocks share has the sum of all its
             gradients on every rank that holds it.
         comm: communication with the other ranks; the pipeline axis and the data axes are used.
-        loss: (output of the last block, targets) -> scalar mean over the micro-batch.
+        loss: (output of the last block, targets) -> scalar mean over the micro-batch; or its sum and
+            the number of targets, where micro-batches may have unequal numbers: the sums are then
+            divided once, by the number of all.
         example: input of one micro-batch, for its shape and dtype only.
         microbatches: a step's input is split into so many, along dim 0.
         schedule: name or table file, as `weft schedule` draws it.
@@ -148,7 +151,7 @@ class PipelineParallel(nn.Module):
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss over `inputs` (of all data ranks), in place of those of the
-        step before; returns that loss, on every rank.
+        step before; returns that loss, on every rank. 0 where a loss with counts has no target.
 
         inputs[N, ...] and targets[N, ...] are this data rank's. Afterwards data ranks have the
         first one's buffers, such as the running statistics of BatchNorm.
@@ -169,7 +172,30 @@ class PipelineParallel(nn.Module):
         loss = state.loss * seed
         self._finish_gradients(axes)
         broadcast_buffers(self.stages, self.comm, axes)
-        return self.comm.all_reduce(loss, (PP, *axes))
+        return self._divide_once(loss, axes, num_parts=num_parts)
+
+    def _divide_once(self, loss: Tensor, axes: tuple[str, ...], *, num_parts: int) -> Tensor:
+        """The loss of all ranks. Where the loss counts its targets, it and the gradients, so far the
+        sums over `num_parts`, are divided by the number of all targets instead.
+        """
+        counts: list[Tensor] = []
+        block = self.model.blocks.get(LOSS)
+        if isinstance(block, _LossBlock):
+            counts = block.take_counts()
+        local = torch.zeros(3, dtype=loss.dtype, device=loss.device)
+        local[0] = loss
+        local[1] = sum(counts)
+        local[2] = len(counts)
+        total, count, num_counted = self.comm.all_reduce(local, (PP, *axes)).unbind()
+        num_without = num_parts - int(num_counted.item())
+        if num_without == num_parts:  # each has returned its mean
+            return total
+        if num_without:
+            what = "returned a number of targets for some micro-batches alone"
+            raise PlanError(Fault("loss", what, got=f"none for {num_without} of {num_parts}"))
+        factor = num_parts / nonzero(count)
+        self._reducer.scale(factor)
+        return total * factor
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -344,9 +370,20 @@ class _LossBlock(nn.Module):
     def __init__(self, loss: LossOf) -> None:
         super().__init__()
         self.loss = loss
+        self._counts: list[Tensor] = []
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.loss(x, batch.targets)
+        found = self.loss(x, batch.targets)
+        if isinstance(found, Tensor):
+            return found
+        total, count = found
+        self._counts.append(torch.as_tensor(count).detach())
+        return total
+
+    def take_counts(self) -> list[Tensor]:
+        """The numbers of targets that the loss has returned since the last call."""
+        counts, self._counts = self._counts, []
+        return counts
 
 
 @dataclass(frozen=True)

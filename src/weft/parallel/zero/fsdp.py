@@ -27,6 +27,7 @@ from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.zero.backward_order import register_backward_order
+from weft.parallel.zero.global_mean import global_mean
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
 from weft.parallel.zero.param_group import ParamGroup
@@ -353,6 +354,16 @@ class FullyShardedDataParallel(nn.Module):
             yield
         finally:
             self._requires_gradient_sync = True
+
+    def global_mean(self, total: Tensor, count: Tensor | float) -> Tensor:
+        """The mean loss over what counts on all ranks, to call `backward()` on; see
+        `DistributedDataParallel.global_mean`.
+
+        Args:
+            total: sum of this rank's losses, scalar.
+            count: of its targets; with several backwards a step, of all of them together.
+        """
+        return global_mean(self.comm, self.axis, total, count)
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over the ranks, and take the first rank's buffers.
