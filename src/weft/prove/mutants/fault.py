@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -143,14 +143,17 @@ class MutantLayout:
         Args:
             stream, documents: as of `words`.
         """
-        words = [*self._data_words(stream, documents), *USER_MODELS[self.family], *USER_SIZES]
+        sizes = (*USER_MODELS[self.family], *USER_SIZES)
+        return (*self._data_words(stream, documents), *sizes, *self._user_options())
+
+    def _user_options(self) -> Iterator[str]:
+        """Its options without those that fit small runs alone."""
         is_left_out = False
         for word in shlex.split(self.options):
             if word.startswith("--"):
                 is_left_out = word in SMALL_RUN_KEYS
             if not is_left_out:
-                words.append(word)
-        return tuple(words)
+                yield word
 
     def _data_words(self, stream: str, documents: str) -> list[str]:
         words = ["--mesh", self.mesh, "--model.name", self.family]
@@ -163,11 +166,14 @@ class MutantLayout:
         return words
 
     def __str__(self) -> str:
-        words = [self.mesh or "one rank", self.family]
+        """The user's run."""
+        _, model, *more = USER_MODELS[self.family]
+        words = [self.mesh or "one rank", " ".join((model, *more)).replace("--", "")]
         if self.documents:
             words.append("documents")
-        if self.options:
-            words.append(self.options.replace("--", ""))
+        options = " ".join(self._user_options()).replace("--", "")
+        if options:
+            words.append(options)
         return ", ".join(words)
 
 
