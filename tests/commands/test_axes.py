@@ -58,6 +58,35 @@ def test_what_no_sharding_fits_is_undecided(capsys: pytest.CaptureFixture[str]) 
     assert "# undecided: layer*.k layer*.q layer*.v -> layer*.o: " in shown
 
 
+PIXELS = """
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass(frozen=True)
+class Config:
+    image_size: int = 28
+    classes: int = 10
+
+class First(nn.Linear):
+    def forward(self, images):
+        return super().forward(images.flatten(1).to(self.weight.dtype) / 255)
+
+def blocks(c):
+    return nn.Sequential(First(784, 32), nn.ReLU(), nn.Linear(32, c.classes))
+"""
+
+
+def test_a_model_that_begins_with_a_linear_has_a_proposal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "pixels.py"
+    path.write_text(PIXELS)
+    assert main(["axes", str(path)]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert '"*.weight": (None, None),' in shown
+    assert "# proven: tp2 equals one device" in shown
+
+
 def test_a_word_that_names_no_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["axes"]) == EXIT_USER
     assert "weft axes: names no model" in capsys.readouterr().err

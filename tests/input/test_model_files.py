@@ -75,6 +75,16 @@ CASES: dict[str, tuple[str, str, str]] = {
     "no dataclass": ("@dataclass(frozen=True)\n", "", "is not a dataclass"),
     "a field without a default": ("vocab: int = 256", "vocab: int", "raises on import"),
     "a field of weft's": ("dim: int = 8", "dim: int = 8\n    preset: int = 1", "weft uses itself"),
+    "a declared name of weft's": (
+        "dim: int = 8",
+        'dim: int = 8\n    kind: str = "dense"',
+        "Config.kind is a name that weft uses itself",
+    ),
+    "an attribute of weft's": (
+        "dim: int = 8",
+        "dim: int = 8\n    parts: int = 2",
+        "Config.parts is a name that weft uses itself",
+    ),
     "a changed attribute": (FORWARD, f"self.calls += 1; {FORWARD}", "calls: keeps state outside"),
     "a stored activation": (FORWARD, f"self.kept = x; {FORWARD}", "kept: keeps state outside"),
     "BatchNorm": (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field, create_model, model_validator
 
-from weft.config.schema import label_of
+from weft.config.schema import ModelSection, label_of
 from weft.core.model_config import BlockSpec, LinearShapes, ModelConfig
 from weft.errors import ConfigError, Fault
 from weft.models.field_help import field_descriptions
@@ -78,9 +78,12 @@ def config_type(model: Model, parts: ModelParts) -> type[UserModelConfig]:
     """The section of the run config with the fields of a model's Config.
 
     Raises:
-        ConfigError: a field's type cannot be a value of a config.
+        ConfigError: a field's type cannot be a value of a config, or its name is one of weft's.
     """
     names = tuple(field.name for field in dataclasses.fields(model.Config))
+    faults = [_reserved(model, name) for name in names if name in _names_of_weft()]
+    if faults:
+        raise ConfigError(*faults)
 
     class OwnConfig(UserModelConfig):
         pass
@@ -108,6 +111,19 @@ def config_type(model: Model, parts: ModelParts) -> type[UserModelConfig]:
         raise ConfigError(fault) from error
     found: type[UserModelConfig] = made
     return found
+
+
+def _names_of_weft() -> frozenset[str]:
+    """Names that every section of a model has: keys, attributes, and what is declared for them."""
+    found: set[str] = set()
+    for section in (*ModelSection.__mro__, *UserModelConfig.__mro__):
+        found |= {*vars(section), *vars(section).get("__annotations__", ())}
+    return frozenset(found)
+
+
+def _reserved(model: Model, name: str) -> Fault:
+    what = f"{model.label}: Config.{name} is a name that weft uses itself"
+    return Fault(KEY, what, fix="rename the field")
 
 
 def _pydantic_fields(config: type, names: tuple[str, ...]) -> dict[str, Any]:

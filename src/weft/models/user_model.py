@@ -23,9 +23,9 @@ from types import ModuleType
 from typing import Any, Literal
 
 from weft.config.hf.mapping import HFMapping
-from weft.config.schema import ModelSection, label_of
+from weft.config.schema import label_of
 from weft.config.user_code import is_file_reference, load_module, source_digest, source_text
-from weft.core.model_config import InitTable, ModelConfig
+from weft.core.model_config import InitTable
 from weft.core.shard import DimAxis
 from weft.errors import ConfigError, Fault
 
@@ -222,8 +222,7 @@ def _input_faults(
 
 
 def _field_faults(config: type, name: str) -> Iterator[Fault]:
-    """Fields without a default, or with the name of a key of every model."""
-    reserved = set(ModelSection.model_fields)
+    """Fields without a default."""
     for field in dataclasses.fields(config):
         has_value = field.default is not dataclasses.MISSING
         has_factory = field.default_factory is not dataclasses.MISSING
@@ -232,12 +231,6 @@ def _field_faults(config: type, name: str) -> Iterator[Fault]:
                 KEY,
                 f"{name}: Config.{field.name} has no default",
                 fix=f"{field.name}: ... = a small value for tests",
-            )
-        if field.name in reserved or hasattr(ModelConfig, field.name):
-            yield Fault(
-                KEY,
-                f"{name}: Config.{field.name} is a name that weft uses itself",
-                fix="rename the field",
             )
 
 

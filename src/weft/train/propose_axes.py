@@ -38,6 +38,9 @@ from weft.train.model_checks import check_layout
 
 STREAM = ""
 """Source of activations between the parts of a model."""
+INPUTS = "inputs"
+"""Source of what no linear has read before: token ids, pixels."""
+NOT_LINEARS = frozenset({STREAM, INPUTS})
 ATTENTION = "scaled_dot_product"
 MOST_PARTS = 4
 """Projections that a fused weight may hold."""
@@ -152,7 +155,7 @@ class UseTrace(TorchDispatchMode):
         """Note the linears of q, k and v, and their numbers of heads."""
         for role, tensor in zip("qkv", operands, strict=True):
             num_heads = tensor.shape[dim]
-            linears = self.sources(tensor) - {STREAM}
+            linears = self.sources(tensor) - NOT_LINEARS
             for name in linears:
                 roles = self.uses.roles.setdefault(name, {})
                 roles[role] = num_heads
@@ -160,7 +163,7 @@ class UseTrace(TorchDispatchMode):
     def read(self, name: str, x: Tensor) -> bool:
         """A linear reads x; whether it closes a group."""
         sources = self.sources(x)
-        if not sources or STREAM in sources:
+        if not sources or sources & NOT_LINEARS:
             return False
         roles = {one: dict(self.uses.roles.get(one, {})) for one in sources}
         self.uses.groups.append(
@@ -187,7 +190,7 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
         for path, module in block.named_modules():
             full_path = path_below(name, path)
             _watch(full_path, module, trace)
-    trace.set(batch.inputs, frozenset({"inputs"}))
+    trace.set(batch.inputs, frozenset({INPUTS}))
     x: Any = batch.inputs
     before_loss = list(blocks)
     if LOSS in blocks:
@@ -200,7 +203,7 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
             _note_outputs(trace, name, x, is_last=is_last)
         if LOSS in blocks:
             for tensor in tensors_in(x):
-                linears = trace.sources(tensor) - {STREAM}
+                linears = trace.sources(tensor) - NOT_LINEARS
                 trace.uses.logits += sorted(linears)
     return trace.uses
 
@@ -237,7 +240,7 @@ def _watch(name: str, module: nn.Module, trace: UseTrace) -> None:
     elif isinstance(module, nn.Embedding):
 
         def embed(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            if "inputs" in trace.sources(args[0]):
+            if INPUTS in trace.sources(args[0]):
                 trace.uses.token_embeddings.append(name)
             trace.set(out, frozenset({STREAM}))
 
