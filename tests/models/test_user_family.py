@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.models import FAMILIES
+from weft.train.init_from import meta_modules
 
 MODEL = """
 from dataclasses import dataclass
@@ -76,6 +77,17 @@ def test_buffers_that_depend_on_parameters_or_draws_have_their_values(
     assert layer.proj.weight.is_meta
     assert not layer.scale.is_meta
     assert layer.scale.equal(whole.scale)
+
+
+def test_drawn_buffers_are_those_of_one_device_on_every_rank(tmp_path: Path) -> None:
+    """Ranks draw no parameters while they build; before, their Fourier features were others."""
+    path = tmp_path / "model.py"
+    line = "self.register_buffer('scale', torch.randn(2))"
+    path.write_text(MODEL.format(line=line), encoding="utf-8")
+    family = FAMILIES[str(path)]
+    config = family.Config()
+    on_rank = meta_modules(lambda: family.blocks(config))["layer0"]
+    assert on_rank.scale.equal(family.blocks(config)["layer0"].scale)
 
 
 def test_a_config_that_blocks_change_is_changed_for_them_alone(tmp_path: Path) -> None:

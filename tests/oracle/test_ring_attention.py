@@ -14,7 +14,7 @@ import weft
 from tests.attention import attend_across
 from weft.comm.comm import Comm
 from weft.core.sequence import Context, zigzag
-from weft.models.common.batch import Batch, token_batch
+from weft.models.common.batch import token_batch
 from weft.parallel.context.attend import VARIANTS
 from weft.testing import run_ranks
 
@@ -140,21 +140,31 @@ def test_each_variant_equals_attention_on_one_device(
     case = whole(6 * degree, heads=24, kv_heads=12, packed=packed)
     inputs_BS = torch.zeros(B, 6 * degree, dtype=torch.int64)
     batch = token_batch(inputs_BS, torch.zeros(B, 6 * degree, dtype=torch.int64))
-    batch = Batch(**{**vars(batch), "documents": case.documents})
+    batch = replace(batch, documents=case.documents)
 
-    def rank(comm: Comm) -> tuple[float, float]:
+    def rank(comm: Comm) -> float:
         attend = attend_across(variant, comm)
         own = batch.columns(index=comm.index("cp"), degree=degree)
-        alone = Batch(
-            **{**vars(own), "whole_documents": None}
-        )  # cut by someone else: ranks must ask each other
-        return tuple(
-            largest_difference(case, comm, lambda q, k, v, b=b: attend(q, k, v, b))
-            for b in (own, alone)
-        )
+        return largest_difference(case, comm, lambda q, k, v: attend(q, k, v, own))
 
-    largest = max(max(differences) for differences in run_ranks(f"cp{degree}", rank))
-    assert largest < TOLERANCE
+    assert max(run_ranks(f"cp{degree}", rank)) < TOLERANCE
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_documents_of_own_columns_alone_are_rejected(variant: Context) -> None:
+    """Numbers that a model counts itself begin anew on each rank."""
+    case = whole(12, heads=4, kv_heads=4, packed=True)
+    inputs_BS = torch.zeros(B, 12, dtype=torch.int64)
+    batch = replace(token_batch(inputs_BS, inputs_BS), documents=case.documents)
+
+    def rank(comm: Comm) -> None:
+        attend = attend_across(variant, comm)
+        own = batch.columns(index=comm.index("cp"), degree=2)
+        alone = replace(own, whole_documents=None)
+        largest_difference(case, comm, lambda q, k, v: attend(q, k, v, alone))
+
+    with pytest.raises(weft.WeftError, match="under cp a rank sees its columns alone"):
+        run_ranks("cp2", rank)
 
 
 @pytest.mark.parametrize("width", [4, 9])

@@ -154,7 +154,7 @@ def test_a_block_that_takes_no_short_sequences_is_named() -> None:
 
     with pytest.raises(
         weft.WeftError,
-        match=r"layer0: the check for context parallelism cannot run it on 2 sequences of 8 tokens: shape",
+        match=r"layer0: the check for context parallelism cannot run it on 64 sequences of 8 tokens: shape",
     ):
         check_blocks({"layer0": Fixed()}, hidden_shape=(DIM,))
 

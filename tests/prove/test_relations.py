@@ -39,6 +39,13 @@ def test_a_candidate_is_named_before_a_factor():
     assert relation(RIGHT * 2, RIGHT, candidates=candidates) == "the value of step 1 (stale)"
 
 
+def test_rounding_noise_is_no_permutation():
+    """Before, lists that differ by rounding alone were close once they were sorted."""
+    right = RIGHT.double()
+    noise = 1e-8 * torch.randn(RIGHT.shape, dtype=torch.float64)
+    assert relation(right * (1 + noise), right, candidates={}) == "different in all entries"
+
+
 def test_an_update_is_compared_by_its_change():
     before = torch.ones(4)
     right = before - 0.1 * torch.arange(1.0, 5.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,10 +119,11 @@ def _adapt_call(name: str, block: nn.Module) -> Iterator[Fault]:
         block.register_forward_pre_hook(drop_batch)
 
 
-class _MetaCopies:
-    """Tensors without memory in place of others; what is one object stays one."""
+class _Copies:
+    """Tensors in place of others; what is one object stays one."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        self._make = make
         self._kept: list[Tensor] = []  # so that no other tensor gets the identity of one
         self._empty: dict[int, Tensor] = {}
 
@@ -130,7 +131,7 @@ class _MetaCopies:
         """The one in place of this tensor."""
         key = id(tensor)
         if key not in self._empty:
-            empty = torch.empty_like(tensor, device=META)
+            empty = self._make(tensor)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
             self._kept.append(tensor)
@@ -143,7 +144,7 @@ def parameters_on_meta() -> Iterator[None]:
     """Parameters that this thread registers get no memory, so that initialising them costs nothing;
     what is one object stays one.
     """
-    copies = _MetaCopies()
+    copies = _Copies(_on_meta)
     thread = threading.get_ident()
 
     def replace(
@@ -179,17 +180,45 @@ def move_to_meta(blocks: Mapping[str, nn.Module], *, parameters_only: bool) -> N
     """Replace parameters (and buffers, and tensors that are attributes) by ones without memory;
     what is one object stays one.
     """
-    copies = _MetaCopies()
+    copies = _Copies(_on_meta)
     for block in blocks.values():
         for module in block.modules():
             holders: list[dict[str, Any]] = [module._parameters]
             if not parameters_only:
                 holders += [module._buffers, module.__dict__]
             for holder in holders:
-                _move_values(holder, copies)
+                _replace_values(holder, copies, only=_has_memory)
 
 
-def _move_values(holder: dict[str, Any], copies: _MetaCopies) -> None:
+def replace_tensors(blocks: Mapping[str, nn.Module], make: Callable[[Tensor], Tensor]) -> None:
+    """Replace parameters, buffers and tensors that are attributes by what `make` returns for them;
+    what is one object stays one.
+    """
+    copies = _Copies(make)
+    for block in blocks.values():
+        for module in block.modules():
+            for holder in (module._parameters, module._buffers, module.__dict__):
+                _replace_values(holder, copies, only=_is_tensor)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device=META)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _has_memory(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
+
+
+def _replace_values(
+    holder: dict[str, Any],
+    copies: _Copies,
+    *,
+    only: Callable[[object], bool],
+) -> None:
     for name, value in holder.items():
-        if isinstance(value, Tensor) and not value.is_meta:
+        if only(value):
             holder[name] = copies.of(value)

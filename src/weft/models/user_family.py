@@ -27,6 +27,8 @@ from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, image_example, token_example
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.layers import Loss
+from weft.models.common.uncompiled import keep_compiler_unimported
+from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_chain import (
     META,
     chain_of,
@@ -126,7 +128,8 @@ class UserFamily:
                 without_values = self._build_without_values(cfg)
                 if without_values is not None:
                     return without_values
-            with _seeded(BUFFER_SEED), torch.device("cpu"):
+            # a caller's modes may leave draws of parameters out: those of buffers would be others then
+            with _seeded(BUFFER_SEED), torch._C.DisableTorchFunction(), torch.device("cpu"):
                 blocks = self._build(cfg)
         if is_meta:
             move_to_meta(blocks, parameters_only=True)
@@ -136,6 +139,7 @@ class UserFamily:
         """The chain whose parameters never had memory, if its buffers have the values that they have
         beside real parameters: nothing but parameters has drawn random numbers.
         """
+        keep_compiler_unimported()  # functions of torch.nn.init on the meta device
         with _seeded(BUFFER_SEED), torch.device("cpu"):
             before = _random_state()
             try:
@@ -313,7 +317,8 @@ def _specs_of(
 
     def measured(rows: int, length: int) -> dict[str, MeasuredBlock]:
         batch = example(family, cfg, rows=rows, seq_len=length)
-        return measure_blocks(blocks, batch, name=family.model.label)
+        measure = functools.partial(measure_blocks, name=family.model.label)
+        return run_without_memory(measure, blocks, batch)
 
     first = measured(2, seq_len)
     second_len = seq_len

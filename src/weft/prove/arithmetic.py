@@ -16,25 +16,38 @@ from weft.core.precision import Dtype
 
 @dataclass(frozen=True)
 class NumberTypes:
-    """Number types of parameters, computation and gradient sums."""
+    """Number types of parameters, computation and gradient sums.
+
+    Attributes:
+        inner: a coarser type to which a user's model casts inside; None: it does not.
+    """
 
     params: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    inner: torch.dtype | None = None
 
     @staticmethod
-    def of(precision: PrecisionConfig) -> NumberTypes:
+    def of(precision: PrecisionConfig, *, inner: torch.dtype | None = None) -> NumberTypes:
         """Those of a run."""
         return NumberTypes(
             _dtype(precision.params),
             _dtype(precision.compute),
             _dtype(precision.reduce),
+            inner,
         )
 
     @cached_property
     def eps(self) -> float:
         """The coarsest unit of rounding."""
-        return max(torch.finfo(each).eps for each in (self.params, self.compute, self.reduce))
+        types = (self.params, self.compute, self.reduce, self.inner or self.compute)
+        return max(torch.finfo(each).eps for each in types)
+
+    def noise_of(self, dtype: torch.dtype) -> float:
+        """Relative noise of a perturbed tensor of this type: where the model casts inside, of the
+        type to which it casts.
+        """
+        return max(torch.finfo(each).eps for each in (dtype, self.inner or dtype))
 
     @cached_property
     def is_exact(self) -> bool:

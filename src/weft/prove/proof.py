@@ -22,6 +22,7 @@ from weft.prove.raw_batch import FirstSamples
 from weft.prove.record import RankRecord
 from weft.prove.recorder import Recorder
 from weft.prove.reference import Reference
+from weft.prove.relations import dtype_text
 from weft.prove.report import Difference, Pass, ProofReport
 from weft.prove.stored import record_stored
 from weft.prove.subject import Subject, shortened
@@ -33,6 +34,7 @@ from weft.train.loop import run_training
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""
 JUMPS_NOTE = "compared in float64 alone: updates of {} magnify rounding errors of float32"
+INNER_NOTE = "{} casts to {}, whatever the types of the run: bounds are those of that type"
 PAIRS_NOTE = "the preference pairs are drawn; --full compares those of the run"
 TIMEOUT_S = 3600.0
 STEPS_AFTER_RESUME = 1
@@ -93,6 +95,8 @@ def _prove(subject: Subject, bounds_of: BoundsOf) -> ProofReport:
     if _is_compared_in_float64_alone(subject):
         notes.append(JUMPS_NOTE.format(subject.optim.name))
     for each in _in_number_types(subject):
+        if each.inner.dtype is not None:
+            notes.append(INNER_NOTE.format(each.inner.block, dtype_text(each.inner.dtype)))
         outcome = _prove_once(each, bounds_of)
         if isinstance(outcome, _Failed):
             error = outcome.text

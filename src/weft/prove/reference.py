@@ -21,7 +21,7 @@ from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, activation_of
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
-from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation
+from weft.prove.arithmetic import PLAIN, Perturbation
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.plain_preferences import LOSS, PlainPreferenceLoss, ReferenceModel
 from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step
@@ -72,7 +72,7 @@ class Reference:
         self.task = task
         self.skipped = skipped
         self.perturbation = perturbation
-        self.types = NumberTypes.of(task.precision)
+        self.types = task.types
         self.is_scaled = self.types.compute == torch.float16
         self.scale = FIRST_SCALE if self.is_scaled else 1.0
         noise_seed = perturbation.noise_seed or 0
@@ -419,7 +419,7 @@ class Reference:
         """x with a relative change of one unit in the last place, forward and backward."""
         if self.perturbation.noise_seed is None or not x.dtype.is_floating_point:
             return x
-        eps = torch.finfo(x.dtype).eps
+        eps = self.types.noise_of(x.dtype)
         signs = torch.randint(
             -1,
             2,

@@ -135,11 +135,13 @@ def _is_close(
 
 
 def _is_equal_up_to_order(measured: Tensor, expected: Tensor) -> bool:
-    """Whether two lists of numbers are close once they are sorted."""
+    """Whether two lists of numbers are close once they are sorted, and are not before."""
     ordered = measured.sort().values
     right = expected.sort().values
-    zero = torch.zeros_like(right)
-    return _is_close(ordered, right, zero)
+    size = float(right.norm())
+    distance = float((ordered - right).norm())
+    unsorted = float((measured - expected).norm())
+    return distance <= CLOSE * size and distance <= SHARE_OF_DISTANCE * unsorted
 
 
 def _update_relation(

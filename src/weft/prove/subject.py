@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from weft.checkpoint.read import Source
@@ -26,10 +26,12 @@ from weft.core.mesh import Mesh
 from weft.data.conversations import ConversationSamples
 from weft.data.dataset import open_data
 from weft.data.samples import Samples
+from weft.errors import Fault, PlanError
 from weft.models import FAMILIES, Family
 from weft.prove.arithmetic import NumberTypes, Perturbation, perturbations
 from weft.prove.drawn_pairs import SOURCE as DRAWN_PAIRS
 from weft.prove.drawn_pairs import drawn_pairs
+from weft.prove.inner_precision import InnerPrecision, inner_precision
 from weft.prove.raw_batch import MaskedSamples
 from weft.prove.rows import Rows, open_rows
 from weft.prove.small_sizes import accepts_sizes
@@ -66,7 +68,7 @@ class Task:
     source: Source | None
     batch: BatchConfig
     optim: OptimConfig
-    precision: PrecisionConfig
+    types: NumberTypes
     seed: int
     steps: int
     beta: float | None = None
@@ -92,6 +94,7 @@ class LiveTask:
     family: Family
     model: ModelSection
     precision: PrecisionConfig
+    seq_len: int
     seed: int
     base: str | None
     repeat: Callable[[], str]
@@ -103,10 +106,18 @@ class LiveTask:
             family=loss_family(run),
             model=run.model,
             precision=run.precision,
+            seq_len=run.data.seq_len,
             seed=run.seed,
             base=run.lora.base,
             repeat=partial(command_of, run, FAMILIES, steps=1),
         )
+
+    @cached_property
+    def types(self) -> NumberTypes:
+        """The number types, and the coarsest to which a user's model casts inside."""
+        compute = NumberTypes.of(self.precision).compute
+        inner = inner_precision(self.family, self.model, dtype=compute, seq_len=self.seq_len)
+        return NumberTypes.of(self.precision, inner=inner.dtype)
 
     @property
     def is_user_model(self) -> bool:
@@ -183,8 +194,17 @@ class Subject:
         return replace(self, run=self.run.with_values(values))
 
     def in_float64(self) -> Subject:
-        """The same in float64."""
-        return replace(self, run=in_float64(self.run))
+        """The same in float64.
+
+        Raises:
+            PlanError: a user's model does not compute in float64.
+        """
+        subject = replace(self, run=in_float64(self.run))
+        if subject.inner.error:
+            what = f"does not compute in float64: {subject.inner.error}"
+            fix = "x.to(self.weight.dtype), the type of a parameter, in place of x.float()"
+            raise PlanError(Fault(f"{self.model.label}: {subject.inner.block}", what, fix=fix))
+        return subject
 
     def inside_site(self) -> Subject:
         """The layout of one site, without local updates."""
@@ -230,7 +250,14 @@ class Subject:
     @property
     def types(self) -> NumberTypes:
         """The number types."""
-        return NumberTypes.of(self.run.precision)
+        return NumberTypes.of(self.run.precision, inner=self.inner.dtype)
+
+    @cached_property
+    def inner(self) -> InnerPrecision:
+        """The casts inside a user's model."""
+        compute = NumberTypes.of(self.run.precision).compute
+        seq_len = self.run.data.seq_len
+        return inner_precision(self.family, self.model, dtype=compute, seq_len=seq_len)
 
     @property
     def has_sharded_activations(self) -> bool:
@@ -247,7 +274,7 @@ class Subject:
             source=initial_source(run.model, base=run.lora.base),
             batch=run.batch,
             optim=run.optim,
-            precision=run.precision,
+            types=self.types,
             seed=run.seed,
             steps=run.steps,
             beta=run.dpo.beta if run.loss == DPO else None,

@@ -11,10 +11,11 @@ from weft.core.attention_mask import ALL_FEATURES, AttentionMask
 from weft.core.dimension import pipeline_axis
 from weft.core.sequence import Context, SequenceBlocks
 from weft.layout.plan import Plan
+from weft.models import FAMILIES
 from weft.models.common.attention import AttentionImplementation, AttentionSpec, set_implementations
 from weft.models.common.batch import Batch
 from weft.parallel.context.blocks import BlockAttention
-from weft.parallel.context.documents import document_ranges, gather_documents
+from weft.parallel.context.documents import document_ranges, whole_documents_of
 from weft.parallel.context.kv_exchange import AllGatherExchange, KVExchange
 from weft.parallel.context.position_sum import replace_position_sums
 from weft.parallel.context.probe import check_blocks
@@ -31,15 +32,8 @@ class BlockwiseAttention:
     supports = ALL_FEATURES
     alternative = "--parallel.context ulysses"
 
-    def __init__(
-        self,
-        exchange: KVExchange,
-        comm: Comm,
-        *,
-        name: str,
-    ) -> None:
+    def __init__(self, exchange: KVExchange, *, name: str) -> None:
         self.exchange = exchange
-        self.comm = comm
         self.name = name
         self._last_documents: Tensor | None = None
         self._last_blocks: dict[AttentionMask, SequenceBlocks] = {}
@@ -60,11 +54,7 @@ class BlockwiseAttention:
         return attention(q_BSHK, k_BSGK, v_BSGW)
 
     def _whole_documents(self, batch: Batch, spec: AttentionSpec) -> Tensor | None:
-        if batch.documents is None or not spec.mask.documents:
-            return None
-        if batch.whole_documents is not None:
-            return batch.whole_documents
-        return gather_documents(batch.documents, self.comm, AXIS)
+        return whole_documents_of(batch) if spec.mask.documents else None
 
     def _blocks(
         self,
@@ -92,12 +82,12 @@ class BlockwiseAttention:
 
 def ring(comm: Comm) -> BlockwiseAttention:
     """Keys and values pass around a ring."""
-    return BlockwiseAttention(RingExchange(comm, AXIS), comm, name="ring")
+    return BlockwiseAttention(RingExchange(comm, AXIS), name="ring")
 
 
 def all_gather(comm: Comm) -> BlockwiseAttention:
     """Keys and values are gathered by every rank."""
-    return BlockwiseAttention(AllGatherExchange(comm, AXIS), comm, name="all-gather")
+    return BlockwiseAttention(AllGatherExchange(comm, AXIS), name="all-gather")
 
 
 VARIANTS: Mapping[Context, Callable[[Comm], AttentionImplementation]] = {
@@ -136,6 +126,7 @@ def _check_stages(
 ) -> None:
     """Reject blocks of this rank that mix tokens in another way than by `Attend`."""
     here = comm.index(pipeline_axis())
+    vocab = _vocab(plan)
     for number, stage in enumerate(plan.stages):
         if plan.table.stage_to_rank[number] != here:
             continue
@@ -146,7 +137,18 @@ def _check_stages(
         check_blocks(
             {name: blocks[name] for name in stage.blocks},
             hidden_shape=hidden_shape,
+            length=plan.seq_len,
+            degree=comm.degree(AXIS),
+            vocab=vocab,
         )
+
+
+def _vocab(plan: Plan) -> int | None:
+    """Number of token ids of the plan's family; None where it is none of weft's or a user's."""
+    if plan.family not in FAMILIES:
+        return None
+    config = FAMILIES[plan.family].Config.model_validate_json(plan.architecture)
+    return config.axis_sizes().get("vocab")
 
 
 def apply(

@@ -8,6 +8,11 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 from weft.core.sequence import DocumentRange, zigzag
+from weft.errors import Fault, PlanError
+from weft.models.common.batch import Batch
+
+OWN_DOCUMENTS = "are other ones than those of the batch: under cp a rank sees its columns alone"
+DOCUMENTS_OF_BATCH = "attend with the batch as it is (--data.packing documents gives its documents), or a mesh without cp"
 
 
 def gather_documents(
@@ -18,6 +23,20 @@ def gather_documents(
     """documents_BT of whole sequences from those of each rank's columns: a small all-gather."""
     by_rank = comm.all_gather(own_BS, axis, dim=1)
     return in_sequence_order(by_rank, comm.degree(axis))
+
+
+def whole_documents_of(batch: Batch) -> Tensor | None:
+    """documents_BT of the whole sequences of which a rank holds columns; None: without documents.
+
+    Raises:
+        PlanError: the batch has documents of its columns alone: numbers that a model counts itself
+            begin anew on each rank.
+    """
+    if batch.documents is None:
+        return None
+    if batch.whole_documents is None:
+        raise PlanError(Fault("documents", OWN_DOCUMENTS, fix=DOCUMENTS_OF_BATCH))
+    return batch.whole_documents
 
 
 def in_sequence_order(by_rank: Tensor, num_ranks: int) -> Tensor:

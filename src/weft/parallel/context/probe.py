@@ -1,44 +1,65 @@
 """Check that a block mixes tokens through `Attend` alone: under cp, other token mixing would use only a rank's own positions.
 
-Each block computes a small random batch twice: whole sequences, and the columns of one
-context-parallel rank. While it does, its `Attend` seams return each token's own values, scaled by
-functions of its own query and key. A block whose other layers treat every token by itself yields the
-same columns both times; one with attention of its own, a convolution over the sequence or positions
-that it counts itself (also in a rotation of queries and keys alone) does not.
+Each block computes a drawn batch twice: whole sequences, and the columns of each context-parallel
+rank. While it does, its `Attend` seams return each token's own values, scaled by functions of its own
+query and key. A block whose other layers treat every token by itself yields the same columns both
+times; one with attention of its own, a convolution over the sequence or positions that it counts
+itself (also in a rotation of queries and keys alone) does not. Documents that `Attend` is given must
+be the columns of those of the whole sequences.
+
+Note [Sizes of the probe]
+    Sequences have the run's length, and as many ranks share them as in the run, where that costs at
+    most MOST_WORK for all blocks; else the longest that does. Blocks of more than MOST_ENTRIES are not
+    computed, nor those like an earlier one once MOST_ALL entries have been. What was not computed at
+    the run's length runs there without memory, where no instruction of the user's code may run that
+    did not run with values.
+    Ids are drawn from the whole vocabulary, and those that the block's code names are among them:
+    `ids == 50256`. A block that another one equals is checked once in a process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from weft.core.attention_mask import ALL_FEATURES
 from weft.errors import Fault, PlanError
-from weft.models.common.attention import Attend, AttentionImplementation, AttentionSpec
-from weft.models.common.batch import Batch, chain, token_batch
-from weft.parallel.autograd.tree import map_leaves, tensors_in
+from weft.models.common.batch import Batch, token_batch
+from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.context.probe_block import Activation, ProbeBlock
+from weft.parallel.context.probe_columns import (
+    MixesTokensError,
+    ProbeSizes,
+    columns_of,
+    compare_columns,
+)
+from weft.parallel.model.block_values import (
+    MOST_TABLE_ENTRIES,
+    kind_of,
+    num_computed_entries,
+)
+from weft.parallel.model.executed_code import ExecutedCode, packages_of
+from weft.parallel.model.fingerprint import TensorSpec, fingerprint
+from weft.parallel.model.token_ids import NamedIds, NotesIds, draw_ids
 
-ROWS, LENGTH, RANKS = 2, 8, 2
-"""Of the batch, and of the context-parallel ranks that are imitated."""
+LENGTH, RANKS = 8, 2
+"""Of sequences, and of ranks that share them, where a caller names none."""
 
 MOST_ENTRIES = 2**28
-"""Blocks with more parameter entries on the meta device are not checked: it would need their
-memory.
-"""
+"""Blocks with more parameter entries are not computed: it would need their memory."""
 
-TOLERANCE = 1e-3
-"""Relative to the largest output: rounding in float32 is 1e-6, a block that mixes tokens is off by
-1e-1.
-"""
+MOST_ALL = 2**27
 
-TOLERANCE_16_BIT = 5e-2
-"""The same for parameters in bfloat16 or float16."""
+MOST_WORK = 2**33
+"""Entries of all blocks times tokens: one or two seconds of a core."""
 
+MOST_TOKENS = 2**13
 
-Activation = Tensor | tuple[Tensor, ...]
-"""What a block hands on; several tensors to a loss that reads them."""
+MIN_TOKENS = 512
+"""Of a batch of small blocks: room for ids that their code names."""
 
 TOKENWISE = (
     nn.Linear,
@@ -57,6 +78,9 @@ def check_blocks(
     blocks: Mapping[str, nn.Module],
     *,
     hidden_shape: tuple[int, ...] | None,
+    length: int = LENGTH,
+    degree: int = RANKS,
+    vocab: int | None = None,
 ) -> None:
     """Reject blocks that mix tokens in another way than by `Attend`.
 
@@ -64,235 +88,247 @@ def check_blocks(
         blocks: consecutive ones of a model, in order.
         hidden_shape: of one token's activation at the first block; None: the blocks begin with
             token ids.
+        length: of the run's sequences.
+        degree: ranks that share a sequence.
+        vocab: number of token ids; None: rows of the first embedding.
 
     Raises:
         PlanError: the first block that does, or that cannot be run on the batch; it names it.
     """
     if all(map(_consists_of_tested, blocks.values())):
         return
-    tokens_BS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 2
-    batch = token_batch(tokens_BS, tokens_BS)
-    x: Activation = batch.inputs
-    if hidden_shape is not None:
-        x = _random((ROWS, LENGTH, *hidden_shape))
+    untested = {name: block for name, block in blocks.items() if not _consists_of_tested(block)}
+    computed = _computed(untested)
+    all_entries = sum(num_computed_entries(untested[name]) for name in computed)
+    num_ids = vocab or _rows_of_embedding(blocks)
+    sizes = _sizes(all_entries, run_length=length, degree=degree, vocab=num_ids)
+    shapes = None if hidden_shape is None else _Shapes((hidden_shape,), is_tuple=False)
+    executed = ExecutedCode(packages_of(blocks.values()))
     for name, block in blocks.items():
-        if _num_meta_entries(block) > MOST_ENTRIES:
-            return
-        out = _check_block(name, block, x, batch)
-        if isinstance(out, Tensor) and out.dim() == 0:
+        answer = _check_block(
+            name,
+            block,
+            shapes,
+            replace(sizes, is_computed=name in computed),
+            needs_branches=name in untested,
+            executed=executed,
+        )
+        if answer.shapes is None:
             return  # the loss
-        shapes = [tuple(tensor.shape) for tensor in tensors_in(out)]
-        if not all(map(_has_positions, shapes)):
-            fault = Fault(
-                name,
-                "hands on an activation without a position for each token: under cp it would see its rank's columns alone",
-                got=f"shape {shapes[0]}",
-                fix="a mesh without cp",
-            )
-            raise PlanError(fault)
-        drawn = tuple(map(_random, shapes))
-        x = drawn if isinstance(out, tuple) else drawn[0]
+        shapes = answer.shapes
+
+
+def _computed(blocks: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Names of the blocks that are run with values."""
+    found: set[str] = set()
+    seen: set[object] = set()
+    left = MOST_ALL
+    for name, block in blocks.items():
+        num_entries, kind = num_computed_entries(block), kind_of(block)
+        if num_entries <= MOST_ENTRIES and (kind not in seen or num_entries <= left):
+            found.add(name)
+            seen.add(kind)
+            left -= num_entries
+    return frozenset(found)
+
+
+def _sizes(all_entries: int, *, run_length: int, degree: int, vocab: int) -> ProbeSizes:
+    """As Note [Sizes of the probe] says."""
+    unit = 2 * degree
+    most = min(MOST_TOKENS, max(unit, MOST_WORK // max(all_entries, 1)))
+    longest = max(most // unit, 1) * unit
+    length = min(run_length, longest)
+    rows = min(max(2, MIN_TOKENS // length), max(1, most // length))
+    return ProbeSizes(rows, length, degree, run_length, vocab)
+
+
+def _rows_of_embedding(blocks: Mapping[str, nn.Module]) -> int:
+    for block in blocks.values():
+        for module in block.modules():
+            if isinstance(module, nn.Embedding):
+                return module.num_embeddings
+    return 2
 
 
 def _consists_of_tested(block: nn.Module) -> bool:
     return all(map(_is_tested, block.modules()))
 
 
-def _has_positions(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape has an entry for each token."""
-    return shape[:2] == (ROWS, LENGTH)
+@dataclass(frozen=True)
+class _Shapes:
+    """Of the tensors that a block reads, without rows and columns; None in place of it: token ids."""
+
+    of_tokens: tuple[tuple[int, ...], ...]
+    is_tuple: bool
+
+    def drawn(self, sizes: ProbeSizes) -> Activation:
+        """Tensors of these shapes; without memory where the block is not computed."""
+        generator = torch.Generator().manual_seed(0)
+        tensors: list[Tensor] = []
+        for shape in self.of_tokens:
+            whole_shape = (sizes.rows, sizes.length, *shape)
+            if sizes.is_computed:
+                tensors.append(torch.randn(whole_shape, generator=generator))
+            else:
+                tensors.append(torch.empty(whole_shape, device="meta"))
+        return tuple(tensors) if self.is_tuple else tensors[0]
 
 
-def _random(shape: tuple[int, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator)
+@dataclass(frozen=True)
+class _Question:
+    """Equal for blocks that a check answers alike."""
+
+    key: Hashable
+    shapes: _Shapes | None
+    sizes: ProbeSizes
+    probe: ProbeBlock = field(compare=False)
+
+
+@dataclass(frozen=True)
+class _ColumnAnswer:
+    """What a check found out of a block that passes.
+
+    Attributes:
+        shapes: that it hands on; None of a loss.
+        executed: the instructions that it executed with values.
+    """
+
+    shapes: _Shapes | None
+    executed: ExecutedCode | None = None
 
 
 def _check_block(
     name: str,
     block: nn.Module,
-    x: Activation,
-    batch: Batch,
-) -> Activation:
-    """Compare both ways of the block; its output for whole sequences."""
-    probe = _Probe(block)
-    try:
-        with probe:
-            whole = probe.run(x, batch)
-            differences = [
-                _difference(
-                    probe,
-                    x,
-                    batch,
-                    whole,
-                    index,
-                )
-                for index in range(RANKS)
-            ]
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        what = f"the check for context parallelism cannot run it on {ROWS} sequences of {LENGTH} tokens: {error}"
-        raise PlanError(
-            Fault(
-                name,
-                what,
-                need="a block of any batch size and length",
-            )
-        ) from error
-    tolerance = TOLERANCE_16_BIT if probe.dtype in (torch.bfloat16, torch.float16) else TOLERANCE
-    if max(differences) > tolerance:
-        raise PlanError(
-            Fault(
-                name,
-                "mixes tokens outside of Attend, or counts positions itself: under cp it would see its rank's columns alone",
-                need="attention by weft.models.common.attention.Attend and positions from batch.positions",
-                fix="a mesh without cp",
-            )
-        )
-    return whole
+    shapes: _Shapes | None,
+    sizes: ProbeSizes,
+    *,
+    needs_branches: bool,
+    executed: ExecutedCode,
+) -> _ColumnAnswer:
+    """Check a block as Note [Sizes of the probe] says.
 
+    Args:
+        executed: instructions that earlier blocks executed with values; those of this one are added.
 
-def _difference(
-    probe: _Probe,
-    x: Activation,
-    batch: Batch,
-    whole: Activation,
-    index: int,
-) -> float:
-    """Largest difference of a rank's columns, relative to the largest output; 0 where the output
-    has no columns.
+    Raises:
+        PlanError: it mixes tokens, or cannot be run.
     """
-    wholes = list(tensors_in(whole))
-    for tensor in wholes:
-        if not _has_positions(tuple(tensor.shape)):
-            return 0.0
-    own_batch = batch.columns(index=index, degree=RANKS)
-    columns = own_batch.positions[0]
+    probe = ProbeBlock(block, sizes.vocab)
+    with probe:
+        key: Hashable = fingerprint(block, _describe)
+        if key is None:
+            key = object()
+        question = _Question(key, shapes, sizes, probe)
+        try:
+            answer = _answer(question)
+            if answer.executed is not None:
+                executed.add(answer.executed)
+            if needs_branches and (not sizes.is_computed or sizes.length < sizes.run_length):
+                _check_branches(question, executed)
+        except MixesTokensError as error:
+            raise PlanError(Fault(name, error.what, error.got, error.need, error.fix)) from None
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if isinstance(error, PlanError):
+                raise
+            what = (
+                f"the check for context parallelism cannot run it on {sizes.rows} sequences of "
+                f"{sizes.length} tokens: {error}"
+            )
+            raise PlanError(
+                Fault(name, what, need="a block of any batch size and length")
+            ) from error
+        finally:
+            probe.release()  # the cache of answers keeps the question
+    return answer
 
-    def own_columns(tensor: Tensor) -> Tensor:
-        return tensor[:, columns]
 
-    own = probe.run(map_leaves(x, Tensor, own_columns), own_batch)
-    worst = 0.0
-    for tensor, own_tensor in zip(wholes, tensors_in(own), strict=True):
-        expected = tensor[:, columns].double()
-        error = (own_tensor.double() - expected).abs().max()
-        largest = tensor.double().abs().max()
-        relative = error / largest.clamp(min=1e-30)
-        worst = max(worst, float(relative))
-    return worst
+def _describe(tensor: Tensor) -> Hashable:
+    """Of a tensor of a block: small ones with their values."""
+    if tensor.is_meta:
+        return TensorSpec.of(tensor)
+    if tensor.numel() > MOST_TABLE_ENTRIES:
+        return id(tensor), tensor._version
+    return TensorSpec.of(tensor), str(tensor.flatten().tolist())
+
+
+@functools.lru_cache(maxsize=256)
+def _answer(question: _Question) -> _ColumnAnswer:
+    """What a block computes.
+
+    Raises:
+        MixesTokensError: it mixes tokens.
+    """
+    probe, sizes = question.probe, question.sizes
+    if not sizes.is_computed:
+        return _ColumnAnswer(_shapes_of(probe.run_without_values(*_inputs(question, sizes, ()))))
+    ids = NamedIds(sizes.vocab)
+    executed = ExecutedCode(packages_of([probe.block]))
+    with executed, NotesIds(ids):
+        out = probe.run(*_inputs(question, sizes, ()))
+    shapes = _shapes_of(out)
+    if shapes is None:
+        return _ColumnAnswer(None, executed)
+    with executed:
+        compare_columns(probe, *_inputs(question, sizes, ids.found), sizes)
+        short = replace(sizes, rows=2, length=min(sizes.length, max(LENGTH, 2 * sizes.degree)))
+        x, batch = _inputs(question, short, ids.found)
+        documents_BS = (torch.arange(short.length) >= short.length // 3).long().repeat(2, 1)
+        compare_columns(probe, x, replace(batch, documents=documents_BS), short)
+    return _ColumnAnswer(shapes, executed)
+
+
+def _inputs(
+    question: _Question,
+    sizes: ProbeSizes,
+    named: Mapping[int, None] | tuple[()],
+) -> tuple[Activation, Batch]:
+    """What the block is called with."""
+    ids_BS = draw_ids(sizes.rows, sizes.length + 1, vocab=sizes.vocab, named=named)
+    batch = token_batch(ids_BS[:, :-1].contiguous(), ids_BS[:, 1:].contiguous())
+    if question.shapes is None:
+        return batch.inputs, batch
+    return question.shapes.drawn(sizes), batch
+
+
+def _shapes_of(out: Activation) -> _Shapes | None:
+    """None of a loss."""
+    if isinstance(out, Tensor) and out.dim() == 0:
+        return None
+    of_tokens = tuple(tuple(tensor.shape[2:]) for tensor in tensors_in(out))
+    return _Shapes(of_tokens, isinstance(out, tuple))
+
+
+def _check_branches(question: _Question, executed: ExecutedCode) -> None:
+    """No instruction of the user's code runs at the run's length alone."""
+    place = _at_run(question).first_line_beyond(executed)
+    if place:
+        length = question.sizes.run_length
+        what = f"{place} runs at {length} tokens, and at none of the lengths that can be checked for cp"
+        raise MixesTokensError(what, need="no branch on the length")
+
+
+@functools.lru_cache(maxsize=256)
+def _at_run(question: _Question) -> ExecutedCode:
+    """The instructions that a block executes at the run's length, without memory."""
+    sizes = replace(question.sizes, rows=1, length=question.sizes.run_length, is_computed=False)
+    executed = ExecutedCode(packages_of([question.probe.block]))
+    x, batch = _inputs(question, sizes, ())
+    own_x, own_batch = columns_of(x, batch, 0, sizes.degree)
+    with executed:
+        question.probe.run_without_values(x, batch)
+        question.probe.run_without_values(own_x, own_batch)
+    return executed
 
 
 def _is_tested(module: nn.Module) -> bool:
+    """Whether a module is one of torch or weft as it is."""
     kind = type(module)
-    return kind in TOKENWISE or kind.__module__.startswith("weft.")
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if "forward" in vars(module) or not all(map(_is_of_weft, hooks)):
+        return False
+    return kind in TOKENWISE or _is_of_weft(kind)
 
 
-def _num_meta_entries(block: nn.Module) -> int:
-    return sum(param.numel() for param in block.parameters() if param.is_meta)
-
-
-class _OwnValues:
-    """Attention of each token to itself alone, which depends on its query and key, too."""
-
-    name = "probe"
-    supports = ALL_FEATURES
-    alternative = ""
-
-    def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
-    ) -> Tensor:
-        group_size = q_BSHK.shape[2] // v_BSGW.shape[2]
-        scaled_BSGW = v_BSGW * _scale_of(k_BSGK)
-        values_BSHW = scaled_BSGW.repeat_interleave(group_size, dim=2)
-        return values_BSHW * _scale_of(q_BSHK)
-
-
-def _scale_of(x_BSHK: Tensor) -> Tensor:
-    """[B, S, H, 1] between 0.5 and 1.5, which changes where a vector is rotated."""
-    size = x_BSHK.shape[-1]
-    places_K = torch.arange(1, size + 1, dtype=x_BSHK.dtype, device=x_BSHK.device)
-    weights_K = places_K / size
-    weighted_BSHK = x_BSHK * weights_K
-    means_BSH1 = weighted_BSHK.mean(-1, keepdim=True)
-    largest_BSH1 = x_BSHK.abs().amax(-1, keepdim=True)
-    lengths_BSH1 = largest_BSH1.clamp(min=1e-30)
-    return 1 + 0.5 * means_BSH1 / lengths_BSH1
-
-
-class _Probe:
-    """A block without randomness whose attention returns each token's own values; tensors on the
-    meta device get values.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self.block = block
-        self.stand_ins = _stand_ins(block)
-        self.dtype = torch.float32
-        self.device = torch.device("cpu")
-        for param in block.parameters():
-            if param.is_floating_point() and not param.is_meta:
-                self.dtype = param.dtype
-                self.device = param.device
-                break
-        self.training: dict[nn.Module, bool] = {}
-        self.implementations: dict[Attend, AttentionImplementation] = {}
-
-    def __enter__(self) -> None:
-        for module in self.block.modules():
-            self.training[module] = module.training
-            if isinstance(module, Attend):
-                self.implementations[module] = module.implementation
-                module.implementation = _OwnValues()
-        self.block.eval()
-
-    def __exit__(self, *_error: object) -> None:
-        for module, training in self.training.items():
-            module.training = training
-        for attend, implementation in self.implementations.items():
-            attend.implementation = implementation
-
-    @torch.no_grad()
-    def run(self, x: Activation, batch: Batch) -> Activation:
-        """The block's output."""
-        local_x = map_leaves(x, Tensor, self._local)
-        local_batch = batch.map(lambda field: field.to(self.device))
-        block = _FunctionalBlock(self.block, self.stand_ins)
-        chained = chain({"block": block}, local_x, local_batch)
-        return chained.x
-
-    def _local(self, x: Tensor) -> Tensor:
-        local = x.to(self.device)
-        if not x.is_floating_point():
-            return local
-        return local.to(self.dtype)
-
-
-class _FunctionalBlock(nn.Module):
-    """A block called with other parameters and buffers."""
-
-    def __init__(self, block: nn.Module, stand_ins: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.block = block
-        self.stand_ins = stand_ins
-
-    def forward(self, *args: object) -> object:
-        return torch.func.functional_call(self.block, self.stand_ins, args)
-
-
-def _stand_ins(block: nn.Module) -> dict[str, Tensor]:
-    """Values for what is on the meta device: rows that differ, so that positions and features do."""
-    generator = torch.Generator().manual_seed(0)
-    stand_ins: dict[str, Tensor] = {}
-    for name, tensor in (*block.named_parameters(), *block.named_buffers()):
-        if not tensor.is_meta:
-            continue
-        if tensor.is_floating_point():
-            stand_ins[name] = torch.randn(tensor.shape, generator=generator) * 0.5
-        else:
-            stand_ins[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
-    return stand_ins
+def _is_of_weft(code: object) -> bool:
+    return getattr(code, "__module__", "").startswith("weft.")

@@ -12,7 +12,7 @@ from weft.comm.comm import Comm
 from weft.core.attention_mask import ALL_FEATURES
 from weft.models.common.attention import AttentionSpec, FusedAttention
 from weft.models.common.batch import Batch
-from weft.parallel.context.documents import chunk_numbers, gather_documents, in_sequence_order
+from weft.parallel.context.documents import chunk_numbers, in_sequence_order, whole_documents_of
 from weft.parallel.cp import AXIS
 
 COLUMNS, HEADS = 1, 2
@@ -51,7 +51,7 @@ class UlyssesAttention:
         first_head = self.comm.index(AXIS) * num_heads
         own_heads = slice(first_head, first_head + num_heads)
         own_spec = spec.select_heads(own_heads)
-        whole_batch = replace(batch, documents=self._whole_documents(batch))
+        whole_batch = replace(batch, documents=whole_documents_of(batch))
         out = self.inner(q, k, v, whole_batch, own_spec)
         return self._own_columns(out)
 
@@ -70,8 +70,3 @@ class UlyssesAttention:
             COLUMNS,
             join_dim=HEADS,
         )
-
-    def _whole_documents(self, batch: Batch) -> Tensor | None:
-        if batch.documents is None or batch.whole_documents is not None:
-            return batch.whole_documents
-        return gather_documents(batch.documents, self.comm, AXIS)

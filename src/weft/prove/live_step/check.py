@@ -16,7 +16,6 @@ from weft.core.axes import local_update_axis
 from weft.core.dimension import data_axis
 from weft.errors import ProofError, counted
 from weft.models.common.batch import Batch
-from weft.prove.arithmetic import NumberTypes
 from weft.prove.live_step.gradient_rows import GradientRows, local_gradients
 from weft.prove.live_step.initial_values import InitialValues
 from weft.prove.live_step.judgement import Judgement, LiveDifference
@@ -82,7 +81,7 @@ class LiveStepCheck:
         self.is_new = is_new
         self.step = training.step
         self.comm = training.step.model.comm
-        self.types = NumberTypes.of(task.precision)
+        self.types = task.types
         self._events: list[Event] = []
         self._again = False
         self._chain: MetaChain | None = None

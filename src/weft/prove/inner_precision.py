@@ -1,0 +1,134 @@
+"""Casts inside a user's model: whether its forward computes in coarser number types than the run's, or fails in these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from weft.core.model_config import ModelConfig
+from weft.errors import type_and_message
+from weft.models import Family
+from weft.models.common.batch import Batch, activation_of
+from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
+from weft.models.runs_without_memory import run_without_memory
+from weft.models.user_family import UserFamily, example, meta_blocks
+from weft.parallel.autograd.tree import tensors_in
+
+MOST_COLUMNS = 64
+"""Of the sequences that the model runs on, where it takes them."""
+
+
+@dataclass(frozen=True)
+class InnerPrecision:
+    """What a forward does to the number type of its parameters.
+
+    Attributes:
+        dtype: the coarsest type to which it casts what it computes; None: it casts nothing.
+        block: where it does, or fails.
+        error: of a forward that does not run in the type; empty: it does.
+    """
+
+    dtype: torch.dtype | None = None
+    block: str = ""
+    error: str = ""
+
+
+@uncompiled_mode
+class _Casts(TorchDispatchMode):
+    """Finds the coarsest number type of results of finer operands that depend on parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.coarsest: torch.dtype | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every operation."""
+        used = {x.dtype for x in tensors_in((args, kwargs)) if x.is_floating_point()}
+        if len(used) > 1 and func.overloadpacket in flop_registry:
+            names = " and ".join(sorted(map(str, used)))  # the meta device computes it all the same
+            raise TypeError(f"a product of {names}")
+        out = func(*args, **(kwargs or {}))
+        trained = [x.dtype for x in tensors_in((args, kwargs)) if x.requires_grad]
+        for x in tensors_in(out):
+            if trained and x.is_floating_point() and _eps(x.dtype) > max(map(_eps, trained)):
+                self.coarsest = max(self.coarsest or x.dtype, x.dtype, key=_eps)
+        return out
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps
+
+
+def inner_precision(
+    family: Family,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    seq_len: int,
+) -> InnerPrecision:
+    """The casts of a user's model in a number type; none of weft's own families, which compute in
+    any.
+    """
+    plain = getattr(family, "plain", family)  # of adapters
+    if not isinstance(plain, UserFamily):
+        return InnerPrecision()
+    keep_compiler_unimported()
+    length = seq_len if seq_len % MOST_COLUMNS else min(seq_len, MOST_COLUMNS)
+    found = _run(plain, config, dtype=dtype, seq_len=length)
+    if found.error and length != seq_len:
+        return _run(plain, config, dtype=dtype, seq_len=seq_len)
+    return found
+
+
+def _run(
+    family: UserFamily,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    seq_len: int,
+) -> InnerPrecision:
+    """Run the chain without memory."""
+
+    def run(blocks: Mapping[str, nn.Module], batch: Batch) -> InnerPrecision:
+        x: Any = batch.inputs
+        found = InnerPrecision()
+        for name, block in blocks.items():
+            casts = _Casts()
+            try:
+                with casts:
+                    x = activation_of(block(x, batch))
+            except Exception as error:
+                raise _BlockError(name) from error
+            if casts.coarsest is not None:
+                coarsest = max(casts.coarsest, found.dtype or casts.coarsest, key=_eps)
+                found = InnerPrecision(coarsest, found.block or name)
+        return found
+
+    blocks = meta_blocks(family, config)
+    for block in blocks.values():
+        block.to(dtype)
+    try:
+        return run_without_memory(run, blocks, example(family, config, rows=2, seq_len=seq_len))
+    except _BlockError as error:
+        cause = error.__cause__ or error
+        return InnerPrecision(block=error.block, error=type_and_message(cause))
+
+
+class _BlockError(Exception):
+    """An error of a block's forward, which is its cause."""
+
+    def __init__(self, block: str) -> None:
+        super().__init__(block)
+        self.block = block
