@@ -18,6 +18,7 @@ from weft.layout.plan import Plan
 from weft.view.explain_page import explain_page
 
 if TYPE_CHECKING:
+    from weft.planner.certificate.certificate import Certificate
     from weft.planner.run_costs import RunCosts
 
 JSON_FLAG = "--json"
@@ -57,7 +58,8 @@ def read_output(words: Sequence[str]) -> ExplainOutput:
 
 def explain(words: Sequence[str]) -> int:
     """Print the layout at once, then its costs, for which torch is imported and one step of each
-    role is played on the meta device. The exit code is 1 where the check of the world fails.
+    role is played on the meta device. The exit code is 1 where the check of the world fails, or the
+    types of a step do not agree: as after a proof that does not hold.
     """
     output = read_output(words)
     if output.html is not None:
@@ -73,15 +75,19 @@ def explain(words: Sequence[str]) -> int:
     if problem and not output.is_json and output.html is None:
         print_result(f"memory and traffic are not measured: {problem}")
         return EXIT_OK
+    from weft.planner.certificate.certificate import certify
     from weft.planner.measure.measured_run import MeasuredRun
     from weft.planner.run_costs import run_costs
 
-    costs = run_costs(MeasuredRun.of(run), hardware)
-    return _explain_costs(costs, plan, run.site, output, title=f"{run.model.label} on {plan.mesh}")
+    measured = MeasuredRun.of(run)
+    costs = run_costs(measured, hardware)
+    title = f"{run.model.label} on {plan.mesh}"
+    return _explain_costs(costs, certify(measured), plan, run.site, output, title=title)
 
 
 def _explain_costs(
     costs: RunCosts,
+    certificate: Certificate,
     plan: Plan,
     site: SiteConfig,
     output: ExplainOutput,
@@ -98,6 +104,7 @@ def _explain_costs(
     from weft.planner.simulate.site_costs import site_costs, site_json, site_text
 
     fields: dict[str, Any] = {"plan": json.loads(plan.to_json()), **costs_json(costs)}
+    fields["types"] = certificate.to_dict()
     step_s = None if costs.prediction is None else costs.prediction.step.total_s
     sites = site_costs(costs.roles, site, step_s=step_s)
     if sites is not None:
@@ -113,8 +120,10 @@ def _explain_costs(
         print_result(json.dumps(fields, indent=1))
     else:
         print_result(costs_text(costs))
+        print_result("\n".join(certificate.lines))
         if sites is not None:
             print_result(site_text(sites))
         if output.html is not None:
             print_result(f"wrote {output.html}")
-    return EXIT_FAILED if costs.check.problems else EXIT_OK
+    is_wrong = costs.check.problems or certificate.mismatches
+    return EXIT_FAILED if is_wrong else EXIT_OK

@@ -115,8 +115,14 @@ def regroup(
     *,
     inferred: int | None,
     name: str,
+    has_tokens: bool = False,
 ) -> Dims:
-    """Dims of a view of these sizes: the factors in order, split where a size ends within one."""
+    """Dims of a view of these sizes: the factors in order, split where a size ends within one.
+
+    Args:
+        has_tokens: whether the first dims are those of tokens: sequences of which a rank has one
+            stay apart from their columns, and a first dim of one entry that is new is no unit.
+    """
     stream: list[DimFactor] = []
     for dim in dims:
         for factor in dim:
@@ -126,7 +132,12 @@ def regroup(
     for place, size in enumerate(sizes):
         taken: list[DimFactor] = []
         remaining = size
-        while stream and (remaining > 1 or _is_one_unit(stream[0], sizes, place, inferred)):
+        is_batch = has_tokens and place == 0
+        while stream and (
+            remaining > 1
+            or (is_batch and not taken and stream[0].sharded and stream[0].size == 1)
+            or (not is_batch and _is_one_unit(stream[0], sizes, place, inferred))
+        ):
             factor = stream.pop(0)
             if factor.size > remaining:
                 factor, rest = _split(factor, remaining, name)
@@ -138,7 +149,7 @@ def regroup(
             if remaining == 1 and factor.sharded:
                 break
         if taken:
-            found.append(canonical(taken))
+            found.append(tuple(taken) if has_tokens else canonical(taken))
         else:
             found.append(whole_dim(size))
     return tuple(found)

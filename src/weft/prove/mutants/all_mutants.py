@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from weft.prove.mutants import (
+    composition_faults,
     context_faults,
     data_faults,
     expert_faults,
@@ -26,6 +27,7 @@ LISTS: tuple[Sequence[Mutant], ...] = (
     norm_faults.MUTANTS,
     gather_faults.MUTANTS,
     tensor_faults.MUTANTS,
+    composition_faults.MUTANTS,
     pipeline_faults.MUTANTS,
     context_faults.MUTANTS,
     expert_faults.MUTANTS,

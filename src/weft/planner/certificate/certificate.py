@@ -1,0 +1,125 @@
+"""The typed certificate of a run: the types of a step of every role of ranks, and the line that `weft explain` prints."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from weft.core.dimension import pipeline_axis
+from weft.core.mesh import Mesh
+from weft.errors import counted
+from weft.planner.certificate.type_mode import TypeFinding
+from weft.planner.certificate.typed_step import TypedStep, typed_axes, typed_step
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.planner.measure.roles import row_signature
+
+Verdict = Literal["agrees", "mismatch", "unknown"]
+WIDTH = 80
+MOST_SHOWN = 5
+"""Findings that are printed."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the types of a run's step say, for all of its ranks.
+
+    Attributes:
+        num_ranks: of the run.
+        axes: that were typed.
+        steps: of the ranks that stand for all.
+    """
+
+    num_ranks: int
+    axes: tuple[str, ...]
+    steps: tuple[TypedStep, ...]
+
+    @property
+    def findings(self) -> tuple[TypeFinding, ...]:
+        """Of all roles, mismatches first, each once."""
+        found = {finding.text: finding for step in self.steps for finding in step.findings}
+        return tuple(sorted(found.values(), key=lambda finding: not finding.is_certain))
+
+    @property
+    def mismatches(self) -> tuple[TypeFinding, ...]:
+        """Findings that are certain."""
+        return tuple(finding for finding in self.findings if finding.is_certain)
+
+    @property
+    def verdict(self) -> Verdict:
+        """ "unknown" where an operation has no rule."""
+        if self.mismatches:
+            return "mismatch"
+        return "unknown" if self.findings else "agrees"
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The verdict, and the first findings."""
+        if not self.axes:
+            return ("types: no axis but the pipeline's has several ranks",)
+        roles = counted(len(self.steps), "role")
+        num_operations = sum(step.num_operations for step in self.steps)
+        num_gradients = sum(step.num_gradients for step in self.steps)
+        played = f"{num_operations:,} operations of {roles} of ranks"
+        if not self.findings:
+            axes = ", ".join(self.axes)
+            return (
+                f"types: every tensor of {roles} of ranks agrees along {axes},",
+                f"  forward and backward: {num_operations:,} operations, {num_gradients:,} gradients",
+            )
+        if self.mismatches:
+            head = counted(len(self.mismatches), "mismatch", "mismatches")
+        else:
+            head = f"unknown, {counted(len(self.findings), 'finding')}"
+        lines = [f"types: {head} in {played}"]
+        for finding in self.findings[:MOST_SHOWN]:
+            lines += textwrap.wrap(
+                finding.text, WIDTH, initial_indent="  ", subsequent_indent="    "
+            )
+        num_more = len(self.findings) - MOST_SHOWN
+        if num_more > 0:
+            lines.append(f"  and {num_more} more")
+        return tuple(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        return {
+            "verdict": self.verdict,
+            "axes": list(self.axes),
+            "ranks_played": [step.rank for step in self.steps],
+            "operations": sum(step.num_operations for step in self.steps),
+            "gradients": sum(step.num_gradients for step in self.steps),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def certify(run: MeasuredRun) -> Certificate:
+    """Type a step of every role of ranks: of equal pipeline coordinates one, and there the first
+    rank and, for each axis along which copies of a loss or of a gradient count once, the last.
+    """
+    plan = run.plan
+    if not typed_axes(plan.mesh):
+        return Certificate(plan.mesh.size, (), ())
+    kinds = run.block_kinds()
+    ranks = []
+    signatures = set()
+    for row in range(plan.pipeline_size):
+        signature = row_signature(plan, row, kinds)
+        if signature in signatures:
+            continue
+        signatures.add(signature)
+        for places in _places(plan.mesh):
+            ranks.append(plan.mesh.rank(**{pipeline_axis(): row}, **places))
+    steps = tuple(typed_step(run, rank) for rank in ranks)
+    return Certificate(plan.mesh.size, typed_axes(plan.mesh), steps)
+
+
+def _places(mesh: Mesh) -> Iterator[dict[str, int]]:
+    """The first place along every axis, and the last one along all of them: code that asks for the
+    place asks whether it is the first.
+    """
+    axes = typed_axes(mesh)
+    yield {}
+    if axes:
+        yield {axis: mesh.degree(axis) - 1 for axis in axes}

@@ -1,0 +1,327 @@
+"""Modules whose operations depend on the rank's place: what they take and give along each axis is declared, forward and backward.
+
+module                       along   takes                          gives                     inside
+Attend                       cp      columns: q, k, v sharded       as q                      nothing is typed
+                             tp      heads: q sharded               as q; of k and v that
+                                     or all replicated              are whole: partial gradients
+VocabParallelEmbedding       tp      tokens replicated              what `region.leave` gives varying
+VocabParallelLoss            tp      logits sharded in V            replicated                varying
+ExpertParallelDispatch       ep      tokens sharded                 as its tokens             varying
+ShardedBalance               tp      scores replicated              counts on the first rank  typed
+
+Inside, tensors are "varying" along these axes, and typed as everywhere along the others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.common.attention import Attend
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.expert.dispatch import ExpertParallelDispatch, ShardedBalance
+from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dim, with_dim
+from weft.parallel.tensor.vocab import (
+    VocabParallelEmbedding,
+    VocabParallelLoss,
+    VocabParallelPreferenceLoss,
+)
+from weft.parallel.tp import AXIS as TP
+from weft.planner.certificate.axis_types import (
+    PARTIAL,
+    VARYING,
+    AxisType,
+    Types,
+    of_dims,
+    replicated,
+)
+from weft.planner.certificate.type_mode import TypeMode
+
+HEADS = 2
+"""Dim of q_BSHK."""
+Declare = Callable[[Tensor], None]
+"""Notes the types of a tensor that has just been made."""
+
+
+class _Declared(torch.autograd.Function):
+    """Identity whose result, and whose gradient, get the types that are declared."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mode: TypeMode, declare: Declare, declare_gradient: Declare
+    ) -> Tensor:
+        ctx.mode = mode
+        ctx.declare_gradient = declare_gradient
+        with mode.paused():
+            out = x.clone()
+        declare(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        with ctx.mode.paused():
+            out = gradient.clone()
+        ctx.mode.set(out, ctx.mode.types_of(gradient))
+        ctx.declare_gradient(out)
+        return out, None, None, None
+
+
+def declared(x: Tensor, mode: TypeMode, declare: Declare, declare_gradient: Declare) -> Tensor:
+    """x with other types from here on, and for its gradient from there on."""
+    if x.requires_grad:
+        out: Tensor = _Declared.apply(x, mode, declare, declare_gradient)  # type: ignore[no-untyped-call]
+        return out
+    with mode.paused():
+        out = x.clone()
+    declare(out)
+    return out
+
+
+class DeclaredRegions:
+    """Declares the types of a step's modules.
+
+    Args:
+        mode: types the step.
+        index: this rank's place along an axis.
+    """
+
+    def __init__(self, mode: TypeMode, index: Callable[[str], int]) -> None:
+        self.mode = mode
+        self.index = index
+        self.declared_params: dict[int, str] = {}
+        self._whole_positions: Tensor | None = None
+
+    def wrap(self, name: str, block: nn.Module) -> None:
+        """Declare the modules of a block, and note in the mode which module runs."""
+        for path, module in block.named_modules():
+            wrapper = self._wrapper(module)
+            if wrapper is not None:
+                module.forward = functools.partial(wrapper, module, module.forward)
+            where = ".".join(part for part in (name, path) if part)
+            module.register_forward_pre_hook(functools.partial(self._enter, where), prepend=True)
+        reads_vocab = any(isinstance(each, VocabParallelEmbedding) for each in block.modules())
+        if TP in self.mode.axes and reads_vocab:
+            block.register_forward_pre_hook(self._before_positions, prepend=True)
+            block.register_forward_pre_hook(self._after_positions)
+
+    def _before_positions(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        """With sequence parallelism a hook of the block selects this rank's positions."""
+        self._whole_positions = args[1].positions
+
+    def _after_positions(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        own, whole = args[1].positions, self._whole_positions
+        if own is whole or whole is None:
+            return
+        types = []
+        for axis, one in zip(self.mode.axes, self.mode.types_of(whole), strict=True):
+            is_part = axis == TP or is_sharded(one.dims[1])
+            columns = (DimFactor(own.shape[1], sharded=is_part),)
+            types.append(of_dims(with_dim(one.dims, 1, columns)))
+        self._set(own, tuple(types))
+
+    def _enter(self, where: str, module: nn.Module, args: object) -> None:
+        self.mode.where = where
+
+    def _wrapper(self, module: nn.Module) -> Callable[..., Any] | None:
+        if isinstance(module, Attend):
+            return self._attend
+        if isinstance(module, VocabParallelEmbedding):
+            return self._embedding
+        if isinstance(module, (VocabParallelLoss, VocabParallelPreferenceLoss)):
+            return self._loss
+        if isinstance(module, ExpertParallelDispatch):
+            return self._dispatch
+        if isinstance(module, ShardedBalance):
+            return self._balance
+        return None
+
+    # attention
+
+    def _attend(
+        self,
+        attend: Attend,
+        forward: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: Any,
+    ) -> Tensor:
+        mode = self.mode
+        types = [mode.types_of(x) for x in (q, k, v)]
+        self._check_attention(types)
+        free: Types = (VARYING,) * len(mode.axes)
+        inputs = []
+        for x, gradient in zip((q, k, v), _gradients_of(types), strict=True):
+            end = functools.partial(self._end_backward, gradient)
+            inputs.append(declared(x, mode, lambda out: self._set(out, free), end))
+        for param in (attend.sinks, attend.head_bias):
+            if param is not None:
+                self.declared_params.setdefault(id(param), "attention")
+        with mode.paused():
+            raw = forward(*inputs, batch)
+        mode.set(raw, free)
+        out_types = tuple(_with_last(one, raw.shape[-1]) for one in types[0])
+        return declared(
+            raw,
+            mode,
+            lambda out: self._set(out, out_types),
+            lambda out: self._check_gradient(out, out_types, free),
+        )
+
+    def _check_attention(self, types: Sequence[Types]) -> None:
+        for place, axis in enumerate(self.mode.axes):
+            q, k, v = (each[place] for each in types)
+            for name, one in (("queries", q), ("keys", k), ("values", v)):
+                if one.kind in ("partial", "varying"):
+                    self.mode.report(axis, f"attention reads {name} that are {one.text}")
+            if k.kind == "sharded" and q.kind == "replicated":
+                self.mode.report(axis, f"attention of replicated queries with keys {k.text}")
+            is_columns = k.kind == "replicated" and q.kind == "sharded" and is_sharded(q.dims[1])
+            if is_columns:
+                self.mode.report(
+                    axis, "attention of sharded columns reads keys that are replicated"
+                )
+
+    def _check_gradient(self, out: Tensor, expected: Types, free: Types) -> None:
+        for place, axis in enumerate(self.mode.axes):
+            got = self.mode.types_of(out)[place]
+            if got.kind not in (expected[place].kind, "zero", "untyped"):
+                what = f"the gradient of attention is {got.text}, its result {expected[place].text}"
+                self.mode.report(axis, what)
+        self._set(out, free)
+        self.mode.is_declared = True  # until a gradient of q, k or v is complete
+
+    def _end_backward(self, types: Types, out: Tensor) -> None:
+        self.mode.is_declared = False
+        self._set(out, types)
+
+    # vocabulary
+
+    def _embedding(self, module: Any, forward: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+        return forward(self._freed(tokens, (TP,)))
+
+    def _loss(
+        self, module: Any, forward: Callable[..., Tensor], logits: Tensor, batch: Any
+    ) -> Tensor:
+        one = self._type(logits, TP)
+        if one is not None:
+            is_vocab = one.kind == "sharded" and is_sharded(one.dims[-1])
+            if not is_vocab and one.kind != "untyped":
+                self.mode.report(
+                    TP, f"the vocabulary-parallel loss reads logits that are {one.text}"
+                )
+        own = self.mode.types_of(logits)
+        freed = self._freed(logits, (TP,), gradient=own)
+        out = forward(freed, batch)
+        result = self._type(out, TP)
+        if result is not None and result.kind not in ("replicated", "untyped"):
+            self.mode.report(TP, f"the vocabulary-parallel loss is {result.text}, not replicated")
+        return self._restored(out, (TP,), {TP: replicated(tuple(out.shape))})
+
+    # experts
+
+    def _dispatch(
+        self,
+        module: Any,
+        forward: Callable[..., Tensor],
+        x: Tensor,
+        experts_NK: Tensor,
+        weights: Tensor,
+        experts: nn.Module,
+    ) -> Tensor:
+        tokens = self._type(x, EP)
+        own = self.mode.types_of(x)
+        own_weights = self.mode.types_of(weights)
+        out = forward(
+            self._freed(x, (EP,), gradient=own),
+            self._freed(experts_NK, (EP,)),
+            self._freed(weights, (EP,), gradient=own_weights),
+            experts,
+        )
+        if tokens is None:
+            return out
+        return self._restored(out, (EP,), {EP: tokens})
+
+    def _balance(
+        self, module: Any, forward: Callable[..., Tensor | None], scores: Tensor, batch: Any
+    ) -> Tensor | None:
+        if self._type(scores, TP) is None:
+            return forward(scores, batch)
+
+        def partial_gradient(out: Tensor) -> None:
+            self._set(out, self._replaced(self.mode.types_of(out), {TP: PARTIAL}))
+
+        types = self.mode.types_of(scores)
+        out = forward(
+            declared(scores, self.mode, lambda x: self._set(x, types), partial_gradient), batch
+        )
+        if out is not None and self.index(TP) > 0:
+            self.mode.report(TP, "the balance loss of the same tokens is counted on every rank")
+        return out
+
+    # types
+
+    def _type(self, x: Tensor, axis: str) -> AxisType | None:
+        """The type along an axis; None where it has one rank."""
+        return self.mode.type_of(x, axis) if axis in self.mode.axes else None
+
+    def _set(self, x: Tensor, types: Types) -> None:
+        self.mode.set(x, types)
+
+    def _replaced(self, types: Types, changes: Mapping[str, AxisType]) -> Types:
+        found = []
+        for axis, one in zip(self.mode.axes, types, strict=True):
+            found.append(changes.get(axis, one))
+        return tuple(found)
+
+    def _freed(self, x: Tensor, axes: Collection[str], *, gradient: Types | None = None) -> Tensor:
+        """x, varying along these axes; its gradient has these types there."""
+        if not set(axes) & set(self.mode.axes):
+            return x
+        free = self._replaced(self.mode.types_of(x), dict.fromkeys(axes, VARYING))
+
+        def declare_gradient(out: Tensor) -> None:
+            own = dict(zip(self.mode.axes, gradient or (), strict=False))
+            back = {axis: own[axis] for axis in axes if axis in own}
+            self._set(out, self._replaced(self.mode.types_of(out), back))
+
+        return declared(x, self.mode, lambda out: self._set(out, free), declare_gradient)
+
+    def _restored(self, x: Tensor, axes: Collection[str], types: Mapping[str, AxisType]) -> Tensor:
+        """The result of a region; its gradient is varying along these axes inside."""
+        if not set(axes) & set(self.mode.axes):
+            return x
+        given = self._replaced(self.mode.types_of(x), types)
+
+        def declare_gradient(out: Tensor) -> None:
+            free = self._replaced(self.mode.types_of(out), dict.fromkeys(axes, VARYING))
+            self._set(out, free)
+
+        return declared(x, self.mode, lambda out: self._set(out, given), declare_gradient)
+
+
+def _gradients_of(types: Sequence[Types]) -> Iterator[Types]:
+    """Types of the gradients of q, k and v: keys and values that are whole serve the sharded heads
+    of every rank, so their gradients are partial.
+    """
+    queries = types[0]
+    for its_types in types:
+        found = []
+        for one, query in zip(its_types, queries, strict=True):
+            serves_shards = one.kind == "replicated" and query.kind == "sharded"
+            found.append(PARTIAL if serves_shards else one)
+        yield tuple(found)
+
+
+def _with_last(one: AxisType, size: int) -> AxisType:
+    """The type of queries for results whose heads have another size."""
+    if one.kind not in ("sharded", "replicated") or not one.dims:
+        return one
+    last = len(one.dims) - 1
+    if is_sharded(one.dims[last]):
+        return one
+    return of_dims(with_dim(one.dims, last, whole_dim(size)))

@@ -1,0 +1,265 @@
+"""Dispatch mode that types every tensor of a step, forward and backward, and reports operands that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.models.common.uncompiled import uncompiled_mode
+from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.tensor.dims import DimFactor, Dims, whole_dims
+from weft.parallel.tensor.propagate import arguments
+from weft.parallel.tensor.traced_op import TracedOp
+from weft.planner.certificate.axis_types import (
+    UNTYPED,
+    ZERO,
+    AxisType,
+    TypeMismatchError,
+    Types,
+    UntypedError,
+    replicated,
+)
+from weft.planner.certificate.rules import CONSTANTS, ZEROS, result_types
+from weft.planner.certificate.tensor_types import TensorTypes, TypedPiece
+
+MOST_FINDINGS = 20
+"""Findings that are kept of a role."""
+ENTRYWISE = frozenset(
+    {"_to_copy", "clone", "mul", "mul_", "add", "add_", "copy_", "div", "div_", "detach", "zero_"}
+)
+"""Operations that flat buffers of several types go through."""
+VIEWS = frozenset({
+    "view", "slice", "split", "split_with_sizes", "narrow", "as_strided", "alias", "detach", "_unsafe_view", "unbind",
+    "select", "t", "transpose", "unsqueeze", "squeeze", "expand", "permute", "set_",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TypeFinding:
+    """An operation that was not typed right.
+
+    Attributes:
+        where: block, or module inside it, e.g. `layer3.attn.o`; with "backward of" before it.
+        axis: mesh axis.
+        what: what is wrong.
+        is_certain: whether it is a mismatch; else an operation without a rule.
+    """
+
+    where: str
+    axis: str
+    what: str
+    is_certain: bool
+
+    @property
+    def text(self) -> str:
+        """`layer3.attn.o: add of a partial tensor and a replicated one (axis tp)`."""
+        prefix = "" if self.is_certain else "not typed: "
+        return f"{self.where}: {prefix}{self.what} (axis {self.axis})"
+
+
+@uncompiled_mode
+class TypeMode(TorchDispatchMode):
+    """Types every tensor; see Note [Types along an axis].
+
+    Args:
+        axes: that are typed.
+
+    Attributes:
+        where: the module or block that runs.
+        num_operations: that were typed.
+        is_paused: whether operations are not typed at the moment.
+        is_declared: whether a declared backward runs: its operations are typed, and not judged.
+    """
+
+    def __init__(self, axes: Sequence[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.axes = tuple(axes)
+        self.where = "the step"
+        self.num_operations = 0
+        self.findings: dict[tuple[str, str, str], TypeFinding] = {}
+        self.tensors = TensorTypes()
+        self._known: dict[
+            Hashable, tuple[tuple[Types, ...], tuple[tuple[str, str, bool], ...]]
+        ] = {}
+        self.is_paused = False
+        self.is_declared = False
+
+    def types_of(self, tensor: Tensor) -> Types:
+        """The types of a tensor; of one that nothing typed made, that it is a constant."""
+        known = self.tensors.find(tensor)
+        if known is not None:
+            return known
+        if self.tensors.is_mixed(tensor):
+            return (UNTYPED,) * len(self.axes)
+        shape = tuple(tensor.shape)
+        return (replicated(shape),) * len(self.axes)
+
+    def type_of(self, tensor: Tensor, axis: str) -> AxisType:
+        """The type of a tensor along one axis."""
+        return self.types_of(tensor)[self.axes.index(axis)]
+
+    def set(self, tensor: Tensor, types: Types) -> Tensor:
+        """Declare the types of a tensor."""
+        self.tensors.set(tensor, types)
+        return tensor
+
+    def report(self, axis: str, what: str, *, where: str = "", is_certain: bool = True) -> None:
+        """Note a finding, once for each place."""
+        place = where or self.where
+        if self.is_declared:
+            return
+        if len(self.findings) < MOST_FINDINGS:
+            finding = TypeFinding(place, axis, what, is_certain)
+            self.findings.setdefault((place, axis, what), finding)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operations inside are not typed: what they compute is declared."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Called by torch for every operation: runs it and notes the types of its results."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.is_paused:
+            return out
+        self.num_operations += 1
+        name = func.overloadpacket.__name__
+        operands = list(tensors_in((args, kwargs)))
+        outputs = list(tensors_in(out))
+        if name.startswith("_foreach"):
+            return out
+        if not operands:
+            if name in ZEROS:
+                for tensor in outputs:
+                    self.set(tensor, (ZERO,) * len(self.axes))
+            return out
+        reads_entries = name not in CONSTANTS
+        if reads_entries and any(self.tensors.is_mixed(tensor) for tensor in operands):
+            self._note_mixed(name, operands, outputs)
+            return out
+        found = self._results(func, name, args, kwargs, operands, outputs)
+        is_in_place = func._schema.is_mutable
+        for tensor, its_types in zip(outputs, found, strict=True):
+            if is_in_place:
+                self.tensors.write(tensor, its_types)
+            else:
+                self.tensors.set(tensor, its_types)
+        return out
+
+    def _results(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: list[Tensor],
+        outputs: list[Tensor],
+    ) -> tuple[Types, ...]:
+        """The types of the results; equal calls are computed once."""
+        operand_types = tuple(map(self.types_of, operands))
+        shapes = tuple(tuple(tensor.shape) for tensor in (*operands, *outputs))
+        key = (func, shapes, operand_types, _without_tensors((args, kwargs)))
+        known = self._known.get(key)
+        if known is None:
+            known = self._compute(func, name, args, kwargs, operand_types, operands, outputs)
+            self._known[key] = known
+        results, problems = known
+        for axis, what, is_certain in problems:
+            self.report(axis, what, is_certain=is_certain)
+        return results
+
+    def _compute(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operand_types: tuple[Types, ...],
+        operands: list[Tensor],
+        outputs: list[Tensor],
+    ) -> tuple[tuple[Types, ...], tuple[tuple[str, str, bool], ...]]:
+        by_axis: list[list[AxisType]] = []
+        problems: list[tuple[str, str, bool]] = []
+        named = arguments(func, args, kwargs)
+        for place, axis in enumerate(self.axes):
+            along = [types[place] for types in operand_types]
+            dims = [_dims_of(one, tensor) for one, tensor in zip(along, operands, strict=True)]
+            op = TracedOp(name=name, args=named, operands=tuple(dims), outputs=tuple(outputs))
+            try:
+                found = result_types(func, op, along)
+            except TypeMismatchError as error:
+                problems.append((axis, str(error), True))
+                found = [UNTYPED for _ in outputs]
+            except (IndexError, KeyError, ValueError, TypeError) as error:
+                # a rule for other arguments than these: the operation has none
+                problems.append((axis, f"aten.{name} ({type(error).__name__} in its rule)", False))
+                found = [UNTYPED for _ in outputs]
+            except UntypedError as error:
+                problems.append((axis, f"aten.{error}", False))
+                found = [UNTYPED for _ in outputs]
+            by_axis.append(found)
+        results = tuple(zip(*by_axis, strict=True)) if by_axis else tuple(() for _ in outputs)
+        return results, tuple(problems)
+
+    def _note_mixed(self, name: str, operands: list[Tensor], outputs: list[Tensor]) -> None:
+        """Operations on flat buffers whose entries have several types."""
+        if name in VIEWS:
+            return  # a view finds the types of its entries by its memory
+        if name == "zero_":
+            self.tensors.write(outputs[0], (ZERO,) * len(self.axes))
+            return
+        large = [tensor for tensor in operands if tensor.numel() > 1]
+        if name in ENTRYWISE and outputs[0].is_contiguous():
+            self.tensors.set_pieces(outputs[0], self._merged(name, large))
+            return
+        for tensor in outputs:
+            self.tensors.write(tensor, (UNTYPED,) * len(self.axes))
+        for axis in self.axes:
+            self.report(axis, f"aten.{name} of a flat buffer", is_certain=False)
+
+    def _merged(self, name: str, operands: list[Tensor]) -> list[TypedPiece]:
+        """Pieces of the result of an entrywise operation: those of its source."""
+        if name in ("copy_",):
+            return self.tensors.pieces(operands[-1])
+        pieces: list[TypedPiece] = []
+        for operand in operands:
+            for piece in self.tensors.pieces(operand):
+                if not all(each.kind == "zero" for each in piece.types):
+                    pieces.append(piece)
+        return pieces
+
+
+def _dims_of(one: AxisType, tensor: Tensor) -> Dims:
+    """Dims of an operand; all entries of zeros are equal."""
+    if one.kind == "zero":
+        return tuple((DimFactor(size, repeated=True),) for size in tensor.shape)
+    if len(one.dims) == tensor.dim():
+        return one.dims
+    return whole_dims(tensor.shape)
+
+
+def _without_tensors(tree: Any) -> Hashable:
+    """Arguments as a key."""
+    if isinstance(tree, Tensor):
+        return "tensor"
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(_without_tensors, tree))
+    if isinstance(tree, dict):
+        return tuple((name, _without_tensors(value)) for name, value in tree.items())
+    return tree if isinstance(tree, Hashable) else str(tree)

@@ -1,0 +1,217 @@
+"""Functions of a step whose results depend on the rank's place: totals, tied gradients, orders of experts' tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from weft.core.dimension import pipeline_axis, replicated_axes
+from weft.models.common import experts
+from weft.models.common.experts import Sorting
+from weft.parallel.ep import AXIS as EP
+from weft.parallel.expert import dispatch
+from weft.parallel.tensor.dims import DimFactor
+from weft.parallel.zero import grad_norm, param_group
+from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, of_dims, replicated
+from weft.planner.certificate.step_comm import StepComm
+from weft.planner.certificate.tensor_types import TypedPiece
+from weft.planner.certificate.type_mode import TypeMode
+from weft.planner.certificate.typed_comm import own_pieces
+from weft.train import step as step_module
+from weft.train.step import TrainStep
+from weft.train.step_stats import RankStats
+
+
+class WatchedFunctions:
+    """Functions of a step whose results depend on the rank's place: what they take is checked, what
+    they give is declared.
+    """
+
+    def __init__(self, step: TrainStep, comm: StepComm, mode: TypeMode) -> None:
+        self.step = step
+        self.comm = comm
+        self.mode = mode
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While it is open, these functions are watched."""
+        changes: Mapping[tuple[Any, str], Callable[..., Any]] = {
+            (step_module, "total_stats"): self._total_stats,
+            (grad_norm, "squared_norm"): self._squared_norm,
+            (grad_norm, "exact_squared_norm"): self._squared_norm,
+            (grad_norm, "sum_tied_gradients"): self._sum_tied_gradients,
+            (experts, "sort_by_expert"): self._sort_by_expert,
+            (dispatch, "sort_by_expert"): self._sort_by_expert,
+            (dispatch, "_by_expert"): self._by_expert,
+            (step_module, "exact_sum"): self._exact_sum,
+            (param_group, "FixedOrderSum"): self._fixed_order_sum,
+        }
+        before = {}
+        for (module, name), change in changes.items():
+            original = getattr(module, name)
+            before[module, name] = original
+            setattr(module, name, functools.partial(change, original))
+        try:
+            yield
+        finally:
+            for (module, name), original in before.items():
+                setattr(module, name, original)
+
+    def _total_stats(
+        self, original: Callable[..., Any], comm: Any, local: RankStats, targets: Tensor
+    ) -> Any:
+        if not self.step.fixed_order:
+            self._check_loss(local.loss)
+        with self.mode.paused():
+            return original(comm, local, targets)
+
+    def _exact_sum(
+        self, original: Callable[..., Tensor], comm: Any, losses: Sequence[Tensor]
+    ) -> Tensor:
+        """The losses of all ranks, the same bits everywhere."""
+        for loss in losses:
+            self._check_loss(loss)
+        with self.mode.paused():
+            return original(comm, losses)
+
+    def _fixed_order_sum(
+        self,
+        original: Callable[..., Any],
+        comm: Any,
+        flat: Tensor,
+        axes: tuple[str, ...],
+        **options: Any,
+    ) -> _DeclaredSum:
+        """The sum over ranks in a tree, as an all-to-all and additions."""
+        pieces = self.mode.tensors.pieces(flat)
+        with self.mode.paused():
+            started = original(comm, flat, axes, **options)
+        return _DeclaredSum(started, pieces, self.comm, axes)
+
+    def _squared_norm(self, original: Callable[..., Tensor], *args: Any) -> Tensor:
+        self._check_norm()
+        with self.mode.paused():
+            return original(*args)
+
+    def _sum_tied_gradients(self, original: Callable[..., None], *args: Any) -> None:
+        """Every tied gradient is sent to the other ranks that hold it."""
+        ties = self.step.model.cross_stage_ties
+        shared = [tie.name for tie in ties if tie.name in self.step.grads.sharded_params]
+        with self.comm.tied_gradients() as sent:
+            original(*args)
+        if len(sent) < len(shared):
+            what = "gradients of tied parameters are not summed over the stages that hold them"
+            self.mode.report(pipeline_axis(), what, where=shared[0])
+
+    def _sort_by_expert(
+        self, original: Callable[..., Sorting], experts_NK: Tensor, num_experts: int
+    ) -> Sorting:
+        """Orders of this rank's own slots, and counts of them."""
+        with self.mode.paused():
+            sorting = original(experts_NK, num_experts)
+        places = self.mode.types_of(experts_NK)
+        self.mode.set(sorting.places, places)
+        slots, counts = [], []
+        for one in places:
+            if one.kind == "sharded":
+                slots.append(of_dims(((DimFactor(len(sorting.slots), sharded=True),),)))
+                counts.append(PARTIAL)
+            else:
+                slots.append(_reshaped(one, sorting.slots))
+                counts.append(_reshaped(one, sorting.counts))
+        self.mode.set(sorting.slots, tuple(slots))
+        self.mode.set(sorting.counts, tuple(counts))
+        return sorting
+
+    def _by_expert(
+        self, original: Callable[..., Sorting], counts_RE: Tensor, *, num_rows: int
+    ) -> Sorting:
+        """Orders of the rows that this rank has received over ep."""
+        with self.mode.paused():
+            sorting = original(counts_RE, num_rows=num_rows)
+        counts = self.mode.types_of(counts_RE)
+        for x in (sorting.slots, sorting.places, sorting.counts):
+            types = []
+            for axis, one in zip(self.mode.axes, counts, strict=True):
+                types.append(VARYING if axis == EP else _rows_of(one, x, num_rows))
+            self.mode.set(x, tuple(types))
+        return sorting
+
+    def _check_loss(self, loss: Tensor) -> None:
+        """A loss is summed over all ranks: along data axes it is partial, of copies one is counted."""
+        comm = self.step.model.comm
+        for axis in self.mode.axes:
+            one = self.mode.type_of(loss, axis)
+            is_copy = axis in replicated_axes()
+            if is_copy and comm.index(axis) > 0 and one.kind != "zero":
+                self.mode.report(
+                    axis, "the loss of the same tokens is counted on every rank", where="loss"
+                )
+            elif is_copy and one.kind not in ("replicated", "zero", "untyped"):
+                self.mode.report(
+                    axis, f"the loss is {one.text} on ranks with the same tokens", where="loss"
+                )
+            elif not is_copy and one.kind not in ("partial", "zero", "untyped"):
+                self.mode.report(
+                    axis, f"the loss is {one.text}; it is summed over all ranks", where="loss"
+                )
+
+    def _check_norm(self) -> None:
+        """A gradient counts in the norm on one of the ranks that hold the same entries."""
+        model = self.step.model
+        comm = model.comm
+        for name, entries in self.step.grads.sharded_params.items():
+            if entries.grad is None:
+                continue
+            over = self.step.grads.shard_axes[name]
+            is_counted = grad_norm.is_first_holder(model, name, sharded_over=over)
+            if not is_counted:
+                continue
+            for axis in self.mode.axes:
+                one = self.mode.type_of(entries.grad, axis)
+                if one.kind == "replicated" and comm.index(axis) > 0:
+                    what = "a replicated gradient is counted in the norm on every rank"
+                    self.mode.report(axis, what, where=name)
+
+
+class _DeclaredSum:
+    """A sum over ranks under way, of which the result is declared."""
+
+    def __init__(
+        self, started: Any, pieces: list[TypedPiece], comm: StepComm, axes: Sequence[str]
+    ) -> None:
+        self.started = started
+        self.pieces = pieces
+        self.comm = comm
+        self.axes = axes
+
+    def is_completed(self) -> bool:
+        """As the sum."""
+        return bool(self.started.is_completed())
+
+    def wait(self) -> Tensor:
+        """The sum, with types."""
+        with self.comm.mode.paused():
+            out: Tensor = self.started.wait()
+        is_shard = self.started.is_sharded
+        start = self.comm.index(tuple(self.axes)) * out.numel() if is_shard else 0
+        summed = self.comm.summed_pieces(self.pieces, self.axes, is_shard=is_shard)
+        self.comm.mode.tensors.set_pieces(out, own_pieces(summed, start, start + out.numel()))
+        return out
+
+
+def _rows_of(one: AxisType, x: Tensor, num_rows: int) -> AxisType:
+    """Of places of received rows, from the type of the counts of rows: counts of shards are partial."""
+    if one.kind != "partial":
+        return _reshaped(one, x)
+    dims = tuple((DimFactor(size, sharded=size == num_rows),) for size in x.shape)
+    return of_dims(dims)
+
+
+def _reshaped(one: AxisType, x: Tensor) -> AxisType:
+    """A type without shards for a tensor of another shape."""
+    return replicated(tuple(x.shape)) if one.kind == "replicated" else one
