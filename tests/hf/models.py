@@ -19,6 +19,7 @@ from weft.config.load import load
 from weft.config.run import Run
 from weft.hf.export_hf import export_hf
 from weft.models import FAMILIES
+from weft.prove.against.hf_model import read_as_stored
 
 transformers = pytest.importorskip(
     "transformers", reason="the oracle is Hugging Face's transformers (extra `oracle`)"
@@ -140,6 +141,8 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
+    if dtype == torch.float64:
+        read_as_stored(model, folder)
     model.eval()  # drop-out, of which weft has none
     return model
 

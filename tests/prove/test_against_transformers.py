@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hf.models import tensors_in, written
 from tests.prove.second_opinions import FAULTS, opinion_of
 from tests.small_models import HF_FAMILIES
 from weft.cli import main
@@ -46,6 +47,16 @@ def test_a_healthy_layout_is_equal_to_transformers(family: str):
     assert {bound.bound for bound in report.bounds} == {0.0, 1e-9}
     phases = {bound.phase for bound in report.bounds}
     assert phases >= {"forward", "loss", "reduce", "norm", "clip", "moments", "update"}
+
+
+def test_values_of_64_bits_are_read_as_they_are_stored(tmp_path: Path):
+    folder = written("deepseek", tmp_path, dtype=torch.float64)
+    config = json.loads((folder / "config.json").read_text())
+    model = hf_model.loaded_model(folder, config, 0)
+    names = model.published.keys() & tensors_in(folder)  # experts have other names in files
+    assert "model.layers.1.mlp.gate.weight" in names
+    for name in names:
+        assert torch.equal(model.published[name], tensors_in(folder)[name]), name
 
 
 @pytest.mark.parametrize("name", FAULTS)

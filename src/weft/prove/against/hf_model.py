@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from weft.checkpoint.read import Source
@@ -140,7 +141,27 @@ def loaded_model(folder: Path, config: Mapping[str, Any], mtp_depth: int) -> HFM
             faults.append(fault)
     if faults:
         raise CheckpointError(*faults)
+    read_as_stored(model, folder)
     return _finished(model, mtp_depth)
+
+
+def read_as_stored(model: nn.Module, folder: Path) -> None:
+    """Make a model float64 with the bits of its folder: transformers rounds tensors to float32 whose
+    modules declare that type, whatever type is asked for.
+
+    Raises:
+        CheckpointError: such a tensor lies in the folder under another name.
+    """
+    rounded = {name for name, x in model.state_dict().items() if x.dtype == torch.float32}
+    tensors = model.double().state_dict()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as stored:
+            for name in rounded.intersection(stored.keys()):
+                tensors[name].copy_(stored.get_tensor(name))
+                rounded.remove(name)
+    if rounded:
+        what = f"transformers rounds {list_some(sorted(rounded))} to float32"
+        raise CheckpointError(Fault(str(folder), what, need="tensors of these names in its files"))
 
 
 def exported_model(
