@@ -40,6 +40,9 @@ from weft.train.step_check import OnGradients, ProofRecord
 from weft.train.step_stats import StepTotals
 from weft.train.training import Event, Training
 
+SHARE_OF_GRAPHS = 4
+"""Graphs of the plain forward take one part in so many of the free memory of a rank."""
+
 
 @dataclass(frozen=True)
 class Due:
@@ -265,6 +268,7 @@ class LiveStepCheck:
             global_size=plan.global_size,
             projection=live.sketches.projection,
             seed_of_loss=scale / max(live.plain_targets, 1),
+            most_kept_bytes=available_bytes(self.comm) // SHARE_OF_GRAPHS,
         )
         rows = GradientRows(
             self.comm,

@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from weft.models.common.batch import Batch, Extra, activation_of
 from weft.prove.arithmetic import NumberTypes
+from weft.prove.live_step.kept_graphs import KeptGraphs
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import Projection, output_tensors
 from weft.prove.live_step.units import Unit
@@ -34,6 +35,13 @@ class UnitPass(NamedTuple):
 
     unit: int
     seed: int
+
+
+class _Forward(NamedTuple):
+    """A forward of a block with its graph: leaves that were its input, and its output."""
+
+    input: Any
+    output: Any
 
 
 @dataclass
@@ -65,6 +73,8 @@ class PlainPass:
     Args:
         batches: of each unit.
         seed_of_loss: factor of the summed loss: loss scale over number of targets.
+        most_kept_bytes: of graphs that this rank keeps from the forward to the backward; the forward
+            of other blocks is computed twice.
     """
 
     def __init__(
@@ -78,6 +88,7 @@ class PlainPass:
         global_size: int,
         projection: Projection,
         seed_of_loss: float,
+        most_kept_bytes: int = 0,
     ) -> None:
         self.chain = chain
         self.whole = whole
@@ -90,6 +101,9 @@ class PlainPass:
         self._names = tuple(chain.blocks)
         self._passes = _passes(units)
         self._inputs: dict[tuple[int, UnitPass], Any] = {}
+        self._kept = KeptGraphs(most_kept_bytes)
+        self._graphs: dict[tuple[int, UnitPass], _Forward] = {}
+        self._kept_leaves: dict[int, dict[str, Tensor]] = {}
         self._noise: torch.Generator | None = None
         self.numbers = self._no_numbers(global_size)
 
@@ -122,16 +136,44 @@ class PlainPass:
             values = self._values(name)
             outputs: dict[UnitPass, Any] = {}
             for each in self._passes:
-                self._inputs[index, each] = xs[each]
-                with torch.no_grad():
-                    output = self._call(index, each, xs[each], values)
+                output = self._forward_of(index, each, xs[each], values)
                 self._add_loss(each, output, losses, is_last=index == len(self._names) - 1)
-                outputs[each] = activation_of(output)
+                outputs[each] = _without_graph(activation_of(output))
                 if each.seed == PLAIN:
                     self._keep_output(index, each, output)
             self._compare_noise(index, outputs)
             xs = outputs
         self._keep_losses(losses)
+
+    def _forward_of(
+        self,
+        index: int,
+        each: UnitPass,
+        x: Any,
+        values: Mapping[str, Tensor],
+    ) -> Any:
+        """The output of a block, whose graph is kept while there is memory for graphs."""
+        if not self._kept.has_room:
+            self._inputs[index, each] = x
+            with torch.no_grad():
+                return self._call(index, each, x, values)
+        # All passes of a block share its leaves: their gradients are those of one tensor.
+        leaves = self._kept_leaves.get(index)
+        if leaves is None:
+            leaves = self._kept_leaves[index] = self._as_trained(values)
+        x = _as_leaves(x)
+        with self._kept.count():
+            output = self._call(index, each, x, leaves)
+        self._graphs[index, each] = _Forward(x, output)
+        return output
+
+    def _as_trained(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Leaves with the values of a block's parameters; those that are trained require gradients."""
+        trained = set(self.chain.trained)
+        return {
+            owner: value.detach().requires_grad_(owner in trained)
+            for owner, value in values.items()
+        }
 
     def _values(self, block: str) -> dict[str, Tensor]:
         """The parameters of a block by owner, in the dtype in which it computes."""
@@ -167,11 +209,12 @@ class PlainPass:
     ) -> None:
         value = 0.0
         if isinstance(output, Extra) and output.loss is not None:
-            value += float(output.loss.double())
+            value += float(output.loss.detach().double())
         if is_last:
-            value += float(activation_of(output).double())
+            value += float(activation_of(output).detach().double())
         losses[each] = losses.get(each, 0.0) + value
 
+    @torch.no_grad()
     def _keep_output(self, index: int, each: UnitPass, output: Any) -> None:
         """Projections, sizes and loads of a plain output."""
         rows = self.units[each.unit].rows
@@ -188,6 +231,7 @@ class PlainPass:
             before = self.numbers.loads.get(name)
             self.numbers.loads[name] = output.load if before is None else before + output.load
 
+    @torch.no_grad()
     def _compare_noise(self, index: int, outputs: Mapping[UnitPass, Any]) -> None:
         for each, perturbed in outputs.items():
             if each.seed == PLAIN:
@@ -218,9 +262,9 @@ class PlainPass:
         waiting: dict[str, list[_OwnerGradients]] = {}
         for index in reversed(range(len(self._names))):
             name = self._names[index]
-            leaves = {}
-            for owner, value in self._values(name).items():
-                leaves[owner] = value.requires_grad_(owner in trained)
+            # Every rank gathers, also one that has kept all graphs of the block: others may not have.
+            values = self._values(name)
+            leaves = self._kept_leaves.pop(index, None) or self._as_trained(values)
             found = _OwnerGradients(self._sum_dtype)
             for each in self._passes:
                 grads_of_outputs[each] = self._backward_of(
@@ -249,10 +293,12 @@ class PlainPass:
         grad_of_output: Any,
         found: _OwnerGradients,
     ) -> Any:
-        """Repeat the forward of a block with a graph; the gradient of its input."""
-        stored = self._inputs.pop((index, each))
-        x = _as_leaves(stored)
-        output = self._call(index, each, x, leaves)
+        """The gradient of a block's input; its forward is repeated where no graph was kept."""
+        forward = self._graphs.pop((index, each), None)
+        if forward is None:
+            x = _as_leaves(self._inputs.pop((index, each)))
+            forward = _Forward(x, self._call(index, each, x, leaves))
+        x, output = forward
         outputs, seeds = self._seeds(index, output, grad_of_output)
         inputs = [leaf for leaf in _tensors(x) if leaf.requires_grad]
         params = [leaf for leaf in leaves.values() if leaf.requires_grad]
@@ -361,6 +407,10 @@ def _passes(units: Sequence[Unit]) -> tuple[UnitPass, ...]:
         for number, unit in enumerate(units)
         for seed in (PLAIN, *unit.noise_seeds)
     )
+
+
+def _without_graph(x: Any) -> Any:
+    return tuple(map(torch.Tensor.detach, x)) if isinstance(x, tuple) else x.detach()
 
 
 def _tensors(x: Any) -> tuple[Tensor, ...]:
