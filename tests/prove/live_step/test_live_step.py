@@ -49,6 +49,7 @@ def verdicts(tmp_path):
         '--mesh "cp2 tp2" --parallel.sequence True --data.packing documents',
         '--mesh "ep2 pp2" --model.name deepseek --model.layers 2 --pipeline.schedule zbv',
         "--mesh dp2 --precision.compute bfloat16 --lora.rank 2",
+        '--mesh "site2 dp2" --data.packing documents',
         '--mesh "dp2 tp2" --model.name gpt2 --model.layers 2 --model.vocab 257 --deterministic True',
     ],
 )
@@ -96,8 +97,9 @@ def test_planted_faults_are_named(train, tmp_path, capsys, mutant, words, named)
         assert named in fails(train, tmp_path, capsys, *words)
 
 
+@pytest.mark.parametrize("mesh", ["dp2", "site2 dp2"])
 def test_a_gradient_that_is_wrong_on_one_rank_names_rank_and_axis(
-    train, tmp_path, monkeypatch, capsys
+    train, tmp_path, monkeypatch, capsys, mesh
 ):
     compute = TrainStep.compute
 
@@ -108,7 +110,7 @@ def test_a_gradient_that_is_wrong_on_one_rank_names_rank_and_axis(
         return computed
 
     monkeypatch.setattr(TrainStep, "compute", with_fault)
-    error = fails(train, tmp_path, capsys, "--mesh", "dp2")
+    error = fails(train, tmp_path, capsys, "--mesh", mesh)
     assert (
         "layer0.attn.q.weight gradient is 1/2 times the right values on rank 1 (axis dp)" in error
     )

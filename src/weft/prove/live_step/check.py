@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,28 +10,23 @@ from typing import Any
 
 import torch
 
-from weft.comm.text import all_gather_text
-from weft.core.axes import local_update_axis
 from weft.core.dimension import data_axis
 from weft.errors import ProofError, counted
 from weft.models.common.batch import Batch
 from weft.prove.live_step.gradient_rows import GradientRows, local_gradients
 from weft.prove.live_step.initial_values import InitialValues
-from weft.prove.live_step.judgement import Judgement, LiveDifference
+from weft.prove.live_step.judgement import Judgement
 from weft.prove.live_step.memory import available_bytes, needed_bytes
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import OutputSketches, Projection
 from weft.prove.live_step.plain_pass import PassNumbers, PlainPass
+from weft.prove.live_step.refusal import refusal
+from weft.prove.live_step.replica import Replica, any_rank
 from weft.prove.live_step.tables import world_tables
 from weft.prove.live_step.units import num_units, units_of_rank
-from weft.prove.live_step.whole_params import (
-    WholeParameters,
-    largest_over_ranks,
-    sum_over_ranks,
-)
+from weft.prove.live_step.whole_params import WholeParameters, sum_over_ranks
 from weft.prove.places import RankPlaces
 from weft.prove.raw_batch import batch_of
-from weft.prove.report import Difference
 from weft.prove.subject import LiveTask
 from weft.train.data_loader import samples_of
 from weft.train.step import ComputedStep
@@ -147,12 +141,16 @@ class LiveStepCheck:
         return Projection(seq_len, self.comm.device)
 
     @property
+    def _replica(self) -> Replica:
+        return Replica(self.comm, self.step.model.plan.global_size)
+
+    @property
     def _has_columns(self) -> bool:
         return self.task.model.kind == "tokens"
 
     def _places(self) -> RankPlaces:
         plan = self.step.model.plan
-        num_runs = 1
+        num_runs = self._replica.num_replicas
         if self.step.fixed_order and plan.zero < 2:
             num_runs = plan.mesh.degree(data_axis())
         return RankPlaces(plan, self.comm.rank, has_columns=self._has_columns, num_runs=num_runs)
@@ -161,16 +159,14 @@ class LiveStepCheck:
         plan = self.step.model.plan
         return units_of_rank(
             index,
-            self.comm.mesh.size,
-            global_size=plan.global_size,
+            self._replica.num_ranks,
+            global_size=self._replica.num_sequences,
             micro_size=plan.micro_size,
             is_perturbed=not self.types.is_exact or self.task.is_user_model,
         )
 
     def _why_not(self) -> str:
         """Why steps cannot be compared; equal on all ranks."""
-        if local_update_axis(self.comm.mesh) is not None:
-            return "sites train apart"
         plan = self.step.model.plan
         need = needed_bytes(
             self._plain_chain(),
@@ -178,9 +174,7 @@ class LiveStepCheck:
             seq_len=plan.seq_len,
             itemsize=self.types.compute.itemsize,
         )
-        missing = max(0, need - available_bytes(self.comm))
-        most = torch.tensor([missing], dtype=torch.int64, device=self.comm.device)
-        if int(largest_over_ranks(self.comm, most)) == 0:
+        if not any_rank(self.comm, need > available_bytes(self.comm)):
             return ""
         return f"one device's pass needs {need / 2**30:.1f} GiB a rank, more than is free"
 
@@ -206,18 +200,20 @@ class LiveStepCheck:
             live.sketches,
             pass_,
             rows,
+            sequences=self._replica.sequences,
             flagged=(initial.unlike_definition, whole.unequal),
             loads=live.computed.loads,
+        )
+        loss, norm, targets = self._replica.logged(
+            loss=tables.plain.loss / max(live.plain_targets, 1),
+            norm=tables.plain.norm,
+            targets=live.plain_targets,
         )
         judgement = Judgement(
             blocks=tuple(self._plain_chain().blocks),
             types=self.types,
             layout=replace(tables.layout, loss=live.loss, norm=live.norm, targets=live.targets),
-            plain=replace(
-                tables.plain,
-                loss=tables.plain.loss / max(live.plain_targets, 1),
-                targets=live.plain_targets,
-            ),
+            plain=replace(tables.plain, loss=loss, norm=norm, targets=targets),
             unlike_definition=tables.unlike_definition,
             unequal=tables.unequal,
             outputs=tables.outputs,
@@ -225,7 +221,7 @@ class LiveStepCheck:
             output_spread=tables.output_spread,
             loss_spread=tables.loss_spread,
             num_units=num_units(
-                global_size=self.step.model.plan.global_size,
+                global_size=self._replica.num_sequences,
                 micro_size=self.step.model.plan.micro_size,
             ),
         )
@@ -238,13 +234,14 @@ class LiveStepCheck:
         step = self.step
         plan = step.model.plan
         chain = self._plain_chain()
-        units = self._units(self.comm.rank)
-        chosen = samples_of(
+        units = self._units(self._replica.rank)
+        of_step = samples_of(
             self.training.loader.samples,
             live.batch_number,
             global_size=plan.global_size,
             seed=self.training.loader.seed,
         )
+        chosen = of_step[self._replica.sequences]
         batches = [self._batch(chosen[unit.rows.start : unit.rows.stop]) for unit in units]
         local_targets = sum(int(batch.num_targets()) for batch in batches)
         live.plain_targets = self._total(local_targets)
@@ -265,7 +262,7 @@ class LiveStepCheck:
             self.types,
             units=units,
             batches=batches,
-            global_size=plan.global_size,
+            num_sequences=self._replica.num_sequences,
             projection=live.sketches.projection,
             seed_of_loss=scale / max(live.plain_targets, 1),
             most_kept_bytes=available_bytes(self.comm) // SHARE_OF_GRAPHS,
@@ -304,14 +301,15 @@ class LiveStepCheck:
         rows: GradientRows,
         seconds: float,
     ) -> None:
-        if judgement.differences:
-            raise ProofError(self._refusal(live, judgement, rows))
+        if any_rank(self.comm, bool(judgement.differences)):
+            repeat = self.task.repeat()
+            raise ProofError(refusal(self.comm, live.number, judgement, rows, repeat=repeat))
         plan = self.step.model.plan
         verdict = {
             "verdict": "equal",
             "step": live.number,
             "sequences": plan.global_size,
-            "tokens": live.plain_targets,
+            "tokens": judgement.plain.targets,
             "gradients": len(judgement.gradients),
             "outputs": len(judgement.outputs),
             "closest": round(judgement.closest, 4),
@@ -322,54 +320,6 @@ class LiveStepCheck:
         self.record.step = verdict
         text = verdict_text(verdict, self.record.before, is_first=live.number == self.due.first)
         self._events.append({"event": "proof", "text": text, **verdict})
-
-    def _refusal(self, live: _LiveStep, judgement: Judgement, rows: GradientRows) -> str:
-        """What differs first, on which ranks, and how to see every tensor; every rank calls it."""
-        first, *others = judgement.differences
-        difference = self._located(live, first, rows)
-        words = [f"step {live.number} is not what one device computes: {difference}"]
-        if others:
-            words.append(f"{counted(len(others), 'more number')} after it differ")
-        words.append(
-            f"Nothing was updated by it. See {self.task.repeat()} (to train all the same: --prove.before never)"
-        )
-        return "; ".join(words[:-1]) + ". " + words[-1]
-
-    def _located(self, live: _LiveStep, first: LiveDifference, rows: GradientRows) -> Difference:
-        """The first difference with its ranks, and its relation on the first of them."""
-        local = {"relation": "", "is_wrong": False}
-        if first.phase == "reduce":
-            local = {
-                "relation": rows.relation_of(first.parameter),
-                "is_wrong": first.parameter in rows.kept,
-            }
-        found = [json.loads(text) for text in all_gather_text(self.comm, json.dumps(local))]
-        ranks = tuple(rank for rank, each in enumerate(found) if each["is_wrong"])
-        relations = [each["relation"] for each in found if each["relation"]]
-        return Difference(
-            tensor=first.tensor,
-            block=first.block,
-            parameter=first.parameter,
-            phase=first.phase,
-            step=live.number,
-            micro_batch=None,
-            axis=self._axis_of(ranks),
-            ranks=ranks or tuple(range(self.comm.mesh.size)),
-            collective="",
-            relation=relations[0] if relations else first.relation,
-            measured=first.measured,
-            bound=first.bound,
-        )
-
-    def _axis_of(self, ranks: Sequence[int]) -> str:
-        """The mesh axis along which some ranks are wrong and others are not; "": there is none."""
-        mesh = self.comm.mesh
-        wrong = set(ranks)
-        for axis in mesh.wide_axes:
-            for rank in wrong:
-                if not wrong.issuperset(mesh.group(rank, axis)):
-                    return axis
-        return ""
 
 
 @dataclass

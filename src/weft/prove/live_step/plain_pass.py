@@ -19,6 +19,7 @@ from weft.prove.arithmetic import NumberTypes
 from weft.prove.live_step.kept_graphs import KeptGraphs
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import Projection, output_tensors
+from weft.prove.live_step.owner_gradients import OwnerGradients, joined, summed_spread
 from weft.prove.live_step.units import Unit
 from weft.prove.live_step.whole_params import WholeParameters
 
@@ -85,7 +86,7 @@ class PlainPass:
         *,
         units: Sequence[Unit],
         batches: Sequence[Batch],
-        global_size: int,
+        num_sequences: int,
         projection: Projection,
         seed_of_loss: float,
         most_kept_bytes: int = 0,
@@ -105,19 +106,19 @@ class PlainPass:
         self._graphs: dict[tuple[int, UnitPass], _Forward] = {}
         self._kept_leaves: dict[int, dict[str, Tensor]] = {}
         self._noise: torch.Generator | None = None
-        self.numbers = self._no_numbers(global_size)
+        self.numbers = self._no_numbers(num_sequences)
 
-    def _no_numbers(self, global_size: int) -> PassNumbers:
+    def _no_numbers(self, num_sequences: int) -> PassNumbers:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=self.device)
 
         num_blocks = len(self._names)
         return PassNumbers(
-            sketches=zeros(num_blocks, global_size),
-            sizes=zeros(num_blocks, global_size),
+            sketches=zeros(num_blocks, num_sequences),
+            sizes=zeros(num_blocks, num_sequences),
             widths=zeros(num_blocks),
             spread=zeros(num_blocks),
-            losses=zeros(global_size),
+            losses=zeros(num_sequences),
         )
 
     def run(self, on_gradient: OnGradient) -> PassNumbers:
@@ -259,13 +260,13 @@ class PlainPass:
         trained = set(self.chain.trained)
         first_use = self.chain.first_use
         grads_of_outputs: dict[UnitPass, Any] = dict.fromkeys(self._passes)
-        waiting: dict[str, list[_OwnerGradients]] = {}
+        waiting: dict[str, list[OwnerGradients]] = {}
         for index in reversed(range(len(self._names))):
             name = self._names[index]
             # Every rank gathers, also one that has kept all graphs of the block: others may not have.
             values = self._values(name)
             leaves = self._kept_leaves.pop(index, None) or self._as_trained(values)
-            found = _OwnerGradients(self._sum_dtype)
+            found = OwnerGradients(self._sum_dtype)
             for each in self._passes:
                 grads_of_outputs[each] = self._backward_of(
                     index, each, leaves, grads_of_outputs[each], found
@@ -276,8 +277,8 @@ class PlainPass:
                 waiting.setdefault(owner, []).append(found)
                 if first_use[owner] == name:
                     parts = waiting.pop(owner)
-                    total = _joined(owner, parts, like=leaves[owner], dtype=self._sum_dtype)
-                    on_gradient(owner, total, _spread(owner, parts))
+                    total = joined(owner, parts, like=leaves[owner], dtype=self._sum_dtype)
+                    on_gradient(owner, total, summed_spread(owner, parts))
                     for part in parts:
                         part.drop(owner)
 
@@ -291,7 +292,7 @@ class PlainPass:
         each: UnitPass,
         leaves: Mapping[str, Tensor],
         grad_of_output: Any,
-        found: _OwnerGradients,
+        found: OwnerGradients,
     ) -> Any:
         """The gradient of a block's input; its forward is repeated where no graph was kept."""
         forward = self._graphs.pop((index, each), None)
@@ -306,7 +307,8 @@ class PlainPass:
         if outputs and (inputs or params):
             grads = torch.autograd.grad(outputs, [*inputs, *params], seeds, allow_unused=True)
         owners = [owner for owner, leaf in leaves.items() if leaf.requires_grad]
-        found.add(each, dict(zip(owners, grads[len(inputs) :], strict=True)))
+        of_owners = dict(zip(owners, grads[len(inputs) :], strict=True))
+        found.add(of_owners, is_plain=each.seed == PLAIN)
         of_inputs = iter(grads[: len(inputs)])
         return tuple(next(of_inputs) if leaf.requires_grad else None for leaf in _tensors(x))
 
@@ -369,37 +371,6 @@ class PlainPass:
                 handle.remove()
 
 
-class _OwnerGradients:
-    """Gradients of the parameters of one block: sums over plain passes, and of units with noise the
-    difference that it makes.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.spreads: dict[str, float] = {}
-        self._plain: dict[str, Tensor] = {}
-        self._dtype = dtype
-
-    def add(self, each: UnitPass, grads: Mapping[str, Tensor | None]) -> None:
-        """Add the gradients of one pass; the noisy passes of a unit follow its plain one."""
-        for owner, grad in grads.items():
-            if grad is None:
-                continue
-            wide = grad.to(self._dtype)
-            if each.seed == PLAIN:
-                self._plain[owner] = wide
-                before = self.sums.get(owner)
-                self.sums[owner] = wide.clone() if before is None else before.add_(wide)
-            elif owner in self._plain and wide.numel():
-                distance = float((wide - self._plain[owner]).abs().max())
-                self.spreads[owner] = max(self.spreads.get(owner, 0.0), distance)
-
-    def drop(self, owner: str) -> None:
-        """Free the memory of a gradient."""
-        self.sums.pop(owner, None)
-        self._plain.pop(owner, None)
-
-
 def _passes(units: Sequence[Unit]) -> tuple[UnitPass, ...]:
     """All passes of a rank; the noisy ones of a unit follow its plain one."""
     return tuple(
@@ -423,22 +394,3 @@ def _as_leaves(x: Any) -> Any:
         return tuple(map(_as_leaves, x))
     leaf = x.detach()
     return leaf.requires_grad_(leaf.dtype.is_floating_point)
-
-
-def _joined(
-    owner: str,
-    parts: Sequence[_OwnerGradients],
-    *,
-    like: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The sum of the gradients that the blocks which use a parameter yield for it."""
-    total = torch.zeros(like.shape, dtype=dtype, device=like.device)
-    for part in parts:
-        if owner in part.sums:
-            total += part.sums[owner]
-    return total
-
-
-def _spread(owner: str, parts: Sequence[_OwnerGradients]) -> float:
-    return sum(part.spreads.get(owner, 0.0) for part in parts)

@@ -38,18 +38,21 @@ def world_tables(
     numbers: PassNumbers,
     rows: GradientRows,
     *,
+    sequences: slice,
     flagged: tuple[Collection[str], Collection[str]],
     loads: Mapping[str, Tensor],
 ) -> WorldTables:
     """Join the tables of all ranks; every rank must call it.
 
     Args:
+        sequences: of the step, of which the plain pass has numbers.
         flagged: owners with other initial values, and with unequal copies, as this rank sees them.
         loads: of the layout, on the ranks that hold the block.
     """
     names = tuple(chain.blocks)
     widths = largest_over_ranks(comm, numbers.widths)  # a rank without sequences has none
     on_layout = sketches.resolved(dict(zip(names, widths.tolist(), strict=True)))
+    on_layout = on_layout[:, :, sequences]
     sums = torch.stack((*on_layout, numbers.sketches, numbers.sizes))
     layout_sums, coverage, plain, sizes = sum_over_ranks(comm, sums).cpu()
     losses = sum_over_ranks(comm, numbers.losses)
@@ -81,7 +84,9 @@ def world_tables(
     return WorldTables(
         layout=StepNumbers(0.0, 0.0, 0, layout_loads),
         plain=StepNumbers(float(losses.sum()), norm, 0, plain_loads),
-        outputs=tuple(_output_rows(names, layout_sums, coverage, plain, sizes)),
+        outputs=tuple(
+            _output_rows(names, layout_sums, coverage, plain, sizes, first=sequences.start)
+        ),
         gradients=gradients,
         output_spread=dict(zip(names, spread, strict=True)),
         loss_spread=loss_spread[0],
@@ -114,9 +119,12 @@ def _output_rows(
     coverage: Tensor,
     plain: Tensor,
     sizes: Tensor,
+    *,
+    first: int,
 ) -> list[OutputRow]:
+    """Rows of each block but the last, which yields the loss; `first` is the first sequence."""
     found = []
-    for index, name in enumerate(names[:-1]):  # the last block yields the loss
+    for index, name in enumerate(names[:-1]):
         rows = zip(
             layout[index].tolist(),
             coverage[index].tolist(),
@@ -124,7 +132,7 @@ def _output_rows(
             sizes[index].tolist(),
             strict=True,
         )
-        for sequence, (total, copies, right, size) in enumerate(rows):
+        for sequence, (total, copies, right, size) in enumerate(rows, start=first):
             mean = total / copies if copies else None
             found.append(OutputRow(name, sequence, mean, right, size))
     return found
