@@ -97,9 +97,9 @@ def test_planted_faults_are_named(train, tmp_path, capsys, mutant, words, named)
         assert named in fails(train, tmp_path, capsys, *words)
 
 
-@pytest.mark.parametrize("mesh", ["dp2", "site2 dp2"])
+@pytest.mark.parametrize("words", [("--mesh", "dp2"), ("--mesh", "site2 dp2", "--site.every", "1")])
 def test_a_gradient_that_is_wrong_on_one_rank_names_rank_and_axis(
-    train, tmp_path, monkeypatch, capsys, mesh
+    train, tmp_path, monkeypatch, capsys, words
 ):
     compute = TrainStep.compute
 
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_wrong_on_one_rank_names_rank_and_axis(
         return computed
 
     monkeypatch.setattr(TrainStep, "compute", with_fault)
-    error = fails(train, tmp_path, capsys, "--mesh", mesh)
+    error = fails(train, tmp_path, capsys, *words)
     assert (
         "layer0.attn.q.weight gradient is 1/2 times the right values on rank 1 (axis dp)" in error
     )
