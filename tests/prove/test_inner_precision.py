@@ -73,3 +73,20 @@ def test_a_model_that_fails_in_float64_is_rejected_by_name(tmp_path: Path) -> No
     (fault,) = caught.value.faults
     assert "my_model: layer0: does not compute in float64" in str(fault)
     assert "x.to(self.weight.dtype)" in str(fault)
+
+
+def test_tensors_that_a_coarse_cast_moves_by_more_than_a_hundredth_do_not_count(
+    tmp_path: Path,
+) -> None:
+    reports = {}
+    for name, cast in {"coarse": ".bfloat16().double()", "fine": ""}.items():
+        (tmp_path / name).mkdir()
+        with FAMILIES.restored():
+            run = subject(tmp_path / name, cast, "--mesh", "dp2").in_float64()
+            reports[name] = prove(run)
+    coarse, fine = reports["coarse"], reports["fine"]
+    assert coarse.holds
+    assert fine.holds
+    assert coarse.compared < fine.compared
+    assert any(note.startswith("not counted: ") for note in coarse.notes)
+    assert not any(note.startswith("not counted: ") for note in fine.notes)

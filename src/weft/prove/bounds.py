@@ -23,6 +23,9 @@ Note [Bounds]
     added to its bound, and to that of what gradients of this norm are scaled by: once to clipped
     gradients, twice to moments, the second of which consists of their squares.
 
+A model that magnifies rounding, or casts to a coarse type, has bounds that hide faults. A tensor
+whose bound is wider than WIDE_BOUND is compared, but does not count as such, and reports say so.
+
 Differences are relative to the largest entry of the logical tensor, or to a share of the largest
 entry of its kind: a gradient that is zero in exact arithmetic (the key bias of softmax attention)
 consists of rounding errors and has no scale of its own.
@@ -62,6 +65,11 @@ REFERENCES = "references"
 """What of a batch is computed: log-probabilities of preference pairs under the reference model."""
 KIND_SHARE = 1e-6
 """Least scale of a gradient or moment, as a share of the largest of its kind in the step."""
+WIDE_BOUND = 0.01
+"""A tensor within a wider bound does not count as compared: rounding in the model hides a fault."""
+SMALL_SHARE = 1e-3
+"""Share of the largest of its kind, up to which a gradient may be within any bound: one that is zero
+in exact arithmetic consists of rounding."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,12 @@ class Bounds:
             rounding_of_update = self.update_eps * self._largest_lr
             bound += rounding_of_update / self.scale(key)
         return bound
+
+    def is_wide(self, key: TensorKey) -> bool:
+        """Whether a fault of more than a hundredth of the tensor may be within its bound."""
+        own = self._largest[key]
+        of_kind = self._kind_scale.get(_Kind.of(key), 0.0)
+        return is_wide(self.bound(key), scale=self.scale(key), own=own, of_kind=of_kind)
 
     def relative(
         self,
@@ -235,6 +249,31 @@ class Bounds:
             largest_before = found.get(kind, 0.0)
             found[kind] = max(largest_before, largest)
         return found
+
+
+def is_wide(bound: float, *, scale: float, own: float, of_kind: float) -> bool:
+    """Whether a bound hides faults; see `WIDE_BOUND` and `SMALL_SHARE`.
+
+    Args:
+        scale: what the bound is relative to.
+        own: the largest entry of the tensor.
+        of_kind: the largest entry of its kind in the step.
+    """
+    return bound * scale > WIDE_BOUND * max(own, SMALL_SHARE * of_kind)
+
+
+def wide_note(wide: Mapping[str, float], what: str) -> str:
+    """Which tensors do not count as compared.
+
+    Args:
+        wide: tensor -> relative bound.
+        what: "tensors", "gradients".
+    """
+    worst = max(wide, key=wide.__getitem__)
+    return (
+        f"not counted: {len(wide)} {what} with bounds above {100 * WIDE_BOUND:g}%, since rounding in "
+        f"the model moves them as much ({worst}: {100 * wide[worst]:.2g}%)"
+    )
 
 
 def norm_rounding(num_entries: int, types: NumberTypes) -> float:

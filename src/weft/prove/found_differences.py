@@ -35,9 +35,9 @@ class PhaseStats:
     bound: float = 0.0
     closest: float = -1.0
 
-    def add(self, relative: float, bound: float) -> None:
-        """Count one tensor."""
-        self.compared += 1
+    def add(self, relative: float, bound: float, *, is_wide: bool = False) -> None:
+        """Count one tensor; one with a wide bound is not called compared."""
+        self.compared += not is_wide
         ratio = _share_of_bound(relative, bound)
         if ratio > self.closest:
             self.closest = ratio
@@ -58,6 +58,7 @@ class FoundDifferences:
     Attributes:
         failures: tensors beyond their bounds, by what they are and by rank.
         uncompared: logical tensors that the reference does not have in that shape.
+        wide: tensor whose bound hides faults -> its widest bound.
         notes: what else is not compared.
     """
 
@@ -67,6 +68,7 @@ class FoundDifferences:
     stats: dict[Phase, PhaseStats] = field(default_factory=dict)
     failures: dict[Site, dict[int, Failure]] = field(default_factory=dict)
     uncompared: set[str] = field(default_factory=set)
+    wide: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def phase_bounds(self) -> tuple[PhaseBound, ...]:
@@ -112,7 +114,10 @@ class FoundDifferences:
         if relative > bound:
             of_determined = self._determined_relative(site, observed, expected, key)
             relative = min(relative, of_determined)
-        self._count(site, relative, bound)
+        is_wide = bound > 0 and self.bounds.is_wide(key)
+        if is_wide:
+            self.wide[site.tensor] = max(bound, self.wide.get(site.tensor, 0.0))
+        self._count(site, relative, bound, is_wide=is_wide)
         is_within = relative <= bound  # NaN is not
         if not is_within:
             failure = Failure(rank, observed, expected, relative, bound)
@@ -123,9 +128,11 @@ class FoundDifferences:
         site: Site,
         relative: float,
         bound: float,
+        *,
+        is_wide: bool = False,
     ) -> None:
         stats = self.stats.setdefault(site.phase, PhaseStats())
-        stats.add(relative, bound)
+        stats.add(relative, bound, is_wide=is_wide)
 
     def _failures_at(self, site: Site) -> dict[int, Failure]:
         return self.failures.setdefault(site, {})

@@ -14,7 +14,7 @@ import torch
 from weft.comm.comm import Comm
 from weft.core.axes import local_update_axis
 from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation, has_jumps
-from weft.prove.bounds import FACTOR, TOLERANCE, Bounds
+from weft.prove.bounds import FACTOR, TOLERANCE, Bounds, wide_note
 from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_layout
 from weft.prove.judge import Judge
 from weft.prove.local_updates import SiteProof, sites_note
@@ -190,6 +190,8 @@ def _notes(judge: Judge) -> tuple[str, ...]:
         num_more = len(names) - MAX_NOTES
         more = f" and {num_more} more" if num_more > 0 else ""
         notes.append(f"not compared, of no known shape on a rank: {shown}{more}")
+    if judge.found.wide:
+        notes.append(wide_note(judge.found.wide, "tensors"))
     return tuple(notes)
 
 

@@ -310,7 +310,8 @@ class LiveStepCheck:
             "step": live.number,
             "sequences": plan.global_size,
             "tokens": judgement.plain.targets,
-            "gradients": len(judgement.gradients),
+            "gradients": len(judgement.gradients) - len(judgement.wide),
+            "all_gradients": len(judgement.gradients),
             "outputs": len(judgement.outputs),
             "closest": round(judgement.closest, 4),
             "initial_values": self._checks_initial(live),
@@ -368,10 +369,12 @@ def verdict_text(
     """The line of a verdict: what was compared, and what was not."""
     step = "this run's first step" if is_first else f"step {verdict['step']}"
     num = verdict["sequences"]
+    num_gradients, total = verdict["gradients"], verdict["all_gradients"]
+    share = f"all {total}" if num_gradients == total else f"{num_gradients} of {total}"
     covered = [
         f"{num} of {counted(num, 'sequence')}",
         f"{verdict['tokens']:,} tokens",
-        f"all {verdict['gradients']} gradients",
+        f"{share} gradients",
     ]
     text = f"proved equal: {step} ({', '.join(covered)}; {verdict['seconds']:.1f} s)"
     if is_first and before.get("verdict") == "equal":

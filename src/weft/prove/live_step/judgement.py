@@ -9,13 +9,19 @@ from functools import cached_property
 from statistics import median
 
 from weft.prove.arithmetic import NumberTypes
-from weft.prove.bounds import FACTOR, FLOOR, KIND_SHARE, MIN_SCALE, TOLERANCE, norm_rounding
+from weft.prove.bounds import (
+    FACTOR,
+    FLOOR,
+    KIND_SHARE,
+    MIN_SCALE,
+    TOLERANCE,
+    is_wide,
+    norm_rounding,
+    wide_note,
+)
 from weft.prove.judge import MIN_REROUTED, MOST_REROUTED
 from weft.prove.record import block_of
 from weft.prove.report import Phase
-
-WIDE_BOUND = 0.01
-"""Gradients whose bound is larger are counted: noise in the model hides differences of them."""
 
 
 @dataclass(frozen=True)
@@ -125,15 +131,20 @@ class Judgement:
         unseen = {row.block for row in self.outputs if row.layout is None}
         if unseen:
             found.append(f"not compared: outputs of {', '.join(sorted(unseen))}")
-        wide = [row for row in self.gradients if self.gradient_bound(row) > WIDE_BOUND]
-        if wide:
-            worst = max(wide, key=self.gradient_bound)
-            share = 100 * self.gradient_bound(worst)
-            found.append(
-                f"{len(wide)} of {len(self.gradients)} gradients have bounds above "
-                f"{100 * WIDE_BOUND:g}% (rounding moves {worst.parameter} by {share:.2g}%)"
-            )
+        if self.wide:
+            found.append(wide_note(self.wide, "gradients"))
         return tuple(found)
+
+    @cached_property
+    def wide(self) -> dict[str, float]:
+        """Gradients that do not count as compared, with their relative bounds."""
+        found = {}
+        for row in self.gradients:
+            bound = self.gradient_bound(row)
+            scales = {"own": row.largest, "of_kind": self._largest_gradient}
+            if is_wide(bound, scale=self.scale(row), **scales):
+                found[row.parameter] = bound
+        return found
 
     @property
     def closest(self) -> float:
