@@ -26,6 +26,10 @@ STEP_NUMBERS: frozenset[Phase] = frozenset(("loss", "norm", "clip"))
 """Phases of numbers that every rank gets from one collective."""
 
 
+EXPERT_LOAD = ".expert load"
+"""End of the names of loads of experts."""
+
+
 @dataclass
 class PhaseStats:
     """How close the tensors of a phase came to their bounds."""
@@ -58,6 +62,8 @@ class FoundDifferences:
     Attributes:
         failures: tensors beyond their bounds, by what they are and by rank.
         uncompared: logical tensors that the reference does not have in that shape.
+        rerouted: loads of experts that differ at all, by what they are: rounding may route tokens
+            otherwise, within the bound of a load, too.
         wide: tensor whose bound hides faults -> its widest bound.
         notes: what else is not compared.
     """
@@ -68,6 +74,7 @@ class FoundDifferences:
     stats: dict[Phase, PhaseStats] = field(default_factory=dict)
     failures: dict[Site, dict[int, Failure]] = field(default_factory=dict)
     uncompared: set[str] = field(default_factory=set)
+    rerouted: dict[Site, Failure] = field(default_factory=dict)
     wide: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -118,9 +125,11 @@ class FoundDifferences:
         if is_wide:
             self.wide[site.tensor] = max(bound, self.wide.get(site.tensor, 0.0))
         self._count(site, relative, bound, is_wide=is_wide)
+        failure = Failure(rank, observed, expected, relative, bound)
+        if relative and site.tensor.endswith(EXPERT_LOAD):
+            self.rerouted.setdefault(site, failure)
         is_within = relative <= bound  # NaN is not
         if not is_within:
-            failure = Failure(rank, observed, expected, relative, bound)
             self._failures_at(site)[rank] = failure
 
     def _count(

@@ -70,26 +70,26 @@ class Judge:
         """
         if self.bounds.types.eps <= torch.finfo(torch.float32).eps:
             return
-        for site in sorted(self.found.failures, key=self._localisation.order):
-            if not site.tensor.endswith(".expert load"):
-                continue
-            failures = self.found.failures[site]
-            failure = next(iter(failures.values()))
+        for site in sorted(self.found.rerouted, key=self._localisation.order):
+            failure = self.found.rerouted[site]
             load_E = failure.expected.double()
             difference_E = failure.observed.value.double() - load_E
             num_tokens = float(load_E.sum())
             num_moved = float(difference_E.abs().sum()) / 2
             if num_moved > max(MOST_REROUTED * num_tokens, MIN_REROUTED):
                 return
-            self.found.notes.append(
-                f"not compared in 16 bits: what follows {site.block} in step {site.step}, "
-                f"where rounding routes {num_moved:g} of {num_tokens:g} tokens to other experts"
-            )
-            self._drop_after(site)
-            return
+            if self._drop_after(site):
+                self.found.notes.append(
+                    f"not compared in 16 bits: what follows {site.block} in step {site.step}, "
+                    f"where rounding routes {num_moved:g} of {num_tokens:g} tokens to other experts"
+                )
+                return
 
-    def _drop_after(self, routed: Site) -> None:
-        """Forget failures that may follow from another routing; not those of equality to the bit."""
+    def _drop_after(self, routed: Site) -> bool:
+        """Forget failures that may follow from another routing, and say whether there were any; those
+        of equality to the bit stay.
+        """
+        num_failures = self._num_failures
         blocks = self.bounds.plain.blocks
         num_before = blocks.index(routed.block)
         blocks_before = set(blocks[:num_before])
@@ -105,3 +105,8 @@ class Judge:
                     kept[rank] = failure
             if kept:
                 self.found.failures[site] = kept
+        return self._num_failures < num_failures
+
+    @property
+    def _num_failures(self) -> int:
+        return sum(map(len, self.found.failures.values()))

@@ -94,7 +94,7 @@ def _prove(subject: Subject, bounds_of: BoundsOf) -> ProofReport:
         notes.append(PAIRS_NOTE)
     if _is_compared_in_float64_alone(subject):
         notes.append(JUMPS_NOTE.format(subject.optim.name))
-    for each in _in_number_types(subject):
+    for each in in_number_types(subject):
         if each.inner.dtype is not None:
             notes.append(INNER_NOTE.format(each.inner.block, dtype_text(each.inner.dtype)))
         outcome = _prove_once(each, bounds_of)
@@ -119,7 +119,7 @@ def _prove(subject: Subject, bounds_of: BoundsOf) -> ProofReport:
     )
 
 
-def _in_number_types(subject: Subject) -> list[Subject]:
+def in_number_types(subject: Subject) -> list[Subject]:
     """The subject in the number types in which it is compared, one after the other."""
     if _is_compared_in_float64_alone(subject):
         return [subject.in_float64()]
