@@ -1,4 +1,4 @@
-"""A token that rounding routes to another expert flips the sign of a bias: no difference, also where the load is within its bound."""
+"""A token that rounding routes to another expert flips the sign of a bias: no difference, also within the bound of a load."""
 
 from __future__ import annotations
 
