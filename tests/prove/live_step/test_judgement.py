@@ -10,6 +10,7 @@ import torch
 
 from weft.prove.arithmetic import NumberTypes
 from weft.prove.live_step.judgement import GradientRow, Judgement, OutputRow, StepNumbers
+from weft.prove.live_step.owner_gradients import GradientNoise
 from weft.prove.live_step.units import num_units, units_of_rank
 
 FLOAT64 = NumberTypes(torch.float64, torch.float64, torch.float64)
@@ -18,8 +19,10 @@ BFLOAT16 = NumberTypes(torch.float32, torch.bfloat16, torch.float32)
 BLOCKS = ("embed", "layer0", "layer1", "head")
 
 
-def gradient(parameter, *, difference=0.0, spread=0.0, largest=1.0):
-    return GradientRow(parameter, 100, difference, largest, spread, squared_norm=4.0)
+def gradient(parameter, *, difference=0.0, spread=0.0, largest=1.0, projection=1.0):
+    noise = GradientNoise(largest=spread, length=10 * spread, along=spread)
+    products = (4.0 * projection, 4.0)
+    return GradientRow(parameter, 100, difference, largest, noise, products, squared_norm=4.0)
 
 
 def judgement(types=FLOAT64, **changes):
@@ -117,3 +120,15 @@ def test_units_cover_every_sequence_once(world, global_size, micro):
     assert rows == list(range(global_size))
     assert sum(len(of_rank) for of_rank in units) == num_units(**sizes)
     assert max(map(len, units)) - min(map(len, units)) <= 1
+
+
+def test_in_16_bits_a_gradient_is_compared_as_a_whole():
+    """Its entries may differ by 16% here; all of them together by less than a hundredth."""
+    row = gradient("head.proj.weight", spread=0.01)
+    row = replace(row, num_entries=10_000, noise=GradientNoise(0.01, 0.1, 1e-4))
+    halved = replace(row, products=(2.0, 4.0))
+    assert judgement(BFLOAT16, gradients=(row,)).projected == ("head.proj.weight",)
+    assert judgement(BFLOAT16, gradients=(row,)).notes == ()
+    (found,) = judgement(BFLOAT16, gradients=(halved,)).differences
+    assert found.relation == "0.5 times the right one along it"
+    assert judgement(BFLOAT16, gradients=(replace(row, products=(4.01, 4.0)),)).differences == ()

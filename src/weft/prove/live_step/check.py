@@ -272,6 +272,7 @@ class LiveStepCheck:
             local_gradients(step, scale=scale),
             scale=scale,
             eps=self.types.eps,
+            products=chain.products,
         )
         numbers = passes.run(rows.add)
         return numbers, rows, whole, initial
@@ -310,8 +311,9 @@ class LiveStepCheck:
             "step": live.number,
             "sequences": plan.global_size,
             "tokens": judgement.plain.targets,
-            "gradients": len(judgement.gradients) - len(judgement.wide),
+            "gradients": len(judgement.gradients) - len(judgement.unseen),
             "all_gradients": len(judgement.gradients),
+            "projected_gradients": len(judgement.projected),
             "outputs": len(judgement.outputs),
             "closest": round(judgement.closest, 4),
             "initial_values": self._checks_initial(live),
@@ -371,10 +373,14 @@ def verdict_text(
     num = verdict["sequences"]
     num_gradients, total = verdict["gradients"], verdict["all_gradients"]
     share = f"all {total}" if num_gradients == total else f"{num_gradients} of {total}"
+    if verdict["projected_gradients"]:
+        share = f"{share} gradients, {verdict['projected_gradients']} of them as wholes"
+    else:
+        share = f"{share} gradients"
     covered = [
         f"{num} of {counted(num, 'sequence')}",
         f"{verdict['tokens']:,} tokens",
-        f"{share} gradients",
+        share,
     ]
     text = f"proved equal: {step} ({', '.join(covered)}; {verdict['seconds']:.1f} s)"
     if is_first and before.get("verdict") == "equal":

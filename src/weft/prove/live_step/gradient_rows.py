@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +12,7 @@ from weft.comm.comm import Comm
 from weft.core.axes import Box
 from weft.prove.bounds import FACTOR, FLOOR
 from weft.prove.live_step.judgement import GradientRow
+from weft.prove.live_step.owner_gradients import GradientNoise
 from weft.prove.live_step.whole_params import sum_over_ranks
 from weft.prove.relations import relation
 from weft.train.step import TrainStep
@@ -54,32 +56,38 @@ class GradientRows:
     Args:
         scale: loss scale of the whole gradients.
         eps: unit of rounding.
+        products: parameters whose gradients are products of matrices.
     """
 
     comm: Comm
     local: dict[str, LocalGradient]
     scale: float
     eps: float
+    products: Collection[str] = ()
     rows: list[GradientRow] = field(default_factory=list)
     kept: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def add(self, owner: str, part: Tensor, spread: float) -> None:
+    def add(self, owner: str, part: Tensor, noise: GradientNoise) -> None:
         """Add the ranks' parts of the gradient of a parameter, and compare; every rank calls it."""
         whole = sum_over_ranks(self.comm, part).div_(self.scale)
-        difference = 0.0
+        difference, of_layout, of_plain = 0.0, 0.0, 0.0
         local = self.local.get(owner)
         if local is not None:
             expected = local.entries_of(whole)
             wide = torch.promote_types(expected.dtype, local.entries.dtype)
             distance = (local.entries.to(wide) - expected.to(wide)).abs()
             difference = float(distance.max())
+            of_layout = float(local.entries.double() @ expected.double())
+            of_plain = float(expected.double().square().sum())
         largest = float(whole.abs().max()) if whole.numel() else 0.0
         row = GradientRow(
             owner,
             num_entries=whole.numel(),
             difference=difference,
             largest=largest,
-            spread=spread / self.scale,
+            noise=noise.times(1 / self.scale),
+            products=(of_layout, of_plain),
+            is_product=owner in self.products,
             squared_norm=float(whole.double().square().sum()),
         )
         self.rows.append(row)
@@ -89,7 +97,7 @@ class GradientRows:
     def _looks_wrong(self, row: GradientRow) -> bool:
         if len(self.kept) >= MOST_KEPT or row.num_entries > MOST_KEPT_ENTRIES:
             return False
-        return not row.difference <= FACTOR * row.spread + FLOOR * self.eps * row.largest
+        return not row.difference <= FACTOR * row.noise.largest + FLOOR * self.eps * row.largest
 
     def relation_of(self, owner: str) -> str:
         """How this rank's entries of a gradient relate to the right ones; "" where they were not

@@ -15,13 +15,18 @@ from weft.prove.bounds import (
     KIND_SHARE,
     MIN_SCALE,
     TOLERANCE,
+    WIDE_BOUND,
     is_wide,
     norm_rounding,
     wide_note,
 )
 from weft.prove.judge import MIN_REROUTED, MOST_REROUTED
+from weft.prove.live_step.owner_gradients import GradientNoise
 from weft.prove.record import block_of
 from weft.prove.report import Phase
+
+PROJECTION_FACTOR = 3.0
+"""As `FACTOR`, for a sum over all entries in place of the largest of them."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,27 @@ class GradientRow:
     Attributes:
         difference: largest absolute difference of an entry, over all ranks.
         largest: largest absolute entry on one device.
-        spread: largest absolute change of an entry by noise, in the gradient of one micro-batch.
+        noise: what noise changes in the gradient of one micro-batch.
+        products: over the entries that ranks hold, copies too: the layout's times those of one
+            device, and the squares of these.
         squared_norm: on one device.
+        is_product: whether it is a product of matrices; see `MetaChain.products`.
     """
 
     parameter: str
     num_entries: int
     difference: float
     largest: float
-    spread: float
+    noise: GradientNoise
+    products: tuple[float, float]
     squared_norm: float
+    is_product: bool = True
+
+    @property
+    def projection(self) -> float:
+        """The layout's gradient along that of one device, which is 1 there."""
+        of_layout, of_plain = self.products
+        return of_layout / of_plain if of_plain else 1.0
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,7 @@ class Judgement:
         loads = list(self._loads())
         if loads and self._is_rerouted_by_rounding:
             return tuple(each for each in found if self._is_before(each, loads[0].block))
-        return (*found, *loads, *self._loss(), *self._gradients(), *self._norm())
+        return (*found, *loads, *self._loss(), *self._all_gradients(), *self._norm())
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -131,13 +147,13 @@ class Judgement:
         unseen = {row.block for row in self.outputs if row.layout is None}
         if unseen:
             found.append(f"not compared: outputs of {', '.join(sorted(unseen))}")
-        if self.wide:
-            found.append(wide_note(self.wide, "gradients"))
+        if self.unseen:
+            found.append(wide_note(self.unseen, "gradients"))
         return tuple(found)
 
     @cached_property
     def wide(self) -> dict[str, float]:
-        """Gradients that do not count as compared, with their relative bounds."""
+        """Gradients whose entries do not count as compared, with their relative bounds."""
         found = {}
         for row in self.gradients:
             bound = self.gradient_bound(row)
@@ -145,6 +161,20 @@ class Judgement:
             if is_wide(bound, scale=self.scale(row), **scales):
                 found[row.parameter] = bound
         return found
+
+    @cached_property
+    def projected(self) -> tuple[str, ...]:
+        """Gradients that are compared as a whole, and not entry by entry."""
+        return tuple(
+            row.parameter
+            for row in self.gradients
+            if row.parameter in self.wide and self._has_close_projection(row)
+        )
+
+    @property
+    def unseen(self) -> dict[str, float]:
+        """Gradients that do not count as compared at all."""
+        return {name: bound for name, bound in self.wide.items() if name not in self.projected}
 
     @property
     def closest(self) -> float:
@@ -170,7 +200,7 @@ class Judgement:
 
     def _spread(self, row: GradientRow) -> float:
         """Of the sum over all micro-batches, whose noise is independent, in relative terms."""
-        return row.spread * math.sqrt(self.num_units) / self.scale(row)
+        return row.noise.largest * math.sqrt(self.num_units) / self.scale(row)
 
     @cached_property
     def _typical_spread(self) -> float:
@@ -185,6 +215,48 @@ class Judgement:
         roundings = FLOOR + math.sqrt(self.num_units)  # of the sums over micro-batches and ranks
         return FACTOR * spread + roundings * self.types.eps
 
+    def _projection_spread(self, row: GradientRow) -> float:
+        """Relative change of a projection by noise: what was measured along the gradient, and what
+        noise of that length has along any direction.
+        """
+        along = max(row.noise.along, row.noise.length / math.sqrt(max(row.num_entries, 1)))
+        return along * math.sqrt(self.num_units) / max(math.sqrt(row.squared_norm), MIN_SCALE)
+
+    @cached_property
+    def _typical_projection_spread(self) -> float:
+        spreads = [self._projection_spread(row) for row in self.gradients]
+        return median(spreads) if spreads else 0.0
+
+    def projection_bound(self, row: GradientRow) -> float:
+        """The largest difference of a projection from 1 that rounding explains: errors of entries
+        cancel, so it is far below the bound of an entry.
+        """
+        spread = max(self._projection_spread(row), self._typical_projection_spread)
+        roundings = (FLOOR + math.sqrt(self.num_units)) / math.sqrt(max(row.num_entries, 1))
+        return PROJECTION_FACTOR * spread + roundings * self.types.eps
+
+    def _has_close_projection(self, row: GradientRow) -> bool:
+        """Whether the projection is compared, and a difference of a hundredth of it is seen."""
+        return self._is_projected(row) and self.projection_bound(row) <= WIDE_BOUND
+
+    def _is_projected(self, row: GradientRow) -> bool:
+        """Whether the projection is compared: where entries are not compared to rounding."""
+        return row.is_product and not self.types.is_exact
+
+    def _projections(self) -> Iterator[LiveDifference]:
+        for row in self.gradients:
+            difference = abs(row.projection - 1)
+            if self._is_projected(row) and not difference <= self.projection_bound(row):
+                yield LiveDifference(
+                    f"{row.parameter} gradient",
+                    block_of(row.parameter),
+                    row.parameter,
+                    "reduce",
+                    f"{row.projection:.6g} times the right one along it",
+                    difference,
+                    self.projection_bound(row),
+                )
+
     def _gradients(self) -> Iterator[LiveDifference]:
         for row in self.gradients:
             relative, bound = self.relative(row), self.gradient_bound(row)
@@ -198,6 +270,14 @@ class Judgement:
                     relative,
                     bound,
                 )
+
+    def _all_gradients(self) -> Iterator[LiveDifference]:
+        """Gradients that differ in an entry, then others that differ as a whole."""
+        seen = set()
+        for each in (*self._gradients(), *self._projections()):
+            if each.parameter not in seen:
+                seen.add(each.parameter)
+                yield each
 
     # parameters, outputs, numbers
 

@@ -26,6 +26,9 @@ class MetaChain:
         shapes: global name of an owner -> shape.
         trained: owners with gradients, in the order in which the forward first uses them.
         uncast: owners that stay in the dtype of parameters: biases of routers.
+        products: owners whose gradients are products of matrices, which kernels add up in float32;
+            those of vectors and of tables of tokens are sums over tokens in the type of
+            activations, which lose more the more tokens there are.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -33,6 +36,7 @@ class MetaChain:
     shapes: Mapping[str, tuple[int, ...]]
     trained: tuple[str, ...]
     uncast: frozenset[str]
+    products: frozenset[str]
 
     @staticmethod
     def of(
@@ -63,6 +67,7 @@ class MetaChain:
             shapes=shapes,
             trained=tuple(trained),
             uncast=frozenset(_router_biases(blocks, owners)),
+            products=frozenset(trained).difference(_sums_over_tokens(blocks, owners, shapes)),
         )
 
     def of_block(self, block: str) -> dict[str, tuple[int, ...]]:
@@ -96,4 +101,17 @@ def _router_biases(
             if isinstance(module, MoE) and module.router.bias is not None:
                 prefix = f"{path}." if path else ""
                 found.append(owners[name][f"{prefix}router.bias"])
+    return found
+
+
+def _sums_over_tokens(
+    blocks: Mapping[str, nn.Module],
+    owners: Mapping[str, Mapping[str, str]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[str]:
+    found = [owner for owner, shape in shapes.items() if len(shape) < 2]
+    for name, block in blocks.items():
+        for path, module in block.named_modules():
+            if isinstance(module, nn.Embedding):
+                found.append(owners[name][f"{path}.weight" if path else "weight"])
     return found

@@ -3,9 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """What noise of one unit of rounding changes in the gradient of a micro-batch.
+
+    Attributes:
+        largest: largest absolute change of an entry.
+        length: Euclidean norm of the change.
+        along: length of its projection on the gradient.
+    """
+
+    largest: float = 0.0
+    length: float = 0.0
+    along: float = 0.0
+
+    @staticmethod
+    def of(noisy: Tensor, plain: Tensor) -> GradientNoise:
+        """The change from one gradient to another."""
+        change = (noisy - plain).double().flatten()
+        right = plain.double().flatten()
+        along = float(change @ right) / max(float(right.norm()), TINY)
+        return GradientNoise(float(change.abs().max()), float(change.norm()), abs(along))
+
+    def max(self, other: GradientNoise) -> GradientNoise:
+        """The larger of each."""
+        return GradientNoise(
+            max(self.largest, other.largest),
+            max(self.length, other.length),
+            max(self.along, other.along),
+        )
+
+    def __add__(self, other: GradientNoise) -> GradientNoise:
+        return GradientNoise(
+            self.largest + other.largest, self.length + other.length, self.along + other.along
+        )
+
+    def times(self, factor: float) -> GradientNoise:
+        """That of the gradient times a factor."""
+        return GradientNoise(self.largest * factor, self.length * factor, self.along * factor)
+
+
+NO_NOISE = GradientNoise()
+TINY = 1e-300
 
 
 class OwnerGradients:
@@ -18,7 +63,7 @@ class OwnerGradients:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.sums: dict[str, Tensor] = {}
-        self.spreads: dict[str, float] = {}
+        self.noise: dict[str, GradientNoise] = {}
         self._plain: dict[str, Tensor] = {}
         self._dtype = dtype
 
@@ -33,8 +78,8 @@ class OwnerGradients:
                 before = self.sums.get(owner)
                 self.sums[owner] = wide.clone() if before is None else before.add_(wide)
             elif owner in self._plain and wide.numel():
-                distance = float((wide - self._plain[owner]).abs().max())
-                self.spreads[owner] = max(self.spreads.get(owner, 0.0), distance)
+                noise = GradientNoise.of(wide, self._plain[owner])
+                self.noise[owner] = noise.max(self.noise.get(owner, NO_NOISE))
 
     def drop(self, owner: str) -> None:
         """Free the memory of a gradient."""
@@ -57,6 +102,6 @@ def joined(
     return total
 
 
-def summed_spread(owner: str, parts: Sequence[OwnerGradients]) -> float:
-    """The sum of the differences that noise makes in each block which uses a parameter."""
-    return sum(part.spreads.get(owner, 0.0) for part in parts)
+def summed_noise(owner: str, parts: Sequence[OwnerGradients]) -> GradientNoise:
+    """The sum of what noise changes in each block which uses a parameter."""
+    return sum((part.noise.get(owner, NO_NOISE) for part in parts), NO_NOISE)

@@ -19,16 +19,16 @@ from weft.prove.arithmetic import NumberTypes
 from weft.prove.live_step.kept_graphs import KeptGraphs
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import Projection, output_tensors
-from weft.prove.live_step.owner_gradients import OwnerGradients, joined, summed_spread
+from weft.prove.live_step.owner_gradients import GradientNoise, OwnerGradients, joined, summed_noise
 from weft.prove.live_step.units import Unit
 from weft.prove.live_step.whole_params import WholeParameters
 
 PLAIN = 0
 """Noise seed of a pass without noise."""
 
-OnGradient = Callable[[str, Tensor, float], None]
-"""Called with owner, this rank's part of its gradient (summed over its units) and the spread of its
-perturbed passes; on every rank in the same order."""
+OnGradient = Callable[[str, Tensor, GradientNoise], None]
+"""Called with owner, this rank's part of its gradient (summed over its units) and what noise changes
+in it; on every rank in the same order."""
 
 
 class UnitPass(NamedTuple):
@@ -278,7 +278,7 @@ class PlainPass:
                 if first_use[owner] == name:
                     parts = waiting.pop(owner)
                     total = joined(owner, parts, like=leaves[owner], dtype=self._sum_dtype)
-                    on_gradient(owner, total, summed_spread(owner, parts))
+                    on_gradient(owner, total, summed_noise(owner, parts))
                     for part in parts:
                         part.drop(owner)
 

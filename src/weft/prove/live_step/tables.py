@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from weft.prove.live_step.gradient_rows import GradientRows
 from weft.prove.live_step.judgement import GradientRow, OutputRow, StepNumbers
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import OutputSketches
+from weft.prove.live_step.owner_gradients import GradientNoise
 from weft.prove.live_step.plain_pass import PassNumbers
 from weft.prove.live_step.whole_params import largest_over_ranks, sum_over_ranks
 
@@ -61,23 +62,21 @@ def world_tables(
             numbers.spread,
             numbers.spread.new_tensor([numbers.loss_spread]),
             numbers.spread.new_tensor([row.difference for row in rows.rows]),
-            numbers.spread.new_tensor([row.spread for row in rows.rows]),
+            numbers.spread.new_tensor([astuple(row.noise) for row in rows.rows]).T.flatten(),
             _flags(chain, flagged, like=numbers.spread),
         )
     )
-    lengths = [len(names), 1, len(rows.rows), len(rows.rows), len(chain.shapes), len(chain.shapes)]
+    num_rows = len(rows.rows)
+    lengths = [len(names), 1, *(num_rows,) * 4, len(chain.shapes), len(chain.shapes)]
     parts = largest_over_ranks(comm, _without_nan(largest)).cpu().split(lengths)
-    spread, loss_spread, differences, spreads, unlike, unequal = (part.tolist() for part in parts)
+    spread, loss_spread, differences, *noise, unlike, unequal = (part.tolist() for part in parts)
+    products = numbers.spread.new_tensor([row.products for row in rows.rows])
+    sum_over_ranks(comm, products)
     gradients = tuple(
-        GradientRow(
-            row.parameter,
-            row.num_entries,
-            difference,
-            row.largest,
-            of_noise,
-            row.squared_norm,
+        replace(row, difference=difference, noise=GradientNoise(*of_noise), products=(one, other))
+        for row, difference, of_noise, (one, other) in zip(
+            rows.rows, differences, zip(*noise, strict=True), products.tolist(), strict=True
         )
-        for row, difference, of_noise in zip(rows.rows, differences, spreads, strict=True)
     )
     layout_loads, plain_loads = _loads(comm, names, loads, numbers.loads)
     norm = sum(row.squared_norm for row in gradients) ** 0.5
