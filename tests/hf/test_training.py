@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tests.checkpoint.saving import save
 from tests.hf.models import CONFIGS, exported, loaded, run_of, written
 from tests.oracle.hugging_face import make_batch
+from tests.sampling import sampled
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.restore import load_parameters
@@ -107,7 +108,7 @@ def theirs_after_steps(
     return model
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sampled(CONFIGS))
 def test_three_steps_on_a_layout_are_three_steps_of_transformers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

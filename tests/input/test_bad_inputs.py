@@ -20,6 +20,8 @@ from tests.input.cases import GROUPS, Case
 from tests.input.folders import write_base
 from weft.errors import EXIT_USER
 
+NUM_PARTS = 4
+"""Of a group of cases, of which one runs by default."""
 LIMIT_S = 2.0
 """CPU time of a command, with the start of Python and the imports that the server has made once."""
 MAX_BYTES = 600 * 2**20
@@ -152,23 +154,27 @@ def is_inside(path: str, case: Case, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("group", "half"),
+    ("group", "part"),
     [
         *((group, 0) for group in GROUPS),
-        *(pytest.param(group, 1, marks=pytest.mark.slow) for group in GROUPS),
+        *(
+            pytest.param(group, part, marks=pytest.mark.slow)
+            for group in GROUPS
+            for part in range(1, NUM_PARTS)
+        ),
     ],
 )
 def test_bad_input_is_one_line(
     group: str,
-    half: int,
+    part: int,
     server: Server,
     base: Path,
     tmp_path: Path,
 ) -> None:
-    """Every second case of a group; the others run with the slow tests."""
+    """Every fourth case of a group; the others run with the slow tests."""
     wrong = []
     folder = tmp_path / "case"
-    for case in itertools.islice(GROUPS[group](), half, None, 2):
+    for case in itertools.islice(GROUPS[group](), part, None, NUM_PARTS):
         if not folder.exists():
             shutil.copytree(base, folder, symlinks=True)
         if case.change is not None:

@@ -8,6 +8,7 @@ from tests.matrix.cover import LIST, read_rows
 from tests.matrix.layouts import Case
 from tests.matrix.sweep import EVERY_FAMILY, family_cases
 from tests.matrix.test_matrix import Check
+from tests.sampling import sampled
 from tests.small_models import TEXT_FAMILIES
 
 COVERED = {case.family for case in read_rows(LIST)}
@@ -26,7 +27,7 @@ def in_turn(number: int, case: Case) -> object:
 
 
 @pytest.mark.parametrize(
-    "case", [in_turn(number, case) for number, case in enumerate(UNCOVERED)], ids=str
+    "case", sampled(in_turn(number, case) for number, case in enumerate(UNCOVERED)), ids=str
 )
 def test_family_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.matrix.layouts import Case, shallow
 from tests.matrix.test_matrix import Check
+from tests.sampling import sampled
 from weft.layout.plan import Recompute
 
 LAYOUTS = (
@@ -37,6 +38,6 @@ def cases() -> Iterator[object]:
             yield pytest.param(replace(shallow(layout), recompute=mode), marks=marks)
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=str)
+@pytest.mark.parametrize("case", sampled(cases()), ids=str)
 def test_recomputation_computes_what_one_device_computes(case: Case, check: Check) -> None:
     check(case)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import weft
 from tests.matrix.layouts import Case, batches, check, shallow
+from tests.sampling import sampled
 from weft.comm.comm import Comm
 from weft.commands.prove import prove_config
 from weft.config.changed_runs import in_float64
@@ -52,7 +53,7 @@ MORE_WINDOWS = (
 CASES = [*(shallow(case) for case in DENSE), *WINDOWS]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampled(CASES), ids=str)
 def test_layout_with_cp_computes_what_one_device_computes(case: Case) -> None:
     check(case)
 

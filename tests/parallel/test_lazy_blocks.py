@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.sampling import sampled
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.config.schema import LoraConfig
@@ -79,7 +80,7 @@ def geometry(model: ParallelModel) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LORA], ids=["plain", "lora"])
-@pytest.mark.parametrize("name", LAZY_FAMILIES)
+@pytest.mark.parametrize("name", sampled(LAZY_FAMILIES))
 def test_a_rank_holds_the_same_as_from_all_blocks(name: str, lora: LoraConfig) -> None:
     family = adapted(FAMILIES[name], lora)
     config = config_of(family)

@@ -23,6 +23,7 @@ from tests.matrix.layouts import (
 )
 from tests.matrix.plain import MIXED, Dtypes
 from tests.matrix.sweep import CONTEXTS
+from tests.sampling import sampled
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.comm.world_stages import world_stages
@@ -323,7 +324,7 @@ TOGETHER = (
 )
 
 
-@pytest.mark.parametrize("case", [*ALONE, *TOGETHER], ids=str)
+@pytest.mark.parametrize("case", sampled([*ALONE, *TOGETHER]), ids=str)
 def test_bytes_of_a_step_are_those_of_the_formulas(case: Case) -> None:
     for counted, right in counted_and_expected(replace(case, bucket_bytes=WHOLE), DOUBLE):
         assert counted == right

@@ -10,6 +10,7 @@ import torch
 
 from tests.hf.models import tensors_in, written
 from tests.prove.second_opinions import FAULTS, opinion_of
+from tests.sampling import sampled
 from tests.small_models import HF_FAMILIES
 from weft.cli import main
 from weft.config.hf.write_config import config_json
@@ -40,7 +41,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("family", HF_FAMILIES)
+@pytest.mark.parametrize("family", sampled(HF_FAMILIES))
 def test_a_healthy_layout_is_equal_to_transformers(family: str):
     report = opinion_of(f"--model.name {family} {LAYOUTS[family]}", steps=2)
     assert report.holds, "\n".join(report.lines())
@@ -59,7 +60,7 @@ def test_values_of_64_bits_are_read_as_they_are_stored(tmp_path: Path):
         assert torch.equal(model.published[name], tensors_in(folder)[name]), name
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", sampled(FAULTS))
 def test_a_fault_on_both_sides_of_the_proof_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
     fault = FAULTS[name]
     fault.plant(monkeypatch)
