@@ -102,7 +102,7 @@ class ProbeBlock:
 
     def run(self, x: Activation, batch: Batch) -> Activation:
         """The block's output."""
-        local_x = map_leaves(x, Tensor, self._local)
+        local_x = map_leaves(x, Tensor, lambda tensor: _placed(tensor, self.device, self.dtype))
         local_batch = batch.map(lambda field: field.to(self.device))
         return self._run(self._stand_ins, local_x, local_batch)
 
@@ -110,7 +110,9 @@ class ProbeBlock:
         """Its output on the meta device."""
         tensors = (*self.block.named_parameters(), *self.block.named_buffers())
         on_meta = {name: tensor.to("meta") for name, tensor in tensors}
-        meta_x = map_leaves(x, Tensor, lambda tensor: tensor.to("meta"))
+        floats = (param.dtype for param in self.block.parameters() if param.is_floating_point())
+        dtype = next(floats, self.dtype)
+        meta_x = map_leaves(x, Tensor, lambda tensor: _placed(tensor, torch.device("meta"), dtype))
         return self._run(on_meta, meta_x, batch.map(lambda field: field.to("meta")))
 
     @torch.no_grad()
@@ -125,11 +127,10 @@ class ProbeBlock:
         out: Activation = activation_of(block(x, batch))
         return out
 
-    def _local(self, x: Tensor) -> Tensor:
-        local = x.to(self.device)
-        if not x.is_floating_point():
-            return local
-        return local.to(self.dtype)
+
+def _placed(x: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """An activation on a device, in the type of the parameters that read it; ids keep theirs."""
+    return x.to(device, dtype) if x.is_floating_point() else x.to(device)
 
 
 class _FunctionalBlock(nn.Module):
