@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import pytest
+import torch
+from torch import Tensor
 
 from tests.matrix.layouts import Case, shallow
 from weft.cli import main
 from weft.commands.console import load_checked_run
 from weft.planner.certificate.certificate import Certificate, certify
+from weft.planner.certificate.type_mode import TypeMode, ValuesNeededError
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.effect import layout_words, write_texts
@@ -92,3 +98,26 @@ def test_explain_fails_where_types_do_not_agree(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "types: 1 mismatch in" in out
     assert "layer1.attn.o: add of a partial tensor and a replicated one" in out
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (Tensor.tolist, "a copy to the CPU"),
+        (Tensor.item, "item()"),
+        (bool, "item()"),
+        (Tensor.nonzero, "nonzero"),
+        (lambda x: x[x], "index"),
+        (lambda x: torch.equal(x, x), "equal"),
+    ],
+)
+def test_a_step_that_reads_values_is_unknown(read: Callable[[Tensor], object], name: str) -> None:
+    with suppress(ValuesNeededError), TypeMode(("dp", "tp")) as mode:
+        mode.where = "loss"
+        read(torch.empty(1, device="meta") > 0)
+    (finding,) = mode.findings.values()
+    assert finding.text == (
+        f"loss: not typed: {name} reads values, and what is computed from them has no type "
+        "(axis dp+tp)"
+    )
+    assert not finding.is_certain

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +27,7 @@ from weft.planner.certificate.axis_types import (
 )
 from weft.planner.certificate.rules import CONSTANTS, ZEROS, result_types
 from weft.planner.certificate.tensor_types import TensorTypes, TypedPiece
+from weft.planner.measure.host_values import value_on_host
 
 MOST_FINDINGS = 20
 """Findings that are kept of a role."""
@@ -33,10 +35,18 @@ ENTRYWISE = frozenset(
     {"_to_copy", "clone", "mul", "mul_", "add", "add_", "copy_", "div", "div_", "detach", "zero_"}
 )
 """Operations that flat buffers of several types go through."""
+READS = {"_local_scalar_dense": "item()", "_to_copy": "a copy to the CPU"}
+"""Operations by which the host reads values, as their callers know them."""
+# such an operation may do without values: `index` by numbers has the tag that it has by marks
+_READS_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 VIEWS = frozenset({
     "view", "slice", "split", "split_with_sizes", "narrow", "as_strided", "alias", "detach", "_unsafe_view", "unbind",
     "select", "t", "transpose", "unsqueeze", "squeeze", "expand", "permute", "set_",
 })  # fmt: skip
+
+
+class ValuesNeededError(Exception):
+    """An operation whose result has no shape without values: the step cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,11 @@ class TypeMode(TorchDispatchMode):
     ) -> Any:
         """Called by torch for every operation: runs it and notes the types of its results."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        on_host = value_on_host(func, args, kwargs)
+        if on_host is not None:
+            self._note_read(READS[func.overloadpacket.__name__])
+            return on_host
+        out = self._run(func, args, kwargs)
         if self.is_paused:
             return out
         self.num_operations += 1
@@ -161,6 +175,23 @@ class TypeMode(TorchDispatchMode):
             else:
                 self.tensors.set(tensor, its_types)
         return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError as error:
+            if _READS_VALUES.isdisjoint(func.tags):
+                raise
+            name = func.overloadpacket.__name__
+            self._note_read(name)
+            raise ValuesNeededError(name) from error
+
+    def _note_read(self, name: str) -> None:
+        """The host reads values: what the step does then is typed for ones alone."""
+        if self.is_paused:
+            return
+        what = f"{name} reads values, and what is computed from them has no type"
+        self.report("+".join(self.axes), what, is_certain=False)
 
     def _results(
         self,

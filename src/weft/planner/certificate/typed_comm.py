@@ -4,7 +4,7 @@ call              takes            gives
 all_reduce(sum)   partial          replicated
 all_reduce(max)   varying          replicated
 reduce_scatter    partial          sharded in its dim
-all_gather        sharded in dim   replicated
+all_gather        sharded in dim   replicated           of a replicated tensor its copies: replicated
 all_to_all        varying          varying              inside of declared regions
 broadcast         any              replicated
 send, recv        inside of declared regions; along the pipeline see `typed_step`
@@ -307,8 +307,6 @@ class TypedComm(Comm):
                 one.kind == "sharded" and not is_sharded(one.dims[dim % x.dim()])
             ):
                 self.mode.report(name, f"all_gather along dim {dim} of a tensor that is {one.text}")
-            elif one.kind == "replicated" and x.is_floating_point():
-                self.mode.report(name, f"all_gather along dim {dim} of a replicated tensor")
         if not called:
             return self._along(x, out, names, lambda one: VARYING)
         return self._along(x, out, names, gathered, resized=dim % x.dim())

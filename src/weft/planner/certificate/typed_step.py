@@ -13,7 +13,7 @@ Note [A typed step]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from weft.planner.certificate.axis_types import PARTIAL, AxisType
 from weft.planner.certificate.declared_regions import DeclaredRegions
 from weft.planner.certificate.declared_tensors import declare_batch, param_types
 from weft.planner.certificate.step_comm import StepComm
-from weft.planner.certificate.type_mode import TypeFinding, TypeMode
+from weft.planner.certificate.type_mode import TypeFinding, TypeMode, ValuesNeededError
 from weft.planner.certificate.watched_functions import WatchedFunctions
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.played_actions import played_microbatches, thinned
@@ -107,6 +107,8 @@ def _type_step(step: TrainStep, batches: Sequence[Batch], mode: TypeMode) -> Typ
     with ExitStack() as stack:
         stack.enter_context(functions.watched())
         stack.enter_context(mode)
+        # the mode has noted where the step ends
+        stack.enter_context(suppress(ValuesNeededError))
         step.compute(batches)
     num_gradients = sum(1 for _ in _check_gradients(step, mode))
     return TypedStep(

@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm.observe import Operation
+from weft.planner.measure.host_values import value_on_host
 from weft.planner.measure.kernels import KernelLaunch, aten, kernel_of
 from weft.planner.measure.meta_results import MetaResults
 
@@ -239,7 +240,7 @@ class StepRecorder(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
-        on_host = _value_on_host(func, args, kwargs)
+        on_host = value_on_host(func, args, kwargs)
         if on_host is not None:
             return on_host
         return self._run(func, args, kwargs)
@@ -414,26 +415,3 @@ def _attend_fused(
     )
     own: Tensor = out[..., : value.shape[-1]]
     return own
-
-
-def _value_on_host(
-    func: Any,
-    args: Any,
-    kwargs: Any,
-) -> Any:
-    """What the host reads of a tensor on the meta device: ones; None for any other call."""
-    is_read = func is aten._local_scalar_dense.default
-    is_copy = func is aten._to_copy.default
-    if not (is_read or is_copy) or not args[0].is_meta:
-        return None
-    x = args[0]
-    if is_read:
-        return 1.0 if x.is_floating_point() else 1
-    target = kwargs.get("device")
-    if target is None or torch.device(target).type != "cpu":
-        return None
-    return torch.ones(
-        x.shape,
-        dtype=kwargs.get("dtype") or x.dtype,
-        device="cpu",
-    )
