@@ -1,16 +1,22 @@
-"""The typed certificate of a run: the types of a step of every role of ranks, and the line that `weft explain` prints."""
+"""The typed certificate of a run: the types of a step of every role of ranks, and the line that `weft explain` prints.
+
+Note [Roles of a certificate]
+    Pipeline coordinates with equal blocks and actions are typed once. There the rank at the first
+    place along every axis is typed, and the one at the last place along all of them, for code that
+    asks for the place asks whether it is the first: which copy of a loss or of a gradient counts.
+    A gradient is stored by one micro-batch, added to by the others and reduced with the last, so
+    the first and the last one stand for all; at the last place the last one alone.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from weft.core.dimension import pipeline_axis
-from weft.core.mesh import Mesh
 from weft.errors import counted
-from weft.planner.certificate.type_mode import TypeFinding
+from weft.planner.certificate.type_mode import KnownCalls, TypeFinding
 from weft.planner.certificate.typed_step import TypedStep, typed_axes, typed_step
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import row_signature
@@ -95,31 +101,21 @@ class Certificate:
 
 
 def certify(run: MeasuredRun) -> Certificate:
-    """Type a step of every role of ranks: of equal pipeline coordinates one, and there the first
-    rank and, for each axis along which copies of a loss or of a gradient count once, the last.
-    """
+    """Type a step of every role of ranks; see Note [Roles of a certificate]."""
     plan = run.plan
-    if not typed_axes(plan.mesh):
+    axes = typed_axes(plan.mesh)
+    if not axes:
         return Certificate(plan.mesh.size, (), ())
     kinds = run.block_kinds()
-    ranks = []
-    signatures = set()
-    for row in range(plan.pipeline_size):
-        signature = row_signature(plan, row, kinds)
-        if signature in signatures:
-            continue
-        signatures.add(signature)
-        for places in _places(plan.mesh):
-            ranks.append(plan.mesh.rank(**{pipeline_axis(): row}, **places))
-    steps = tuple(typed_step(run, rank) for rank in ranks)
-    return Certificate(plan.mesh.size, typed_axes(plan.mesh), steps)
-
-
-def _places(mesh: Mesh) -> Iterator[dict[str, int]]:
-    """The first place along every axis, and the last one along all of them: code that asks for the
-    place asks whether it is the first.
-    """
-    axes = typed_axes(mesh)
-    yield {}
-    if axes:
-        yield {axis: mesh.degree(axis) - 1 for axis in axes}
+    rows = {row_signature(plan, row, kinds): row for row in reversed(range(plan.pipeline_size))}
+    known = KnownCalls()
+    last = plan.table.microbatches - 1
+    # the first micro-batch stores gradients, the last one adds to them and reduces
+    at_first = tuple(sorted({0, last}))
+    last_places = {axis: plan.mesh.degree(axis) - 1 for axis in axes}
+    steps = []
+    for row in sorted(rows.values()):
+        for places, microbatches in (({}, at_first), (last_places, (last,))):
+            rank = plan.mesh.rank(**{pipeline_axis(): row}, **places)
+            steps.append(typed_step(run, rank, microbatches=microbatches, known=known))
+    return Certificate(plan.mesh.size, axes, tuple(steps))

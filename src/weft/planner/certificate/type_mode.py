@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from weft.planner.certificate.axis_types import (
 from weft.planner.certificate.rules import CONSTANTS, ZEROS, result_types
 from weft.planner.certificate.tensor_types import TensorTypes, TypedPiece
 from weft.planner.measure.host_values import value_on_host
+from weft.planner.measure.meta_results import MetaResults
 
 MOST_FINDINGS = 20
 """Findings that are kept of a role."""
@@ -43,6 +44,23 @@ VIEWS = frozenset({
     "view", "slice", "split", "split_with_sizes", "narrow", "as_strided", "alias", "detach", "_unsafe_view", "unbind",
     "select", "t", "transpose", "unsqueeze", "squeeze", "expand", "permute", "set_",
 })  # fmt: skip
+
+
+TypedCall = tuple[tuple[Types, ...], tuple[tuple[str, str, bool], ...]]
+"""Types of a call's results; its problems: axis, what, and whether it is certain."""
+
+
+@dataclass(frozen=True)
+class KnownCalls:
+    """Calls that were run and typed: equal ones are neither run nor typed again.
+
+    Attributes:
+        results: shapes of results; see Note [Reused results] in `planner.measure.meta_results`.
+        types: of results, by the operation, and shapes and types of its operands.
+    """
+
+    results: MetaResults = field(default_factory=MetaResults)
+    types: dict[Hashable, TypedCall] = field(default_factory=dict)
 
 
 class ValuesNeededError(Exception):
@@ -78,6 +96,7 @@ class TypeMode(TorchDispatchMode):
 
     Args:
         axes: that are typed.
+        known: calls of other roles along the same axes, which are typed once.
 
     Attributes:
         where: the module or block that runs.
@@ -86,16 +105,14 @@ class TypeMode(TorchDispatchMode):
         is_declared: whether a declared backward runs: its operations are typed, and not judged.
     """
 
-    def __init__(self, axes: Sequence[str]) -> None:
+    def __init__(self, axes: Sequence[str], known: KnownCalls | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.axes = tuple(axes)
+        self.known = known or KnownCalls()
         self.where = "the step"
         self.num_operations = 0
         self.findings: dict[tuple[str, str, str], TypeFinding] = {}
         self.tensors = TensorTypes()
-        self._known: dict[
-            Hashable, tuple[tuple[Types, ...], tuple[tuple[str, str, bool], ...]]
-        ] = {}
         self.is_paused = False
         self.is_declared = False
 
@@ -177,6 +194,17 @@ class TypeMode(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        results = self.known.results
+        key = results.key(func, args, kwargs)
+        known = results.find(key)
+        if known is not None:
+            return known.make()
+        out = self._run_anew(func, args, kwargs)
+        inputs = tuple(tensors_in((args, kwargs)))
+        results.note(key, inputs=inputs, result=out, kernel=None)
+        return out
+
+    def _run_anew(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
@@ -206,10 +234,10 @@ class TypeMode(TorchDispatchMode):
         operand_types = tuple(map(self.types_of, operands))
         shapes = tuple(tuple(tensor.shape) for tensor in (*operands, *outputs))
         key = (func, shapes, operand_types, _without_tensors((args, kwargs)))
-        known = self._known.get(key)
+        known = self.known.types.get(key)
         if known is None:
             known = self._compute(func, name, args, kwargs, operand_types, operands, outputs)
-            self._known[key] = known
+            self.known.types[key] = known
         results, problems = known
         for axis, what, is_certain in problems:
             self.report(axis, what, is_certain=is_certain)

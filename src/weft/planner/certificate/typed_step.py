@@ -28,10 +28,15 @@ from weft.planner.certificate.axis_types import PARTIAL, AxisType
 from weft.planner.certificate.declared_regions import DeclaredRegions
 from weft.planner.certificate.declared_tensors import declare_batch, param_types
 from weft.planner.certificate.step_comm import StepComm
-from weft.planner.certificate.type_mode import TypeFinding, TypeMode, ValuesNeededError
+from weft.planner.certificate.type_mode import (
+    KnownCalls,
+    TypeFinding,
+    TypeMode,
+    ValuesNeededError,
+)
 from weft.planner.certificate.watched_functions import WatchedFunctions
 from weft.planner.measure.measured_run import MeasuredRun
-from weft.planner.measure.played_actions import played_microbatches, thinned
+from weft.planner.measure.played_actions import thinned
 from weft.planner.measure.rank_step import dispatches, example_batch
 from weft.train.build import build_configured_step
 from weft.train.step import TrainStep
@@ -63,19 +68,22 @@ def typed_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.wide_axes if name not in untyped)
 
 
-def typed_step(run: MeasuredRun, rank: int) -> TypedStep:
-    """Type one step of one rank of a run."""
+def typed_step(
+    run: MeasuredRun, rank: int, *, microbatches: Sequence[int], known: KnownCalls
+) -> TypedStep:
+    """Type one step of one rank of a run.
+
+    Args:
+        microbatches: of the schedule, that stand for all.
+        known: calls of other ranks of the run.
+    """
     plan = run.plan
-    mode = TypeMode(typed_axes(plan.mesh))
+    mode = TypeMode(typed_axes(plan.mesh), known)
     comm = StepComm(plan.mesh, rank, mode, sequence_parallel=plan.sequence_parallel)
     step = build_configured_step(run.config, plan, comm)
     for _ in dispatches(step):  # all of them have a load that can be assumed
         pass
-    row = plan.mesh.index(rank, pipeline_axis())
-    table = thinned(
-        plan.table,
-        played_microbatches(plan.table, row, fixed_order=run.config.fixed_order),
-    )
+    table = thinned(plan.table, tuple(microbatches))
     step.player = Player(
         step.model,
         before_last_backward=step.grads.set_requires_gradient_sync,
