@@ -158,8 +158,28 @@ def test_an_operation_without_a_rule_is_reported_and_its_results_are_untyped() -
     mode = TypeMode(("tp",))
     x = typed(mode, "S1", 4, 4)
     with mode:
-        out = torch.linalg.inv(x) + 1
+        out = torch.renorm(x, 2, 0, 1) + 1
     (finding,) = mode.findings.values()
     assert not finding.is_certain
-    assert finding.text.startswith("the step: not typed: aten.linalg_inv")
+    assert finding.text.startswith("the step: not typed: aten.renorm")
     assert result(mode, out) == "untyped"
+
+
+VIEWS = [((0, 3), (3, 3), True), ((0, 3), (2, 3), False), ((10, 3), (0, 1), False)]
+
+
+@pytest.mark.parametrize(("one", "other", "is_kept"), VIEWS)
+def test_a_write_to_some_columns_keeps_the_types_of_others(
+    one: tuple[int, int], other: tuple[int, int], is_kept: bool
+) -> None:
+    """Of columns that begin and as many as are given, in rows of 12; the third view goes over the
+    end of its row.
+    """
+    mode = TypeMode(("tp",))
+    whole = tensor(60)
+    views = [whole.as_strided((4, size), (12, 1), start) for start, size in (one, other)]
+    for view in views:
+        mode.set(view, (PARTIAL,))
+    with mode:
+        views[0].zero_()
+    assert (result(mode, views[1]) == "partial") == is_kept

@@ -8,6 +8,7 @@ VocabParallelEmbedding       tp      tokens replicated              what `region
 VocabParallelLoss            tp      logits sharded in V            replicated                varying
 ExpertParallelDispatch       ep      tokens sharded                 as its tokens             varying
 ShardedBalance               tp      scores replicated              counts on the first rank  typed
+PreferenceLoss               cp      columns: logits sharded        a share of the loss       typed
 
 Inside, tensors are "varying" along these axes, and typed as everywhere along the others.
 """
@@ -22,6 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.common.attention import Attend
+from weft.models.common.batch import Batch
+from weft.models.common.preference import PreferenceLoss
+from weft.parallel.context.position_sum import ContextPositionSum
+from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertParallelDispatch, ShardedBalance
 from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dim, with_dim
@@ -110,11 +115,11 @@ class DeclaredRegions:
 
     def _before_positions(self, block: nn.Module, args: tuple[Any, ...]) -> None:
         """With sequence parallelism a hook of the block selects this rank's positions."""
-        self._whole_positions = args[1].positions
+        self._whole_positions = _positions_in(args)
 
     def _after_positions(self, block: nn.Module, args: tuple[Any, ...]) -> None:
-        own, whole = args[1].positions, self._whole_positions
-        if own is whole or whole is None:
+        own, whole = _positions_in(args), self._whole_positions
+        if own is None or whole is None or own is whole:
             return
         types = []
         for axis, one in zip(self.mode.axes, self.mode.types_of(whole), strict=True):
@@ -131,8 +136,12 @@ class DeclaredRegions:
             return self._attend
         if isinstance(module, VocabParallelEmbedding):
             return self._embedding
-        if isinstance(module, (VocabParallelLoss, VocabParallelPreferenceLoss)):
+        if isinstance(module, VocabParallelPreferenceLoss):
+            return self._vocab_preference_loss
+        if isinstance(module, VocabParallelLoss):
             return self._loss
+        if isinstance(module, PreferenceLoss):
+            return self._preference_loss
         if isinstance(module, ExpertParallelDispatch):
             return self._dispatch
         if isinstance(module, ShardedBalance):
@@ -222,6 +231,25 @@ class DeclaredRegions:
             self.mode.report(TP, f"the vocabulary-parallel loss is {result.text}, not replicated")
         return self._restored(out, (TP,), {TP: replicated(tuple(out.shape))})
 
+    def _vocab_preference_loss(
+        self, module: Any, forward: Callable[..., Tensor], logits: Tensor, batch: Any
+    ) -> Tensor:
+        of_vocab = functools.partial(self._loss, module, forward)
+        return self._preference_loss(module, of_vocab, logits, batch)
+
+    def _preference_loss(
+        self, module: Any, forward: Callable[..., Tensor], logits: Tensor, batch: Any
+    ) -> Tensor:
+        """Each rank that shares sequences computes the loss of whole pairs divided by their number."""
+        out = forward(logits, batch)
+        one = self._type(out, CP)
+        if one is None or not isinstance(module.position_sum, ContextPositionSum):
+            return out
+        if one.kind not in ("replicated", "untyped"):
+            self.mode.report(CP, f"the loss of whole pairs is {one.text}, not replicated")
+        share = self._replaced(self.mode.types_of(out), {CP: PARTIAL})
+        return declared(out, self.mode, lambda x: self._set(x, share), lambda gradient: None)
+
     # experts
 
     def _dispatch(
@@ -302,6 +330,11 @@ class DeclaredRegions:
             self._set(out, free)
 
         return declared(x, self.mode, lambda out: self._set(out, given), declare_gradient)
+
+
+def _positions_in(args: Sequence[Any]) -> Tensor | None:
+    """The positions of the batch that a block is called with; blocks may take none."""
+    return next((each.positions for each in args if isinstance(each, Batch)), None)
 
 
 def _gradients_of(types: Sequence[Types]) -> Iterator[Types]:

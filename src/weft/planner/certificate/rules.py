@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft.parallel.tensor.dims import ShardingError
+from weft.parallel.tensor.dims import DimFactor, ShardingError
 from weft.parallel.tensor.propagate import rule_of
 from weft.parallel.tensor.traced_op import TracedOp
 from weft.planner.certificate.axis_types import (
@@ -29,15 +29,20 @@ from weft.planner.certificate.shard_rules import SHARD_RULES, entrywise
 
 SAME_ENTRIES = frozenset({
     "view", "_unsafe_view", "reshape", "unflatten", "flatten", "_reshape_alias", "transpose", "t", "permute", "unsqueeze",
-    "squeeze", "expand", "repeat", "split", "split_with_sizes", "slice", "select", "unbind", "cat", "stack",
+    "squeeze", "expand", "repeat", "split", "unsafe_split", "split_with_sizes", "slice", "select", "unbind", "cat", "stack",
     "constant_pad_nd", "repeat_interleave", "_to_copy", "contiguous", "detach", "alias", "clone", "copy_", "index_select",
     "narrow", "as_strided", "lift_fresh", "slice_backward", "select_backward", "index", "gather", "tril", "triu",
-    "roll", "flip", "_to_dense", "diagonal", "unfold", "squeeze_", "unsqueeze_", "movedim", "swapaxes",
+    "roll", "flip", "_to_dense", "diagonal", "diagonal_backward", "diag_embed", "unfold", "unfold_backward", "im2col",
+    "view_as_real", "view_as_complex", "pixel_shuffle", "pixel_unshuffle", "_conj", "_conj_physical", "squeeze_",
+    "unsqueeze_", "movedim", "swapaxes",
 })  # fmt: skip
 """Operations that move entries: a partial tensor stays partial, zeros stay zeros."""
-LINEAR = frozenset({"sum", "neg", "cumsum", "mean", "index_add", "scatter_add", "scatter_add_", "index_add_", "index_put_",
-                    "_index_put_impl_", "zeros_like", "ones_like", "empty_like", "new_zeros", "trace"})  # fmt: skip
-SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub", "stack", "cat", "lerp", "_foreach_add_"})
+LINEAR = frozenset({
+    "sum", "neg", "cumsum", "mean", "trace", "avg_pool2d", "_adaptive_avg_pool2d", "col2im", "_fft_r2c", "_fft_c2c",
+    "_fft_c2r", "upsample_nearest1d", "upsample_nearest2d", "upsample_linear1d", "upsample_bilinear2d",
+    "reflection_pad1d", "replication_pad1d", "reflection_pad2d", "replication_pad2d",
+})  # fmt: skip
+SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub", "stack", "cat", "lerp"})
 """Operations all of whose tensors must be partial where one is."""
 PRODUCTS = frozenset(
     {"mul", "mul_", "mm", "bmm", "matmul", "dot", "mv", "outer", "linear", "convolution"}
@@ -45,13 +50,29 @@ PRODUCTS = frozenset(
 """Operations that are linear in each tensor: one of them may be partial."""
 MATRIX_SUMS = frozenset({"addmm", "addmm_", "baddbmm", "addcmul", "addcmul_"})
 """A sum and a product: a + b c."""
+ACCUMULATES = frozenset(
+    {
+        "index_put_",
+        "_index_put_impl_",
+        "index_put",
+        "index_add_",
+        "index_add",
+        "scatter_add_",
+        "scatter_add",
+    }
+)
+"""Operations that add to a tensor."""
 QUOTIENTS = frozenset({"div", "div_"})
+NLL_BACKWARD = frozenset({"nll_loss_backward", "nll_loss2d_backward"})
 CHOICES = frozenset({"where", "masked_fill", "masked_fill_"})
 CONSTANTS = frozenset({
     "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones",
-    "new_full", "new_empty_strided", "empty_strided", "bernoulli",
+    "new_full", "new_empty_strided", "empty_strided", "bernoulli", "bernoulli_", "exponential_", "uniform_", "normal_",
+    "geometric_", "random_", "cauchy_", "log_normal_",
 })  # fmt: skip
-"""Operations that read no entry of their tensors."""
+"""Operations that read no entry of their tensors: constants and random draws fit shards as well as
+whole tensors.
+"""
 ZEROS = frozenset({"zeros_like", "new_zeros", "zero_", "zeros"})
 FILLS = frozenset({"zero_", "fill_"})
 
@@ -75,7 +96,7 @@ def result_types(
     if op.name in ZEROS:
         return [ZERO for _ in shapes]
     if op.name in FILLS or op.name in CONSTANTS:
-        return list(map(replicated, shapes))
+        return list(map(_constant, shapes))
     if "untyped" in kinds:
         return [UNTYPED for _ in shapes]
     if "varying" in kinds:
@@ -84,9 +105,26 @@ def result_types(
         return _of_partial(op, operands)
     if _stays_zero(op, operands):
         return [ZERO for _ in shapes]
-    if kinds <= {"replicated", "zero"} and not _has_repeated(op, operands):
-        return list(map(replicated, shapes))
+    if kinds <= {"replicated", "zero"}:
+        return _of_replicated(func, op, operands)
     return _of_dims(func, op, operands)
+
+
+def _constant(shape: tuple[int, ...]) -> AxisType:
+    """Of a tensor whose entries depend on no tensor."""
+    return of_dims(tuple((DimFactor(size, repeated=True),) for size in shape))
+
+
+def _of_replicated(func: Any, op: TracedOp, operands: Sequence[AxisType]) -> list[AxisType]:
+    """Of whole tensors; where entries are equal along a dim, the rule says whether they still are."""
+    whole = [replicated(tuple(out.shape)) for out in op.outputs]
+    if not _has_repeated(op, operands):
+        return whole
+    try:
+        found = _of_dims(func, op, operands)
+    except (TypeMismatchError, UntypedError):
+        return whole  # it needs no rule
+    return found if len(found) == len(whole) else whole
 
 
 def _stays_zero(op: TracedOp, operands: Sequence[AxisType]) -> bool:
@@ -106,7 +144,7 @@ def _stays_zero(op: TracedOp, operands: Sequence[AxisType]) -> bool:
 
 def _has_repeated(op: TracedOp, operands: Sequence[AxisType]) -> bool:
     """Whether equal entries are to be followed: they fit shards as well as whole tensors."""
-    if op.name in ("expand", "repeat"):
+    if op.name in ("expand", "repeat") or any(each.kind == "zero" for each in operands):
         return True
     return any(
         factor.repeated
@@ -158,14 +196,7 @@ def _of_partial(op: TracedOp, operands: Sequence[AxisType]) -> list[AxisType]:
         return _choice(op, kinds)
     if name in ("copy_",):
         return [operands[1]]
-    if name in (
-        "index_put_",
-        "_index_put_impl_",
-        "index_add_",
-        "scatter_add_",
-        "scatter_add",
-        "index_add",
-    ):
+    if name in ACCUMULATES:
         values = kinds[-1]
         _need_all_partial(op, [kinds[0], values])
         return partial
@@ -179,7 +210,7 @@ def _of_partial(op: TracedOp, operands: Sequence[AxisType]) -> list[AxisType]:
     ):
         # linear in the gradient of the result, which is the first tensor
         return [PARTIAL for _ in op.outputs]
-    if name == "nll_loss_backward" and "partial" not in kinds[:-1]:
+    if name in NLL_BACKWARD and "partial" not in kinds[:-1]:
         return SHARD_RULES[name](op)  # the number of targets, which a sum does not read
     raise TypeMismatchError(f"{name} of a partial sum is not the sum of what it is on each rank")
 
@@ -217,6 +248,14 @@ def _choice(op: TracedOp, kinds: Sequence[str]) -> list[AxisType]:
 
 
 def _of_dims(func: Any, op: TracedOp, operands: Sequence[AxisType]) -> list[AxisType]:
+    found = _by_rule(func, op)
+    adds_to_whole = op.name in ACCUMULATES and operands[0].kind not in ("zero", "partial")
+    if adds_to_whole and PARTIAL in found:
+        raise TypeMismatchError(f"{op.name} of shards to a tensor that every rank holds")
+    return found
+
+
+def _by_rule(func: Any, op: TracedOp) -> list[AxisType]:
     rule = SHARD_RULES.get(op.name)
     try:
         if rule is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -44,6 +45,33 @@ def _span(key: ViewKey) -> tuple[int, int]:
         return offset, offset
     reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return offset, offset + reach + 1
+
+
+def _are_apart(one: ViewKey, other: ViewKey) -> bool:
+    """Whether two views with the same strides share no entry, as the parts of a split do not."""
+    if one[2] != other[2]:
+        return False
+    boxes = _box(one), _box(other)
+    pairs = zip(*boxes, strict=True) if all(boxes) else ()
+    return any(a.stop <= b.start or b.stop <= a.start for a, b in pairs)
+
+
+def _box(key: ViewKey) -> tuple[range, ...]:
+    """Where a view lies in each dim of the memory that its strides describe; () where its rows do
+    not lie one after the other, or go over their ends.
+    """
+    rest, shape, strides = key
+    found: list[range] = []
+    behind = math.inf
+    for size, stride in zip(shape, strides, strict=True):
+        if not 0 < stride <= behind:
+            return ()
+        start, rest = divmod(rest, stride)
+        if (start + size) * stride > behind:
+            return ()
+        found.append(range(start, start + size))
+        behind = stride
+    return tuple(found)
 
 
 class TensorTypes:
@@ -102,6 +130,8 @@ class TensorTypes:
         for other in list(views):
             other_start, other_stop = _span(other)
             if other_stop <= start or other_start >= stop or other == key:
+                continue
+            if _are_apart(other, key):
                 continue
             old = views.pop(other)
             if other[2] == (1,):

@@ -173,7 +173,7 @@ class TypeMode(TorchDispatchMode):
         name = func.overloadpacket.__name__
         operands = list(tensors_in((args, kwargs)))
         outputs = list(tensors_in(out))
-        if name.startswith("_foreach"):
+        if name.startswith("_foreach") or not outputs:
             return out
         if not operands:
             if name in ZEROS:
@@ -262,6 +262,8 @@ class TypeMode(TorchDispatchMode):
             op = TracedOp(name=name, args=named, operands=tuple(dims), outputs=tuple(outputs))
             try:
                 found = result_types(func, op, along)
+                if len(found) != len(outputs):
+                    raise UntypedError(name)
             except TypeMismatchError as error:
                 problems.append((axis, str(error), True))
                 found = [UNTYPED for _ in outputs]

@@ -1,0 +1,177 @@
+"""Rules for shards of operations that rearrange entries: views, parts of dims, diagonals, windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from weft.parallel.tensor import shape_rules
+from weft.parallel.tensor.dims import (
+    Dim,
+    DimFactor,
+    ShardingError,
+    is_sharded,
+    length,
+    regroup,
+    whole_dim,
+    with_dim,
+)
+from weft.parallel.tensor.traced_op import TracedOp, places_named
+from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, UntypedError, of_dims
+from weft.planner.certificate.rule_parts import ShardRule, check_whole
+
+
+def _view(op: TracedOp) -> list[AxisType]:
+    """The same entries in another shape."""
+    is_new_batch = op.shape[:2] == (1, 1) and len(op.dims) < len(op.shape)
+    if is_new_batch and is_sharded(op.dims[0]) and length(op.dims[0]) == 1:
+        raise UntypedError(
+            f"{op.name} of one token: whether it is a sequence or a column is not known"
+        )
+    written = op.args.get("size", ())
+    inferred = list(written).index(-1) if -1 in written else None
+    return [of_dims(regroup(op.dims, op.shape, inferred=inferred, name=op.name, has_tokens=True))]
+
+
+def _as_strided(op: TracedOp) -> list[AxisType]:
+    """A view of a contiguous result by sizes and strides, as recomputed results are: a sharded
+    factor is in the dim that steps over the entries where its last unit begins.
+    """
+    if tuple(map(length, op.dims)) == op.shape:
+        return [of_dims(op.dims)]
+    dims: list[Dim] = [(DimFactor(size),) for size in op.shape]
+    step = math.prod(map(length, op.dims))
+    for factor in (factor for dim in op.dims for factor in dim):
+        behind, step = step, step // factor.size
+        if factor.sharded:
+            place = _stepping_dim(op, step, behind)
+            dims[place] = (DimFactor(op.shape[place], sharded=True),)
+    return [of_dims(tuple(dims))]
+
+
+def _stepping_dim(op: TracedOp, step: int, behind: int) -> int:
+    """The dim of a strided view that steps over entries from `step` up to `behind`."""
+    for place, (size, stride) in enumerate(zip(op.shape, op.args["stride"], strict=True)):
+        is_unit = size == 1 and step == behind == stride
+        if is_unit or (size > 1 and stride < behind <= stride * size):
+            return place
+    raise UntypedError("as_strided to another shape")
+
+
+def _select(op: TracedOp) -> list[AxisType]:
+    """select, unbind: of a sharded dim an entry of this rank."""
+    place = op.place()
+    if is_sharded(op.dims[place]):
+        return [VARYING for _ in op.outputs]
+    return [of_dims(with_dim(op.dims, place)) for _ in op.outputs]
+
+
+def _split(op: TracedOp) -> list[AxisType]:
+    """split, slice: parts of a whole dim or of a `Stacked` one; of tokens in one or two dims, whose
+    order is this rank's own, any part.
+    """
+    place = op.place()
+    dim = op.dims[place]
+    is_list_of_tokens = len(op.dims) <= 2 and is_sharded(dim) and not dim[0].parts
+    if not is_list_of_tokens:
+        return list(map(of_dims, shape_rules.split_dim(op)))
+    found = []
+    for out in op.outputs:
+        part = (DimFactor(out.shape[place], sharded=True),)
+        found.append(of_dims(with_dim(op.dims, place, part)))
+    return found
+
+
+def _slice_backward(op: TracedOp) -> list[AxisType]:
+    """Also select_backward: the gradient among zeros."""
+    dims = list(op.dims)
+    place = op.args["dim"] % len(op.shape)
+    size = op.shape[place]
+    if op.name == "select_backward":
+        dims.insert(place, whole_dim(size))
+    elif length(dims[place]) != size:
+        if is_sharded(dims[place]):
+            dims[place] = (DimFactor(size, sharded=True),)
+        else:
+            dims[place] = whole_dim(size)
+    return [of_dims(tuple(dims))]
+
+
+def _squeeze(op: TracedOp) -> list[AxisType]:
+    """Of a sharded dim of which each rank has one entry that entry, as a sum over the dim is."""
+    asked = places_named(op.dims, op.args.get("dim"))
+    gone = [place for place in asked if length(op.dims[place]) == 1]
+    kept = tuple(dim for place, dim in enumerate(op.dims) if place not in gone)
+    if not any(is_sharded(op.dims[place]) for place in gone):
+        return [of_dims(kept)]
+    if any(map(is_sharded, kept)):
+        raise ShardingError("squeeze of one of two sharded dims")
+    return [PARTIAL]
+
+
+def _diagonal(op: TracedOp) -> list[AxisType]:
+    """diagonal: two dims become one, behind the others."""
+    places = [op.args.get(name, default) for name, default in (("dim1", 0), ("dim2", 1))]
+    gone = [place % len(op.dims) for place in places]
+    check_whole(op, op.dims, gone)
+    kept = [dim for place, dim in enumerate(op.dims) if place not in gone]
+    return [of_dims((*kept, whole_dim(op.shape[-1])))]
+
+
+def _diagonal_backward(op: TracedOp) -> list[AxisType]:
+    """Also diag_embed: the last dim becomes two."""
+    num_dims = len(op.shape)
+    names = (("dim1", -2), ("dim2", -1)) if op.name == "diag_embed" else (("dim1", 0), ("dim2", 1))
+    new = [op.args.get(name, default) % num_dims for name, default in names]
+    check_whole(op, op.dims, [len(op.dims) - 1])
+    kept = iter(op.dims)
+    dims = [whole_dim(op.shape[at]) if at in new else next(kept) for at in range(num_dims)]
+    return [of_dims(tuple(dims))]
+
+
+def _unfold(op: TracedOp) -> list[AxisType]:
+    """Windows along a whole dim, their entries in a last dim."""
+    place = op.args["dimension"] % len(op.dims)
+    check_whole(op, op.dims, [place])
+    windows = with_dim(op.dims, place, whole_dim(op.shape[place]))
+    return [of_dims((*windows, whole_dim(op.shape[-1])))]
+
+
+def _unfold_backward(op: TracedOp) -> list[AxisType]:
+    place = op.args["dim"] % len(op.shape)
+    check_whole(op, op.dims, [place, len(op.dims) - 1])
+    return [of_dims(with_dim(op.dims[:-1], place, whole_dim(op.shape[place])))]
+
+
+def _as_complex(op: TracedOp) -> list[AxisType]:
+    check_whole(op, op.dims, [len(op.dims) - 1])
+    return [of_dims(op.dims[:-1])]
+
+
+def _as_real(op: TracedOp) -> list[AxisType]:
+    return [of_dims((*op.dims, whole_dim(2)))]
+
+
+VIEW_RULES: Mapping[str, ShardRule] = {
+    "view": _view,
+    "_unsafe_view": _view,
+    "reshape": _view,
+    "as_strided": _as_strided,
+    "select": _select,
+    "unbind": _select,
+    "split": _split,
+    "unsafe_split": _split,
+    "split_with_sizes": _split,
+    "slice": _split,
+    "slice_backward": _slice_backward,
+    "select_backward": _slice_backward,
+    "squeeze": _squeeze,
+    "diagonal": _diagonal,
+    "diagonal_backward": _diagonal_backward,
+    "diag_embed": _diagonal_backward,
+    "unfold": _unfold,
+    "unfold_backward": _unfold_backward,
+    "view_as_complex": _as_complex,
+    "view_as_real": _as_real,
+}
+"""By the name of the operation in torch.ops.aten."""
