@@ -143,6 +143,17 @@ def test_one_sequence_on_a_rank_stays_apart_from_its_columns() -> None:
     assert result(mode, back) == "sharded in dim 1"
 
 
+@pytest.mark.parametrize(("axis", "place"), [("dp", 0), ("tp", 1), ("cp", 1)])
+def test_one_token_on_a_rank_is_a_sequence_or_a_column_by_its_axis(axis: str, place: int) -> None:
+    mode = TypeMode((axis,))
+    x = typed(mode, f"S{place}", 1, 1, 8)
+    with mode:
+        back = (x.view(1, 8) * 2).view(1, 1, 8)
+        by_head = back.view(1, 1, 8).unflatten(-1, (2, 4)).flatten(2)
+    assert mode.type_of(back, axis).text == f"sharded in dim {place}"
+    assert mode.type_of(by_head, axis).text == f"sharded in dim {place}"
+
+
 def test_a_buffer_of_several_gradients_keeps_the_type_of_each() -> None:
     mode = TypeMode(("tp",))
     with mode:

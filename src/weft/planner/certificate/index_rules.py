@@ -13,10 +13,11 @@ from weft.parallel.tensor.dims import (
     whole_dims,
     with_dim,
 )
-from weft.parallel.tensor.traced_op import TracedOp, places_named
+from weft.parallel.tensor.traced_op import places_named
 from weft.planner.certificate.axis_types import PARTIAL, AxisType, UntypedError, of_dims, replicated
 from weft.planner.certificate.rule_parts import (
     ShardRule,
+    TypedOp,
     broadcast,
     check_whole,
     is_summed,
@@ -24,7 +25,7 @@ from weft.planner.certificate.rule_parts import (
 )
 
 
-def _embedding_backward(op: TracedOp) -> list[AxisType]:
+def _embedding_backward(op: TypedOp) -> list[AxisType]:
     """embedding_dense_backward: [..., D], index[...] -> [V, D], a sum over all tokens."""
     gradient, index = op.operands
     *tokens, features = gradient
@@ -39,7 +40,7 @@ def _embedding_backward(op: TracedOp) -> list[AxisType]:
     return [of_dims((whole_dim(op.shape[0]), features))]
 
 
-def _gather(op: TracedOp) -> list[AxisType]:
+def _gather(op: TypedOp) -> list[AxisType]:
     """gather along a whole dim: the dims of the index; of a sharded one what this rank holds."""
     place = op.args["dim"] % len(op.dims)
     source, index = op.operands[:2]
@@ -51,7 +52,7 @@ def _gather(op: TracedOp) -> list[AxisType]:
     return [of_dims((*others[:place], index[place], *others[place:]))]
 
 
-def _scatter(op: TracedOp) -> list[AxisType]:
+def _scatter(op: TypedOp) -> list[AxisType]:
     """scatter, scatter_add: sums over shards of the index are partial."""
     place = op.args["dim"] % len(op.dims)
     target, index, *_ = op.operands
@@ -65,7 +66,7 @@ def _scatter(op: TracedOp) -> list[AxisType]:
     return [of_dims(tuple(dims))]
 
 
-def _index_select(op: TracedOp) -> list[AxisType]:
+def _index_select(op: TypedOp) -> list[AxisType]:
     """Rows of a whole dim; of a sharded one by a sharded index: rows of this rank by its own places."""
     place = op.place()
     index = op.operands[1]
@@ -74,7 +75,7 @@ def _index_select(op: TracedOp) -> list[AxisType]:
     return [of_dims(with_dim(op.dims, place, index[0]))]
 
 
-def _index_add(op: TracedOp) -> list[AxisType]:
+def _index_add(op: TypedOp) -> list[AxisType]:
     """index_add: rows of a source to rows of a target; of sharded rows a part of the sum."""
     place = op.args["dim"] % len(op.dims)
     target, index, source = op.operands
@@ -91,7 +92,7 @@ def _index_add(op: TracedOp) -> list[AxisType]:
     return [PARTIAL]
 
 
-def _index(op: TracedOp) -> list[AxisType]:
+def _index(op: TypedOp) -> list[AxisType]:
     """x[:, i, j]: entries at places of whole dims."""
     source, *indices = op.operands
     places = _indexed_places(op, source)
@@ -102,7 +103,7 @@ def _index(op: TracedOp) -> list[AxisType]:
     return [of_dims((*kept[:first], *chosen, *kept[first:]))]
 
 
-def _index_put(op: TracedOp) -> list[AxisType]:
+def _index_put(op: TypedOp) -> list[AxisType]:
     """x[:, i, j] = values, or += values, of which a rank adds those that it has."""
     source, *indices, values = op.operands
     places = _indexed_places(op, source)
@@ -124,7 +125,7 @@ def _index_put(op: TracedOp) -> list[AxisType]:
     return [of_dims(tuple(dims))]
 
 
-def _indexed_places(op: TracedOp, source: Dims) -> list[int]:
+def _indexed_places(op: TypedOp, source: Dims) -> list[int]:
     places = [place for place, index in enumerate(op.args["indices"]) if index is not None]
     if any(is_sharded(source[place]) for place in places):
         raise UntypedError(f"{op.name} of a sharded dim")
@@ -137,7 +138,7 @@ def _first_chosen(places: Sequence[int]) -> int:
     return places[0] if is_block else 0
 
 
-def _embedding_bag(op: TracedOp) -> list[AxisType]:
+def _embedding_bag(op: TypedOp) -> list[AxisType]:
     """Bags of rows of a whole table: a rank's bags are of its own ids."""
     table, ids, *_ = op.operands
     check_whole(op, table, range(len(table)))
@@ -150,12 +151,12 @@ def _embedding_bag(op: TracedOp) -> list[AxisType]:
     ]
 
 
-def _embedding_bag_backward(op: TracedOp) -> list[AxisType]:
+def _embedding_bag_backward(op: TypedOp) -> list[AxisType]:
     """The gradient of the table: a sum over all ids."""
     return [PARTIAL if is_summed(op.operands[1][0]) else replicated(op.shape)]
 
 
-def _sorted(op: TracedOp) -> list[AxisType]:
+def _sorted(op: TypedOp) -> list[AxisType]:
     """topk, sort, kthvalue, median: values and places."""
     places = places_named(op.dims, op.args.get("dim", -1))
     check_whole(op, op.dims, places)

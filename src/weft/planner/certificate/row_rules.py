@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.parallel.tensor.dims import ShardingError, is_sharded, whole_dim, whole_dims
-from weft.parallel.tensor.traced_op import TracedOp, places_named
+from weft.parallel.tensor.traced_op import places_named
 from weft.planner.certificate.axis_types import PARTIAL, AxisType, UntypedError, of_dims, replicated
 from weft.planner.certificate.rule_parts import (
     ShardRule,
+    TypedOp,
     apart,
     asked_for,
     broadcast,
@@ -16,18 +17,18 @@ from weft.planner.certificate.rule_parts import (
 )
 
 
-def _along_dim(op: TracedOp) -> list[AxisType]:
+def _along_dim(op: TypedOp) -> list[AxisType]:
     """cumsum, flip, fft, ...: along the dims that an argument names; all where it names none."""
     written = op.args.get("dim", op.args.get("dims"))
     return apart(op, places_named(op.dims, written))
 
 
-def _gated(op: TracedOp) -> list[AxisType]:
+def _gated(op: TypedOp) -> list[AxisType]:
     """glu and its backward: halves of a dim."""
     return apart(op, [op.args.get("dim", -1) % op.outputs[0].dim()])
 
 
-def _of_sequences(op: TracedOp) -> list[AxisType]:
+def _of_sequences(op: TypedOp) -> list[AxisType]:
     """Pooling, resizing, padding, patches: of each sequence or image; the first dim counts them."""
     for dims in op.operands:
         check_whole(op, dims, range(1, len(dims)))
@@ -35,7 +36,7 @@ def _of_sequences(op: TracedOp) -> list[AxisType]:
     return [of_dims((*first, *whole_dims(out.shape[1:]))) for out in op.outputs]
 
 
-def _of_matrices(op: TracedOp) -> list[AxisType]:
+def _of_matrices(op: TypedOp) -> list[AxisType]:
     """linalg: of the matrices in the last two dims; results may have other last dims."""
     num_batch = len(op.dims) - 2
     for dims in op.operands:
@@ -45,7 +46,7 @@ def _of_matrices(op: TracedOp) -> list[AxisType]:
     return [of_dims((*batch, *whole_dims(out.shape[num_batch:]))) for out in op.outputs]
 
 
-def _distances(op: TracedOp) -> list[AxisType]:
+def _distances(op: TypedOp) -> list[AxisType]:
     """_cdist_forward and backward: of the rows of pairs of matrices."""
     num_batch = len(op.shape) - 2
     for dims in op.operands:
@@ -54,7 +55,7 @@ def _distances(op: TracedOp) -> list[AxisType]:
     return [of_dims((*batch, *whole_dims(op.shape[num_batch:])))]
 
 
-def _convolution(op: TracedOp) -> list[AxisType]:
+def _convolution(op: TypedOp) -> list[AxisType]:
     """x_NCL, weight, bias -> [N, O, L]: of each sequence; partial where input channels are sharded."""
     x, weight, *biases = op.operands
     check_whole(op, x, range(2, len(x)))
@@ -76,7 +77,7 @@ def _convolution(op: TracedOp) -> list[AxisType]:
     return [of_dims((x[0], kept, *whole_dims(op.shape[2:])))]
 
 
-def _convolution_backward(op: TracedOp) -> list[AxisType]:
+def _convolution_backward(op: TypedOp) -> list[AxisType]:
     """Gradients of x, of the weight and of the bias: the last two are sums over all sequences."""
     gradient, x, weight = op.operands
     for dims in (gradient, x, weight):
@@ -90,7 +91,7 @@ def _convolution_backward(op: TracedOp) -> list[AxisType]:
     return asked_for(op, [dx, of_weight, of_bias])
 
 
-def _group_norm(op: TracedOp) -> list[AxisType]:
+def _group_norm(op: TypedOp) -> list[AxisType]:
     """native_group_norm: of each sequence; statistics have sequences and groups."""
     x, *params = op.operands
     check_whole(op, x, range(1, len(x)))
@@ -99,7 +100,7 @@ def _group_norm(op: TracedOp) -> list[AxisType]:
     return [of_dims((x[0], *whole_dims(out.shape[1:]))) for out in op.outputs]
 
 
-def _group_norm_backward(op: TracedOp) -> list[AxisType]:
+def _group_norm_backward(op: TypedOp) -> list[AxisType]:
     gradient, x, *_ = op.operands
     for dims in (gradient, x):
         check_whole(op, dims, range(1, len(dims)))
@@ -109,7 +110,7 @@ def _group_norm_backward(op: TracedOp) -> list[AxisType]:
     return asked_for(op, [dx, of_params, of_params])
 
 
-def _attention(op: TracedOp) -> list[AxisType]:
+def _attention(op: TypedOp) -> list[AxisType]:
     raise UntypedError(f"{op.name} outside of Attend")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from weft.parallel.tensor.dims import (
     Dim,
@@ -17,7 +18,19 @@ from weft.parallel.tensor.dims import (
 from weft.parallel.tensor.traced_op import TracedOp, broadcast_dims
 from weft.planner.certificate.axis_types import AxisType, UntypedError, of_dims
 
-ShardRule = Callable[[TracedOp], list[AxisType]]
+
+@dataclass(frozen=True)
+class TypedOp(TracedOp):
+    """A call of an operation along one axis.
+
+    Attributes:
+        token_dim: dim of x_BSD that the axis shards where it shards tokens: 0 or 1.
+    """
+
+    token_dim: int = 0
+
+
+ShardRule = Callable[[TypedOp], list[AxisType]]
 """Types of the results along an axis over which no operand is partial or varying."""
 
 
@@ -35,7 +48,7 @@ def is_summed(*dims: Dim) -> bool:
     return any(sharded)
 
 
-def broadcast(op: TracedOp, operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
+def broadcast(op: TypedOp, operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
     """Along a dim all operands are sharded or have equal entries, or none is sharded; factors stay
     as they are.
     """
@@ -50,23 +63,23 @@ def broadcast(op: TracedOp, operands: Sequence[Dims], shape: Sequence[int]) -> D
     return tuple(dims)
 
 
-def entrywise(op: TracedOp) -> list[AxisType]:
+def entrywise(op: TypedOp) -> list[AxisType]:
     """Operations on entries."""
     return [of_dims(broadcast(op, op.operands, tuple(out.shape))) for out in op.outputs]
 
 
-def like_first(op: TracedOp) -> list[AxisType]:
+def like_first(op: TypedOp) -> list[AxisType]:
     """Results like the first tensor."""
     return [of_dims(op.dims) for _ in op.outputs]
 
 
-def check_whole(op: TracedOp, dims: Dims, places: Collection[int]) -> None:
+def check_whole(op: TypedOp, dims: Dims, places: Collection[int]) -> None:
     """Raise ShardingError where one of these dims is sharded."""
     if any(is_sharded(dims[place]) for place in places):
         raise ShardingError(f"{op.name} over a sharded dim")
 
 
-def apart(op: TracedOp, mixed: Collection[int]) -> list[AxisType]:
+def apart(op: TypedOp, mixed: Collection[int]) -> list[AxisType]:
     """Results of an operation that mixes entries along some dims, which are whole; along the others
     it treats them apart.
 
@@ -97,7 +110,7 @@ def _without(dims: Dims, mixed: Collection[int]) -> Dims:
     return dims
 
 
-def plain_reduction(op: TracedOp, places: Collection[int]) -> list[AxisType]:
+def plain_reduction(op: TypedOp, places: Collection[int]) -> list[AxisType]:
     """Results without some dims, which are whole, or with one entry along each."""
     found = []
     for out in op.outputs:
@@ -112,7 +125,7 @@ def plain_reduction(op: TracedOp, places: Collection[int]) -> list[AxisType]:
     return found
 
 
-def asked_for(op: TracedOp, results: Sequence[AxisType]) -> list[AxisType]:
+def asked_for(op: TypedOp, results: Sequence[AxisType]) -> list[AxisType]:
     """The results of a backward that its mask asks for: the others are no tensors."""
     mask = op.args.get("output_mask") or (True,) * len(results)
     return [one for one, is_asked in zip(results, mask, strict=True) if is_asked]

@@ -13,7 +13,6 @@ import torch
 
 from weft.parallel.tensor.dims import DimFactor, ShardingError
 from weft.parallel.tensor.propagate import rule_of
-from weft.parallel.tensor.traced_op import TracedOp
 from weft.planner.certificate.axis_types import (
     PARTIAL,
     UNTYPED,
@@ -25,6 +24,7 @@ from weft.planner.certificate.axis_types import (
     of_dims,
     replicated,
 )
+from weft.planner.certificate.rule_parts import TypedOp
 from weft.planner.certificate.shard_rules import SHARD_RULES, entrywise
 
 SAME_ENTRIES = frozenset({
@@ -79,7 +79,7 @@ FILLS = frozenset({"zero_", "fill_"})
 
 def result_types(
     func: Any,
-    op: TracedOp,
+    op: TypedOp,
     operands: Sequence[AxisType],
 ) -> list[AxisType]:
     """The types of the results along one axis.
@@ -96,7 +96,7 @@ def result_types(
     if op.name in ZEROS:
         return [ZERO for _ in shapes]
     if op.name in FILLS or op.name in CONSTANTS:
-        return list(map(_constant, shapes))
+        return list(map(constant, shapes))
     if "untyped" in kinds:
         return [UNTYPED for _ in shapes]
     if "varying" in kinds:
@@ -110,12 +110,12 @@ def result_types(
     return _of_dims(func, op, operands)
 
 
-def _constant(shape: tuple[int, ...]) -> AxisType:
+def constant(shape: tuple[int, ...]) -> AxisType:
     """Of a tensor whose entries depend on no tensor."""
     return of_dims(tuple((DimFactor(size, repeated=True),) for size in shape))
 
 
-def _of_replicated(func: Any, op: TracedOp, operands: Sequence[AxisType]) -> list[AxisType]:
+def _of_replicated(func: Any, op: TypedOp, operands: Sequence[AxisType]) -> list[AxisType]:
     """Of whole tensors; where entries are equal along a dim, the rule says whether they still are."""
     whole = [replicated(tuple(out.shape)) for out in op.outputs]
     if not _has_repeated(op, operands):
@@ -127,7 +127,7 @@ def _of_replicated(func: Any, op: TracedOp, operands: Sequence[AxisType]) -> lis
     return found if len(found) == len(whole) else whole
 
 
-def _stays_zero(op: TracedOp, operands: Sequence[AxisType]) -> bool:
+def _stays_zero(op: TypedOp, operands: Sequence[AxisType]) -> bool:
     """Whether zeros make the result zero."""
     kinds = [each.kind for each in operands]
     if not kinds or "zero" not in kinds:
@@ -142,7 +142,7 @@ def _stays_zero(op: TracedOp, operands: Sequence[AxisType]) -> bool:
     return (moves or is_sum) and all(kind == "zero" for kind in kinds)
 
 
-def _has_repeated(op: TracedOp, operands: Sequence[AxisType]) -> bool:
+def _has_repeated(op: TypedOp, operands: Sequence[AxisType]) -> bool:
     """Whether equal entries are to be followed: they fit shards as well as whole tensors."""
     if op.name in ("expand", "repeat") or any(each.kind == "zero" for each in operands):
         return True
@@ -155,7 +155,7 @@ def _has_repeated(op: TracedOp, operands: Sequence[AxisType]) -> bool:
     )
 
 
-def _number_arguments(op: TracedOp) -> set[str]:
+def _number_arguments(op: TypedOp) -> set[str]:
     """Arguments that are numbers other than 0."""
     return {
         name for name, value in op.args.items() if isinstance(value, (int, float)) and value != 0
@@ -165,7 +165,7 @@ def _number_arguments(op: TracedOp) -> set[str]:
 # partial sums
 
 
-def _of_partial(op: TracedOp, operands: Sequence[AxisType]) -> list[AxisType]:
+def _of_partial(op: TypedOp, operands: Sequence[AxisType]) -> list[AxisType]:
     """Results of a partial operand: partial where the operation is linear in it."""
     kinds = [each.kind for each in operands]
     partial = [PARTIAL for _ in op.outputs]
@@ -215,7 +215,7 @@ def _of_partial(op: TracedOp, operands: Sequence[AxisType]) -> list[AxisType]:
     raise TypeMismatchError(f"{name} of a partial sum is not the sum of what it is on each rank")
 
 
-def _need_all_partial(op: TracedOp, kinds: Sequence[str]) -> None:
+def _need_all_partial(op: TypedOp, kinds: Sequence[str]) -> None:
     others = set(kinds) - {"partial", "zero"}
     if others:
         (other, *_) = sorted(others)
@@ -224,7 +224,7 @@ def _need_all_partial(op: TracedOp, kinds: Sequence[str]) -> None:
         )
 
 
-def _need_one_partial(op: TracedOp, kinds: Sequence[str]) -> None:
+def _need_one_partial(op: TypedOp, kinds: Sequence[str]) -> None:
     if list(kinds).count("partial") > 1:
         raise TypeMismatchError(f"{op.name} of two partial sums")
     if "sharded" in kinds:
@@ -233,7 +233,7 @@ def _need_one_partial(op: TracedOp, kinds: Sequence[str]) -> None:
         )
 
 
-def _choice(op: TracedOp, kinds: Sequence[str]) -> list[AxisType]:
+def _choice(op: TypedOp, kinds: Sequence[str]) -> list[AxisType]:
     """where(condition, a, b); masked_fill(x, mask, number)."""
     if op.name == "where":
         condition, *values = kinds
@@ -247,7 +247,7 @@ def _choice(op: TracedOp, kinds: Sequence[str]) -> list[AxisType]:
     return [PARTIAL for _ in op.outputs]
 
 
-def _of_dims(func: Any, op: TracedOp, operands: Sequence[AxisType]) -> list[AxisType]:
+def _of_dims(func: Any, op: TypedOp, operands: Sequence[AxisType]) -> list[AxisType]:
     found = _by_rule(func, op)
     adds_to_whole = op.name in ACCUMULATES and operands[0].kind not in ("zero", "partial")
     if adds_to_whole and PARTIAL in found:
@@ -255,7 +255,7 @@ def _of_dims(func: Any, op: TracedOp, operands: Sequence[AxisType]) -> list[Axis
     return found
 
 
-def _by_rule(func: Any, op: TracedOp) -> list[AxisType]:
+def _by_rule(func: Any, op: TypedOp) -> list[AxisType]:
     rule = SHARD_RULES.get(op.name)
     try:
         if rule is not None:

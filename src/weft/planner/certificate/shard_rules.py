@@ -16,12 +16,13 @@ from weft.parallel.tensor.dims import (
     whole_dims,
     with_dim,
 )
-from weft.parallel.tensor.traced_op import TracedOp, places_named
+from weft.parallel.tensor.traced_op import places_named
 from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, of_dims, replicated
 from weft.planner.certificate.index_rules import INDEX_RULES
 from weft.planner.certificate.row_rules import ROW_RULES
 from weft.planner.certificate.rule_parts import (
     ShardRule,
+    TypedOp,
     asked_for,
     broadcast,
     check_whole,
@@ -33,7 +34,7 @@ from weft.planner.certificate.rule_parts import (
 from weft.planner.certificate.view_rules import VIEW_RULES
 
 
-def _matrix_product(op: TracedOp) -> list[AxisType]:
+def _matrix_product(op: TypedOp) -> list[AxisType]:
     """mm, bmm, addmm, baddbmm: [..., N, K] x [..., K, M]; partial where K is sharded."""
     *added, left, right = op.operands
     *left_batch, rows, left_inner = left
@@ -49,12 +50,12 @@ def _matrix_product(op: TracedOp) -> list[AxisType]:
     return [of_dims(broadcast(op, [(*batch, rows, columns), *added], op.shape))]
 
 
-def _addmm_in_place(op: TracedOp) -> list[AxisType]:
+def _addmm_in_place(op: TypedOp) -> list[AxisType]:
     """total.addmm_(a, b), of a total that is no partial sum."""
     return _matrix_product(op)
 
 
-def _linear(op: TracedOp) -> list[AxisType]:
+def _linear(op: TypedOp) -> list[AxisType]:
     x, weight, *biases = op.operands
     if is_summed(x[-1], weight[1]):
         if biases:
@@ -69,7 +70,7 @@ def _linear(op: TracedOp) -> list[AxisType]:
     return [of_dims((*x[:-1], features))]
 
 
-def _sum(op: TracedOp) -> list[AxisType]:
+def _sum(op: TypedOp) -> list[AxisType]:
     """sum: partial where a dim that is summed is sharded."""
     places = places_named(op.dims, op.args.get("dim"))
     is_partial = any(is_sharded(op.dims[place]) for place in places)
@@ -88,7 +89,7 @@ def _sum(op: TracedOp) -> list[AxisType]:
     return [of_dims(tuple(dims))]
 
 
-def _largest(op: TracedOp) -> list[AxisType]:
+def _largest(op: TypedOp) -> list[AxisType]:
     """amax, amin, max, min: along a sharded dim each rank has the largest of its own."""
     places = places_named(op.dims, op.args.get("dim"))
     if any(is_sharded(op.dims[place]) for place in places):
@@ -96,7 +97,7 @@ def _largest(op: TracedOp) -> list[AxisType]:
     return plain_reduction(op, places)
 
 
-def _norm_backward(op: TracedOp) -> list[AxisType]:
+def _norm_backward(op: TypedOp) -> list[AxisType]:
     """native_layer_norm_backward, _fused_rms_norm_backward: dx like x, gradients of weight and bias
     are sums over all leading dims.
     """
@@ -111,7 +112,7 @@ def _norm_backward(op: TracedOp) -> list[AxisType]:
     return asked_for(op, [of_dims(dx), *(of_params for _ in mask[1:])])
 
 
-def _norm(op: TracedOp) -> list[AxisType]:
+def _norm(op: TypedOp) -> list[AxisType]:
     """native_layer_norm, _fused_rms_norm: the statistics have the leading dims."""
     x = op.dims
     num_leading = len(x) - len(op.args["normalized_shape"])
@@ -124,7 +125,7 @@ def _norm(op: TracedOp) -> list[AxisType]:
     return found
 
 
-def _softmax_backward(op: TracedOp) -> list[AxisType]:
+def _softmax_backward(op: TypedOp) -> list[AxisType]:
     place = op.args["dim"] % len(op.dims)
     dims = broadcast(op, op.operands[:2], op.shape)
     if is_sharded(dims[place]):
@@ -132,7 +133,7 @@ def _softmax_backward(op: TracedOp) -> list[AxisType]:
     return [of_dims(dims)]
 
 
-def _nll_loss(op: TracedOp) -> list[AxisType]:
+def _nll_loss(op: TypedOp) -> list[AxisType]:
     """nll_loss_forward: logprobs_NV (or NV..), targets_N -> losses or their sum, and the number of
     targets.
     """
@@ -147,14 +148,14 @@ def _nll_loss(op: TracedOp) -> list[AxisType]:
     return [_reduced_loss(op, is_partial=is_partial), number]
 
 
-def _reduced_loss(op: TracedOp, *, is_partial: bool) -> AxisType:
+def _reduced_loss(op: TypedOp, *, is_partial: bool) -> AxisType:
     """The sum or the mean of losses, of which a rank may have its own."""
     if is_partial and op.args.get("reduction", 1) == 1:
         raise ShardingError("the loss is a mean over sharded tokens")
     return PARTIAL if is_partial else replicated(())
 
 
-def _loss_of_entries(op: TracedOp) -> list[AxisType]:
+def _loss_of_entries(op: TypedOp) -> list[AxisType]:
     """mse_loss, huber_loss, binary_cross_entropy_with_logits: of entries, or their sum or mean."""
     shape = op.args["self"].shape
     dims = broadcast(op, op.operands, shape)
@@ -163,12 +164,12 @@ def _loss_of_entries(op: TracedOp) -> list[AxisType]:
     return [_reduced_loss(op, is_partial=any(map(is_sharded, dims)))]
 
 
-def _nll_loss_backward(op: TracedOp) -> list[AxisType]:
+def _nll_loss_backward(op: TypedOp) -> list[AxisType]:
     """The gradient of log-probabilities; the number of targets is not read for sums."""
     return [of_dims(op.operands[1])]
 
 
-def _copy_into(op: TracedOp) -> list[AxisType]:
+def _copy_into(op: TypedOp) -> list[AxisType]:
     """dst.copy_(src): dst holds what src held."""
     return [of_dims(broadcast(op, op.operands[1:], op.shape))]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,11 +32,12 @@ class TypedPiece:
 
 
 def _key(tensor: Tensor) -> ViewKey:
-    shape = tuple(tensor.shape)
-    strides = [
-        stride if size > 1 else 1 for size, stride in zip(shape, tensor.stride(), strict=True)
-    ]
-    return int(tensor.storage_offset()), shape, tuple(strides)
+    shape, strides = tensor.shape, tensor.stride()
+    if 1 in shape:
+        strides = tuple(
+            stride if size > 1 else 1 for size, stride in zip(shape, strides, strict=True)
+        )
+    return int(tensor.storage_offset()), shape, strides
 
 
 def _span(key: ViewKey) -> tuple[int, int]:
@@ -91,9 +93,9 @@ class TensorTypes:
         self.set(tensor, types)
         self._fixed.add(tensor.untyped_storage()._cdata)
 
-    def find(self, tensor: Tensor) -> Types | None:
+    def find(self, tensor: Tensor) -> Types | Literal["mixed"] | None:
         """The types that were noted for a tensor: for this view of its memory, or for the entries
-        that it holds, in one piece.
+        that it holds, in one piece; "mixed" for a flat buffer of entries with several types.
         """
         views = self._of(tensor)
         if not views:
@@ -105,12 +107,13 @@ class TensorTypes:
         pieces = self.pieces(tensor)
         kinds = {tuple(each.kind for each in piece.types) for piece in pieces}
         if len(kinds) != 1:
-            return None
-        return flattened(pieces[0].types, tensor.numel())
+            return "mixed"
+        found = views[key] = flattened(pieces[0].types, tensor.numel())
+        return found
 
     def is_mixed(self, tensor: Tensor) -> bool:
         """Whether it is a flat buffer of entries with several types."""
-        return bool(self._of(tensor)) and self.find(tensor) is None
+        return self.find(tensor) == "mixed"
 
     def set(self, tensor: Tensor, types: Types) -> None:
         """Note the types of a new tensor, or of a view of one."""

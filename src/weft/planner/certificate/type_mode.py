@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.core.dimension import sequence_axes
 from weft.models.common.uncompiled import uncompiled_mode
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.tensor.dims import DimFactor, Dims, whole_dims
 from weft.parallel.tensor.propagate import arguments
-from weft.parallel.tensor.traced_op import TracedOp
 from weft.planner.certificate.axis_types import (
     UNTYPED,
     ZERO,
@@ -25,7 +26,8 @@ from weft.planner.certificate.axis_types import (
     UntypedError,
     replicated,
 )
-from weft.planner.certificate.rules import CONSTANTS, ZEROS, result_types
+from weft.planner.certificate.rule_parts import TypedOp
+from weft.planner.certificate.rules import CONSTANTS, ZEROS, constant, result_types
 from weft.planner.certificate.tensor_types import TensorTypes, TypedPiece
 from weft.planner.measure.host_values import value_on_host
 from weft.planner.measure.meta_results import MetaResults
@@ -40,6 +42,8 @@ READS = {"_local_scalar_dense": "item()", "_to_copy": "a copy to the CPU"}
 """Operations by which the host reads values, as their callers know them."""
 # such an operation may do without values: `index` by numbers has the tag that it has by marks
 _READS_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+COUNTS = frozenset({"arange", "linspace", "eye", "tril_indices", "triu_indices"})
+"""Operations that make entries which differ: other new tensors are constants and random draws."""
 VIEWS = frozenset({
     "view", "slice", "split", "split_with_sizes", "narrow", "as_strided", "alias", "detach", "_unsafe_view", "unbind",
     "select", "t", "transpose", "unsqueeze", "squeeze", "expand", "permute", "set_",
@@ -119,12 +123,9 @@ class TypeMode(TorchDispatchMode):
     def types_of(self, tensor: Tensor) -> Types:
         """The types of a tensor; of one that nothing typed made, that it is a constant."""
         known = self.tensors.find(tensor)
-        if known is not None:
-            return known
-        if self.tensors.is_mixed(tensor):
+        if known == "mixed":
             return (UNTYPED,) * len(self.axes)
-        shape = tuple(tensor.shape)
-        return (replicated(shape),) * len(self.axes)
+        return known or _of_constant(tensor.shape, len(self.axes))
 
     def type_of(self, tensor: Tensor, axis: str) -> AxisType:
         """The type of a tensor along one axis."""
@@ -170,28 +171,32 @@ class TypeMode(TorchDispatchMode):
         if self.is_paused:
             return out
         self.num_operations += 1
-        name = func.overloadpacket.__name__
-        operands = list(tensors_in((args, kwargs)))
-        outputs = list(tensors_in(out))
-        if name.startswith("_foreach") or not outputs:
-            return out
-        if not operands:
-            if name in ZEROS:
-                for tensor in outputs:
-                    self.set(tensor, (ZERO,) * len(self.axes))
-            return out
-        reads_entries = name not in CONSTANTS
-        if reads_entries and any(self.tensors.is_mixed(tensor) for tensor in operands):
-            self._note_mixed(name, operands, outputs)
-            return out
-        found = self._results(func, name, args, kwargs, operands, outputs)
-        is_in_place = func._schema.is_mutable
-        for tensor, its_types in zip(outputs, found, strict=True):
-            if is_in_place:
-                self.tensors.write(tensor, its_types)
-            else:
-                self.tensors.set(tensor, its_types)
+        call = _Call(func, args, kwargs, list(tensors_in((args, kwargs))), list(tensors_in(out)))
+        if call.outputs:
+            self._note(call)
         return out
+
+    def _note(self, call: _Call) -> None:
+        """Note the types of a call's results."""
+        if not call.operands:
+            for tensor in call.outputs:
+                self.set(tensor, self._of_new(call.name, tensor))
+            return
+        types = [self.tensors.find(tensor) for tensor in call.operands]
+        if "mixed" in types and call.name not in CONSTANTS:
+            self._note_mixed(call.name, call.operands, call.outputs)
+            return
+        note = self.tensors.write if call.func._schema.is_mutable else self.tensors.set
+        for tensor, its_types in zip(call.outputs, self._results(call), strict=True):
+            note(tensor, its_types)
+
+    def _of_new(self, name: str, tensor: Tensor) -> Types:
+        """Of a tensor that is made of no other."""
+        if name in ZEROS:
+            return (ZERO,) * len(self.axes)
+        if name in COUNTS:
+            return _of_constant(tensor.shape, len(self.axes))
+        return (constant(tuple(tensor.shape)),) * len(self.axes)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         results = self.known.results
@@ -221,61 +226,33 @@ class TypeMode(TorchDispatchMode):
         what = f"{name} reads values, and what is computed from them has no type"
         self.report("+".join(self.axes), what, is_certain=False)
 
-    def _results(
-        self,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        operands: list[Tensor],
-        outputs: list[Tensor],
-    ) -> tuple[Types, ...]:
+    def _results(self, call: _Call) -> tuple[Types, ...]:
         """The types of the results; equal calls are computed once."""
-        operand_types = tuple(map(self.types_of, operands))
-        shapes = tuple(tuple(tensor.shape) for tensor in (*operands, *outputs))
-        key = (func, shapes, operand_types, _without_tensors((args, kwargs)))
+        operand_types = tuple(map(self.types_of, call.operands))
+        shapes = tuple(tensor.shape for tensor in (*call.operands, *call.outputs))
+        key = (call.func, shapes, operand_types, _without_tensors((call.args, call.kwargs)))
         known = self.known.types.get(key)
         if known is None:
-            known = self._compute(func, name, args, kwargs, operand_types, operands, outputs)
+            known = self._compute(call, operand_types)
             self.known.types[key] = known
         results, problems = known
         for axis, what, is_certain in problems:
             self.report(axis, what, is_certain=is_certain)
         return results
 
-    def _compute(
-        self,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        operand_types: tuple[Types, ...],
-        operands: list[Tensor],
-        outputs: list[Tensor],
-    ) -> tuple[tuple[Types, ...], tuple[tuple[str, str, bool], ...]]:
+    def _compute(self, call: _Call, operand_types: tuple[Types, ...]) -> TypedCall:
         by_axis: list[list[AxisType]] = []
         problems: list[tuple[str, str, bool]] = []
-        named = arguments(func, args, kwargs)
         for place, axis in enumerate(self.axes):
-            along = [types[place] for types in operand_types]
-            dims = [_dims_of(one, tensor) for one, tensor in zip(along, operands, strict=True)]
-            op = TracedOp(name=name, args=named, operands=tuple(dims), outputs=tuple(outputs))
             try:
-                found = result_types(func, op, along)
-                if len(found) != len(outputs):
-                    raise UntypedError(name)
-            except TypeMismatchError as error:
-                problems.append((axis, str(error), True))
-                found = [UNTYPED for _ in outputs]
-            except (IndexError, KeyError, ValueError, TypeError) as error:
-                # a rule for other arguments than these: the operation has none
-                problems.append((axis, f"aten.{name} ({type(error).__name__} in its rule)", False))
-                found = [UNTYPED for _ in outputs]
-            except UntypedError as error:
-                problems.append((axis, f"aten.{error}", False))
-                found = [UNTYPED for _ in outputs]
+                along = [types[place] for types in operand_types]
+                found = call.result_types(along, token_dim=0 if axis in sequence_axes() else 1)
+            except (TypeMismatchError, UntypedError) as error:
+                is_certain = isinstance(error, TypeMismatchError)
+                problems.append((axis, str(error) if is_certain else f"aten.{error}", is_certain))
+                found = [UNTYPED for _ in call.outputs]
             by_axis.append(found)
-        results = tuple(zip(*by_axis, strict=True)) if by_axis else tuple(() for _ in outputs)
+        results = tuple(zip(*by_axis, strict=True)) if by_axis else tuple(() for _ in call.outputs)
         return results, tuple(problems)
 
     def _note_mixed(self, name: str, operands: list[Tensor], outputs: list[Tensor]) -> None:
@@ -304,6 +281,56 @@ class TypeMode(TorchDispatchMode):
                 if not all(each.kind == "zero" for each in piece.types):
                     pieces.append(piece)
         return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of an operation, with the tensors among its arguments and its results."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[Tensor]
+    outputs: list[Tensor]
+
+    @property
+    def name(self) -> str:
+        """In torch.ops.aten."""
+        return str(self.func.overloadpacket.__name__)
+
+    def result_types(self, operands: Sequence[AxisType], *, token_dim: int) -> list[AxisType]:
+        """Types of the results along one axis, of those of the operands.
+
+        Args:
+            token_dim: dim of x_BSD that the axis shards where it shards tokens.
+
+        Raises:
+            TypeMismatchError: the operands do not fit together.
+            UntypedError: there is no rule, or none for such arguments.
+        """
+        dims = tuple(_dims_of(*pair) for pair in zip(operands, self.operands, strict=True))
+        named = arguments(self.func, self.args, self.kwargs)
+        op = TypedOp(
+            name=self.name,
+            args=named,
+            operands=dims,
+            outputs=tuple(self.outputs),
+            token_dim=token_dim,
+        )
+        try:
+            found = result_types(self.func, op, operands)
+        except (IndexError, KeyError, ValueError, TypeError, AttributeError) as error:
+            # a rule for other arguments than these: the operation has none
+            raise UntypedError(f"{self.name} ({type(error).__name__} in its rule)") from error
+        if len(found) != len(self.outputs):
+            raise UntypedError(f"{self.name} with {len(self.outputs)} results")
+        return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_constant(shape: tuple[int, ...], num_axes: int) -> Types:
+    """Of a tensor that nothing typed made: every rank holds it."""
+    return (replicated(tuple(shape)),) * num_axes
 
 
 def _dims_of(one: AxisType, tensor: Tensor) -> Dims:

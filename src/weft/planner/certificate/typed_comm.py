@@ -234,8 +234,7 @@ class TypedComm(Comm):
 
     def _note_reduced(self, calls: Sequence[Call], x: Tensor, out: Tensor) -> None:
         """The result of an all-reduce."""
-        types = self.mode.tensors.find(x)
-        if types is None and self.mode.tensors.is_mixed(x):
+        if self.mode.tensors.is_mixed(x):
             pieces = self.mode.tensors.pieces(x)
             reduced = [
                 TypedPiece(one.start, one.stop, self._reduced(calls, one.types, (one.numel,)))

@@ -9,6 +9,7 @@ from weft.parallel.tensor import shape_rules
 from weft.parallel.tensor.dims import (
     Dim,
     DimFactor,
+    Dims,
     ShardingError,
     is_sharded,
     length,
@@ -16,24 +17,37 @@ from weft.parallel.tensor.dims import (
     whole_dim,
     with_dim,
 )
-from weft.parallel.tensor.traced_op import TracedOp, places_named
+from weft.parallel.tensor.traced_op import places_named
 from weft.planner.certificate.axis_types import PARTIAL, VARYING, AxisType, UntypedError, of_dims
-from weft.planner.certificate.rule_parts import ShardRule, check_whole
+from weft.planner.certificate.rule_parts import ShardRule, TypedOp, check_whole
 
 
-def _view(op: TracedOp) -> list[AxisType]:
-    """The same entries in another shape."""
-    is_new_batch = op.shape[:2] == (1, 1) and len(op.dims) < len(op.shape)
-    if is_new_batch and is_sharded(op.dims[0]) and length(op.dims[0]) == 1:
-        raise UntypedError(
-            f"{op.name} of one token: whether it is a sequence or a column is not known"
-        )
-    written = op.args.get("size", ())
-    inferred = list(written).index(-1) if -1 in written else None
-    return [of_dims(regroup(op.dims, op.shape, inferred=inferred, name=op.name, has_tokens=True))]
+def _view(op: TypedOp) -> list[AxisType]:
+    """The same entries in another shape; of a rank's only token the axis says whether it is a
+    sequence or a column.
+    """
+    dims, shape = op.dims, op.shape
+    old = tuple(map(length, dims))
+    if old == shape:
+        return [of_dims(dims)]
+    is_one_token = shape[:2] == (1, 1)
+    if is_one_token and old[:2] == (1, 1):
+        return [of_dims((*dims[:2], *_regrouped(op, 2, has_tokens=False)))]
+    if is_one_token and op.token_dim == 1 and old[:1] == (1,) and len(old) < len(shape):
+        behind_batch = _regrouped(op, 1, has_tokens=True, num_old=0)
+        return [of_dims((whole_dim(1), *behind_batch))]
+    return [of_dims(_regrouped(op, 0, has_tokens=True))]
 
 
-def _as_strided(op: TracedOp) -> list[AxisType]:
+def _regrouped(op: TypedOp, first: int, *, has_tokens: bool, num_old: int | None = None) -> Dims:
+    """Dims from `first` on of those of the operand from there on, or from `num_old` on."""
+    written = list(op.args.get("size", ()))
+    inferred = written.index(-1) - first if -1 in written[first:] else None
+    old = op.dims[first if num_old is None else num_old :]
+    return regroup(old, op.shape[first:], inferred=inferred, name=op.name, has_tokens=has_tokens)
+
+
+def _as_strided(op: TypedOp) -> list[AxisType]:
     """A view of a contiguous result by sizes and strides, as recomputed results are: a sharded
     factor is in the dim that steps over the entries where its last unit begins.
     """
@@ -49,7 +63,7 @@ def _as_strided(op: TracedOp) -> list[AxisType]:
     return [of_dims(tuple(dims))]
 
 
-def _stepping_dim(op: TracedOp, step: int, behind: int) -> int:
+def _stepping_dim(op: TypedOp, step: int, behind: int) -> int:
     """The dim of a strided view that steps over entries from `step` up to `behind`."""
     for place, (size, stride) in enumerate(zip(op.shape, op.args["stride"], strict=True)):
         is_unit = size == 1 and step == behind == stride
@@ -58,7 +72,7 @@ def _stepping_dim(op: TracedOp, step: int, behind: int) -> int:
     raise UntypedError("as_strided to another shape")
 
 
-def _select(op: TracedOp) -> list[AxisType]:
+def _select(op: TypedOp) -> list[AxisType]:
     """select, unbind: of a sharded dim an entry of this rank."""
     place = op.place()
     if is_sharded(op.dims[place]):
@@ -66,7 +80,7 @@ def _select(op: TracedOp) -> list[AxisType]:
     return [of_dims(with_dim(op.dims, place)) for _ in op.outputs]
 
 
-def _split(op: TracedOp) -> list[AxisType]:
+def _split(op: TypedOp) -> list[AxisType]:
     """split, slice: parts of a whole dim or of a `Stacked` one; of tokens in one or two dims, whose
     order is this rank's own, any part.
     """
@@ -82,7 +96,7 @@ def _split(op: TracedOp) -> list[AxisType]:
     return found
 
 
-def _slice_backward(op: TracedOp) -> list[AxisType]:
+def _slice_backward(op: TypedOp) -> list[AxisType]:
     """Also select_backward: the gradient among zeros."""
     dims = list(op.dims)
     place = op.args["dim"] % len(op.shape)
@@ -97,7 +111,7 @@ def _slice_backward(op: TracedOp) -> list[AxisType]:
     return [of_dims(tuple(dims))]
 
 
-def _squeeze(op: TracedOp) -> list[AxisType]:
+def _squeeze(op: TypedOp) -> list[AxisType]:
     """Of a sharded dim of which each rank has one entry that entry, as a sum over the dim is."""
     asked = places_named(op.dims, op.args.get("dim"))
     gone = [place for place in asked if length(op.dims[place]) == 1]
@@ -109,7 +123,7 @@ def _squeeze(op: TracedOp) -> list[AxisType]:
     return [PARTIAL]
 
 
-def _diagonal(op: TracedOp) -> list[AxisType]:
+def _diagonal(op: TypedOp) -> list[AxisType]:
     """diagonal: two dims become one, behind the others."""
     places = [op.args.get(name, default) for name, default in (("dim1", 0), ("dim2", 1))]
     gone = [place % len(op.dims) for place in places]
@@ -118,7 +132,7 @@ def _diagonal(op: TracedOp) -> list[AxisType]:
     return [of_dims((*kept, whole_dim(op.shape[-1])))]
 
 
-def _diagonal_backward(op: TracedOp) -> list[AxisType]:
+def _diagonal_backward(op: TypedOp) -> list[AxisType]:
     """Also diag_embed: the last dim becomes two."""
     num_dims = len(op.shape)
     names = (("dim1", -2), ("dim2", -1)) if op.name == "diag_embed" else (("dim1", 0), ("dim2", 1))
@@ -129,7 +143,7 @@ def _diagonal_backward(op: TracedOp) -> list[AxisType]:
     return [of_dims(tuple(dims))]
 
 
-def _unfold(op: TracedOp) -> list[AxisType]:
+def _unfold(op: TypedOp) -> list[AxisType]:
     """Windows along a whole dim, their entries in a last dim."""
     place = op.args["dimension"] % len(op.dims)
     check_whole(op, op.dims, [place])
@@ -137,18 +151,18 @@ def _unfold(op: TracedOp) -> list[AxisType]:
     return [of_dims((*windows, whole_dim(op.shape[-1])))]
 
 
-def _unfold_backward(op: TracedOp) -> list[AxisType]:
+def _unfold_backward(op: TypedOp) -> list[AxisType]:
     place = op.args["dim"] % len(op.shape)
     check_whole(op, op.dims, [place, len(op.dims) - 1])
     return [of_dims(with_dim(op.dims[:-1], place, whole_dim(op.shape[place])))]
 
 
-def _as_complex(op: TracedOp) -> list[AxisType]:
+def _as_complex(op: TypedOp) -> list[AxisType]:
     check_whole(op, op.dims, [len(op.dims) - 1])
     return [of_dims(op.dims[:-1])]
 
 
-def _as_real(op: TracedOp) -> list[AxisType]:
+def _as_real(op: TypedOp) -> list[AxisType]:
     return [of_dims((*op.dims, whole_dim(2)))]
 
 
