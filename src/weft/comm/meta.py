@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.comm.transport import Call, OnLate
+from weft.comm.transport import Call, OnLate, SharedResults
 
 
 class MetaTransport:
@@ -26,3 +26,15 @@ class MetaTransport:
         if output is None or output.is_meta or is_in_place:
             return
         output.zero_()
+
+
+class SharedMetaTransport(MetaTransport):
+    """A `MetaTransport` of a rank that is played after others of its world in one process.
+
+    Args:
+        shared_results: of all these ranks.
+    """
+
+    def __init__(self, size: int, rank: int, *, shared_results: SharedResults) -> None:
+        super().__init__(size, rank)
+        self.shared_results = shared_results

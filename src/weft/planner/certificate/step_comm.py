@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from weft.comm.transport import Work
+from weft.comm.transport import SharedResults, Work
 from weft.core.dimension import activation_axes, pipeline_axis, position_axes
 from weft.core.mesh import Axis, Mesh
 from weft.planner.certificate.axis_types import Types
@@ -21,8 +21,16 @@ class StepComm(TypedComm):
     gradients.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, mode: TypeMode, *, sequence_parallel: bool) -> None:
-        super().__init__(mesh, rank, mode)
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        *,
+        mode: TypeMode,
+        shared_results: SharedResults,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__(mesh, rank, mode=mode, shared_results=shared_results)
         self.sequence_parallel = sequence_parallel
         self._tied: list[Types] | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.core.dimension import sequence_axes
 from weft.models.common.uncompiled import uncompiled_mode
-from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.tensor.dims import DimFactor, Dims, whole_dims
 from weft.parallel.tensor.propagate import arguments
 from weft.planner.certificate.axis_types import (
@@ -171,7 +170,9 @@ class TypeMode(TorchDispatchMode):
         if self.is_paused:
             return out
         self.num_operations += 1
-        call = _Call(func, args, kwargs, list(tensors_in((args, kwargs))), list(tensors_in(out)))
+        call = _Call(
+            func, args, kwargs, _tensors(args) + _tensors(kwargs.values()), _tensors((out,))
+        )
         if call.outputs:
             self._note(call)
         return out
@@ -205,7 +206,7 @@ class TypeMode(TorchDispatchMode):
         if known is not None:
             return known.make()
         out = self._run_anew(func, args, kwargs)
-        inputs = tuple(tensors_in((args, kwargs)))
+        inputs = _tensors(args) + _tensors(kwargs.values())
         results.note(key, inputs=inputs, result=out, kernel=None)
         return out
 
@@ -325,6 +326,17 @@ class _Call:
         if len(found) != len(self.outputs):
             raise UntypedError(f"{self.name} with {len(self.outputs)} results")
         return found
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results of an operation, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _tensors(value)
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
-from weft.comm.transport import Call, OnLate, Reduce, Work
+from weft.comm.meta import SharedMetaTransport
+from weft.comm.transport import Call, OnLate, Reduce, SharedResults, Work
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Axis, Mesh
 from weft.parallel.tensor.dims import (
@@ -44,11 +44,11 @@ from weft.planner.certificate.tensor_types import TypedPiece
 from weft.planner.certificate.type_mode import TypeMode
 
 
-class CallTransport(MetaTransport):
+class CallTransport(SharedMetaTransport):
     """A transport without other ranks that lists its calls."""
 
-    def __init__(self, size: int, rank: int) -> None:
-        super().__init__(size, rank)
+    def __init__(self, size: int, rank: int, *, shared_results: SharedResults) -> None:
+        super().__init__(size, rank, shared_results=shared_results)
         self.calls: list[Call] = []
 
     def start(self, call: Call, on_late: OnLate) -> None:
@@ -61,10 +61,13 @@ class TypedComm(Comm):
 
     Args:
         mode: types the operations between them.
+        shared_results: of all ranks that are typed.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, mode: TypeMode) -> None:
-        self.calls = CallTransport(mesh.size, rank)
+    def __init__(
+        self, mesh: Mesh, rank: int, *, mode: TypeMode, shared_results: SharedResults
+    ) -> None:
+        self.calls = CallTransport(mesh.size, rank, shared_results=shared_results)
         super().__init__(mesh, rank, self.calls)
         self.mode = mode
 

@@ -79,7 +79,13 @@ def typed_step(
     """
     plan = run.plan
     mode = TypeMode(typed_axes(plan.mesh), known)
-    comm = StepComm(plan.mesh, rank, mode, sequence_parallel=plan.sequence_parallel)
+    comm = StepComm(
+        plan.mesh,
+        rank,
+        mode=mode,
+        shared_results=run.shared_results,
+        sequence_parallel=plan.sequence_parallel,
+    )
     step = build_configured_step(run.config, plan, comm)
     for _ in dispatches(step):  # all of them have a load that can be assumed
         pass

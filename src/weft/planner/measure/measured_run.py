@@ -6,9 +6,10 @@ The one module of the planner that reads a whole run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weft.comm.transport import SharedResults
 from weft.config.run import Run, plan_of
 from weft.config.schema import MAX_COUNT
 from weft.core.model_config import ModelConfig
@@ -51,12 +52,14 @@ class MeasuredRun:
         config: of the step; no outer step follows it.
         run: whose step and plan they are.
         fields: of its batches.
+        shared_results: of the ranks that are played under this plan.
     """
 
     config: StepConfig
     plan: Plan
     run: Run
     fields: BatchFields = BatchFields()
+    shared_results: SharedResults = field(default_factory=SharedResults, compare=False, repr=False)
 
     @staticmethod
     def of(run: Run) -> MeasuredRun:
@@ -69,7 +72,7 @@ class MeasuredRun:
     def with_layout(self, values: Mapping[str, Any]) -> MeasuredRun:
         """The same step under the plan of other values of layout and batch: `{"mesh": "dp2"}`."""
         changed = self.run.with_values(values)
-        return replace(self, plan=plan_of(changed), run=changed)
+        return replace(self, plan=plan_of(changed), run=changed, shared_results=SharedResults())
 
     def with_model(self, model: ModelConfig) -> MeasuredRun:
         """The run with another model."""
@@ -77,7 +80,7 @@ class MeasuredRun:
 
     def with_plan(self, plan: Plan) -> MeasuredRun:
         """The same step under another plan; of one whose stages lack blocks the others are measured."""
-        return replace(self, plan=plan)
+        return replace(self, plan=plan, shared_results=SharedResults())
 
     @property
     def global_size(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
-from weft.comm.meta import MetaTransport
+from weft.comm.meta import SharedMetaTransport
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
@@ -148,7 +148,9 @@ def measure_rank(
     """
     keep_compiler_unimported()
     plan = run.plan
-    comm = Comm(plan.mesh, rank, MetaTransport(plan.mesh.size, rank))
+    shared = run.shared_results
+    transport = SharedMetaTransport(plan.mesh.size, rank, shared_results=shared)
+    comm = Comm(plan.mesh, rank, transport)
     step = build_configured_step(run.config, plan, comm)
     for dispatch in dispatches(step):
         dispatch.meta_load = load
