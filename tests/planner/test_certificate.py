@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from tests.matrix.layouts import Case, shallow
 from weft.cli import main
+from weft.comm import ops
 from weft.commands.console import load_checked_run
 from weft.planner.certificate.certificate import Certificate, certify
 from weft.planner.certificate.type_mode import TypeMode, ValuesNeededError
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.effect import layout_words, write_texts
+from weft.prove.mutants.fault import ModuleFault, Mutant, MutantLayout
 from weft.prove.mutants.plant import planted
 
 LAYOUTS = (
@@ -49,30 +52,79 @@ def test_a_healthy_layout_has_no_finding(case: Case) -> None:
     assert all(step.num_gradients > 0 for step in certificate.steps)
 
 
+def shared_expert_is_summed_alone(forward: Callable[..., Tensor], module: Any, x: Tensor) -> Tensor:
+    """The shared expert is whole on every rank where its region sums parts."""
+    return ops.reduce_from_region(forward(module, x), module.gate.region.comm, "tp")
+
+
+SHARED_EXPERT = Mutant(
+    "the_shared_expert_is_whole_inside_the_region",
+    "it counts tp times",
+    MutantLayout("tp2", family="deepseek"),
+    (ModuleFault("layer1.mlp.shared", shared_expert_is_summed_alone, axis="tp"),),
+    axes=("tp",),
+    blocks=("layer1",),
+)
 FOUND = {
     "gradients_are_never_reduced": "is partial: it was not summed (axis dp)",
     "gradients_are_averaged_although_the_loss_is_normalised_globally": "divides it by the number",
-    "gradients_are_summed_twice": "counts it once for each rank (axis dp)",
     "norms_under_sequence_parallelism_are_not_summed_over_tp": "norm.weight is partial: it was",
-    "gradients_are_not_reduced_over_cp": "is partial: it was not summed (axis cp)",
-    "the_output_of_one_attention_is_not_summed": "layer1.attn.o: add of a partial tensor and a",
+    "the_bias_of_a_row_linear_is_added_on_every_rank": "addmm adds a tensor to a partial sum",
     "the_gradient_of_the_router_is_not_summed_over_tp": "router.proj.weight is partial",
-    "the_balance_loss_counts_on_every_tensor_rank": "is counted on every rank (axis tp)",
-    "every_tensor_rank_counts_its_copy_of_the_loss": "the loss of the same tokens is counted on every rank",
     "gathered_logits_enter_the_loss_of_a_cut_vocabulary": "replicated tensor counts it once",
+    "the_exit_of_a_region_keeps_its_partial_sum": "the output is",
+    "zero_shards_of_other_ranks_do_not_count_in_the_norm": "is not counted in the norm (axis dp)",
+    "attention_never_leaves_the_rank": "attention of sharded columns calls no other rank",
+    SHARED_EXPERT.name: "layer1.mlp.shared.down: add of a partial tensor and a replicated one",
+}
+"""Mutants that types alone see, and a part of what they say."""
+ALSO_FOUND = {
+    "gradients_are_summed_twice": "all_reduce runs 2 times on its own result (axis dp)",
+    "gradients_are_summed_over_the_wrong_group": "the sum of a replicated tensor counts it once",
+    "the_gradient_rule_names_the_wrong_axis": "the sum of a replicated tensor counts it once",
+    "gradients_are_not_reduced_over_cp": "is partial: it was not summed (axis cp)",
+    "gradients_are_reduced_over_dp_but_not_over_cp": "is partial: it was not summed (axis cp)",
+    "gradients_are_reduced_over_cp_but_not_over_dp": "is partial: it was not summed (axis dp)",
+    "the_gradient_of_the_embedding_is_not_reduced": "embed.tok.weight is partial",
+    "the_gradients_of_one_layer_are_reduced_twice": "the sum of a replicated tensor counts it once",
+    "gradients_are_not_set_to_zero_between_steps": "add_ of a partial tensor and a replicated one",
+    "the_loss_is_divided_by_this_ranks_own_number_of_targets": "reciprocal of a partial sum",
+    "targets_are_counted_over_dp_and_not_over_cp": "clamp of a partial sum",
+    "the_number_of_targets_is_averaged_over_ranks": "the avg of a partial sum divides it",
+    "replicated_parameters_count_once_a_rank_in_the_norm": "is counted in the norm on every rank",
+    "experts_of_other_ranks_do_not_count_in_the_norm": "is not counted in the norm (axis ep)",
+    "the_input_gradient_of_a_column_linear_is_not_reduced": "mm of a partial tensor and a sharded",
+    "the_input_gradient_of_one_region_is_summed_twice": "all_reduce runs 2 times",
+    "the_output_of_one_attention_is_not_summed": "layer1.attn.o: add of a partial tensor and a",
+    "row_linears_sum_over_the_wrong_group": "the sum over ranks adds different entries",
+    "sequence_shards_are_not_summed": "the output is varying",
+    "the_norm_of_one_layer_is_not_summed_over_tp": "layer1.mlp_norm.weight is partial",
+    "norms_of_queries_and_keys_are_not_summed_over_tp": "k_norm.weight is partial",
+    "the_cut_cross_entropy_forgets_the_other_ranks_exponentials": "loss is varying, not replicated",
+    "adapters_of_row_linears_are_added_behind_the_sum": "layer0.attn.o.lora_b: add of a partial",
+    "the_gradient_of_a_replicated_adapter_matrix_is_not_summed": "lora_a.weight is partial",
+    "the_gradient_of_a_replicated_adapter_product_is_not_summed": "lora_b.weight is partial",
+    "a_replicated_norm_is_summed_over_tp_without_sequence_parallelism": "counts it once for each",
     "the_gradient_of_gathered_activations_is_sliced": "a sum over ranks is missing (axis tp)",
     "the_bias_behind_a_scattered_sum_is_not_summed_over_tp": "bias is partial: it was not summed",
     "the_gradient_of_a_latent_projection_is_not_summed_over_tp": "kv_a.weight is partial",
-    "the_exit_of_a_region_keeps_its_partial_sum": "the output is",
+    "every_tensor_rank_counts_its_copy_of_the_loss": "of the same tokens is counted on every rank",
+    "tied_embeddings_are_not_summed_across_stages": "are not summed over the stages that hold them",
+    "gradients_of_experts_are_summed_over_expert_ranks": "is replicated, and its parameter is sharded",
+    "the_balance_loss_counts_on_every_tensor_rank": "is counted on every rank (axis tp)",
+    "the_balance_loss_uses_the_counts_of_this_ranks_columns": "is divided by a partial sum (axis cp)",
+    "the_load_of_experts_is_that_of_this_rank": "max of a partial sum",
 }
-"""Mutants that types alone see, and a part of what they say."""
+"""Likewise; in `make slow`."""
+SLOW = [pytest.param(*item, id=item[0], marks=pytest.mark.slow) for item in ALSO_FOUND.items()]
+CASES = [*(pytest.param(*item, id=item[0]) for item in FOUND.items()), *SLOW]
 
 
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize(("name", "expected"), CASES)
 def test_a_fault_of_composition_is_named(
-    name: str, tmp_path_factory: pytest.TempPathFactory
+    name: str, expected: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    mutant = all_mutants()[name]
+    mutant = {**all_mutants(), SHARED_EXPERT.name: SHARED_EXPERT}[name]
     folder = tmp_path_factory.mktemp("texts")
     write_texts(folder)
     words = layout_words(mutant.layout, folder)
@@ -80,7 +132,7 @@ def test_a_fault_of_composition_is_named(
         certificate = certificate_of(words)
     assert certificate.verdict == "mismatch"
     texts = [finding.text for finding in certificate.mismatches]
-    assert any(FOUND[name] in text for text in texts), texts
+    assert any(expected in text for text in texts), texts
 
 
 EXPLAIN = ["explain", "--model.name", "llama3", "--mesh", "tp2", "--model.layers", "2"]

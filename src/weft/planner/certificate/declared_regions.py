@@ -46,8 +46,8 @@ from weft.planner.certificate.axis_types import (
 )
 from weft.planner.certificate.type_mode import TypeMode
 
-HEADS = 2
-"""Dim of q_BSHK."""
+COLUMNS = 1
+"""Dim of the columns of q_BSHK."""
 Declare = Callable[[Tensor], None]
 """Notes the types of a tensor that has just been made."""
 
@@ -92,11 +92,15 @@ class DeclaredRegions:
     Args:
         mode: types the step.
         index: this rank's place along an axis.
+        num_calls: of collectives and messages so far.
     """
 
-    def __init__(self, mode: TypeMode, index: Callable[[str], int]) -> None:
+    def __init__(
+        self, mode: TypeMode, *, index: Callable[[str], int], num_calls: Callable[[], int]
+    ) -> None:
         self.mode = mode
         self.index = index
+        self.num_calls = num_calls
         self.declared_params: dict[int, str] = {}
         self._whole_positions: Tensor | None = None
 
@@ -170,9 +174,14 @@ class DeclaredRegions:
         for param in (attend.sinks, attend.head_bias):
             if param is not None:
                 self.declared_params.setdefault(id(param), "attention")
+        before = self.num_calls()
         with mode.paused():
             raw = forward(*inputs, batch)
         mode.set(raw, free)
+        for axis, one in zip(mode.axes, types[0], strict=True):
+            is_columns = one.kind == "sharded" and is_sharded(one.dims[COLUMNS])
+            if is_columns and self.num_calls() == before:
+                mode.report(axis, "attention of sharded columns calls no other rank")
         out_types = tuple(_with_last(one, raw.shape[-1]) for one in types[0])
         return declared(
             raw,
@@ -189,7 +198,9 @@ class DeclaredRegions:
                     self.mode.report(axis, f"attention reads {name} that are {one.text}")
             if k.kind == "sharded" and q.kind == "replicated":
                 self.mode.report(axis, f"attention of replicated queries with keys {k.text}")
-            is_columns = k.kind == "replicated" and q.kind == "sharded" and is_sharded(q.dims[1])
+            is_columns = (
+                k.kind == "replicated" and q.kind == "sharded" and is_sharded(q.dims[COLUMNS])
+            )
             if is_columns:
                 self.mode.report(
                     axis, "attention of sharded columns reads keys that are replicated"

@@ -50,10 +50,12 @@ class CallTransport(SharedMetaTransport):
     def __init__(self, size: int, rank: int, *, shared_results: SharedResults) -> None:
         super().__init__(size, rank, shared_results=shared_results)
         self.calls: list[Call] = []
+        self.num_started = 0
 
     def start(self, call: Call, on_late: OnLate) -> None:
         """List `call`."""
         self.calls.append(call)
+        self.num_started += 1
 
 
 class TypedComm(Comm):

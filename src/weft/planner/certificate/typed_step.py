@@ -102,7 +102,9 @@ def typed_step(
 
 def _type_step(step: TrainStep, batches: Sequence[Batch], mode: TypeMode) -> TypedStep:
     model = step.model
-    regions = DeclaredRegions(mode, model.comm.index)
+    comm = model.comm
+    assert isinstance(comm, StepComm), "the step was built with it"
+    regions = DeclaredRegions(mode, index=comm.index, num_calls=lambda: comm.calls.num_started)
     declare_batch(batches[0], mode)
     for name, param in model.params.items():
         mode.tensors.fix(
@@ -115,8 +117,6 @@ def _type_step(step: TrainStep, batches: Sequence[Batch], mode: TypeMode) -> Typ
     for name, param in model.params.items():
         if param.requires_grad:
             param.register_hook(_declare_gradient(name, param, model, mode, regions))
-    comm = model.comm
-    assert isinstance(comm, StepComm), "the step was built with it"
     functions = WatchedFunctions(step, comm, mode)
     with ExitStack() as stack:
         stack.enter_context(functions.watched())

@@ -161,21 +161,40 @@ class WatchedFunctions:
                 )
 
     def _check_norm(self) -> None:
-        """A gradient counts in the norm on one of the ranks that hold the same entries."""
+        """A gradient counts in the norm on one of the ranks that hold the same entries; one of a
+        parameter that another stage holds, too, may count there.
+        """
         model = self.step.model
-        comm = model.comm
+        tied = {tie.name for tie in model.cross_stage_ties}
         for name, entries in self.step.grads.sharded_params.items():
             if entries.grad is None:
                 continue
             over = self.step.grads.shard_axes[name]
             is_counted = grad_norm.is_first_holder(model, name, sharded_over=over)
-            if not is_counted:
-                continue
-            for axis in self.mode.axes:
-                one = self.mode.type_of(entries.grad, axis)
-                if one.kind == "replicated" and comm.index(axis) > 0:
-                    what = "a replicated gradient is counted in the norm on every rank"
-                    self.mode.report(axis, what, where=name)
+            copies = self._copy_axes(entries.grad)
+            if is_counted and copies:
+                what = "a replicated gradient is counted in the norm on every rank"
+                self.mode.report(copies[0], what, where=name)
+            if not is_counted and self._is_alone(entries.grad) and name not in tied:
+                what = "a gradient that ranks hold apart is not counted in the norm"
+                self.mode.report("+".join(self.mode.axes), what, where=name)
+
+    def _is_alone(self, gradient: Tensor) -> bool:
+        """Whether no rank before this one holds any of its entries."""
+        types = self.mode.types_of(gradient)
+        return all(
+            one.kind in ("sharded", "varying") or self.comm.index(axis) == 0
+            for axis, one in zip(self.mode.axes, types, strict=True)
+        )
+
+    def _copy_axes(self, gradient: Tensor) -> tuple[str, ...]:
+        """Axes along which another rank, before this one, holds the same entries."""
+        types = self.mode.types_of(gradient)
+        return tuple(
+            axis
+            for axis, one in zip(self.mode.axes, types, strict=True)
+            if one.kind == "replicated" and self.comm.index(axis) > 0
+        )
 
 
 class _DeclaredSum:

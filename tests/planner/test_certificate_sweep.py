@@ -1,0 +1,28 @@
+"""The certificate of generated layouts of all families: no false alarm, and no operation without a rule."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+
+import pytest
+
+from tests.planner.certificate_layouts import generated_runs
+from weft.planner.certificate.certificate import certify
+from weft.planner.measure.measured_run import MeasuredRun
+
+NUM_LAYOUTS = 12
+"""Of a seed: 30 to 60 CPU-s."""
+SAMPLE = 3
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 27))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_generated_layouts_have_no_finding(seed: int) -> None:
+    found = {}
+    for words, run in itertools.islice(generated_runs(seed), NUM_LAYOUTS if seed else SAMPLE):
+        certificate = certify(MeasuredRun.of(run))
+        texts = [finding.text for finding in certificate.findings]
+        if texts:
+            found[shlex.join(words)] = texts
+    assert found == {}
