@@ -14,6 +14,7 @@ from weft.core.attention_mask import AttentionMask
 from weft.models import FAMILIES
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
+from weft.models.common.preference import PreferenceLoss
 from weft.parallel.context import probe
 from weft.parallel.context.probe import check_blocks
 from weft.testing import run_ranks
@@ -145,6 +146,11 @@ def test_families_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others = ("mtp", "loss")
     main = {name: block for name, block in blocks.items() if not name.startswith(others)}
     check_blocks(main, hidden_shape=None)
+
+
+def test_a_loss_of_pairs_behind_blocks_of_a_user_is_not_run() -> None:
+    """It cannot be run on tokens alone: the run was rejected."""
+    check_blocks({"layer0": GatedMLP(), "loss": PreferenceLoss(0.1)}, hidden_shape=(DIM,))
 
 
 def test_a_block_that_takes_no_short_sequences_is_named() -> None:

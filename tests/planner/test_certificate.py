@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +174,18 @@ def test_a_step_that_reads_values_is_unknown(read: Callable[[Tensor], object], n
         "(axis dp+tp)"
     )
     assert not finding.is_certain
+
+
+USERS = [
+    ("shared_layer.py", "dp2 tp2"),  # several blocks hold one attention
+    ("head_bias.py", "dp2"),  # reads the positions of the first sequence
+    ("latents.py", "dp2"),  # one tensor of queries, repeated for every sequence
+    ("latents.py", "tp2"),  # one head a rank
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), USERS)
+def test_a_model_of_a_user_has_no_finding(name: str, mesh: str) -> None:
+    path = Path(__file__).parents[1] / "user_models" / name
+    certificate = certificate_of((str(path), "--mesh", mesh))
+    assert [finding.text for finding in certificate.findings] == []

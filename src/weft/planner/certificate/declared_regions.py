@@ -102,11 +102,15 @@ class DeclaredRegions:
         self.index = index
         self.num_calls = num_calls
         self.declared_params: dict[int, str] = {}
+        self._wrapped: set[nn.Module] = set()
         self._whole_positions: Tensor | None = None
 
     def wrap(self, name: str, block: nn.Module) -> None:
         """Declare the modules of a block, and note in the mode which module runs."""
         for path, module in block.named_modules():
+            if module in self._wrapped:
+                continue  # several blocks hold it
+            self._wrapped.add(module)
             wrapper = self._wrapper(module)
             if wrapper is not None:
                 module.forward = functools.partial(wrapper, module, module.forward)

@@ -11,7 +11,7 @@ from weft.core.shard import Stacked, sharded_over
 from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel, ParamShard
 from weft.parallel.tensor.dims import DimFactor, Dims, whole_dims, with_dim
-from weft.planner.certificate.axis_types import Types, of_dims
+from weft.planner.certificate.axis_types import AxisType, Types, of_dims
 from weft.planner.certificate.type_mode import TypeMode
 
 SEQ_DIM = 1
@@ -43,9 +43,17 @@ def declare_batch(batch: Batch, mode: TypeMode) -> None:
         return mode.set(x, token_types(x, mode.axes, column_axes=position_axes()))
 
     batch.map(declare)
+    if batch.documents is None and batch.positions is not None:
+        mode.set(batch.positions, tuple(map(_equal_rows, mode.types_of(batch.positions))))
     if batch.whole_documents is not None:
         whole = batch.whole_documents
         mode.set(whole, token_types(whole, mode.axes, column_axes=()))
+
+
+def _equal_rows(one: AxisType) -> AxisType:
+    """Of positions of sequences of one document: those of all sequences are equal."""
+    (first, *_), *others = one.dims
+    return of_dims(((DimFactor(first.size, repeated=True),), *others))
 
 
 def param_types(

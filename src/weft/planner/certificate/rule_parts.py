@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.parallel.tensor.dims import (
     Dim,
@@ -12,10 +13,11 @@ from weft.parallel.tensor.dims import (
     ShardingError,
     is_repeated,
     is_sharded,
+    length,
     whole_dim,
     with_dim,
 )
-from weft.parallel.tensor.traced_op import TracedOp, broadcast_dims
+from weft.parallel.tensor.traced_op import TracedOp
 from weft.planner.certificate.axis_types import AxisType, UntypedError, of_dims
 
 
@@ -40,27 +42,51 @@ def is_summed(*dims: Dim) -> bool:
     Raises:
         ShardingError: one of them is sharded and another one is not.
     """
-    sharded = [is_sharded(dim) for dim in dims]
-    if any(sharded) and not all(sharded):
-        whole = [dim for dim in dims if not is_sharded(dim)]
-        if not all(map(is_repeated, whole)):
-            raise ShardingError("a sharded dim is multiplied with a whole one")
-    return any(sharded)
+    size = max(map(length, dims))
+    try:
+        return is_sharded(_joined("", dims, size))
+    except ShardingError:
+        raise ShardingError("a sharded dim is multiplied with a whole one") from None
 
 
 def broadcast(op: TypedOp, operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
     """Along a dim all operands are sharded or have equal entries, or none is sharded; factors stay
     as they are.
+
+    Raises:
+        ShardingError: one is sharded where another one is not.
     """
-    broadcast_dims(op.name, operands, tuple(shape))  # raises where they do not fit
     dims: list[Dim] = []
     for place in range(-len(shape), 0):
         aligned = [each[place] for each in operands if len(each) >= -place]
-        sharded = [dim for dim in aligned if is_sharded(dim)]
-        is_whole = any(not is_repeated(dim) for dim in aligned)
-        plain = (DimFactor(shape[place], repeated=not is_whole),)
-        dims.append(sharded[0] if sharded else plain)
+        dims.append(_joined(op.name, aligned, shape[place]))
     return tuple(dims)
+
+
+def _joined(name: str, aligned: Sequence[Dim], size: int) -> Dim:
+    """One dim of a result, from those of the operands."""
+    longer = [dim for dim in aligned if any(factor.size > 1 or factor.sharded for factor in dim)]
+    sizes = {tuple(factor.size for factor in dim) for dim in longer}
+    if len(sizes) == 1 and math.prod(next(iter(sizes))) == size:
+        factors = zip(*longer, strict=True)
+        return tuple(_joined_factor(name, each, size) for each in factors)
+    sharded = [dim for dim in longer if is_sharded(dim)]
+    whole = [dim for dim in longer if not is_sharded(dim) and not is_repeated(dim)]
+    if sharded and whole:
+        raise _misfit(name, size)
+    return sharded[0] if sharded else (DimFactor(size, repeated=not whole),)
+
+
+def _joined_factor(name: str, aligned: Sequence[DimFactor], size: int) -> DimFactor:
+    sharded = [factor for factor in aligned if factor.sharded]
+    is_whole = any(not (each.sharded or each.repeated or each.size == 1) for each in aligned)
+    if sharded and is_whole:
+        raise _misfit(name, size)
+    return sharded[0] if sharded else replace(aligned[0], repeated=not is_whole)
+
+
+def _misfit(name: str, size: int) -> ShardingError:
+    return ShardingError(f"{name} of a sharded dim with a whole one of {size} entries")
 
 
 def entrywise(op: TypedOp) -> list[AxisType]:

@@ -33,6 +33,9 @@ def _view(op: TypedOp) -> list[AxisType]:
     is_one_token = shape[:2] == (1, 1)
     if is_one_token and old[:2] == (1, 1):
         return [of_dims((*dims[:2], *_regrouped(op, 2, has_tokens=False)))]
+    if len(shape) < len(old) and old[0] == shape[0] and old[1] == 1 and is_sharded(dims[1]):
+        # one head, or one column, of each sequence: it is counted with the sequences
+        return [of_dims(((*dims[0], *dims[1]), *_regrouped(op, 1, has_tokens=False, num_old=2)))]
     if is_one_token and op.token_dim == 1 and old[:1] == (1,) and len(old) < len(shape):
         behind_batch = _regrouped(op, 1, has_tokens=True, num_old=0)
         return [of_dims((whole_dim(1), *behind_batch))]
@@ -73,8 +76,12 @@ def _stepping_dim(op: TypedOp, step: int, behind: int) -> int:
 
 
 def _select(op: TypedOp) -> list[AxisType]:
-    """select, unbind: of a sharded dim an entry of this rank."""
+    """select, unbind: all entries of a rank's own, as of its experts, are varying; one of them, as
+    of its first sequence, is another one than on one device.
+    """
     place = op.place()
+    if is_sharded(op.dims[place]) and op.name == "select":
+        raise UntypedError("select of an entry of a sharded dim")
     if is_sharded(op.dims[place]):
         return [VARYING for _ in op.outputs]
     return [of_dims(with_dim(op.dims, place)) for _ in op.outputs]
