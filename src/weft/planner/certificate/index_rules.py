@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from weft.parallel.tensor.dims import (
+    Dim,
     DimFactor,
     Dims,
     ShardingError,
@@ -118,7 +119,7 @@ def _index_put(op: TypedOp) -> list[AxisType]:
             raise ShardingError(f"{op.name} of sharded entries into a whole dim")
         return [PARTIAL]
     of_values = iter((*values[:first], *values[first + num_chosen :]))
-    dims = []
+    dims: list[Dim] = []
     for place, dim in enumerate(source):
         pair = [(dim,)] if place in places else [(dim,), (next(of_values),)]
         dims += broadcast(op, pair, op.shape[place : place + 1])

@@ -24,8 +24,8 @@ from weft.planner.certificate.axis_types import (
     of_dims,
     replicated,
 )
-from weft.planner.certificate.rule_parts import TypedOp
-from weft.planner.certificate.shard_rules import SHARD_RULES, entrywise
+from weft.planner.certificate.rule_parts import TypedOp, entrywise
+from weft.planner.certificate.shard_rules import SHARD_RULES
 
 SAME_ENTRIES = frozenset({
     "view", "_unsafe_view", "reshape", "unflatten", "flatten", "_reshape_alias", "transpose", "t", "permute", "unsqueeze",
