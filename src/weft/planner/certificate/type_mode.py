@@ -170,14 +170,14 @@ class TypeMode(TorchDispatchMode):
         if self.is_paused:
             return out
         self.num_operations += 1
-        call = _Call(
+        call = _OperationCall(
             func, args, kwargs, _tensors(args) + _tensors(kwargs.values()), _tensors((out,))
         )
         if call.outputs:
             self._note(call)
         return out
 
-    def _note(self, call: _Call) -> None:
+    def _note(self, call: _OperationCall) -> None:
         """Note the types of a call's results."""
         if not call.operands:
             for tensor in call.outputs:
@@ -227,7 +227,7 @@ class TypeMode(TorchDispatchMode):
         what = f"{name} reads values, and what is computed from them has no type"
         self.report("+".join(self.axes), what, is_certain=False)
 
-    def _results(self, call: _Call) -> tuple[Types, ...]:
+    def _results(self, call: _OperationCall) -> tuple[Types, ...]:
         """The types of the results; equal calls are computed once."""
         operand_types = tuple(map(self.types_of, call.operands))
         shapes = tuple(tensor.shape for tensor in (*call.operands, *call.outputs))
@@ -241,7 +241,7 @@ class TypeMode(TorchDispatchMode):
             self.report(axis, what, is_certain=is_certain)
         return results
 
-    def _compute(self, call: _Call, operand_types: tuple[Types, ...]) -> TypedCall:
+    def _compute(self, call: _OperationCall, operand_types: tuple[Types, ...]) -> TypedCall:
         by_axis: list[list[AxisType]] = []
         problems: list[tuple[str, str, bool]] = []
         for place, axis in enumerate(self.axes):
@@ -285,7 +285,7 @@ class TypeMode(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _OperationCall:
     """A call of an operation, with the tensors among its arguments and its results."""
 
     func: Any
