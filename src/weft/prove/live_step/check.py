@@ -21,7 +21,7 @@ from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import OutputSketches, Projection
 from weft.prove.live_step.plain_pass import PassNumbers, PlainPass
 from weft.prove.live_step.refusal import refusal
-from weft.prove.live_step.replica import Replica, any_rank
+from weft.prove.live_step.replica import ReplicaOfRank, any_rank
 from weft.prove.live_step.tables import world_tables
 from weft.prove.live_step.units import num_units, units_of_rank
 from weft.prove.live_step.whole_params import WholeParameters, sum_over_ranks
@@ -141,8 +141,8 @@ class LiveStepCheck:
         return Projection(seq_len, self.comm.device)
 
     @property
-    def _replica(self) -> Replica:
-        return Replica(self.comm, self.step.model.plan.global_size)
+    def _replica(self) -> ReplicaOfRank:
+        return ReplicaOfRank(self.comm, self.step.model.plan.global_size)
 
     @property
     def _has_columns(self) -> bool:

@@ -11,7 +11,7 @@ from weft.core.dimension import exact_axes, local_update_axes
 
 
 @dataclass(frozen=True)
-class Replica:
+class ReplicaOfRank:
     """The replica of one rank.
 
     Attributes:
