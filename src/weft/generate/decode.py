@@ -66,7 +66,9 @@ class Decoder:
     """A model and the cached rows of tokens that it has read. All ranks of the mesh call it alike;
     ranks along ep have rows of their own, those along dp and cp the same rows.
 
-    It takes the model over: its attention computes with a cache from now on.
+    It takes the model over: its attention computes with a cache from now on. A model without an
+    `Attend`, whose own modules mix positions, has nothing to cache: it reads every text anew for
+    each of its tokens.
 
     Args:
         vocab: entries of the whole vocabulary.
@@ -86,6 +88,15 @@ class Decoder:
         self.caches = install_kv_cache(model.stages)
         share_rope(model.stages)
         self.lengths: list[int] = []
+        self.has_caches = self._any_stage_has_caches()
+        self.texts: list[list[int]] = []
+        """Whole rows, of a model without caches."""
+
+    def _any_stage_has_caches(self) -> bool:
+        """The same on every rank, which all call it."""
+        comm = self.model.comm
+        count = torch.tensor([len(self.caches)], dtype=torch.int64, device=comm.device)
+        return bool(comm.all_reduce(count, PP).item())
 
     @property
     def is_last(self) -> bool:
@@ -99,21 +110,49 @@ class Decoder:
         """
         if not self.lengths:
             self.lengths = [0] * len(rows)
+            self.texts = [[] for _ in rows]
+        if not self.has_caches:
+            return self._read_anew(rows)
+        logits_BV = self._read_from(self.lengths, rows)
+        for row, tokens in enumerate(rows):
+            self.lengths[row] += len(tokens)
+        return logits_BV
+
+    def _read_from(
+        self,
+        first_positions: Sequence[int],
+        rows: Sequence[Sequence[int]],
+    ) -> Tensor | None:
+        """Read tokens that stand at these positions of their rows."""
         counts = [len(row) for row in rows]
         longest = max(counts, default=1)
         batch = decode_batch(
             self._padded(rows, length=longest),
-            self.lengths,
+            first_positions,
             max_positions=self.max_positions,
         )
         lasts = [count - 1 for count in counts]
         with (
             torch.no_grad()
         ):  # not inference_mode: its tensors must not be written by the threads of gloo
-            logits_BV = self._forward(batch, lasts)
-        for row, count in enumerate(counts):
-            self.lengths[row] += count
-        return logits_BV
+            return self._forward(batch, lasts)
+
+    def _read_anew(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
+        """Read each row from its beginning, one after the other: nothing says that the model's own
+        modules do not see what a shorter row is filled up with.
+        """
+        for text, row in zip(self.texts, rows, strict=True):
+            text.extend(row)
+        comm = self.model.comm
+        # ranks along ep have rows of their own, and every rank takes part in as many reads
+        count = torch.tensor([len(rows)], dtype=torch.int64, device=comm.device)
+        num_reads = int(comm.all_reduce(count, EP, op="max").item())
+        parts = []
+        for place in range(num_reads):
+            own = self.texts[place : place + 1]  # none, where other ranks have more rows
+            parts.append(self._read_from([0] * len(own), own))
+        found = [part for part in parts if part is not None]
+        return torch.cat(found) if found else None
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keep these rows alone."""
@@ -122,12 +161,14 @@ class Decoder:
         for cache in self.caches:
             cache.keep_rows(index)
         self.lengths = [self.lengths[row] for row in rows]
+        self.texts = [self.texts[row] for row in rows]
 
     def reset(self) -> None:
         """Drop all rows, and release the memory of the caches."""
         for cache in self.caches:
             cache.clear()
         self.lengths = []
+        self.texts = []
 
     def _padded(self, rows: Sequence[Sequence[int]], *, length: int) -> Tensor:
         """tokens_BS, filled up behind shorter rows; with sequence parallelism every tp rank gets as
@@ -178,13 +219,16 @@ class Decoder:
         batch: DecodeBatch,
         lasts: Sequence[int],
     ) -> Tensor:
-        """x_BSD through a stage's blocks; the head yields logits_BV behind each row's last token."""
-        selects_before_head = self._num_sequence_parts == 1
+        """x_BSD through a stage's blocks; the last stage yields logits_BV behind each row's last
+        token.
+        """
+        has_head = "head" in self.model.stages[stage]
+        selects_before_head = has_head and self._num_sequence_parts == 1
         for name, block in inference_blocks(self.model.stages[stage]).items():
             if name == "head" and selects_before_head:
                 x = _select_columns(x, lasts).unsqueeze(1)
             x = chain({name: block}, x, batch).x
-        if "head" not in self.model.stages[stage]:
+        if stage + 1 < len(self.model.plan.table.stage_to_rank):
             return x
         if selects_before_head:
             return x.squeeze(1)
