@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from weft.checkpoint.folder import FOLDER
-from weft.checkpoint.format import Facts
 from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
 from weft.commands.initial_weights import from_hf_faults
 from weft.commands.run_folder import write_problem
@@ -94,7 +93,10 @@ def import_run(
     """
     run = described_run(str(folder), model_words)
     run_folder = new_folder(out)
-    from weft.hf.import_hf import import_hf  # imports torch, and so comes after all checks
+    from weft.hf.import_hf import (
+        import_facts,
+        import_hf,
+    )  # imports torch, and so comes after all checks
     from weft.train.build import check_initial_parameters
 
     check_initial_parameters(run.model)
@@ -110,15 +112,7 @@ def import_run(
             "out": str(run_folder),
         }
     )
-    model = imported.model.model_dump(mode="json")
-    facts = Facts(
-        step=0,
-        seed=imported.seed,
-        family=imported.model.name,
-        architecture=imported.model.architecture,
-        plan={},
-        run={"model": model, "data": {"tokenizer": imported.data.tokenizer}},
-    )
+    facts = import_facts(imported.model, seed=imported.seed, tokenizer=imported.data.tokenizer)
     return import_hf(
         folder,
         run_folder,

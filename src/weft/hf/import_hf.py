@@ -12,6 +12,7 @@ from weft.checkpoint.format import Facts, Manifest
 from weft.checkpoint.read import Source
 from weft.checkpoint.write import start_write
 from weft.checkpoint.write_item import WriteItem
+from weft.config.schema import ModelSection
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.hf.check_logits import NOT_COMPARED, compare_logits
@@ -34,6 +35,22 @@ class TransferResult:
 
     lines: tuple[str, ...]
     is_equal: bool
+
+
+def import_facts(model: ModelSection, *, seed: int, tokenizer: str) -> Facts:
+    """The facts of the checkpoint of an imported model, which no layout has written.
+
+    Args:
+        tokenizer: `data.tokenizer` of the run.
+    """
+    return Facts(
+        step=0,
+        seed=seed,
+        family=model.name,
+        architecture=model.architecture,
+        plan={},
+        run={"model": model.model_dump(mode="json"), "data": {"tokenizer": tokenizer}},
+    )
 
 
 def import_hf(
