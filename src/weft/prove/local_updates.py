@@ -161,9 +161,11 @@ class SiteProof:
         run_training(training, EventLog(None, []))
 
     def _stored(self, path: Path) -> Tensors:
-        """The outer parameters and those of every site, as a checkpoint has them."""
+        """The outer parameters, their momentum, and the parameters of every site, as a checkpoint
+        has them.
+        """
         checkpoint = open_checkpoint(path)
-        sections = ["model"]
+        sections = ["model", self._momentum_section]
         for index in range(self.num_sites):
             sections.append(self._section_of_site(index))
         found = {}
@@ -173,6 +175,10 @@ class SiteProof:
                 everything = Box.whole(tuple(shape))
                 found[f"{section}/{name}"] = source.read(name, everything)
         return found
+
+    @property
+    def _momentum_section(self) -> str:
+        return f"{local_update_axis(self.subject.mesh)}/momentum"
 
     def _section_of_site(self, index: int) -> str:
         axis = local_update_axis(self.subject.mesh)
@@ -189,6 +195,7 @@ class SiteProof:
         found = {}
         for name, value in plain.outer.items():
             found[f"model/{name}"] = value
+            found[f"{self._momentum_section}/{name}"] = plain.momentum[name]
         for index, site in enumerate(sites):
             section = self._section_of_site(index)
             for name, value in site.trained.items():
