@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,18 +18,14 @@ from weft.prove.bounds import FACTOR, TOLERANCE, Bounds, wide_note
 from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_layout
 from weft.prove.judge import Judge
 from weft.prove.local_updates import SiteProof, sites_note
-from weft.prove.raw_batch import FirstSamples
 from weft.prove.record import RankRecord
-from weft.prove.recorder import Recorder
 from weft.prove.reference import Reference
 from weft.prove.relations import dtype_text
 from weft.prove.report import Difference, Pass, ProofReport
 from weft.prove.stored import record_stored
-from weft.prove.subject import Subject, shortened
+from weft.prove.subject import Subject
+from weft.prove.trained_part import TrainedPart
 from weft.run.run_ranks import arithmetic_of_ranks, run_ranks
-from weft.train.evaluate import Evaluation, eval_event
-from weft.train.event_log import EventLog
-from weft.train.loop import run_training
 
 MUON_EPS = 2.0**-8
 """Unit of bfloat16, in which Muon orthogonalises."""
@@ -98,7 +94,7 @@ def _prove(subject: Subject, bounds_of: BoundsOf) -> ProofReport:
         if each.inner.dtype is not None:
             notes.append(INNER_NOTE.format(each.inner.block, dtype_text(each.inner.dtype)))
         outcome = _prove_once(each, bounds_of)
-        if isinstance(outcome, _Failed):
+        if isinstance(outcome, Failed):
             error = outcome.text
             failure = outcome.difference
             break
@@ -136,50 +132,85 @@ def _is_compared_in_float64_alone(subject: Subject) -> bool:
 
 
 @dataclass(frozen=True)
-class _Failed:
+class Failed:
     """An error that ended the run of the layout."""
 
     text: str
     difference: Difference
 
+    @staticmethod
+    def of(
+        train: Callable[[], object],
+        records: Sequence[RankRecord],
+        *,
+        subject: Subject,
+    ) -> Failed | None:
+        """Train on the layout; where an error ended that, None where it ran.
+
+        Args:
+            records: what the ranks compute.
+
+        Raises:
+            Exception: an error that says nothing about the layout.
+        """
+        try:
+            train()
+        except Exception as error:
+            if not is_fault_of_the_layout(error, records):
+                raise
+            difference = difference_of_error(
+                error,
+                records,
+                mesh=subject.mesh,
+                blocks=tuple(subject.family.blocks(subject.model)),
+            )
+            return Failed(error_text(error), difference)
+        return None
+
 
 @dataclass(frozen=True)
-class _Outcome:
+class Judged:
+    """A comparison of ranks with one device, and what it did not compare."""
+
     result: Pass
     notes: tuple[str, ...]
 
+    @staticmethod
+    def of(
+        subject: Subject,
+        records: Sequence[RankRecord],
+        bounds: Bounds,
+        *,
+        what: str = "",
+    ) -> Judged:
+        """Compare all that ranks have recorded.
 
-def _prove_once(subject: Subject, bounds_of: BoundsOf) -> _Outcome | _Failed:
-    mesh = subject.mesh
-    records = [RankRecord(rank) for rank in range(mesh.size)]
-    try:
-        run_layout(subject, records)
-    except Exception as error:
-        if not is_fault_of_the_layout(error, records):
-            raise
-        blocks = tuple(subject.family.blocks(subject.model))
-        difference = difference_of_error(
-            error,
+        Args:
+            what: they have trained, for the report: ", from a checkpoint".
+        """
+        judge = Judge(
+            subject.mesh,
             records,
-            mesh=mesh,
-            blocks=blocks,
+            bounds,
+            has_sharded_activations=subject.has_sharded_activations,
         )
-        return _Failed(error_text(error), difference)
+        differences = judge.compare()
+        result = Pass(
+            f"{subject.types_text}{what}",
+            bounds_text(bounds.types, is_perturbed=bool(bounds.perturbed)),
+            judge.found.phase_bounds(),
+            differences,
+        )
+        return Judged(result, _notes(judge))
+
+
+def _prove_once(subject: Subject, bounds_of: BoundsOf) -> Judged | Failed:
+    records = [RankRecord(rank) for rank in range(subject.mesh.size)]
+    failed = Failed.of(lambda: run_layout(subject, records), records, subject=subject)
+    if failed is not None:
+        return failed
     bounds = bounds_of(subject, skipped=skipped_steps(records[0].events))
-    judge = Judge(
-        mesh,
-        records,
-        bounds,
-        has_sharded_activations=subject.has_sharded_activations,
-    )
-    differences = judge.compare()
-    result = Pass(
-        subject.types_text,
-        bounds_text(bounds.types, is_perturbed=bool(bounds.perturbed)),
-        judge.found.phase_bounds(),
-        differences,
-    )
-    return _Outcome(result, _notes(judge))
+    return Judged.of(subject, records, bounds)
 
 
 def _notes(judge: Judge) -> tuple[str, ...]:
@@ -225,76 +256,16 @@ def _train_rank(
     out: str,
 ) -> None:
     num_before = subject.steps - STEPS_AFTER_RESUME
+    last = TrainedPart(out, subject.steps, evaluates=True)
     if num_before < 1:
-        _train_part(
-            subject,
-            comm,
-            record,
-            out=out,
-            resume=None,
-            total=subject.steps,
-            saves=False,
-        )
+        last.train(subject, comm, record=record)
         return
-    _train_part(
-        subject,
-        comm,
-        record,
-        out=out,
-        resume=None,
-        total=num_before,
-        saves=True,
-    )
+    TrainedPart(out, num_before, saves=True).train(subject, comm, record=record)
     record.resumed_after = num_before
     if comm.rank == 0:
         record_stored(record, Path(out), num_before)
     record.progress.is_restoring = True
-    _train_part(
-        subject,
-        comm,
-        record,
-        out=out,
-        resume="auto",
-        total=subject.steps,
-        saves=False,
-    )
-
-
-def _train_part(
-    subject: Subject,
-    comm: Comm,
-    record: RankRecord,
-    *,
-    out: str,
-    resume: str | None,
-    total: int,
-    saves: bool,
-) -> None:
-    """Train up to step `total`."""
-    observers = comm.observers
-    training = subject.build_training(comm, out=out, resume=resume)
-    recorder = Recorder(record, training)
-    training = recorder.attach(training)
-    if resume is not None:
-        recorder.record_state(
-            training.step_range.start,
-            moments="checkpoint",
-            params="checkpoint",
-        )
-        record.progress.is_restoring = False
-    training = shortened(training, total=total, saves=saves)
-    run_training(training, EventLog(None, [recorder]))
-    if total == subject.steps:
-        record.progress.phase = "evaluate"
-        loader = training.loader
-        first = FirstSamples.of(loader.samples, global_size=loader.global_size)
-        evaluation = Evaluation(
-            training.step.model,
-            replace(loader, samples=first),
-            most_batches=0,
-        )
-        recorder.handle(eval_event(total, evaluation()))
-    comm.observers = observers
+    replace(last, resume="auto").train(subject, comm, record=record)
 
 
 def skipped_steps(events: Iterable[Mapping[str, Any]]) -> frozenset[int]:

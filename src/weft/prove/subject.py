@@ -10,6 +10,7 @@ from typing import Any
 from weft.checkpoint.read import Source
 from weft.comm.comm import Comm
 from weft.config.changed_runs import command_of, in_float64, inside_site, with_degree
+from weft.config.other_layouts import on_mesh
 from weft.config.run import Run
 from weft.config.schema import (
     BatchConfig,
@@ -35,6 +36,7 @@ from weft.prove.inner_precision import InnerPrecision, inner_precision
 from weft.prove.raw_batch import MaskedSamples
 from weft.prove.rows import Rows, open_rows
 from weft.prove.small_sizes import accepts_sizes
+from weft.run.world import Attempt
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import DPO, build_training, loss_family
 from weft.train.training import Training
@@ -210,6 +212,13 @@ class Subject:
         """The layout of one site, without local updates."""
         return replace(self, run=inside_site(self.run))
 
+    def on_mesh(self, mesh: str) -> Subject | None:
+        """The same run, with its global batch, on another mesh; None where that is not valid."""
+        if Mesh.parse(mesh) == self.mesh:
+            return self
+        changed = on_mesh(self.run, mesh)
+        return None if changed is None else replace(self, run=changed)
+
     def without_axis(self, axis: str) -> Subject | None:
         """The layout without an axis of its mesh; None where that is not valid."""
         smaller = with_degree(self.run, axis, 1)
@@ -295,12 +304,14 @@ class Subject:
         *,
         out: str,
         resume: str | None,
+        attempt: Attempt | None = None,
     ) -> Training:
         """The training run of one rank of the layout; every rank must call it.
 
         Args:
             out: run folder.
             resume: as the key; what is resumed is not clipped any more, see `Task.first_unclipped`.
+            attempt: of a supervised rank.
         """
         run = self.run.with_values({"out": out, "resume": resume})
         if resume is not None and self.first_unclipped is not None:
@@ -309,6 +320,7 @@ class Subject:
             run,
             comm,
             stop_requested=lambda: False,
+            attempt=attempt,
             samples=self.samples,
             min_shared_entries=MIN_SHARED_ENTRIES,
         )

@@ -1,0 +1,84 @@
+"""One start of the ranks in a proof: they train to some step as `weft train` does, and record what they compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from weft.comm.comm import Comm
+from weft.prove.raw_batch import FirstSamples
+from weft.prove.record import RankRecord
+from weft.prove.recorder import Recorder
+from weft.prove.subject import Subject, shortened
+from weft.run.world import Attempt
+from weft.train.evaluate import Evaluation, eval_event
+from weft.train.event_log import EventLog
+from weft.train.loop import run_training
+from weft.train.training import Training
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """The steps of a run between a start of its ranks and the next one.
+
+    Attributes:
+        out: run folder.
+        resume: as the key.
+        total: the last step that is trained.
+        saves: whether a checkpoint is saved at its end.
+        attempt: of a supervised rank; None: nothing supervises it.
+        evaluates: whether an evaluation follows the last step.
+    """
+
+    out: str
+    total: int
+    resume: str | None = None
+    saves: bool = False
+    attempt: Attempt | None = None
+    evaluates: bool = False
+
+    @property
+    def restores(self) -> bool:
+        """Whether it starts from a stored state."""
+        is_restart = self.attempt is not None and self.attempt.restart is not None
+        return self.resume is not None or is_restart
+
+    def train(self, subject: Subject, comm: Comm, *, record: RankRecord) -> Training:
+        """Train on this rank, and add what it computes to its record; the training run as it ends."""
+        observers = comm.observers
+        record.progress.is_restoring = self.restores
+        training = subject.build_training(
+            comm,
+            out=self.out,
+            resume=self.resume,
+            attempt=self.attempt,
+        )
+        recorder = Recorder(record, training)
+        training = recorder.attach(training)
+        if self.restores:
+            recorder.record_state(
+                training.step_range.start,
+                moments="checkpoint",
+                params="checkpoint",
+            )
+            record.progress.is_restoring = False
+        training = shortened(training, total=self.total, saves=self.saves)
+        run_training(training, EventLog(None, [recorder]))
+        if training.snapshots is not None:
+            for _ in training.snapshots.wait():
+                pass
+        if self.evaluates:
+            record.progress.phase = "evaluate"
+            recorder.handle(eval_event(self.total, _evaluation(training)()))
+        comm.observers = observers
+        return training
+
+
+def _evaluation(training: Training) -> Evaluation:
+    """An evaluation on the first samples, whose last batch is not full."""
+    loader = training.loader
+    first = FirstSamples.of(loader.samples, global_size=loader.global_size)
+    return Evaluation(
+        training.step.model,
+        replace(loader, samples=first),
+        most_batches=0,
+    )
