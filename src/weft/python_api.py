@@ -34,6 +34,7 @@ from weft.commands.console import load_checked_run, set_openmp_policy
 from weft.commands.environment import is_joining
 from weft.commands.preflight import data_checks
 from weft.commands.prove import proof_data_checks, prove_config, prove_folder
+from weft.commands.prove_parts import prove_run_parts
 from weft.config.keys import flatten
 from weft.config.run import Run
 from weft.config.user_code import canonical_reference, is_reference
@@ -47,6 +48,7 @@ from weft.errors import (
     first_line,
 )
 from weft.models import FAMILIES
+from weft.prove.recorded import first_config_path
 from weft.prove.report import ProofReport
 from weft.train.event_lines import read_run_events, step_history
 from weft.train.event_log import EVENTS
@@ -164,6 +166,7 @@ def prove(
     data: Any = None,
     first: int = 4,
     full: bool = False,
+    what: Sequence[str] = (),
 ) -> ProofReport:
     """Compare a layout with one device, as `weft prove` does, in this process, ranks as threads.
 
@@ -176,6 +179,8 @@ def prove(
         data: as of `train`.
         first: steps to compare.
         full: keep the sizes of model and batch; else they are as small as the layout allows.
+        what: parts of the run to prove in place of its training, as of `weft prove --what`; of the
+            folder of a run they are those of its config.
 
     Raises:
         UserError: what the config asks for is not possible.
@@ -186,7 +191,9 @@ def prove(
         if model is not None or data is not None:
             what = "a run folder has its own model and data"
             raise UserError(Fault("weft.prove", what, got=str(config), fix="leave them out"))
-        return prove_folder(Path(config), first=first)
+        if not what:
+            return prove_folder(Path(config), first=first)
+        config = first_config_path(Path(config))
     words = _words(config, model, data)
     tokens = None if isinstance(data, (str, Path)) else data
     with tempfile.TemporaryDirectory() as folder:
@@ -197,6 +204,8 @@ def prove(
             preflight.optimizer_checks,
             choose_mesh=choose_mesh,
         )
+        if what:
+            return prove_run_parts(run, what, steps=first, full=full)
         return prove_config(run, steps=first, full=full)
 
 

@@ -23,6 +23,14 @@ from weft.commands.console import (
 )
 from weft.commands.data_checks import CROSS_ENTROPY
 from weft.commands.preflight import data_checks, optimizer_checks
+from weft.commands.prove_parts import KEY as WHAT
+from weft.commands.prove_parts import (
+    named_parts,
+    prove_run_parts,
+    recorded_coverage,
+    take_what,
+    trained_coverage,
+)
 from weft.config import flags
 from weft.config.changed_runs import changes
 from weft.config.checks import Check, run_checks
@@ -39,7 +47,10 @@ from weft.prove.recorded import first_config_path, recorded_steps
 from weft.prove.report import ProofReport
 from weft.prove.rows import Rows
 
-USAGE = "[RUN | CONFIG.toml] [--first 4] [--against transformers] [--json] [--html FILE] | --mutants | --sweep MINUTES"
+USAGE = (
+    "[RUN | CONFIG.toml] [--first 4] [--what PART ...] [--against transformers] [--json] "
+    "[--html FILE] | --mutants | --sweep MINUTES"
+)
 LINE = "compare a run or a layout with one device, number by number"
 KEY = "weft prove"
 STDLIB = "stdlib"
@@ -75,6 +86,15 @@ class ProveOptions(ConfigSection):
         "own",
         description="with --full: sequences of the data, or of short documents made of its first ones",
     )
+    what: str = Field(
+        "",
+        description="parts of the run to prove in place of its training: resume, generate, export, "
+        "dpo, sites, or all; several are separated by spaces or commas",
+    )
+    to: str | None = Field(
+        None,
+        description="with --what: mesh on which the run is continued or imported; None: some others",
+    )
     html: str | None = Field(None, description="write the report to this file, too, as a page")
 
 
@@ -99,11 +119,13 @@ def prove(words: Sequence[str]) -> int:
         folder = Path(rest[0])
     else:
         folder = None
-    if folder is not None and options.against is not None:  # the run's own config, from its start
+    starts_anew = options.against is not None or bool(options.what)
+    if folder is not None and starts_anew:  # the run's own config, from its start
         rest = [str(first_config_path(folder)), *rest[1:]]
         folder = None
     if options.html is not None:
         check_page_path(options.html)
+    _check_combination(options)
     if folder is not None:
         if len(rest) > 1:
             what = "a run folder takes no keys: it has its own config"
@@ -115,24 +137,56 @@ def prove(words: Sequence[str]) -> int:
         tables = [optimizer_checks, *([proof_data_checks] if options.rows == "own" else [])]
         run = load_checked_run(rest, *tables, choose_mesh=choose_mesh)
         set_openmp_policy()
-        report = prove_config(
-            run,
-            steps=options.first,
-            full=options.full,
-            against=options.against,
-            rows=options.rows,
-        )
+        report = _prove_checked(run, options)
     if options.html is not None:
         Path(options.html).write_text(page(report), encoding="utf-8")
     print_result(report.to_json() if is_json else "\n".join(report.lines()))
     return EXIT_OK if report.holds else EXIT_FAILED
 
 
+def _prove_checked(run: Run, options: ProveOptions) -> ProofReport:
+    """The proof that the options ask for, of a run without faults."""
+    if options.what:
+        return prove_run_parts(
+            run,
+            options.what.split(","),
+            steps=options.first,
+            full=options.full,
+            rows=options.rows,
+            to=options.to,
+        )
+    return prove_config(
+        run,
+        steps=options.first,
+        full=options.full,
+        against=options.against,
+        rows=options.rows,
+    )
+
+
+def _check_combination(options: ProveOptions) -> None:
+    """Check that options mean something together.
+
+    Raises:
+        UserError: they do not.
+    """
+    if options.what and options.against is not None:
+        what = "compares the training of a run, and --what other parts of it"
+        fix = f"two commands, one without --what {options.what.replace(',', ' ')}"
+        raise UserError(Fault("--against", what, got=f"--what {options.what}", fix=fix))
+    if options.to is not None and not options.what:
+        what = "is the mesh of a continued run, and nothing continues without --what"
+        raise UserError(Fault("--to", what, got=options.to, fix="--what resume"))
+
+
 def _read_options(words: Sequence[str]) -> tuple[ProveOptions, list[str]]:
     """The command's own options, and all other words, among them --json."""
-    rest = list(words)
+    names, rest = take_what(words)
     given: list[str] = []
-    for name in ("--first", "--against", "--html", "--rows"):
+    if WHAT in words:
+        named_parts(names)  # names that are not known end here
+        given.extend((WHAT, ",".join(names)))
+    for name in ("--first", "--against", "--html", "--rows", "--to"):
         flag, rest = take_flag(name, rest)
         given.extend(flag)
     flag, rest = _take_switch("--full", rest)
@@ -187,8 +241,11 @@ def prove_config(
     compared = case.run
     report = prove(case.opened())
     reduced_keys = changes(run, compared)
+    coverage = trained_coverage(run)
     report = replace(
         report,
+        covered=coverage.covered,
+        uncovered=coverage.uncovered,
         reduced=reduced_keys,
         command=case.command,
         notes=(*report.notes, *_weights_notes(reduced_keys), *_layer_notes(run, compared)),
@@ -275,4 +332,6 @@ def prove_folder(
 
     compared = steps[:first]
     subject = Subject.of_recorded(run, steps=len(compared))
-    return prove_recorded(folder, subject, compared, show=show)
+    report = prove_recorded(folder, subject, compared, show=show)
+    coverage = recorded_coverage(run)
+    return replace(report, covered=coverage.covered, uncovered=coverage.uncovered)

@@ -113,8 +113,8 @@ def make_job(
     Raises:
         UserError: with every fault of mesh, prompts and environment.
     """
-    config = _without_training_blocks(source.run.model)
-    faults = [*_mesh_faults(request.device_mesh, config), *other_faults]
+    config = inference_model(source.run.model)
+    faults = [*mesh_faults(request.device_mesh, config), *other_faults]
     vocab = config.axis_sizes()["vocab"]
     try:
         tokenizer = _tokenizer_of(request, source)
@@ -193,14 +193,14 @@ def _chat_format(
     return _ChatFormat(template, end.strip())
 
 
-def _without_training_blocks(model: ModelSection) -> ModelSection:
+def inference_model(model: ModelSection) -> ModelSection:
     """The model without blocks that only training computes: multi-token prediction."""
     if model.reads_later_targets:
         return model.model_copy(update={"mtp_depth": 0})
     return model
 
 
-def _mesh_faults(mesh: Mesh, config: ModelSection) -> Iterator[Fault]:
+def mesh_faults(mesh: Mesh, config: ModelSection) -> Iterator[Fault]:
     """Axes that generation does not support, and sizes of the model that the mesh does not divide."""
     yield from _axis_faults(mesh)
     yield from layout_rules.axes_divide(mesh, config)

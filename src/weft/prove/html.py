@@ -33,7 +33,8 @@ def _body(report: ProofReport) -> Iterator[str]:
     ranks = counted(report.ranks, "rank")
     steps = counted(report.steps, "step")
     compared = f"{report.compared:,} tensors and numbers in {report.seconds:.1f} s"
-    yield _paragraph(f"{report.model}; {ranks}, {steps}, with {report.against}; {compared}")
+    facts = f"{report.model}; {ranks}, {steps}, with {report.against}; {compared}"
+    yield _paragraph(f"{facts}{report.coverage}")
     if report.error:
         text = escape(f"The layout stops with an error: {report.error}")
         yield f'<p class="differs">{text}</p>'

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from weft.errors import counted
+from weft.prove.report_text import ranks_text, wrapped
 
 Phase = Literal[
     "batch",
@@ -23,18 +23,22 @@ Phase = Literal[
     "update",
     "checkpoint",
     "evaluation",
+    "generation",
+    "export",
+    "import",
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-"""Phases of one step, in the order of their execution; the evaluation follows the last step."""
+"""Phases of one step, in the order of their execution; what uses a trained model follows the last
+step."""
 
 VerdictWord = Literal["equal", "not equal"]
 
 MAX_SHOWN = 5
 """Differences that the text lists."""
+MAX_DETAILED = 3
+"""Passes up to which the text has a line for each phase of each."""
 MAX_STORED = 200
 """Differences that the JSON holds."""
-MAX_RANKS = 16
-WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Difference:
     @property
     def where(self) -> str:
         """Ranks and mesh axis."""
-        ranks = _ranks_text(self.ranks)
+        ranks = ranks_text(self.ranks)
         return f"{ranks}; follows the axis {self.axis}" if self.axis else ranks
 
     def lines(self) -> Iterator[str]:
@@ -95,7 +99,7 @@ class Difference:
 
     def __str__(self) -> str:
         axis = f" (axis {self.axis})" if self.axis else ""
-        return f"{self.title} is {self.relation} on {_ranks_text(self.ranks)}{axis}"
+        return f"{self.title} is {self.relation} on {ranks_text(self.ranks)}{axis}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,16 @@ class Pass:
         """Number of compared tensors."""
         return sum(bound.compared for bound in self.bounds)
 
+    @property
+    def summary(self) -> str:
+        """One line: what was compared, and how close the closest tensor came to its bound."""
+        if not self.bounds:
+            return f"{self.dtype}: nothing"
+        closest = max(self.bounds, key=lambda bound: bound.closest)
+        number = counted(self.compared, "tensor")
+        largest = f"largest difference {closest.largest:.1e}, bound {closest.bound:.1e}"
+        return f"{self.dtype}: {number}, {largest}"
+
 
 @dataclass(frozen=True)
 class ProofReport:
@@ -154,6 +168,8 @@ class ProofReport:
         command: the command that repeats this proof.
         notes: what was not compared, and why.
         against: what the layout is compared with.
+        covered: the parts of a run that were compared.
+        uncovered: the other parts that this run has, and how to prove them.
     """
 
     layout: str
@@ -169,6 +185,8 @@ class ProofReport:
     command: str = ""
     notes: tuple[str, ...] = ()
     against: str = "one device"
+    covered: tuple[str, ...] = ()
+    uncovered: tuple[str, ...] = ()
 
     @staticmethod
     def of_error(
@@ -251,6 +269,16 @@ class ProofReport:
         """The report with the smallest case that fails likewise."""
         return replace(self, smallest=smallest)
 
+    @property
+    def coverage(self) -> str:
+        """What was compared, and what was not, as the end of a line; "" where nothing says so."""
+        texts = []
+        if self.covered:
+            texts.append(f"; covered: {', '.join(self.covered)}")
+        if self.uncovered:
+            texts.append(f"; not covered: {', '.join(self.uncovered)}")
+        return "".join(texts)
+
     def to_dict(self) -> dict[str, Any]:
         """Values for JSON."""
         first = self.first
@@ -262,6 +290,8 @@ class ProofReport:
             "ranks": self.ranks,
             "steps": self.steps,
             "compared": self.compared,
+            "covered": list(self.covered),
+            "not_covered": list(self.uncovered),
             "seconds": round(self.seconds, 3),
             "first": None if first is None else _as_json(asdict(first)),
             "error": self.error,
@@ -280,7 +310,7 @@ class ProofReport:
     def lines(self) -> Iterator[str]:
         """The report as text of 80 columns."""
         for line in self._unwrapped_lines():
-            yield from _wrapped(line)
+            yield from wrapped(line)
 
     def _unwrapped_lines(self) -> Iterator[str]:
         ranks = counted(self.ranks, "rank")
@@ -292,15 +322,19 @@ class ProofReport:
             for key, (configured, compared) in self.reduced.items():
                 changes.append(f"{key} {configured} -> {compared}")
             yield f"reduced sizes (--full keeps them): {', '.join(changes)}"
+        is_detailed = len(self.passes) <= MAX_DETAILED
         for each in self.passes:
-            yield from _pass_lines(each)
+            if is_detailed or each.differences:
+                yield from _pass_lines(each)
+            else:
+                yield each.summary
         yield from self.notes
         yield from self._verdict_lines()
 
     def _verdict_lines(self) -> Iterator[str]:
         compared = f"{self.compared:,} tensors and numbers in {self.seconds:.1f} s"
         if self.holds:
-            yield f"equal: {compared}"
+            yield f"equal: {compared}{self.coverage}"
             return
         first = self.first
         if self.error:
@@ -359,27 +393,3 @@ def _as_json(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, float) and not math.isfinite(value):
             found[key] = None
     return found
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = " ".join(map(str, ranks[:MAX_RANKS]))
-    num_more = len(ranks) - MAX_RANKS
-    more = f" and {num_more} more" if num_more > 0 else ""
-    return f"ranks {shown}{more}"
-
-
-def _wrapped(line: str) -> list[str]:
-    """The line in pieces of at most 80 columns; a command stays whole."""
-    if len(line) <= WIDTH or line.lstrip().startswith("weft "):
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.wrap(
-        line,
-        WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-        drop_whitespace=True,
-    )
