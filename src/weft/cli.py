@@ -55,6 +55,7 @@ from weft.errors import (
     did_you_mean,
 )
 from weft.models import FAMILIES
+from weft.models.code_of_run import code_of_run
 from weft.run.agent import end_with_agent
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
@@ -200,6 +201,7 @@ def train(words: Sequence[str]) -> int:
             run.resume,
             model=run.model,
             config=run.model_dump(mode="json"),
+            code=code_of_run(run.model.name, run.optim.name),
         )
         if run.run.elastic:
             run_folder.mark_job(Path(out), os.environ)

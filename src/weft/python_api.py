@@ -296,10 +296,10 @@ def _model_name(model: Any) -> str:
     if isinstance(model, ModuleType) and getattr(model, "__file__", None):
         return canonical_reference(str(model.__file__))
     from weft.models.user_family import UserFamily  # it imports torch
-    from weft.models.user_model import Model, model_of
+    from weft.models.user_model import Model, model_of, with_code
 
     if isinstance(model, Model):
-        family = UserFamily(model)
+        family = UserFamily(with_code(model))
     else:
         name = getattr(model, "__name__", None) or type(model).__name__
         family = UserFamily(model_of(model, name=name.strip("_")))

@@ -255,6 +255,7 @@ def test_a_run_resumes_with_the_file_that_it_was_trained_with(tmp_path: Path) ->
         run=run,
         family=section.name,
         architecture=section.architecture,
+        code={},
     )
     (fault,) = _model_changes(section, facts, path)
     assert "the model file has changed since" in str(fault)

@@ -93,6 +93,8 @@ class Facts(Record):
     position: dict[str, Any] = {}
     """Position in the data: steps and samples, and what guards have recorded (`weft.train.guard`)."""
     loss_scale: dict[str, Any] | None = None
+    code: dict[str, str] = {}
+    """Digests of the parts of users' code, by name (`weft.code.identity`); empty: all is weft's."""
     proof: dict[str, Any] = {}
     """Verdict of the proof before the first step; empty: there was none."""
 

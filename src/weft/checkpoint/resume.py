@@ -27,11 +27,14 @@ from weft.checkpoint.folder import (
 from weft.checkpoint.format import MANIFEST, Facts
 from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.remote_url import is_url
+from weft.code.identity import CodeIdentity, changed_parts
 from weft.config.optimizers import resume_values
 from weft.config.schema import ModelSection
+from weft.config.user_code import file_folder
 from weft.errors import CheckpointError, Fault
 
 KEY, AUTO = "resume", "auto"
+NO_CODE = CodeIdentity()
 
 RESUME_KEYS = (
     *(KEY, "out", "model", "seed", "batch", "data", "optim", "precision", "lora"),
@@ -130,11 +133,13 @@ def resume_faults(
     *,
     resume: str | None,
     out: str | None,
+    code: CodeIdentity = NO_CODE,
 ) -> Iterable[Fault]:
     """What prevents a run from resuming, as far as manifests tell.
 
     Args:
         config: all keys of the run, as JSON.
+        code: of users, with what it has read so far.
     """
     if resume is None:
         return ()
@@ -167,7 +172,7 @@ def resume_faults(
     if found.path is None or found.manifest is None:
         return _not_found_faults(resume, out, found)
     facts = found.manifest.facts
-    model_faults = _model_changes(model, facts, found.path)
+    model_faults = _model_changes(model, facts, found.path, code)
     key_faults = _key_changes(config, facts, found.path)
     return (*model_faults, *key_faults)
 
@@ -200,19 +205,10 @@ def _model_changes(
     model: ModelSection,
     facts: Facts,
     path: Path,
+    code: CodeIdentity = NO_CODE,
 ) -> Iterator[Fault]:
-    """Fields of the model that differ from the checkpoint's."""
-    stored = _value(facts.run, "model.digest")
-    if stored is not None and model.digest != stored:
-        fix = f"restore the file (a copy is {path.parents[1] / 'model.py'}), or start a new run"
-        what = f"the model file has changed since {path} was written"
-        yield Fault(
-            "model.name",
-            what,
-            got=str(model.digest),
-            need=str(stored),
-            fix=fix,
-        )
+    """Code and fields of the model that differ from the checkpoint's."""
+    yield from _code_changes(model, facts, path, code)
     try:
         check_model(
             path,
@@ -223,6 +219,31 @@ def _model_changes(
     except CheckpointError as error:
         for fault in error.faults:
             yield _fault_of_key(fault)
+
+
+def _code_changes(
+    model: ModelSection,
+    facts: Facts,
+    path: Path,
+    code: CodeIdentity,
+) -> Iterator[Fault]:
+    """Other code of users than that of the checkpoint; checkpoints of earlier versions know the
+    digest of the model file alone.
+    """
+    restore = "restore it"
+    if model.digest is not None:
+        restore = f"restore it (a copy is {path.parents[1] / 'model.py'})"
+    fix = f"{restore}, or start a new run"
+    if facts.code:
+        names = changed_parts(facts.code, code, folder=file_folder(model.name))
+        if names:
+            what = f"the code of the model differs from that of the checkpoint {path}"
+            yield Fault("model.name", f"{what}: {', '.join(names)}", fix=fix)
+        return
+    stored = _value(facts.run, "model.digest")
+    if stored is not None and model.digest not in (None, stored):
+        what = f"the model file has changed since {path} was written"
+        yield Fault("model.name", what, got=str(model.digest), need=str(stored), fix=fix)
 
 
 def _optimizer_changes(

@@ -23,6 +23,7 @@ from weft.config.validate import config_checks
 from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, LaunchError, counted
+from weft.models.code_of_run import code_of_run
 from weft.run.agent import restart_number
 from weft.run.world import detect
 
@@ -61,12 +62,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         is_elastic=run.run.elastic,
     )
     has_base = partial(initial_weights.lora_base_faults, run.lora, run.model)
-    resumes = partial(
-        resume_faults,
-        run.model,
-        run.model_dump(mode="json"),
-        **starts_from,
-    )
+    resumes = partial(_resume_faults, run)
     return (
         Check(("mesh", "nproc"), has_ranks),
         *folder_checks(run),
@@ -89,6 +85,16 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check(("lora.base", "lora.rank", "model"), has_base),
         Check(RESUME_KEYS, resumes),
         *optimizer_checks(run),
+    )
+
+
+def _resume_faults(run: Run) -> Iterable[Fault]:
+    return resume_faults(
+        run.model,
+        run.model_dump(mode="json"),
+        resume=run.resume,
+        out=run.out,
+        code=code_of_run(run.model.name, run.optim.name),
     )
 
 

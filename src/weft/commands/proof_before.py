@@ -12,6 +12,7 @@ from weft.commands.prove import prove_config
 from weft.config.run import Run, plan_of
 from weft.config.small_runs import reduced
 from weft.errors import WeftError
+from weft.models.code_of_run import code_of_run
 from weft.prove.report import ProofReport
 from weft.prove.rows import rows_digest
 from weft.prove.small_sizes import accepts_sizes
@@ -89,42 +90,50 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
         return None
     mode = run.prove.before
     small = reduced(run, accepts_sizes)
+    code = code_of_run(run.model.name, run.optim.name)
+    folder = cache_folder(environ)
+    is_required = run.prove.before == "always"
+    proof = partial(_proved, partial(prove_config, run, steps=STEPS))
+    if code.digest is None:  # other code might have the same key
+        return RunningProof(partial(_unhashed, proof, code.unknown[0]), is_required=is_required)
     key = verdict_key(
         small.model_dump(mode="json"),
         plan_of(small),
+        code=code.digest,
         rows=rows_digest(small.data, small.model),
     )
-    folder = cache_folder(environ)
     stored = read_verdict(folder, key)
     if stored is not None and mode == "auto":
         return {**stored, "source": "cache", "seconds": 0.0}
-    proof = partial(prove_config, run, steps=STEPS)
-    return RunningProof(
-        partial(_proved, proof, key, folder),
-        is_required=run.prove.before == "always",
-    )
+    return RunningProof(partial(_kept, proof, key, folder), is_required=is_required)
 
 
-def _proved(proof: Callable[[], ProofReport], key: str, folder: Path) -> Verdict:
-    """The verdict of a proof that is made now; with the reason of a refusal where it fails.
+def _unhashed(proof: Callable[[], Verdict], reason: str) -> Verdict:
+    """The verdict of a proof that is made at each start, with the reason."""
+    return {**proof(), "unhashed": reason}
 
-    Args:
-        folder: that keeps verdicts that are "equal".
-    """
+
+def _kept(proof: Callable[[], Verdict], key: str, folder: Path) -> Verdict:
+    """The verdict of a proof that is made now, kept where it is "equal"."""
+    verdict = {**proof(), "key": key}
+    if verdict["verdict"] == "equal":
+        write_verdict(folder, verdict)
+    return verdict
+
+
+def _proved(proof: Callable[[], ProofReport]) -> Verdict:
+    """The verdict of a proof that is made now; with the reason of a refusal where it fails."""
     start_s = time.perf_counter()
     answer = proof().to_dict()
     if answer["verdict"] != "equal":
         return {"verdict": answer["verdict"], "refusal": _refusal(answer)}
-    verdict = {
+    return {
         "verdict": "equal",
-        "key": key,
         "source": "proved",
         "compared": answer["compared"],
         "steps": answer["steps"],
         "seconds": round(time.perf_counter() - start_s, 3),
     }
-    write_verdict(folder, verdict)
-    return verdict
 
 
 def _refusal(answer: Mapping[str, Any]) -> str:

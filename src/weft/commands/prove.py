@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from weft.code.identity import changed_parts, stored_parts
 from weft.commands.auto_mesh import choose_mesh
 from weft.commands.console import (
     check_page_path,
@@ -38,9 +39,11 @@ from weft.config.load import load
 from weft.config.run import Run
 from weft.config.schema import ConfigSection
 from weft.config.small_layers import layer_kinds
+from weft.config.user_code import file_folder
 from weft.core.axes import local_update_axis
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
+from weft.models.code_of_run import code_of_run
 from weft.prove.against.support import check_support
 from weft.prove.html import page
 from weft.prove.recorded import first_config_path, recorded_steps
@@ -297,6 +300,19 @@ def _layer_notes(run: Run, compared: Run) -> Iterator[str]:
     yield f"not compared: {numbers[0] - numbers[1]} of {numbers[0]} layers, {which}"
 
 
+def _check_code(run: Run, folder: Path) -> None:
+    """The code of the recorded steps must be that of now.
+
+    Raises:
+        UserError: it is not; names what differs.
+    """
+    code = code_of_run(run.model.name, run.optim.name)
+    names = changed_parts(stored_parts(folder), code, folder=file_folder(run.model.name))
+    if names:
+        what = f"the code of the model differs from that of the run {folder}"
+        raise UserError(Fault("model.name", f"{what}: {', '.join(names)}", fix="restore it"))
+
+
 def ignore_line(line: str) -> int:
     """Print nothing."""
     return EXIT_OK
@@ -319,6 +335,7 @@ def prove_folder(
     """
     run = load([str(first_config_path(folder))], FAMILIES)
     steps = recorded_steps(folder)
+    _check_code(run, folder)
     if local_update_axis(run.device_mesh) is not None:
         what = "sites train apart, so the recorded steps are not those of one device"
         fix = f"weft prove {first_config_path(folder)}, which compares the algorithm"

@@ -10,6 +10,7 @@ from typing import Any
 from weft.checkpoint.remote import RemoteFolder
 from weft.checkpoint.remote_url import is_url, local_folder, url_faults
 from weft.checkpoint.resume import AUTO, resume_faults
+from weft.code.identity import CodeIdentity
 from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
 from weft.commands.run_folder import resumes_in
 from weft.config.schema import ModelSection
@@ -75,12 +76,14 @@ def fetch(
     *,
     model: ModelSection,
     config: Mapping[str, Any],
+    code: CodeIdentity,
 ) -> None:
     """Download the newest checkpoint at the URL of a run that resumes, where it is missing; one
     process of a machine does.
 
     Args:
         config: all keys of the run, as JSON.
+        code: of users, with what it has read so far.
 
     Raises:
         UserError: it cannot be downloaded, or is of another run.
@@ -89,6 +92,6 @@ def fetch(
     if remote is None or resume != AUTO or not is_fetching:
         return
     RemoteFolder.open(remote).fetch(Path(out))
-    faults = tuple(resume_faults(model, config, resume=resume, out=out))
+    faults = tuple(resume_faults(model, config, resume=resume, out=out, code=code))
     if faults:
         raise UserError(*faults)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
+from weft.code.identity import CodeIdentity, changed_parts, stored_parts
 from weft.config import flags, toml
 from weft.config.families import ModelChoice, choose_model, default_model, preset_fields, run_type
 from weft.config.finetuning import finetuning_defaults
@@ -31,7 +32,7 @@ from weft.config.optimizers import is_user_class, optimizer_faults
 from weft.config.run import Run
 from weft.config.schedule_keys import schedule_keys
 from weft.config.schema import ConfigSection, ModelSection
-from weft.config.user_code import canonical_reference, is_file_reference, is_reference
+from weft.config.user_code import canonical_reference, file_folder, is_file_reference, is_reference
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 
@@ -80,13 +81,18 @@ class Loaded:
 
 @dataclass(frozen=True)
 class _Sources:
-    """What file and flags say, and the model that they choose."""
+    """What file and flags say, and the model that they choose.
+
+    Attributes:
+        run_folder: of the config file, which is a run's where the run has written it.
+    """
 
     file: Flat
     words: flags.Words
     folder: FolderModel
     model: ModelChoice
     faults: tuple[Fault, ...]
+    run_folder: Path | None
 
 
 def load(argv: Sequence[str], families: Families) -> Run:
@@ -167,6 +173,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         **_source_digest(families[sources.model.name], asked),
     }
     run, invalid = _validate(of_run, values)
+    changed = tuple(_changed_file(sources, families, values))
     too_large = tuple(_size_faults(run.model))
     if too_large:
         run = run.with_values({"model": type(run.model)()})
@@ -187,6 +194,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *_undecodable(asked),
         *contradicting,
         *schedule.faults,
+        *changed,
         *invalid,
         *too_large,
         *optimizer,
@@ -227,6 +235,7 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
         folder=folder,
         model=model,
         faults=(*file_faults, *folder_faults, *choice_faults),
+        run_folder=Path(words.loose[0]).parent if words.loose else None,
     )
 
 
@@ -263,6 +272,22 @@ def _source_digest(family: ConfigFamily, asked: Flat) -> Flat:
     if DIGEST in asked or digest is None:
         return {}
     return {DIGEST: digest}
+
+
+def _changed_file(sources: _Sources, families: Families, values: Flat) -> Iterator[Fault]:
+    """The model file is another one than that of the run whose config this is."""
+    family = families[sources.model.name]
+    current = getattr(family, "digest", None)
+    if current in (None, values.get(DIGEST)):
+        return
+    what = f"the model file has changed since the run started (now {current})"
+    if sources.run_folder is not None:
+        folder = file_folder(sources.model.name)
+        names = changed_parts(
+            stored_parts(sources.run_folder), getattr(family, "code", CodeIdentity()), folder=folder
+        )
+        what = f"{what}: {', '.join(names)}" if names else what
+    yield Fault(DIGEST, what, got=str(values[DIGEST]), fix="restore it, or start a new run")
 
 
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:

@@ -14,11 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from weft.code.labels import FILE_MODULE
+from weft.code.reads import Reads
+from weft.code.users_files import LIBRARIES, package_of_file
 from weft.errors import ConfigError, Fault, did_you_mean, type_and_message
 
 SUFFIX = ".py"
-FILE_MODULE = "weft_user_"
-"""Start of the name of a module that is loaded from a path."""
 MAX_SOURCES = 1000
 """Files of a user's package that a digest reads."""
 
@@ -44,6 +45,11 @@ def canonical_reference(text: str) -> str:
     return str(Path(text).expanduser().resolve())
 
 
+def file_folder(reference: str) -> Path | None:
+    """The folder of a model file, from which its files are named; None of any other reference."""
+    return Path(canonical_reference(reference)).parent if is_file_reference(reference) else None
+
+
 def load_module(reference: str, *, key: str) -> ModuleType:
     """The module of a file or of a dotted name; imported once in a process.
 
@@ -58,7 +64,7 @@ def load_module(reference: str, *, key: str) -> ModuleType:
         return _load_file(Path(canonical_reference(reference)), key=key)
     _search_working_folder()
     try:
-        return importlib.import_module(reference)
+        return _import(reference)
     except ModuleNotFoundError as error:
         if error.name and (reference == error.name or reference.startswith(f"{error.name}.")):
             fix = "check the name; a file is named by its path: my_model.py"
@@ -122,12 +128,43 @@ def _load_file(path: Path, *, key: str) -> ModuleType:
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.append(folder)  # for the modules beside it
+    spec.loader_state = reads = Reads()
     try:
-        spec.loader.exec_module(module)
+        with reads.recorded():
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _import_fault(str(path), error, key=key) from error
     return module
+
+
+def _import(name: str) -> ModuleType:
+    """Import a module by its dotted name, and record what it reads meanwhile."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return loaded
+    spec = importlib.util.find_spec(name.partition(".")[0])
+    reads = Reads(installed_packages((spec and spec.origin) or ""))
+    with reads.recorded():
+        module = importlib.import_module(name)
+    if module.__spec__ is not None:
+        module.__spec__.loader_state = reads
+    return module
+
+
+def reads_of(module: ModuleType) -> Reads:
+    """What a module has read when it was imported by `load_module`; nothing of any other, whose
+    values tell.
+    """
+    reads = getattr(module.__spec__, "loader_state", None)
+    if isinstance(reads, Reads):
+        return reads
+    return Reads(installed_packages(getattr(module, "__file__", None) or ""))
+
+
+def installed_packages(*files: str) -> frozenset[str]:
+    """The installed packages of these files, whose code is a user's model though it is installed."""
+    return frozenset(filter(None, map(package_of_file, files))) - LIBRARIES
 
 
 def check_reference(reference: str, *, key: str) -> None:

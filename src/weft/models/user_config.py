@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import Field, create_model, model_validator
 
-from weft.config.schema import ModelSection, label_of
+from weft.config.schema import ModelSection
 from weft.core.model_config import BlockSpec, LinearShapes, ModelConfig
 from weft.errors import ConfigError, Fault
 from weft.models.field_help import field_descriptions
@@ -16,7 +16,6 @@ from weft.models.user_model import KEY, Model
 
 CONTEXT_FIELDS = ("max_seq_len", "context", "block_size")
 """Fields that name the longest sequence of a model, if there is one."""
-CHANGED = "the model file has changed since the run started"
 
 
 class ModelParts(Protocol):
@@ -36,7 +35,6 @@ class UserModelConfig(ModelConfig):
 
     is_opaque: ClassVar[bool] = True
     parts: ClassVar[ModelParts]
-    source_digest: ClassVar[str | None] = None
     field_names: ClassVar[tuple[str, ...]] = ()
 
     def axis_sizes(self) -> dict[str, int]:
@@ -65,12 +63,6 @@ class UserModelConfig(ModelConfig):
     @model_validator(mode="after")
     def _is_valid_for_its_author(self) -> UserModelConfig:
         self.parts.user_config(self)
-        stored = getattr(self, "digest", None)
-        if stored is not None and stored != self.source_digest:
-            label = label_of(self.family)
-            raise ValueError(
-                f"{CHANGED} ({label}, now {self.source_digest}): restore it, or start a new run"
-            )
         return self
 
 
@@ -89,7 +81,6 @@ def config_type(model: Model, parts: ModelParts) -> type[UserModelConfig]:
         pass
 
     OwnConfig.parts = parts
-    OwnConfig.source_digest = model.digest
     OwnConfig.field_names = names
     OwnConfig.family = model.name
     OwnConfig.kind = model.kind

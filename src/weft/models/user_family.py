@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weft.code.identity import CodeIdentity, identity_of_reads
 from weft.config.hf.mapping import HFMapping
+from weft.config.user_code import file_folder
 from weft.core.model_config import AxisTable, BlockSpec, InitTable, LinearShapes, ModelConfig
 from weft.errors import Fault, PlanError, type_and_message
 from weft.layout.plan import Plan
@@ -80,6 +82,12 @@ class UserFamily:
     def digest(self) -> str | None:
         """Of the user's source code."""
         return self.model.digest
+
+    @property
+    def code(self) -> CodeIdentity:
+        """Of the user's code, and of what it has read so far."""
+        reads = identity_of_reads(self.model.reads, file_folder(self.model.name))
+        return (self.model.code or CodeIdentity()) | reads
 
     @property
     def text(self) -> str | None:
@@ -165,9 +173,10 @@ class UserFamily:
         model = self.model
         config = self.user_config(cfg)
         try:
-            made = model.blocks(config)
-            if model.blocks_of is not None and isinstance(made, nn.Module):
-                made = model.blocks_of(made)
+            with model.reads.recorded():
+                made = model.blocks(config)
+                if model.blocks_of is not None and isinstance(made, nn.Module):
+                    made = model.blocks_of(made)
         except Exception as error:
             what = f"{model.label}: blocks(config) raises {type_and_message(error)}"
             raise PlanError(

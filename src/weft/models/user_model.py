@@ -14,17 +14,25 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import hashlib
-import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from weft.code.identity import CodeIdentity, identity_of
+from weft.code.reads import Reads
 from weft.config.hf.mapping import HFMapping
 from weft.config.schema import label_of
-from weft.config.user_code import is_file_reference, load_module, source_digest, source_text
+from weft.config.user_code import (
+    installed_packages,
+    is_file_reference,
+    load_module,
+    reads_of,
+    source_digest,
+    source_text,
+)
 from weft.core.model_config import InitTable
 from weft.core.shard import DimAxis
 from weft.errors import ConfigError, Fault
@@ -35,6 +43,10 @@ IMAGE_FIELDS = ("image_size", "classes")
 """Fields that a model of images has: height and width in pixels, and number of classes."""
 
 
+CODE = ("Config", "blocks", "AXES", "TIES", "INIT", "INPUTS", "blocks_of")
+"""What decides what a model computes."""
+OF_WEFT = ("name", "digest", "text", "code", "reads")
+"""Attributes of a model that no user defines."""
 UserTable = Mapping[str, tuple[DimAxis | None, ...]]
 """As `AxisTable`; None is the axis of a dim that is not sharded."""
 
@@ -55,8 +67,10 @@ class Model:
         HF: its format in Hugging Face folders.
         blocks_of: (module) -> blocks by name, where `blocks` returns another module than a chain.
         name: as messages and folders call it; for a file its absolute path.
-        digest: of its source code, where that is known.
+        digest: of its file and those beside it that it imports.
         text: of its file.
+        code: of all that it reaches; None: it has not been looked at.
+        reads: what its code has read so far in this process.
     """
 
     Config: type
@@ -70,13 +84,15 @@ class Model:
     name: str = "model"
     digest: str | None = None
     text: str | None = None
+    code: CodeIdentity | None = None
+    reads: Reads = field(default_factory=Reads, compare=False)
 
     @property
     def kind(self) -> Kind:
         """What it reads."""
         if self.INPUTS is not None:
             return self.INPUTS
-        names = {field.name for field in dataclasses.fields(self.Config)}
+        names = {each.name for each in dataclasses.fields(self.Config)}
         return "images" if "image_size" in names else "tokens"
 
     @property
@@ -102,12 +118,29 @@ def model_of_file(reference: str, *, needs_axes: bool = True) -> Model:
     if is_file_reference(reference):
         _check_names(Path(reference), needs_axes=needs_axes)
     module = load_module(reference, key=KEY)
+    reads = reads_of(module)
     model = model_of(module, name=reference)
     return replace(
         model,
         digest=source_digest(module),
         text=source_text(module),
+        code=_code_of(model, reads.packages),
+        reads=reads,
     )
+
+
+def with_code(model: Model) -> Model:
+    """A model that is no file, with the identity of its code as it is in this process."""
+    modules = [sys.modules.get(each.__module__) for each in (model.Config, model.blocks)]
+    files = [getattr(module, "__file__", None) or "" for module in modules]
+    reads = Reads(installed_packages(*files))
+    return replace(model, code=_code_of(model, reads.packages), reads=reads)
+
+
+def _code_of(model: Model, packages: frozenset[str]) -> CodeIdentity:
+    """The identity of a model, before anything of it runs: caches in its modules are empty."""
+    values = {name: getattr(model, name) for name in CODE}
+    return identity_of(values, module=model.Config.__module__, packages=packages)
 
 
 def _check_names(path: Path, *, needs_axes: bool) -> None:
@@ -161,12 +194,11 @@ def model_of(namespace: Any, *, name: str) -> Model:
         ConfigError: it lacks what a model needs.
     """
     found: dict[str, Any] = {}
-    for field in dataclasses.fields(Model):
-        if field.name in ("name", "digest", "text"):
-            continue
-        value = getattr(namespace, field.name, None)
+    names = {each.name for each in dataclasses.fields(Model)}
+    for name_of_field in names.difference(OF_WEFT):
+        value = getattr(namespace, name_of_field, None)
         if value is not None:
-            found[field.name] = value
+            found[name_of_field] = value
     found.setdefault("Config", NoFields)
     faults = list(_faults(found, label_of(name)))
     if faults:
@@ -174,7 +206,7 @@ def model_of(namespace: Any, *, name: str) -> Model:
     model = Model(name=name, **found)
     if isinstance(namespace, ModuleType):
         return model
-    return replace(model, digest=_digest_of_objects(model))
+    return with_code(model)
 
 
 def _faults(found: Mapping[str, Any], name: str) -> Iterator[Fault]:
@@ -207,8 +239,8 @@ def _input_faults(
             need='"tokens" or "images"',
             fix='INPUTS = "tokens"',
         )
-    names = {field.name for field in dataclasses.fields(config)}
-    missing = [field for field in IMAGE_FIELDS if field not in names]
+    names = {each.name for each in dataclasses.fields(config)}
+    missing = [each for each in IMAGE_FIELDS if each not in names]
     reads_images = inputs == "images"
     if inputs is None:
         reads_images = "image_size" in names
@@ -223,27 +255,15 @@ def _input_faults(
 
 def _field_faults(config: type, name: str) -> Iterator[Fault]:
     """Fields without a default."""
-    for field in dataclasses.fields(config):
-        has_value = field.default is not dataclasses.MISSING
-        has_factory = field.default_factory is not dataclasses.MISSING
+    for each in dataclasses.fields(config):
+        has_value = each.default is not dataclasses.MISSING
+        has_factory = each.default_factory is not dataclasses.MISSING
         if not has_value and not has_factory:
             yield Fault(
                 KEY,
-                f"{name}: Config.{field.name} has no default",
-                fix=f"{field.name}: ... = a small value for tests",
+                f"{name}: Config.{each.name} has no default",
+                fix=f"{each.name}: ... = a small value for tests",
             )
-
-
-def _digest_of_objects(model: Model) -> str | None:
-    """SHA-256 of the source code of a model that is no file; None where that is not known."""
-    try:
-        config_source = inspect.getsource(model.Config)
-        blocks_source = inspect.getsource(model.blocks)
-    except (OSError, TypeError):
-        return None
-    sources = f"{config_source}\0{blocks_source}"
-    digest = hashlib.sha256(sources.encode())
-    return digest.hexdigest()[:16]
 
 
 def table_of(entry: Any, config: Any) -> dict[str, Any]:

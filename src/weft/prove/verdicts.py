@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.config.user_code import is_reference, load_module, source_digest
 from weft.layout.plan import Plan
 from weft.small_files import UnreadableFile, read_json_object
 
@@ -39,19 +38,19 @@ def weft_digest() -> str:
     return digest.hexdigest()
 
 
-def verdict_key(config: Mapping[str, Any], plan: Plan, *, rows: str) -> str:
+def verdict_key(config: Mapping[str, Any], plan: Plan, *, code: str, rows: str) -> str:
     """Hash of all that a proof of this run depends on: code, versions, layout, options, sizes, rows.
 
     Args:
         config: of a run with reduced sizes, as JSON.
         plan: of the same run.
+        code: digest of the users' code: `CodeIdentity.digest`.
         rows: hash of the data that is compared: `weft.prove.rows.rows_digest`.
     """
-    code_names = (config["model"]["name"], config["optim"]["name"])
     options = {key: value for key, value in config.items() if key not in IRRELEVANT}
     facts = {
         "weft": weft_digest(),
-        "code": [_code_digest(name) for name in code_names],
+        "code": code,
         "torch": version("torch"),
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -62,14 +61,6 @@ def verdict_key(config: Mapping[str, Any], plan: Plan, *, rows: str) -> str:
     }
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _code_digest(reference: str) -> str:
-    """Hash of a user's code that a key names; "" for weft's own."""
-    module, _, _ = reference.partition(":")
-    if not is_reference(module):
-        return ""
-    return source_digest(load_module(module, key="model.name"))
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:

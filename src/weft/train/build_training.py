@@ -19,6 +19,7 @@ from weft.core.model_config import AxisTable
 from weft.data.dataset import open_data, open_validation
 from weft.data.samples import Samples
 from weft.models import Family
+from weft.models.code_of_run import code_of_run
 from weft.models.common.preference import with_preference_loss
 from weft.parallel.ep import AXIS as EP
 from weft.run.world import Attempt
@@ -55,9 +56,9 @@ from weft.train.training_parts import (
     build_snapshots,
     build_straggler_watch,
     clean_folder,
+    code_files,
     elastic_events,
     is_restart,
-    model_file,
     open_remote,
     separate_ranks,
     start_events,
@@ -237,6 +238,7 @@ def build_training(
         step,
         steps.samples,
         guard=lambda: guard.state,
+        code=partial(code_of_run, run.model.name, run.optim.name),
         proof=proof,
     )
     snapshots = Snapshots()
@@ -304,7 +306,7 @@ def build_training(
         files={
             "run.toml": dump(run),
             "plan.json": step.model.plan.to_json() + "\n",
-            **model_file(run.model),
+            **code_files(run.model, run.optim),
         },
         opening_events=tuple(opening_events),
     )

@@ -46,6 +46,16 @@ def check_user_model(family: Family, config: ModelConfig, plan: Plan) -> None:
         PlanError: what is wrong, and where.
     """
     assert isinstance(family, UserFamily), "the model of a user"
+    with family.model.reads.recorded():
+        _check(family, config, plan)
+
+
+def _check(family: UserFamily, config: ModelConfig, plan: Plan) -> None:
+    """All checks, in the order of their costs.
+
+    Raises:
+        PlanError: what is wrong, and where.
+    """
     shapes = family.facts(config).shapes
     faults = tuple(axes_faults(shapes, family.axes(config)))
     if faults:

@@ -15,7 +15,7 @@ import logging
 import random
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 
+from weft.code.reachable import Reach, Walk
 from weft.parallel.model.fingerprint import fingerprint
-from weft.train.reachable import Reach
 
 State = dict[str, Any]
 """Name of a value -> what differs where it has changed."""
@@ -49,10 +49,18 @@ def state_of(block: nn.Module, name: str, packages: frozenset[str] = frozenset()
     Args:
         packages: installed ones whose code is followed.
     """
-    walk = _Walk(Reach(packages))
-    walk.visit(name, block)
-    walk.found.update(shared_generators())
-    return walk.found
+    reach = Reach(packages)
+    found: State = {}
+    for path, value, first in Walk(reach.parts).visit(name, block):
+        if isinstance(value, PLAIN):
+            found[path] = value
+        elif isinstance(value, (float, complex)):
+            found[path] = repr(value)  # NaN equals itself
+        elif first is not None:
+            found.setdefault(path, id(value))
+        else:
+            found[path] = _token(value, reach)
+    return found | shared_generators()
 
 
 def shared_generators() -> State:
@@ -123,31 +131,6 @@ def _generator_state(generator: Any) -> _GeneratorState:
         return _GeneratorState(kind, _dict_hash(generator.get_state(legacy=False)))
     bits = getattr(generator, "bit_generator", generator)
     return _GeneratorState(kind, _dict_hash(bits.state))
-
-
-@dataclass
-class _Walk:
-    """One walk; each object is visited at its first name."""
-
-    reach: Reach
-    found: State = field(default_factory=dict)
-    _seen: dict[int, Any] = field(default_factory=dict)  # keeps objects, so ids stay their own
-
-    def visit(self, name: str, value: Any) -> None:
-        """Note a value, and all that it reaches."""
-        left = [(name, value)]
-        while left:
-            path, one = left.pop()
-            if isinstance(one, PLAIN):
-                self.found[path] = one
-            elif isinstance(one, float):
-                self.found[path] = repr(one)  # NaN equals itself
-            elif id(one) in self._seen:
-                self.found.setdefault(path, id(one))
-            else:
-                self._seen[id(one)] = one
-                self.found[path] = _token(one, self.reach)
-                left += reversed(list(self.reach.parts(path, one)))
 
 
 def _token(value: Any, reach: Reach) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.format import Facts
+from weft.code.identity import CodeIdentity
 from weft.comm.text import all_gather_text
 from weft.config.lora import adapted_linears
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, label_of
@@ -36,6 +37,7 @@ def facts_of(
     samples: Samples,
     *,
     guard: Callable[[], GuardState] = GuardState,
+    code: Callable[[], CodeIdentity] = CodeIdentity,
     proof: ProofRecord | None = None,
 ) -> Callable[[int], Facts]:
     """Returns the facts of a checkpoint's manifest after a number of steps; see Note [There is no
@@ -43,6 +45,7 @@ def facts_of(
 
     Args:
         config: all keys of the run, as JSON.
+        code: of users, with what it has read so far, asked for at each save.
         proof: verdicts so far, read at each save.
     """
     plan = step.model.plan.model_dump(mode="json")
@@ -65,6 +68,7 @@ def facts_of(
             data=data,
             position=guard().position(num_steps, global_size=global_size),
             loss_scale=loss_scale,
+            code=dict(code().parts),
             proof=proof.facts() if proof is not None else {},
         )
 
@@ -178,4 +182,6 @@ def proof_event(proof: Mapping[str, Any]) -> Event:
         else:
             when = f"in {proof['seconds']:.1f} s"
         text = f"proved equal to one device, {proof['compared']:,} tensors at reduced size, {when}"
+        if proof.get("unhashed"):
+            text += f"; proved at each start, since code cannot be hashed: {proof['unhashed']}"
     return {"event": "proof", "text": text, **proof}

@@ -15,6 +15,7 @@ from weft.checkpoint.memory import MemorySnapshots, clean, room_problem, snapsho
 from weft.checkpoint.node_memory import NodeMemory, clean_node, snapshots_on_nodes
 from weft.checkpoint.remote import RemoteCopies
 from weft.checkpoint.transfer import ranks_without_folder
+from weft.code.identity import CODE_FILE
 from weft.comm.comm import Comm
 from weft.comm.text import broadcast_text, raise_on_all_ranks
 from weft.config.elastic import elastic_note
@@ -25,6 +26,7 @@ from weft.data.conversations import truncation_note
 from weft.data.order import batch_of_step
 from weft.data.samples import Samples
 from weft.models import FAMILIES
+from weft.models.code_of_run import code_of_run
 from weft.run.world import Attempt
 from weft.train.best import recorded_history
 from weft.train.build import RunSteps
@@ -106,12 +108,14 @@ def is_restart(attempt: Attempt | None) -> bool:
     return attempt is not None and attempt.restart is not None and attempt.restart.had_started
 
 
-def model_file(model: ModelSection) -> dict[str, str]:
-    """A copy of the model file of a user."""
+def code_files(model: ModelSection, optim: OptimConfig) -> dict[str, str]:
+    """The identity of users' code, and a copy of a model file."""
+    code = code_of_run(model.name, optim.name)
+    files = {CODE_FILE: code.to_json()} if code.parts else {}
     text: str | None = getattr(FAMILIES[model.name], "text", None)
-    if text is None:
-        return {}
-    return {"model.py": text}
+    if text is not None:
+        files["model.py"] = text
+    return files
 
 
 def start_events(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,30 +11,13 @@ from typing import Any
 
 from torch import nn
 
-import weft
-
-LIBRARIES = frozenset({"torch", "numpy", "transformers", "weft"})
-"""Packages whose code is not a user's, though modules of a model are theirs."""
-PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-OWN_FOLDERS = (str(Path(weft.__file__).parent), sysconfig.get_paths()["stdlib"])
-WITHOUT_FILE = ("<frozen", "<string>", "<attrs", "<__array_function__")
+from weft.code.users_files import LIBRARIES, is_users_file
 
 
 def packages_of(blocks: Iterable[nn.Module]) -> frozenset[str]:
     """Top-level packages that define modules of a model: of installed ones, too, they are users'."""
     found = {type(module).__module__ for block in blocks for module in block.modules()}
     return frozenset(name.partition(".")[0] for name in found) - LIBRARIES
-
-
-@functools.lru_cache(maxsize=4096)
-def is_users_file(name: str, packages: frozenset[str]) -> bool:
-    """Whether a file of code belongs to a model: it is not installed, or in one of these packages."""
-    parts = Path(name).parts
-    for folder in PACKAGE_FOLDERS:
-        if folder in parts[:-1]:
-            package = parts[parts.index(folder) + 1]
-            return package.removesuffix(".py") in packages
-    return not name.startswith((*OWN_FOLDERS, *WITHOUT_FILE))
 
 
 @dataclass

@@ -1,0 +1,184 @@
+"""One identity of the code of a run: digests of its parts by name, and what differs between two. No torch.
+
+class Layer (my_model.py)      code of the class and its methods      module my_model.py    its source file
+function blocks (my_model.py)  code, what it closes over, defaults    package einops        version
+variable SIZES (my_model.py)   its value                              environment variable SCALE, file table.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weft.code.graph import CodeGraph
+from weft.code.reachable import Reach
+from weft.code.reads import Reads, digest_of_file, digest_of_variable
+from weft.code.sources import source_digests, version_of
+from weft.code.values import short_digest
+from weft.small_files import UnreadableFile, read_json_object
+
+CODE_FILE = "code.json"
+"""File of a run folder: the identity of its code."""
+MAX_FILE_BYTES = 2**24
+PYTHON = "python"
+VARIABLE, FILE, MODULE, PACKAGE = "environment variable ", "file ", "module ", "package "
+NOT_COMPARED = (PYTHON, PACKAGE)
+"""Parts that another installation may change without another model."""
+
+
+@dataclass(frozen=True)
+class CodeIdentity:
+    """Digests of the parts of some code.
+
+    Attributes:
+        parts: name of a part -> its digest; equal in all processes that have the same code.
+        unknown: what could not be hashed, and why; where there is any, equal parts say little.
+    """
+
+    parts: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str | None:
+        """Of all parts; None where some code could not be hashed."""
+        if self.unknown:
+            return None
+        text = "\n".join(f"{name}: {digest}" for name, digest in sorted(self.parts.items()))
+        return short_digest(text.encode())
+
+    def to_json(self) -> str:
+        """As the file of a run folder has it, one part a line."""
+        record = {"parts": dict(sorted(self.parts.items())), "unknown": self.unknown}
+        return json.dumps(record, indent=1) + "\n"
+
+    def __or__(self, other: CodeIdentity) -> CodeIdentity:
+        """Of both."""
+        unknown = dict.fromkeys((*self.unknown, *other.unknown))
+        return CodeIdentity({**self.parts, **other.parts}, tuple(unknown))
+
+
+def identity_of(
+    values: Mapping[str, Any],
+    *,
+    module: str,
+    packages: frozenset[str] = frozenset(),
+) -> CodeIdentity:
+    """The identity of some values and of all code and values that they reach.
+
+    Args:
+        values: by the names that a user gave them.
+        module: in which they have these names.
+        packages: installed ones whose code is a user's.
+    """
+    graph = CodeGraph(Reach(packages, most_items=math.inf))
+    for name, value in sorted(values.items()):
+        graph.add(name, value, module)
+    graph.add_patches()
+    parts = {
+        PYTHON: f"{sys.version_info.major}.{sys.version_info.minor}",
+        **source_digests(graph.modules, graph.lazy, packages),
+        **graph.digests(),
+    }
+    versions = {f"{PACKAGE}{name}": version_of(name) for name in sorted(graph.packages - packages)}
+    unversioned = [f"{name} has no version" for name, version in versions.items() if not version]
+    parts.update({name: version for name, version in versions.items() if version})
+    return CodeIdentity(parts, (*graph.unknown, *unversioned))
+
+
+def identity_of_reads(reads: Reads, folder: Path | None) -> CodeIdentity:
+    """The identity of what code has read so far.
+
+    Args:
+        folder: below which files have relative names: that of the model's file.
+    """
+    parts = {f"{VARIABLE}{name}": digest for name, digest in reads.variables.items()}
+    for name, digest in reads.files.items():
+        parts[f"{FILE}{_relative(Path(name), folder)}"] = digest
+    return CodeIdentity(parts, tuple(reads.unknown))
+
+
+def _relative(path: Path, folder: Path | None) -> Path:
+    if folder is None or not path.is_relative_to(folder):
+        return path
+    return path.relative_to(folder)
+
+
+def stored_parts(folder: Path) -> dict[str, str]:
+    """The parts of the code of the run in a folder; none of runs that have stored none."""
+    try:
+        stored = read_json_object(folder / CODE_FILE, max_bytes=MAX_FILE_BYTES)
+    except (UnreadableFile, ValueError):
+        return {}
+    parts = stored.get("parts")
+    return (
+        {str(name): str(digest) for name, digest in parts.items()}
+        if isinstance(parts, dict)
+        else {}
+    )
+
+
+def changed_parts(
+    stored: Mapping[str, str],
+    current: CodeIdentity,
+    *,
+    folder: Path | None,
+) -> tuple[str, ...]:
+    """Names of parts of stored code that are others now, as messages name them.
+
+    Packages may have been updated meanwhile. Byte code of another Python is not compared: sources,
+    variables of the environment and files are. Of these, stored ones are looked up now, too, as the
+    current process may not have read them yet.
+
+    Args:
+        folder: of the model's file.
+    """
+    same_python = stored.get(PYTHON) == current.parts.get(PYTHON)
+    now = {**current.parts, **dict(_reads_now(stored.keys() - current.parts.keys(), folder))}
+    names = sorted(stored.keys() | now.keys())
+    found = [
+        name for name in names if _is_compared(name, same_python) and _differs(name, stored, now)
+    ]
+    places = {match[1] for name in found if (match := re.search(r"\((.*)\)", name))}
+    return tuple(
+        f"{FILE}{Path(name.removeprefix(FILE)).name}" if name.startswith(FILE) else name
+        for name in found
+        if name.removeprefix(MODULE) not in places
+    )
+
+
+def _is_compared(name: str, same_python: bool) -> bool:
+    if name.startswith(NOT_COMPARED):
+        return False
+    return same_python or name.startswith((MODULE, VARIABLE, FILE))
+
+
+def _differs(name: str, stored: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether a part is another one; what only one of two runs has read changed nothing alone."""
+    if name.startswith(VARIABLE) and name not in stored:
+        return False
+    if name.startswith(FILE) and name not in stored:
+        last = Path(name).name
+        others = [
+            stored[other] for other in stored if other.startswith(FILE) and Path(other).name == last
+        ]
+        return bool(others) and now[name] not in others
+    return stored.get(name) != now.get(name)
+
+
+def _reads_now(names: Iterable[str], folder: Path | None) -> Iterator[tuple[str, str]]:
+    """Current digests of variables and files that this process may not have read."""
+    for name in names:
+        if name.startswith(VARIABLE):
+            yield name, digest_of_variable(os.environ.get(name.removeprefix(VARIABLE)))
+        elif name.startswith(FILE):
+            try:
+                yield name, digest_of_file(str((folder or Path()) / name.removeprefix(FILE)))
+            except ValueError:
+                continue

@@ -1,0 +1,134 @@
+"""Values of objects whose class is not a user's: numbers, arrays, tensors, generators, what pickle would write. No torch."""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+import io
+import os
+import sys
+import threading
+import weakref
+from dataclasses import dataclass
+from types import (
+    BuiltinFunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+from weft.errors import type_and_message
+
+DIGITS = 16
+DESCRIPTORS = (
+    *(GetSetDescriptorType, MemberDescriptorType, MethodDescriptorType),
+    *(WrapperDescriptorType, MethodWrapperType),
+)
+WITHOUT_VALUE = (type(threading.Lock()), type(threading.RLock()), type(os.environ))
+"""Locks change no number; lookups in the environment are recorded, see `weft.code.reads`."""
+
+
+class NoValueError(Exception):
+    """An object has no value that is equal in another process."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """What is hashed of an object.
+
+    Attributes:
+        text: its own value, equal in every process.
+        parts: further values that it consists of.
+    """
+
+    text: str
+    parts: tuple[tuple[str, Any], ...] = ()
+
+
+def short_digest(content: bytes | memoryview) -> str:
+    """SHA-256, shortened."""
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
+
+
+def kind_of(value: Any) -> str:
+    """The name of a value's class."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def value_of(value: Any) -> Value:
+    """The value of an object that has no parts of its own.
+
+    Raises:
+        NoValueError: it has none that is equal in another process.
+    """
+    kind = kind_of(value)
+    if isinstance(value, WITHOUT_VALUE):
+        return Value(kind)
+    if isinstance(value, DESCRIPTORS):
+        return Value(f"{kind} {getattr(value, '__qualname__', value.__name__)}")
+    if isinstance(value, BuiltinFunctionType):
+        owner = value.__self__
+        is_global = owner is None or hasattr(owner, "__spec__")
+        name = f"{kind} {value.__module__}.{value.__qualname__}"
+        return Value(name, () if is_global else (("self", owner),))
+    if isinstance(value, weakref.ref):
+        return Value(kind, (("referent", value()),))
+    if isinstance(value, threading.local):
+        return Value(kind, (("values", dict(vars(value))),))
+    if isinstance(value, io.IOBase) and not value.closed and value.writable():
+        return Value(kind)
+    return _array_value(value) or _tensor_value(value) or _pickled(value)
+
+
+def _array_value(value: Any) -> Value | None:
+    """Of an array of NumPy."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return None
+    text = f"{kind_of(value)} {value.dtype.str} {value.shape}"
+    if value.dtype.hasobject:
+        return Value(text, (("entries", value.tolist()),))
+    if value.dtype.fields:
+        text = f"{text} {value.dtype.descr}"
+    return Value(f"{text} {short_digest(value.tobytes())}")
+
+
+def _tensor_value(value: Any) -> Value | None:
+    """Of a tensor with values, or on the meta device; the state of a generator.
+
+    A parameter that is trained is its type and shape: its values are the state of a run, not code.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "Tensor"):
+        return None
+    if isinstance(value, torch.Generator):
+        return Value(kind_of(value), (("state", value.get_state()),))
+    if not isinstance(value, torch.Tensor):
+        return None
+    is_trained = isinstance(value, torch.nn.Parameter) and value.requires_grad
+    text = f"{kind_of(value)} {value.dtype} {tuple(value.shape)} {value.requires_grad}"
+    if is_trained or value.is_meta:
+        return Value(text)
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        raise NoValueError(f"a tensor of the class {kind_of(value)}, {value.layout}")
+    flat = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return Value(f"{text} {short_digest(flat.numpy().data)}")
+
+
+def _pickled(value: Any) -> Value:
+    """What pickle would write of an object, as values that are hashed like all others."""
+    reducer = copyreg.dispatch_table.get(type(value))
+    try:
+        reduced = reducer(value) if reducer is not None else value.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return Value(f"{kind_of(value)} {reduced}")
+        function, arguments, *rest = reduced
+        items = [list(each or ()) for each in rest[1:3]]
+    except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, in its own way
+        raise NoValueError(f"{kind_of(value)}: {type_and_message(error)}") from None
+    parts = (("made by", function), ("arguments", arguments), ("state", rest[:1] + items))
+    return Value(kind_of(value), parts)
