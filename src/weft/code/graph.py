@@ -44,6 +44,8 @@ PATCHED = ("torch", "torch.nn.functional", "torch.nn.init", "torch.Tensor", "tor
 """Where functions of users are looked for in any case: all modules of a library compute by these."""
 SKIPPED = frozenset({"_abc_impl"})
 """Attributes of classes that only cache."""
+MOST_CHARS = 200
+"""Longer paths of values are hashed."""
 CALLABLE = (FunctionType, BuiltinFunctionType, type, functools.partial)
 """What attributes of libraries are hashed by name, as anything may be put in their place."""
 UNSEEN = frozenset({"globals", "eval", "exec"})
@@ -119,7 +121,7 @@ class CodeGraph:
     def _label(self, part: str, name: str, node: Any) -> str:
         """The label of a node, which is visited later where it is new."""
         value = node.value if isinstance(node, _Variable) else node
-        place = (name, repr(value) if isinstance(value, PLAIN) else id(value))
+        place = (name, repr(value) if type(value) in PLAIN else id(value))
         if place not in self._labels:
             self._counts[name] += 1
             number = self._counts[name]
@@ -243,6 +245,8 @@ class CodeGraph:
         """A node, or the variable that holds a value."""
         if isinstance(value, ModuleType):
             return f"module {module_label(value.__name__)}"  # what is used of it follows
+        if isinstance(value, BuiltinFunctionType) and not value_of(value).parts:
+            return value_of(value).text
         return self._node_label(value) or self._variable_label(name, value, module)
 
     def _used_of_module(self, module: ModuleType, names: set[str], seen: set[int]) -> Iterator[str]:
@@ -319,6 +323,10 @@ class CodeGraph:
 
     def _inner_parts(self, path: str, value: Any) -> Parts:
         """Parts of a value that is no node."""
+        if (
+            len(path) > MOST_CHARS
+        ):  # of chains: the texts would grow with the square of their length
+            path = short_digest(path.encode())
         if isinstance(value, (set, frozenset)) or self._node_label(value) is not None:
             return
         if isinstance(value, FunctionType):  # of a library, made when it was called: a wrapper

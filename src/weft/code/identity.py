@@ -7,12 +7,13 @@ variable SIZES (my_model.py)   its value                              environmen
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,14 @@ def identity_of(
     """The identity of some values and of all code and values that they reach.
 
     Args:
-        values: by the names that a user gave them.
+        values: by the names that a user gave them; None: there is none.
         module: in which they have these names.
         packages: installed ones whose code is a user's.
     """
     graph = CodeGraph(Reach(packages, most_items=math.inf))
     for name, value in sorted(values.items()):
-        graph.add(name, value, module)
+        if value is not None:
+            graph.add(name, value, module)
     graph.add_patches()
     parts = {
         PYTHON: f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -145,12 +147,26 @@ def changed_parts(
     found = [
         name for name in names if _is_compared(name, same_python) and _differs(name, stored, now)
     ]
-    places = {match[1] for name in found if (match := re.search(r"\((.*)\)", name))}
-    return tuple(
-        f"{FILE}{Path(name.removeprefix(FILE)).name}" if name.startswith(FILE) else name
-        for name in found
-        if name.removeprefix(MODULE) not in places
-    )
+    return tuple(map(_shown, _without_sources(found)))
+
+
+def _without_sources(names: Sequence[str]) -> Iterator[str]:
+    """All but modules and source files of which a class, function or variable is named, too."""
+    places = {match[1] for name in names if (match := re.search(r"\((.*)\)", name))}
+    files = {f"{place.removesuffix('.py').rpartition('.')[2]}.py" for place in places}
+    for name in names:
+        is_named = name.startswith(FILE) and _file_name(name) in files
+        if not is_named and name.removeprefix(MODULE) not in places:
+            yield name
+
+
+def _shown(name: str) -> str:
+    return f"{FILE}{_file_name(name)}" if name.startswith(FILE) else name
+
+
+def _file_name(name: str) -> str:
+    """The last name of the path of a part that is a file."""
+    return Path(name.removeprefix(FILE)).name
 
 
 def _is_compared(name: str, same_python: bool) -> bool:
@@ -160,16 +176,21 @@ def _is_compared(name: str, same_python: bool) -> bool:
 
 
 def _differs(name: str, stored: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether a part is another one; what only one of two runs has read changed nothing alone."""
-    if name.startswith(VARIABLE) and name not in stored:
-        return False
-    if name.startswith(FILE) and name not in stored:
-        last = Path(name).name
-        others = [
-            stored[other] for other in stored if other.startswith(FILE) and Path(other).name == last
-        ]
-        return bool(others) and now[name] not in others
-    return stored.get(name) != now.get(name)
+    """Whether a part is another one. What only one of two runs has read changed nothing alone, and
+    files may lie elsewhere: those of one name are compared.
+    """
+    if name.startswith(VARIABLE):
+        return name in stored and stored[name] != now.get(name, stored[name])
+    if not name.startswith(FILE):
+        return stored.get(name) != now.get(name)
+    if name in stored and name in now:
+        return stored[name] != now[name]
+    digest, others = (stored[name], now) if name in stored else (now[name], stored)
+    last = _file_name(name)
+    same = [
+        others[other] for other in others if other.startswith(FILE) and _file_name(other) == last
+    ]
+    return bool(same) and digest not in same
 
 
 def _reads_now(names: Iterable[str], folder: Path | None) -> Iterator[tuple[str, str]]:
@@ -178,7 +199,7 @@ def _reads_now(names: Iterable[str], folder: Path | None) -> Iterator[tuple[str,
         if name.startswith(VARIABLE):
             yield name, digest_of_variable(os.environ.get(name.removeprefix(VARIABLE)))
         elif name.startswith(FILE):
-            try:
-                yield name, digest_of_file(str((folder or Path()) / name.removeprefix(FILE)))
-            except ValueError:
-                continue
+            path = (folder or Path()) / name.removeprefix(FILE)
+            with contextlib.suppress(ValueError):  # it has no digest
+                if path.exists():
+                    yield name, digest_of_file(str(path))

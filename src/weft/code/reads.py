@@ -30,8 +30,8 @@ from weft.code.users_files import OWN_FOLDERS, is_users_file, package_of_file
 from weft.code.values import DIGITS, short_digest
 
 SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
-COMPILERS = ("/torch/_inductor/", "/torch/_dynamo/", "/triton/")
-"""What they read are their own caches."""
+FOR_THEMSELVES = ("/torch/_inductor/", "/torch/_dynamo/", "/triton/", "/linecache.py")
+"""What they read, for whoever: caches of compilers, and lines for messages."""
 STARTS = frozenset({"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system"})
 CONNECTS = frozenset({"socket.connect", "urllib.Request"})
 LINKS = "ctypes.dlopen"
@@ -136,7 +136,7 @@ class Reads:
         """Whether the code of this file decides whose read it is."""
         if is_users_file(file, self.packages) or file.startswith(WEFT):
             return True
-        if any(part in file for part in COMPILERS):
+        if any(part in file for part in FOR_THEMSELVES):
             return True
         return bool(package_of_file(file)) and not libraries
 

@@ -280,14 +280,15 @@ def _changed_file(sources: _Sources, families: Families, values: Flat) -> Iterat
     current = getattr(family, "digest", None)
     if current in (None, values.get(DIGEST)):
         return
-    what = f"the model file has changed since the run started (now {current})"
+    what = "the model file has changed since the run started"
     if sources.run_folder is not None:
         folder = file_folder(sources.model.name)
         names = changed_parts(
             stored_parts(sources.run_folder), getattr(family, "code", CodeIdentity()), folder=folder
         )
         what = f"{what}: {', '.join(names)}" if names else what
-    yield Fault(DIGEST, what, got=str(values[DIGEST]), fix="restore it, or start a new run")
+    fix = "restore it, or start a new run"
+    yield Fault(DIGEST, what, got=current, need=str(values[DIGEST]), fix=fix)
 
 
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
