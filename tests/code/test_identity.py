@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import cloudpickle
 import pytest
 import torch
 
@@ -171,6 +172,17 @@ def test_equal_code_is_equal(notebook, before):
     assert notebook.identity().parts == before.parts
     moved = notebook.identity(f"# a comment\n\n{CELL}\nUNUSED = 3\n")
     assert moved.parts == before.parts
+
+
+def test_code_that_was_sent_to_another_process_is_equal(notebook):
+    """As weft.train sends a model to the process of its run."""
+    before = notebook.identity(CELL.replace("with LOCK:", "if True:"))
+    module = sys.modules["notebook"]
+    cloudpickle.register_pickle_by_value(module)
+    sent = cloudpickle.loads(cloudpickle.dumps({"Config": module.Config, "blocks": module.blocks}))
+    cloudpickle.unregister_pickle_by_value(module)
+    assert sent["blocks"] is not module.blocks
+    assert identity_of(sent, module="notebook").parts == before.parts
 
 
 def test_swapped_closures_differ(notebook, before):

@@ -146,15 +146,22 @@ class CodeGraph:
 
     def _function_label(self, function: FunctionType) -> str | None:
         module, name = function.__module__, function.__qualname__
-        if self.reach.is_users_function(function):
+        if self._is_users(function):
             self._note_module(module)
             label = f"function {name} ({module_label(module)})"
             return self._label(owner_label("function", name, module), label, function)
         self._note_package(function.__code__.co_filename)
-        if self.reach.is_users_name(module) or _global_value(function) is not function:
-            return None  # a library has made it around a user's, or for one call
+        if COMPILED in own_dict(function) or _global_value(function) is not function:
+            return None  # a library has made it, for one call
         self._note_library(module)
         return f"library {module}.{name}"
+
+    def _is_users(self, function: FunctionType) -> bool:
+        """Whether a function is a user's, or was made by a library in its place, as decorators do."""
+        if COMPILED in own_dict(function):
+            return False
+        name = function.__module__ or "builtins"
+        return self.reach.is_users_function(function) or self.reach.is_users_name(name)
 
     def _class_label(self, kind: type) -> str:
         module, name = module_of(kind), kind.__qualname__
@@ -297,9 +304,10 @@ class CodeGraph:
     def _token(self, part: str, value: Any) -> str:
         """What is known of a value, apart from its parts."""
         if isinstance(value, PLAIN):
-            base = next(kind for kind in PLAIN if isinstance(value, kind))
-            text = repr(value) if type(value) is base else base.__repr__(value)
-            return text if type(value) is base else f"{self._class_label(type(value))} {text}"
+            if type(value) in PLAIN:
+                return repr(value)
+            base: Any = next(kind for kind in PLAIN if isinstance(value, kind))
+            return f"{self._class_label(type(value))} {base.__repr__(value)}"
         label = self._node_label(value)
         if label is not None:
             return label

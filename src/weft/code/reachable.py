@@ -135,7 +135,7 @@ class Reach:
                 yield from own_parts(value)
                 yield from globals_of(value)
             elif is_wrapper(value):
-                yield path, value.__wrapped__
+                yield path, own_dict(value)["__wrapped__"]
         elif isinstance(value, MethodType):
             yield path, value.__self__
             yield path, value.__func__
@@ -202,7 +202,7 @@ def _items(path: str, value: Any) -> Parts:
         yield from ((f"{path}[{place}]", item) for place, item in enumerate(value))
         return
     for place, (key, item) in enumerate(list(value.items())):
-        if isinstance(key, PLAIN):
+        if type(key) in PLAIN:
             yield f"{path}[{key!r}]", item
         else:
             yield f"{path} key {place}", key
@@ -214,6 +214,8 @@ def attributes(path: str, value: Any) -> Parts:
     for name, item in list(own_dict(value).items()):
         if not name.startswith("__") or isinstance(item, FunctionType):
             yield f"{path}.{name}", item
+    if isinstance(value, (type, FunctionType, ModuleType)):
+        return
     for name, slot in _slots_of(type(value)):
         try:
             yield f"{path}.{name}", slot.__get__(value)
@@ -221,7 +223,6 @@ def attributes(path: str, value: Any) -> Parts:
             continue
 
 
-@functools.lru_cache(maxsize=256)
 def _slots_of(kind: type) -> tuple[tuple[str, MemberDescriptorType], ...]:
     """The `__slots__` of a class and its bases."""
     found = {
