@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.input.test_model_files import GOOD
+from tests.input.test_model_files import FORWARD, GOOD
 from weft.checkpoint.resume import _model_changes
 from weft.code.identity import CodeIdentity, changed_parts
 from weft.code.reads import Reads
@@ -101,12 +101,12 @@ READING = (
     "import json, os, pathlib\nimport outside\n"
     "DEPTH = json.loads((pathlib.Path(__file__).parent / 'table.json').read_text())\n"
 )
-FORWARD = "return x + self.down(F.relu(self.up(x))) * float(os.environ['SCALE']) * outside.FACTOR"
+OUTSIDE = f"{FORWARD} * outside.FACTOR"
 
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """A model that reads a file when it is imported, a variable in its forward, and a module elsewhere."""
+    """A model that reads a file when it is imported, a variable when it is built, a module elsewhere."""
 
     def write(*, file="[1]", variable="1", outside="FACTOR = 1\n", text=""):
         for name in [*sys.modules]:
@@ -118,11 +118,12 @@ def model(tmp_path, monkeypatch):
         monkeypatch.setenv("SCALE", variable)
         monkeypatch.syspath_prepend(str(tmp_path / "other"))
         path = tmp_path / "reader.py"
-        forward = "return x + self.down(F.relu(self.up(x)))"
-        path.write_text(READING + GOOD.replace(forward, FORWARD) + text)
+        scaled = GOOD.replace("self.calls = 0", "self.calls = float(os.environ['SCALE'])")
+        path.write_text(READING + scaled.replace(FORWARD, OUTSIDE) + text)
         with FAMILIES.restored():
-            run = load_checked_run([str(path)])
-            return run.model, code_of_run(run.model.name, "adamw")
+            section = load([str(path)], FAMILIES).model
+            FAMILIES[section.name].facts(section)  # builds it
+            return section, code_of_run(section.name, "adamw")
 
     return write
 
@@ -141,6 +142,33 @@ def test_the_identity_of_a_run_names_what_its_model_reads(model):
     for other, part in changes:
         assert other.digest != first.digest
         assert part in changed_parts(first.parts, other, folder=None)
+
+
+def test_what_a_forward_reads_is_recorded_by_the_checks_of_the_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCALE", "1")
+    path = tmp_path / "scaled.py"
+    path.write_text(
+        "import os\n" + GOOD.replace(FORWARD, f"{FORWARD} * float(os.environ['SCALE'])")
+    )
+    with FAMILIES.restored():
+        run = load_checked_run([str(path)])
+        assert "environment variable SCALE" in code_of_run(run.model.name, "adamw").parts
+
+
+def test_the_code_of_an_optimizer_counts(tmp_path):
+    text = (
+        "import weft\nRATE = 1\nclass Mine(weft.Optimizer):\n    def direction(self): return RATE\n"
+    )
+    found = []
+    for number, rate in enumerate((1, 1, 2)):
+        path = tmp_path / str(number) / "mine.py"
+        path.parent.mkdir()
+        path.write_text(text.replace("RATE = 1", f"RATE = {rate}"))
+        found.append(code_of_run("llama3", f"{path}:Mine"))
+    first, same, other = found
+    assert first.digest == same.digest
+    assert changed_parts(first.parts, other, folder=None) == ("variable RATE (mine.py)",)
+    assert code_of_run("llama3", "adamw") == CodeIdentity()
 
 
 def test_a_resume_names_the_code_that_differs(model, tmp_path):

@@ -38,7 +38,7 @@ from weft.code.reachable import (
     own_parts,
 )
 from weft.code.users_files import package_of_file
-from weft.code.values import NoValueError, Value, kind_of, short_digest, value_of
+from weft.code.values import WITHOUT_VALUE, NoValueError, Value, kind_of, short_digest, value_of
 
 PATCHED = ("torch", "torch.nn.functional", "torch.nn.init", "torch.Tensor", "torch.nn.Module")
 """Where functions of users are looked for in any case: all modules of a library compute by these."""
@@ -313,6 +313,8 @@ class CodeGraph:
             return label
         if isinstance(value, (set, frozenset)):
             return f"{kind_of(value)} {self._set_items(part, value)}"
+        if isinstance(value, WITHOUT_VALUE):
+            return kind_of(value)
         if isinstance(value, CONTAINERS):
             return f"{kind_of(value)} {len(value)}"
         if isinstance(value, FunctionType) or self.reach.follows(value):
@@ -335,7 +337,10 @@ class CodeGraph:
             len(path) > MOST_CHARS
         ):  # of chains: the texts would grow with the square of their length
             path = short_digest(path.encode())
-        if isinstance(value, (set, frozenset)) or self._node_label(value) is not None:
+        if (
+            isinstance(value, (set, frozenset, *WITHOUT_VALUE))
+            or self._node_label(value) is not None
+        ):
             return
         if isinstance(value, FunctionType):  # of a library, made when it was called: a wrapper
             yield from _parts_of_wrapper(path, value)

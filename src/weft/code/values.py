@@ -12,6 +12,8 @@ import weakref
 from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
+    CodeType,
+    GeneratorType,
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodDescriptorType,
@@ -20,6 +22,7 @@ from types import (
 )
 from typing import Any
 
+from weft.code.bytecode import code_text
 from weft.errors import type_and_message
 
 DIGITS = 16
@@ -75,6 +78,10 @@ def value_of(value: Any) -> Value:
         is_global = owner is None or hasattr(owner, "__spec__")
         name = f"{kind} {value.__module__}.{value.__qualname__}"
         return Value(name, () if is_global else (("self", owner),))
+    if isinstance(value, CodeType):
+        return Value(code_text(value))
+    if isinstance(value, GeneratorType):
+        return _generator_value(value)
     if isinstance(value, weakref.ref):
         return Value(kind, (("referent", value()),))
     if isinstance(value, threading.local):
@@ -82,6 +89,15 @@ def value_of(value: Any) -> Value:
     if isinstance(value, io.IOBase) and not value.closed and value.writable():
         return Value(kind)
     return _array_value(value) or _tensor_value(value) or _pickled(value)
+
+
+def _generator_value(value: GeneratorType[Any, Any, Any]) -> Value:
+    """Where a generator is, and its variables."""
+    frame = value.gi_frame
+    if frame is None:
+        return Value(f"{kind_of(value)} at its end")
+    text = f"{kind_of(value)} {code_text(value.gi_code)} at {frame.f_lasti}"
+    return Value(text, (("variables", dict(frame.f_locals)),))
 
 
 def _array_value(value: Any) -> Value | None:
@@ -109,12 +125,14 @@ def _tensor_value(value: Any) -> Value | None:
         return Value(kind_of(value), (("state", value.get_state()),))
     if not isinstance(value, torch.Tensor):
         return None
+    if value.is_nested or value.layout is not torch.strided:
+        raise NoValueError(f"a tensor of the class {kind_of(value)}, {value.layout}")
     is_trained = isinstance(value, torch.nn.Parameter) and value.requires_grad
     text = f"{kind_of(value)} {value.dtype} {tuple(value.shape)} {value.requires_grad}"
     if is_trained or value.is_meta:
         return Value(text)
-    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
-        raise NoValueError(f"a tensor of the class {kind_of(value)}, {value.layout}")
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise NoValueError(f"a tensor of the class {kind_of(value)}")
     flat = value.detach().cpu().contiguous().flatten().view(torch.uint8)
     return Value(f"{text} {short_digest(flat.numpy().data)}")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
 from weft.code.identity import CodeIdentity, identity_of, identity_of_reads
 from weft.config.optimizers import is_user_class
 from weft.config.user_code import file_folder, load_module, load_object, reads_of
@@ -28,8 +31,14 @@ def code_of_run(model: str, optimizer: str) -> CodeIdentity:
 def _code_of_optimizer(name: str) -> CodeIdentity:
     """Of a user's optimizer class."""
     reference, _, class_name = name.rpartition(":")
-    optimizer = load_object(name, key=OPTIMIZER)
     module = load_module(reference, key=OPTIMIZER)
-    reads = reads_of(module)
-    code = identity_of({class_name: optimizer}, module=module.__name__, packages=reads.packages)
-    return code | identity_of_reads(reads, file_folder(reference))
+    optimizer = load_object(name, key=OPTIMIZER)
+    reads = identity_of_reads(reads_of(module), file_folder(reference))
+    return _code_of_class(optimizer, class_name, module) | reads
+
+
+@functools.lru_cache(maxsize=8)
+def _code_of_class(optimizer: type, name: str, module: ModuleType) -> CodeIdentity:
+    """Of a class, as it is when it is asked for first: training may change what it reaches."""
+    packages = reads_of(module).packages
+    return identity_of({name: optimizer}, module=module.__name__, packages=packages)
