@@ -38,7 +38,14 @@ from weft.code.reachable import (
     own_parts,
 )
 from weft.code.users_files import package_of_file
-from weft.code.values import WITHOUT_VALUE, NoValueError, Value, kind_of, short_digest, value_of
+from weft.code.values import (
+    WITHOUT_VALUE,
+    HashedValue,
+    NoValueError,
+    kind_of,
+    short_digest,
+    value_of,
+)
 
 PATCHED = ("torch", "torch.nn.functional", "torch.nn.init", "torch.Tensor", "torch.nn.Module")
 """Where functions of users are looked for in any case: all modules of a library compute by these."""
@@ -84,7 +91,7 @@ class CodeGraph:
     _counts: Counter[str] = field(default_factory=Counter)
     _waiting: deque[tuple[str, str, Any]] = field(default_factory=deque)
     _kept: list[Any] = field(default_factory=list)  # so that ids stay their own
-    _values: dict[int, Value] = field(default_factory=dict)  # until their parts are visited
+    _values: dict[int, HashedValue] = field(default_factory=dict)  # until their parts are visited
     _scanned: set[int] = field(default_factory=set)
     _open_sets: set[int] = field(default_factory=set)
 

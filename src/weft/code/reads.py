@@ -31,7 +31,7 @@ from weft.code.values import DIGITS, short_digest
 
 SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
 FOR_THEMSELVES = ("/torch/_inductor/", "/torch/_dynamo/", "/triton/", "/linecache.py")
-"""What they read, for whoever: caches of compilers, and lines for messages."""
+"""They read caches of their own, and lines of sources for messages."""
 STARTS = frozenset({"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system"})
 CONNECTS = frozenset({"socket.connect", "urllib.Request"})
 LINKS = "ctypes.dlopen"

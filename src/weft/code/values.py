@@ -39,7 +39,7 @@ class NoValueError(Exception):
 
 
 @dataclass(frozen=True)
-class Value:
+class HashedValue:
     """What is hashed of an object.
 
     Attributes:
@@ -62,7 +62,7 @@ def kind_of(value: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def value_of(value: Any) -> Value:
+def value_of(value: Any) -> HashedValue:
     """The value of an object that has no parts of its own.
 
     Raises:
@@ -70,50 +70,50 @@ def value_of(value: Any) -> Value:
     """
     kind = kind_of(value)
     if isinstance(value, WITHOUT_VALUE):
-        return Value(kind)
+        return HashedValue(kind)
     if isinstance(value, DESCRIPTORS):
-        return Value(f"{kind} {getattr(value, '__qualname__', value.__name__)}")
+        return HashedValue(f"{kind} {getattr(value, '__qualname__', value.__name__)}")
     if isinstance(value, BuiltinFunctionType):
         owner = value.__self__
         is_global = owner is None or hasattr(owner, "__spec__")
         name = f"{kind} {value.__module__}.{value.__qualname__}"
-        return Value(name, () if is_global else (("self", owner),))
+        return HashedValue(name, () if is_global else (("self", owner),))
     if isinstance(value, CodeType):
-        return Value(code_text(value))
+        return HashedValue(code_text(value))
     if isinstance(value, GeneratorType):
         return _generator_value(value)
     if isinstance(value, weakref.ref):
-        return Value(kind, (("referent", value()),))
+        return HashedValue(kind, (("referent", value()),))
     if isinstance(value, threading.local):
-        return Value(kind, (("values", dict(vars(value))),))
+        return HashedValue(kind, (("values", dict(vars(value))),))
     if isinstance(value, io.IOBase) and not value.closed and value.writable():
-        return Value(kind)
+        return HashedValue(kind)
     return _array_value(value) or _tensor_value(value) or _pickled(value)
 
 
-def _generator_value(value: GeneratorType[Any, Any, Any]) -> Value:
+def _generator_value(value: GeneratorType[Any, Any, Any]) -> HashedValue:
     """Where a generator is, and its variables."""
     frame = value.gi_frame
     if frame is None:
-        return Value(f"{kind_of(value)} at its end")
+        return HashedValue(f"{kind_of(value)} at its end")
     text = f"{kind_of(value)} {code_text(value.gi_code)} at {frame.f_lasti}"
-    return Value(text, (("variables", dict(frame.f_locals)),))
+    return HashedValue(text, (("variables", dict(frame.f_locals)),))
 
 
-def _array_value(value: Any) -> Value | None:
+def _array_value(value: Any) -> HashedValue | None:
     """Of an array of NumPy."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return None
     text = f"{kind_of(value)} {value.dtype.str} {value.shape}"
     if value.dtype.hasobject:
-        return Value(text, (("entries", value.tolist()),))
+        return HashedValue(text, (("entries", value.tolist()),))
     if value.dtype.fields:
         text = f"{text} {value.dtype.descr}"
-    return Value(f"{text} {short_digest(value.tobytes())}")
+    return HashedValue(f"{text} {short_digest(value.tobytes())}")
 
 
-def _tensor_value(value: Any) -> Value | None:
+def _tensor_value(value: Any) -> HashedValue | None:
     """Of a tensor with values, or on the meta device; the state of a generator.
 
     A parameter that is trained is its type and shape: its values are the state of a run, not code.
@@ -122,7 +122,7 @@ def _tensor_value(value: Any) -> Value | None:
     if torch is None or not hasattr(torch, "Tensor"):
         return None
     if isinstance(value, torch.Generator):
-        return Value(kind_of(value), (("state", value.get_state()),))
+        return HashedValue(kind_of(value), (("state", value.get_state()),))
     if not isinstance(value, torch.Tensor):
         return None
     if value.is_nested or value.layout is not torch.strided:
@@ -130,23 +130,23 @@ def _tensor_value(value: Any) -> Value | None:
     is_trained = isinstance(value, torch.nn.Parameter) and value.requires_grad
     text = f"{kind_of(value)} {value.dtype} {tuple(value.shape)} {value.requires_grad}"
     if is_trained or value.is_meta:
-        return Value(text)
+        return HashedValue(text)
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise NoValueError(f"a tensor of the class {kind_of(value)}")
     flat = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return Value(f"{text} {short_digest(flat.numpy().data)}")
+    return HashedValue(f"{text} {short_digest(flat.numpy().data)}")
 
 
-def _pickled(value: Any) -> Value:
+def _pickled(value: Any) -> HashedValue:
     """What pickle would write of an object, as values that are hashed like all others."""
     reducer = copyreg.dispatch_table.get(type(value))
     try:
         reduced = reducer(value) if reducer is not None else value.__reduce_ex__(4)
         if isinstance(reduced, str):
-            return Value(f"{kind_of(value)} {reduced}")
+            return HashedValue(f"{kind_of(value)} {reduced}")
         function, arguments, *rest = reduced
         items = [list(each or ()) for each in rest[1:3]]
     except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, in its own way
         raise NoValueError(f"{kind_of(value)}: {type_and_message(error)}") from None
     parts = (("made by", function), ("arguments", arguments), ("state", rest[:1] + items))
-    return Value(kind_of(value), parts)
+    return HashedValue(kind_of(value), parts)
