@@ -18,7 +18,7 @@ SIZES = {
     "top_k": 2,
     "topk_group": 1,
     "n_group": 2,
-    "experts": 4,
+    "experts": 8,
     "expert_ffn": 8,
     "q_lora_rank": 6,
     "kv_lora_rank": 6,
@@ -27,9 +27,9 @@ SIZES = {
     "v_head_dim": 4,
     "window": 3,
 }
-"""Smallest sizes that are tried, by field. Fewer experts are visited than there are, else nothing would
-be balanced; the feed-forward part is wider than the residual stream, so that the bounds of ZeRO's
-shards cut matrices."""
+"""Smallest sizes that are tried, by field. A token visits few of the experts, else nothing would be
+balanced, and no expert could have more than twice the mean; the feed-forward part is wider than the
+residual stream, so that the bounds of ZeRO's shards cut matrices."""
 VOCAB = 256
 """Smallest vocabulary of weft's own models."""
 MOST_MULTIPLES = 24
@@ -125,12 +125,13 @@ def _smaller_schedule(run: Run) -> Run:
 def _smaller_model(run: Run) -> Run:
     """Fewer layers, then one field after the other at its smallest valid value."""
     run = with_fewer_layers(run, is_valid)
-    run = _first_valid(run, _head_choices(run))
+    own_heads = run
+    run = _with_fewer_heads(run, own_heads)
     for name, smallest in SIZES.items():
         current = run.model.architecture.get(name)
         if type(current) is int and current > smallest:
             run = _first_valid(run, _multiples(name, smallest, current))
-    run = _first_valid(run, _head_choices(run))
+    run = _with_fewer_heads(run, own_heads)
     run = _first_valid(run, _vocabularies(run))
     return _first_valid(run, _balanced(run))
 
@@ -165,21 +166,40 @@ def _multiples(
             yield {name: value}
 
 
-def _head_choices(run: Run) -> Iterator[dict[str, Any]]:
-    """Numbers of heads and the width, which depend on each other; grouped heads stay grouped."""
+def _with_fewer_heads(run: Run, own: Run) -> Run:
+    """The run with twice the fewest heads that its layout allows, or with the fewest: where a rank
+    has one head (or one of keys, which all its queries share), the order of heads does not matter.
+
+    Args:
+        own: the run with its own heads.
+    """
+    run = _first_valid(run, _head_choices(run))
+    sizes = run.model.architecture
+    fewest = sizes.get("kv_heads", sizes.get("heads", 0))
+    return _first_valid(run, _head_choices(own, at_least=2 * fewest))
+
+
+def _head_choices(run: Run, *, at_least: int = 1) -> Iterator[dict[str, Any]]:
+    """Numbers of heads and the width, which depend on each other; grouped heads stay grouped.
+
+    Args:
+        at_least: heads, or heads of keys where they are grouped.
+    """
     sizes = run.model.architecture
     if "dim" not in sizes:
         return
     largest_dim = sizes["dim"]
     if "heads" not in sizes:
         for dim in DIMS:
-            if dim < largest_dim:
+            if dim < largest_dim and at_least <= 1:
                 yield {"dim": dim}
         return
     most_heads = sizes["heads"]
     is_grouped = sizes.get("kv_heads", most_heads) < most_heads
     group_size = 2 if is_grouped else 1
     for kv_heads in HEADS:
+        if kv_heads < at_least:
+            continue
         num_heads = kv_heads * group_size
         if num_heads > most_heads:
             return

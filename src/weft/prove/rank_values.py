@@ -121,6 +121,8 @@ class RankValues:
                 self._compare_evaluation(record, event)
             elif event["event"] == "step":
                 self._compare_step(record, event)
+        for step, rate in record.rates.items():
+            self.found.number(record, Site.of_number(step, "update", "learning rate"), rate)
 
     def _compare_step(self, record: RankRecord, event: Event) -> None:
         step = int(event["step"])

@@ -116,6 +116,7 @@ class RankRecord:
         shards: geometry of the parameters here.
         events: events of the run.
         norm_operations: the newest operation before the update, by step.
+        rates: learning rates of the schedule, also of steps that are not trained; see `rated_steps`.
         resumed_after: step after which a checkpoint was read back.
         progress: where the rank is, or was when an error ended its run.
         error: that error.
@@ -130,9 +131,21 @@ class RankRecord:
     shards: Mapping[str, ParamShard] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     norm_operations: dict[int, Operation | None] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
     resumed_after: int | None = None
     progress: RecordProgress = field(default_factory=RecordProgress)
     error: BaseException | None = None
+
+
+MOST_RATES = 64
+
+
+def rated_steps(total: int) -> tuple[int, ...]:
+    """The steps, from 1, whose learning rates are compared: all of a short schedule, of a long one
+    some with equal distances and the last.
+    """
+    number = min(total, MOST_RATES)
+    return tuple(total * (index + 1) // number for index in range(number))
 
 
 def block_of(parameter: str) -> str:

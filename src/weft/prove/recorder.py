@@ -25,6 +25,7 @@ from weft.prove.record import (
     PartialGradient,
     RankRecord,
     Site,
+    rated_steps,
 )
 from weft.prove.report import Phase
 from weft.run.rank_status import Phase as StepPhase
@@ -139,6 +140,9 @@ class Recorder:
         for name, param in self.model.params.items():
             if param.requires_grad:
                 param.register_hook(partial(self._on_param_gradient, name))
+        schedule = training.step_range
+        for step in rated_steps(schedule.total):
+            self.record.rates[step] = schedule.learning_rate(step - 1)
         loader = RecordingLoader(**vars(training.loader), on_batches=self._on_batches)
         return replace(training, loader=loader, on_phase=self.on_phase)
 

@@ -25,6 +25,7 @@ from weft.prove.arithmetic import PLAIN, Perturbation
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.plain_preferences import LOSS, PlainPreferenceLoss, ReferenceModel
 from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step
+from weft.prove.record import rated_steps
 from weft.prove.reference_pass import ReferencePass
 from weft.prove.reference_trace import ReferenceTrace
 from weft.prove.subject import Task
@@ -183,7 +184,15 @@ class Reference:
         for _ in self.steps(num_steps):
             pass
         self._evaluate(num_steps)
+        self._keep_rates()
         return self.trace
+
+    def _keep_rates(self) -> None:
+        """The learning rates of the whole schedule, of which few steps are trained."""
+        total = self.task.steps
+        for step in rated_steps(total):
+            rate = plain_learning_rate(step - 1, self.task.optim, total)
+            self.trace.keep_number(step, "update", "learning rate", rate)
 
     def _evaluate(self, step: int) -> None:
         """The mean loss of some samples after the last step."""

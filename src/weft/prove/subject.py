@@ -40,9 +40,12 @@ from weft.run.world import Attempt
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import DPO, build_training, loss_family
 from weft.train.training import Training
+from weft.train.size_limits import SizeLimits
 
-MIN_SHARED_ENTRIES = 64
-"""Of a tensor whose writing replicas share: in the sizes of a proof all but vectors."""
+LIMITS = SizeLimits(shared_entries=64, bucket_bytes=4096)
+"""In the sizes of a proof replicas share the writing of all tensors but vectors, and gradients are
+reduced in several buckets.
+"""
 BATCHES = 2
 """Batches of different sequences, at the least."""
 UNCLIPPED = 1e6
@@ -322,7 +325,7 @@ class Subject:
             stop_requested=lambda: False,
             attempt=attempt,
             samples=self.samples,
-            min_shared_entries=MIN_SHARED_ENTRIES,
+            limits=LIMITS,
         )
 
     # texts of the report

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from weft.checkpoint.resume import AUTO
 from weft.checkpoint.saver import Saver
-from weft.checkpoint.state import MIN_SHARED_ENTRIES
 from weft.comm.comm import Comm
 from weft.comm.planned_groups import StepGroups
 from weft.comm.text import broadcast_text
@@ -48,6 +47,7 @@ from weft.train.step import TrainStep
 from weft.train.step_check import ProofRecord
 from weft.train.step_phases import report_blocks
 from weft.train.training import Training
+from weft.train.size_limits import OWN_LIMITS, SizeLimits
 from weft.train.training_parts import (
     Snapshots,
     build_digests,
@@ -103,9 +103,10 @@ def step_config(run: Run) -> StepConfig:
     )
 
 
-def build_step(run: Run, comm: Comm) -> TrainStep:
+def build_step(run: Run, comm: Comm, *, limits: SizeLimits = OWN_LIMITS) -> TrainStep:
     """The training step of a run on this rank; see `step_config` for its parameters."""
-    return build_configured_step(step_config(run), plan_of(run), comm)
+    plan = plan_of(run).model_copy(update={"bucket_bytes": limits.bucket_bytes})
+    return build_configured_step(step_config(run), plan, comm)
 
 
 def build_run_steps(
@@ -115,6 +116,7 @@ def build_run_steps(
     attempt: Attempt | None = None,
     samples: Samples | None = None,
     writes_references: bool = False,
+    limits: SizeLimits = OWN_LIMITS,
 ) -> RunSteps:
     """The steps of a run on this rank, initialised, or restored from the checkpoint that `resume`
     means or after a restart from the newest snapshot or checkpoint; every rank must call it.
@@ -142,7 +144,7 @@ def build_run_steps(
         resume = None
     else:
         resume = run.resume or AUTO
-    step = build_step(run.with_values({"resume": resume}), comm)
+    step = build_step(run.with_values({"resume": resume}), comm, limits=limits)
     start.restore(step, run.optim.model_dump(mode="json"))
     load = partial(
         build_data_loader,
@@ -189,7 +191,7 @@ def build_training(
     samples: Samples | None = None,
     proof: ProofRecord | None = None,
     makes_copies: bool = False,
-    min_shared_entries: int = MIN_SHARED_ENTRIES,
+    limits: SizeLimits = OWN_LIMITS,
 ) -> Training:
     """The training run of this rank, initialised or restored from the checkpoint that `resume`
     means; every rank calls it.
@@ -201,7 +203,7 @@ def build_training(
         proof: verdicts, for the records of the run.
         makes_copies: whether checkpoints are copied to `save.remote`; what only repeats a run leaves
             its URL alone.
-        min_shared_entries: of a tensor whose writing replicas share.
+        limits: sizes from which on tensors are handled another way.
 
     Raises:
         CheckpointError: the checkpoints that `resume` means are not valid, or of another run; the
@@ -219,6 +221,7 @@ def build_training(
         attempt=attempt,
         samples=samples,
         writes_references=True,
+        limits=limits,
     )
     step = steps.step
     start = steps.start
@@ -255,7 +258,7 @@ def build_training(
     saver = Saver(
         comm,
         run_folder,
-        state=lambda: replace(step.state(), min_shared_entries=min_shared_entries),
+        state=lambda: replace(step.state(), min_shared_entries=limits.shared_entries),
         facts=facts,
         every=run.save.every,
         keep=run.save.keep,

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from weft.prove.mutants import (
+    attention_faults,
+    bias_faults,
     composition_faults,
     context_faults,
     data_faults,
@@ -16,7 +18,12 @@ from weft.prove.mutants import (
     optimizer_faults,
     order_faults,
     pipeline_faults,
+    rate_faults,
     resume_faults,
+    router_faults,
+    sample_faults,
+    shard_faults,
+    stage_faults,
     tensor_faults,
     update_faults,
 )
@@ -36,6 +43,13 @@ LISTS: tuple[Sequence[Mutant], ...] = (
     order_faults.MUTANTS,
     data_faults.MUTANTS,
     resume_faults.MUTANTS,
+    attention_faults.MUTANTS,
+    bias_faults.MUTANTS,
+    stage_faults.MUTANTS,
+    router_faults.MUTANTS,
+    shard_faults.MUTANTS,
+    rate_faults.MUTANTS,
+    sample_faults.MUTANTS,
 )
 
 

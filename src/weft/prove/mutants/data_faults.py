@@ -111,11 +111,13 @@ class OtherInputWhenRecomputed:
             calls.append(True)
             return inner(x, batch)
 
-        block_copy = RecomputedBlock(_Calls(call), block.mode)
+        block_copy = RecomputedBlock(Calls(call), block.mode)
         return forward(block_copy, x, batch)
 
 
-class _Calls(torch.nn.Module):
+class Calls(torch.nn.Module):
+    """A module that calls a function."""
+
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
         self.call = call

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.errors import type_and_message
 from weft.prove.bounds import largest_difference
-from weft.prove.mutants.fault import MutantLayout
+from weft.prove.mutants.fault import ROW_FILES, MutantLayout
 from weft.prove.stored import stored_tensors
 from weft.prove.subject import ProofCase
 from weft.run.run_ranks import run_ranks
@@ -155,9 +156,15 @@ def _change(value: Tensor, right: Tensor) -> float:
     return largest_difference(value, right) / scale
 
 
-def layout_words(layout: MutantLayout, folder: Path) -> tuple[str, ...]:
+def layout_words(
+    layout: MutantLayout,
+    folder: Path,
+    *,
+    types: Literal["float64", "own"] = "float64",
+) -> tuple[str, ...]:
     """Arguments for the layout, with data files in `folder`."""
-    return layout.words(stream=str(folder / STREAM), documents=str(folder / DOCUMENTS))
+    stream, documents = str(folder / STREAM), str(folder / DOCUMENTS)
+    return layout.words(stream=stream, documents=documents, types=types)
 
 
 def user_words(layout: MutantLayout, folder: Path) -> tuple[str, ...]:
@@ -168,6 +175,9 @@ def user_words(layout: MutantLayout, folder: Path) -> tuple[str, ...]:
 STREAM = "stream.txt"
 DOCUMENTS = "documents.jsonl"
 NUM_DOCUMENTS = 400
+NUM_IDS = 4096
+MOST_IDS = 40_000
+"""More than 15 bits hold."""
 ALPHABET = "abcdefghijklm nopqrstuvwxyz äöüßéñçåøæŁżπ€字Я"
 """In UTF-8, so that bytes lie in all parts of the vocabulary."""
 
@@ -180,6 +190,19 @@ def write_texts(folder: Path) -> None:
     (folder / STREAM).write_text(stream, encoding="utf-8")
     lines = [f'{{"text": "{text}"}}\n' for text in documents]
     (folder / DOCUMENTS).write_text("".join(lines), encoding="utf-8")
+    turns = [_chat(question, answer) for question, answer in zip(documents[::2], documents[1::2], strict=True)]
+    (folder / ROW_FILES["chat"][0]).write_text("".join(turns), encoding="utf-8")
+    ids = torch.randint(0, MOST_IDS, (NUM_IDS,), generator=generator)
+    (folder / ROW_FILES["ids"][0]).write_bytes(ids.to(torch.uint16).numpy().tobytes())
+
+
+def _chat(question: str, answer: str) -> str:
+    """A line with two turns."""
+    turns = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    return json.dumps({"messages": turns}) + "\n"
 
 
 def _random_text(generator: torch.Generator) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -98,6 +99,9 @@ class ModuleFault:
 
 PlantedFault = CollectiveFault | FunctionFault | ModuleFault
 
+RowsKind = Literal["text", "chat", "ids"]
+"""text: a stream of bytes, or documents; chat: records with answers; ids: of a large vocabulary."""
+
 
 @dataclass(frozen=True)
 class MutantLayout:
@@ -110,6 +114,7 @@ class MutantLayout:
         documents: whether sequences are packed from short documents, so that numbers of targets
             differ.
         evaluates: whether the run evaluates every two steps.
+        rows: other data than text, of a file beside those of texts.
     """
 
     mesh: str
@@ -117,21 +122,30 @@ class MutantLayout:
     options: str = ""
     documents: bool = False
     evaluates: bool = False
+    rows: RowsKind = "text"
 
-    def words(self, *, stream: str, documents: str) -> tuple[str, ...]:
+    def words(
+        self,
+        *,
+        stream: str,
+        documents: str,
+        types: Literal["float64", "own"] = "float64",
+    ) -> tuple[str, ...]:
         """Arguments of `weft train` for a run that is small enough to train, in which the fault must
         have an effect.
 
         Args:
             stream, documents: files with text, and with short documents.
+            types: where the options have none; own: those of a run as users start it.
         """
-        words = [*self._data_words(stream, documents), *small_words(self.family)]
         options = shlex.split(self.options)
-        for key, value in DEFAULTS.items():
+        sizes = {**_by_key(small_words(self.family)), **DEFAULTS}
+        words = self._data_words(stream, documents)
+        for key, value in sizes.items():
             if key not in options:
                 words += (key, value)
         words += options
-        if not set(FLOAT64).intersection(options):
+        if types == "float64" and not set(FLOAT64).intersection(options):
             for key in FLOAT64:
                 words += (key, "float64")
         return tuple(words)
@@ -143,8 +157,13 @@ class MutantLayout:
         Args:
             stream, documents: as of `words`.
         """
-        sizes = (*USER_MODELS[self.family], *USER_SIZES)
-        return (*self._data_words(stream, documents), *sizes, *self._user_options())
+        options = tuple(self._user_options())
+        sizes = _by_key((*USER_MODELS[self.family], *USER_SIZES))
+        words = self._data_words(stream, documents)
+        for key, value in sizes.items():
+            if key not in options:
+                words += (key, value)
+        return (*words, *options)
 
     def _user_options(self) -> Iterator[str]:
         """Its options without those that fit small runs alone."""
@@ -157,7 +176,10 @@ class MutantLayout:
 
     def _data_words(self, stream: str, documents: str) -> list[str]:
         words = ["--mesh", self.mesh, "--model.name", self.family]
-        if self.documents:
+        if self.rows != "text":
+            file, *options = ROW_FILES[self.rows]
+            words += ("--data.source", str(Path(stream).with_name(file)), *options)
+        elif self.documents:
             words += ("--data.source", documents, "--data.packing", "documents")
         else:
             words += ("--data.source", stream)
@@ -171,6 +193,8 @@ class MutantLayout:
         words = [self.mesh or "one rank", " ".join((model, *more)).replace("--", "")]
         if self.documents:
             words.append("documents")
+        if self.rows != "text":
+            words.append(f"{self.rows} rows")
         options = " ".join(self._user_options()).replace("--", "")
         if options:
             words.append(options)
@@ -226,6 +250,8 @@ USER_MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "qwen3": ("--model.preset", "qwen3-8b"),
         "qwen3-moe": ("--model.preset", "qwen3-moe-30b-a3b", "--model.balance_loss", "0.001"),
         "deepseek": ("--model.preset", "deepseek-v3-671b", "--model.mtp_depth", "1"),
+        "gemma3": ("--model.preset", "gemma3-1b"),
+        "qwen2": ("--model.preset", "qwen2-7b"),
     }
 )
 """The model of a user's run, by family."""
@@ -236,7 +262,20 @@ USER_SIZES = (
 SMALL_RUN_KEYS = frozenset(
     (
         *("--batch.global_size", "--optim.warmup", "--eval.batches"),
+        *("--data.seq_len", "--model.vocab", "--model.dim", "--model.experts", "--model.top_k"),
+        *("--model.layers", "--model.heads", "--model.kv_heads"),
         "--model.rope_scaling_original_context",
     )
 )
 """Options that fit small runs alone."""
+ROW_FILES: Mapping[RowsKind, tuple[str, ...]] = MappingProxyType(
+    {
+        "chat": ("chat.jsonl", "--data.format", "chat", "--data.chat_template", "chatml"),
+        "ids": ("ids.bin",),
+    }
+)
+"""File of each kind of rows, and how it is read."""
+
+
+def _by_key(words: Sequence[str]) -> dict[str, str]:
+    return dict(zip(words[::2], words[1::2], strict=True))
