@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 
+import pytest
+
 from weft.config.changed_runs import changes, with_degree
 from weft.config.load import load
 from weft.config.run import Run
@@ -45,3 +47,26 @@ def test_every_reduction_makes_another_run_the_smallest_first() -> None:
     assert [each.mesh for each in found[:3]] == ["tp2", "dp2 tp2", "dp4"]
     assert 0 in [each.parallel.zero for each in found]
     assert 1 in [each.model.architecture["layers"] for each in found]
+
+
+@pytest.mark.parametrize(
+    ("words", "heads", "kv_heads"),
+    [
+        ("--model.preset llama3-8b --mesh dp2", 4, 2),
+        ("--model.preset llama3-8b --mesh tp2", 8, 4),
+        ("--model.preset llama3-8b --mesh 'cp2 tp2' --parallel.context ulysses", 16, 8),
+        ("--model.preset gpt2-124m --mesh cp2 --parallel.context ulysses", 4, None),
+        ("--model.preset gemma3-1b --mesh dp2", 2, 1),
+    ],
+)
+def test_a_rank_keeps_two_heads_whose_order_matters(
+    words: str, heads: int, kv_heads: int | None
+) -> None:
+    sizes = reduced(run_of(words), lambda *_: True).model.architecture
+    assert (sizes["heads"], sizes.get("kv_heads")) == (heads, kv_heads)
+
+
+def test_an_expert_may_have_more_than_twice_the_mean_of_tokens() -> None:
+    run = run_of("--model.preset qwen3-moe-30b-a3b --mesh ep2")
+    sizes = reduced(run, lambda *_: True).model.architecture
+    assert sizes["experts"] >= 4 * sizes["top_k"]

@@ -1,4 +1,4 @@
-"""Writes the table of mutants in docs/proofs.md from the results of `weft prove --mutants --json`.
+"""Writes the table of mutants in docs/proofs.md from the results of `weft prove --mutants --checks each --json`.
 
 PYTHONPATH=. .venv/bin/python -m tests.matrix.mutant_page runs/mutants.json
 """
@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "proofs.md"
 START = "<!-- mutants: written by tests/matrix/mutant_page.py -->\n"
 END = "<!-- end of mutants -->\n"
+CHECKS: Mapping[str, str] = {
+    "proof": "proof at reduced size (`weft prove`, before a run)",
+    "first_step": "comparison of the first step (in `weft train`)",
+    "types": "types of the step (`weft explain`, no values)",
+}
+SHORT_NAMES: Mapping[str, str] = {"proof": "proof", "first_step": "first step", "types": "types"}
 
 
 def page_with(results: Mapping[str, Any], page: str) -> str:
@@ -32,10 +38,24 @@ def _lines(results: Mapping[str, Any]) -> Iterator[str]:
     yield f"Not detected: {_names(results['survivors'])}."
     yield f"Detected, but not at its block and axis: {_names(results['wrong_place'])}."
     yield ""
-    yield "| fault | layout | weft's first difference | block and axis | published |"
-    yield "|---|---|---|---|---|"
+    yield from _counts_of_checks(results["results"])
+    yield "| fault | layout | weft's first difference | block and axis | seen alone by | published |"
+    yield "|---|---|---|---|---|---|"
     for result in results["results"]:
         yield f"| {' | '.join(_cells(result))} |"
+    yield ""
+
+
+def _counts_of_checks(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """How many faults each check sees alone, of those that it looked at."""
+    yield "| check | looked at | sees alone | nothing else sees |"
+    yield "|---|---|---|---|"
+    for key, title in CHECKS.items():
+        looked_at = [result for result in results if result.get(key) is not None]
+        seen = [result for result in looked_at if result[key]]
+        others = [other for other in CHECKS if other != key]
+        only = [result for result in seen if not any(result.get(other) for other in others)]
+        yield f"| {title} | {len(looked_at)} | {len(seen)} | {len(only)} |"
     yield ""
 
 
@@ -50,7 +70,8 @@ def _cells(result: Mapping[str, Any]) -> tuple[str, ...]:
         place = "**not detected**"
     message = result["message"].replace("|", "\\|")
     what = f"`{result['mutant']}`: {result['what']}"
-    return what, result["layout"], message, place, _reference(result["reference"])
+    checks = ", ".join(short for key, short in SHORT_NAMES.items() if result.get(key)) or "none"
+    return what, result["layout"], message, place, checks, _reference(result["reference"])
 
 
 def _reference(reference: str) -> str:

@@ -28,6 +28,10 @@ class MutantOptions(ConfigSection):
     """Which faults are planted."""
 
     only: str = Field("", description="names of mutants, or parts of them, separated by commas")
+    checks: Literal["proof", "each"] = Field(
+        "proof",
+        description="proof: the first step is compared where the proof holds; each: proof, first step, types",
+    )
     format: FormatName = Field("text", description="json: one object; --json for short")
 
 
@@ -46,7 +50,7 @@ class SweepOptions(ConfigSection):
 def prove_mutants(words: Sequence[str]) -> int:
     """Plant mutants one after the other; exit code 1 if a proof does not report one of them."""
     if wants_help(words):
-        usage = f"weft prove {MUTANTS} [--only NAME] [{JSON}]"
+        usage = f"weft prove {MUTANTS} [--only NAME] [--checks each] [{JSON}]"
         return show_help(MutantOptions(), usage, "plant faults, each of which a proof must report")
     rest = [word for word in words if word != MUTANTS]
     options = flags.read_config(_without_json(rest), MutantOptions)
@@ -58,7 +62,8 @@ def prove_mutants(words: Sequence[str]) -> int:
 
     catalog = all_mutants()
     results: list[MutantResult] = []
-    for result in try_mutants(catalog[name] for name in catalog if name in names):
+    chosen = [catalog[name] for name in catalog if name in names]
+    for result in try_mutants(chosen, checks=options.checks):
         results.append(result)
         if options.format == "text":
             print_result("\n".join(result_lines(result)))

@@ -195,13 +195,14 @@ def _head_choices(run: Run, *, at_least: int = 1) -> Iterator[dict[str, Any]]:
                 yield {"dim": dim}
         return
     most_heads = sizes["heads"]
-    is_grouped = sizes.get("kv_heads", most_heads) < most_heads
+    most_kv_heads = sizes.get("kv_heads", most_heads)
+    is_grouped = most_kv_heads < most_heads
     group_size = 2 if is_grouped else 1
     for kv_heads in HEADS:
         if kv_heads < at_least:
             continue
         num_heads = kv_heads * group_size
-        if num_heads > most_heads:
+        if num_heads > most_heads or kv_heads > most_kv_heads:
             return
         heads = {"heads": num_heads}
         if "kv_heads" in sizes:

@@ -132,3 +132,14 @@ def test_in_16_bits_a_gradient_is_compared_as_a_whole():
     (found,) = judgement(BFLOAT16, gradients=(halved,)).differences
     assert found.relation == "0.5 times the right one along it"
     assert judgement(BFLOAT16, gradients=(replace(row, products=(4.01, 4.0)),)).differences == ()
+
+
+def test_sequences_that_never_reach_a_block_are_named():
+    outputs = [
+        OutputRow(name, row, None if name == "layer1" and row == 1 else 1.0, 1.0, 10.0)
+        for name in BLOCKS
+        for row in (0, 1)
+    ]
+    (found,) = judgement(outputs=outputs).differences
+    assert found.block == "layer1"
+    assert found.relation == "missing in 1 of 2 sequences of the step (1)"

@@ -332,6 +332,7 @@ class Judgement:
             floor = TOLERANCE if self.types.is_exact else FLOOR * self.types.eps
             bound = FACTOR * spread + floor
             rows = [row for row in self._rows_of(block) if row.layout is not None]
+            yield from self._missing(block, rows)
             wrong = {}
             for row in rows:
                 assert row.layout is not None, "rows without one were left out"
@@ -348,6 +349,16 @@ class Judgement:
                     max(wrong.values()),
                     bound,
                 )
+
+    def _missing(self, block: str, rows: Sequence[OutputRow]) -> Iterator[LiveDifference]:
+        """The sequences that did not go through a block, while others did."""
+        seen = {row.sequence for row in rows}
+        missing = sorted({row.sequence for row in self._rows_of(block)} - seen)
+        if seen and missing:
+            text = _sequences_text(missing, len(seen) + len(missing))
+            yield LiveDifference(
+                f"{block}.output", block, "", "forward", f"missing in {text}", math.inf, 0.0
+            )
 
     def _rows_of(self, block: str) -> list[OutputRow]:
         return self._outputs_by_block.get(block, [])

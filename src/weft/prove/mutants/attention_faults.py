@@ -104,9 +104,10 @@ def default_scale(scale_of: Callable[..., float], spec: Any, q: Tensor) -> float
 def without_farthest_key(
     part: Callable[..., Any], mask: Any, queries: range, keys: range
 ) -> tuple[range, range]:
-    """The first key that a chunk of queries sees is cut off."""
+    """The first key of another chunk that a chunk of queries sees is cut off."""
     seen_queries, seen_keys = part(mask, queries, keys)
-    return seen_queries, seen_keys[1:] if len(seen_keys) > 1 else seen_keys
+    is_cut = queries != keys and len(seen_keys) > 1
+    return seen_queries, seen_keys[1:] if is_cut else seen_keys
 
 
 def first_row(whole: Callable[..., Tensor | None], batch: Any) -> Tensor | None:

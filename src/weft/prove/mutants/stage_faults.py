@@ -58,10 +58,10 @@ def last_two(backward: Callable[..., None], player: Player, state: Any, act: Any
 
 def last_use_of_shared(backward: Callable[..., None], player: Player, state: Any, act: Any) -> None:
     """The stage that embeds overwrites what the head of the same rank has left."""
-    if act.stage == 0 and len(player.model.stages) > 1:
-        for param in player._params[0]:
-            if param.grad is not None and param.shape[0] > param.shape[-1]:
-                param.grad.zero_()
+    for param in player._params[act.stage]:
+        stages = [stage for stage, params in player._params.items() if any(param is p for p in params)]
+        if act.stage == 0 and len(stages) > 1 and param.grad is not None:
+            param.grad.zero_()
     backward(player, state, act)
 
 
@@ -92,7 +92,7 @@ MUTANTS = (
                 "weft.parallel.autograd.split_backward:SplitBackward._proxy", detached_weight
             ),
         ),
-        axes=AXIS,
+        axes=(PP_AXIS, ""),
         blocks=PARAMETERS,
     ),
     Mutant(
@@ -101,7 +101,7 @@ MUTANTS = (
         MutantLayout("pp2", documents=True),
         (FunctionFault(f"{PLAYER}._backward", weighed_alike),),
         axes=(PP_AXIS, ""),
-        blocks=PARAMETERS,
+        blocks=("loss", *PARAMETERS),
     ),
     Mutant(
         "activations_are_rounded_on_their_way",
@@ -125,7 +125,7 @@ MUTANTS = (
         MutantLayout("dp2", options="--batch.global_size 8"),
         (FunctionFault(f"{PLAYER}._backward", last_two),),
         axes=ANY_AXIS,
-        blocks=PARAMETERS,
+        blocks=("loss", *PARAMETERS),
     ),
     Mutant(
         "a_weight_that_two_stages_of_a_rank_share_has_its_last_gradient",

@@ -15,6 +15,8 @@ class MutantSummary:
 
     Attributes:
         planted: mutants with an effect.
+        by_proof, by_first_step, by_types: mutants that each check sees, of those that it looked at.
+        looked_at: mutants that every check looked at.
     """
 
     planted: int
@@ -25,6 +27,10 @@ class MutantSummary:
     without_effect: tuple[str, ...]
     survivors: tuple[str, ...]
     wrong_place: tuple[str, ...]
+    by_proof: int
+    by_first_step: int
+    by_types: int
+    looked_at: int
 
     @staticmethod
     def of(results: Sequence[MutantResult]) -> MutantSummary:
@@ -41,6 +47,10 @@ class MutantSummary:
             without_effect=_names(result for result in results if not result.has_effect),
             survivors=_names(result for result in effective if not result.is_detected),
             wrong_place=_names(result for result in detected if not result.is_attributed),
+            by_proof=sum(result.is_seen_by_proof for result in effective),
+            by_first_step=sum(result.is_seen_by_first_step for result in effective),
+            by_types=sum(result.is_seen_by_types for result in effective),
+            looked_at=sum(result.types is not None for result in effective),
         )
 
     @property
@@ -58,6 +68,11 @@ class MutantSummary:
         yield f"detected {self.detected} of {self.planted} planted faults"
         places = f"block {self.right_block}, axis {self.right_axis}"
         yield f"attributed to the right block and axis: {self.attributed} ({share:.0%}); {places}"
+        if self.looked_at:
+            yield (
+                f"alone, of {self.looked_at}: the reduced proof sees {self.by_proof}, the first step "
+                f"{self.by_first_step}, types {self.by_types}"
+            )
         for title, names in (
             ("SURVIVES", self.survivors),
             ("without effect", self.without_effect),

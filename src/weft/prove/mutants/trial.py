@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weft.config.load import load
 from weft.errors import type_and_message
@@ -25,10 +25,12 @@ from weft.prove.mutants.effect import (
 )
 from weft.prove.mutants.fault import Mutant, MutantLayout
 from weft.prove.mutants.plant import planted
+from weft.prove.mutants.sightings import Sighting, seen_by_types, seen_in_first_step
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
 from weft.prove.subject import ProofCase, Subject, reduced_case
 
+Checks = Literal["proof", "each"]
 STEPS_OF_HEALTHY = 3
 ERRORS_OF_CODE = ("AttributeError", "NameError", "TypeError", "UnboundLocalError")
 """Errors that planted code raises when what it replaces has changed: no fault of numbers was planted then."""
@@ -41,6 +43,9 @@ class MutantResult:
     Attributes:
         effect: the trained number that it changes most; "" if it changes none.
         report: of the proof with the mutant planted; None if it has no effect.
+        first_step: what the comparison of the first step says; None where it was not asked, since the
+            proof had rejected the run.
+        types: what the types of the step say; None likewise.
         false_alarm: what the proof reports of the layout without the mutant; then the trial says
             nothing.
     """
@@ -50,6 +55,8 @@ class MutantResult:
     report: ProofReport | None
     seconds: float
     false_alarm: str = ""
+    first_step: Sighting | None = None
+    types: Sighting | None = None
 
     @property
     def has_effect(self) -> bool:
@@ -62,9 +69,24 @@ class MutantResult:
         return self.report is not None and self.report.error.startswith(ERRORS_OF_CODE)
 
     @property
-    def is_detected(self) -> bool:
-        """Whether the proof fails; a mutant without effect, or with broken code, is not detected by anything."""
+    def is_seen_by_proof(self) -> bool:
+        """Whether the proof fails; a mutant without effect, or with broken code, is not seen by anything."""
         return self.report is not None and not self.report.holds and not self.is_broken
+
+    @property
+    def is_seen_by_first_step(self) -> bool:
+        """Whether the run stops in its first step."""
+        return self.has_effect and self.first_step is not None and self.first_step.is_seen
+
+    @property
+    def is_seen_by_types(self) -> bool:
+        """Whether the types of the step do not agree."""
+        return self.has_effect and self.types is not None and self.types.is_seen
+
+    @property
+    def is_detected(self) -> bool:
+        """Whether the run does not train: its proof fails, or it stops in its first step."""
+        return self.is_seen_by_proof or (not self.is_broken and self.is_seen_by_first_step)
 
     @property
     def message(self) -> str:
@@ -78,26 +100,37 @@ class MutantResult:
             return f"the planted code fails: {report.error}"
         if report.error:
             return report.error
-        return "NOT DETECTED" if report.first is None else str(report.first)
+        if report.first is not None:
+            return str(report.first)
+        return self._first_step_text or "NOT DETECTED"
+
+    @property
+    def _first_step_text(self) -> str:
+        return self.first_step.message if self.first_step is not None else ""
 
     @property
     def axis(self) -> str:
-        """Mesh axis that the report names."""
-        return self.report.axis if self.report is not None else ""
+        """Mesh axis that is named first."""
+        if self.is_seen_by_proof and self.report is not None:
+            return self.report.axis
+        return self.first_step.axis if self.first_step is not None else ""
 
     @property
     def block(self) -> str:
-        """Block that the report names."""
+        """Block that is named first."""
+        if not self.is_seen_by_proof and self.first_step is not None:
+            return self.first_step.block
         first = self.report.first if self.report is not None else None
         return first.block if first is not None else ""
 
     @property
     def is_right_axis(self) -> bool:
-        """Whether the report names the axis of the fault."""
+        """Whether the axis of the fault is named; a mesh of one axis has no other."""
         expected = self.mutant.axes
         if not self.is_detected:
             return False
-        return not expected or self.axis in expected
+        is_only_one = not self.is_seen_by_proof and len(self.mutant.layout.mesh.split()) == 1
+        return not expected or self.axis in expected or is_only_one
 
     @property
     def is_right_block(self) -> bool:
@@ -105,6 +138,8 @@ class MutantResult:
         report, patterns = self.report, self.mutant.blocks
         if report is None or not self.is_detected:
             return False
+        if not self.is_seen_by_proof:
+            return any(fnmatchcase(self.block, pattern) for pattern in patterns)
         first = report.first
         if first is not None and any(fnmatchcase(first.block, pattern) for pattern in patterns):
             return True
@@ -126,6 +161,9 @@ class MutantResult:
             "effect": self.effect,
             "false_alarm": self.false_alarm,
             "detected": self.is_detected,
+            "proof": self.is_seen_by_proof,
+            "first_step": None if self.first_step is None else self.is_seen_by_first_step,
+            "types": None if self.types is None else self.is_seen_by_types,
             "message": self.message,
             "axis": self.axis,
             "block": self.block,
@@ -185,9 +223,12 @@ class MutantTrials:
 
     Attributes:
         folder: temporary; receives texts and run folders.
+        checks: proof: the first step is compared only of runs whose proof holds; each: every check
+            looks at every mutant, also the types of its step.
     """
 
     folder: Path
+    checks: Checks = "proof"
     healthy: dict[MutantLayout, TrainedNumbers] = field(default_factory=dict)
     false_alarms: dict[MutantLayout, str] = field(default_factory=dict)
     num_runs: int = 0
@@ -216,11 +257,28 @@ class MutantTrials:
         with planted(mutant):
             numbers = trained_numbers(case, self._new_folder())
         effect = changed_numbers(healthy, numbers, dtype=case.compute_dtype)
-        report = None
-        if effect:
-            with planted(mutant):
-                report = _proof(self.user_case(mutant.layout, steps=mutant.steps))
-        return MutantResult(mutant, effect, report, time.perf_counter() - start)
+        if not effect:
+            return MutantResult(mutant, effect, None, time.perf_counter() - start)
+        with planted(mutant):
+            report = _proof(self.user_case(mutant.layout, steps=mutant.steps))
+        first_step = types = None
+        if report.holds or self.checks == "each":
+            first_step = seen_in_first_step(mutant, self._run_as_started(mutant.layout))
+        if self.checks == "each":
+            types = seen_by_types(mutant, self._run_as_started(mutant.layout))
+        return MutantResult(
+            mutant,
+            effect,
+            report,
+            time.perf_counter() - start,
+            first_step=first_step,
+            types=types,
+        )
+
+    def _run_as_started(self, layout: MutantLayout) -> ProofCase:
+        """A small run of a layout, with the number types of a run as users start it."""
+        run = load([*layout_words(layout, self.folder, types="own")], FAMILIES)
+        return ProofCase(run.with_values({"out": str(self._new_folder())}), steps=1)
 
     def _healthy(self, layout: MutantLayout) -> TrainedNumbers:
         if layout not in self.healthy:
@@ -239,11 +297,15 @@ class MutantTrials:
         return folder
 
 
-def try_mutants(mutants: Iterable[Mutant]) -> Iterator[MutantResult]:
-    """Plant each mutant, one after the other; yields each result as it is found."""
+def try_mutants(mutants: Iterable[Mutant], *, checks: Checks = "proof") -> Iterator[MutantResult]:
+    """Plant each mutant, one after the other; yields each result as it is found.
+
+    Args:
+        checks: as of `MutantTrials`.
+    """
     with tempfile.TemporaryDirectory(prefix="weft-mutants-") as name:
         folder = Path(name)
         write_texts(folder)
-        trials = MutantTrials(folder)
+        trials = MutantTrials(folder, checks)
         for mutant in mutants:
             yield trials.trial(mutant)

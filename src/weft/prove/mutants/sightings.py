@@ -1,34 +1,35 @@
-"""Which checks see a planted fault alone: the first step of a run that trains, and the types of its step."""
+"""What single checks say of a run with a planted fault: the comparison of its first step, and the types of its step."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from weft.comm.comm import Comm
-from weft.config.load import load
 from weft.errors import ProofError, type_and_message
-from weft.models import FAMILIES
 from weft.planner.certificate.certificate import certify
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.prove.live_step.check import Due, LiveStepCheck
-from weft.prove.mutants.effect import TIMEOUT_S, layout_words
-from weft.prove.mutants.fault import Mutant, MutantLayout
+from weft.prove.mutants.fault import Mutant
 from weft.prove.mutants.plant import planted
+from weft.prove.record import block_of
 from weft.prove.subject import LiveTask, ProofCase
 from weft.run.run_ranks import run_ranks
 from weft.train.event_log import EventLog
 from weft.train.loop import run_training
 from weft.train.step_check import ProofRecord
 
-STEPS = 1
+TIMEOUT_S = 120.0
+NAMED_TENSOR = re.compile(r"of step \d+: (\S+)")
+NAMED_AXIS = re.compile(r"\(axis (\w+)\)")
+STEP_NUMBERS = ("loss", "number", "gradient")
+"""First words of numbers of a whole step, which belong to no block."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What a check says of a run with a fault.
+    """What a check says of a run.
 
     Attributes:
         message: the difference that it names, or the error that ended the run; "": nothing.
@@ -41,42 +42,30 @@ class Sighting:
         """Whether the check rejects the run."""
         return self.message != ""
 
+    @property
+    def block(self) -> str:
+        """The block of the tensor that is named first; "": none."""
+        found = NAMED_TENSOR.search(self.message)
+        if found is None or found[1] in STEP_NUMBERS:
+            return ""
+        return block_of(found[1])
 
-def small_run(layout: MutantLayout, folder: Path) -> ProofCase:
-    """A small run of a layout, with the number types of a run as users start it.
-
-    Args:
-        folder: has the texts.
-    """
-    return ProofCase(load([*layout_words(layout, folder, types="own")], FAMILIES), STEPS)
-
-
-def seen_in_first_step(mutant: Mutant, case: ProofCase, out: Path) -> Sighting:
-    """What the comparison of the first step says while a run trains; ranks are threads.
-
-    Args:
-        out: run folder.
-    """
-    values = {"out": str(out), "steps": case.steps, "save.at_end": False}
-    with planted(mutant):
-        try:
-            run_ranks(case.mesh, CheckedRank(case, values), timeout_s=TIMEOUT_S)
-        except ProofError as error:
-            return Sighting(str(error))
-        except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
-            return Sighting(type_and_message(error))
-    return Sighting("")
+    @property
+    def axis(self) -> str:
+        """The mesh axis that is named first; "": none."""
+        found = NAMED_AXIS.search(self.message)
+        return "" if found is None else found[1]
 
 
 @dataclass(frozen=True)
 class CheckedRank:
-    """Trains the steps of a run on one rank and compares the first with one device."""
+    """Trains the steps of a run on one rank, and compares the first with one device."""
 
     case: ProofCase
-    values: dict[str, Any]
 
     def __call__(self, comm: Comm) -> None:
-        training = self.case.training(self.values)(comm)
+        values = {"steps": self.case.steps, "save.at_end": False}
+        training = self.case.training(values)(comm)
         check = LiveStepCheck(
             training,
             LiveTask.of(self.case.run),
@@ -88,8 +77,20 @@ class CheckedRank:
             run_training(dataclasses.replace(training, check=check), log)
 
 
+def seen_in_first_step(mutant: Mutant, case: ProofCase) -> Sighting:
+    """What the comparison of the first step says while a run trains; ranks are threads."""
+    with planted(mutant):
+        try:
+            run_ranks(case.mesh, CheckedRank(case), timeout_s=TIMEOUT_S)
+        except ProofError as error:
+            return Sighting(str(error))
+        except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
+            return Sighting(type_and_message(error))
+    return Sighting("")
+
+
 def seen_by_types(mutant: Mutant, case: ProofCase) -> Sighting:
-    """What the types of the run's step say, without a value."""
+    """What the types of a run's step say, without a value."""
     with planted(mutant):
         try:
             certificate = certify(MeasuredRun.of(case.run))
