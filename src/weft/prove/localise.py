@@ -76,12 +76,25 @@ class Localisation:
         return tuple(found)
 
     def order(self, site: Site) -> tuple[float, ...]:
-        """Sort key of the order of execution."""
-        return execution_order(
+        """Sort key of the order of execution; parameters of a block as its forward uses them, or in
+        the reverse order.
+        """
+        place = self._places.get(site.parameter, 0)
+        in_blocks = execution_order(
             site,
             self.bounds.plain.blocks,
             num_micro_batches=self._num_micro_batches,
         )
+        return (*in_blocks, place if site.phase == "forward" else -place)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """The place of each parameter among those of a rank."""
+        places: dict[str, int] = {}
+        for record in self.records:
+            for place, param in enumerate(record.shards.values()):
+                places.setdefault(param.owner, place)
+        return places
 
     @cached_property
     def _num_micro_batches(self) -> int:

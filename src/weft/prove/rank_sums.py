@@ -11,11 +11,14 @@ from torch import Tensor
 
 from weft.core.dimension import activation_axes, pipeline_axis, replicated_axes, token_axes
 from weft.parallel.model.parallelize import ParamShard
+from weft.prove.bounds import FLOOR, MIN_SCALE, TOLERANCE
 from weft.prove.found_differences import FoundDifferences
 from weft.prove.gradient_sums import GradientSums
+from weft.prove.localise import Failure
 from weft.prove.places import ShardPlace, Whole
-from weft.prove.record import Observed, PartialGradient, Site
+from weft.prove.record import Observed, PartialGradient, RankRecord, Site
 from weft.prove.reference_trace import TensorKey
+from weft.prove.relations import dtype_text
 
 EXTRA_LOSS = "extra loss"
 Coordinates = tuple[tuple[str, int], ...]
@@ -152,6 +155,57 @@ class RankSums:
             site = Site(key.step, "loss", key.block, key.tensor)
             for rank in summed.ranks:
                 self.found.number(self.found.records[rank], site, summed.total)
+        self._compare_types()
+        self._compare_logged()
+
+    def _compare_types(self) -> None:
+        """Losses must have the number types of one device: sums in a coarser type are within the
+        bounds of 16 bits.
+        """
+        right_types = self.found.bounds.plain.types
+        for record in self.found.records:
+            for number, dtype in record.sum_types.items():
+                site = Site(number.step, "loss", number.block, f"{number.block}.{number.name}")
+                right = right_types.get(TensorKey(site.step, site.phase, site.tensor), dtype)
+                if dtype != right:
+                    text = f"in {dtype_text(dtype)} in place of {dtype_text(right)}"
+                    self._fail_number(record, site, torch.finfo(dtype).eps, text=text)
+
+    def _compare_logged(self) -> None:
+        """The loss of a step must be the mean of what the ranks themselves have computed, to the
+        rounding of losses, which have float32 at least.
+        """
+        widest = torch.promote_types(self.found.bounds.types.compute, torch.float32)
+        bound = max(TOLERANCE, FLOOR * torch.finfo(widest).eps)
+        totals: dict[int, float] = {}
+        for record in self.found.records:
+            for number, value in record.sums.items():
+                if not self._is_copy(record.rank):
+                    totals[number.step] = totals.get(number.step, 0.0) + value
+        for record in self.found.records:
+            for event in record.events:
+                if event["event"] != "step" or event["step"] not in totals or not event["tokens"]:
+                    continue
+                step = int(event["step"])
+                own_mean = totals[step] / event["tokens"]
+                difference = abs(event["loss"] - own_mean) / max(abs(own_mean), MIN_SCALE)
+                if difference > bound:
+                    text = f"not the mean of the ranks' losses, {own_mean:.10g}"
+                    site = Site.of_number(step, "loss", "loss")
+                    self._fail_number(record, site, difference, text=text)
+
+    def _fail_number(
+        self,
+        record: RankRecord,
+        site: Site,
+        measured: float,
+        *,
+        text: str,
+    ) -> None:
+        right = self.found.reference[TensorKey(site.step, site.phase, site.tensor)]
+        observed = Observed(right, Whole(), None)
+        failure = Failure(record.rank, observed, right, measured, bound=0.0, text=text)
+        self.found.fail(site, failure)
 
     def _is_copy(self, rank: int) -> bool:
         """Whether another rank computes the loss of the same tokens and counts before this one."""

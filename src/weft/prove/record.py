@@ -111,6 +111,7 @@ class RankRecord:
         values: tensors by what they are.
         partial_gradients: (step, parameter) -> gradient before its reduction.
         sums: sums over this rank's own tokens: losses, extra losses.
+        sum_types: number type of the terms of each.
         sum_operations: the operation before each of them.
         loads: tokens of this rank at each expert.
         shards: geometry of the parameters here.
@@ -126,6 +127,7 @@ class RankRecord:
     values: dict[Site, Observed] = field(default_factory=dict)
     partial_gradients: dict[tuple[int, str], PartialGradient] = field(default_factory=dict)
     sums: dict[BlockNumber, float] = field(default_factory=dict)
+    sum_types: dict[BlockNumber, torch.dtype] = field(default_factory=dict)
     sum_operations: dict[BlockNumber, Operation | None] = field(default_factory=dict)
     loads: dict[BlockLoad, Tensor] = field(default_factory=dict)
     shards: Mapping[str, ParamShard] = field(default_factory=dict)

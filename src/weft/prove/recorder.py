@@ -299,6 +299,7 @@ class Recorder:
         number = float(value.detach().double())
         before = self.record.sums.get(key, 0.0)
         self.record.sums[key] = before + number
+        self.record.sum_types[key] = value.dtype
         self.record.sum_operations[key] = self.trace.newest
 
     def _add_load(

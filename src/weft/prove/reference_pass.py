@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.common.batch import Batch, Extra, activation_of
-from weft.prove.reference_trace import ReferenceTrace
+from weft.prove.reference_trace import ReferenceTrace, TensorKey
 
 
 @dataclass
@@ -29,6 +29,7 @@ class ReferencePass:
     Attributes:
         loss: summed over targets, with extra losses.
         sums: losses of each block.
+        sum_types: number type of each.
         loads: tokens at each expert, by block.
         outputs: output of a block and the first row of its micro-batch.
         gradients: of these outputs.
@@ -43,6 +44,7 @@ class ReferencePass:
     keeps_tensors: bool
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
+    sum_types: dict[str, torch.dtype] = field(default_factory=dict)
     loads: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class ReferencePass:
         """Keep what was computed as that of a step."""
         for name, value in self.sums.items():
             trace.keep_number(step, "loss", name, value)
+            trace.types[TensorKey(step, "loss", name)] = self.sum_types[name]
         for name, load in self.loads.items():
             trace.keep(step, "forward", f"{name}.expert load", load)
         for name, parts in self.outputs.items():
@@ -121,6 +124,7 @@ class ReferencePass:
         number = float(value.detach().double())
         sum_before = self.sums.get(name, 0.0)
         self.sums[name] = sum_before + number
+        self.sum_types[name] = value.dtype
         self.loss += number
 
     def _take_output(

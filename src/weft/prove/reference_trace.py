@@ -41,6 +41,7 @@ class ReferenceTrace:
         blocks: names of the blocks, in order.
         keeps_tensors: whether tensors are kept; else only numbers.
         values: whole tensors and numbers; loads under "forward".
+        types: number types of losses.
         lrs: learning rate by step.
         skipped: steps whose gradients overflowed in float16, which change nothing.
     """
@@ -48,6 +49,7 @@ class ReferenceTrace:
     blocks: tuple[str, ...]
     keeps_tensors: bool = True
     values: dict[TensorKey, Tensor] = field(default_factory=dict)
+    types: dict[TensorKey, torch.dtype] = field(default_factory=dict)
     lrs: dict[int, float] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
 

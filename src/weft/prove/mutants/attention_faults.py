@@ -13,6 +13,7 @@ from weft.comm import ops
 from weft.parallel.context import kernels
 from weft.parallel.context.ulysses import COLUMNS, HEADS
 from weft.parallel.cp import AXIS as CP_AXIS
+from weft.prove.mutants import references
 from weft.prove.mutants.changes import returns
 from weft.prove.mutants.fault import FunctionFault, Mutant, MutantLayout
 
@@ -172,6 +173,7 @@ MUTANTS = (
         (FunctionFault(f"{BLOCKS}:_BackwardPass.run_source", last_block_of_queries),),
         axes=AXIS,
         blocks=LAYERS,
+        reference=references.TRANSFORMER_ENGINE_CP,
     ),
     Mutant(
         "the_backward_normalises_every_block_by_itself",
@@ -180,6 +182,7 @@ MUTANTS = (
         (FunctionFault("weft.parallel.context.kernels:attend_backward", own_weights),),
         axes=AXIS,
         blocks=LAYERS,
+        reference=references.TRANSFORMER_ENGINE_CP,
     ),
     Mutant(
         "the_window_ends_at_the_border_of_a_rank",
@@ -217,7 +220,11 @@ MUTANTS = (
         "the_farthest_key_of_a_window_is_cut_off",
         "blocks are narrowed by one column too many",
         MutantLayout("cp2", family="mistral"),
-        (FunctionFault("weft.core.attention_mask:AttentionMask.visible_part", without_farthest_key),),
+        (
+            FunctionFault(
+                "weft.core.attention_mask:AttentionMask.visible_part", without_farthest_key
+            ),
+        ),
         axes=AXIS,
         blocks=FIRST_LAYERS,
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.parallel.cp import AXIS as CP_AXIS
 from weft.parallel.tp import AXIS as TP_AXIS
 from weft.prove.mutants.fault import FunctionFault, ModuleFault, Mutant, MutantLayout
 
@@ -58,9 +59,9 @@ MUTANTS = (
     Mutant(
         "a_layer_with_a_window_rotates_as_one_without",
         "one kind of layers has the angles of the other on a later rank",
-        MutantLayout("tp2", family="gemma3", options="--model.heads 4 --model.kv_heads 2"),
-        (ModuleFault("layer0.attn.rope", global_angles, axis=TP_AXIS, index=1),),
-        axes=AXIS,
+        MutantLayout("cp2", family="gemma3"),
+        (ModuleFault("layer0.attn.rope", global_angles, axis=CP_AXIS, index=1),),
+        axes=(CP_AXIS,),
         blocks=("layer0",),
     ),
     Mutant(

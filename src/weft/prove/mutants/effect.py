@@ -190,7 +190,10 @@ def write_texts(folder: Path) -> None:
     (folder / STREAM).write_text(stream, encoding="utf-8")
     lines = [f'{{"text": "{text}"}}\n' for text in documents]
     (folder / DOCUMENTS).write_text("".join(lines), encoding="utf-8")
-    turns = [_chat(question, answer) for question, answer in zip(documents[::2], documents[1::2], strict=True)]
+    turns = [
+        _chat(question, answer)
+        for question, answer in zip(documents[::2], documents[1::2], strict=True)
+    ]
     (folder / ROW_FILES["chat"][0]).write_text("".join(turns), encoding="utf-8")
     ids = torch.randint(0, MOST_IDS, (NUM_IDS,), generator=generator)
     (folder / ROW_FILES["ids"][0]).write_bytes(ids.to(torch.uint16).numpy().tobytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def doubled_parameter_sum(
         return
 
 
-def same_epsilon(adamw: Callable[..., None], params: Any, grads: Any, *args: Any, **named: Any) -> None:
+def same_epsilon(
+    adamw: Callable[..., None], params: Any, grads: Any, *args: Any, **named: Any
+) -> None:
     """The second moment has no correction of its bias: it is too small in the first steps."""
     _, squares, _, steps = args[:4]
     beta2 = named["beta2"]
@@ -77,9 +80,11 @@ def in_logits_type(
     return losses_of(logits, *args, **named).to(logits.dtype)
 
 
-def in_16_bits(forward: Callable[..., Tensor], module: Any, logits: Tensor, batch: Any) -> Tensor:
-    """The loss of 16-bit logits is a 16-bit number."""
-    return forward(module, logits, batch).to(logits.dtype)
+def added_in_16_bits(play: Callable[..., Any], player: Any, *args: Any, **named: Any) -> Any:
+    """The losses of micro-batches are added in the type of activations."""
+    found = play(player, *args, **named)
+    dtype = getattr(torch, player.model.plan.compute)
+    return replace(found, loss=found.loss.to(dtype).double())
 
 
 def momentum_of_rounded(
@@ -178,10 +183,10 @@ MUTANTS = (
         blocks=("loss", ""),
     ),
     Mutant(
-        "the_loss_of_a_pipeline_is_a_16_bit_number",
-        "visible only where logits have 16 bits",
+        "losses_of_micro_batches_are_added_in_16_bits",
+        "the log is off by what bfloat16 loses, and only where activations have it",
         MutantLayout("pp2", options=BFLOAT16),
-        (FunctionFault("weft.models.common.layers:Loss.forward", in_16_bits),),
+        (FunctionFault("weft.parallel.pipeline.player:Player.play", added_in_16_bits),),
         axes=(PP_AXIS, ""),
         blocks=("loss", ""),
     ),

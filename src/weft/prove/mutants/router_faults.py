@@ -16,7 +16,13 @@ from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.ep import AXIS as EP_AXIS
 from weft.parallel.model.parallelize import ParamShard
 from weft.parallel.tp import AXIS as TP_AXIS
-from weft.prove.mutants.fault import FunctionChange, FunctionFault, ModuleFault, Mutant, MutantLayout
+from weft.prove.mutants.fault import (
+    FunctionChange,
+    FunctionFault,
+    ModuleFault,
+    Mutant,
+    MutantLayout,
+)
 
 DISPATCH = "weft.parallel.expert.dispatch:ExpertParallelDispatch.forward"
 SHARD = "weft.parallel.model.parallelize:_shard"

@@ -122,7 +122,11 @@ def first_rank_draws(columns: Callable[..., Batch], batch: Batch, **place: Any) 
     own = columns(batch, **place)
     if own.whole_documents is None:
         return own
-    parts = own.whole_documents.shape[1] // max(own.documents.shape[1], 1) if own.documents is not None else 1
+    parts = (
+        own.whole_documents.shape[1] // max(own.documents.shape[1], 1)
+        if own.documents is not None
+        else 1
+    )
     local: Tensor = own.documents if own.documents is not None else own.whole_documents
     return replace(own, whole_documents=local.repeat(1, parts))
 

@@ -24,7 +24,7 @@ ANY_AXIS = ("",)
 PARAMETERS = ("embed", "layer*", "head")
 GROUP = "weft.parallel.zero.param_group:ParamGroup"
 GRAD_NORM = "weft.parallel.zero.grad_norm"
-SEVERAL_BUCKETS = "--model.dim 256 --model.vocab 4096"
+SEVERAL_BUCKETS = "--model.dim 256 --model.vocab 16384"
 LARGE_TENSORS = "--model.vocab 1024"
 
 
@@ -91,12 +91,16 @@ def without_first_row(square: Callable[..., Tensor], gradient: Tensor, dtype: An
     return square(gradient.reshape(-1)[4096:], dtype)
 
 
-def first_share(items: Callable[..., Iterator[WriteItem]], state: ParamState) -> Iterator[WriteItem]:
+def first_share(
+    items: Callable[..., Iterator[WriteItem]], state: ParamState
+) -> Iterator[WriteItem]:
     """Every replica writes the values of the first one's share."""
     start, _ = state.write_range
     for item in items(state):
         section, _, _ = item.name.partition("/")
-        whole = next((each for name, each in state.tensors.items() if name.startswith(section)), None)
+        whole = next(
+            (each for name, each in state.tensors.items() if name.startswith(section)), None
+        )
         if whole is None or start == state.lo or item.tensor.numel() < 64:
             yield item
             continue
@@ -112,7 +116,9 @@ def one_entry_less(write_range: Callable[..., tuple[int, int]], state: ParamStat
     return (start, stop - 1) if is_last and is_share and stop > start else (start, stop)
 
 
-def first_bounds(pack: Callable[..., Tensor], layout: Any, tensors: Any, index: int, **named: Any) -> Tensor:
+def first_bounds(
+    pack: Callable[..., Tensor], layout: Any, tensors: Any, index: int, **named: Any
+) -> Tensor:
     """Entries of a matrix that a bound cuts begin one entry too early."""
     shard = pack(layout, tensors, index, **named)
     for span in layout.spans:

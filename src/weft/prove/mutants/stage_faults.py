@@ -14,9 +14,11 @@ from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.pipeline.player import Player
 from weft.parallel.pp import AXIS as PP_AXIS
 from weft.parallel.recompute.blocks import RecomputedBlock
+from weft.prove.mutants import references
 from weft.prove.mutants.changes import named_argument
 from weft.prove.mutants.data_faults import Calls
 from weft.prove.mutants.fault import CollectiveFault, FunctionFault, Mutant, MutantLayout
+from weft.prove.mutants.tensor_faults import other_random_state
 
 AXIS = (PP_AXIS,)
 ANY_AXIS = ("",)
@@ -59,7 +61,9 @@ def last_two(backward: Callable[..., None], player: Player, state: Any, act: Any
 def last_use_of_shared(backward: Callable[..., None], player: Player, state: Any, act: Any) -> None:
     """The stage that embeds overwrites what the head of the same rank has left."""
     for param in player._params[act.stage]:
-        stages = [stage for stage, params in player._params.items() if any(param is p for p in params)]
+        stages = [
+            stage for stage, params in player._params.items() if any(param is p for p in params)
+        ]
         if act.stage == 0 and len(stages) > 1 and param.grad is not None:
             param.grad.zero_()
     backward(player, state, act)
@@ -150,6 +154,15 @@ MUTANTS = (
         (FunctionFault("weft.train.optim:group_names", named_argument("owners", {})),),
         axes=(PP_AXIS, ""),
         blocks=("embed", "head"),
+    ),
+    Mutant(
+        "stages_start_from_random_states_of_their_own",
+        "initial values are those of no layout with other stages",
+        MutantLayout("pp2"),
+        (FunctionFault("weft.train.build:materialize_params", other_random_state(PP_AXIS)),),
+        axes=(PP_AXIS, ""),
+        blocks=("layer*", "head"),
+        reference=references.PYTORCH_RANDOM_STATE,
     ),
     Mutant(
         "a_recomputed_forward_forgets_documents",
