@@ -29,6 +29,7 @@ from weft.prove.mutants.fault import (
 )
 from weft.prove.mutants.names import mutant_names
 from weft.prove.mutants.plant import planted
+from weft.prove.mutants.sightings import seen_by_types, seen_in_first_step
 from weft.prove.mutants.trial import MutantTrials
 from weft.testing import run_ranks
 from weft.train.step import TrainStep
@@ -59,8 +60,22 @@ SEEN_IN_KEPT_STRUCTURE = (
     "the_balance_loss_counts_on_every_tensor_rank",
     "the_balance_loss_uses_the_counts_of_this_ranks_columns",
     "muon_returns_the_pieces_of_another_rank",
+    "heads_of_a_rank_return_in_reverse_order",
+    "grouped_queries_read_keys_in_turn",
+    "tokens_above_twice_the_mean_of_an_expert_are_dropped",
+    "the_second_bucket_of_gradients_is_not_reduced",
+    "wsd_decays_from_the_end_of_the_warm_up",
+    "losses_of_a_sharded_vocabulary_are_added_in_16_bits",
 )
-"""They show only where a reduction keeps documents, layers, micro-batches, routing, shard bounds."""
+"""They show only where a reduction keeps documents, layers, micro-batches, routing, shard bounds, two
+heads of a rank, experts above the mean, buckets, steps of the decay, types of losses.
+"""
+SEEN_IN_FIRST_STEP = (
+    "ids_have_fifteen_bits",
+    "positions_are_rounded_to_bfloat16",
+    "the_first_row_of_a_large_gradient_is_not_normed",
+)
+"""They need sizes that a reduction does not keep."""
 ATTRIBUTED = (*REPRESENTATIVE, *MORE_REPRESENTATIVE, *SEEN_IN_KEPT_STRUCTURE)
 
 
@@ -85,6 +100,29 @@ def test_proof_reports_the_mutant_with_its_block_and_axis(name: str, trials: Mut
     result = trials.trial(MUTANTS[name])
     assert result.has_effect, "the mutant changes what is trained"
     assert result.is_detected, result.message
+    assert result.is_attributed, f"{result.axis!r}, {result.block!r}: {result.message}"
+
+
+def test_the_first_step_shows_a_mutant_that_a_reduction_hides(trials: MutantTrials) -> None:
+    mutant = MUTANTS["a_later_micro_batch_reads_the_slot_of_an_earlier_one"]
+    seen = seen_in_first_step(mutant, trials.run_as_started(mutant.layout))
+    assert seen.block == "embed"
+    assert "missing in 2 of 4 sequences of the step" in seen.message
+
+
+def test_the_first_step_of_a_healthy_run_is_equal(trials: MutantTrials) -> None:
+    healthy = Mutant("healthy", "nothing goes wrong", MutantLayout("pp2"), ())
+    case = trials.run_as_started(healthy.layout)
+    assert not seen_in_first_step(healthy, case).is_seen
+    assert not seen_by_types(healthy, case).is_seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEEN_IN_FIRST_STEP)
+def test_a_run_with_the_mutant_stops_in_its_first_step(name: str, trials: MutantTrials) -> None:
+    result = trials.trial(MUTANTS[name])
+    assert not result.is_seen_by_proof, result.message
+    assert result.is_detected
     assert result.is_attributed, f"{result.axis!r}, {result.block!r}: {result.message}"
 
 

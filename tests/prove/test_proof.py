@@ -16,6 +16,8 @@ from weft.comm.transport import Work
 from weft.config.small_runs import is_valid
 from weft.models.common.batch import with_later_targets
 from weft.parallel.pipeline.forward import ForwardPlayer
+from weft.parallel.pipeline.player import Player
+from weft.parallel.tensor import vocab
 from weft.parallel.zero import grad_norm, grouping
 from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.arithmetic import Perturbation
@@ -24,9 +26,10 @@ from weft.prove.html import page
 from weft.prove.mutants.all_mutants import all_mutants
 from weft.prove.mutants.plant import planted
 from weft.prove.proof import reference, reference_bounds
+from weft.prove.record import rated_steps
 from weft.prove.shrink import smallest_case
 from weft.prove.subject import ProofCase, Subject
-from weft.train import data_loader
+from weft.train import build, data_loader
 from weft.train.step import TrainStep
 
 DEEPSEEK = "--model.name deepseek --model.mtp_depth 1"
@@ -339,6 +342,51 @@ def test_a_wrong_learning_rate_is_named_by_the_change(monkeypatch):
     assert first is not None
     assert first.phase == "update"
     assert first.relation == "updated by 2 times the right change"
+
+
+def test_a_wrong_rate_of_a_step_that_is_not_trained_is_found(monkeypatch):
+    right = build.learning_rate
+    monkeypatch.setattr(build, "learning_rate", lambda step, **_: right(min(step, 3), **_))
+    first = report_of(f"--mesh dp1 --optim.decay cosine {FLOAT64}", steps=1).first
+    assert first is not None
+    assert first.tensor == "learning rate"
+    assert first.step == 5
+
+
+def test_losses_that_are_added_in_16_bits_are_found(monkeypatch):
+    """The bounds of 16 bits are wider than what it changes."""
+    right = Player.play
+
+    def play(self, *args, **named):
+        played = right(self, *args, **named)
+        is_exact = self.model.plan.compute == "float64"
+        return played if is_exact else replace(played, loss=played.loss.bfloat16().double())
+
+    monkeypatch.setattr(Player, "play", play)
+    first = report_of("--mesh dp1 --precision.compute bfloat16", steps=1).first
+    assert first is not None
+    assert first.phase == "loss"
+    assert first.relation.startswith("not the mean of the ranks' losses")
+
+
+def test_a_loss_of_16_bits_is_found(monkeypatch):
+    right = vocab.vocab_token_losses
+
+    def losses(logits, *args, **named):
+        return right(logits, *args, **named).to(logits.dtype)
+
+    monkeypatch.setattr(vocab, "vocab_token_losses", losses)
+    first = report_of("--mesh tp2 --precision.compute bfloat16", steps=1).first
+    assert first is not None
+    assert first.block == "loss"
+    assert first.relation == "in bfloat16 in place of float32"
+
+
+def test_rates_of_a_long_schedule_are_compared_at_some_steps_and_the_last():
+    assert rated_steps(6) == (1, 2, 3, 4, 5, 6)
+    steps = rated_steps(10_000)
+    assert len(steps) == 64
+    assert steps[-1] == 10_000
 
 
 def test_a_case_is_reduced_to_valid_other_cases_of_the_same_steps():

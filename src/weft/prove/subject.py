@@ -39,8 +39,8 @@ from weft.prove.small_sizes import accepts_sizes
 from weft.run.world import Attempt
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import DPO, build_training, loss_family
-from weft.train.training import Training
 from weft.train.size_limits import SizeLimits
+from weft.train.training import Training
 
 LIMITS = SizeLimits(shared_entries=64, bucket_bytes=4096)
 """In the sizes of a proof replicas share the writing of all tensors but vectors, and gradients are

@@ -43,11 +43,11 @@ from weft.train.run_records import (
     run_event,
 )
 from weft.train.run_start import find_start
+from weft.train.size_limits import OWN_LIMITS, SizeLimits
 from weft.train.step import TrainStep
 from weft.train.step_check import ProofRecord
 from weft.train.step_phases import report_blocks
 from weft.train.training import Training
-from weft.train.size_limits import OWN_LIMITS, SizeLimits
 from weft.train.training_parts import (
     Snapshots,
     build_digests,

@@ -85,7 +85,7 @@ def window_of_own_keys(
 
 
 def without_last_turn(has_work: Callable[..., bool], blocks: Any, turn: int) -> bool:
-    """The last turn of the ring is taken for one in which nobody computes."""
+    """The last turn of the ring is taken for one without work."""
     return turn < blocks.num_ranks - 1 and has_work(blocks, turn)
 
 

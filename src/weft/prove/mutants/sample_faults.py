@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from weft.data.order import places_of_step
 from weft.data.packing import Packed
 from weft.models.common.batch import IGNORE, Batch
+from weft.parallel.cp import AXIS as CP_AXIS
 from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.tp import AXIS as TP_AXIS
 from weft.prove.mutants.fault import FunctionFault, Mutant, MutantLayout
@@ -117,18 +117,13 @@ def refilled_buffer(results: Callable[..., Iterator[Any]], prefetcher: Any) -> I
         yield batches
 
 
-def first_rank_draws(columns: Callable[..., Batch], batch: Batch, **place: Any) -> Batch:
-    """Whole documents are those of a rank's columns, once for each rank."""
+def own_documents_repeated(columns: Callable[..., Batch], batch: Batch, **place: Any) -> Batch:
+    """The documents of a rank's columns, once for each rank, stand for those of the sequence."""
     own = columns(batch, **place)
-    if own.whole_documents is None:
+    if own.documents is None or own.whole_documents is None:
         return own
-    parts = (
-        own.whole_documents.shape[1] // max(own.documents.shape[1], 1)
-        if own.documents is not None
-        else 1
-    )
-    local: Tensor = own.documents if own.documents is not None else own.whole_documents
-    return replace(own, whole_documents=local.repeat(1, parts))
+    num_ranks = own.whole_documents.shape[1] // own.documents.shape[1]
+    return replace(own, whole_documents=own.documents.repeat(1, num_ranks))
 
 
 MUTANTS = (
@@ -224,8 +219,8 @@ MUTANTS = (
         "each_rank_takes_its_own_documents_for_those_of_the_sequence",
         "borders of documents are those of a part of the columns, repeated",
         MutantLayout("cp2", documents=True),
-        (FunctionFault("weft.models.common.batch:Batch.columns", first_rank_draws),),
-        axes=("cp", ""),
+        (FunctionFault("weft.models.common.batch:Batch.columns", own_documents_repeated),),
+        axes=(CP_AXIS, ""),
         blocks=BATCH,
     ),
 )

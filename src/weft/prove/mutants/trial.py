@@ -263,9 +263,9 @@ class MutantTrials:
             report = _proof(self.user_case(mutant.layout, steps=mutant.steps))
         first_step = types = None
         if report.holds or self.checks == "each":
-            first_step = seen_in_first_step(mutant, self._run_as_started(mutant.layout))
+            first_step = seen_in_first_step(mutant, self.run_as_started(mutant.layout))
         if self.checks == "each":
-            types = seen_by_types(mutant, self._run_as_started(mutant.layout))
+            types = seen_by_types(mutant, self.run_as_started(mutant.layout))
         return MutantResult(
             mutant,
             effect,
@@ -275,7 +275,7 @@ class MutantTrials:
             types=types,
         )
 
-    def _run_as_started(self, layout: MutantLayout) -> ProofCase:
+    def run_as_started(self, layout: MutantLayout) -> ProofCase:
         """A small run of a layout, with the number types of a run as users start it."""
         run = load([*layout_words(layout, self.folder, types="own")], FAMILIES)
         return ProofCase(run.with_values({"out": str(self._new_folder())}), steps=1)
