@@ -36,7 +36,7 @@ NUM_DOCUMENTS = 32
 MAX_DOCUMENT_TOKENS = 2**14
 MAX_CHARS = 2**15
 NUM_WINDOWS = 32
-"""Fewest sequences of an excerpt."""
+"""Sequences of an excerpt, where no number is asked for; records that are packed into rows."""
 LENGTHS = (1 / 4, 3 / 2, 1 / 8, 1 / 2)
 """Of texts, as shares of a sequence, in turn."""
 RECORD_LENGTHS = (3 / 8, 5 / 8, 1 / 4, 1.0)
@@ -100,11 +100,11 @@ class Excerpt:
         return self.documents[0].group
 
     def samples(self, num_samples: int) -> SequenceSamples | ConversationSamples:
-        """The sequences: this many at the least, except of records."""
+        """The sequences: this many, except of records; 0: `NUM_WINDOWS`."""
         if self.has_records:
             return self._records()
         seq_len = self.data.seq_len
-        num_tokens = max(num_samples, NUM_WINDOWS) * seq_len + 1
+        num_tokens = (num_samples or NUM_WINDOWS) * seq_len + 1
         stream = self._stream(_packed(self._pieces(LENGTHS), seq_len, num_tokens))
         return SequenceSamples(
             stream,

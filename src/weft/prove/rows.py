@@ -23,7 +23,7 @@ def open_rows(
     """The sequences of a run.
 
     Args:
-        num_samples: sequences of different tokens, at the least.
+        num_samples: sequences of an epoch of short rows of text.
 
     Raises:
         DataError: the data is missing, empty or broken.

@@ -46,8 +46,8 @@ LIMITS = SizeLimits(shared_entries=64, bucket_bytes=4096)
 """In the sizes of a proof replicas share the writing of all tensors but vectors, and gradients are
 reduced in several buckets.
 """
-BATCHES = 2
-"""Batches of different sequences, at the least."""
+HALF_BATCHES = 5
+"""Of an epoch at reduced size: it ends within the third step."""
 UNCLIPPED = 1e6
 """Factor of the largest gradient norm in a step that is not clipped."""
 MAIN_SIZES = ("layers", "dim", "vocab")
@@ -161,7 +161,7 @@ class Subject:
             run.data,
             run.model,
             rows=rows,
-            num_samples=BATCHES * run.batch.global_size,
+            num_samples=max(HALF_BATCHES * run.batch.global_size // 2, 1),
         )
         family = family_of(run.model, run.lora)
         last_of_several = steps if steps > 1 else None

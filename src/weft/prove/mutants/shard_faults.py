@@ -221,7 +221,7 @@ MUTANTS = (
         "a checkpoint whose boxes are right and whose values are not",
         MutantLayout("dp2", options=LARGE_TENSORS),
         (FunctionFault("weft.checkpoint.state:ParamState.write_items", first_share),),
-        axes=ANY_AXIS,
+        axes=(DP_AXIS, ""),
         blocks=(*PARAMETERS, ""),
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = (
         "a hole at the end of every large tensor",
         MutantLayout("dp4", options=LARGE_TENSORS),
         (FunctionFault("weft.checkpoint.state:ParamState.write_range", one_entry_less),),
-        axes=ANY_AXIS,
+        axes=(DP_AXIS, ""),
         blocks=(*PARAMETERS, ""),
     ),
 )
