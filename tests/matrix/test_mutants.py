@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
+from weft.commands.prove_mutants import mismatched_types
 from weft.config.load import load
 from weft.config.validate import config_checks
 from weft.models import FAMILIES
@@ -111,10 +112,10 @@ def test_the_first_step_shows_a_mutant_that_a_reduction_hides(trials: MutantTria
 
 
 def test_the_first_step_of_a_healthy_run_is_equal(trials: MutantTrials) -> None:
-    healthy = Mutant("healthy", "nothing goes wrong", MutantLayout("pp2"), ())
+    healthy = Mutant("healthy", "nothing goes wrong", MutantLayout("pp2 tp2"), ())
     case = trials.run_as_started(healthy.layout)
     assert not seen_in_first_step(healthy, case).is_seen
-    assert not seen_by_types(healthy, case).is_seen
+    assert not seen_by_types(healthy, case, mismatched_types).is_seen
 
 
 @pytest.mark.slow

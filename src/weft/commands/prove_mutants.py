@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,9 @@ from weft.config import flags
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, counted
 from weft.prove.mutants.names import mutant_names
+
+if TYPE_CHECKING:
+    from weft.prove.subject import ProofCase
 
 MUTANTS = "--mutants"
 SWEEP = "--sweep"
@@ -63,7 +66,8 @@ def prove_mutants(words: Sequence[str]) -> int:
     catalog = all_mutants()
     results: list[MutantResult] = []
     chosen = [catalog[name] for name in catalog if name in names]
-    for result in try_mutants(chosen, checks=options.checks):
+    types_of = mismatched_types if options.checks == "each" else None
+    for result in try_mutants(chosen, types_of=types_of):
         results.append(result)
         if options.format == "text":
             print_result("\n".join(result_lines(result)))
@@ -74,6 +78,15 @@ def prove_mutants(words: Sequence[str]) -> int:
     else:
         print_result("\n".join(summary.lines()))
     return EXIT_OK if summary.holds else EXIT_FAILED
+
+
+def mismatched_types(case: ProofCase) -> tuple[str, ...]:
+    """What the types of a run's step say, as `weft explain` prints it."""
+    from weft.planner.certificate.certificate import certify  # late: they import torch
+    from weft.planner.measure.measured_run import MeasuredRun
+
+    certificate = certify(MeasuredRun.of(case.run))
+    return tuple(finding.text for finding in certificate.mismatches)
 
 
 def prove_sweep(words: Sequence[str]) -> int:

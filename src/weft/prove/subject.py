@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.checkpoint.read import Source
 from weft.comm.comm import Comm
-from weft.config.changed_runs import command_of, in_float64, inside_site, with_degree
+from weft.config.changed_runs import command_of, in_float64, inside_site
 from weft.config.other_layouts import on_mesh
 from weft.config.run import Run
 from weft.config.schema import (
@@ -221,13 +221,6 @@ class Subject:
             return self
         changed = on_mesh(self.run, mesh)
         return None if changed is None else replace(self, run=changed)
-
-    def without_axis(self, axis: str) -> Subject | None:
-        """The layout without an axis of its mesh; None where that is not valid."""
-        smaller = with_degree(self.run, axis, 1)
-        if not is_valid(smaller):
-            return None
-        return replace(self, run=smaller)
 
     @property
     def has_drawn_pairs(self) -> bool:

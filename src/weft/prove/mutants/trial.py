@@ -7,12 +7,14 @@ import shlex
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from weft.config.changed_runs import with_degree
 from weft.config.load import load
+from weft.config.small_runs import is_valid
 from weft.errors import type_and_message
 from weft.models import FAMILIES
 from weft.prove.mutants.effect import (
@@ -25,12 +27,16 @@ from weft.prove.mutants.effect import (
 )
 from weft.prove.mutants.fault import Mutant, MutantLayout
 from weft.prove.mutants.plant import planted
-from weft.prove.mutants.sightings import Sighting, seen_by_types, seen_in_first_step
+from weft.prove.mutants.sightings import (
+    Sighting,
+    TypesOf,
+    seen_by_types,
+    seen_in_first_step,
+)
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
 from weft.prove.subject import ProofCase, Subject, reduced_case
 
-Checks = Literal["proof", "each"]
 STEPS_OF_HEALTHY = 3
 ERRORS_OF_CODE = ("AttributeError", "NameError", "TypeError", "UnboundLocalError")
 """Errors that planted code raises when what it replaces has changed: no fault of numbers was planted then."""
@@ -187,7 +193,7 @@ def _proof(case: ProofCase) -> ProofReport:
         subject = case.opened()
         report = prove(subject)
         if not report.holds and not _names_axis(report):
-            report = report.with_smallest(_on_fewest_axes(subject, report))
+            report = report.with_smallest(_on_fewest_axes(case, report))
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
         return ProofReport.of_error(
             type_and_message(error),
@@ -204,15 +210,16 @@ def _names_axis(report: ProofReport) -> bool:
     return first is not None and bool(first.axis) and first.axis in first.relation
 
 
-def _on_fewest_axes(subject: Subject, report: ProofReport) -> ProofReport:
+def _on_fewest_axes(case: ProofCase, report: ProofReport) -> ProofReport:
     """The report without each axis that is not needed to fail; see `smallest_case`."""
-    for axis, _ in subject.mesh.axes:
-        tried = subject.without_axis(axis)
-        if tried is None:
+    for axis, _ in case.mesh.axes:
+        run = with_degree(case.run, axis, 1)
+        if not is_valid(run):
             continue
-        found = prove(tried)
+        tried = replace(case, run=run)
+        found = prove(tried.opened())
         if not found.holds:
-            subject = tried
+            case = tried
             report = found
     return report
 
@@ -223,12 +230,12 @@ class MutantTrials:
 
     Attributes:
         folder: temporary; receives texts and run folders.
-        checks: proof: the first step is compared only of runs whose proof holds; each: every check
-            looks at every mutant, also the types of its step.
+        types_of: checks the types of a step; then every check looks at every mutant. None: the first
+            step is compared only of runs whose proof holds.
     """
 
     folder: Path
-    checks: Checks = "proof"
+    types_of: TypesOf | None = None
     healthy: dict[MutantLayout, TrainedNumbers] = field(default_factory=dict)
     false_alarms: dict[MutantLayout, str] = field(default_factory=dict)
     num_runs: int = 0
@@ -262,10 +269,10 @@ class MutantTrials:
         with planted(mutant):
             report = _proof(self.user_case(mutant.layout, steps=mutant.steps))
         first_step = types = None
-        if report.holds or self.checks == "each":
+        if report.holds or self.types_of is not None:
             first_step = seen_in_first_step(mutant, self.run_as_started(mutant.layout))
-        if self.checks == "each":
-            types = seen_by_types(mutant, self.run_as_started(mutant.layout))
+        if self.types_of is not None:
+            types = seen_by_types(mutant, self.run_as_started(mutant.layout), self.types_of)
         return MutantResult(
             mutant,
             effect,
@@ -297,15 +304,17 @@ class MutantTrials:
         return folder
 
 
-def try_mutants(mutants: Iterable[Mutant], *, checks: Checks = "proof") -> Iterator[MutantResult]:
+def try_mutants(
+    mutants: Iterable[Mutant], *, types_of: TypesOf | None = None
+) -> Iterator[MutantResult]:
     """Plant each mutant, one after the other; yields each result as it is found.
 
     Args:
-        checks: as of `MutantTrials`.
+        types_of: as of `MutantTrials`.
     """
     with tempfile.TemporaryDirectory(prefix="weft-mutants-") as name:
         folder = Path(name)
         write_texts(folder)
-        trials = MutantTrials(folder, checks)
+        trials = MutantTrials(folder, types_of)
         for mutant in mutants:
             yield trials.trial(mutant)
