@@ -84,3 +84,11 @@ def test_the_command_of_a_case_repeats_its_rows() -> None:
     case = reduced_case(run_of("--mesh dp2"), 2)
     assert case.command.endswith("--rows short")
     assert "--rows" not in ProofCase(case.run, 2).command
+
+
+@pytest.mark.parametrize("global_size", [4, 64])
+def test_an_epoch_of_short_rows_ends_within_the_third_step(global_size: int) -> None:
+    run = run_of(f"--mesh dp2 --batch.global_size {global_size} --data.seq_len 64")
+    subject = reduced_case(run, 3).opened()
+    steps = subject.samples.num_samples / subject.run.batch.global_size
+    assert 2 < steps < 3
