@@ -38,6 +38,8 @@ from weft.prove.report import ProofReport
 from weft.prove.subject import ProofCase, Subject, reduced_case
 
 STEPS_OF_HEALTHY = 3
+STEPS_AS_STARTED = 2
+"""Of a run whose first step is compared: while that is trained, the next one is read."""
 ERRORS_OF_CODE = ("AttributeError", "NameError", "TypeError", "UnboundLocalError")
 """Errors that planted code raises when what it replaces has changed: no fault of numbers was planted then."""
 
@@ -285,7 +287,7 @@ class MutantTrials:
     def run_as_started(self, layout: MutantLayout) -> ProofCase:
         """A small run of a layout, with the number types of a run as users start it."""
         run = load([*layout_words(layout, self.folder, types="own")], FAMILIES)
-        return ProofCase(run.with_values({"out": str(self._new_folder())}), steps=1)
+        return ProofCase(run.with_values({"out": str(self._new_folder())}), STEPS_AS_STARTED)
 
     def _healthy(self, layout: MutantLayout) -> TrainedNumbers:
         if layout not in self.healthy:
