@@ -260,7 +260,9 @@ def _train_rank(
     if num_before < 1:
         last.train(subject, comm, record=record)
         return
-    TrainedPart(out, num_before, saves=True).train(subject, comm, record=record)
+    TrainedPart(out, num_before, saves=True, evaluates_between=True).train(
+        subject, comm, record=record
+    )
     record.resumed_after = num_before
     if comm.rank == 0:
         record_stored(record, Path(out), num_before)

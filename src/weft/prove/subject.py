@@ -40,7 +40,7 @@ from weft.run.world import Attempt
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import DPO, build_training, loss_family
 from weft.train.size_limits import SizeLimits
-from weft.train.training import Training
+from weft.train.training import Evaluator, Training
 
 LIMITS = SizeLimits(shared_entries=64, bucket_bytes=4096)
 """In the sizes of a proof replicas share the writing of all tensors but vectors, and gradients are
@@ -433,7 +433,13 @@ def _changed_options(section: str, values: ParallelConfig | PipelineConfig) -> l
     return words
 
 
-def shortened(training: Training, *, total: int, saves: bool) -> Training:
+def shortened(
+    training: Training,
+    *,
+    total: int,
+    saves: bool,
+    evaluator: Evaluator | None = None,
+) -> Training:
     """A training run up to step `total`, without what only watches it.
 
     Args:
@@ -444,6 +450,6 @@ def shortened(training: Training, *, total: int, saves: bool) -> Training:
         step_range=replace(training.step_range, total=total),
         save_at_end=saves,
         stragglers=None,
-        evaluator=None,
+        evaluator=evaluator,
         files={},
     )

@@ -13,7 +13,7 @@ from weft.run.world import Attempt
 from weft.train.evaluate import Evaluation, eval_event
 from weft.train.event_log import EventLog
 from weft.train.loop import run_training
-from weft.train.training import Training
+from weft.train.training import Evaluator, Training
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class TrainedPart:
         saves: whether a checkpoint is saved at its end.
         attempt: of a supervised rank; None: nothing supervises it.
         evaluates: whether an evaluation follows the last step.
+        evaluates_between: whether one follows every step, after which training goes on: it must leave
+            everything as it was.
     """
 
     out: str
@@ -35,6 +37,7 @@ class TrainedPart:
     saves: bool = False
     attempt: Attempt | None = None
     evaluates: bool = False
+    evaluates_between: bool = False
 
     @property
     def restores(self) -> bool:
@@ -61,24 +64,28 @@ class TrainedPart:
                 params="checkpoint",
             )
             record.progress.is_restoring = False
-        training = shortened(training, total=self.total, saves=self.saves)
+        between = None
+        if self.evaluates_between:
+            one_batch = _evaluation(training, most_batches=1)
+            between = Evaluator(one_batch, every=1, total_steps=self.total)
+        training = shortened(training, total=self.total, saves=self.saves, evaluator=between)
         run_training(training, EventLog(None, [recorder]))
         if training.snapshots is not None:
             for _ in training.snapshots.wait():
                 pass
         if self.evaluates:
             record.progress.phase = "evaluate"
-            recorder.handle(eval_event(self.total, _evaluation(training)()))
+            recorder.handle(eval_event(self.total, _evaluation(training, most_batches=0)()))
         comm.observers = observers
         return training
 
 
-def _evaluation(training: Training) -> Evaluation:
+def _evaluation(training: Training, *, most_batches: int) -> Evaluation:
     """An evaluation on the first samples, whose last batch is not full."""
     loader = training.loader
     first = FirstSamples.of(loader.samples, global_size=loader.global_size)
     return Evaluation(
         training.step.model,
         replace(loader, samples=first),
-        most_batches=0,
+        most_batches=most_batches,
     )

@@ -126,6 +126,14 @@ def own_documents_repeated(columns: Callable[..., Batch], batch: Batch, **place:
     return replace(own, whole_documents=own.documents.repeat(1, num_ranks))
 
 
+def rounded_by_evaluation(evaluate: Callable[..., Any], evaluation: Any) -> Any:
+    """Parameters are rounded for an evaluation, and stay so."""
+    with torch.no_grad():
+        for param in evaluation.model.params.values():
+            param.copy_(param.to(torch.bfloat16))
+    return evaluate(evaluation)
+
+
 MUTANTS = (
     Mutant(
         "a_document_that_ends_with_the_window_goes_on",
@@ -222,5 +230,13 @@ MUTANTS = (
         (FunctionFault("weft.models.common.batch:Batch.columns", own_documents_repeated),),
         axes=(CP_AXIS, ""),
         blocks=BATCH,
+    ),
+    Mutant(
+        "an_evaluation_leaves_rounded_parameters",
+        "training goes on with the values that were evaluated",
+        MutantLayout("dp2", evaluates=True),
+        (FunctionFault("weft.train.evaluate:Evaluation.__call__", rounded_by_evaluation),),
+        axes=ANY_AXIS,
+        blocks=("embed", "layer*", "head", ""),
     ),
 )
