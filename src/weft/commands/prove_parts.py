@@ -8,7 +8,6 @@ from dataclasses import replace
 from weft.config.changed_runs import changes
 from weft.config.checks import run_checks
 from weft.config.run import Run
-from weft.config.small_runs import with_several_groups
 from weft.config.validate import config_checks
 from weft.errors import Fault, UserError, did_you_mean
 from weft.prove.parts.names import ALL, PARTS, RECORDED, Coverage, Part
@@ -101,8 +100,7 @@ def prove_run_parts(
 
     cases = {}
     for part, changed in runs.items():
-        case = ProofCase(changed, steps, rows) if full else reduced_case(changed, steps)
-        cases[part] = replace(case, run=with_several_groups(case.run, changed))
+        cases[part] = ProofCase(changed, steps, rows) if full else reduced_case(changed, steps)
     report = prove_parts(cases, to=to)
     first = next(iter(cases))
     coverage = Coverage.of(tuple(cases), parts=parts_of(run), is_trained=False)

@@ -75,18 +75,6 @@ def reduced(run: Run, accepts_sizes: AcceptsSizes) -> Run:
     return smaller if accepts_sizes(smaller.model, plan) else run
 
 
-def with_several_groups(run: Run, configured: Run) -> Run:
-    """A reduced run with two heads of keys, where the run as it is configured has several: what
-    deals out query heads to a single one computes the same.
-    """
-    sizes = configured.model.architecture
-    heads = run.model.architecture.get("kv_heads", 0)
-    if heads != 1 or sizes["kv_heads"] == 1:
-        return run
-    is_grouped = sizes["kv_heads"] < sizes["heads"]
-    return _first_valid(run, [{"kv_heads": 2, "heads": 4 if is_grouped else 2}])
-
-
 def is_valid(run: Run) -> bool:
     """Whether the checks of the config accept the run."""
     try:

@@ -14,11 +14,9 @@ from weft.commands.prove import prove
 from weft.commands.prove_parts import named_parts, parts_of, take_what, trained_coverage
 from weft.config.load import load
 from weft.config.run import Run
-from weft.config.small_runs import reduced, with_several_groups
 from weft.errors import UserError
 from weft.models import FAMILIES
 from weft.prove.parts.names import COVERS, PARTS, PROVES_TRAINING, TRAINING, Coverage
-from weft.prove.small_sizes import accepts_sizes
 
 
 def run_of(*words: str) -> Run:
@@ -91,14 +89,6 @@ def test_what_a_run_does_not_have_is_named_with_a_fix(words: str, key: str, fix:
     (fault,) = raised.value.faults
     assert fault.key == key
     assert fix in fault.fix
-
-
-def test_several_heads_of_keys_stay_several() -> None:
-    configured = run_of("--model.preset", "llama3-8b")
-    small = reduced(configured, accepts_sizes)
-    assert small.model.architecture["kv_heads"] == 1
-    found = with_several_groups(small, configured).model.architecture
-    assert (found["heads"], found["kv_heads"]) == (4, 2)
 
 
 def test_a_report_says_what_it_covers(capsys: pytest.CaptureFixture[str]) -> None:

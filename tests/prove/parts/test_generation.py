@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,7 @@ from torch import Tensor
 
 from tests.generate.test_mutants import MUTANTS
 from tests.prove.faults import small_run
-from weft.config.load import load
-from weft.config.small_runs import with_several_groups
 from weft.generate.cache import DecodeBatch
-from weft.models import FAMILIES
 from weft.prove.mutants.plant import replaced
 from weft.prove.parts.generation import generation_passes
 from weft.prove.parts.part_proof import Outcome
@@ -32,10 +28,8 @@ OF_THE_TEST_ITSELF = "ranks_draw_at_different_places"
 def outcome_of(words: str) -> Outcome:
     """The proof of generation of a run at reduced size."""
     found = Outcome()
-    configured = load(shlex.split(words), FAMILIES)
-    run = with_several_groups(small_run(words), configured)
     with arithmetic_of_ranks():
-        found.take(generation_passes(Subject.of(run, steps=2)))
+        found.take(generation_passes(Subject.of(small_run(words), steps=2)))
     return found
 
 
