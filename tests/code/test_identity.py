@@ -204,6 +204,12 @@ def test_a_method_that_replaces_one_of_torch_shows(notebook, before, monkeypatch
     assert notebook.identity().digest != before.digest
 
 
+def test_a_method_that_replaces_one_in_a_module_of_a_library_shows(notebook, before, monkeypatch):
+    monkeypatch.setattr(torch.nn.Bilinear, "forward", lambda self, x: x)  # beside nn.Linear
+    part = "function torch.nn.modules.linear.Bilinear.forward (replaced)"
+    assert part in notebook.identity().parts
+
+
 UNHASHED = {
     "socket": ("import socket\nTHING = socket.socket()", "variable THING (notebook)"),
     "open file": ("THING = open(__import__('os').devnull)", "variable THING (notebook)"),

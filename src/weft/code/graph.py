@@ -218,6 +218,8 @@ class CodeGraph:
             if type(value) is FunctionType and self.reach.is_users_function(value):
                 part = f"function {home}.{name} (replaced)"
                 self._label(part, part, _Variable(value))
+            elif depth and issubclass(type(value), type) and module_of(value) == home:
+                self._scan(value, depth=0)  # layers that the classes which a user names are made of
             elif depth and issubclass(type(value), ModuleType) and _is_of(value, home):
                 self._scan(value, depth=depth - 1)
 
