@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.prove.faults import FLOAT64, report_of, small_run
+from weft.checkpoint import saver
 from weft.comm.transport import Work
 from weft.config.small_runs import is_valid
 from weft.models.common.batch import with_later_targets
@@ -221,6 +222,23 @@ def test_a_wrong_evaluation_is_found(monkeypatch):
     assert first.phase == "evaluation"
     assert first.tensor == "evaluation loss"
     assert len(report.differences) == 1
+
+
+def test_a_save_that_changes_what_is_trained_is_found(monkeypatch):
+    """The checkpoint is right; training that goes on after it is not."""
+    right = saver.snapshot_of
+
+    def snapshot_of(state):
+        found = right(state)
+        for param in state.grads.sharded_params.values():
+            param.detach().mul_(1.01)
+        return found
+
+    monkeypatch.setattr(saver, "snapshot_of", snapshot_of)
+    first = report_of(f"--mesh dp1 {FLOAT64}").first
+    assert first is not None
+    assert first.step == 2
+    assert first.tensor == "embed.tok.weight as used"
 
 
 def test_an_error_of_a_restore_is_a_difference(monkeypatch):

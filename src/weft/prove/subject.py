@@ -309,7 +309,10 @@ class Subject:
             resume: as the key; what is resumed is not clipped any more, see `Task.first_unclipped`.
             attempt: of a supervised rank.
         """
-        run = self.run.with_values({"out": out, "resume": resume})
+        # Training goes on after a save, which must leave everything as it was.
+        saves_every = 1 if resume is None and self.steps > 1 else 0
+        values = {"out": out, "resume": resume, "save.every": saves_every}
+        run = self.run.with_values(values)
         if resume is not None and self.first_unclipped is not None:
             run = run.with_values({"optim.clip": run.optim.clip * UNCLIPPED})
         return build_training(

@@ -127,11 +127,12 @@ def own_documents_repeated(columns: Callable[..., Batch], batch: Batch, **place:
 
 
 def rounded_by_evaluation(evaluate: Callable[..., Any], evaluation: Any) -> Any:
-    """Parameters are rounded for an evaluation, and stay so."""
+    """After an evaluation parameters are taken back from rounded copies."""
+    report = evaluate(evaluation)
     with torch.no_grad():
         for param in evaluation.model.params.values():
             param.copy_(param.to(torch.bfloat16))
-    return evaluate(evaluation)
+    return report
 
 
 MUTANTS = (
