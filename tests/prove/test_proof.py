@@ -262,6 +262,17 @@ def test_an_error_of_a_restore_is_a_difference(monkeypatch):
     assert "  in checkpoint of step 2: layer1.mlp.up.weight" in report.lines()
 
 
+def test_what_differs_before_a_checkpoint_is_refused_is_named_first():
+    """Replicas that have drifted apart do not have the digests that they were saved with."""
+    with planted(all_mutants()["gradients_are_never_reduced"]):
+        report = report_of(f"--mesh dp2 {FLOAT64}", steps=2)
+    assert report.first is not None
+    assert report.first.phase == "reduce"
+    assert report.axis == "dp"
+    assert not report.error
+    assert any("what was loaded differs" in note for note in report.notes)
+
+
 def test_a_shortage_of_the_machine_is_not_a_fault_of_the_layout():
     full_disk = OSError(errno.ENOSPC, "no space left on device")
     assert not is_fault_of_the_layout(full_disk, [])

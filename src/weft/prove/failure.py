@@ -47,6 +47,15 @@ def is_fault_of_the_layout(error: BaseException, records: Sequence[RankRecord]) 
     return has_begun or not isinstance(error, UserError)
 
 
+def is_between_steps(records: Sequence[RankRecord]) -> bool:
+    """Whether all ranks had computed whole steps, and saved or read back the last one, when an error
+    ended them: then what they computed before it can be compared.
+    """
+    return all(
+        record.progress.is_restoring or record.progress.phase == "save" for record in records
+    )
+
+
 def difference_of_error(
     error: BaseException,
     records: Sequence[RankRecord],

@@ -15,7 +15,12 @@ from weft.comm.comm import Comm
 from weft.core.axes import local_update_axis
 from weft.prove.arithmetic import PLAIN, NumberTypes, Perturbation, has_jumps
 from weft.prove.bounds import FACTOR, TOLERANCE, Bounds, wide_note
-from weft.prove.failure import difference_of_error, error_text, is_fault_of_the_layout
+from weft.prove.failure import (
+    difference_of_error,
+    error_text,
+    is_between_steps,
+    is_fault_of_the_layout,
+)
 from weft.prove.judge import Judge
 from weft.prove.local_updates import SiteProof, sites_note
 from weft.prove.record import RankRecord
@@ -32,6 +37,7 @@ MUON_EPS = 2.0**-8
 JUMPS_NOTE = "compared in float64 alone: updates of {} magnify rounding errors of float32"
 INNER_NOTE = "{} casts to {}, whatever the types of the run: bounds are those of that type"
 PAIRS_NOTE = "the preference pairs are drawn; --full compares those of the run"
+ENDED_NOTE = "after that the layout ended with an error: {}"
 TIMEOUT_S = 3600.0
 STEPS_AFTER_RESUME = 1
 DRAWN_SIGNS_SEED = 3
@@ -207,10 +213,15 @@ class Judged:
 def _prove_once(subject: Subject, bounds_of: BoundsOf) -> Judged | Failed:
     records = [RankRecord(rank) for rank in range(subject.mesh.size)]
     failed = Failed.of(lambda: run_layout(subject, records), records, subject=subject)
-    if failed is not None:
+    if failed is not None and not is_between_steps(records):
         return failed
     bounds = bounds_of(subject, skipped=skipped_steps(records[0].events))
-    return Judged.of(subject, records, bounds)
+    judged = Judged.of(subject, records, bounds)
+    if failed is None:
+        return judged
+    if not judged.result.differences:
+        return failed
+    return replace(judged, notes=(*judged.notes, ENDED_NOTE.format(failed.text)))
 
 
 def _notes(judge: Judge) -> tuple[str, ...]:

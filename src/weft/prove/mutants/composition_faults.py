@@ -89,7 +89,7 @@ MUTANTS = (
         MutantLayout("tp2", family="deepseek"),
         (FunctionFault(PARTIAL_NAMES, partial_without("kv_a.weight")),),
         axes=AXIS,
-        blocks=("layer*",),
+        blocks=("layer*", "mtp*"),
         reference=references.MEGATRON_COMPOSITION,
     ),
     Mutant(
