@@ -42,7 +42,7 @@ from weft.train.build_training import DPO, build_training, loss_family
 from weft.train.size_limits import SizeLimits
 from weft.train.training import Evaluator, Training
 
-LIMITS = SizeLimits(shared_entries=64, bucket_bytes=4096)
+LIMITS = SizeLimits(shared_entries=64, bucket_bytes=2**14)
 """In the sizes of a proof replicas share the writing of all tensors but vectors, and gradients are
 reduced in several buckets.
 """
