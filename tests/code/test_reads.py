@@ -107,6 +107,8 @@ OUTSIDE = f"{FORWARD} * outside.FACTOR"
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     """A model that reads a file when it is imported, a variable when it is built, a module elsewhere."""
+    # Byte code of a text that is replaced within a second by one of its length would be run again.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def write(*, file="[1]", variable="1", outside="FACTOR = 1\n", text=""):
         for name in [*sys.modules]:

@@ -155,8 +155,7 @@ def test_stored_tensors_are_those_that_training_held():
         report = report_of(f"--mesh dp2 {FLOAT64}", steps=2)
     assert report.first is not None
     assert report.first.phase == "checkpoint"
-    assert report.first.tensor == "embed.tok.weight"
-    assert "what was loaded differs from what training held when it was saved" in report.error
+    assert report.first.tensor == "embed.tok.weight as stored"
 
 
 @pytest.mark.slow
