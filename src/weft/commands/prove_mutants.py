@@ -14,7 +14,7 @@ from pydantic import Field
 from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
 from weft.config import flags
 from weft.config.schema import ConfigSection
-from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, counted
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.prove.mutants.names import mutant_names
 
 if TYPE_CHECKING:
@@ -46,6 +46,13 @@ class SweepOptions(ConfigSection):
         0,
         ge=0,
         description="of the choice of layouts, families and options",
+    )
+    checks: Literal["proof", "steps", "each"] = Field(
+        "proof",
+        description=(
+            "proof: at reduced size; steps: each layout is trained (2 steps, one in ten 200), its "
+            "steps compared with one device; each: both"
+        ),
     )
     format: FormatName = Field("text", description="json: one object; --json for short")
 
@@ -92,25 +99,31 @@ def mismatched_types(case: ProofCase) -> tuple[str, ...]:
 def prove_sweep(words: Sequence[str]) -> int:
     """Prove generated layouts for some minutes; exit code 1 if one differs from one device."""
     if wants_help(words):
-        usage = f"weft prove {SWEEP} MINUTES [--seed N] [{JSON}]"
+        usage = f"weft prove {SWEEP} MINUTES [--seed N] [--checks steps|each] [{JSON}]"
         return show_help(SweepOptions(), usage, "prove generated layouts of every family")
     options = flags.read_config(_without_json(words), SweepOptions)
     _prepare_threads()
-    from weft.prove.sweep import SweepResult, SweepSummary, sweep  # imports torch
+    from weft.commands.compared_runs import LENGTHS, train_compared  # they import torch
+    from weft.prove.generated_runs import Choices
+    from weft.prove.sweep import SweepResult, SweepSummary, sweep
 
     is_text = options.format == "text"
     start = time.monotonic()
     results: list[SweepResult] = []
-    for result in sweep(options.sweep, seed=options.seed):
+    for result in sweep(
+        options.sweep,
+        seed=options.seed,
+        choices=Choices() if options.checks == "proof" else Choices(steps=LENGTHS),
+        proves=options.checks != "steps",
+        train=None if options.checks == "proof" else train_compared,
+    ):
         results.append(result)
-        if is_text and not result.report.holds:
-            print_result(f"NOT equal: {result.message}\n  {result.command}")
+        if is_text:
+            for message in result.messages:
+                print_result(f"NOT equal: {message}")
     summary = SweepSummary(results=results, seconds=time.monotonic() - start)
     if is_text:
-        print_result(
-            f"{counted(len(results), 'layout')} proved, {len(summary.failed)} differ; "
-            f"{summary.layouts_per_minute:.1f} layouts a minute, measured; seed {options.seed}"
-        )
+        print_result("\n".join(summary.lines(seed=options.seed)))
     else:
         print_result(json.dumps(summary.to_dict(seed=options.seed), indent=1))
     return EXIT_OK if summary.holds else EXIT_FAILED

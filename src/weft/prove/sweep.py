@@ -1,124 +1,69 @@
-"""Generated layouts of every family, proved one after the other: meshes, options, number types, schedules, adapters."""
+"""Generated layouts of every family, proved one after the other, and trained with steps that are compared."""
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.config.checks import run_checks
-from weft.config.load import try_load
-from weft.config.validate import config_checks
-from weft.core.dimension import exact_axes
-from weft.errors import type_and_message
-from weft.models import FAMILIES
+from weft.errors import counted, type_and_message
+from weft.prove.generated_runs import Choices, GeneratedRun, generated_runs
 from weft.prove.proof import prove
 from weft.prove.report import ProofReport
-from weft.prove.small_sizes import small_words
 from weft.prove.subject import ProofCase, reduced_case
-from weft.schedule.catalog import SCHEDULES
 
-USER_MODEL = "weft.prove.user_model"
-MOST_RANKS = (2, 4, 4, 8)
-"""Of a mesh: one of these."""
-DEGREES = (1, 1, 1, 2, 2, 4)
-"""A degree of an axis is one of these."""
-PRECISIONS: tuple[tuple[str, ...], ...] = (
-    (),
-    (),
-    (
-        "--precision.params",
-        "float64",
-        "--precision.compute",
-        "float64",
-        "--precision.reduce",
-        "float64",
-    ),
-    ("--precision.compute", "bfloat16"),
-    ("--precision.compute", "float16"),
-)
 STEPS = 3
 
 
 @dataclass(frozen=True)
+class Compared:
+    """Steps of a run that were compared with one device while it trained.
+
+    Attributes:
+        steps: how many.
+        closest: largest share of a bound that a difference took.
+        error: what stopped the run; "" where nothing did.
+        command: repeats it.
+    """
+
+    steps: int
+    closest: float
+    error: str
+    command: str
+
+
+Train = Callable[[GeneratedRun], Compared]
+"""Trains a run, with its own sizes, and compares its steps."""
+
+
+@dataclass(frozen=True)
 class SweepResult:
-    """The proof of one generated layout, with reduced sizes."""
+    """The proof of one generated layout, with reduced sizes, and the comparison of its steps.
+
+    Attributes:
+        report: None where it is not proved.
+        trained: None where it is not trained.
+    """
 
     case: ProofCase
-    report: ProofReport
+    report: ProofReport | None
+    trained: Compared | None
 
     @property
-    def command(self) -> str:
-        """The command that repeats it."""
-        return self.case.command
+    def holds(self) -> bool:
+        """Whether nothing differs from one device."""
+        return not self.messages
 
     @property
-    def message(self) -> str:
-        """The first difference, or the error that ended the layout."""
-        first = self.report.first
-        return self.report.error or str(first)
-
-
-def generated_cases(seed: int) -> Iterator[ProofCase]:
-    """Cases that config validation accepts, without end, a function of the seed."""
-    dice = random.Random(seed)  # noqa: S311 - layouts, not secrets
-    families = [name for name, family in FAMILIES.items() if family.Config.kind == "tokens"]
-    families.append(USER_MODEL)
-    while True:
-        words = _words(dice, dice.choice(families))
-        loaded = try_load(list(words), FAMILIES)
-        faults = run_checks(
-            loaded.run,
-            config_checks,
-            known=loaded.faults,
-        )
-        if not faults:
-            yield reduced_case(loaded.run, STEPS)
-
-
-def _words(dice: random.Random, family: str) -> tuple[str, ...]:
-    words = ["--mesh", _mesh(dice), "--model.name", family]
-    if family != USER_MODEL:  # small as it is
-        words += small_words(family)
-    options = {
-        "--data.seq_len": ("16", "24"),
-        "--data.packing": ("stream", "documents"),
-        "--batch.micro_size": ("1", "1", "2"),
-        "--batch.global_size": ("8", "16"),
-        "--parallel.zero": ("0", "0", "1", "2", "3"),
-        "--parallel.sequence": ("False", "True"),
-        "--parallel.context": ("ring", "allgather", "ulysses"),
-        "--parallel.recompute": ("none", "none", "selective", "full"),
-        "--optim.name": ("adamw", "adamw", "adamw", "sgd", "lion", "muon", "adafactor"),
-        "--optim.clip": ("0", "0.1", "1"),
-        "--optim.warmup": ("0", "4"),
-        "--lora.rank": ("0", "0", "0", "3"),
-    }
-    for key, values in options.items():
-        words += (key, dice.choice(values))
-    schedule = dice.choice(tuple(SCHEDULES))
-    words += ("--pipeline.schedule", schedule)
-    words += ("--pipeline.chunks", str(SCHEDULES[schedule].default_chunks))
-    words += dice.choice(PRECISIONS)
-    words += ("--steps", "6", "--seed", str(dice.randrange(1000)))
-    return tuple(words)
-
-
-def _mesh(dice: random.Random) -> str:
-    """A mesh of few ranks, in any nesting."""
-    most = dice.choice(MOST_RANKS)
-    axes = list(exact_axes())
-    dice.shuffle(axes)
-    names: list[str] = []
-    size = 1
-    for axis in axes:
-        degree = dice.choice(DEGREES)
-        if degree > 1 and size * degree <= most:
-            names.append(f"{axis}{degree}")
-            size *= degree
-    return " ".join(names)
+    def messages(self) -> Sequence[str]:
+        """Of each check that failed: the first difference, or the error, and the command that repeats it."""
+        found: list[str] = []
+        if self.report is not None and not self.report.holds:
+            found.append(f"{self.report.error or self.report.first}\n  {self.case.command}")
+        if self.trained is not None and self.trained.error:
+            found.append(f"{self.trained.error}\n  {self.trained.command}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -131,7 +76,19 @@ class SweepSummary:
     @property
     def failed(self) -> tuple[SweepResult, ...]:
         """Layouts that differ from one device."""
-        return tuple(result for result in self.results if not result.report.holds)
+        return tuple(result for result in self.results if not result.holds)
+
+    @property
+    def steps_compared(self) -> int:
+        """Steps of training that were compared."""
+        return sum(each.trained.steps for each in self.results if each.trained is not None)
+
+    @property
+    def closest(self) -> float:
+        """Largest share of a bound that a difference took in a step of training."""
+        return max(
+            (each.trained.closest for each in self.results if each.trained is not None), default=0.0
+        )
 
     @property
     def layouts_per_minute(self) -> float:
@@ -143,11 +100,26 @@ class SweepSummary:
         """Whether every layout is equal to one device."""
         return not self.failed
 
+    def lines(self, *, seed: int) -> Iterator[str]:
+        """The counts as text."""
+        yield (
+            f"{counted(len(self.results), 'layout')}, {len(self.failed)} differ; "
+            f"{self.layouts_per_minute:.1f} layouts a minute, measured; seed {seed}"
+        )
+        trained = [each for each in self.results if each.trained is not None]
+        if trained:
+            in_16_bits = sum(1 for each in trained if "16" in each.case.compute_dtype)
+            yield (
+                f"{counted(len(trained), 'run')} trained, {in_16_bits} in 16 bits; {self.steps_compared} "
+                f"steps compared with one device; largest share of a bound {self.closest:.2f}"
+            )
+
     def to_dict(self, *, seed: int) -> dict[str, Any]:
         """Values for JSON."""
-        failed = [{"command": each.command, "message": each.message} for each in self.failed]
+        failed = [message for each in self.failed for message in each.messages]
         return {
             "layouts": len(self.results),
+            "steps_compared": self.steps_compared,
             "failed": failed,
             "seconds": round(self.seconds, 1),
             "layouts_per_minute": round(self.layouts_per_minute, 1),
@@ -159,17 +131,23 @@ def sweep(
     minutes: float,
     *,
     seed: int,
-    most: int | None = None,
+    choices: Choices,
+    proves: bool,
+    train: Train | None,
 ) -> Iterator[SweepResult]:
-    """Prove generated layouts until the time is over, at least one.
+    """Check generated layouts until the time is over, at least one.
 
     Args:
-        most: number of layouts after which it ends, too.
+        choices: from what they are generated.
+        proves: whether each is proved at reduced size.
+        train: what trains each; None: they are not trained.
     """
     end = time.monotonic() + 60 * minutes
-    for number, case in enumerate(generated_cases(seed), start=1):
-        yield SweepResult(case, _proof(case))
-        if time.monotonic() >= end or number == most:
+    for generated in generated_runs(seed, choices):
+        case = reduced_case(generated.run, STEPS)
+        report = _proof(case) if proves else None
+        yield SweepResult(case, report, train(generated) if train else None)
+        if time.monotonic() >= end:
             return
 
 

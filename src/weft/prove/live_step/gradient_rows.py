@@ -12,7 +12,7 @@ from weft.comm.comm import Comm
 from weft.core.axes import Box
 from weft.prove.bounds import FACTOR, FLOOR
 from weft.prove.live_step.judgement import GradientRow
-from weft.prove.live_step.owner_gradients import GradientNoise
+from weft.prove.live_step.owner_gradients import GradientNoise, largest, norm
 from weft.prove.live_step.whole_params import sum_over_ranks
 from weft.prove.relations import relation
 from weft.train.step import TrainStep
@@ -75,20 +75,18 @@ class GradientRows:
         if local is not None:
             expected = local.entries_of(whole)
             wide = torch.promote_types(expected.dtype, local.entries.dtype)
-            distance = (local.entries.to(wide) - expected.to(wide)).abs()
-            difference = float(distance.max())
+            difference = largest(local.entries.to(wide) - expected.to(wide))
             of_layout = float(local.entries.double() @ expected.double())
-            of_plain = float(expected.double().square().sum())
-        largest = float(whole.abs().max()) if whole.numel() else 0.0
+            of_plain = norm(expected) ** 2
         row = GradientRow(
             owner,
             num_entries=whole.numel(),
             difference=difference,
-            largest=largest,
+            largest=largest(whole),
             noise=noise.times(1 / self.scale),
             products=(of_layout, of_plain),
             is_product=owner in self.products,
-            squared_norm=float(whole.double().square().sum()),
+            squared_norm=norm(whole) ** 2,
         )
         self.rows.append(row)
         if local is not None and self._looks_wrong(row):

@@ -26,10 +26,9 @@ class GradientNoise:
     @staticmethod
     def of(noisy: Tensor, plain: Tensor) -> GradientNoise:
         """The change from one gradient to another."""
-        change = (noisy - plain).double().flatten()
-        right = plain.double().flatten()
-        along = float(change @ right) / max(float(right.norm()), TINY)
-        return GradientNoise(float(change.abs().max()), float(change.norm()), abs(along))
+        change = (noisy - plain).flatten()
+        along = float(change @ plain.flatten()) / max(norm(plain), TINY)
+        return GradientNoise(largest(change), norm(change), abs(along))
 
     def max(self, other: GradientNoise) -> GradientNoise:
         """The larger of each."""
@@ -47,6 +46,16 @@ class GradientNoise:
     def times(self, factor: float) -> GradientNoise:
         """That of the gradient times a factor."""
         return GradientNoise(self.largest * factor, self.length * factor, self.along * factor)
+
+
+def norm(x: Tensor) -> float:
+    """The Euclidean norm, summed in float64 without a copy in float64."""
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
+def largest(x: Tensor) -> float:
+    """The largest absolute value."""
+    return float(torch.linalg.vector_norm(x, torch.inf)) if x.numel() else 0.0
 
 
 NO_NOISE = GradientNoise()
@@ -67,15 +76,21 @@ class OwnerGradients:
         self._plain: dict[str, Tensor] = {}
         self._dtype = dtype
 
-    def add(self, grads: Mapping[str, Tensor | None], *, is_plain: bool) -> None:
-        """Add the gradients of one pass; the noisy passes of a unit follow its plain one."""
+    def add(self, grads: Mapping[str, Tensor | None], *, is_plain: bool, has_noisy: bool) -> None:
+        """Add the gradients of one pass; the noisy passes of a unit follow its plain one.
+
+        Args:
+            has_noisy: whether the unit has noisy passes.
+        """
         for owner, grad in grads.items():
             if grad is None:
                 continue
             wide = grad.to(self._dtype)
             if is_plain:
-                self._plain[owner] = wide
+                if has_noisy:
+                    self._plain[owner] = wide
                 before = self.sums.get(owner)
+                # A copy: autograd may return one tensor for two parameters.
                 self.sums[owner] = wide.clone() if before is None else before.add_(wide)
             elif owner in self._plain and wide.numel():
                 noise = GradientNoise.of(wide, self._plain[owner])
@@ -95,10 +110,12 @@ def joined(
     dtype: torch.dtype,
 ) -> Tensor:
     """The sum of the gradients that the blocks which use a parameter yield for it."""
-    total = torch.zeros(like.shape, dtype=dtype, device=like.device)
-    for part in parts:
-        if owner in part.sums:
-            total += part.sums[owner]
+    sums = [part.sums[owner] for part in parts if owner in part.sums]
+    if not sums:
+        return torch.zeros(like.shape, dtype=dtype, device=like.device)
+    total, *others = sums
+    for other in others:
+        total += other
     return total
 
 

@@ -308,7 +308,8 @@ class PlainPass:
             grads = torch.autograd.grad(outputs, [*inputs, *params], seeds, allow_unused=True)
         owners = [owner for owner, leaf in leaves.items() if leaf.requires_grad]
         of_owners = dict(zip(owners, grads[len(inputs) :], strict=True))
-        found.add(of_owners, is_plain=each.seed == PLAIN)
+        has_noisy = bool(self.units[each.unit].noise_seeds)
+        found.add(of_owners, is_plain=each.seed == PLAIN, has_noisy=has_noisy)
         of_inputs = iter(grads[: len(inputs)])
         return tuple(next(of_inputs) if leaf.requires_grad else None for leaf in _tensors(x))
 
@@ -347,8 +348,8 @@ class PlainPass:
             return x
         if self._noise is None:
             return x
-        signs = torch.randint(-1, 2, x.shape, generator=self._noise).to(x.device)
-        return x * (1 + torch.finfo(x.dtype).eps * signs.double()).to(x.dtype)
+        signs = torch.randint(-1, 2, x.shape, generator=self._noise, dtype=x.dtype).to(x.device)
+        return x * (1 + torch.finfo(x.dtype).eps * signs)
 
     @contextmanager
     def _noise_hooks(self) -> Iterator[None]:
