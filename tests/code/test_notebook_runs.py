@@ -20,7 +20,7 @@ if __name__ == "__main__":
     keys = {"mesh": "dp2", "transport": "threads", "data": {"seq_len": 8}, "sample": 0}
     keys |= {"batch": {"global_size": 2, "micro_size": 1}, "out": sys.argv[1], "steps": int(sys.argv[2])}
     if sys.argv[3:]:
-        keys["resume"] = "auto"
+        keys |= {"resume": "auto", "resume_code": sys.argv[4] if sys.argv[4:] else "same"}
     weft.train(keys, model=model)
 """
 
@@ -52,3 +52,5 @@ def test_a_changed_layer_of_a_notebook(tmp_path):
     refused = train(other, "a", "2", "resume")
     place = "the checkpoint a/ckpt/step-000001: class Layer (__main__)"
     assert f"the code of the model differs from that of {place}" in refused.stderr
+    accepted = train(other, "a", "2", "resume", "any")
+    assert accepted.returncode == 0, accepted.stderr

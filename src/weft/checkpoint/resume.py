@@ -172,7 +172,8 @@ def resume_faults(
     if found.path is None or found.manifest is None:
         return _not_found_faults(resume, out, found)
     facts = found.manifest.facts
-    model_faults = _model_changes(model, facts, found.path, code)
+    checked_code = None if _value(config, "resume_code") == "any" else code
+    model_faults = _model_changes(model, facts, found.path, checked_code)
     key_faults = _key_changes(config, facts, found.path)
     return (*model_faults, *key_faults)
 
@@ -205,10 +206,15 @@ def _model_changes(
     model: ModelSection,
     facts: Facts,
     path: Path,
-    code: CodeIdentity = NO_CODE,
+    code: CodeIdentity | None = NO_CODE,
 ) -> Iterator[Fault]:
-    """Code and fields of the model that differ from the checkpoint's."""
-    yield from _code_changes(model, facts, path, code)
+    """Code and fields of the model that differ from the checkpoint's.
+
+    Args:
+        code: None: any code may follow.
+    """
+    if code is not None:
+        yield from _code_changes(model, facts, path, code)
     try:
         check_model(
             path,
@@ -233,7 +239,7 @@ def _code_changes(
     restore = "restore it"
     if model.digest is not None:
         restore = f"restore it (a copy is {path.parents[1] / 'model.py'})"
-    fix = f"{restore}, or start a new run"
+    fix = f"{restore}, or --resume_code any to train on with this code"
     if facts.code:
         names = changed_parts(facts.code, code, folder=file_folder(model.name))
         if names:

@@ -16,7 +16,7 @@ from weft.core.mesh import Mesh
 
 DEFAULT_FAMILY = "llama3"
 NOT_IN_COMMAND = frozenset(
-    ("model.preset", "model.name", "out", "resume", "device", "transport", "nproc")
+    ("model.preset", "model.name", "out", "resume", "resume_code", "device", "transport", "nproc")
 )
 
 

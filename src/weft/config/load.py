@@ -40,6 +40,7 @@ DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
 """Kind of model -> data source where none is named."""
 
 NAME, DIGEST = "model.name", "model.digest"
+RESUME_CODE = "resume_code"
 
 AUTO_MESH = "auto"
 """As `mesh`: a command chooses it for the devices that are there."""
@@ -158,6 +159,8 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
             asked[key] = whole_number(value, known[key].annotation)
         elif is_table(key):
             asked[key] = value
+    if RESUME_CODE not in given.values:  # an answer to one resume, not to the later ones of its run
+        asked.pop(RESUME_CODE, None)
     contradicting = contradictions(sources.folder, asked)
     schedule = schedule_keys(asked, given.values)
     values: Flat = {
@@ -267,11 +270,12 @@ def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]
 
 
 def _source_digest(family: ConfigFamily, asked: Flat) -> Flat:
-    """The digest of a user's model file, where the config does not say which it had."""
+    """The digest of a user's model file, where the config does not say which it had, or another one
+    is accepted.
+    """
     digest = getattr(family, "digest", None)
-    if DIGEST in asked or digest is None:
-        return {}
-    return {DIGEST: digest}
+    is_given = DIGEST in asked and asked.get(RESUME_CODE) != "any"
+    return {} if is_given or digest is None else {DIGEST: digest}
 
 
 def _changed_file(sources: _Sources, families: Families, values: Flat) -> Iterator[Fault]:
@@ -287,7 +291,7 @@ def _changed_file(sources: _Sources, families: Families, values: Flat) -> Iterat
             stored_parts(sources.run_folder), getattr(family, "code", CodeIdentity()), folder=folder
         )
         what = f"{what}: {', '.join(names)}" if names else what
-    fix = "restore it, or start a new run"
+    fix = "restore it, or --resume_code any to train on with this code"
     yield Fault(DIGEST, what, got=current, need=str(values[DIGEST]), fix=fix)
 
 

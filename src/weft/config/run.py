@@ -90,6 +90,10 @@ class Run(ConfigSection):
         None,
         description="auto (newest checkpoint in out, if any), a checkpoint, or a run folder; None: start from step 0",
     )
+    resume_code: Literal["same", "any"] = Field(
+        "same",
+        description="code of users' models and optimizers at a resume: that of the checkpoint, or any (this one trains on)",
+    )
     model: ModelSection = Field(description="the model")
     data: DataConfig = Field(default_factory=DataConfig, description="the data source")
     batch: BatchConfig = Field(default_factory=BatchConfig, description="sequences a step")

@@ -106,6 +106,7 @@ def _smaller_schedule(run: Run) -> Run:
         "sample": 0,
         "save.every": 0,
         "resume": None,
+        "resume_code": "same",
     }
     return run.with_values(values)
 
