@@ -11,7 +11,7 @@ from typing import Any
 from weft.commands.train import train
 from weft.errors import EXIT_OK, WeftError, first_line
 from weft.prove.generated_runs import GeneratedRun
-from weft.prove.sweep import Compared
+from weft.prove.sweep import ComparedSteps
 
 LENGTHS = (2, 2, 2, 2, 2, 2, 2, 2, 2, 200)
 """Steps of a generated run: one of these."""
@@ -19,7 +19,7 @@ MANY_STEPS = 20
 """From so many steps on, a quarter of them are compared; otherwise each is."""
 
 
-def train_compared(generated: GeneratedRun) -> Compared:
+def train_compared(generated: GeneratedRun) -> ComparedSteps:
     """Train a run as `weft train` does, without a run folder, and compare its steps."""
     steps = generated.run.steps
     every = steps // 4 if steps >= MANY_STEPS else 1
@@ -41,7 +41,7 @@ def train_compared(generated: GeneratedRun) -> Compared:
     except WeftError as raised:
         error = first_line(raised)
     compared = [event for event in verdicts.values() if event["verdict"] == "equal"]
-    return Compared(
+    return ComparedSteps(
         steps=len(compared),
         closest=max((event["closest"] for event in compared), default=0.0),
         error=error,

@@ -17,7 +17,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedSteps:
     """Steps of a run that were compared with one device while it trained.
 
     Attributes:
@@ -33,7 +33,7 @@ class Compared:
     command: str
 
 
-Train = Callable[[GeneratedRun], Compared]
+Train = Callable[[GeneratedRun], ComparedSteps]
 """Trains a run, with its own sizes, and compares its steps."""
 
 
@@ -48,7 +48,7 @@ class SweepResult:
 
     case: ProofCase
     report: ProofReport | None
-    trained: Compared | None
+    trained: ComparedSteps | None
 
     @property
     def holds(self) -> bool:
