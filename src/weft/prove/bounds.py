@@ -11,8 +11,10 @@ Note [Bounds]
     optimizers of signs and ratios (Lion, Adafactor) make of rounding noise: a gradient that is zero
     in exact arithmetic. So there, too, perturbed runs are made for these.
 
-    The sign of an update is that of its gradient, however small: an entry whose gradient is smaller
-    than its own bound may be updated either way, by a few learning rates. A matrix that starts at
+    Optimizers divide a gradient by its size, so the update of an entry depends on the relative
+    rounding of its gradient, which is large where the gradient is small: an entry may move by a few
+    learning rates times the bound of its gradient over its gradient. One whose gradient is smaller
+    than its own bound may be updated either way. A matrix that starts at
     zero (the second factor of an adapter, a zero-initialised projection) consists of its updates
     alone, and all that it is multiplied with depends on their signs. How far that moves is measured
     as well: where there is such a matrix, one more perturbed run draws the signs of these entries.
@@ -59,7 +61,7 @@ MOST_TERMS = LARGE_ENTRIES
 NORM_FACTORS: Mapping[Phase, int] = {"norm": 1, "clip": 1, "moments": 2, "checkpoint": 2}
 """How often the factor that is made of the norm enters the tensors of a phase."""
 MOST_RATES = 4.0
-"""Learning rates by which AdamW may move two runs apart in a step."""
+"""Learning rates by which AdamW may move an entry of two runs apart in a step."""
 MIN_SCALE = 1e-30
 REFERENCES = "references"
 """What of a batch is computed: log-probabilities of preference pairs under the reference model."""
@@ -136,18 +138,36 @@ class Bounds:
         """Largest difference of two tensors of this kind, relative to its scale."""
         return largest_difference(value, expected) / self.scale(key)
 
-    def undetermined(self, parameter: str, step: int) -> Tensor | None:
-        """The entries of a parameter whose gradients were smaller than their own bound in a step so
-        far: rounding decides the sign of their updates. None where there are none.
+    def free_updates(self, parameter: str, step: int) -> Tensor | None:
+        """For each entry of a parameter, how far rounding of its gradients in the steps so far may
+        move its value; None where it has no gradient. See Note [Bounds].
+        """
+        share = self._rounding_share(parameter, step)
+        if share is None:
+            return None
+        sum_of_rates = sum(lr for number, lr in self.plain.lrs.items() if number <= step)
+        return MOST_RATES * sum_of_rates * share
+
+    def _rounding_share(self, parameter: str, step: int) -> Tensor | None:
+        """For each entry, the bound of its gradient over its gradient, at most 1: the largest of the
+        steps so far, since moments keep what a step has left in them.
         """
         if self.types.is_exact or step < 1:
             return None
         place = (parameter, step)
-        if place not in self._undetermined:
-            earlier = self.undetermined(parameter, step - 1)
-            small = self.small_gradient(parameter, step)
-            self._undetermined[place] = _either(earlier, small)
-        return self._undetermined[place]
+        if place not in self._rounding_shares:
+            earlier = self._rounding_share(parameter, step - 1)
+            of_step = self._share_in_step(parameter, step)
+            self._rounding_shares[place] = _larger(earlier, of_step)
+        return self._rounding_shares[place]
+
+    def _share_in_step(self, parameter: str, step: int) -> Tensor | None:
+        key = TensorKey(step, "clip", f"{parameter} clipped gradient")
+        gradient = self.plain.values.get(key)
+        if gradient is None:
+            return None
+        size = gradient.double().abs().clamp(min=MIN_SCALE)
+        return (self.bound(key) * self.scale(key) / size).clamp(max=1)
 
     def small_gradient(self, parameter: str, step: int) -> Tensor | None:
         """The entries of a parameter whose clipped gradient is smaller than its own bound; None
@@ -160,20 +180,12 @@ class Bounds:
         largest_small = self.bound(key) * self.scale(key)
         return gradient.abs() <= largest_small
 
-    def largest_updates(self, step: int) -> float:
-        """Of one entry, summed over the steps so far."""
-        sum_of_rates = 0.0
-        for number, lr in self.plain.lrs.items():
-            if number <= step:
-                sum_of_rates += lr
-        return MOST_RATES * sum_of_rates
-
     @cached_property
     def _bounds(self) -> dict[TensorKey, float]:
         return {}
 
     @cached_property
-    def _undetermined(self) -> dict[tuple[str, int], Tensor | None]:
+    def _rounding_shares(self) -> dict[tuple[str, int], Tensor | None]:
         return {}
 
     @cached_property
@@ -295,10 +307,10 @@ class _Kind(NamedTuple):
         return _Kind(key.step, key.phase, name)
 
 
-def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     if one is None or other is None:
         return other if one is None else one
-    return one | other
+    return torch.maximum(one, other)
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:

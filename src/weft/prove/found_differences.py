@@ -153,8 +153,8 @@ class FoundDifferences:
         expected: Tensor,
         key: TensorKey,
     ) -> float:
-        """Of the entries of a parameter whose update does not depend on rounding, if the others are
-        within a few learning rates; else infinite.
+        """Of the entries of a parameter that differ by more than rounding of their own gradients
+        explains; infinite where that is not known.
         """
         step = site.step
         is_value = site.phase in ("update", "checkpoint") and key.phase == "update"
@@ -163,20 +163,16 @@ class FoundDifferences:
             step -= 1
         if not site.parameter or not is_value:
             return math.inf
-        undetermined = self.bounds.undetermined(site.parameter, step)
-        if undetermined is None or observed.value.shape != expected.shape:
+        free = self.bounds.free_updates(site.parameter, step)
+        if free is None or observed.value.shape != expected.shape:
             return math.inf
-        mask = observed.place.read(undetermined)
-        if mask is None:
+        explained = observed.place.read(free)
+        if explained is None:
             return math.inf
         difference = (observed.value.double() - expected.double()).abs()
-        is_free = mask.reshape(difference.shape)
         rounding = self.bounds.types.eps * float(expected.abs().max())
-        largest_update = self.bounds.largest_updates(step) + rounding
-        is_within = difference[is_free] <= largest_update
-        if not bool(is_within.all()):
-            return math.inf
-        rest = difference[~is_free]
+        # NaN is not explained, and stays the largest.
+        rest = difference[~(difference <= explained.reshape(difference.shape) + rounding)]
         largest = float(rest.max()) if rest.numel() else 0.0
         return largest / self.bounds.scale(key)
 
