@@ -189,3 +189,18 @@ def test_a_model_of_a_user_has_no_finding(name: str, mesh: str) -> None:
     path = Path(__file__).parents[1] / "user_models" / name
     certificate = certificate_of((str(path), "--mesh", mesh))
     assert [finding.text for finding in certificate.findings] == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "what"),
+    [
+        ("dp2", "loss.proj: not typed: aten.index of a sharded dim (axis dp)"),
+        ("cp2", "layer0.up: not typed: aten.unbind of entries of a sharded dim (axis cp)"),
+    ],
+)
+def test_what_has_no_type_is_the_only_finding(mesh: str, what: str) -> None:
+    """Its backward makes zeros of a shape, which do not name what the forward read."""
+    path = Path(__file__).parents[1] / "user_models" / "taken_apart.py"
+    certificate = certificate_of((str(path), "--mesh", mesh, "--data.seq_len", "16"))
+    assert [finding.text for finding in certificate.findings] == [what]
+    assert certificate.verdict == "unknown"

@@ -31,6 +31,15 @@ from weft.planner.certificate.tensor_types import TensorTypes, TypedPiece
 from weft.planner.measure.host_values import value_on_host
 from weft.planner.measure.meta_results import MetaResults
 
+# Note [Behind an operation without a type]
+#
+# What is computed from the result of an operation without a type has none either, and is not
+# judged. Its backward is: autograd makes zeros of a shape and adds gradients to their entries, and
+# neither names what the forward read. So once an operation has no type along an axis, what follows
+# in backwards and of gradients is not judged along it; the operation itself is the finding.
+
+NO_GRAPH_TASK = -1
+"""What autograd says on a thread on which no backward runs."""
 MOST_FINDINGS = 20
 """Findings that are kept of a role."""
 ENTRYWISE = frozenset(
@@ -106,6 +115,7 @@ class TypeMode(TorchDispatchMode):
         num_operations: that were typed.
         is_paused: whether operations are not typed at the moment.
         is_declared: whether a declared backward runs: its operations are typed, and not judged.
+        is_after_backward: whether all backwards of the step have run.
     """
 
     def __init__(self, axes: Sequence[str], known: KnownCalls | None = None) -> None:
@@ -118,6 +128,8 @@ class TypeMode(TorchDispatchMode):
         self.tensors = TensorTypes()
         self.is_paused = False
         self.is_declared = False
+        self.is_after_backward = False
+        self._without_type: set[str] = set()
 
     def types_of(self, tensor: Tensor) -> Types:
         """The types of a tensor; of one that nothing typed made, that it is a constant."""
@@ -136,9 +148,13 @@ class TypeMode(TorchDispatchMode):
         return tensor
 
     def report(self, axis: str, what: str, *, where: str = "", is_certain: bool = True) -> None:
-        """Note a finding, once for each place."""
+        """Note a finding, once for each place; see Note [Behind an operation without a type]."""
         place = where or self.where
         if self.is_declared:
+            return
+        if not is_certain:
+            self._without_type.update(axis.split("+"))
+        elif axis in self._without_type and (self.is_after_backward or is_in_backward()):
             return
         if len(self.findings) < MOST_FINDINGS:
             finding = TypeFinding(place, axis, what, is_certain)
@@ -282,6 +298,11 @@ class TypeMode(TorchDispatchMode):
                 if not all(each.kind == "zero" for each in piece.types):
                     pieces.append(piece)
         return pieces
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs on this thread."""
+    return torch._C._current_graph_task_id() != NO_GRAPH_TASK
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,7 @@ def _type_step(step: TrainStep, batches: Sequence[Batch], mode: TypeMode) -> Typ
         # the mode has noted where the step ends
         stack.enter_context(suppress(ValuesNeededError))
         step.compute(batches)
+    mode.is_after_backward = True
     num_gradients = sum(1 for _ in _check_gradients(step, mode))
     return TypedStep(
         rank=model.comm.rank,

@@ -77,11 +77,12 @@ def _stepping_dim(op: TypedOp, step: int, behind: int) -> int:
 
 def _select(op: TypedOp) -> list[AxisType]:
     """select, unbind: all entries of a rank's own, as of its experts, are varying; one of them, as
-    of its first sequence, is another one than on one device.
+    of its first sequence, is another one than on one device. Tokens that were taken apart may be
+    put together again in any order.
     """
     place = op.place()
-    if is_sharded(op.dims[place]) and op.name == "select":
-        raise UntypedError("select of an entry of a sharded dim")
+    if is_sharded(op.dims[place]) and (op.name == "select" or place == op.token_dim == 1):
+        raise UntypedError(f"{op.name} of entries of a sharded dim")
     if is_sharded(op.dims[place]):
         return [VARYING for _ in op.outputs]
     return [of_dims(with_dim(op.dims, place)) for _ in op.outputs]
