@@ -1,4 +1,4 @@
-"""`weft prove --sweep`: generated layouts are proved, or trained with steps that are compared; a fault is printed with its command."""
+"""`weft prove --sweep`: layouts are proved, or trained with steps that are compared; a fault is printed with its command."""
 
 from __future__ import annotations
 
