@@ -165,11 +165,7 @@ class Judgement:
     @cached_property
     def projected(self) -> tuple[str, ...]:
         """Gradients that are compared as a whole, and not entry by entry."""
-        return tuple(
-            row.parameter
-            for row in self.gradients
-            if row.parameter in self.wide and self._has_close_projection(row)
-        )
+        return tuple(row.parameter for row in self.gradients if self._has_close_projection(row))
 
     @property
     def unseen(self) -> dict[str, float]:
@@ -240,8 +236,10 @@ class Judgement:
         return self._is_projected(row) and self.projection_bound(row) <= WIDE_BOUND
 
     def _is_projected(self, row: GradientRow) -> bool:
-        """Whether the projection is compared: where entries are not compared to rounding."""
-        return row.is_product and not self.types.is_exact
+        """Whether the projection is compared: where the bound of entries hides faults. Elsewhere it
+        would add nothing but the error of its own bound, which few numbers of noise stand for.
+        """
+        return row.is_product and row.parameter in self.wide
 
     def _projections(self) -> Iterator[LiveDifference]:
         for row in self.gradients:
