@@ -57,6 +57,8 @@ from weft.errors import (
 from weft.models import FAMILIES
 from weft.models.code_of_run import code_of_run
 from weft.run.agent import end_with_agent
+from weft.run.failure import describe_error
+from weft.run.worker import OrderlyEnd, exit_code_of
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
 MAX_FAULTS_SHOWN = 50
@@ -110,6 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER if error.errno in INPUT_ERRNOS else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except OrderlyEnd as end:
+        return exit_code_of(end)
+    except SystemExit as stop:  # of a user's model or optimizer: it has not finished anything
+        failure = describe_error(stop, rank=0, at_s=time.monotonic())
+        print_messages([f"error: the program was left by {failure.text}"])
+        return EXIT_FAILED
 
 
 def _fault_lines(faults: Sequence[Fault]) -> Iterator[str]:

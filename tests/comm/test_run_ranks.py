@@ -213,7 +213,7 @@ def test_a_rank_that_exits_with_0_before_it_returns_is_an_error():
             os._exit(0)
 
     with pytest.raises(
-        RankError, match=r"rank 1 \(dp1\): process exited before its function returned"
+        RankError, match=r"rank 1 \(dp1\): process exited with code 0 before its function returned"
     ):
         run_ranks("dp2", leave, transport="processes")
 

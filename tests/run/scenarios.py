@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -26,6 +27,7 @@ from weft.errors import CommTimeout, DataError, Fault, RankError
 from weft.run import worker_group
 from weft.run.launch import join, launch
 from weft.run.rank_setup import open_comm
+from weft.run.worker import OrderlyEnd
 from weft.run.world import World, detect
 
 MESH = Mesh.parse("pp3")
@@ -155,11 +157,19 @@ def leaves_a_process(world: World) -> None:
 
 def exits_without_report(world: World) -> None:
     if world.rank == 2:
-        sys.exit(3)
+        os._exit(0)
+
+
+def exits_by_python(world: World) -> None:
+    """As user code may; ranks that wait for this one are not the cause."""
+    with open_comm(world, MESH, torch.device("cpu")) as comm:
+        if world.rank == 1:
+            sys.exit(0)
+        comm.barrier("pp")
 
 
 def saved(world: World) -> None:
-    sys.exit(75)
+    raise OrderlyEnd(75)
 
 
 def waits(world: World) -> None:
@@ -174,8 +184,12 @@ def waits_ignoring_signals(world: World) -> None:
     waits(world)
 
 
+def _end_saved(number: int, frame: FrameType | None) -> NoReturn:
+    raise OrderlyEnd(75)
+
+
 def saves_on_sigterm(world: World) -> None:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
+    signal.signal(signal.SIGTERM, _end_saved)
     waits(world)
 
 
@@ -194,6 +208,7 @@ SCENARIOS: dict[str, Scenario] = {
     "ignores_sigterm": ignores_sigterm,
     "leaves_a_process": leaves_a_process,
     "exits_without_report": exits_without_report,
+    "exits_by_python": exits_by_python,
     "saved": saved,
     "waits": waits,
     "waits_ignoring_signals": waits_ignoring_signals,

@@ -85,7 +85,7 @@ def test_a_report_fits_into_a_pipe_that_is_not_read():
     [
         (-9, "process was killed by SIGKILL (out of memory?)"),
         (-11, "process was killed by SIGSEGV"),
-        (1, "process exited with code 1 and no error report"),
+        (1, "process exited with code 1 before its function returned"),
     ],
 )
 def test_a_rank_without_a_report_is_described_by_its_exit_code(code, text):

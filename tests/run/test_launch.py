@@ -69,6 +69,7 @@ def running(folder: Path, *names: str, text: str = "") -> Iterator[Program]:
 
 IN_PROCESSES = (
     "ok",
+    "exits_by_python",
     "prepared",
     "raises",
     "raises_during_collectives",
@@ -84,7 +85,7 @@ IN_PROCESSES = (
 )
 PATIENT = ("raises_during_collectives:patient", "reports_early:patient")
 """Where the time for reports of other ranks is a minute."""
-IN_THREADS = ("ok:threads", "raises_during_collectives:threads")
+IN_THREADS = ("ok:threads", "exits_by_python:threads", "raises_during_collectives:threads")
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,12 @@ def test_local_ranks_listen_on_loopback_only_with_a_port_too(played):
         ("secondary_failure_only", "rank 1 (pp1): CommTimeout: rank 2 did not come [scenarios.py:"),
         ("crashes", "rank 0 (pp0): process was killed by SIGSEGV"),
         ("ignores_sigterm", "rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:"),
-        ("exits_without_report", "rank 2 (pp2): process exited with code 3 and no error report"),
+        (
+            "exits_without_report",
+            "rank 2 (pp2): process exited with code 0 before its function returned",
+        ),
+        ("exits_by_python", "rank 1 (pp1): SystemExit: 0 [scenarios.py:"),
+        ("exits_by_python:threads", "rank 1 (pp1): SystemExit: 0 [scenarios.py:"),
     ],
 )
 def test_the_error_is_the_root_cause_with_its_coordinates(played, name, error):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 
 from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
-from weft.cli import main
-from weft.errors import EXIT_OK
+from weft.cli import COMMANDS, Command, main
+from weft.core.mesh import Mesh
+from weft.errors import EXIT_FAILED, EXIT_OK, RankError
+from weft.run.launch import join
+from weft.run.world import World
 from weft.train.event_lines import read_events
 from weft.train.event_log import (
     EVENTS,
@@ -187,3 +191,25 @@ def test_a_run_with_an_end_keeps_its_error(tmp_path):
     assert not append_missing_end_event(tmp_path, error="killed")
     (end,) = events_of(tmp_path)
     assert end["error"] == "a cause"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_user_code_that_leaves_the_program_is_an_error_and_no_success(monkeypatch, capsys, code):
+    """A model that calls sys.exit(0) while it is checked, before ranks exist."""
+
+    def leave(words):
+        sys.exit(code)
+
+    monkeypatch.setitem(COMMANDS, "train", Command("", "", leave))
+    assert main(["train"]) == EXIT_FAILED
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: the program was left by SystemExit: {code} [test_endings.py:")
+
+
+def test_a_joined_rank_that_leaves_the_program_fails():
+    def leave(world):
+        sys.exit(0)
+
+    world = World(0, 2, local_rank=0, local_size=2, rendezvous="env://")
+    with pytest.raises(RankError, match=r"rank 0 \(dp0\): SystemExit: 0 \[test_endings"):
+        join(leave, world, mesh=Mesh.parse("dp2"))

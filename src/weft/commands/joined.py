@@ -25,6 +25,7 @@ from weft.run.node_folder import (
 )
 from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.rank_status import StatusBoard
+from weft.run.worker import OrderlyEnd
 from weft.run.world import Attempt, World
 from weft.train.event_log import EventLog, end_run_of_dead_writer
 
@@ -78,7 +79,7 @@ def run_joined(
             out=records.out,
             is_ending=is_ending,
         )
-    except SystemExit:  # saved and stopped on request
+    except OrderlyEnd:  # saved and stopped on request
         remove_node_folder(attempt.memory_folder)
         raise
     remove_node_folder(attempt.memory_folder)

@@ -34,6 +34,7 @@ from weft.run.launch import Supervision, ignore_board, launch, same_attempt
 from weft.run.numerics import expand_segments, numerics
 from weft.run.rank_setup import open_comm
 from weft.run.signals import StopRequest
+from weft.run.worker import OrderlyEnd
 from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
 from weft.train.build import check_initial_parameters
@@ -228,7 +229,7 @@ def train_rank(
             event of a killed rank 0.
 
     Raises:
-        SystemExit: with code 75, if the run was asked to stop and has saved.
+        OrderlyEnd: with code 75, if the run was asked to stop and has saved.
     """
     device = choose_device(job.device, world)
     if job.deterministic:
@@ -269,7 +270,7 @@ def train_rank(
         with named_out_of_memory(training.step):
             outcome = run_training(training, log, at_end=sample, with_more=with_more)
     if outcome == "stopped":
-        raise SystemExit(EXIT_PREEMPTED)
+        raise OrderlyEnd(EXIT_PREEMPTED)
 
 
 @contextmanager
@@ -277,7 +278,7 @@ def _verdict_of(proof: RunningProof | Verdict | None) -> Iterator[Verdict | None
     """The verdict, once it is known. See Note [Proof beside the start of ranks].
 
     Raises:
-        SystemExit: the run must not start; the process that started the ranks reports why.
+        OrderlyEnd: the run must not start; the process that started the ranks reports why.
     """
     if not isinstance(proof, RunningProof):
         yield proof
@@ -285,7 +286,7 @@ def _verdict_of(proof: RunningProof | Verdict | None) -> Iterator[Verdict | None
     try:
         verdict = proof.wait()
     except WeftError:
-        raise SystemExit(EXIT_OK) from None
+        raise OrderlyEnd(EXIT_OK) from None
     yield verdict
 
 

@@ -43,10 +43,8 @@ TRACE_VARIABLE = "WEFT_TRACEBACK"
 SECONDARY = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused)|[Bb]roken pipe|gloo/transport|[Ss]ocket [Tt]imeout|NCCL .*(abort|remote)"
 )
-GLOO_ADVICE = re.compile(
-    r"\. This is typically caused by a remote worker crashing\..*?GLHF!\s*[^\s\w)\]]*"
-)
-"""What gloo adds to "Connection closed by peer"."""
+GLOO_ADVICE = re.compile(r"\. This is typically caused by a remote worker .*?GLHF!\s*[^\s\w)\]]*")
+"""What gloo adds to "Connection closed by peer" and "Connection reset by peer"."""
 MAX_TEXT = 4_000
 MAX_TRACE = 10_000
 """Characters. A report of this size fits into the buffer of a pipe that is not read yet."""
@@ -175,7 +173,7 @@ def describe_exit(code: int, *, rank: int, at_s: float, trace: str = "") -> Rank
     report.
     """
     if code >= 0:
-        text = f"process exited with code {code} and no error report"
+        text = f"process exited with code {code} before its function returned"
     else:
         text = f"process was killed by {signal.Signals(-code).name}"
     if code == -signal.SIGKILL:

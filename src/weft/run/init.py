@@ -76,7 +76,7 @@ def _create_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:
         return local_world(0, 1, folder=folder.path, nonce=nonce)
     board = StatusBoard.create(folder.path / "board", mesh.size)
     with SignalQueue() as signals, open_listener(port) as listener:
-        forked = fork_workers(mesh.size, folder.path, mesh=mesh)
+        forked = fork_workers(mesh.size, folder.path, mesh=mesh, are_scripts=True)
         if isinstance(forked, WorkerGroup):
             with folder:
                 _wait_and_exit(forked, signals, board, context=ErrorContext(mesh))

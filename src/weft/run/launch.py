@@ -26,7 +26,14 @@ from weft.run.rank_status import StatusBoard
 from weft.run.rank_threads import ThreadWatch, end_without_stuck_threads, run_rank_threads
 from weft.run.signals import SignalQueue
 from weft.run.supervisor import RestartPolicy, SupervisedEnd, Supervisor
-from weft.run.worker import WorkerProcess, exit_code_of, exit_now, run_worker, send_failure
+from weft.run.worker import (
+    OrderlyEnd,
+    WorkerProcess,
+    exit_code_of,
+    exit_now,
+    run_worker,
+    send_failure,
+)
 from weft.run.worker_group import WorkerGroup, fork_workers
 from weft.run.world import Attempt, Restart, ThreadRendezvous, World
 
@@ -186,7 +193,9 @@ def join(
     end_with_agent(os.environ)
     try:
         _run_main(main, world)
-    except Exception as error:
+    except OrderlyEnd:
+        raise
+    except (Exception, SystemExit) as error:  # sys.exit(0) of user code is no success
         failure = describe_error(error, rank=world.rank, at_s=time.monotonic())
         is_repeated = failure.kind in NO_LOCATION_KINDS and world.rank > 0
         if (failure.kind == "secondary" or is_repeated) and not is_ending():
@@ -333,8 +342,8 @@ def _launch_threads(
         )
         try:
             _run_main(main, world)
-        except SystemExit as stop:
-            return exit_code_of(stop)
+        except OrderlyEnd as end:
+            return exit_code_of(end)
         return EXIT_OK
 
     watch = ThreadWatch(board, context.mesh, timeout_s=timeout_s)

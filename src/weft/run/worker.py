@@ -24,12 +24,24 @@ STACK_SIGNAL = signal.SIGUSR2
 """A worker that receives it writes the stack of each of its threads to its stack file."""
 
 
+# Note [Orderly ends]
+# The exit code of a process does not say that its function has returned: user code may call os._exit(0) or sys.exit(0). So
+# a rank reports its end through its pipe: `RankResult` when its function has returned, or was left by `OrderlyEnd`. An end
+# without a report is a failure, whatever the code.
+
+
+class OrderlyEnd(SystemExit):
+    """Raised by a rank that ends before its function returns, on purpose: its code is that of the
+    run. Any other SystemExit is an error of user code. See Note [Orderly ends].
+    """
+
+
 @dataclass(frozen=True)
 class RankResult:
-    """What the function of one rank returned, pickled."""
+    """The function of one rank has ended in order; `value` is what it returned, pickled."""
 
     rank: int
-    value: bytes
+    value: bytes = b""
 
 
 @dataclass
@@ -75,9 +87,10 @@ def fork_worker(rank: int, stack_file: Path, *, close: Iterable[Connection] = ()
         if pid == 0:
             for connection in (reader, *close):
                 connection.close()
-            code = run_worker(lambda: detach(parent, stack_file=stack_file), rank=rank, pipe=writer)
-            if code != EXIT_OK:
-                exit_now(code)
+            try:
+                detach(parent, stack_file=stack_file)
+            except BaseException as error:  # noqa: BLE001 - the parent raises it
+                exit_now(send_failure(error, rank=rank, pipe=writer))
             return WorkerProcess(rank, pid, writer, stack_file)
         with suppress(OSError):
             os.setpgid(pid, pid)  # the child does so too: the first of the two calls counts
@@ -118,16 +131,18 @@ def end_with_parent(parent: int) -> None:
 
 
 def run_worker(fn: Callable[[], None], *, rank: int, pipe: Connection) -> int:
-    """Call `fn`; the exit code, after an error was sent through `pipe`."""
+    """Call `fn`; the exit code, after its end or error was sent through `pipe`."""
+    code = EXIT_OK
     try:
         fn()
-    except SystemExit as stop:
-        return exit_code_of(stop)
+    except OrderlyEnd as end:
+        code = exit_code_of(end)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         return send_failure(error, rank=rank, pipe=pipe)
-    return EXIT_OK
+    pipe.send(RankResult(rank))
+    return code
 
 
 def send_failure(error: BaseException, *, rank: int, pipe: Connection) -> int:

@@ -44,6 +44,7 @@ def fork_workers(
     *,
     mesh: Mesh | None = None,
     close: Connection | None = None,
+    are_scripts: bool = False,
 ) -> WorkerProcess | WorkerGroup:
     """Fork this process `size` times: each fork returns its WorkerProcess, the parent returns the
     WorkerGroup.
@@ -55,6 +56,8 @@ def fork_workers(
         folder: holds the stack files.
         mesh: the modules that its dimensions need are imported before the ranks are forked.
         close: a connection of the parent that the workers close.
+        are_scripts: whether ranks go on with the script of a user, whose end is that of Python and
+            is not reported.
 
     Raises:
         LaunchError: the system cannot start another process, or CUDA or autograd has started
@@ -71,7 +74,7 @@ def fork_workers(
     had_frozen = gc.get_freeze_count() > 0  # forks of the fork server have, and keep it so
     gc.collect()
     gc.freeze()  # see Note [Garbage collection in ranks]
-    group = WorkerGroup()
+    group = WorkerGroup(reports_ends=not are_scripts)
     inherited = [] if close is None else [close]
     for rank in range(size):
         try:
@@ -109,12 +112,16 @@ def import_modules_of_ranks(mesh: Mesh | None) -> None:
 class WorkerGroup:
     """The workers of one run, in the process that forked them.
 
+    Args:
+        reports_ends: whether an end without a report is a failure, see Note [Orderly ends].
+
     Attributes:
         failures: in the order in which they were found, without those that followed from ending the
             group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, reports_ends: bool) -> None:
+        self.reports_ends = reports_ends
         self.workers: list[WorkerProcess] = []
         self.failures: list[RankFailure] = []
         self._settled_at = float("inf")
@@ -260,7 +267,8 @@ class WorkerGroup:
         if isinstance(worker.report, RankFailure):
             return worker.report
         stopped_as_requested = self._stop_requested and code == -signal.SIGTERM
-        if code in (EXIT_OK, EXIT_PREEMPTED) or stopped_as_requested:
+        has_reported = worker.report is not None or not self.reports_ends
+        if stopped_as_requested or (code in (EXIT_OK, EXIT_PREEMPTED) and has_reported):
             return None
         return describe_exit(code, rank=worker.rank, at_s=time.monotonic(), trace=worker.stack())
 
