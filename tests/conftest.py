@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -70,3 +71,21 @@ def _fixed_seeds():
 def transport(request):
     """Each transport that carries data, for `run_ranks(mesh, fn, transport=transport)`."""
     return request.param
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of two MiB."""
+    where = tmp_path / "small"
+    where.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where],
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", where], check=True)

@@ -12,6 +12,7 @@ WeftError
 ├── CommError            a failure of communication between ranks
 │   ├── MismatchError    ranks disagree about a collective: operation, shape or dtype
 │   └── CommTimeout      ranks that did not arrive
+├── SaveError            the last step could not be saved, on all ranks
 ├── GuardError           a guard stopped the run, on all ranks
 │   ├── NonFiniteError   the loss or the gradient norm of a training step is NaN or infinite
 │   ├── CorruptionError  replicas of the training state differ, or a bit of it flipped
@@ -130,6 +131,12 @@ class CheckpointError(UserError):
 
 class LaunchError(UserError):
     """Ranks cannot be started: world size, port, folder or device."""
+
+
+class SaveError(WeftError):
+    """The last step of a run could not be saved, on all ranks; the message names where its state is
+    kept. Training again does not make room, so ranks are not started again for it.
+    """
 
 
 class GuardError(WeftError):

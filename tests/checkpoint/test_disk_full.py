@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,24 +21,6 @@ from weft.core.axes import Box
 from weft.errors import CheckpointError
 
 TWO_MIB = 2 * 2**20
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of two MiB."""
-    where = tmp_path / "small"
-    where.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where],
-        capture_output=True,
-        text=True,
-    )
-    if mounted.returncode:
-        pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", where], check=True)
 
 
 def big(num_bytes: int = 3 * TWO_MIB) -> WriteItem:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.states import save, small_state
-from weft.checkpoint import folder
+from weft.checkpoint import folder, kept
 from weft.checkpoint.folder import (
     checkpoint_path,
     checkpoints,
@@ -96,7 +96,7 @@ def test_a_checkpoint_loses_its_name_before_its_files(tmp_path, monkeypatch):
             )
 
     files = len(os.listdir(old))
-    monkeypatch.setattr(folder.shutil, "rmtree", rmtree)
+    monkeypatch.setattr(kept.shutil, "rmtree", rmtree)
     prune(tmp_path, 1)
     assert seen == [([new], ".old-step-000001", files)], (
         "removed by its own name, or not whole when it went"

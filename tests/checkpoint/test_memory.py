@@ -269,6 +269,6 @@ def test_ranks_of_torchrun_with_a_status_are_asked_whether_they_share_the_run_fo
             stop_requested=lambda: False,
             attempt=attempt,
         )
-        return tuple(training.saver._separate)
+        return tuple(training.saver.separate)
 
     assert run_ranks("dp3", separate_ranks) == [separate] * 3

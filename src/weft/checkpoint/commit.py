@@ -24,6 +24,7 @@ from weft.checkpoint.format import (
     digest_text,
     rank_manifest_name,
 )
+from weft.checkpoint.kept import kept_folder_of
 from weft.checkpoint.tensor_digest import MODULUS
 from weft.checkpoint.write import merge_stored
 from weft.core.axes import Box
@@ -70,7 +71,7 @@ def discard(tmp: Path) -> None:
 
 
 def _check_absent(final: Path) -> None:
-    if final.exists():
+    if final.exists() and kept_folder_of(final) is None:
         what = "a checkpoint is there already, and it is not overwritten"
         raise CheckpointError(Fault(str(final), what, fix="choose another out, or move it away"))
 
@@ -149,6 +150,8 @@ def _publish(
     write_whole(tmp / MANIFEST, text)
     write_whole(tmp / DIGEST, digest_text(text).encode())
     sync_folder(tmp)
+    if kept_folder_of(final) is not None:
+        final.unlink()  # the link to a state in memory gives way to the one on the disk
     tmp.rename(final)  # fails if a non-empty folder of this name has appeared meanwhile
     sync_folder(final.parent)
     sync_folder(final.parent.parent)

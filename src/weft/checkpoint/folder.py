@@ -13,13 +13,13 @@ import json
 import os
 import re
 import shlex
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint.disk import sync_folder
 from weft.checkpoint.format import Manifest
+from weft.checkpoint.kept import remove_checkpoint
 from weft.checkpoint.manifest import read_manifest
 from weft.errors import CheckpointError, Fault
 from weft.small_files import UnreadableFile, read_json_object
@@ -172,7 +172,7 @@ def prune(run_folder: Path, keep: int) -> tuple[Path, ...]:
 
 def _remove(path: Path) -> None:
     renamed = path.with_name(REMOVED_PREFIX + path.name)
-    shutil.rmtree(renamed, ignore_errors=True)
+    remove_checkpoint(renamed)
     try:
         path.rename(renamed)
         sync_folder(path.parent)
@@ -180,7 +180,7 @@ def _remove(path: Path) -> None:
         raise CheckpointError(
             Fault(str(path), f"an old checkpoint cannot be removed: {error.strerror}")
         ) from error
-    shutil.rmtree(renamed, ignore_errors=True)
+    remove_checkpoint(renamed)
 
 
 def remove_leftovers(run_folder: Path) -> tuple[Path, ...]:
@@ -193,7 +193,7 @@ def remove_leftovers(run_folder: Path) -> tuple[Path, ...]:
         if name.startswith((TEMPORARY_PREFIX, REMOVED_PREFIX)):
             leftovers.append(folder / name)
     for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
+        remove_checkpoint(path)
     return tuple(leftovers)
 
 

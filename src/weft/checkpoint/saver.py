@@ -11,6 +11,7 @@ own. Only when a write failed, and at the end of training, the ranks exchange me
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,8 +34,9 @@ from weft.checkpoint.folder import (
 )
 from weft.checkpoint.format import Facts
 from weft.checkpoint.remote import RemoteCopies
-from weft.checkpoint.state import TrainState, snapshot_of
-from weft.checkpoint.transfer import collect
+from weft.checkpoint.kept import kept_folder_of
+from weft.checkpoint.state import TrainState, snapshot_of, write_items
+from weft.checkpoint.transfer import collect, ranks_without_folder
 from weft.checkpoint.write import RankWrite, start_write
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text, broadcast_text
@@ -128,11 +130,11 @@ class Saver:
         self.last_saved = last_saved
         self.error = ""
         self.write_s = 0.0
-        self._separate = separate
+        self.separate = separate
         self._remote = remote
         self._state = state
         self._facts = facts
-        self._stop_requested = stop_requested
+        self.stop_requested = stop_requested
         self._writing: PendingSave | None = None
         self._committing: tuple[PendingSave, Future[CommitResult]] | None = None
         self._commit_thread = ThreadPoolExecutor(
@@ -143,7 +145,7 @@ class Saver:
     def status(self) -> StatusFlag:
         """This rank's status flags for the next gather."""
         status = StatusFlag(0)
-        if self._stop_requested():
+        if self.stop_requested():
             status |= StatusFlag.STOP_REQUESTED
         if self._writing is not None:
             if not self._writing.write.done():
@@ -212,13 +214,31 @@ class Saver:
 
     def finish(self, step: int, *, save: bool) -> Iterator[Event]:
         """Save the state after `step` if `save` and it is not saved yet, and wait; then every rank
-        knows `error`.
+        knows `error`. After an error it can be called again.
         """
-        if save and self.last_saved != step:
+        if save and (self.last_saved != step or self.error):
             yield from self.save(step)
         yield from self.wait()
         self.error = broadcast_text(self.comm, self.error)
-        self._commit_thread.shutdown()
+
+    def into(self, folder: Path) -> Saver:
+        """A saver of the same state into another folder; every rank must call it."""
+        return Saver(
+            self.comm,
+            folder,
+            state=self._state,
+            facts=self._facts,
+            every=0,
+            keep=1,
+            stop_requested=self.stop_requested,
+            separate=ranks_without_folder(self.comm, folder),
+        )
+
+    def total_bytes(self) -> int:
+        """Bytes of the tensors of one checkpoint, over all ranks; every rank must call it."""
+        own_bytes = sum(item.num_bytes for item in write_items(self._state()))
+        sizes = torch.tensor([own_bytes], device=self.comm.device)
+        return int(self.comm.sum_world(sizes).item())
 
     def copy_run_files(self) -> str:
         """Copy the events of a run that has ended to its URL, if it has one; why that failed, or ""."""
@@ -231,7 +251,7 @@ class Saver:
         return ""
 
     def close(self) -> None:
-        """End without waiting for what is being written."""
+        """End; what is still being written is not waited for."""
         self._commit_thread.shutdown(wait=False, cancel_futures=True)
 
     def wait(self) -> Iterator[Event]:
@@ -277,10 +297,10 @@ class Saver:
 
     def _collect(self, tmp: Path) -> str:
         """Send the files of other hosts to rank 0; why that failed, or ""."""
-        if not self._separate:
+        if not self.separate:
             return ""
         try:
-            collect(self.comm, tmp, self._separate)
+            collect(self.comm, tmp, self.separate)
         except CheckpointError as error:
             return _fault_text(error)
         return ""
@@ -294,6 +314,7 @@ class Saver:
 
     def _commit(self, pending: PendingSave) -> CommitResult:
         tmp = temporary_path(pending.final)
+        kept = kept_folder_of(pending.final)  # on an earlier attempt no disk took this step
         manifest = commit(
             tmp,
             pending.final,
@@ -310,6 +331,8 @@ class Saver:
                     loss=pending.best_loss,
                 )
             prune(self.run_folder, self.keep)
+            if kept is not None:
+                shutil.rmtree(kept, ignore_errors=True)
         except CheckpointError as error:
             prune_error = _fault_text(error)
         except OSError as error:

@@ -40,6 +40,7 @@ from weft.run.world import Attempt, World, detect
 from weft.train.build import check_initial_parameters
 from weft.train.build_training import build_training, step_groups
 from weft.train.event_log import EventLog, append_missing_end_event
+from weft.train.last_save import check_room
 from weft.train.loop import run_training
 from weft.train.out_of_memory import named_out_of_memory
 from weft.train.step_check import ProofRecord
@@ -258,6 +259,8 @@ def train_rank(
             attempt=world.attempt,
             proof=record,
         )
+        if not is_restart(world.attempt):
+            check_room(training)
         training = job.live.attached(training, record, is_restart=is_restart(world.attempt))
         sample = None
         if job.generate_text is not None:

@@ -495,6 +495,11 @@ class SaveConfig(ConfigSection):
     at_end: bool = Field(
         True, description="save after the last step; a run that is asked to stop is always saved"
     )
+    wait_s: float = Field(
+        600.0,
+        ge=0,
+        description="how long the last step is saved again while its disk is full; the state is then kept in memory",
+    )
     keep: int = Field(
         2,
         ge=1,

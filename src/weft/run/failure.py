@@ -20,6 +20,7 @@ from weft.errors import (
     MismatchError,
     RankError,
     RankErrorKind,
+    SaveError,
     UserError,
 )
 
@@ -148,7 +149,7 @@ def _kind_of(error: BaseException) -> Kind:
         return "user"
     if isinstance(error, CorruptionError):
         return "corruption"
-    if isinstance(error, GuardError):
+    if isinstance(error, GuardError | SaveError):
         return "all ranks"
     if isinstance(error, MismatchError):
         return "error"

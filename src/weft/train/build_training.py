@@ -263,7 +263,7 @@ def build_training(
         every=run.save.every,
         keep=run.save.keep,
         stop_requested=stop_requested,
-        last_saved=start.num_saved,
+        last_saved=start.num_saved_in(run_folder),
         separate=separate_ranks(comm, run_folder, attempt=attempt),
         remote=remote,
     )
@@ -302,6 +302,7 @@ def build_training(
         saver=saver,
         evaluator=evaluator,
         save_at_end=run.save.at_end,
+        save_wait_s=run.save.wait_s,
         run_folder=run_folder,
         peak_lr=run.optim.lr,
         on_phase=attempt.status.on_phase if attempt else None,

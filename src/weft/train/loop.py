@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Literal
 
 from weft.checkpoint.memory import MemorySnapshots
 from weft.checkpoint.saver import Saver, newest_path
 from weft.config.schema import GuardConfig
-from weft.errors import CorruptionError, GuardError, NonFiniteError, WeftError
+from weft.errors import CorruptionError, GuardError, NonFiniteError
 from weft.run.rank_status import OnPhase
 from weft.train.best import EvalHistory
 from weft.train.data_loader import DataLoader
@@ -17,6 +18,7 @@ from weft.train.digest import StateDigests
 from weft.train.event_lines import STEP_COUNTING
 from weft.train.event_log import EventLog
 from weft.train.guard import StepGuard
+from weft.train.last_save import LastSave
 from weft.train.loop_texts import (
     non_finite_advice,
     restart_note,
@@ -46,7 +48,7 @@ def run_training(
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
-        WeftError: the last checkpoint could not be saved.
+        SaveError: the last checkpoint could not be saved.
     """
     for name, text in training.files.items():
         log.write_versioned(name, text)
@@ -122,6 +124,7 @@ def _run_steps(
     except GuardError as error:
         for event in training.saver.finish(num_done, save=False):
             log.emit(event)
+        training.saver.close()
         raise _with_advice(error, training, num_done) from None
     return num_done
 
@@ -150,17 +153,27 @@ def _save_last(
     """Save the last step, where the run does or was asked to stop.
 
     Raises:
-        WeftError: it could not be saved.
+        SaveError: it could not be saved.
     """
     saver = training.saver
-    is_saved = training.save_at_end or outcome == "stopped"
     report_phase = training.on_phase or ignore_phase
     report_phase(num_done, "save")
-    for event in saver.finish(num_done, save=is_saved):
+    if training.save_at_end or outcome == "stopped":
+        last_save = LastSave(
+            saver=saver,
+            run_folder=training.run_folder,
+            step=num_done,
+            outcome=outcome,
+            wait_s=0.0 if outcome == "stopped" else training.save_wait_s,
+            on_wait=partial(report_phase, num_done, "save"),
+        )
+        events = last_save.events()
+    else:
+        events = saver.finish(num_done, save=False)
+    for event in events:
         log.emit(event)
+    saver.close()
     report_phase(num_done, "end")
-    if is_saved and saver.error:
-        raise WeftError(f"{outcome} after step {num_done}, which could not be saved: {saver.error}")
 
 
 def step_events(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.checkpoint.folder import checkpoints
+from weft.checkpoint.kept import KEPT_PREFIX, kept_folder_of
 from weft.checkpoint.node_memory import NodeMemory, assemble
 from weft.checkpoint.read import Checkpoint
 from weft.checkpoint.restore import open_newest_valid
@@ -61,10 +62,15 @@ class StartState:
             return self.checkpoint.manifest.facts.step
         return 0
 
-    @property
-    def num_saved(self) -> int:
-        """Steps of the checkpoint that is stored on disk already; a snapshot is not."""
-        return 0 if self.source == "memory" else self.num_done
+    def num_saved_in(self, run_folder: Path) -> int:
+        """Steps of the checkpoint that is stored on the disk of a run already; a snapshot, and what
+        was kept in memory, is not.
+        """
+        if self.source == "memory" or self.checkpoint is None:
+            return 0
+        is_kept = kept_folder_of(self.checkpoint.path) is not None
+        is_named = self.checkpoint.path.parent.parent.name.startswith(KEPT_PREFIX)
+        return 0 if is_kept or is_named else self.num_done
 
     @property
     def is_import(self) -> bool:

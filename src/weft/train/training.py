@@ -68,6 +68,7 @@ class Training:
 
     Attributes:
         save_at_end: whether the last step is saved.
+        save_wait_s: how long a disk that does not take it is tried again.
         files: name -> text of the files that describe the run in its folder.
         opening_events: events before the first step.
         guard: judges every step.
@@ -95,3 +96,4 @@ class Training:
     on_phase: OnPhase | None = None
     snapshots: MemorySnapshots | None = None
     check: StepCheck | None = None
+    save_wait_s: float = 0.0

@@ -285,6 +285,8 @@ def _save_failed_text(event: Event) -> str:
     step = event.get("step")
     warning = f"warning: step {step} is not saved ({need} needed, {free} free; {why})"
     newest = event.get("newest")
+    if event.get("is_last"):
+        return warning
     if newest:
         return f"{warning}. Training continues; the newest checkpoint is {newest}"
     return f"{warning}. Training continues; there is no checkpoint"
