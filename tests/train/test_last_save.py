@@ -1,4 +1,4 @@
-"""A disk that is full at the end of a run: the state is kept in memory, the disk is tried again, and a resume takes what was kept."""
+"""A disk that is full at the end of a run: the state is kept in memory, and a resume takes it."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from weft.checkpoint.folder import (
     write_best,
 )
 from weft.checkpoint.format import Facts
-from weft.checkpoint.remote import RemoteCopies
 from weft.checkpoint.kept import kept_folder_of
+from weft.checkpoint.remote import RemoteCopies
 from weft.checkpoint.state import TrainState, snapshot_of, write_items
 from weft.checkpoint.transfer import collect, ranks_without_folder
 from weft.checkpoint.write import RankWrite, start_write
