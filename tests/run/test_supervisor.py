@@ -53,6 +53,21 @@ def test_the_same_failure_at_the_same_step_is_tried_once():
     assert policy.allows(END), "another failure"
 
 
+def test_a_pause_at_the_same_place_is_tried_again_with_twice_the_time():
+    def pause(seconds: float, *, step: int = 5) -> SupervisedEnd:
+        text = f"step {step}, forward of layer1: no progress for {seconds} s"
+        return SupervisedEnd(failure=replace(KILLED, text=text), step=step, is_pause=True)
+
+    policy = RestartPolicy(4)
+    for seconds, patience in ((60.1, 2), (120.2, 4), (240.1, 8)):
+        assert policy.allows(pause(seconds))
+        policy = policy.after(pause(seconds))
+        assert policy.patience == patience
+    assert policy.after(pause(480.1, step=9)).patience == 2, "another place"
+    assert policy.after(END).patience == 1, "another failure"
+    assert not policy.after(END).allows(pause(60.1)), "four restarts are all"
+
+
 def test_a_full_disk_whose_free_space_changes_is_the_same_failure():
     full = replace(KILLED, text="not saved: the disk is full (got 86,016 bytes free; need 0.2 MiB)")
     policy = RestartPolicy(3).after(replace(END, failure=full))

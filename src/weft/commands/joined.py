@@ -29,6 +29,9 @@ from weft.run.worker import OrderlyEnd
 from weft.run.world import Attempt, World
 from weft.train.event_log import EventLog, end_run_of_dead_writer
 
+MAX_DOUBLINGS = 6
+"""Of the time that a rank may pause, one a restart: the agent does not say why it has restarted."""
+
 Watch = Callable[[Comm, EventLog], AbstractContextManager[object]]
 """Opened while a rank trains."""
 
@@ -64,6 +67,7 @@ def run_joined(
             mesh,
             board,
             timeout_s=timeout_s,
+            patience=2 ** min(num_restarts, MAX_DOUBLINGS),
             on_verdict=partial(end_rank, records, log),
         )
 

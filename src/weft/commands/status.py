@@ -30,6 +30,8 @@ from weft.small_files import UnreadableFile, open_regular, parse_json
 from weft.view.quantity import short_time
 
 USAGE = "RUN [--json]"
+MAX_DOUBLINGS = 6
+"""Of the time that a rank may pause: at most one a restart, for whatever reason that was."""
 LINE = "show whether a run is running, stuck, failed or done, and where"
 EVENTS = "events.jsonl"
 BOARD = "board"
@@ -302,6 +304,7 @@ def _running(
         states=states,
         stalled_s=idle_s,
         timeout_s=_number(config.get("run.timeout_s")) or 0.0,
+        patience=2 ** min(restarts, MAX_DOUBLINGS),
     )
     if hang is None:
         return found

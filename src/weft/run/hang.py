@@ -14,18 +14,23 @@ from weft.run.rank_status import Phase, RankSnapshot, WaitingCall
 # A rank is stuck if it has reported nothing new for longer than its limit and waits for no other rank. Ranks that wait in a
 # collective are followed to the members that have not joined it. What is found at the end of the path:
 #
-#     a rank that does not wait      it is stopped, or computes or sleeps without end
+#     a rank that is stopped
+#     a rank that does not wait      it computes or sleeps: a pause, until its limit says that it is without end
 #     a rank on the path again       a deadlock: each waits for a call that the other reaches only later
 #     a rank that has ended          its function returned before the others did
 #     all members have joined        the data does not arrive
 #
-# The limit is 5 times the 99th percentile of the step times, at least 2 s. It is generous where a step time says nothing:
-# start, first steps, reading data, evaluation, saving, an exchange between sites.
+# A stopped process, a deadlock and a rank that has ended cannot resolve themselves: 2 s. Data that does not arrive has 5
+# times the 99th percentile of the step times, at least 2 s. A rank in code may pause (a compilation, an allocation, a slow
+# file system): 60 s at least, and twice as long after each restart at the same place, so that a pause of any length passes.
+# The limits are generous where a step time says nothing: start, first steps, data, evaluation, saving, an exchange between sites.
 # Time does not count while a thread of the rank waits for a core
 # (an overloaded machine), while the supervisor itself does not run (Ctrl-Z, a suspended machine), while all ranks are
 # stopped, and while a rank waits for a disk, a debugger, or the reader of its output (Ctrl-S).
 
 MIN_TIMEOUT_S = 2.0
+BUSY_TIMEOUT_S = 60.0
+"""Of a rank that computes or sleeps within a step."""
 STEP_FACTOR = 5.0
 PERCENTILE = 0.99
 MIN_STEPS = 5
@@ -102,16 +107,30 @@ def phase_limit_s(phase: Phase, *, step_s: float, timeout_s: float) -> float:
     return max(PHASE_LIMITS_S[phase], known_s, timeout_s)
 
 
+def busy_limit_s(phase: Phase, *, step_s: float, timeout_s: float, patience: int) -> float:
+    """How long a rank may compute or sleep in a phase without progress, as `phase_limit_s`.
+
+    Args:
+        patience: factor; 2 after a restart for a pause, 4 after the second one at the same place.
+    """
+    limit_s = phase_limit_s(phase, step_s=step_s, timeout_s=timeout_s)
+    if phase in STEP_PHASES and not timeout_s:
+        limit_s = max(BUSY_TIMEOUT_S, limit_s)
+    return patience * limit_s
+
+
 class HangDetector:
     """Applies the rule to successive looks at the ranks.
 
     Args:
         timeout_s: limit of everything after the start; 0: automatic, see Note [What counts as a
             hang].
+        patience: see `busy_limit_s`.
     """
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = 0.0) -> None:
+    def __init__(self, num_ranks: int, *, timeout_s: float = 0.0, patience: int = 1) -> None:
         self.timeout_s = timeout_s
+        self.patience = patience
         self.stalled_s = [0.0] * num_ranks
         self._progress = [ENDED] * num_ranks
         self._states: list[ProcessState | None] = [None] * num_ranks
@@ -190,6 +209,7 @@ class HangDetector:
             states=self._states,
             stalled_s=self.stalled_s,
             timeout_s=self.timeout_s,
+            patience=self.patience,
         )
 
 
@@ -200,6 +220,7 @@ def diagnose(
     states: Sequence[ProcessState | None],
     stalled_s: Sequence[float],
     timeout_s: float = 0.0,
+    patience: int = 1,
 ) -> Hang | None:
     """The hang in one look at all ranks, if there is one; see Note [What counts as a hang].
 
@@ -213,6 +234,7 @@ def diagnose(
         states,
         stalled_s,
         timeout_s=timeout_s,
+        patience=patience,
         step_s=step_limit_s(running),
     )
     for snapshot in running:
@@ -232,6 +254,7 @@ class _Diagnosis:
     states: Sequence[ProcessState | None]
     stalled_s: Sequence[float]
     timeout_s: float
+    patience: int
     step_s: float
 
     @property
@@ -255,7 +278,13 @@ class _Diagnosis:
         if snapshot in path:
             return self._deadlock(path[path.index(snapshot) :])
         if snapshot.waiting is None:
-            if stalled_s < self._limit_s(snapshot):
+            limit_s = busy_limit_s(
+                snapshot.phase,
+                step_s=self.step_s,
+                timeout_s=self.timeout_s,
+                patience=self.patience,
+            )
+            if stalled_s < limit_s:
                 return None
             text = f"{snapshot.place}: no progress for {stalled_s:.1f} s"
             return self._hang("stuck", rank, text)

@@ -24,7 +24,7 @@ class HangWatch:
     Args:
         board: one slot a rank.
         mesh: for coordinates; None: not known.
-        timeout_s: see `HangDetector`.
+        timeout_s, patience: see `HangDetector`.
     """
 
     def __init__(
@@ -33,10 +33,11 @@ class HangWatch:
         *,
         mesh: Mesh | None = None,
         timeout_s: float = 0.0,
+        patience: int = 1,
     ) -> None:
         self.board = board
         self.mesh = mesh
-        self._detector = HangDetector(board.num_ranks, timeout_s=timeout_s)
+        self._detector = HangDetector(board.num_ranks, timeout_s=timeout_s, patience=patience)
         self._next_check_s = 0.0
 
     @property

@@ -152,7 +152,12 @@ def launch(
                 world = replace(world, attempt=supervision.adapt_attempt(rank, attempt))
                 exit_now(run_worker(partial(_run_main, main, world), rank=rank, pipe=forked.pipe))
             supervisor = Supervisor(
-                forked, signals, board, timeout_s=supervision.timeout_s, mesh=mesh
+                forked,
+                signals,
+                board,
+                timeout_s=supervision.timeout_s,
+                patience=policy.patience,
+                mesh=mesh,
             )
             end = _end_of(supervisor, may_restart=policy.allows)
             if not policy.allows(end):

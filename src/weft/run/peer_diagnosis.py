@@ -62,7 +62,8 @@ class PeerDiagnosis:
         stalled_s: how long this rank has made no progress.
         ask: puts a question to a rank and waits for the answer.
         host_of: name of the machine of a rank.
-        limit_s: how long a rank may make no progress in a phase.
+        limit_s: how long data may not arrive in a phase.
+        busy_limit_s: how long a rank may compute or sleep in a phase without progress.
         is_closing: whether this rank ends, so that answers no longer count.
     """
 
@@ -72,6 +73,7 @@ class PeerDiagnosis:
     ask: Ask
     host_of: Callable[[int], str]
     limit_s: Callable[[Phase], float]
+    busy_limit_s: Callable[[Phase], float]
     is_closing: Callable[[], bool]
 
     def find(self, call: WaitingCall) -> HungPeer | None:
@@ -110,7 +112,7 @@ class PeerDiagnosis:
 
     def _check_progress(self, rank: int, answer: Answer, call: WaitingCall) -> HungPeer | None:
         """A finding on a rank that waits for nothing, if it makes no progress for too long."""
-        if answer.stalled_s < self.limit_s(answer.phase):
+        if answer.stalled_s < self.busy_limit_s(answer.phase):
             return None
         text = f"{answer.place}: no progress for {answer.stalled_s:.1f} s"
         return HungPeer(rank, text, call)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from weft.core.mesh import Mesh
 from weft.run import peer_diagnosis
-from weft.run.hang import MIN_TIMEOUT_S, phase_limit_s, step_limit_s
+from weft.run.hang import MIN_TIMEOUT_S, busy_limit_s, phase_limit_s, step_limit_s
 from weft.run.lock_holder import LockHolder
 from weft.run.peer_diagnosis import HungPeer, PeerDiagnosis
 from weft.run.peer_messages import Answer, PeerMessages, StoredVerdict, WatchStore
@@ -27,7 +27,7 @@ from weft.run.rank_status import RankSnapshot, StatusBoard, WaitingCall
 # the world. A rank without progress in a call asks the members of that call, and follows those that have not joined it:
 #
 #     no answer                    stopped (SIGSTOP), or its machine or link is gone: the culprit
-#     does not wait, no progress   computes or sleeps without end: the culprit, after the limit of its phase (weft.run.hang)
+#     does not wait, no progress   computes or sleeps: the culprit after the limit of a pause (weft.run.hang), a minute in steps
 #     waits for another call       followed; a rank met twice closes a deadlock, and is the culprit
 #     makes progress               nothing is wrong, it is slow
 #     all members have joined      the data does not arrive: after the limit a link is cut, although the store is reached
@@ -45,6 +45,8 @@ from weft.run.rank_status import RankSnapshot, StatusBoard, WaitingCall
 POLL_S = 0.1
 RANKS_PER_POLL = 2000
 """In larger worlds ranks look at the store less often: so many ranks in POLL_S."""
+ASK_SHARE = 0.1
+"""Between two questions about a rank that pauses, of the time that it has paused."""
 MAX_SILENCE_S = 120.0
 """How long a rank waits in a call at most until it asks the members, outside of steps and while step
 times are unknown."""
@@ -84,6 +86,7 @@ class PeerWatch:
         board: a board of one slot, this rank's.
         timeout_s: time without progress after which a rank is hung, except in the start; 0:
             automatic, see `weft.run.hang.phase_limit_s`.
+        patience: see `weft.run.hang.busy_limit_s`.
         on_verdict: called in the thread with the verdict and whether this rank reports it; it ends
             the process.
     """
@@ -96,6 +99,7 @@ class PeerWatch:
         board: StatusBoard,
         *,
         timeout_s: float,
+        patience: int = 1,
         on_verdict: Callable[[PeerFailure, bool], None],
     ) -> None:
         self._messages = PeerMessages(store, rank)
@@ -103,6 +107,7 @@ class PeerWatch:
         self._mesh = mesh
         self._board = board
         self._timeout_s = timeout_s
+        self._patience = patience
         self._max_silence_s = max(MAX_SILENCE_S, timeout_s)
         self._on_verdict = on_verdict
         self._interval_s = POLL_S * max(1.0, mesh.size / RANKS_PER_POLL)
@@ -162,7 +167,7 @@ class PeerWatch:
         first_question_s = self._limit_s(snapshot) - answer_s
         if self._stalled_s >= max(first_question_s, self._asks_at_s):
             self._diagnose(call, snapshot)
-            self._asks_at_s = self._stalled_s + answer_s
+            self._asks_at_s = self._stalled_s + max(answer_s, ASK_SHARE * self._stalled_s)
         elif self._stalled_s >= max(self._timeout_s, MIN_TIMEOUT_S, self._looks_at_s):
             self._find_stopped(call)
             self._looks_at_s = self._stalled_s + answer_s
@@ -183,6 +188,9 @@ class PeerWatch:
             ask=self._ask,
             host_of=self._messages.host_of,
             limit_s=lambda phase: phase_limit_s(phase, step_s=step_s, timeout_s=self._timeout_s),
+            busy_limit_s=lambda phase: busy_limit_s(
+                phase, step_s=step_s, timeout_s=self._timeout_s, patience=self._patience
+            ),
             is_closing=self._closing.is_set,
         )
         finding = diagnosis.find(call)

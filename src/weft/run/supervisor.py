@@ -37,6 +37,7 @@ class SupervisedEnd:
             death the time since the rank was last seen alive.
         at_s: time.monotonic() of the detection.
         is_requested: whether the user has asked the run to end.
+        is_pause: whether the failure is a rank that was too long in code, which may be a pause.
     """
 
     code: int = 0
@@ -45,6 +46,7 @@ class SupervisedEnd:
     detected_s: float = 0.0
     at_s: float = 0.0
     is_requested: bool = False
+    is_pause: bool = False
 
 
 class Supervisor:
@@ -54,7 +56,7 @@ class Supervisor:
     second SIGTERM or SIGHUP kills them, and so does SIGQUIT. SIGTSTP (Ctrl-Z) pauses them too.
 
     Args:
-        timeout_s: see `HangDetector`.
+        timeout_s, patience: see `HangDetector`.
     """
 
     def __init__(
@@ -64,11 +66,12 @@ class Supervisor:
         board: StatusBoard,
         *,
         timeout_s: float = 0.0,
+        patience: int = 1,
         mesh: Mesh | None = None,
     ) -> None:
         self.group = group
         self.signals = signals
-        self._watch = HangWatch(board, mesh=mesh, timeout_s=timeout_s)
+        self._watch = HangWatch(board, mesh=mesh, timeout_s=timeout_s, patience=patience)
         self._seen_alive_s = time.monotonic()
         self._was_terminated = False
         self._is_requested = False
@@ -143,6 +146,7 @@ class Supervisor:
             detected_s=hang.seconds,
             at_s=detected_s,
             is_requested=self._is_requested,
+            is_pause=hang.kind == "stuck",
         )
 
     def _failed(self, failure: RankFailure) -> SupervisedEnd:
@@ -161,12 +165,17 @@ class Supervisor:
 class RestartPolicy:
     """Whether the ranks are started again after a failure: at most `most` times, not after errors
     that every start would repeat, and not when the same failure comes back without progress.
+
+    Attributes:
+        patience: of the hang rule in the next attempt. A pause that comes back without progress is
+            tried again, with twice the time.
     """
 
     most: int
     num_done: int = 0
     last_text: str = ""
     last_step: int = -1
+    patience: int = 1
 
     def allows(self, end: SupervisedEnd) -> bool:
         """Whether the ranks are started again."""
@@ -175,17 +184,23 @@ class RestartPolicy:
             return False
         if failure.kind in REPEATED_KINDS:
             return False
-        is_repeated = (_without_amounts(failure), end.step) == (self.last_text, self.last_step)
-        return not is_repeated
+        return end.is_pause or not self._repeats(failure, end.step)
+
+    def _repeats(self, failure: RankFailure, step: int) -> bool:
+        return (_without_amounts(failure), step) == (self.last_text, self.last_step)
 
     def after(self, end: SupervisedEnd) -> RestartPolicy:
         """The policy after a restart."""
         assert end.failure is not None, "ranks are started again after a failure"
+        patience = 1
+        if end.is_pause:
+            patience = 2 * self.patience if self._repeats(end.failure, end.step) else 2
         return RestartPolicy(
             self.most,
             self.num_done + 1,
             last_text=_without_amounts(end.failure),
             last_step=end.step,
+            patience=patience,
         )
 
 
