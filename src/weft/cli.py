@@ -47,6 +47,7 @@ from weft.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_PREEMPTED,
     EXIT_USER,
     Fault,
     RankError,
@@ -90,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_messages(_fault_lines(error.faults))
         if not environment.is_first(os.environ, environment.LOCAL_RANK_VARIABLES):
             time.sleep(PATIENCE_S)
-        return EXIT_USER
+        is_temporary = all(fault.is_temporary for fault in error.faults)
+        return EXIT_PREEMPTED if is_temporary else EXIT_USER
     except RankError as error:
         # on every rank: the others do not have this error
         print(_rank_error_text(error), file=sys.stderr)

@@ -34,19 +34,26 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_PREEMPTED = 75
+"""Saved and stopped, or a temporary fault: start it again."""
 EXIT_INTERRUPTED = 130
 EXIT_QUIT = 131
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One problem and its remedy: `key: what (got ...; need ...). Fix: ...`; the key may be empty."""
+    """One problem and its remedy: `key: what (got ...; need ...). Fix: ...`; the key may be empty.
+
+    Attributes:
+        is_temporary: whether the same command may succeed later: then the exit code is 75, for
+            programs that start it again.
+    """
 
     key: str
     what: str
     got: str = ""
     need: str = ""
     fix: str = ""
+    is_temporary: bool = False
 
     def __str__(self) -> str:
         details = []

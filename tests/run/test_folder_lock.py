@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 
 from tests.tiny_run import TINY
 from weft.cli import main
-from weft.errors import EXIT_USER, LaunchError
+from weft.errors import EXIT_PREEMPTED, EXIT_USER, LaunchError
 from weft.run import folder_lock
 from weft.run.folder_lock import (
     LOCK,
@@ -174,6 +175,32 @@ def test_other_locks_are_stale_when_their_heartbeat_is_old(tmp_path, file_system
     write_lock(tmp_path / "x", holder, age_s=STALE_AFTER_S + 5)
     with acquire(tmp_path / "x"):
         pass
+
+
+def other_container() -> LockHolder:
+    """A holder in another pid namespace of this kernel, written a moment ago."""
+    mine = LockHolder.this_process()
+    boot, _ = mine.machine.split(" ")
+    return replace(mine, machine=f"{boot} pid:[1]", pid=7)
+
+
+def test_a_killed_container_that_is_started_again_has_the_folder_at_once(tmp_path):
+    write_lock(tmp_path / "x", other_container())
+    assert held_fault(tmp_path / "x") is None
+    with acquire(tmp_path / "x") as held:
+        assert find_lock(tmp_path / "x").holder == held.holder
+
+
+def test_a_container_that_still_runs_keeps_the_folder_and_the_exit_code_is_75(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(folder_lock, "END_WAIT_S", 0.1)
+    write_lock(tmp_path / "x", other_container())
+    with (tmp_path / "x" / LOCK).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(["train", *TINY, "--out", str(tmp_path / "x")]) == EXIT_PREEMPTED
+    assert ", in another container; need one writer)" in capsys.readouterr().err
+    assert main(["train", *TINY, "--out", str(tmp_path / "x"), "--steps", "-1"]) == EXIT_USER
 
 
 def test_a_restart_of_the_same_job_on_another_machine_takes_the_lock(tmp_path):

@@ -48,6 +48,10 @@ OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 #     contents   pid and start time decide on the machine of the holder (boot id and pid namespace say which that is).
 #                For another machine the modification time decides, which rank 0 renews every HEARTBEAT_S
 #
+# A container has a pid namespace of its own: the pid of a holder in another one cannot be looked up, but one kernel (the same
+# boot id) keeps the flocks of all its containers. There flock alone decides: a container that was killed and is started
+# again has the folder at once, and while the old one still runs the new one ends with code 75, so that it is started again.
+#
 # A lock is free only if both agree. The file appears with its contents and its flock: it is written under a private name
 # and then linked, and `link` fails if the name exists, on network file systems too (there O_EXCL and a first write are
 # two steps). File systems without links get O_EXCL; an empty file is then a lock that is being written. Where two processes
@@ -84,12 +88,22 @@ class FolderLock:
             is_old = self.age_s > STALE_AFTER_S
         elif holder.is_on_this_machine():
             is_old = not holder.is_running()
+        elif self.is_of_container:
+            is_old = True
         else:
             is_same_job = bool(job) and holder.job == job
             is_old = is_same_job or self.age_s > STALE_AFTER_S
         if not is_old:
             return "held"
         return "ending" if self.has_flock else "stale"
+
+    @property
+    def is_of_container(self) -> bool:
+        """Whether the holder is on this kernel in another pid namespace, where flock alone decides."""
+        holder = self.holder
+        if holder is None or self.has_flock is None or holder.is_on_this_machine():
+            return False
+        return holder.is_on_this_kernel()
 
     def fault(self) -> Fault:
         """The one line for a second writer."""
@@ -98,7 +112,9 @@ class FolderLock:
             got = f"{self.path} cannot be read, written {self.age_s:.0f} s ago"
         else:
             got = f"process {holder.pid} on {holder.host} since {holder.started_at}"
-            if not holder.is_on_this_machine():
+            if self.is_of_container:
+                got += ", in another container"
+            elif not holder.is_on_this_machine():
                 got += f", last heartbeat {self.age_s:.0f} s ago"
         return Fault(
             "out",
@@ -106,6 +122,7 @@ class FolderLock:
             got=got,
             need="one writer",
             fix=f"stop that run, or choose another --out; if it has ended: rm {self.path}",
+            is_temporary=self.is_of_container,
         )
 
 

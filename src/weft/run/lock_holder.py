@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 
+UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True)
 class LockHolder:
     """The process that writes into a run folder: the launcher of local ranks, or rank 0 of a joined
@@ -72,6 +75,11 @@ class LockHolder:
         """Whether `pid` can be looked up here."""
         return self.machine == _machine()
 
+    def is_on_this_kernel(self) -> bool:
+        """Whether the process is on this kernel, perhaps in another container."""
+        boot = self.machine.partition(" ")[0]
+        return boot == _boot() != UNKNOWN
+
     def is_running(self) -> bool:
         """Whether the process runs; only on its own machine."""
         if self.pid <= 0:
@@ -90,13 +98,17 @@ class LockHolder:
 
 def _machine() -> str:
     """Boot id and pid namespace of this process."""
-    boot = "unknown"
-    namespace = "unknown"
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    namespace = UNKNOWN
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    return f"{boot} {namespace}"
+    return f"{_boot()} {namespace}"
+
+
+def _boot() -> str:
+    """Id of this boot of the kernel."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return UNKNOWN
 
 
 def _start_of(pid: int) -> int | None:
