@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from weft.errors import EXIT_INTERRUPTED
@@ -14,9 +15,12 @@ def main() -> int:
     try:
         from weft.cli import main as run_command  # late: see above
 
-        return run_command()
+        code = run_command()
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while Python ends
+    return code
 
 
 if __name__ == "__main__":

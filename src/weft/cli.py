@@ -35,6 +35,7 @@ from weft.commands.console import (
     HELP,
     load_checked_run,
     prepare_streams,
+    print_error,
     print_messages,
     print_result,
     set_openmp_policy,
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_PREEMPTED if is_temporary else EXIT_USER
     except RankError as error:
         # on every rank: the others do not have this error
-        print(_rank_error_text(error), file=sys.stderr)
+        print_error(_rank_error_text(error))
         return EXIT_USER if error.kind == "user" else EXIT_FAILED
     except WeftError as error:
         print_messages([f"error: {error}"])

@@ -8,7 +8,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -91,13 +91,24 @@ def test_without_a_checkpoint_the_error_has_the_command_to_start_again(tmp_path)
     assert end["seconds"] > 0
 
 
-def test_ctrl_c_leaves_an_end_event(tmp_path):
+@pytest.mark.parametrize(
+    "pause_s", [0.02, *(pytest.param(each, marks=pytest.mark.slow) for each in (0.1, 0.15, 0.3))]
+)
+def test_ctrl_c_twice_leaves_an_end_event_and_one_line_on_how_to_go_on(tmp_path, pause_s):
     out = tmp_path / "run"
-    with endless(out) as process:
-        wait_for_event(out, "step")
+    with endless(out, "--save.every", "2") as process:
+        wait_for_event(out, "save")
         os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=PATIENCE_S)
+        time.sleep(pause_s)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == EXIT_INTERRUPTED
+    (line,) = err.splitlines()
+    assert re.fullmatch(
+        rf"interrupted after step \d+; saved: step \d+; resume: weft train {out}/run.toml --resume auto",
+        line,
+    )
     end = list(read_events(out / EVENTS))[-1]
     assert end["event"] == "end"
     assert end["status"] == "interrupted"

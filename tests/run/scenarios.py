@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import torch
 from weft.core.mesh import Mesh
 from weft.errors import CommTimeout, DataError, Fault, RankError
 from weft.run import worker_group
-from weft.run.launch import join, launch
+from weft.run.launch import Supervision, join, launch
 from weft.run.rank_setup import open_comm
 from weft.run.worker import OrderlyEnd
 from weft.run.world import World, detect
@@ -168,6 +169,16 @@ def exits_by_python(world: World) -> None:
         comm.barrier("pp")
 
 
+def loses_its_folder(world: World) -> None:
+    """At the first start something removes the launcher's temporary folder, and a rank fails."""
+    assert world.attempt is not None
+    if world.attempt.restart is None and world.rank == 1:
+        store = Path(str(world.rendezvous).removeprefix("file://"))
+        shutil.rmtree(store.parents[1])
+        raise ValueError("rank 1 cannot go on")
+    ok(world)
+
+
 def saved(world: World) -> None:
     raise OrderlyEnd(75)
 
@@ -209,6 +220,7 @@ SCENARIOS: dict[str, Scenario] = {
     "leaves_a_process": leaves_a_process,
     "exits_without_report": exits_without_report,
     "exits_by_python": exits_by_python,
+    "loses_its_folder": loses_its_folder,
     "saved": saved,
     "waits": waits,
     "waits_ignoring_signals": waits_ignoring_signals,
@@ -237,6 +249,8 @@ def run_scenario(text: str) -> Outcome:
     worker_group.SETTLE_S = PATIENT_S if option == "patient" else SETTLE_S
     if option == "threads":
         options["transport"] = option
+    elif option == "restarts":
+        options["supervision"] = Supervision(restarts=1, snapshots=True)
     elif option == "patient":
         pass
     elif option:

@@ -74,6 +74,13 @@ def test_a_lost_connection_is_reported_without_the_advice_that_gloo_adds():
     assert text.startswith(f"CommError: recv: lost rank 0 ({GLOO_TEXT}) [test_failure.py:")
 
 
+def test_a_lone_surrogate_in_an_error_is_written_out():
+    """A file name that is no UTF-8; stderr, events and traceback files take none."""
+    failure = describe_error(raised(ValueError("bad \udcff name")), rank=1, at_s=0.0)
+    assert failure.text.startswith("ValueError: bad \\udcff name [")
+    assert (failure.text + failure.trace).encode()
+
+
 def test_a_report_fits_into_a_pipe_that_is_not_read():
     error = raised(ValueError("€" * 10**6))
     failure = describe_error(error, rank=1, at_s=0.0)

@@ -85,6 +85,7 @@ IN_PROCESSES = (
 )
 PATIENT = ("raises_during_collectives:patient", "reports_early:patient")
 """Where the time for reports of other ranks is a minute."""
+RESTARTED = "loses_its_folder:restarts"
 IN_THREADS = ("ok:threads", "exits_by_python:threads", "raises_during_collectives:threads")
 
 
@@ -102,7 +103,7 @@ def played(tmp_path_factory):
     """All scenarios, one after the other in one process."""
     folder = tmp_path_factory.mktemp("played")
     port = free_port()
-    names = (f"listens:{port}", f"ok:{port}", *IN_PROCESSES, *PATIENT, *IN_THREADS)
+    names = (f"listens:{port}", f"ok:{port}", *IN_PROCESSES, *PATIENT, RESTARTED, *IN_THREADS)
     with running(folder, *names, text="typed by a user") as process:
         out, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
@@ -164,6 +165,11 @@ def test_the_error_is_the_root_cause_with_its_coordinates(played, name, error):
     outcome = played.outcomes[name]
     assert outcome["error"].startswith(error)
     assert outcome["kind"] == "failure"
+
+
+def test_ranks_are_started_again_after_their_temporary_folder_was_removed(played):
+    outcome = played.outcomes[RESTARTED]
+    assert (outcome["code"], outcome["error"]) == (0, None)
 
 
 def test_nothing_is_printed_besides(played):

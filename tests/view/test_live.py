@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 
@@ -297,12 +298,36 @@ def test_the_plain_view_replaces_characters_that_the_encoding_lacks():
     assert raw.getvalue() == b"1 ? 2\n"
 
 
-def test_a_pipe_without_reader_does_not_end_the_run():
-    class Broken(io.StringIO):
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), ""),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "warning: no more output (No space left on device); the run continues\n",
+        ),
+        (
+            OSError(errno.EIO, "I/O error"),
+            "warning: no more output (I/O error); the run continues\n",
+        ),
+    ],
+)
+def test_an_output_that_cannot_be_written_does_not_end_the_run(capsys, error, shown):
+    class Broken(TerminalFile):
         def write(self, text: str) -> int:
-            raise BrokenPipeError
+            if text:
+                raise error
+            return 0
 
-    show(PlainView(Broken()), RUN, step(1), step(2))
+    for view in (PlainView(Broken()), LiveView(Console(file=Broken(), force_terminal=True))):
+        show(view, RUN, step(1), step(2))
+        assert capsys.readouterr().err == shown, "said once"
+
+
+def test_an_output_on_a_full_disk_does_not_fail_at_the_end_of_the_program():
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        show(PlainView(full), RUN, step(1), step(2))
+        full.flush()
 
 
 def test_the_time_left_excludes_the_first_step():

@@ -7,7 +7,6 @@ at any moment leaves a valid one. The folder survives all ranks; the launcher re
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from weft.checkpoint.format import Facts
 from weft.checkpoint.saver import Saver, StatusFlag
 from weft.checkpoint.state import TrainState, write_items
 from weft.comm.comm import Comm
+from weft.core.machine_memory import available_bytes
 
 Event = dict[str, Any]
 
@@ -43,7 +43,7 @@ def room_problem(comm: Comm, folder: Path, state: TrainState) -> str:
     """Why there is no room for snapshots, or ""; the same on all ranks, which all call it."""
     own_bytes = sum(item.num_bytes for item in write_items(state))
     free_in_folder = shutil.disk_usage(folder).free
-    own_free = min(free_in_folder, _available_bytes())
+    own_free = min(free_in_folder, available_bytes())
     every_axis = tuple(name for name, _ in comm.mesh.axes)
     sizes = torch.tensor([own_bytes], dtype=torch.int64, device=comm.device)
     free = torch.tensor([own_free], dtype=torch.int64, device=comm.device)
@@ -54,19 +54,6 @@ def room_problem(comm: Comm, folder: Path, state: TrainState) -> str:
     if need_bytes <= MAX_SHARE * free_bytes:
         return ""
     return f"{need_bytes:,} bytes are needed, and {free_bytes:,} bytes of memory are available"
-
-
-def _available_bytes() -> int:
-    """Memory that new allocations can get without swapping."""
-    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    for line in meminfo.splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            kib, _ = value.split()
-            return 1024 * int(kib)
-    num_pages = os.sysconf("SC_PHYS_PAGES")
-    page_bytes = os.sysconf("SC_PAGE_SIZE")
-    return num_pages * page_bytes
 
 
 class SnapshotSaver(Protocol):

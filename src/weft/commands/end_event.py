@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.checkpoint.folder import next_command
+from weft.checkpoint.folder import checkpoints, next_command
 from weft.checkpoint.remote import RemoteFolder
+from weft.commands.console import print_error
 from weft.errors import CheckpointError, RankError
 from weft.run.failure import describe_error
 from weft.run.world import World
-from weft.train.event_log import append_end_event, end_run_of_dead_writer
+from weft.train.event_log import append_end_event, end_run_of_dead_writer, last_step
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def end_of_local_ranks(folder: RecordFolder) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         append_end_event(out, "interrupted", seconds=time.perf_counter() - start_s)
+        print_error(interrupted_text(out))
         raise
     except RankError as error:
         advised = _with_next_command(error, out)
@@ -72,6 +74,16 @@ def end_of_local_ranks(folder: RecordFolder) -> Iterator[None]:
         raise advised from error.__cause__
     # Ended by SIGTERM without an error; no effect after a normal end.
     append_end_event(out, "interrupted", seconds=time.perf_counter() - start_s)
+
+
+def interrupted_text(out: Path) -> str:
+    """One line for Ctrl-C: the step, what is saved, and how to go on."""
+    step = last_step(out)
+    reached = f"after step {step}" if step else "before the first step"
+    newest = next(checkpoints(out), None)
+    saved = "nothing" if newest is None else f"step {newest[0]}"
+    parts = (f"interrupted {reached}", f"saved: {saved}", next_command(out))
+    return "; ".join(part for part in parts if part)
 
 
 def _with_next_command(error: RankError, out: Path) -> RankError:

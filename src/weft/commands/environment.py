@@ -8,9 +8,8 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 
-import psutil
-
 from weft.comm.interfaces import LOOPBACK
+from weft.core.machine_memory import total_bytes
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.errors import Fault, LaunchError, counted
@@ -170,7 +169,7 @@ def memory_faults(
         return
     num_entries = sum(features * inputs for features, inputs in model.linears().values())
     rank_bytes = num_entries * LEAST_ENTRY_BYTES // mesh.size
-    machine_bytes = int(psutil.virtual_memory().total)
+    machine_bytes = total_bytes()
     if rank_bytes > machine_bytes:
         yield Fault(
             "model",

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
 from weft.checkpoint.read import Source
 from weft.core.axes import Box
+from weft.core.machine_memory import available_bytes
 from weft.core.model_config import ModelConfig
 from weft.errors import WeftError
 from weft.models import FAMILIES
@@ -78,7 +78,7 @@ def compare_logits(
         return LogitsComparison(reason="transformers is not installed")
     num_entries = sum(Box.whole(shape).size for shape in source.shapes.values())
     need_bytes = 2 * 4 * num_entries
-    free_bytes = psutil.virtual_memory().available
+    free_bytes = available_bytes()
     if need_bytes > MEMORY_SHARE * free_bytes:
         sizes = f"{memory(need_bytes)} in float32, {memory(free_bytes)} are free"
         return LogitsComparison(reason=f"both models take {sizes}")

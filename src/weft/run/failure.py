@@ -141,7 +141,12 @@ def describe_error(error: BaseException, *, rank: int, at_s: float) -> RankFailu
     if kind not in NO_LOCATION_KINDS:
         text += _location(error)
     trace = "".join(traceback.format_exception(error))
-    return RankFailure(rank, kind, at_s, text, trace[-MAX_TRACE:])
+    return RankFailure(rank, kind, at_s, _encodable(text), _encodable(trace[-MAX_TRACE:]))
+
+
+def _encodable(text: str) -> str:
+    """The text with lone surrogates (of file names that are no UTF-8) written out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _kind_of(error: BaseException) -> Kind:

@@ -129,6 +129,8 @@ def launch(
         policy = RestartPolicy(supervision.restarts)
         restart: Restart | None = None
         while True:
+            if folder.renew():
+                board = _open_board(folder, nproc, supervision)
             attempt_folder = folder.path / f"attempt{policy.num_done}"
             attempt_folder.mkdir()
             nonce = secrets.token_hex(16)

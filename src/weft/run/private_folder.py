@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from weft.errors import EXIT_FAILED, EXIT_OK
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, LaunchError
 
 PREFIX = "weft-"
 MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - a folder of its own is made in it, with rights for the user alone
@@ -66,6 +66,26 @@ class PrivateFolder:
         self._owner = os.getpid()
         self._folders = tuple(folders)
         self._cleaner, self._held = _fork_cleaner(self._folders)
+
+    def renew(self) -> bool:
+        """Make the folders again that something has removed during the run, such as a cleaner of
+        temporary files; whether `path` was.
+
+        Raises:
+            LaunchError: a folder cannot be made, or its name is another user's now.
+        """
+        was_removed = not self.path.exists()
+        for folder in self._folders:
+            try:
+                folder.mkdir(mode=0o700, parents=True)
+            except FileExistsError:
+                if not is_closed_folder(os.lstat(folder), owner=os.getuid()):
+                    fault = Fault("TMPDIR", "the private folder is another one now", str(folder))
+                    raise LaunchError(fault) from None
+            except OSError as error:
+                got = f"{folder}: {error.strerror}"
+                raise LaunchError(Fault("TMPDIR", "cannot be written", got)) from error
+        return was_removed
 
     def __enter__(self) -> PrivateFolder:
         return self

@@ -12,7 +12,8 @@ class SignalQueue:
     """While open, signals are queued instead of ending this process.
 
     Signals that the shell has set to be ignored (Ctrl-C for a background job of a script) stay
-    ignored.
+    ignored. After KeyboardInterrupt this process ends: further Ctrl-C is ignored, so that it does
+    not leave the records of the run and temporary folders unfinished.
     """
 
     SIGNALS = (
@@ -34,7 +35,9 @@ class SignalQueue:
                 self._previous[number] = signal.signal(number, self._enqueue)
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self._previous[signal.SIGINT] = signal.SIG_IGN
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

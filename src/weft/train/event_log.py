@@ -44,7 +44,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -281,15 +281,10 @@ def append_end_event(
             kept = "".join(line.decode() + "\n" for line in lines)
             replace_file(path, kept + to_line({**last, "error": error}))
         return False
-    num_steps = 0
-    for event in events:
-        step = event.get("step")
-        if event.get("event") in STEP_COUNTING and isinstance(step, int):
-            num_steps = step
     end = {
         "event": "end",
         "status": status,
-        "steps": num_steps,
+        "steps": _last_step_of(events),
         "seconds": seconds,
         "error": error,
     }
@@ -297,6 +292,23 @@ def append_end_event(
     file.write(to_line(end))
     file.close()
     return True
+
+
+def last_step(out: Path) -> int:
+    """The last step that the events of a run record; 0 if they record none."""
+    try:
+        return _last_step_of(read_events(out / EVENTS))
+    except (UnreadableFile, ValueError):
+        return 0
+
+
+def _last_step_of(events: Iterable[Event]) -> int:
+    num_steps = 0
+    for event in events:
+        step = event.get("step")
+        if event.get("event") in STEP_COUNTING and isinstance(step, int):
+            num_steps = step
+    return num_steps
 
 
 def end_run_of_dead_writer(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import psutil
 import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.dimension import exact_axes, local_update_axes
+from weft.core.machine_memory import resident_bytes
 from weft.parallel.pp import AXIS as PP
 
 
@@ -227,4 +227,4 @@ def memory_bytes(device: torch.device) -> int:
     """Memory of this rank: peak allocated bytes on CUDA, resident set of the process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return int(psutil.Process().memory_info().rss)
+    return resident_bytes()

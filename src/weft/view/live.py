@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from weft.view.output import Output
 from weft.view.plain import PlainView
 from weft.view.progress import (
     Event,
@@ -114,6 +115,7 @@ class LiveRegion:
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._output = Output(console.file)
         self._widths: tuple[int, ...] = ()
 
     def draw(self, lines: Sequence[Text]) -> None:
@@ -155,8 +157,7 @@ class LiveRegion:
         return captured.get()
 
     def _write(self, text: str) -> None:
-        self.console.file.write(text)
-        self.console.file.flush()
+        self._output.write(text)
 
 
 def _clip(line: Text, width: int) -> Text:

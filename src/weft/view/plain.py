@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import IO
 
+from weft.view.output import Output
 from weft.view.progress import Event, Progress, event_text, run_summary, stage_memory, step_count
 from weft.view.quantity import clock, short_time
 
@@ -13,19 +14,16 @@ NUM_LINES = 50
 class PlainView:
     """The summary, then about fifty lines a run, always with the first and the last step.
 
-    If the reader of a pipe has ended, output stops and the run continues.
-
     Args:
         every: steps between two lines; None: chosen from the length of the run.
     """
 
     def __init__(self, file: IO[str], *, every: int | None = None) -> None:
         self.progress = Progress()
-        self._file = file
+        self._output = Output(file)
         self._every = every
         self._last_printed = 0
         self._encoding = getattr(file, "encoding", None) or "utf-8"
-        self._has_reader = True
 
     def handle(self, event: Event) -> None:
         self.progress.update(event)
@@ -66,14 +64,8 @@ class PlainView:
         self._print(f"{line}\n")
 
     def _print(self, text: str) -> None:
-        if not self._has_reader:
-            return
         encodable = text.encode(self._encoding, "replace").decode(self._encoding)
-        try:
-            self._file.write(encodable)
-            self._file.flush()
-        except BrokenPipeError:
-            self._has_reader = False
+        self._output.write(encodable)
 
 
 def step_line(progress: Progress) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
 import torch
 from torch import nn
 
+from weft.core.machine_memory import total_bytes
 from weft.core.model_config import InitTable
 from weft.core.shard import Shard
 from weft.errors import Fault, PlanError
@@ -64,7 +64,7 @@ def _check_room(num_entries: int, dtype: torch.dtype) -> None:
         PlanError: they alone need more than all of the machine's memory.
     """
     need_bytes = num_entries * dtype.itemsize
-    machine_bytes = int(psutil.virtual_memory().total)
+    machine_bytes = total_bytes()
     if need_bytes <= machine_bytes:
         return
     fault = Fault(

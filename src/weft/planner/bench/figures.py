@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-import psutil
-
 from weft.config.hardware import GB, PEAK_FIELDS, DeviceType
+from weft.core.machine_memory import total_bytes
 from weft.planner.bench.bandwidth import RINGS, GroupTimes, Placement
 from weft.planner.bench.computation import TF32, ComputeTimes, WorkKind
 
@@ -220,7 +219,7 @@ def num_steps(row: GroupTimes) -> int:
 
 def machine_memory_bytes() -> int:
     """Memory of this machine."""
-    return int(psutil.virtual_memory().total)
+    return total_bytes()
 
 
 def processor_name() -> str:

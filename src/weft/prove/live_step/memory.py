@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import psutil
 import torch
 
 from weft.comm.comm import Comm
+from weft.core import machine_memory
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.units import Unit
 
@@ -43,7 +43,7 @@ def available_bytes(comm: Comm) -> int:
         free, _ = torch.cuda.mem_get_info(comm.device)
         return int(free)
     num_ranks = comm.mesh.size  # at most: other machines may hold some of them
-    return int(psutil.virtual_memory().available) // num_ranks
+    return machine_memory.available_bytes() // num_ranks
 
 
 def _output_entries(shapes: Mapping[str, tuple[int, ...]]) -> int:
