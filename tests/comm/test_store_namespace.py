@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from weft.comm import store_namespace
+from weft.comm import late_note, store_namespace
 from weft.comm.store_namespace import agree_on_namespace
 from weft.errors import LaunchError
 
@@ -96,6 +96,19 @@ def test_every_attempt_in_a_store_gets_another_namespace():
     store = MemoryStore()
     count = len({joined(store, 3) for _ in range(3)})
     assert count == 3
+
+
+def test_a_wait_for_ranks_is_noted_while_it_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(late_note, "NOTE_AFTER_S", 0.05)
+    store = MemoryStore()
+    leader = Joining(store, 0, 3)
+    ended_at_s = time.monotonic() + 20
+    shown = ""
+    while "note" not in shown and time.monotonic() < ended_at_s:
+        time.sleep(0.02)
+        shown += capsys.readouterr().err
+    assert shown == "note: rank 0 waits for ranks 1 2 to join\n"
+    ended(leader, Joining(store, 1, 3), Joining(store, 2, 3))
 
 
 def test_a_job_with_another_name_in_the_store_changes_nothing():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -300,3 +301,10 @@ def test_the_task_is_valid_for_skypilot(tmp_path, monkeypatch):
 
 def test_the_driver_script_of_ray_is_python():
     compile((GOLDEN / "ray_job.py").read_text(encoding="utf-8"), "ray_job.py", "exec")
+
+
+def test_the_job_server_of_ray_runs_the_interpreter_that_has_weft(capsys):
+    """A bare `python` is that of the raylet's PATH."""
+    assert main(["launch", "ray", "--nodes", "2", "--mesh", "dp2", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert f" -- {sys.executable} " in shown.rpartition("Submit with: ")[2]

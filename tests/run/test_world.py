@@ -67,6 +67,24 @@ def test_master_addr_and_port_override_the_slurm_rendezvous():
     assert world.rendezvous == "tcp://ib0:1234"
 
 
+BATCH = {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASK_PID": "4711"}
+"""What sbatch gives the script of a job: the number of the first task, and no step."""
+
+
+def test_the_batch_script_of_a_job_on_one_node_starts_its_ranks_itself():
+    assert detect({**BATCH, "SLURM_JOB_NODELIST": "node07"}) is None
+    assert detect({**BATCH, "SLURM_STEP_ID": "0"}).rank == 0, "a task of srun"
+
+
+def test_the_batch_script_of_a_job_on_several_nodes_is_one_line_at_once():
+    with pytest.raises(LaunchError) as error:
+        detect(BATCH)
+    assert str(error.value) == (
+        "srun: the batch script of a job on several nodes starts one process, and no ranks (got 8 tasks on 2 nodes). "
+        "Fix: srun weft train ... in the script, or weft launch slurm, which writes one"
+    )
+
+
 def test_torchrun_inside_a_slurm_job_takes_precedence():
     assert detect({**SLURM, **TORCHRUN}) == detect(TORCHRUN)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.matrix.layouts import CLIP, LR, Case, adamw, batches, build_case
 from tests.matrix.plain import HALF
@@ -123,8 +123,26 @@ def test_an_infinite_gradient_names_the_block_whose_backward_made_it() -> None:
     spoil = overflow_gradient("layer1.attn.q.weight", rank=1)
     messages = run_ranks(case.mesh, lambda comm: message_of_step(case, spoil, comm))
     assert len(set(messages)) == 1
-    assert "first in the gradient of block 'layer1' on rank " in messages[0]
+    assert "first in the gradient of block 'layer1' on one of ranks 0 1" in messages[0]
     assert "the loss is nan" not in messages[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_nan_that_arises_once_is_named_with_the_rank_that_had_it(rank: int) -> None:
+    """Its gradient is on all ranks after the reduction, and its forward is finite again."""
+
+    def spoil_once(step: TrainStep) -> None:
+        def hook(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+            handle.remove()
+            return output * torch.nan
+
+        if step.model.comm.rank == rank:
+            handle = step.model.blocks["layer1"].register_forward_hook(hook)
+
+    case = Case("dp2", microbatches=2, layers=2)
+    messages = run_ranks(case.mesh, lambda comm: message_of_step(case, spoil_once, comm))
+    assert len(set(messages)) == 1
+    assert f"in the loss of rank {rank} (dp{rank}); its forward is finite" in messages[0]
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow_of_the_loss_scale() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
 from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
+from weft.comm.late_note import late_note
 from weft.comm.presence import PresenceStore
 from weft.comm.store_namespace import poll_intervals
 from weft.errors import CommTimeout, Fault, LaunchError, first_line
@@ -85,12 +86,13 @@ def _tcp_store(
     if not host or port is None:
         raise ValueError(f"{url} names no host and port")
     if rank > 0:
-        return TCPStore(
-            host,
-            port,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
+        with late_note(lambda: f"rank {rank} waits for rank 0 to listen at {host}:{port}"):
+            return TCPStore(
+                host,
+                port,
+                timeout=timeout,
+                wait_for_workers=False,
+            )
     if listener is None:
         address = listen_address(host, port)
         listening = listen(address, port) if address else listen_anywhere(port)

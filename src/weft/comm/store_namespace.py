@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+from weft.comm.late_note import late_note
 from weft.core.mesh import rank_list
 from weft.errors import Fault, LaunchError
 
@@ -81,13 +82,14 @@ def agree_on_namespace(
             deadline=deadline,
             timeout_s=timeout_s,
         )
-    return _follow(
-        store,
-        root,
-        rank,
-        deadline=deadline,
-        timeout_s=timeout_s,
-    )
+    with late_note(lambda: f"rank {rank} of {size} waits for rank 0 to start the world"):
+        return _follow(
+            store,
+            root,
+            rank,
+            deadline=deadline,
+            timeout_s=timeout_s,
+        )
 
 
 def _lead(
@@ -100,12 +102,13 @@ def _lead(
 ) -> str:
     prefix = f"{root}/{secrets.token_hex(16)}"
     store.set(f"{root}/leader", prefix)
-    for interval_s in poll_intervals():
-        if store.add(f"{prefix}/joined", 0) >= size - 1:
-            break
-        if time.monotonic() > deadline:
-            raise _late(_missing(store, prefix, size), timeout_s)
-        time.sleep(interval_s)
+    with late_note(lambda: f"rank 0 waits for {_missing(store, prefix, size)} to join"):
+        for interval_s in poll_intervals():
+            if store.add(f"{prefix}/joined", 0) >= size - 1:
+                break
+            if time.monotonic() > deadline:
+                raise _late(_missing(store, prefix, size), timeout_s)
+            time.sleep(interval_s)
     store.set(f"{prefix}/go", "1")
     return prefix
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -54,9 +55,9 @@ if __name__ == "__main__":
 
 
 def submit(file: Path, options: RayOptions) -> list[str]:
-    """The job server runs the script."""
+    """The job server runs the script, with this interpreter: raylets need no environment on PATH."""
     address = ["--address", options.address] if options.address else []
-    return ["ray", "job", "submit", "--no-wait", *address, "--", "python", str(file)]
+    return ["ray", "job", "submit", "--no-wait", *address, "--", sys.executable, str(file)]
 
 
 ENGINE = Engine(

@@ -165,12 +165,25 @@ def _torchrun_world(env: Env) -> World | None:
 
 
 def _slurm_world(env: Env) -> World | None:
-    """The world in srun's variables; None for a job of one task, which starts its ranks itself."""
+    """The world in srun's variables; None for a job of one task, and for the batch script of a job
+    on one node: they start their ranks themselves.
+    """
     if "SLURM_PROCID" not in env or env.get("SLURM_NTASKS", "1") == "1":
         return None
     size = _number(env, "SLURM_NTASKS")
     node_list = env.get("SLURM_STEP_NODELIST") or _require(env, "SLURM_JOB_NODELIST")
     hosts = expand_hosts(node_list)
+    if _is_batch_script(env):
+        if len(hosts) == 1:
+            return None
+        raise LaunchError(
+            Fault(
+                "srun",
+                "the batch script of a job on several nodes starts one process, and no ranks",
+                got=f"{size} tasks on {len(hosts)} nodes",
+                fix="srun weft train ... in the script, or weft launch slurm, which writes one",
+            )
+        )
     tasks_per_host = -(-size // len(hosts))
     address = env.get("MASTER_ADDR") or hosts[0]
     return World(
@@ -180,6 +193,14 @@ def _slurm_world(env: Env) -> World | None:
         local_size=_number(env, "SLURM_NTASKS_PER_NODE", default=tasks_per_host),
         rendezvous=f"tcp://{address}:{_slurm_port(env)}",
     )
+
+
+def _is_batch_script(env: Env) -> bool:
+    """Whether sbatch has started this process, and not srun: the script is no task of a step,
+    although Slurm's daemon gives it the number of the first task.
+    """
+    is_step = "SLURM_STEP_ID" in env or "SLURM_STEP_NODELIST" in env
+    return "SLURM_TASK_PID" in env and not is_step
 
 
 def _slurm_port(env: Env) -> int:

@@ -29,27 +29,37 @@ class NonFiniteValue:
     """The first non-finite value of a step.
 
     Attributes:
-        place: output or gradient of a block; "sum" if all of them are finite and their sum is not.
-        block: its name; "" for a sum.
+        place: output or gradient of a block; "loss" if a rank had a non-finite part of the loss and
+            its forward is finite when it is repeated; "sum" if all are finite and their sum is not.
+        block: its name; "" for a loss or sum.
         rank: the first rank that has it; None for a sum.
         coordinates: of that rank in the mesh; "" in a mesh of one.
+        others: further ranks that have it: of a gradient those over which it was reduced, of a loss
+            those that hold copies. Any of them may be the cause.
         micro_batches: of that rank, whose output is not finite; () for a gradient, which is a sum
             over micro-batches.
     """
 
-    place: Literal["output", "gradient", "sum"]
+    place: Literal["output", "gradient", "loss", "sum"]
     block: str = ""
     rank: int | None = None
     coordinates: str = ""
+    others: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         if self.place == "sum":
             return "all outputs and gradients are finite: their sum overflows"
-        if self.coordinates:
+        if self.others:
+            rank = f"one of ranks {' '.join(map(str, (self.rank, *self.others)))}"
+        elif self.coordinates:
             rank = f"rank {self.rank} ({self.coordinates})"
         else:
             rank = f"rank {self.rank}"
+        if self.place == "loss":
+            return (
+                f"in the loss of {rank}; its forward is finite when it is repeated: it arose once"
+            )
         return f"first in the {self.place} of block {self.block!r} on {rank}"
 
 
@@ -57,15 +67,22 @@ def locate(
     model: ParallelModel,
     grads: GradientReducer,
     batches: Sequence[Batch],
+    *,
+    loss: Tensor,
 ) -> NonFiniteValue:
     """The first non-finite value of a step; every rank must call it before the update.
 
-    Runs the forward again to look at the output of every block, then looks at the gradients, which
-    are computed from the last block to the first.
+    Runs the forward again to look at the output of every block, then looks at the loss of the step,
+    and at the gradients, which are computed from the last block to the first.
+
+    Args:
+        loss: this rank's part of the loss in the step.
     """
     activation_blocks = _blocks_with_nonfinite_output(model, batches)
     gradient_blocks = _blocks_with_nonfinite_gradient(grads)
     local = {"activation": activation_blocks, "gradient": gradient_blocks}
+    if not _is_finite(loss):
+        local["loss"] = {"": []}
     texts = all_gather_text(model.comm, json.dumps(local))
     reports = [json.loads(text) for text in texts]
     return _first(reports, model.plan, model.comm.mesh)
@@ -90,17 +107,28 @@ def _first(
                     coordinates=coordinates,
                     micro_batches=tuple(micro_batches),
                 )
+    with_loss = [rank for rank, report in enumerate(reports) if "loss" in report]
+    if with_loss:
+        return _shared(with_loss, mesh, place="loss")
     for block in backward_order:
-        for rank, report in enumerate(reports):
-            if block in report["gradient"]:
-                coordinates = _coordinates(rank, mesh)
-                return NonFiniteValue(
-                    place="gradient",
-                    block=block,
-                    rank=rank,
-                    coordinates=coordinates,
-                )
+        ranks = [rank for rank, report in enumerate(reports) if block in report["gradient"]]
+        if ranks:
+            return _shared(ranks, mesh, place="gradient", block=block)
     return NonFiniteValue("sum")
+
+
+def _shared(
+    ranks: Sequence[int], mesh: Mesh, *, place: Literal["gradient", "loss"], block: str = ""
+) -> NonFiniteValue:
+    """A value that several ranks have."""
+    first, *others = ranks
+    return NonFiniteValue(
+        place=place,
+        block=block,
+        rank=first,
+        coordinates=_coordinates(first, mesh),
+        others=tuple(others),
+    )
 
 
 def _coordinates(rank: int, mesh: Mesh) -> str:

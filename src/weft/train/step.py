@@ -306,7 +306,7 @@ class TrainStep:
             on_gradients(computed, totals)
         loss = totals.loss
         norm = totals.grad_norm / scale
-        nonfinite = self._find_nonfinite(loss, norm, batches)
+        nonfinite = self._find_nonfinite(loss, norm, batches, own_loss=computed.played.loss)
         if nonfinite is not None and on_nonfinite == "raise":
             raise NonFiniteError(nonfinite_text(loss, norm, nonfinite))
         is_finite = math.isfinite(norm)
@@ -403,6 +403,8 @@ class TrainStep:
         loss: float,
         norm: float,
         batches: Sequence[Batch],
+        *,
+        own_loss: Tensor,
     ) -> NonFiniteValue | None:
         """Where the step is not finite: its loss, or its gradient norm without a dynamic loss
         scale; the same on all ranks.
@@ -410,7 +412,7 @@ class TrainStep:
         is_overflow_of_scale = math.isfinite(loss) and self.loss_scale.is_dynamic
         if is_overflow_of_scale or (math.isfinite(loss) and math.isfinite(norm)):
             return None
-        return locate(self.model, self.grads, batches)
+        return locate(self.model, self.grads, batches, loss=own_loss)
 
     def update(self, lr: float, *, skip: Tensor | None = None) -> None:
         """Update the parameters.
