@@ -82,7 +82,7 @@ clusters: $(STAMP)  ## real Slurm, Ray and torchrun clusters on this machine (ro
 	@mkdir -p runs
 	@OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m pytest -m cluster -o junit_family=xunit1 --junitxml=runs/clusters.xml tests/clusters $(ARGS)
 
-chaos: $(STAMP)  ## 500 faults of 12 kinds injected on 8 layouts, compared with runs without faults (half an hour; ARGS="--faults 40": minutes)
+chaos: $(STAMP)  ## 500 faults of 19 kinds injected on 8 layouts, compared with runs without faults (an hour; ARGS="--faults 40": minutes)
 	@OMP_NUM_THREADS=1 nice -n 10 $(BIN)/weft chaos --faults 500 --seed 8 $(ARGS)
 
 support: $(STAMP)  ## docs/support.md from the last results of make matrix

@@ -145,7 +145,7 @@ def test_after_a_lost_node_the_script_waits_for_the_rest_and_starts_where_there_
     """The first start of the ranks fails, and once also the step that tries all nodes."""
     programs = {
         "srun": """case "$*" in
-  *node_keeper) echo "$*" >> keepers ;;
+  *node_keeper | *batch_watch) echo "$*" >> keepers ;;
   *true) echo "$*" >> tries; [ $(wc -l < tries) -gt 1 ] ;;
   *) echo "$*" >> starts; [ $(wc -l < starts) -gt 1 ] ;;
 esac""",
@@ -172,8 +172,10 @@ esac""",
     assert all("--nodes=2 --ntasks=4" in line for line in starts)
     tries = (tmp_path / "tries").read_text().splitlines()
     assert [f"--nodes={num_left}" in line for line in tries] == [True, True]
-    (keepers,) = (tmp_path / "keepers").read_text().splitlines()
-    assert "--overlap --no-kill --nodes=3 --ntasks=3 --ntasks-per-node=1" in keepers
+    keepers = sorted((tmp_path / "keepers").read_text().splitlines())
+    for line, module in zip(keepers, ("batch_watch", "node_keeper"), strict=True):
+        assert line.endswith(f"-m weft.run.{module}")
+        assert "--overlap --no-kill --nodes=3 --ntasks=3 --ntasks-per-node=1" in line
     assert (tmp_path / "queued").exists() == (num_starts == 1)
     assert ("1 nodes are left, 2 are needed; the job is queued again" in done.stdout) == (
         num_starts == 1

@@ -54,7 +54,7 @@ def step(number: int, **values) -> dict:
         "loss": 6.0 - number,
         "grad_norm": 1.234,
         "lr": 3e-3,
-        "tokens": 2048 * number,
+        "tokens": 2469,
         "tokens_per_s": 12345.0,
         "step_s": 0.2,
         "mem_bytes": 312 << 20,
@@ -328,6 +328,24 @@ def test_an_output_on_a_full_disk_does_not_fail_at_the_end_of_the_program():
     with open("/dev/full", "w", encoding="utf-8") as full:
         show(PlainView(full), RUN, step(1), step(2))
         full.flush()
+
+
+def test_every_view_shows_tokens_and_time_of_the_same_recent_steps():
+    """The last step alone was slow: neither view says so with one number and not with the other."""
+    steps = [
+        step(1, step_s=9.0),
+        *(step(k, tokens=100) for k in range(2, 30)),
+        step(30, tokens=100, step_s=2.2),
+    ]
+    expected = (f"{20 * 100 / 6.0:,.0f} tokens/s", "300 ms")
+    view, file = plain()
+    show(view, RUN, *steps)
+    terminal = TerminalFile()
+    show(LiveView(Console(file=terminal, force_terminal=True, width=80)), RUN, *steps)
+    plain_line = file.getvalue().splitlines()[-1]
+    live_line = next(row for row in Terminal(80).read(terminal.getvalue()) if "speed" in row)
+    for shown in (plain_line, live_line):
+        assert [text for text in expected if text in shown] == list(expected), shown
 
 
 def test_the_time_left_excludes_the_first_step():

@@ -113,6 +113,7 @@ def chaos(words: Sequence[str]) -> int:
                 partial(layout.words, config=config, source=source),
                 folder=folder / f"layout{number}",
                 seed=options.seed + number,
+                source=None if config else source,
             )
             results.append(trial)
             if options.format == "text":

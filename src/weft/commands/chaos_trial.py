@@ -46,6 +46,7 @@ def run_trial(
     *,
     folder: Path,
     seed: int,
+    source: Path | None = None,
 ) -> TrialResult:
     """Train with the faults of one layout and without, and compare.
 
@@ -60,6 +61,7 @@ def run_trial(
         ledger=folder / "ledger.jsonl",
         run_folder=folder / "faulty",
         reduced_axes=layout.reduced_axes,
+        source=source,
     )
     steps = num_steps(faults)
     restarts = len(faults) + MAX_SPARE_RESTARTS

@@ -27,6 +27,7 @@ from weft.run.private_folder import is_private_file
 from weft.run.process_state import STOPPED, process_state
 from weft.run.rank_status import RankSnapshot, StatusBoard
 from weft.small_files import UnreadableFile, open_regular, parse_json
+from weft.view.progress import Progress
 from weft.view.quantity import short_time
 
 USAGE = "RUN [--json]"
@@ -204,17 +205,19 @@ def run_status(folder: Path, *, now_s: float) -> RunStatus:
 
 
 def _with_progress(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
-    """The status with the last step of the events."""
-    for event in reversed(events):
-        step = event.get("step")
-        if event.get("event") == "step" and isinstance(step, int):
-            return replace(
-                found,
-                step=step,
-                loss=_number(event.get("loss")),
-                tokens_per_s=_number(event.get("tokens_per_s")),
-            )
-    return found
+    """The status with the last step of the events, and the speed that views of the run show."""
+    progress = Progress()
+    for event in events:
+        if event.get("event") == "step" and isinstance(event.get("step"), int):
+            progress.update(event)
+    if not progress.step:
+        return found
+    return replace(
+        found,
+        step=progress.num_done,
+        loss=_number(progress.step.get("loss")),
+        tokens_per_s=progress.tokens_per_s if math.isfinite(progress.tokens_per_s) else None,
+    )
 
 
 def _number(value: object) -> float | None:

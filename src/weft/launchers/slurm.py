@@ -26,8 +26,8 @@ TIME = re.compile(r"(\d+|(\d+-)?\d+:\d\d(:\d\d)?|\d+-\d+)")
 # With --no-kill Slurm takes a lost node out of the job and leaves the others to it. Until then, which takes SlurmdTimeout, no
 # step can start on it: the script waits until a step runs on all nodes that the job has. Are there enough, the ranks start
 # again on them, and find the snapshots in their memory; if not, the job is queued again. The batch script runs on the first
-# node: if that one is lost, Slurm queues the job again in any case. A step that has lost a node keeps its cores on the others
-# for minutes, hence --overlap.
+# node: if that one is lost, the job would go on without a script, so a watch on the other nodes queues it again. A step that has
+# lost a node keeps its cores on the others for minutes, hence --overlap.
 
 
 class SlurmOptions(LaunchOptions):
@@ -62,7 +62,7 @@ def files(job: ClusterJob, options: SlurmOptions) -> Mapping[str, str]:
 {directives}
 
 export WEFT_JOB="slurm $SLURM_JOB_ID"   # one writer of the run folder, on whichever nodes it starts again
-{_keepers(job, options)}queued=${{SLURM_RESTART_COUNT:-0}}
+{_keepers(job, options)}{_watches(job, options)}queued=${{SLURM_RESTART_COUNT:-0}}
 failures=0
 while true; do
   export SLURM_RESTART_COUNT=$((queued + failures))
@@ -116,12 +116,25 @@ def _keepers(job: ClusterJob, options: SlurmOptions) -> str:
     """
     if not job.takes_snapshots:
         return ""
+    return f"""export WEFT_NODE_KEEPER="slurm $SLURM_JOB_ID"   # snapshots in memory outlive the ranks
+{_on_every_node(job, options, "weft.run.node_keeper")}
+"""
+
+
+def _watches(job: ClusterJob, options: SlurmOptions) -> str:
+    """Lines that start a watch on every node for the loss of the first one, which runs this script."""
+    if not options.spare_nodes:
+        return ""
+    watch = _on_every_node(job, options, "weft.run.batch_watch")
+    return f"{watch}   # queues the job again if the node of this script is lost\n"
+
+
+def _on_every_node(job: ClusterJob, options: SlurmOptions, module: str) -> str:
+    """A step beside the ranks, with one process a node."""
     nodes = job.nodes + options.spare_nodes
     words = ["srun", "--overlap", "--no-kill", f"--nodes={nodes}", f"--ntasks={nodes}"]
-    words += ["--ntasks-per-node=1", job.python, "-m", "weft.run.node_keeper"]
-    return f"""export WEFT_NODE_KEEPER="slurm $SLURM_JOB_ID"   # snapshots in memory outlive the ranks
-{shlex.join(words)} < /dev/null &
-"""
+    words += ["--ntasks-per-node=1", job.python, "-m", module]
+    return f"{shlex.join(words)} < /dev/null &"
 
 
 def _step_command(job: ClusterJob, options: SlurmOptions) -> str:

@@ -14,8 +14,11 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +32,7 @@ from torch import Tensor
 from weft.checkpoint.folder import checkpoints
 from weft.comm.transport import Call
 from weft.run.fault_plan import MESSAGE_PHASES, FaultKind, FaultPlan, PlannedFault, cause_of_start
+from weft.run.private_folder import CLEANER_NAME
 from weft.run.rank_status import Phase, RankStatus, ShownCall
 from weft.run.world import Attempt
 
@@ -40,6 +44,9 @@ MEMORY_MARGIN_BYTES = 2**26
 MIN_MESSAGE_NUMEL = 16
 NUM_MANTISSA_BITS = 4
 """Bits of a number's second byte that are of the mantissa in every dtype."""
+PAUSE_S = 6.0
+STOPPED_S = 30.0
+FULL_S = 4.0
 CLOCK_JUMP_S = 86_400.0 * 365
 CALLS_BEFORE_START_FAULT = 2
 """Calls of a start after which its fault happens: connections exist then."""
@@ -160,7 +167,8 @@ class _Injector:
                 self._undo.remove(ending)
                 undo()
         for fault in tuple(self.due):
-            if fault.phase == phase and fault.phase != "start" and step >= fault.step:
+            is_in_phase = fault.phase == phase != "start"
+            if is_in_phase and step >= self.plan.first_step(fault):
                 self._begin(fault, step, phase)
 
     def on_call(self, place: tuple[int, Phase]) -> None:
@@ -217,6 +225,50 @@ class _Injector:
     def kill(self, step: int) -> None:
         """SIGKILL, as by the kernel when memory is used up."""
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill_two(self, step: int) -> None:
+        """SIGKILL to another rank and to this one, at once."""
+        for other in _other_ranks()[:1]:
+            os.kill(other, signal.SIGKILL)
+        self.kill(step)
+
+    def exit(self, step: int) -> None:
+        """End with exit code 0, as user code may."""
+        os._exit(0)
+
+    def lose_folder(self, step: int) -> None:
+        """Remove the temporary folder of the launcher, as a cleaner of such folders does; SIGKILL."""
+        for folder in self.folders[:-1]:  # the one in memory, which has the same name
+            shutil.rmtree(Path(tempfile.gettempdir(), folder.name), ignore_errors=True)
+        self.kill(step)
+
+    def replace_data(self, step: int) -> None:
+        """Replace the data by a copy with the same bytes, so that it is verified again; SIGKILL."""
+        source = self.plan.source
+        if source is not None:
+            copy = source.with_name(f"{source.name}.{os.getpid()}")
+            shutil.copyfile(source, copy)
+            copy.replace(source)
+        self.kill(step)
+
+    def pause(self, step: int) -> None:
+        """Sleep once, as in a compilation, an allocation or on a slow file system."""
+        time.sleep(PAUSE_S)
+
+    def stop_launcher(self, step: int) -> None:
+        """SIGSTOP to the launcher, SIGCONT after a while, in which this rank waits."""
+        launcher = os.getppid()
+        os.kill(launcher, signal.SIGSTOP)
+        time.sleep(STOPPED_S)
+        os.kill(launcher, signal.SIGCONT)
+
+    def fill_disk_at_end(self, step: int) -> None:
+        """No file can grow for some seconds, in which the last step is to be saved."""
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        undo = threading.Timer(FULL_S, resource.setrlimit, [resource.RLIMIT_FSIZE, before])
+        undo.daemon = True
+        undo.start()
 
     def stop(self, step: int) -> None:
         """SIGSTOP: the process is there and does nothing."""
@@ -304,6 +356,13 @@ class _Injector:
 
 _EFFECTS: dict[FaultKind, Callable[[_Injector, int], None]] = {
     "kill": _Injector.kill,
+    "kill_two": _Injector.kill_two,
+    "exit": _Injector.exit,
+    "full_disk_at_end": _Injector.fill_disk_at_end,
+    "lost_folder": _Injector.lose_folder,
+    "replaced_data": _Injector.replace_data,
+    "pause": _Injector.pause,
+    "stopped_launcher": _Injector.stop_launcher,
     "stop": _Injector.stop,
     "segfault": _Injector.segfault,
     "exception": _Injector.exception,
@@ -315,6 +374,19 @@ _EFFECTS: dict[FaultKind, Callable[[_Injector, int], None]] = {
     "corrupted_file": _Injector.corrupt_files,
     "clock": _Injector.clock,
 }
+
+
+def _other_ranks() -> list[int]:
+    """Processes of the other local ranks: children of the launcher with a process group of their own."""
+    launcher = os.getppid()
+    listed = Path(f"/proc/{launcher}/task/{launcher}/children").read_text(encoding="ascii")
+    found: list[int] = []
+    for pid in map(int, listed.split()):
+        with suppress(OSError):
+            is_cleaner = Path(f"/proc/{pid}/comm").read_bytes().strip() == CLEANER_NAME
+            if pid != os.getpid() and os.getpgid(pid) == pid and not is_cleaner:
+                found.append(pid)
+    return found
 
 
 def flip_bit(buffer: Tensor, draw: random.Random) -> None:

@@ -7,6 +7,7 @@ enough apart that the ranks have recovered from one before the next.
 from __future__ import annotations
 
 import random
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,25 +17,45 @@ from weft.run.rank_status import PHASES, Phase
 
 FaultKind = Literal[
     "kill",
+    "kill_two",
+    "exit",
     "stop",
     "segfault",
     "exception",
     "out_of_memory",
     "full_disk",
+    "full_disk_at_end",
+    "lost_folder",
+    "replaced_data",
     "slow_disk",
     "lost_link",
     "slow_link",
     "corrupted_message",
     "corrupted_file",
     "clock",
+    "pause",
+    "stopped_launcher",
 ]
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-TOLERATED_KINDS: tuple[FaultKind, ...] = ("full_disk", "slow_disk", "slow_link", "clock")
+TOLERATED_KINDS: tuple[FaultKind, ...] = (
+    "full_disk",
+    "full_disk_at_end",
+    "slow_disk",
+    "slow_link",
+    "clock",
+    "pause",
+    "stopped_launcher",
+)
 """Faults after which the ranks go on; after the others they are started again."""
 FAULT_PHASES: tuple[Phase, ...] = tuple(phase for phase in PHASES if phase != "exchange")
 """Phases in which faults are injected: those that every layout has."""
 MESSAGE_PHASES: tuple[Phase, ...] = ("backward", "reduce")
 """Where gradients are reduced: the messages in which a flipped bit is promised to be found."""
+PHASES_OF_KIND: dict[FaultKind, tuple[Phase, ...]] = {
+    "corrupted_message": MESSAGE_PHASES,
+    "full_disk_at_end": ("save",),
+}
+"""Kinds that make sense in some phases only."""
 
 FIRST_STEP = 4
 STEP_GAP = 4
@@ -49,7 +70,8 @@ class PlannedFault:
 
     Attributes:
         number: place in the order of the run's faults, from 0.
-        step: it happens in the first phase of its kind at this step or later; 0: in a start.
+        step: it happens in the first phase of its kind at this step or later; 0: in a start, or at
+            the end of the run.
     """
 
     number: int
@@ -72,12 +94,18 @@ class FaultPlan:
         ledger: file to which ranks append what they have injected, and when they start and resume.
         run_folder: holds the checkpoints, for corrupted files.
         reduced_axes: axes over which messages are corrupted.
+        source: file of the training data, which is replaced; None: it is left alone.
     """
 
     faults: tuple[PlannedFault, ...]
     ledger: Path
     run_folder: Path
     reduced_axes: tuple[str, ...]
+    source: Path | None = None
+
+    def first_step(self, fault: PlannedFault) -> int:
+        """The step from which on a fault happens."""
+        return self.num_steps if fault.kind == "full_disk_at_end" else fault.step
 
     @property
     def num_steps(self) -> int:
@@ -98,7 +126,7 @@ def cells(kinds: Sequence[FaultKind], phases: Sequence[Phase]) -> Iterator[Cell]
     """The pairs of kind and phase that can be injected."""
     for kind in kinds:
         for phase in phases:
-            if kind != "corrupted_message" or phase in MESSAGE_PHASES:
+            if phase in PHASES_OF_KIND.get(kind, phases):
                 yield kind, phase
 
 
@@ -110,7 +138,8 @@ def deal(
     finds_corruption: Sequence[bool],
     seed: int,
 ) -> list[list[Cell]]:
-    """Distribute `num_faults` over layouts: each kind equally often, and its phases in turn.
+    """Distribute `num_faults` over layouts: each kind equally often, and its phases in turn; a disk
+    that is full at the end at most once a layout.
 
     Args:
         finds_corruption: for each layout, whether it has replicas that are compared.
@@ -126,18 +155,23 @@ def deal(
     dealt: list[list[Cell]] = [[] for _ in finds_corruption]
     if not phases_of:
         return dealt
-    usable_kinds = list(phases_of)
-    for number in range(num_faults):
-        turn, place = divmod(number, len(usable_kinds))
-        kind = usable_kinds[place]
+    turns: Counter[FaultKind] = Counter()
+    waiting = deque(phases_of)
+    while turns.total() < num_faults and waiting:
+        kind = waiting.popleft()
         kind_phases = phases_of[kind]
-        phase = kind_phases[turn % len(kind_phases)]
+        phase = kind_phases[turns[kind] % len(kind_phases)]
         able: list[list[Cell]] = []
         for layout, finds in zip(dealt, finds_corruption, strict=True):
-            if finds or kind != "corrupted_message":
+            has_ended = kind == "full_disk_at_end" and (kind, phase) in layout  # one end a run
+            if not has_ended and (finds or kind != "corrupted_message"):
                 able.append(layout)
+        if not able:
+            continue  # its turns go to the other kinds
         emptiest = min(able, key=len)
         emptiest.append((kind, phase))
+        turns[kind] += 1
+        waiting.append(kind)
     return dealt
 
 
@@ -148,7 +182,8 @@ def plan_faults(dealt: Sequence[Cell], *, num_ranks: int, seed: int) -> tuple[Pl
     `cause_of_start`.
     """
     draw = random.Random(seed)  # noqa: S311 - no secret
-    in_steps = [cell for cell in dealt if cell[1] != "start"]
+    at_end = [cell for cell in dealt if cell[0] == "full_disk_at_end"]
+    in_steps = [cell for cell in dealt if cell[1] != "start" and cell not in at_end]
     in_starts = [cell for cell in dealt if cell[1] == "start"]
     draw.shuffle(in_steps)
     draw.shuffle(in_starts)
@@ -176,6 +211,8 @@ def plan_faults(dealt: Sequence[Cell], *, num_ranks: int, seed: int) -> tuple[Pl
         num_left -= 1
     in_starts.sort(key=lambda cell: cell[0] in TOLERATED_KINDS)
     for cell in in_starts:
+        add(cell, 0)
+    for cell in at_end:
         add(cell, 0)
     return tuple(faults)
 

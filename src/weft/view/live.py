@@ -274,10 +274,9 @@ def _gradient_line(progress: Progress) -> Text:
 
 
 def _speed_line(progress: Progress) -> Text:
-    tokens_per_s = progress.step["tokens_per_s"]
     return _line(
         "speed",
-        f"{tokens_per_s:,.0f}",
+        f"{progress.tokens_per_s:,.0f}",
         (f" {progress.unit}/s, ", "dim"),
         short_time(progress.step_s),
         (" a step", "dim"),

@@ -76,8 +76,8 @@ def step_line(progress: Progress) -> str:
         f"loss {float(step['loss']):.4f} nats",
         f"grad norm {float(step['grad_norm']):.3f}",
         f"lr {step['lr']:.2e}",
-        f"{step['tokens_per_s']:,.0f} {progress.unit}/s",
-        f"{short_time(step['step_s'])}/step",
+        f"{progress.tokens_per_s:,.0f} {progress.unit}/s",
+        f"{short_time(progress.step_s)}/step",
     ]
     if "mfu" in step:
         parts.append(f"MFU {100 * step['mfu']:.3g}%")

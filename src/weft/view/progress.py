@@ -31,17 +31,26 @@ class View(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StepSpeed:
+    """Time and tokens of one step."""
+
+    step_s: float
+    tokens: float
+
+
 @dataclass
 class Progress:
-    """What the events of a run so far amount to: the last event of each kind, the losses, recent
-    step times.
+    """What the events of a run so far amount to: the last event of each kind, the losses, the speed.
+
+    Every view shows the speed of the same steps: the last NUM_RECENT, without the first of all.
     """
 
     run: Event = field(default_factory=dict)
     step: Event = field(default_factory=dict)
     end: Event = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    recent: deque[StepSpeed] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
     def update(self, event: Event) -> None:
         """Add one event; unknown kinds are ignored."""
@@ -62,12 +71,12 @@ class Progress:
     def _add_step(self, event: Event) -> None:
         is_second = len(self.losses) == 1
         if is_second:
-            self.recent_s.clear()  # the first step warms caches: its time is not typical
+            self.recent.clear()  # the first step warms caches: its time is not typical
         self.step = event
-        loss = float(event.get("loss", math.nan))
-        step_s = float(event.get("step_s", math.nan))
+        loss = _as_float(event.get("loss"))
+        step_s = _as_float(event.get("step_s"))
         self.losses.append(loss)
-        self.recent_s.append(step_s)
+        self.recent.append(StepSpeed(step_s, tokens=_as_float(event.get("tokens"))))
 
     @property
     def unit(self) -> str:
@@ -89,9 +98,15 @@ class Progress:
     @property
     def step_s(self) -> float:
         """Mean time of the recent steps, seconds; NaN before the first."""
-        if not self.recent_s:
+        if not self.recent:
             return math.nan
-        return sum(self.recent_s) / len(self.recent_s)
+        return sum(each.step_s for each in self.recent) / len(self.recent)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed over the recent steps, those of `step_s`; NaN before the first."""
+        seconds = sum(each.step_s for each in self.recent)
+        return sum(each.tokens for each in self.recent) / seconds if seconds else math.nan
 
     @property
     def left_s(self) -> float:
@@ -108,6 +123,10 @@ class Progress:
         if "mem_bytes" in self.step:
             return (self.step["mem_bytes"],)
         return ()
+
+
+def _as_float(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@
 export WEFT_JOB="slurm $SLURM_JOB_ID"   # one writer of the run folder, on whichever nodes it starts again
 export WEFT_NODE_KEEPER="slurm $SLURM_JOB_ID"   # snapshots in memory outlive the ranks
 srun --overlap --no-kill --nodes=3 --ntasks=3 --ntasks-per-node=1 /shared/venv/bin/python -m weft.run.node_keeper < /dev/null &
+srun --overlap --no-kill --nodes=3 --ntasks=3 --ntasks-per-node=1 /shared/venv/bin/python -m weft.run.batch_watch < /dev/null &   # queues the job again if the node of this script is lost
 queued=${SLURM_RESTART_COUNT:-0}
 failures=0
 while true; do
