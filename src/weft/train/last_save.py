@@ -27,7 +27,7 @@ RETRY_S = 2.0
 # Note [A disk that is full at the end]
 # The ranks hold the finished model, and no restart makes room: it would train the steps since the last checkpoint once more,
 # to the same end. So the state goes into memory first, where nothing that happens to the ranks or to their launcher takes
-# it, and then the ranks wait for somebody who clears the disk. A run that was asked to stop has no time to wait.
+# it, and then the ranks wait for room on the disk. A run that was asked to stop has no time to wait.
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from weft.view.output import Output
+from weft.view.output import ViewOutput
 from weft.view.plain import PlainView
 from weft.view.progress import (
     Event,
@@ -115,7 +115,7 @@ class LiveRegion:
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._output = Output(console.file)
+        self._output = ViewOutput(console.file)
         self._widths: tuple[int, ...] = ()
 
     def draw(self, lines: Sequence[Text]) -> None:

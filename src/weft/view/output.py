@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import IO
 
 
-class Output:
+class ViewOutput:
     """A stream whose end is not the end of the run.
 
     The reader of a pipe may have ended, the terminal may be closed, or the disk full: then the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import IO
 
-from weft.view.output import Output
+from weft.view.output import ViewOutput
 from weft.view.progress import Event, Progress, event_text, run_summary, stage_memory, step_count
 from weft.view.quantity import clock, short_time
 
@@ -20,7 +20,7 @@ class PlainView:
 
     def __init__(self, file: IO[str], *, every: int | None = None) -> None:
         self.progress = Progress()
-        self._output = Output(file)
+        self._output = ViewOutput(file)
         self._every = every
         self._last_printed = 0
         self._encoding = getattr(file, "encoding", None) or "utf-8"
