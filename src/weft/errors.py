@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 MAX_LINE_CHARS = 4000
@@ -53,7 +53,7 @@ class Fault:
     got: str = ""
     need: str = ""
     fix: str = ""
-    is_temporary: bool = False
+    is_temporary: bool = field(default=False, kw_only=True)
 
     def __str__(self) -> str:
         details = []
