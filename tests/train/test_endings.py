@@ -15,6 +15,7 @@ from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.cli import COMMANDS, Command, main
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK, RankError
+from weft.run import launch
 from weft.run.launch import join
 from weft.run.world import World
 from weft.train.event_lines import read_events
@@ -206,7 +207,9 @@ def test_user_code_that_leaves_the_program_is_an_error_and_no_success(monkeypatc
     assert error.startswith(f"error: the program was left by SystemExit: {code} [test_endings.py:")
 
 
-def test_a_joined_rank_that_leaves_the_program_fails():
+def test_a_joined_rank_that_leaves_the_program_fails(monkeypatch):
+    monkeypatch.setattr(launch, "prepare_rank", lambda _: None)  # it would set up this thread
+
     def leave(world):
         sys.exit(0)
 
