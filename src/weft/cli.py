@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote_url import is_url, local_folder
+from weft.code.trust import TRUST_FLAG, trusting_all
 from weft.commands import bench as commands_bench
 from weft.commands import calibrate as commands_calibrate
 from weft.commands import chaos as commands_chaos
@@ -78,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *words = given or ["--help"]
     prepare_streams()
     try:
-        code = _command(name, words)(words)
+        trusts, words = _take_trust(words)
+        with trusting_all() if trusts else contextlib.nullcontext():
+            code = _command(name, words)(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `weft train --help | head` closes the pipe early
@@ -110,6 +114,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER if error.errno in INPUT_ERRNOS else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _take_trust(words: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the words have the flag that trusts stored code, and all other words.
+
+    Raises:
+        UserError: it has another value than True or False.
+    """
+    names = (TRUST_FLAG, TRUST_FLAG.replace("_", "-"))
+    others = [
+        f"{names[0]}{word[len(names[1]) :]}" if word.startswith(names) else word for word in words
+    ]
+    place = next((i for i, word in enumerate(others) if word.partition("=")[0] == TRUST_FLAG), None)
+    if place is None:
+        return False, list(words)
+    _, equals, value = others.pop(place).partition("=")
+    if not equals and others[place : place + 1] in (["True"], ["False"]):
+        value = others.pop(place)
+    if value not in ("", "True", "False"):
+        raise UserError(
+            Fault(TRUST_FLAG[2:], "wrong type", repr(value), "True or False", TRUST_FLAG)
+        )
+    return value != "False", others
 
 
 def _fault_lines(faults: Sequence[Fault]) -> Iterator[str]:
@@ -176,6 +203,7 @@ def overview() -> str:
             *lines,
             "",
             "weft NAME --help shows usage and keys of a command.",
+            f"{TRUST_FLAG}: with any command, run the code that a stored file names.",
             "Exit codes: 0 ok, 1 failed, 2 invalid input, 75 stopped and saved, 130 Ctrl-C.",
         )
     )

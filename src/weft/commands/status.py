@@ -32,6 +32,8 @@ from weft.view.quantity import short_time
 USAGE = "RUN [--json]"
 LINE = "show whether a run is running, stuck, failed or done, and where"
 EVENTS = "events.jsonl"
+IMAGE_SIZE = "model.image_size"
+"""Key of the models that read images."""
 BOARD = "board"
 """Name of the status board in the private folder of a launcher."""
 TAIL_BYTES = 1 << 18
@@ -355,8 +357,10 @@ def _unit(config: Mapping[str, Any]) -> str:
     """What a run with these keys counts."""
     if config.get("loss") == "dpo":
         return "pairs"
-    family = FAMILIES.get(str(config.get("model.name")))
-    return "images" if family is not None and family.Config.kind == "images" else "tokens"
+    name = str(config.get("model.name"))
+    if name in tuple(FAMILIES):
+        return "images" if FAMILIES[name].Config.kind == "images" else "tokens"
+    return "images" if IMAGE_SIZE in config else "tokens"  # a user's code is not imported here
 
 
 def _last_events(path: Path) -> list[dict[str, Any]]:

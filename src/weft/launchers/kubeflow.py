@@ -85,7 +85,7 @@ def _trainer(job: ClusterJob, options: KubeflowOptions) -> dict[str, Any]:
     trainer: dict[str, Any] = {
         "image": options.image,
         "command": ["torchrun"],
-        "args": ["-m", "weft", "train", f"{CONTAINER_CONFIG}/{CONFIG}"],
+        "args": ["-m", "weft", "train", f"{CONTAINER_CONFIG}/{CONFIG}", *job.flags],
         "numNodes": job.nodes,
         "numProcPerNode": job.ranks_per_node,
         "env": [

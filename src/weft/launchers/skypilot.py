@@ -92,6 +92,7 @@ def _command(job: ClusterJob) -> str:
         "weft",
         "train",
         f"{CONTAINER_CONFIG}/{CONFIG}",
+        *job.flags,
     ]
     return " ".join([*before, address, shlex.join(after)])
 

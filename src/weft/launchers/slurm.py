@@ -132,7 +132,7 @@ def _step_command(job: ClusterJob, options: SlurmOptions) -> str:
         words += ["--overlap", f"--nodes={job.nodes}", f"--ntasks={ranks}"]
     if job.cpus_per_rank:
         words.append(f"--cpus-per-task={job.cpus_per_rank}")
-    return shlex.join([*words, job.python, "-m", "weft", "train", str(job.config_path)])
+    return shlex.join([*words, job.python, "-m", "weft", "train", str(job.config_path), *job.flags])
 
 
 def _wait_for_nodes(job: ClusterJob, options: SlurmOptions) -> str:
