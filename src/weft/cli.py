@@ -44,7 +44,9 @@ from weft.commands.console import (
     wants_help,
 )
 from weft.commands.preflight import data_checks
+from weft.config.keys import flatten
 from weft.config.load import try_load
+from weft.config.run_files import absolute_paths
 from weft.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -221,6 +223,7 @@ def train(words: Sequence[str]) -> int:
         adapt=preflight.after_restart,
         choose_mesh=choose_before_ranks,
     )
+    run = run.with_values(absolute_paths(flatten(run.model_dump(mode="json"))))
     with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
         run = run.with_values({"out": out})
         remote_folder.fetch(

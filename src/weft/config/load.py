@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from weft.code.identity import CODE_FILE, CodeIdentity, changed_parts, stored_parts
+from weft.code.identity import CodeIdentity, changed_parts, stored_parts
 from weft.config import flags, toml
 from weft.config.families import ModelChoice, choose_model, default_model, preset_fields, run_type
 from weft.config.finetuning import finetuning_defaults
@@ -30,6 +30,7 @@ from weft.config.keys import (
 )
 from weft.config.optimizers import is_user_class, optimizer_faults
 from weft.config.run import Run
+from weft.config.run_files import DIGEST, is_stored, out_of_stored, with_run_file
 from weft.config.schedule_keys import schedule_keys
 from weft.config.schema import ConfigSection, ModelSection
 from weft.config.user_code import (
@@ -45,7 +46,7 @@ from weft.errors import ConfigError, Fault, MeshError
 DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
 """Kind of model -> data source where none is named."""
 
-NAME, DIGEST = "model.name", "model.digest"
+NAME = "model.name"
 RESUME_CODE = "resume_code"
 
 AUTO_MESH = "auto"
@@ -62,9 +63,6 @@ MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
 
 OPTIMIZER = "optim.name"
-STORED_NAME = re.compile(r"run(-\d+)?\.toml")
-FILES_OF_RUNS = (CODE_FILE, "plan.json", "events.jsonl", "ckpt", "manifest.json")
-"""A config beside one of these is that of a run."""
 FOLDER_KEYS = ("out", "resume")
 """Keys of folders in which ~ is the home folder, in a file too."""
 
@@ -220,13 +218,15 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
     chosen.
     """
     words, word_faults = _with_model_file(flags.split(argv))
+    words, of_folder = with_run_file(words)
     file, file_faults = _read_file(words.loose)
+    file.update(of_folder | out_of_stored(words.loose, file))
     file_faults = (*word_faults, *file_faults)
     first = flags.first_words(words)
     for layer in (file, first):
         if is_reference(layer.get(NAME)):
             layer[NAME] = canonical_reference(layer[NAME])
-    _trust_named(first, {} if _is_stored(words.loose, file) else file)
+    _trust_named(first, {} if is_stored(words.loose, file) else file)
     folder, folder_faults = select_folder(file, first, families)
     folder_name = str(first.get(FROM_HF, file.get(FROM_HF)))
     if HUB_NAME.fullmatch(folder_name) and not Path(folder_name).exists():
@@ -257,15 +257,6 @@ def _trust_named(*layers: Flat) -> None:
     for layer in layers:
         for key in (NAME, OPTIMIZER):
             trust_named(layer.get(key, ""))
-
-
-def _is_stored(files: Sequence[str], file: Flat) -> bool:
-    """Whether a config file is a stored one: its name, its folder or its keys are those of a run."""
-    if not files:
-        return False
-    path = Path(files[0])
-    of_run = any((path.parent / name).exists() for name in FILES_OF_RUNS)
-    return STORED_NAME.fullmatch(path.name) is not None or DIGEST in file or of_run
 
 
 def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]]:
