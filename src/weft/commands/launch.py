@@ -89,7 +89,9 @@ def launch(words: Sequence[str]) -> int:
     files = {CONFIG: job.config, **engine_files}
     print_result(_text_of_files(job.folder, files))
     if options.dry_run:
-        return print_result(f"dry run: nothing is written. Submit with: {shlex.join(command)}")
+        again = [word for word in words if word.partition("=")[0] not in DRY_RUN]
+        line = shlex.join(["weft", "launch", *again])
+        return print_result(f"dry run: nothing is written. Write and submit it: {line}")
     _write(job.folder, files)
     return _submit(command)
 

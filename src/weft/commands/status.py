@@ -18,7 +18,7 @@ from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags, toml
 from weft.config.schema import ConfigSection
 from weft.core.mesh import Mesh
-from weft.errors import Fault, UserError, WeftError
+from weft.errors import Fault, UserError, WeftError, printable
 from weft.models import FAMILIES
 from weft.run.folder_lock import FolderLock, find_lock
 from weft.run.hang import diagnose
@@ -121,9 +121,8 @@ class RunStatus:
     ranks: tuple[RankLine, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """The fields; null for a loss that is not finite."""
-        is_finite = self.loss is not None and math.isfinite(self.loss)
-        return {**asdict(self), "loss": self.loss if is_finite else None}
+        """The fields; null for numbers that are not finite."""
+        return {name: _or_null(value) for name, value in asdict(self).items()}
 
     def lines(self) -> Iterator[str]:
         """The report, the state first."""
@@ -167,7 +166,8 @@ def status(words: Sequence[str]) -> int:
     if options.format == "json":
         text = json.dumps(found.to_json())
     else:
-        text = "\n".join(found.lines())
+        lines = "\n".join(found.lines()).splitlines()
+        text = "\n".join(map(printable, lines))  # events and locks may be anyone's
     return print_result(text)
 
 
@@ -215,6 +215,11 @@ def _with_progress(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunSta
                 tokens_per_s=_number(event.get("tokens_per_s")),
             )
     return found
+
+
+def _or_null(value: Any) -> Any:
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    return value if is_number else None
 
 
 def _number(value: object) -> float | None:
