@@ -63,6 +63,7 @@ from weft.models.code_of_run import code_of_run
 from weft.run.agent import end_with_agent
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
+VERSION = ("--version", "-v", "-V", "version")
 MAX_FAULTS_SHOWN = 50
 INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 """Errors of the file system that a name or the rights of the input cause."""
@@ -159,7 +160,11 @@ def _rank_error_text(error: RankError) -> str:
 def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if name in HELP:
         return lambda _words: print_result(overview())
-    if name == "--version":
+    if name == "help" and words[:1] and words[0] in COMMANDS:
+        return lambda _words: COMMANDS[words[0]].run([*words[1:], HELP[-1]])
+    if name == "help":
+        return lambda _words: print_result(overview())
+    if name in VERSION:
         return lambda _words: print_result(f"weft {__version__}")
     if name == "plan" and commands_calibrate.FLAG in words:
         return commands_calibrate.calibrate
@@ -170,8 +175,9 @@ def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         fix = f"weft train {shlex.join([name, *words])}"
         raise UserError(Fault("weft", "no command is named", repr(name), "a command first", fix))
     hint = did_you_mean(name, COMMANDS)
-    what = f"unknown command {name!r}; commands: {', '.join(COMMANDS)}"
-    raise UserError(Fault("", what, fix=hint if hint.startswith("did") else "see weft --help"))
+    need = "" if hint.startswith("did") else f"one of {', '.join(COMMANDS)}"
+    fix = hint if hint.startswith("did") else "see weft --help"
+    raise UserError(Fault("", f"unknown command {name!r}", need=need, fix=fix))
 
 
 def _reject_url(name: str, words: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ from weft.config.keys import (
 )
 from weft.config.optimizers import is_user_class, optimizer_faults
 from weft.config.run import Run
-from weft.config.run_files import DIGEST, is_stored, out_of_stored, with_run_file
+from weft.config.run_files import DIGEST, is_stored, out_of_stored, unexpanded, with_run_file
 from weft.config.schedule_keys import schedule_keys
 from weft.config.schema import ConfigSection, ModelSection
 from weft.config.user_code import (
@@ -202,6 +202,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *unknown,
         *given.faults,
         *_undecodable(asked),
+        *unexpanded(asked),
         *contradicting,
         *schedule.faults,
         *changed,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from weft.code.identity import CODE_FILE
 from weft.config.flags import Words
 from weft.config.keys import Flat
+from weft.errors import Fault
 
 RUN_FILE = "run.toml"
 DIGEST = "model.digest"
@@ -29,6 +30,7 @@ NAMES: Mapping[str, frozenset[str]] = {
 }
 """Keys whose values are paths, but these."""
 MIX = "data.mix"
+WINDOWS_PATH = re.compile(r"[A-Za-z]:\\")
 
 
 def is_stored(files: Sequence[str], file: Flat) -> bool:
@@ -65,8 +67,37 @@ def out_of_stored(files: Sequence[str], file: Flat) -> Flat:
     path, out = Path(files[0]), file.get("out")
     if not isinstance(out, str) or "://" in out or not _is_of_run(path):
         return {}
-    is_same = os.path.realpath(os.path.expanduser(out)) == os.path.realpath(path.parent)
-    return {} if is_same else {"out": str(path.parent)}
+    old = os.path.realpath(os.path.expanduser(out))
+    if old == os.path.realpath(path.parent):
+        return {}
+    return {"out": str(path.parent), **_inside(old, path.parent.absolute(), file)}
+
+
+def _inside(old: str, new: Path, file: Flat) -> Flat:
+    """The paths of a config that lead into the old run folder, as they are in the new one."""
+    found: Flat = {}
+    for key in NAMES:
+        value = file.get(key)
+        if isinstance(value, str) and os.path.realpath(value).startswith(f"{old}{os.sep}"):
+            found[key] = str(new / os.path.relpath(os.path.realpath(value), old))
+    return found
+
+
+def unexpanded(values: Mapping[str, object]) -> Iterator[Fault]:
+    """Paths with a variable that no shell has expanded, and paths of Windows.
+
+    Args:
+        values: dotted keys that were given.
+    """
+    for key in (*NAMES, "out", "resume"):
+        value = values.get(key)
+        if not isinstance(value, str) or os.path.exists(value):
+            continue
+        if "$" in value and (expanded := os.path.expandvars(value)) != value:
+            yield Fault(key, "holds a variable", got=repr(value), fix=f"--{key} {expanded}")
+        elif WINDOWS_PATH.match(value):
+            fix = f"a path of this machine, such as --{key} {value[3:].replace(chr(92), '/')}"
+            yield Fault(key, "is a path of Windows", got=repr(value), fix=fix)
 
 
 def absolute_paths(values: Mapping[str, object]) -> Flat:
