@@ -35,6 +35,7 @@ from weft.commands import status as commands_status
 from weft.commands.auto_mesh import choose_before_ranks
 from weft.commands.console import (
     HELP,
+    STANDARD_OUTPUT,
     load_checked_run,
     prepare_streams,
     print_messages,
@@ -63,6 +64,9 @@ from weft.models.code_of_run import code_of_run
 from weft.run.agent import end_with_agent
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
+JSON = "--json"
+JSON_FILES = ("schedule", "bench")
+"""Commands whose `--json` may name a file."""
 VERSION = ("--version", "-v", "-V", "version")
 MAX_FAULTS_SHOWN = 50
 INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
@@ -83,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *words = given or ["--help"]
     prepare_streams()
     try:
-        trusts, words = _take_trust(words)
+        trusts, words = _take_switch(TRUST_FLAG, words)
+        words = _with_json(name, words)
         with trusting_all() if trusts else contextlib.nullcontext():
             code = _command(name, words)(words)
         sys.stdout.flush()
@@ -119,27 +124,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _take_trust(words: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether the words have the flag that trusts stored code, and all other words.
+def _take_switch(flag: str, words: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the words have a switch, with or without True after it, and all other words.
 
     Raises:
         UserError: it has another value than True or False.
     """
-    names = (TRUST_FLAG, TRUST_FLAG.replace("_", "-"))
-    others = [
-        f"{names[0]}{word[len(names[1]) :]}" if word.startswith(names) else word for word in words
-    ]
-    place = next((i for i, word in enumerate(others) if word.partition("=")[0] == TRUST_FLAG), None)
+    others = [f"{flag}{word[len(flag) :]}" if _is(flag, word) else word for word in words]
+    place = next((i for i, word in enumerate(others) if word.partition("=")[0] == flag), None)
     if place is None:
         return False, list(words)
     _, equals, value = others.pop(place).partition("=")
     if not equals and others[place : place + 1] in (["True"], ["False"]):
         value = others.pop(place)
     if value not in ("", "True", "False"):
-        raise UserError(
-            Fault(TRUST_FLAG[2:], "wrong type", repr(value), "True or False", TRUST_FLAG)
-        )
+        raise UserError(Fault(flag[2:], "wrong type", repr(value), "True or False", flag))
     return value != "False", others
+
+
+def _with_json(name: str, words: Sequence[str]) -> list[str]:
+    """The words with `--json` as the command reads it: alone, or with the file that it writes."""
+    if name not in JSON_FILES:
+        is_asked, others = _take_switch(JSON, words)
+        return [*others, JSON] if is_asked else others
+    words = [
+        part for word in words for part in (word.split("=", 1) if _is(JSON, word) else (word,))
+    ]
+    place = words.index(JSON) if JSON in words else len(words)
+    after = list(words[place + 1 :])
+    if after[:1] == ["True"]:
+        after.pop(0)
+    elif name == "bench" or place == len(words) or (after and not after[0].startswith("--")):
+        return list(words)
+    return [*words[:place], JSON, STANDARD_OUTPUT, *after]
+
+
+def _is(flag: str, word: str) -> bool:
+    return word.partition("=")[0].replace("-", "_") == flag.replace("-", "_")
 
 
 def _fault_lines(faults: Sequence[Fault]) -> Iterator[str]:

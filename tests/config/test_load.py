@@ -215,7 +215,7 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
         (["--optimizer.name", "sgd"], "optimizer.name: unknown key"),
         (
             ["--optim", "3"],
-            "optim: is a section, not a value. Fix: set one of its keys: optim.betas",
+            "optim: is a section, not a value. Fix: set one of its keys: --optim.name",
         ),
         (
             ["--parallel.sequence"],

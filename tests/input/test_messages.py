@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES
 
+SMALL = "--model.layers 1 --data.seq_len 8"
 FOLLOWED = {
     "an axis of FSDP": ("explain --mesh fsdp2", "--mesh dp2 --parallel.zero 3"),
     "an axis of Megatron": ("explain --mesh sp2", "--mesh tp2 --parallel.sequence True"),
@@ -78,6 +80,17 @@ def test_a_switch_without_a_value_is_on() -> None:
     assert load([*words, "--deterministic"], FAMILIES).deterministic
     assert load(["--parallel.sequence", *words], FAMILIES).parallel.sequence
     assert not load(["--deterministic", "False", *words], FAMILIES).deterministic
+
+
+@pytest.mark.parametrize("flag", ["--json", "--json True", "--json=True"])
+def test_json_is_the_same_in_every_command(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event": "run"}\n')
+    commands = (f"status {tmp_path}", "schedule 1f1b", f"explain --mesh dp2 {SMALL}")
+    for command in commands:
+        assert main([*command.split(), *flag.split()]) == EXIT_OK
+        json.loads(capsys.readouterr().out)
 
 
 def test_a_plan_without_a_model_says_to_name_one(capsys: pytest.CaptureFixture[str]) -> None:
