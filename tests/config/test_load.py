@@ -218,8 +218,8 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
             "optim: is a section, not a value. Fix: set one of its keys: --optim.name",
         ),
         (
-            ["--parallel.sequence"],
-            "parallel.sequence: has no value (got nothing after the flag; need true or false)",
+            ["--parallel.zero"],
+            "parallel.zero: has no value (got nothing after the flag; need",
         ),
         (
             ["--parallel.sequence", "yes"],

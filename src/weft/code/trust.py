@@ -127,5 +127,5 @@ def _file_of(reference: str) -> Path | None:
             spec = importlib.machinery.PathFinder.find_spec(name, folders) if folders else None
     except (ImportError, ValueError, AttributeError):
         return None
-    path = Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-    return path.resolve() if path is not None and path.is_file() else None
+    origin = spec.origin if spec is not None and spec.has_location else None
+    return Path(origin).resolve() if origin is not None and os.path.isfile(origin) else None

@@ -63,12 +63,9 @@ def load_module(reference: str, *, key: str) -> ModuleType:
     """
     if is_file_reference(reference):
         return _load_file(Path(canonical_reference(reference)), key=key)
-    _search_working_folder()
-    if reference in sys.modules:
-        return sys.modules[reference]
     _check_trusted(reference, key=key)
     try:
-        return _import(reference)
+        return sys.modules.get(reference) or _import(reference)
     except Exception as error:
         raise _import_fault(reference, error, key=key) from error
 
@@ -111,6 +108,9 @@ def trust_named(name: object) -> None:
 
 
 def _check_trusted(reference: str, *, key: str) -> None:
+    if reference in sys.modules:
+        return
+    _search_working_folder()
     digest = digest_before_import(reference)
     if digest is None:
         fix = "check the name; a file is named by its path: my_model.py"
@@ -192,13 +192,14 @@ def installed_packages(*files: str) -> frozenset[str]:
 
 
 def check_reference(reference: str, *, key: str) -> None:
-    """A reference to a file names one; nothing is imported.
+    """A reference names a file or module that this user trusts; nothing is imported.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is none, or it is new to this user.
     """
     if is_file_reference(reference):
         _check_file(Path(canonical_reference(reference)), key=key)
+    _check_trusted(canonical_reference(reference), key=key)
 
 
 def _check_file(path: Path, *, key: str) -> None:

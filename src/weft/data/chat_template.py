@@ -263,9 +263,10 @@ def find_template(
     elif folder is not None and (folder / FILE).exists():
         file, text = str(folder / FILE), _read_template(folder / FILE)
     else:
-        file, text = str((folder or Path()) / TOKENIZER_CONFIG), _template_of_config(config)
-        if text is None:
+        own = _template_of_config(config)
+        if own is None:
             raise DataError(_no_template(tokenizer))
+        file, text = str((folder or Path()) / TOKENIZER_CONFIG), own
     values = {"text": text, "special_tokens": special}
     content = json.dumps(values).encode()
     check_first_use(TRIAL, values, content=content, key=KEY, name=file)
@@ -434,7 +435,8 @@ def _make_environment() -> Any:
 
         def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
             extension = self.extensions[Generation.identifier]
-            for node in source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            found: Any = source.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
+            for node in found:
                 call = extension.call_method("_check_time", lineno=node.lineno)
                 node.body.insert(0, nodes.Output([call], lineno=node.lineno))
                 if isinstance(node, nodes.For) and node.test is not None:
