@@ -114,6 +114,11 @@ def test_the_flag_runs_it_and_puts_it_on_the_list(
     assert is_trusted(digest, os.environ)
 
 
+def test_a_resume_that_asks_for_changed_code_trusts_it(hostile: Path) -> None:
+    main(["explain", f"{hostile}/run.toml", "--resume_code", "any"])
+    assert (hostile.parent / "ran").exists()
+
+
 def test_a_model_that_the_user_names_is_trusted_by_later_commands(hostile: Path) -> None:
     main(["explain", f"{hostile}/evil.py"])
     digest = digest_before_import(f"{hostile}/evil.py")

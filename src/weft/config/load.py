@@ -227,7 +227,8 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
     for layer in (file, first):
         if is_reference(layer.get(NAME)):
             layer[NAME] = canonical_reference(layer[NAME])
-    _trust_named(first, {} if is_stored(words.loose, file) else file)
+    is_unknown = is_stored(words.loose, file) and first.get(RESUME_CODE) != "any"
+    _trust_named(first, {} if is_unknown else file)
     folder, folder_faults = select_folder(file, first, families)
     folder_name = str(first.get(FROM_HF, file.get(FROM_HF)))
     if HUB_NAME.fullmatch(folder_name) and not Path(folder_name).exists():
