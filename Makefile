@@ -1,5 +1,6 @@
 # Every target sets up what it needs: on a fresh machine `make train` and `make test` are enough.
-PYTHON ?= python3
+NEW_ENOUGH := -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null
+PYTHON ?= $(shell for each in python3 python3.14 python3.13 python3.12 python3.11; do $$each $(NEW_ENOUGH) && echo $$each && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
@@ -16,7 +17,9 @@ setup: $(STAMP)  ## build .venv with everything in it
 # torch first and alone, by the pinned version: a plain `torch` could bring gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once, about a minute) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(or $(PYTHON),false) $(NEW_ENOUGH) || { echo "error: python: is missing or too old (need Python 3.11 or newer). Fix: install it, then make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
+	@$(BIN)/python $(NEW_ENOUGH) || { echo "error: $(VENV): has an old Python (need 3.11 or newer). Fix: rm -r $(VENV), then make $(or $(MAKECMDGOALS),setup)"; exit 2; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(shell cat constraints.txt | grep -v '^#') 2>&1 | grep -v "is ignored: it is neither" || true
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" 2>&1 | grep -v "is ignored: it is neither" || true
 	@$(BIN)/python -c "import torch, weft" && $(BIN)/python -m compileall -qq $(VENV)/lib || true

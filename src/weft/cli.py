@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote_url import is_url, local_folder
+from weft.code.trust import TRUST_FLAG, trusting_all
 from weft.commands import bench as commands_bench
 from weft.commands import calibrate as commands_calibrate
 from weft.commands import chaos as commands_chaos
@@ -33,6 +35,7 @@ from weft.commands import status as commands_status
 from weft.commands.auto_mesh import choose_before_ranks
 from weft.commands.console import (
     HELP,
+    STANDARD_OUTPUT,
     load_checked_run,
     prepare_streams,
     print_error,
@@ -43,7 +46,9 @@ from weft.commands.console import (
     wants_help,
 )
 from weft.commands.preflight import data_checks
+from weft.config.keys import flatten
 from weft.config.load import try_load
+from weft.config.run_files import absolute_paths
 from weft.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -63,6 +68,10 @@ from weft.run.failure import describe_error
 from weft.run.worker import OrderlyEnd, exit_code_of
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
+JSON = "--json"
+JSON_FILES = ("schedule", "bench")
+"""Commands whose `--json` may name a file."""
+VERSION = ("--version", "-v", "-V", "version")
 MAX_FAULTS_SHOWN = 50
 INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 """Errors of the file system that a name or the rights of the input cause."""
@@ -82,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *words = given or ["--help"]
     prepare_streams()
     try:
-        code = _command(name, words)(words)
+        trusts, words = _take_switch(TRUST_FLAG, words)
+        words = _with_json(name, words)
+        with trusting_all() if trusts else contextlib.nullcontext():
+            code = _command(name, words)(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `weft train --help | head` closes the pipe early
@@ -123,6 +135,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
+def _take_switch(flag: str, words: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the words have a switch, with or without True after it, and all other words.
+
+    Raises:
+        UserError: it has another value than True or False.
+    """
+    others = [f"{flag}{word[len(flag) :]}" if _is(flag, word) else word for word in words]
+    place = next((i for i, word in enumerate(others) if word.partition("=")[0] == flag), None)
+    if place is None:
+        return False, list(words)
+    _, equals, value = others.pop(place).partition("=")
+    if not equals and others[place : place + 1] in (["True"], ["False"]):
+        value = others.pop(place)
+    if value not in ("", "True", "False"):
+        raise UserError(Fault(flag[2:], "wrong type", repr(value), "True or False", flag))
+    return value != "False", others
+
+
+def _with_json(name: str, words: Sequence[str]) -> list[str]:
+    """The words with `--json` as the command reads it: alone, or with the file that it writes."""
+    if name not in JSON_FILES:
+        is_asked, others = _take_switch(JSON, words)
+        return [*others, JSON] if is_asked else others
+    words = [
+        part for word in words for part in (word.split("=", 1) if _is(JSON, word) else (word,))
+    ]
+    place = words.index(JSON) if JSON in words else len(words)
+    after = list(words[place + 1 :])
+    if after[:1] == ["True"]:
+        after.pop(0)
+    elif name == "bench" or place == len(words) or (after and not after[0].startswith("--")):
+        return list(words)
+    return [*words[:place], JSON, STANDARD_OUTPUT, *after]
+
+
+def _is(flag: str, word: str) -> bool:
+    return word.partition("=")[0].replace("-", "_") == flag.replace("-", "_")
+
+
 def _fault_lines(faults: Sequence[Fault]) -> Iterator[str]:
     """A line for each fault, and the number of those that are too many to read."""
     for fault in faults[:MAX_FAULTS_SHOWN]:
@@ -141,7 +192,11 @@ def _rank_error_text(error: RankError) -> str:
 def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if name in HELP:
         return lambda _words: print_result(overview())
-    if name == "--version":
+    if name == "help" and words[:1] and words[0] in COMMANDS:
+        return lambda _words: COMMANDS[words[0]].run([*words[1:], HELP[-1]])
+    if name == "help":
+        return lambda _words: print_result(overview())
+    if name in VERSION:
         return lambda _words: print_result(f"weft {__version__}")
     if name == "plan" and commands_calibrate.FLAG in words:
         return commands_calibrate.calibrate
@@ -152,8 +207,9 @@ def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         fix = f"weft train {shlex.join([name, *words])}"
         raise UserError(Fault("weft", "no command is named", repr(name), "a command first", fix))
     hint = did_you_mean(name, COMMANDS)
-    what = f"unknown command {name!r}; commands: {', '.join(COMMANDS)}"
-    raise UserError(Fault("", what, fix=hint if hint.startswith("did") else "see weft --help"))
+    need = "" if hint.startswith("did") else f"one of {', '.join(COMMANDS)}"
+    fix = hint if hint.startswith("did") else "see weft --help"
+    raise UserError(Fault("", f"unknown command {name!r}", need=need, fix=fix))
 
 
 def _reject_url(name: str, words: Sequence[str]) -> None:
@@ -187,6 +243,7 @@ def overview() -> str:
             *lines,
             "",
             "weft NAME --help shows usage and keys of a command.",
+            f"{TRUST_FLAG}: with any command, run the code that a stored file names.",
             "Exit codes: 0 ok, 1 failed, 2 invalid input, 75 stopped and saved, 130 Ctrl-C.",
         )
     )
@@ -204,6 +261,7 @@ def train(words: Sequence[str]) -> int:
         adapt=preflight.after_restart,
         choose_mesh=choose_before_ranks,
     )
+    run = run.with_values(absolute_paths(flatten(run.model_dump(mode="json"))))
     with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
         run = run.with_values({"out": out})
         remote_folder.fetch(

@@ -66,10 +66,10 @@ class Fault:
             line += f" ({'; '.join(details)})"
         if self.fix:
             line += f". Fix: {self.fix}"
-        return _printable(" ".join(line.split()))
+        return printable(" ".join(line.split()))
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
     """The line with control characters (terminal escapes, text direction) written out, and shortened
     in the middle where it is too long.
     """

@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,8 @@ MAX_KEY_PARTS = 64
 """Parts of a dotted TOML key; the parser of the standard library takes cubic time for long ones."""
 SNAPSHOTS, BLOBS = "snapshots", "blobs"
 """Folders of the Hugging Face hub's cache: files in snapshots/REVISION are links to blobs."""
+
+CACHE_VARIABLE = "XDG_CACHE_HOME"
 
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 _TOML_KEY_END = re.compile(r"[=\[{,\"']")
@@ -62,6 +64,14 @@ class UnreadableFile(Exception):  # noqa: N818 - not an error of the program: wh
             need=self.need,
             fix=fix,
         )
+
+
+def user_folder(environ: Mapping[str, str]) -> Path:
+    """Where this user's own records are: verdicts of proofs, code that was run."""
+    base = Path(environ.get(CACHE_VARIABLE, ""))
+    if not base.is_absolute():
+        base = Path.home() / ".cache"
+    return base / "weft"
 
 
 def open_regular(path: Path, *, within: Path | None = None) -> IO[bytes]:

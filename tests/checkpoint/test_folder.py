@@ -44,6 +44,19 @@ def test_no_run_no_folder_and_no_checkpoint_are_nothing_and_no_error(tmp_path):
         assert prune(run, 1) == remove_leftovers(run) == ()
 
 
+def test_many_folders_that_hold_no_checkpoint_are_passed_over(tmp_path, monkeypatch):
+    (whole,) = saved(tmp_path, 1)
+    for step in range(2, 200):
+        checkpoint_path(tmp_path, step).mkdir()
+    read: list[Path] = []
+    original = folder.read_manifest
+    monkeypatch.setattr(folder, "read_manifest", lambda path: read.append(path) or original(path))
+    found = find_newest(tmp_path)
+    assert found.path == whole
+    assert len(found.faults) == folder.MAX_FAULTS
+    assert len(read) == folder.MAX_FAULTS + 1
+
+
 def cut_short(path: Path) -> None:
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size - 1)

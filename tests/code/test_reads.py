@@ -17,7 +17,7 @@ from weft.code.identity import CodeIdentity, changed_parts
 from weft.code.reads import Reads
 from weft.commands.console import load_checked_run
 from weft.config.load import load
-from weft.config.user_code import load_module
+from weft.config.user_code import load_module, trust_named
 from weft.errors import ConfigError
 from weft.models import FAMILIES
 from weft.models.code_of_run import code_of_run
@@ -53,6 +53,7 @@ def module_with(statement: str, folder: Path):
     (folder / "late_part.py").write_text("VALUE = 1")
     path = folder / "reading.py"
     path.write_text(READS.format(statement=statement))
+    trust_named(path)
     return load_module(str(path), key="model.name")
 
 
@@ -166,6 +167,7 @@ def test_the_code_of_an_optimizer_counts(tmp_path):
         path = tmp_path / str(number) / "mine.py"
         path.parent.mkdir()
         path.write_text(text.replace("RATE = 1", f"RATE = {rate}"))
+        trust_named(path)
         found.append(code_of_run("llama3", f"{path}:Mine"))
     first, same, other = found
     assert first.digest == same.digest

@@ -190,8 +190,8 @@ def test_a_search_writes_the_table_it_names(tmp_path, capsys, monkeypatch):
             "schedule: takes one name, or --compare (got 1f1b extra). Fix: weft schedule 1f1b extra --compare",
         ),
         (
-            ["zbv", "--json"],
-            "json: has no value (got nothing after the flag; need a file name). Fix: --json x.json",
+            ["zbv", "--svg"],
+            "svg: has no value (got nothing after the flag; need a file name). Fix: --svg x.svg",
         ),
     ],
 )

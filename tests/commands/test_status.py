@@ -87,6 +87,27 @@ def test_no_run_is_one_line(tmp_path):
         status_of(tmp_path / "missing")
 
 
+def test_escape_sequences_of_events_are_shown_as_text(tmp_path, capsys):
+    end = {"event": "end", "status": "failed", "error": "\x1b]0;x\x07\x1b[2J\u202egood"}
+    folder = write(tmp_path / "run", STEP, end)
+    assert main(["status", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert all(char.isprintable() or char == "\n" for char in shown)
+    assert r"\x1b[2J\u202egood" in shown
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path, capsys):
+    nan = float("nan")
+    folder = write(tmp_path / "run", {**STEP, "loss": nan, "tokens_per_s": nan})
+    assert main(["status", str(folder), "--json"]) == 0
+
+    def reject(name):
+        raise AssertionError(name)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=reject)
+    assert found["loss"] is found["tokens_per_s"] is None
+
+
 def test_a_running_run_shows_its_ranks(tmp_path, capsys):
     folder = write(tmp_path / "run", STEP)
     board = StatusBoard.create(board_path(tmp_path), 2)

@@ -215,11 +215,11 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
         (["--optimizer.name", "sgd"], "optimizer.name: unknown key"),
         (
             ["--optim", "3"],
-            "optim: is a section, not a value. Fix: set one of its keys: optim.betas",
+            "optim: is a section, not a value. Fix: set one of its keys: --optim.name",
         ),
         (
-            ["--parallel.sequence"],
-            "parallel.sequence: has no value (got nothing after the flag; need true or false)",
+            ["--parallel.zero"],
+            "parallel.zero: has no value (got nothing after the flag; need",
         ),
         (
             ["--parallel.sequence", "yes"],
@@ -285,7 +285,8 @@ def test_a_toml_fault_names_file_line_and_column(tmp_path, text, line):
 def test_files_that_are_not_text_are_reported(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"a = '\xff'")
     assert "not UTF-8 text at byte 5" in faults(str(tmp_path / "run.toml"))[0]
-    assert "is no regular file" in faults(str(tmp_path))[0]
+    (tmp_path / "empty").mkdir()
+    assert "is no regular file" in faults(str(tmp_path / "empty"))[0]
 
 
 def test_a_wrong_model_does_not_hide_other_faults_or_invent_any():

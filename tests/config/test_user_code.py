@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config.user_code import is_reference, load_module, load_object, source_digest
+from weft.config.user_code import is_reference, load_module, load_object, source_digest, trust_named
 from weft.errors import ConfigError
 
 
@@ -21,6 +21,7 @@ def test_a_file_is_imported_once_by_any_of_its_paths(
     (tmp_path / "one.py").write_text("import beside\nvalue = beside.value\n")
     (tmp_path / "beside.py").write_text("value = object()\n")
     monkeypatch.chdir(tmp_path)
+    trust_named("one.py")
     module = load_module("one.py", key="model.name")
     reference = str(tmp_path / "one.py")
     assert module is load_module(reference, key="model.name")
@@ -43,6 +44,7 @@ def test_a_file_that_raises_is_one_line(
 ) -> None:
     path = tmp_path / "broken.py"
     path.write_text(text)
+    trust_named(path)
     with pytest.raises(ConfigError, match=line):
         load_module(str(path), key="model.name")
 
@@ -71,6 +73,7 @@ def test_the_digest_follows_imports_within_the_folder(tmp_path: Path) -> None:
     deep = tmp_path / "parts" / "deep.py"
     deep.write_text("y = 1\n")
     (tmp_path / "other.py").write_text("z = 1\n")
+    trust_named(tmp_path / "model.py")
     module = load_module(str(tmp_path / "model.py"), key="model.name")
     digests = [source_digest(module)]
     (tmp_path / "other.py").write_text("z = 2\n")

@@ -1651,6 +1651,92 @@ def plans() -> Iterator[Case]:
     yield Case("why of an illegal layout", words, "why: 'dp2 tp2 cp2' is not legal: ")
 
 
+def _model_of(name: str) -> Change:
+    """A stored config, and a manifest, that name another model."""
+
+    def change(folder: Path) -> None:
+        forge_manifest(lambda manifest: manifest["facts"].update(family=name))(folder)
+        path = folder / "run/run.toml"
+        text = path.read_text().replace('name = "llama3"', f'name = "{name}"', 1)
+        path.write_text(text)
+        (folder / "evil.py").write_text("open('ran', 'w').close()")
+
+    return change
+
+
+def newer_features() -> Iterator[Case]:
+    """Sites, launch, axes, replay, eval, generate, export, status, stored code, moved folders."""
+    slurm = ("launch", "slurm", "--mesh", "dp2", "--dry-run")
+    kubeflow = ("launch", "kubeflow", "--mesh", "dp2", "--dry-run", "--image", "a")
+    sky = ("launch", "skypilot", "--mesh", "dp2", "--dry-run")
+    bucket = (*sky, "--bucket", "s3://runs")
+    rows: dict[str, tuple[tuple[str, ...], str]] = {
+        "time below save_s": ((*slurm, "--time", "1"), "before it has trained"),
+        "time of 60 s": ((*slurm, "--time", "0:60", "--save_s", "60"), "need more than the 60 s"),
+        "time of words": ((*slurm, "--time", "two hours"), "is no time limit"),
+        "time below zero": ((*slurm, "--time", "-5"), "is no time limit"),
+        "spare nodes below zero": ((*slurm, "--spare_nodes", "-1"), "spare_nodes: out of range"),
+        "a job name of a digit": ((*kubeflow, "--volume", "r", "--name", "1a"), "--name weft-1a"),
+        "a volume with a slash": ((*kubeflow, "--volume", "r/a"), "is no name of Kubernetes"),
+        "no volume": (kubeflow, "volume: is needed"),
+        "a namespace in capitals": (
+            (*kubeflow, "--volume", "r", "--namespace", "Prod"),
+            "namespace: is no name of Kubernetes",
+        ),
+        "no bucket": (sky, "bucket: is needed"),
+        "a bucket on disk": ((*sky, "--bucket", "/tmp/x"), "bucket: "),
+        "a wheel that is missing": ((*bucket, "--wheel", "x.whl"), "wheel: is no wheel"),
+        "a wheel that is a text": ((*bucket, "--wheel", "text.txt"), "wheel: is no wheel"),
+        "gpus below zero": ((*slurm, "--gpus-per-node", "-1"), "gpus_per_node: out of range"),
+        "an engine that is near": (("launch", "slurn"), "did you mean 'slurm'"),
+        "trust of maybe": (("explain", "--trust_code=maybe"), "trust_code: wrong type"),
+        "axes of nothing": (("axes",), "names no model"),
+        "axes of a text": (("axes", "text.txt"), "no such module"),
+        "axes of a missing file": (("axes", "no.py"), "no such file"),
+        "axes of a folder": (("axes", "hf"), "names no model"),
+        "axes, check of maybe": (("axes", "no.py", "--check", "maybe"), "check: wrong type"),
+        "replay a text": (("replay", "text.txt"), "no run in this folder"),
+        "replay a Hugging Face folder": (("replay", "hf"), "no run in this folder"),
+        "replay step -1": (("replay", "run", "--step", "-1"), "step: out of range"),
+        "replay step 99": (("replay", "run", "--step", "99"), "has no record of it"),
+        "replay an unknown key": (("replay", "run", "--stop", "1"), "did you mean 'step'"),
+        "eval batches below zero": (("eval", "run", "--batches", "-1"), "batches: out of range"),
+        "eval length 0": (("eval", "run", "--seq_len", "0"), "seq_len: out of range"),
+        "eval fp8": (("eval", "run", "--dtype", "fp8"), "did you mean 'bfloat16'"),
+        "eval missing data": (("eval", "run", "--data", "nowhere"), "data: "),
+        "eval an axis of FSDP": (("eval", "run", "--mesh", "fsdp2"), "--mesh dp2 --parallel.zero 3"),
+        "eval a text": (("eval", "text.txt"), "text.txt"),
+        "generate temperature -1": (("generate", "run", "--temperature", "-1"), "temperature: "),
+        "generate a text": (("generate", "text.txt"), "text.txt"),
+        "generate an axis": (("generate", "run", "--mesh", "zero2"), "--mesh dp2"),
+        "export to a file": (("export", "run", "text.txt"), "text.txt"),
+        "export nothing": (("export",), "weft export"),
+        "export int8": (("export", "run", "new", "--dtype", "int8"), "dtype: unknown value"),
+        "export shards of 0": (("export", "run", "new", "--max_shard_bytes", "0"), "out of range"),
+        "status of a text": (("status", "text.txt"), "there is no run here"),
+        "status as XML": (("status", "run", "--format", "xml"), "format: unknown value"),
+        "status, json of maybe": (("status", "run", "--json=maybe"), "json: wrong type"),
+        "a site of FSDP": (("train", "--mesh", "site2 fsdp2"), "--parallel.zero 3"),
+        "sites without a number": (("train", "--mesh", "site"), "mesh: "),
+        "wire of 8 bits": (("train", "--mesh", "site2", "--site.wire", "fp8"), "site.wire"),
+        "a variable as run folder": (("train", "--out", "$HOME/new"), "out: holds a variable"),
+        "a folder of Windows": (("train", "--out", "D:\\runs"), "out: is a path of Windows"),
+        "a folder without a config": (("train", "prep"), "config: "),
+    }  # fmt: skip
+    for name, (words, line) in rows.items():
+        yield Case(name, words, line, faults=2)
+    evil, flag = _model_of("evil.py"), "--trust_code"
+    for words in (
+        ("generate", "run"),
+        ("eval", STEP),
+        ("train", "run"),
+        ("explain", "run/run.toml"),
+    ):
+        yield Case(f"a stored config names code, {words}", words, flag, evil)
+    dotted = _model_of("evil.model")
+    yield Case("a stored config names a module", ("generate", "run"), "no such module", dotted)
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "config": config_values,
     "toml": toml_files,
@@ -1667,6 +1753,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "plan": plans,
     "auto mesh": auto_meshes,
     "start": starts,
+    "newer": newer_features,
 }
 
 

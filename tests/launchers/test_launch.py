@@ -6,6 +6,7 @@ WEFT_GOLDEN=1 writes the golden files again.
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,9 +20,20 @@ from weft.commands.launch import _request as parse_request
 from weft.config.load import load
 from weft.launchers.catalog import ENGINES
 from weft.launchers.job import ClusterJob
+from weft.launchers.kubeflow import kubernetes_name
 from weft.launchers.yaml_text import yaml_text
 from weft.models import FAMILIES
 
+MODEL = """from dataclasses import dataclass
+from torch import nn
+@dataclass
+class Config:
+    vocab: int = 256
+    dim: int = 8
+def blocks(config):
+    return {"embed": nn.Embedding(config.vocab, config.dim), "head": nn.Linear(config.dim, config.vocab)}
+AXES = {"embed.weight": ("vocab", "embed"), "head.weight": ("vocab", "embed"), "head.bias": ("vocab",)}
+"""
 GOLDEN = Path(__file__).parents[1] / "golden" / "launchers"
 SPARE_SCRIPT = GOLDEN / "slurm_spare.sh"
 CONFIG = 'mesh = "dp2 tp2"\nsteps = 3\nout = "/shared/runs/first"\n'
@@ -247,6 +259,18 @@ code=$(head -n 1 codes); sed -i 1d codes; exit $code
         (["kubeflow", *MESH, "--image", "a", "--volume", "Runs"], "is no name of Kubernetes"),
         (["skypilot", *MESH], "bucket: is needed"),
         (["skypilot", *MESH, "--bucket", "s3://a;b"], "bucket: "),
+        (["slurm", *MESH, "--time", "1", "--save_s", "120"], "--time 1 is 60 s; need more than"),
+        (["slurm", *MESH, "--time", "0:30", "--save_s", "30"], "before it has trained"),
+        (["slurm", *MESH, "--time", "1-0", "--save_s", "99999"], "save_s"),
+        (
+            ["kubeflow", *MESH, "--image", "a", "--volume", "r", "--name", "9run"],
+            "--name weft-9run",
+        ),
+        (["skypilot", *MESH, "--bucket", "s3://a", "--wheel", "no.whl"], "wheel: is no wheel"),
+        (
+            ["skypilot", *MESH, "--bucket", "s3://a", "--image", "x", "--wheel", "a.whl"],
+            "leave out",
+        ),
     ],
 )
 def test_what_cannot_run_is_rejected_and_nothing_is_written(
@@ -255,6 +279,52 @@ def test_what_cannot_run_is_rejected_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     assert text in rejected(words, capsys)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("First_Run", "first-run"), ("20260131-run", "weft-20260131-run"), ("...", "weft")],
+)
+def test_names_of_run_folders_become_names_of_train_jobs(name, expected):
+    assert kubernetes_name(name) == expected
+
+
+def test_a_wheel_is_copied_and_installed(tmp_path):
+    wheel = tmp_path / "weft_train-0.1.0-py3-none-any.whl"
+    wheel.write_bytes(b"")
+    words = ["skypilot", "--bucket", "s3://runs", "--wheel", str(wheel)]
+    (text,) = ENGINES["skypilot"].files(job(), parse_request(words).options).values()
+    assert f"/weft/job/{wheel.name}: {str(wheel)!r}".replace("'", '"') in text
+    assert f"pip install /weft/job/{wheel.name}" in text
+
+
+def test_a_users_model_is_trusted_by_the_job(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "m.py").write_text(MODEL)
+    words = [str(tmp_path / "m.py"), "--mesh", "dp2", "--out", str(tmp_path / "run"), "--dry-run"]
+    for engine, options in OPTIONS.items():
+        assert main(["launch", engine, *words, *options]) == 0
+        assert "--trust_code" in capsys.readouterr().out
+
+
+def test_the_command_that_a_dry_run_prints_writes_the_job(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    words = [
+        "launch",
+        "slurm",
+        *MESH,
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "run"),
+        "--dry-run",
+    ]
+    assert main(words) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    command = shlex.split(last.partition("Write and submit it: ")[2])
+    assert command[0] == "weft"
+    assert main(command[1:]) == 0
+    assert (tmp_path / "run" / "job" / "slurm.sh").is_file()
 
 
 def test_yaml_reads_back_as_it_was():

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint.disk import sync_folder
-from weft.checkpoint.format import Manifest
+from weft.checkpoint.format import MANIFEST, Manifest
 from weft.checkpoint.kept import remove_checkpoint
 from weft.checkpoint.manifest import read_manifest
 from weft.errors import CheckpointError, Fault
@@ -32,6 +32,8 @@ MAX_BEST_BYTES = 4096
 TEMPORARY_PREFIX = ".tmp-"
 REMOVED_PREFIX = ".old-"
 ASIDE_PREFIX = "aside-"
+MAX_FAULTS = 10
+"""Of folders without a manifest that are named one by one."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -79,6 +81,8 @@ def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoin
     for step, path in checkpoints(run_folder):
         if below is not None and step >= below:
             continue
+        if len(faults) >= MAX_FAULTS and not os.path.exists(path / MANIFEST):
+            continue  # one of many folders that hold no checkpoint
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:

@@ -26,12 +26,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from weft.code import source_loader
 from weft.code.users_files import OWN_FOLDERS, is_users_file, package_of_file
 from weft.code.values import DIGITS, short_digest
 
 SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
 FOR_THEMSELVES = ("/torch/_inductor/", "/torch/_dynamo/", "/triton/", "/linecache.py")
 """They read caches of their own, and lines of sources for messages."""
+WITHOUT_READS = (__file__, source_loader.__file__)
+"""Files of weft between a user's code and what it reads."""
 STARTS = frozenset({"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system"})
 CONNECTS = frozenset({"socket.connect", "urllib.Request"})
 LINKS = "ctypes.dlopen"
@@ -127,7 +130,7 @@ class Reads:
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             file = frame.f_code.co_filename
-            if file != __file__ and self._is_end(file, libraries=libraries):
+            if file not in WITHOUT_READS and self._is_end(file, libraries=libraries):
                 return is_users_file(file, self.packages)
             frame = frame.f_back
         return False

@@ -14,7 +14,7 @@ from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.config.schema import ConfigSection
-from weft.config.user_code import canonical_reference, check_reference, is_reference
+from weft.config.user_code import canonical_reference, check_reference, is_reference, trust_named
 from weft.config.validate import config_checks
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
@@ -57,6 +57,7 @@ def axes(words: Sequence[str]) -> int:
             )
         )
     reference = canonical_reference(rest[0])
+    trust_named(reference)
     check_reference(reference, key="model.name")
     set_openmp_policy()
     from weft.models.user_family import UserFamily  # they import torch

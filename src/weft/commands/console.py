@@ -28,6 +28,8 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES
 
 HELP = ("-h", "--help")
+STANDARD_OUTPUT = "/dev/stdout"
+"""As the name of a file: what would be written is printed."""
 MIN_COLUMNS = 60
 """Width of help on narrower screens: below it boxes have no room for text."""
 MAX_COLUMNS = 100

@@ -70,7 +70,7 @@ def show(words: Sequence[str]) -> int:
         return _show_prepared(folder, arguments)
     if folder.is_file() and kind_of(folder) in (".jsonl", ".parquet"):
         return _show_records(str(folder), arguments)
-    fix = f"weft data prepare INPUT --out {folder}"
+    fix = "weft data prepare INPUT --out prepared, then weft data show prepared"
     need = "one with meta.json, or a file of records"
     raise DataError(
         Fault(

@@ -6,52 +6,29 @@ Works without torch, and reports what is missing and how to install it.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from weft import __version__
 from weft.commands.console import print_result, wants_help
-from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, WeftError, first_line
+from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, WeftError, counted, first_line
 from weft.parallel.dp import AXIS as DP
 from weft.run.world import num_cores
+from weft.set_up import REQUIRED, Finding, examine_set_up, report, version_of
 
 if TYPE_CHECKING:
     from weft.comm.comm import Comm
 
 LINE = "check this machine: versions, devices, memory, local ranks"
 
-REQUIRED = ("torch", "numpy", "pydantic", "tyro", "rich", "safetensors", "psutil", "cloudpickle")
 OPTIONAL = ("tokenizers", "transformers", "peft", "pyarrow", "scikit-learn")
 MIN_MEMORY_GIB = 1.0
 MIN_SHARED_GIB = 0.0625
 GIB = 2**30
-WIDTH = 80
-INDENT = 20
-"""Columns of mark and name before the text of a finding."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check; a problem has a fix."""
-
-    name: str
-    text: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        mark = "FAIL" if self.fix else "ok"
-        line = f"{mark:<4}  {self.name:<13} {self.text}"
-        if self.fix:
-            return f"{line}. Fix: {self.fix}"
-        return line
 
 
 def doctor(words: Sequence[str]) -> int:
@@ -68,28 +45,25 @@ def doctor(words: Sequence[str]) -> int:
             )
         )
     findings = tuple(examine())
-    print_result("\n".join(_wrapped(str(finding)) for finding in findings))
+    print_result(report(findings, verdict=_ready()))
     has_problem = any(finding.fix for finding in findings)
     return EXIT_FAILED if has_problem else EXIT_OK
 
 
-def _wrapped(line: str) -> str:
-    """A finding in lines of 80 columns, its text aligned; longer words stay whole."""
-    return textwrap.fill(
-        line,
-        WIDTH,
-        subsequent_indent=" " * INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _ready() -> str:
+    """What this machine is ready for."""
+    torch = sys.modules.get("torch")
+    gpus = torch.cuda.device_count() if torch is not None else 0
+    where = counted(gpus, "GPU") if gpus else f"{counted(num_cores(), 'core')} of the CPU"
+    return f"ready: runs train here on {where}; try weft train --mesh dp2 --steps 20"
 
 
 def examine() -> Iterator[Finding]:
     """All checks, without changes to the machine. Those that need torch come last and only if torch
     can be imported.
     """
+    yield from examine_set_up()
     yield _versions()
-    yield from _missing_packages()
     yield _cores()
     yield _memory()
     yield _shared_memory()
@@ -103,29 +77,12 @@ def examine() -> Iterator[Finding]:
 
 
 def _versions() -> Finding:
-    found = [f"Python {platform.python_version()}", f"weft {__version__}"]
+    found = [f"weft {__version__}"]
     for package in (*REQUIRED, *OPTIONAL):
-        number = _version(package)
+        number = version_of(package)
         if number is not None:
             found.append(f"{package} {number}")
     return Finding("versions", ", ".join(found))
-
-
-def _missing_packages() -> Iterator[Finding]:
-    for package in REQUIRED:
-        if package != "torch" and _version(package) is None:
-            yield Finding(
-                name=package,
-                text="is not installed",
-                fix=f"pip install {package}",
-            )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _cores() -> Finding:

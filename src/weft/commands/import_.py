@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from weft.checkpoint.folder import FOLDER
+from weft.checkpoint.folder import FOLDER, resume_command
 from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
 from weft.commands.initial_weights import from_hf_faults
 from weft.commands.run_folder import write_problem
@@ -20,6 +20,7 @@ from weft.config.load import try_load
 from weft.config.run import Run
 from weft.config.schema import ConfigSection
 from weft.config.toml import dump
+from weft.data.tokenizer import BYTES
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
 from weft.hf.folder_checks import import_faults
 from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars
@@ -102,7 +103,7 @@ def import_run(
     check_initial_parameters(run.model)
     has_tokenizer = TOKENIZER in read_sidecars([folder])
     if has_tokenizer:
-        tokenizer = str(run_folder / SIDECAR_FOLDER / TOKENIZER)
+        tokenizer = str((run_folder / SIDECAR_FOLDER / TOKENIZER).absolute())
     else:
         tokenizer = run.data.tokenizer
     imported = run.with_values(
@@ -120,7 +121,19 @@ def import_run(
         facts=facts,
         run_toml=dump(imported),
         compares=compares,
+        advice=_advice(imported, has_tokenizer=has_tokenizer),
         chunk_bytes=chunk_bytes,
+    )
+
+
+def _advice(run: Run, *, has_tokenizer: bool) -> str:
+    """How an imported run is trained: a folder without a tokenizer cannot say what its tokens are."""
+    command = resume_command(Path(str(run.out)))
+    if has_tokenizer or run.data.tokenizer != BYTES:
+        return f"train it: {command}"
+    return (
+        f"the folder has no {TOKENIZER}: name the one of the model, with your data: "
+        f"{command} --data.tokenizer FILE --data.source TEXTS"
     )
 
 

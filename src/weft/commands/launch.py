@@ -15,12 +15,15 @@ from typing import Any
 from weft.checkpoint.disk import replace_file
 from weft.checkpoint.remote_url import url_faults
 from weft.checkpoint.resume import AUTO
+from weft.code.trust import TRUST_FLAG
 from weft.commands.console import load_checked_run, print_result, show_help, wants_help
 from weft.commands.preflight import data_checks, folder_checks, with_local_folder
 from weft.commands.run_folder import new_run_folder
 from weft.config import flags, toml
 from weft.config.checks import CheckTable
+from weft.config.optimizers import is_user_class
 from weft.config.run import Run
+from weft.config.user_code import is_reference
 from weft.errors import EXIT_OK, Fault, UserError, WeftError, did_you_mean
 from weft.launchers.catalog import ENGINES
 from weft.launchers.job import (
@@ -86,7 +89,9 @@ def launch(words: Sequence[str]) -> int:
     files = {CONFIG: job.config, **engine_files}
     print_result(_text_of_files(job.folder, files))
     if options.dry_run:
-        return print_result(f"dry run: nothing is written. Submit with: {shlex.join(command)}")
+        again = [word for word in words if word.partition("=")[0] not in DRY_RUN]
+        line = shlex.join(["weft", "launch", *again])
+        return print_result(f"dry run: nothing is written. Write and submit it: {line}")
     _write(job.folder, files)
     return _submit(command)
 
@@ -180,7 +185,13 @@ def _job(
         work_folder=Path.cwd(),
         config=config,
         takes_snapshots=bool(run.save.memory_every),
+        flags=(TRUST_FLAG,) if _names_code(run) else (),
     )
+
+
+def _names_code(run: Run) -> bool:
+    """Whether the config names code of the user, who trusts it here by now."""
+    return is_reference(run.model.name) or is_user_class(run.optim.name)
 
 
 def _option_faults(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from weft.commands.console import load_checked_run, print_result, show_help
+from weft.commands.console import STANDARD_OUTPUT, load_checked_run, print_result, show_help
 from weft.commands.schedule_options import (
     DEFAULT_NAME,
     ScheduleOptions,
@@ -361,6 +361,9 @@ def write_picture(key: str, path: str, text: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
+    if path == STANDARD_OUTPUT:
+        print_result(text)
+        return
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -13,6 +13,7 @@ from weft.commands.console import load_checked_run
 from weft.config import flags, toml
 from weft.config.changed_runs import changes
 from weft.config.checks import as_flags, run_checks
+from weft.config.families import DEFAULT_PRESET
 from weft.config.hardware import Hardware, world_faults
 from weft.config.layout_keys import LayoutKeys
 from weft.config.load import AUTO_MESH
@@ -116,7 +117,10 @@ class SearchedRun:
         """Why no layout fills the devices, and the nearest numbers that one fills."""
         reasons = [reason for reason, _ in found.illegal.most_common(2)]
         near = nearest_devices(self.keys, space)
-        fix = " or ".join(f"--devices {number}" for number in near)
+        fixes = [f"--devices {number}" for number in near]
+        if self.run.model.preset == DEFAULT_PRESET:
+            fixes.insert(0, "name the model that is planned: --model.preset llama3-8b")
+        fix = ", or ".join(fixes)
         return Fault(
             "devices",
             f"no layout fills {space.num_devices}",

@@ -18,7 +18,7 @@ from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags, toml
 from weft.config.schema import ConfigSection
 from weft.core.mesh import Mesh
-from weft.errors import Fault, UserError, WeftError
+from weft.errors import Fault, UserError, WeftError, printable
 from weft.models import FAMILIES
 from weft.run.folder_lock import FolderLock, find_lock
 from weft.run.hang import diagnose
@@ -35,6 +35,8 @@ MAX_DOUBLINGS = 6
 """Of the time that a rank may pause: at most one a restart, for whatever reason that was."""
 LINE = "show whether a run is running, stuck, failed or done, and where"
 EVENTS = "events.jsonl"
+IMAGE_SIZE = "model.image_size"
+"""Key of the models that read images."""
 BOARD = "board"
 """Name of the status board in the private folder of a launcher."""
 TAIL_BYTES = 1 << 18
@@ -122,9 +124,8 @@ class RunStatus:
     ranks: tuple[RankLine, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """The fields; null for a loss that is not finite."""
-        is_finite = self.loss is not None and math.isfinite(self.loss)
-        return {**asdict(self), "loss": self.loss if is_finite else None}
+        """The fields; null for numbers that are not finite."""
+        return {name: _or_null(value) for name, value in asdict(self).items()}
 
     def lines(self) -> Iterator[str]:
         """The report, the state first."""
@@ -168,7 +169,8 @@ def status(words: Sequence[str]) -> int:
     if options.format == "json":
         text = json.dumps(found.to_json())
     else:
-        text = "\n".join(found.lines())
+        lines = "\n".join(found.lines()).splitlines()
+        text = "\n".join(map(printable, lines))  # events and locks may be anyone's
     return print_result(text)
 
 
@@ -218,6 +220,11 @@ def _with_progress(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunSta
         loss=_number(progress.step.get("loss")),
         tokens_per_s=progress.tokens_per_s if math.isfinite(progress.tokens_per_s) else None,
     )
+
+
+def _or_null(value: Any) -> Any:
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    return value if is_number else None
 
 
 def _number(value: object) -> float | None:
@@ -361,8 +368,10 @@ def _unit(config: Mapping[str, Any]) -> str:
     """What a run with these keys counts."""
     if config.get("loss") == "dpo":
         return "pairs"
-    family = FAMILIES.get(str(config.get("model.name")))
-    return "images" if family is not None and family.Config.kind == "images" else "tokens"
+    name = str(config.get("model.name"))
+    if name in tuple(FAMILIES):
+        return "images" if FAMILIES[name].Config.kind == "images" else "tokens"
+    return "images" if IMAGE_SIZE in config else "tokens"  # a user's code is not imported here
 
 
 def _last_events(path: Path) -> list[dict[str, Any]]:

@@ -109,6 +109,9 @@ def read(words: Words, known: Mapping[str, FieldInfo]) -> Flags:
         if name in OPEN and given:
             values[name] = given  # validation of the whole config reads them
             continue
+        if not given and field.annotation is bool:
+            values[name] = True
+            continue
         is_joined = name in JOINED and given
         try:
             values[name] = parse((" ".join(given),) if is_joined else given, field)

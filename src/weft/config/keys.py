@@ -36,8 +36,22 @@ VALUE_SYNONYMS: Mapping[str, str] = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
+    "half": "float16",
+    "fp8": "bfloat16",
+    "fp64": "float64",
 }
 """Values of other programs -> the value with that meaning."""
+
+
+USUAL_KEYS: Mapping[str, tuple[str, ...]] = {
+    "model": ("model.preset", "model.name", "model.from_hf"),
+    "data": ("data.source",),
+    "optim": ("optim.name", "optim.lr"),
+    "precision": ("precision.compute",),
+}
+"""Keys that are meant where only their section is named."""
+MAX_NAMED = 6
+"""Keys of a section that a fault names."""
 
 
 def keys_of(config: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
@@ -191,11 +205,11 @@ def unknown_key(key: str, known: Iterable[str]) -> Fault:
     keys = sorted(known)
     inside = [other for other in keys if other.startswith(f"{key}.")]
     if inside:
-        return Fault(
-            key,
-            "is a section, not a value",
-            fix=f"set one of its keys: {', '.join(inside)}",
-        )
+        usual = [other for other in USUAL_KEYS.get(key, ()) if other in inside] or inside
+        shown = ", ".join(f"--{other}" for other in usual[:MAX_NAMED])
+        more = ", ..." if len(inside) > len(usual[:MAX_NAMED]) else ""
+        fix = f"set one of its keys: {shown}{more}"
+        return Fault(key, "is a section, not a value", fix=fix)
     return Fault(key or "--", "unknown key", fix=_nearest_key(key, keys))
 
 

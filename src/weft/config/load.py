@@ -30,16 +30,23 @@ from weft.config.keys import (
 )
 from weft.config.optimizers import is_user_class, optimizer_faults
 from weft.config.run import Run
+from weft.config.run_files import DIGEST, is_stored, out_of_stored, unexpanded, with_run_file
 from weft.config.schedule_keys import schedule_keys
 from weft.config.schema import ConfigSection, ModelSection
-from weft.config.user_code import canonical_reference, file_folder, is_file_reference, is_reference
+from weft.config.user_code import (
+    canonical_reference,
+    file_folder,
+    is_file_reference,
+    is_reference,
+    trust_named,
+)
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 
 DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
 """Kind of model -> data source where none is named."""
 
-NAME, DIGEST = "model.name", "model.digest"
+NAME = "model.name"
 RESUME_CODE = "resume_code"
 
 AUTO_MESH = "auto"
@@ -195,6 +202,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *unknown,
         *given.faults,
         *_undecodable(asked),
+        *unexpanded(asked),
         *contradicting,
         *schedule.faults,
         *changed,
@@ -211,12 +219,16 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
     chosen.
     """
     words, word_faults = _with_model_file(flags.split(argv))
+    words, of_folder = with_run_file(words)
     file, file_faults = _read_file(words.loose)
+    file.update(of_folder | out_of_stored(words.loose, file))
     file_faults = (*word_faults, *file_faults)
     first = flags.first_words(words)
     for layer in (file, first):
         if is_reference(layer.get(NAME)):
             layer[NAME] = canonical_reference(layer[NAME])
+    is_unknown = is_stored(words.loose, file) and first.get(RESUME_CODE) != "any"
+    _trust_named(first, {} if is_unknown else file)
     folder, folder_faults = select_folder(file, first, families)
     folder_name = str(first.get(FROM_HF, file.get(FROM_HF)))
     if HUB_NAME.fullmatch(folder_name) and not Path(folder_name).exists():
@@ -240,6 +252,13 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
         faults=(*file_faults, *folder_faults, *choice_faults),
         run_folder=Path(words.loose[0]).parent if words.loose else None,
     )
+
+
+def _trust_named(*layers: Flat) -> None:
+    """Trust the code that the user names: in flags, or in a config file that weft has not written."""
+    for layer in layers:
+        for key in (NAME, OPTIMIZER):
+            trust_named(layer.get(key, ""))
 
 
 def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]]:

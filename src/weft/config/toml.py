@@ -19,6 +19,7 @@ MAX_BYTES = MIB
 """Size of the largest file that is read as a config."""
 LONG_LIST = 120
 """Columns of a list of texts that is written on one line."""
+OTHER_FORMATS = (".yaml", ".yml", ".json")
 MAX_KEYS = 1000
 """Keys of a config file: more are no config."""
 
@@ -55,7 +56,7 @@ def read(path: str) -> Flat:
             "config",
             f"{path} is not TOML",
             got=str(error),
-            fix=_syntax_hint(str(error)),
+            fix=_syntax_hint(str(error), Path(path).suffix.lower()),
         )
     except ValueError as error:
         fault = Fault(
@@ -91,7 +92,9 @@ def _file_fault(path: str, error: UnreadableFile) -> Fault:
     )
 
 
-def _syntax_hint(message: str) -> str:
+def _syntax_hint(message: str, suffix: str) -> str:
+    if suffix in OTHER_FORMATS:
+        return "write its keys as TOML, for example steps = 20, sections as [optim]"
     if "Expected '='" in message:
         return "remove or complete that line"
     return 'text needs quotes, and a key stands once: key = "text"'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import importlib.machinery
@@ -15,13 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from weft.code.labels import FILE_MODULE
+from weft.code.own_tree import files_of_tree
 from weft.code.reads import Reads
-from weft.code.users_files import LIBRARIES, package_of_file
+from weft.code.source_loader import SourceLoader, import_sources_of
+from weft.code.trust import ALL, VARIABLE, digest_before_import, has_changed, is_trusted, trust
+from weft.code.users_files import LIBRARIES, is_users_file, package_of_file
 from weft.errors import ConfigError, Fault, did_you_mean, type_and_message
 
 SUFFIX = ".py"
-MAX_SOURCES = 1000
-"""Files of a user's package that a digest reads."""
 
 
 def is_file_reference(text: str) -> bool:
@@ -51,32 +51,21 @@ def file_folder(reference: str) -> Path | None:
 
 
 def load_module(reference: str, *, key: str) -> ModuleType:
-    """The module of a file or of a dotted name; imported once in a process.
+    """The module of a file or of a dotted name; imported once in a process, if this user trusts it
+    (see Note [Trust in code]).
 
     Args:
         reference: as in `is_reference`; modules are also searched in the working folder.
         key: config key of the reference, for messages.
 
     Raises:
-        ConfigError: it does not exist, or raises on import.
+        ConfigError: it does not exist, is not trusted, or raises on import.
     """
     if is_file_reference(reference):
         return _load_file(Path(canonical_reference(reference)), key=key)
-    _search_working_folder()
+    _check_trusted(reference, key=key)
     try:
-        return _import(reference)
-    except ModuleNotFoundError as error:
-        if error.name and (reference == error.name or reference.startswith(f"{error.name}.")):
-            fix = "check the name; a file is named by its path: my_model.py"
-            raise ConfigError(
-                Fault(
-                    key,
-                    "no such module",
-                    got=repr(reference),
-                    fix=fix,
-                )
-            ) from None
-        raise _import_fault(reference, error, key=key) from error
+        return sys.modules.get(reference) or _import(reference)
     except Exception as error:
         raise _import_fault(reference, error, key=key) from error
 
@@ -107,11 +96,36 @@ def load_object(reference: str, *, key: str) -> Any:
     return getattr(module, name)
 
 
-class _UncachedLoader(importlib.machinery.SourceFileLoader):
-    """Loads a file without writing byte code beside it."""
+def trust_named(name: object) -> None:
+    """Trust the code that the user has named, where a value names code: `my_model.py`,
+    `package.module`, `package.module:Class`.
+    """
+    reference, colon, _ = str(name).rpartition(":")
+    reference = reference if colon else str(name)
+    if is_reference(reference):
+        _search_working_folder()
+        trust(canonical_reference(reference))
 
-    def set_data(self, path: str, data: Any, *, _mode: int = 0o666) -> None:
-        """Write nothing."""
+
+def _check_trusted(reference: str, *, key: str) -> None:
+    if reference in sys.modules:
+        return
+    _search_working_folder()
+    digest = digest_before_import(reference)
+    if digest is None:
+        fix = "check the name; a file is named by its path: my_model.py"
+        raise ConfigError(Fault(key, "no such module", got=repr(reference), fix=fix))
+    if os.environ.get(VARIABLE) == ALL:
+        trust(reference)
+        return
+    if is_trusted(digest, os.environ):
+        return
+    what = "is code that only a stored file names, and you have not run it on this machine"
+    fix = "read it and the files beside it, then repeat the command with --trust_code"
+    if has_changed(reference, os.environ):
+        what = "the code has changed since you ran it, and only a stored file names it"
+        fix = f"restore it, or {fix}"
+    raise ConfigError(Fault(key, what, got=repr(reference), fix=fix))
 
 
 def _load_file(path: Path, *, key: str) -> ModuleType:
@@ -119,7 +133,8 @@ def _load_file(path: Path, *, key: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     _check_file(path, key=key)
-    loader = _UncachedLoader(name, str(path))
+    _check_trusted(str(path), key=key)
+    loader = SourceLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, "a file that ends in .py has a spec"
     assert spec.loader is not None, "and a loader"
@@ -128,6 +143,7 @@ def _load_file(path: Path, *, key: str) -> ModuleType:
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.append(folder)  # for the modules beside it
+    import_sources_of(path.parent)
     spec.loader_state = reads = Reads()
     try:
         with reads.recorded():
@@ -140,16 +156,24 @@ def _load_file(path: Path, *, key: str) -> ModuleType:
 
 def _import(name: str) -> ModuleType:
     """Import a module by its dotted name, and record what it reads meanwhile."""
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        return loaded
     spec = importlib.util.find_spec(name.partition(".")[0])
+    for folder in _roots(spec):
+        import_sources_of(folder)
     reads = Reads(installed_packages((spec and spec.origin) or ""))
     with reads.recorded():
         module = importlib.import_module(name)
     if module.__spec__ is not None:
         module.__spec__.loader_state = reads
     return module
+
+
+def _roots(spec: importlib.machinery.ModuleSpec | None) -> Iterator[Path]:
+    """The folders that hold a module at the top: its file, or the folder of the package."""
+    if spec is None:
+        return
+    for place in spec.submodule_search_locations or (spec.origin or "",):
+        if is_users_file(place, frozenset()):
+            yield Path(place).resolve().parent
 
 
 def reads_of(module: ModuleType) -> Reads:
@@ -168,13 +192,14 @@ def installed_packages(*files: str) -> frozenset[str]:
 
 
 def check_reference(reference: str, *, key: str) -> None:
-    """A reference to a file names one; nothing is imported.
+    """A reference names a file or module that this user trusts; nothing is imported.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is none, or it is new to this user.
     """
     if is_file_reference(reference):
         _check_file(Path(canonical_reference(reference)), key=key)
+    _check_trusted(canonical_reference(reference), key=key)
 
 
 def _check_file(path: Path, *, key: str) -> None:
@@ -246,67 +271,10 @@ def source_text(module: ModuleType) -> str:
     return Path(str(module.__file__)).read_text(encoding="utf-8")
 
 
-def _sources(module: ModuleType) -> list[Path]:
+def _sources(module: ModuleType) -> tuple[Path, ...]:
     """The module's file and, sorted, those that it imports from its own tree, directly or not."""
     first = Path(str(module.__file__)).resolve()
     if is_file_module(module):
-        depth = 0
-    else:
-        depth = module.__name__.count(".")
-    is_package = first.name == "__init__.py"
-    root = first.parents[depth + is_package]
-    if is_file_module(module):
-        package = ""
-    else:
-        package = module.__name__.partition(".")[0]
-    found = {first}
-    waiting = [first]
-    while waiting and len(found) < MAX_SOURCES:
-        path = waiting.pop()
-        for name in _imported_names(path, root):
-            if package and name.partition(".")[0] != package:
-                continue
-            for source in _files_of(root, name):
-                if source not in found:
-                    found.add(source)
-                    waiting.append(source)
-    others = sorted(found - {first})
-    return [first, *others]
-
-
-def _imported_names(path: Path, root: Path) -> Iterator[str]:
-    """Dotted names of the modules that a file imports."""
-    tree = ast.parse(path.read_bytes())
-    package = path.parent.relative_to(root).parts
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = _imported_package(node, package)
-            yield base
-            for alias in node.names:
-                yield f"{base}.{alias.name}".lstrip(".")
-
-
-def _imported_package(node: ast.ImportFrom, package: tuple[str, ...]) -> str:
-    """The dotted name after `from`, relative to the root; dots at its start count from `package`."""
-    words: list[str] = []
-    if node.level:
-        num_kept = len(package) - node.level + 1
-        words.extend(package[:num_kept])
-    if node.module:
-        words.extend(node.module.split("."))
-    return ".".join(words)
-
-
-def _files_of(root: Path, name: str) -> Iterator[Path]:
-    """The file of a module below a folder, and the packages above it."""
-    if not name:
-        return
-    parts = name.split(".")
-    for stop in range(1, len(parts) + 1):
-        base = root.joinpath(*parts[:stop])
-        for path in (base.with_suffix(SUFFIX), base / "__init__.py"):
-            if path.is_file():
-                yield path.resolve()
+        return files_of_tree(first, first.parent)
+    depth = module.__name__.count(".") + (first.name == "__init__.py")
+    return files_of_tree(first, first.parents[depth], package=module.__name__.partition(".")[0])

@@ -222,6 +222,16 @@ class Mesh:
         return tuple(names)
 
 
+AXES_ELSEWHERE = {
+    "fsdp": "--mesh dp{} --parallel.zero 3",
+    "zero": "--mesh dp{} --parallel.zero 3",
+    "ddp": "--mesh dp{}",
+    "sp": "--mesh tp{} --parallel.sequence True",
+    "mp": "--mesh tp{}",
+}
+"""Axes of other programs -> what means the same."""
+
+
 def _read_axis(
     word: str,
     degrees: dict[str, int],
@@ -239,12 +249,9 @@ def _read_axis(
         )
     name, degree = match[1], int(match[2])
     if name not in all_axes():
-        return Fault(
-            "mesh",
-            f"unknown axis {name!r}",
-            got=repr(text),
-            fix=did_you_mean(name.lower(), all_axes()),
-        )
+        meant = AXES_ELSEWHERE.get(name.lower(), "").format(degree)
+        fix = meant or did_you_mean(name.lower(), all_axes())
+        return Fault("mesh", f"unknown axis {name!r}", got=repr(text), fix=fix)
     if name in degrees:
         return Fault(
             "mesh",

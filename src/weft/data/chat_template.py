@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from weft.data.first_use import check_first_use
 from weft.data.tokenizer import BYTES, Tokenizer
 from weft.errors import DataError, Fault, first_line
 from weft.small_files import MIB, UnreadableFile, read_json_object, read_text
@@ -36,6 +38,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 MAX_BYTES = MIB
 MAX_RENDERED_CHARS = 64 * MIB
 """Of one conversation: a template is code of unknown origin."""
+MAX_RENDER_S = 10.0
+"""Processor time of one rendering."""
 MAX_CONFIG_BYTES = 64 * MIB
 MAX_ERROR_CHARS = 160
 DEFAULT = "default"
@@ -44,6 +48,15 @@ SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
 )  # fmt: skip
 ASSISTANT = "assistant"
+TRIAL = "weft.data.chat_template:try_template"
+CONVERSATION: Sequence[Mapping[str, Any]] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": ASSISTANT, "content": "4"},
+    {"role": "user", "content": "And 3 + 3?"},
+    {"role": ASSISTANT, "content": "6"},
+)
+"""What a template of unknown origin renders first."""
 
 Message = Mapping[str, Any]
 
@@ -187,7 +200,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with tracker.tracking(blocks) as answers:
+            with tracker.tracking(blocks, until_s=time.thread_time() + MAX_RENDER_S) as answers:
                 num_chars = 0
                 for block in compiled.generate(**variables):
                     blocks.append(block)
@@ -244,39 +257,40 @@ def find_template(
     if tokenizer.end_text and "eos_token" not in special:
         special["eos_token"] = tokenizer.end_text
     if name is not None and name in BUILT_IN:
-        return ChatTemplate(
-            name=name,
-            text=BUILT_IN[name],
-            special_tokens=special,
-        )
+        return ChatTemplate(name=name, text=BUILT_IN[name], special_tokens=special)
     if name is not None:
-        return ChatTemplate(
-            name=name,
-            text=_read_template(Path(name).expanduser()),
-            special_tokens=special,
-        )
-    if folder is not None and (folder / FILE).exists():
-        return ChatTemplate(
-            name=str(folder / FILE),
-            text=_read_template(folder / FILE),
-            special_tokens=special,
-        )
-    text = _template_of_config(config.get("chat_template"))
-    if text is None or folder is None:
-        fix = f"--{KEY} {' or '.join(BUILT_IN)}, or a file with a Jinja template"
-        raise DataError(
-            Fault(
-                KEY,
-                "the tokenizer has no chat template",
-                got=tokenizer.name,
-                fix=fix,
-            )
-        )
-    return ChatTemplate(
-        name=str(folder / TOKENIZER_CONFIG),
-        text=text,
-        special_tokens=special,
-    )
+        file, text = name, _read_template(Path(name).expanduser())
+    elif folder is not None and (folder / FILE).exists():
+        file, text = str(folder / FILE), _read_template(folder / FILE)
+    else:
+        own = _template_of_config(config)
+        if own is None:
+            raise DataError(_no_template(tokenizer))
+        file, text = str((folder or Path()) / TOKENIZER_CONFIG), own
+    values = {"text": text, "special_tokens": special}
+    content = json.dumps(values).encode()
+    check_first_use(TRIAL, values, content=content, key=KEY, name=file)
+    return ChatTemplate(name=file, text=text, special_tokens=special)
+
+
+def _no_template(tokenizer: Tokenizer) -> Fault:
+    fix = f"--{KEY} {' or '.join(BUILT_IN)}, or a file with a Jinja template"
+    return Fault(KEY, "the tokenizer has no chat template", got=tokenizer.name, fix=fix)
+
+
+def try_template(text: str, special_tokens: Mapping[str, str]) -> None:
+    """Render a conversation, in a process that may be ended.
+
+    Raises:
+        MemoryError: it takes too much.
+    """
+    template = ChatTemplate("", text, special_tokens)
+    for messages in (CONVERSATION, CONVERSATION[1:]):
+        try:
+            template.render_answers(messages)
+        except TemplateFault as fault:  # a conversation that it does not take
+            if str(fault) == MemoryError.__name__:
+                raise MemoryError from None
 
 
 def template_fault(
@@ -325,8 +339,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _template_of_config(value: Any) -> str | None:
+def _template_of_config(config: Mapping[str, Any]) -> str | None:
     """The template in a tokenizer_config.json: a text, or several with names."""
+    value = config.get("chat_template")
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -354,15 +369,30 @@ class AnswerTracker:
     def __init__(self) -> None:
         self._blocks: list[str] | None = None
         self._answers: list[tuple[int, int]] = []
+        self._until_s = 0.0
 
     @contextmanager
-    def tracking(self, blocks: list[str]) -> Iterator[list[tuple[int, int]]]:
-        """Track a rendering whose finished parts are appended to `blocks`; yields the answers."""
-        self._blocks, self._answers = blocks, []
+    def tracking(self, blocks: list[str], *, until_s: float) -> Iterator[list[tuple[int, int]]]:
+        """Track a rendering whose finished parts are appended to `blocks`; yields the answers.
+
+        Args:
+            until_s: time.thread_time() at which the rendering must have ended.
+        """
+        self._blocks, self._answers, self._until_s = blocks, [], until_s
         try:
             yield self._answers
         finally:
             self._blocks = None
+
+    def check_time(self) -> str:
+        """Nothing, in every round of a loop and every call of a macro.
+
+        Raises:
+            ValueError: the rendering takes too long.
+        """
+        if time.thread_time() > self._until_s:
+            raise ValueError(f"it takes more than {MAX_RENDER_S:g} s")
+        return ""
 
     def add(self, text: str) -> None:
         """Add an answer that follows the finished parts."""
@@ -397,13 +427,29 @@ def _make_environment() -> Any:
             tracker.add(text)
             return text
 
+        def _check_time(self) -> str:
+            return tracker.check_time()
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """The sandbox, with a check of the time in all that may be repeated."""
+
+        def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+            extension = self.extensions[Generation.identifier]
+            found: Any = source.find_all((nodes.For, nodes.Macro, nodes.CallBlock))
+            for node in found:
+                call = extension.call_method("_check_time", lineno=node.lineno)
+                node.body.insert(0, nodes.Output([call], lineno=node.lineno))
+                if isinstance(node, nodes.For) and node.test is not None:
+                    node.test = nodes.And(nodes.Not(call), node.test, lineno=node.lineno)
+            return super()._generate(source, *args, **kwargs)
+
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
     def strftime_now(format: str) -> str:
         return datetime.now().strftime(format)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -6,15 +6,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.first_use import check_first_use
 from weft.errors import DataError, Fault, first_line
 from weft.small_files import MIB, UnreadableFile, parse_json, read_bytes
 
@@ -33,6 +36,13 @@ MAX_ID = 2**31
 """Ids of tokens are below this."""
 SENTENCEPIECE_SPACE = "▁"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+TRIAL = "weft.data.tokenizer:try_tokenizer"
+SAMPLE = "".join(
+    f"{char}{char * 60}\n {char}{other} " for char, other in pairwise(map(chr, range(32, 127)))
+)
+"""What a tokenizer of unknown origin encodes first: every character alone, and many times."""
+PANIC = "PanicException"
+"""Raised where Rust code of a library ends; no subclass of Exception."""
 FIX = f"name a {FILE} that exists, or bytes"
 
 
@@ -187,12 +197,14 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, no special tokens added."""
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
+        with self._without_panics():
+            return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def encode_chars(self, text: str, *, adds_special: bool) -> EncodedText:
         """The ids of a text with the characters of each."""
-        encoded: EncodedText = self._inner.encode(text, add_special_tokens=adds_special)
-        return encoded
+        with self._without_panics():
+            encoded: EncodedText = self._inner.encode(text, add_special_tokens=adds_special)
+            return encoded
 
     def num_bytes(self) -> NDArray[np.int64]:
         """num_bytes_V: of each id's text: a letter of a byte-level token is a byte, `<0x0A>` is one,
@@ -217,14 +229,46 @@ class FileTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """The ids of many texts, on all cores."""
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._without_panics():
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Text, special tokens by name; unknown ids, which a model with a padded vocabulary may
         produce, are left out.
         """
-        return str(self._inner.decode(list(tokens), skip_special_tokens=False))
+        with self._without_panics():
+            return str(self._inner.decode(list(tokens), skip_special_tokens=False))
+
+    @contextmanager
+    def _without_panics(self) -> Iterator[None]:
+        """An end of the library's code, such as of an endless pattern, as an error of the file."""
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != PANIC:
+                raise
+            raise DataError(_unusable(Path(self.name), error)) from None
+
+
+def _unusable(path: Path, error: BaseException) -> Fault:
+    why = first_line(error)[:MAX_ERROR_CHARS]
+    return Fault(KEY, f"{path} does not encode a text", got=why, fix=FIX)
+
+
+def try_tokenizer(path: str) -> None:
+    """Encode a text, in a process that may be ended.
+
+    Raises:
+        DataError: the library ends at it.
+    """
+    import tokenizers
+
+    try:
+        inner = tokenizers.Tokenizer.from_file(path)
+    except Exception:  # noqa: BLE001 - whatever it is, no tokenizer: the caller says so
+        return
+    FileTokenizer(Path(path), inner, b"").encode_batch((SAMPLE, SAMPLE[::-1]))
 
 
 def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
@@ -259,6 +303,7 @@ def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
                 fix=FIX,
             )
         ) from None
+    check_first_use(TRIAL, {"path": str(path)}, content=content, key=KEY, name=str(path))
     import tokenizers  # 40 ms to import
 
     try:

@@ -157,6 +157,9 @@ def _read_run(path: Path) -> ModelSource:
                 fix=fix,
             )
         )
+    facts = found.manifest.facts
+    model = run.model
+    check_model(found.path, facts, family=model.name, architecture=model.architecture)
     notes = tuple(f"{fault}; taking {found.path}" for fault in found.faults)
     return ModelSource(
         path=found.path,

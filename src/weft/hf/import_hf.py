@@ -61,6 +61,7 @@ def import_hf(
     facts: Facts,
     run_toml: str,
     compares: bool,
+    advice: str,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> TransferResult:
     """Write the run folder `out`: the checkpoint of step 0, run.toml, the small files of `folder`.
@@ -70,6 +71,7 @@ def import_hf(
         facts: of the checkpoint.
         run_toml: content of run.toml.
         compares: whether to end with a comparison with transformers.
+        advice: how the run is trained, for the last line.
 
     Raises:
         CheckpointError: a tensor has another shape than config.json makes of it, or a disk
@@ -87,7 +89,7 @@ def import_hf(
     lines = (
         f"{folder}: {count_params(source)}, {size}, now {out / FOLDER / 'step-000000'}",
         str(comparison),
-        f"train it: weft train {out / 'run.toml'} --resume auto",
+        advice,
     )
     return TransferResult(lines, comparison.is_equal)
 

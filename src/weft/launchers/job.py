@@ -52,6 +52,8 @@ class ClusterJob:
         folder: absolute path of the run folder's folder for job files.
         work_folder: absolute path of the folder in which the ranks start.
         config: text of the run config.
+        flags: of `weft train` beside the config: trust in a user's code, which machines may not have
+            run before.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ClusterJob:
     work_folder: Path
     config: str
     takes_snapshots: bool = False
+    flags: tuple[str, ...] = ()
     python: str = sys.executable
 
     @property

@@ -46,6 +46,9 @@ def option_faults(options: KubeflowOptions) -> Iterator[Fault]:
         yield Fault("image", "is needed: containers have no weft", fix=fix)
     if not options.volume:
         yield Fault("volume", "is needed: checkpoints must outlive the pods", fix="--volume CLAIM")
+    if options.name[:1].isdigit():
+        what, fix = "does not begin with a letter", f"--name weft-{options.name}"
+        yield Fault("name", what, repr(options.name), "a name of a TrainJob", fix=fix)
     for key in ("name", "volume", "runtime", "namespace"):
         value = getattr(options, key)
         if value and not KUBERNETES_NAME.fullmatch(value):
@@ -85,7 +88,7 @@ def _trainer(job: ClusterJob, options: KubeflowOptions) -> dict[str, Any]:
     trainer: dict[str, Any] = {
         "image": options.image,
         "command": ["torchrun"],
-        "args": ["-m", "weft", "train", f"{CONTAINER_CONFIG}/{CONFIG}"],
+        "args": ["-m", "weft", "train", f"{CONTAINER_CONFIG}/{CONFIG}", *job.flags],
         "numNodes": job.nodes,
         "numProcPerNode": job.ranks_per_node,
         "env": [
@@ -120,8 +123,11 @@ def _runtime_patch(name: str, options: KubeflowOptions) -> dict[str, Any]:
 
 
 def kubernetes_name(name: str) -> str:
-    """The name in lower case with hyphens, as Kubernetes needs it."""
-    return name.lower().replace("_", "-").replace(".", "-")[:50].strip("-")
+    """The name in lower case with hyphens, as Kubernetes needs it; it begins with a letter, as the
+    schema of a TrainJob does.
+    """
+    plain = name.lower().replace("_", "-").replace(".", "-").strip("-")
+    return (plain if plain[:1].isalpha() else f"weft-{plain}")[:50].strip("-")
 
 
 def submit(file: Path, options: KubeflowOptions) -> list[str]:

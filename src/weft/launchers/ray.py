@@ -38,6 +38,7 @@ def files(job: ClusterJob, options: RayOptions) -> Mapping[str, str]:
         "gpus_per_node": job.gpus_per_node,
         "cpus_per_node": job.cpus_per_node or job.ranks_per_node,
         "restarts": job.restarts,
+        **({"flags": job.flags} if job.flags else {}),
     }
     arguments = "\n".join(f"    {key}={value!r}," for key, value in values.items())
     text = f'''"""Training run, written by `weft launch ray`. Every node of the Ray cluster needs weft and this folder."""

@@ -27,6 +27,7 @@ class RayJob:
 
     Attributes:
         config: path of the run config, the same on every node.
+        flags: of `weft train` beside it.
         restarts: how often ranks are started again after a failure; a stop that has saved does not
             count.
     """
@@ -39,6 +40,7 @@ class RayJob:
     gpus_per_node: int
     cpus_per_node: int
     restarts: int
+    flags: tuple[str, ...] = ()
 
 
 class NodeRanks:
@@ -58,7 +60,7 @@ class NodeRanks:
 
     def start(self, job: RayJob, variables: dict[str, str], first_rank: int) -> None:
         """Start the ranks `first_rank` and following."""
-        command = [sys.executable, "-m", "weft", "train", job.config]
+        command = [sys.executable, "-m", "weft", "train", job.config, *job.flags]
         for local_rank in range(job.ranks_per_node):
             own = {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
             environment = {**os.environ, **variables, **own}

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
+from weft import __version__
 from weft.errors import EXIT_PREEMPTED, Fault
 from weft.launchers.job import (
     CONFIG,
@@ -33,6 +34,11 @@ class SkyPilotOptions(LaunchOptions):
     bucket: str = Field("", description="URL of the bucket for run folders: s3://NAME; needed")
     infra: str = Field("", description="cloud, region or Kubernetes context; empty: the cheapest")
     image: str = Field("", description="container image that has weft; empty: pip installs weft")
+    wheel: str = Field(
+        "",
+        description="wheel of weft that is copied to the nodes and installed there; empty: this "
+        "version of weft-train, from the package index of the nodes",
+    )
 
 
 def option_faults(options: SkyPilotOptions) -> Iterator[Fault]:
@@ -45,6 +51,13 @@ def option_faults(options: SkyPilotOptions) -> Iterator[Fault]:
             need="a URL of a bucket",
             fix="--bucket s3://NAME",
         )
+    if not options.wheel:
+        return
+    if options.image:
+        yield Fault("wheel", "is not installed in an image", fix="leave out --wheel or --image")
+    if not options.wheel.endswith(".whl") or not Path(options.wheel).is_file():
+        fix = "pip wheel --no-deps -w dist ., then --wheel dist/NAME.whl"
+        yield Fault("wheel", "is no wheel", repr(options.wheel), "a file NAME.whl", fix=fix)
 
 
 def files(job: ClusterJob, options: SkyPilotOptions) -> Mapping[str, str]:
@@ -74,8 +87,13 @@ def files(job: ClusterJob, options: SkyPilotOptions) -> Mapping[str, str]:
             CONTAINER_RUNS: {"source": options.bucket, "mode": "MOUNT"},
         },
     }
-    if not options.image:
-        task["setup"] = "pip install weft-train\n"
+    if options.wheel:
+        wheel = f"{CONTAINER_CONFIG}/{Path(options.wheel).name}"
+        task["file_mounts"][wheel] = str(Path(options.wheel).absolute())
+        task["setup"] = f"pip install {shlex.quote(wheel)}\n"
+    elif not options.image:
+        need = "# needs a package index that has this version; else launch with --wheel or --image"
+        task["setup"] = f"{need}\npip install weft-train=={__version__}\n"
     task["run"] = _command(job) + "\n"
     return {FILE: yaml_text(task)}
 
@@ -92,6 +110,7 @@ def _command(job: ClusterJob) -> str:
         "weft",
         "train",
         f"{CONTAINER_CONFIG}/{CONFIG}",
+        *job.flags,
     ]
     return " ".join([*before, address, shlex.join(after)])
 

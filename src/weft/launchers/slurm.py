@@ -52,6 +52,28 @@ def option_faults(options: SlurmOptions) -> Iterator[Fault]:
     if options.time and not TIME.fullmatch(options.time):
         fix = "for example --time 4:00:00"
         yield Fault("time", "is no time limit of Slurm", repr(options.time), fix=fix)
+    elif options.time and _seconds(options.time) <= options.save_s:
+        what = "the run would save, and be queued again, before it has trained"
+        got = f"--time {options.time} is {_seconds(options.time):,} s"
+        need = f"more than the {options.save_s:,} s of --save_s"
+        yield Fault("time", what, got, need, fix="a longer --time, or a smaller --save_s")
+
+
+def _seconds(time: str) -> int:
+    """A time limit of Slurm: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+
+    >>> _seconds("90"), _seconds("1:30"), _seconds("4:00:00"), _seconds("2-12")
+    (5400, 90, 14400, 216000)
+    """
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds, *_ = [*parts, 0, 0]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, (minutes, seconds, *_) = 0, [*parts, 0]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def files(job: ClusterJob, options: SlurmOptions) -> Mapping[str, str]:
@@ -145,7 +167,7 @@ def _step_command(job: ClusterJob, options: SlurmOptions) -> str:
         words += ["--overlap", f"--nodes={job.nodes}", f"--ntasks={ranks}"]
     if job.cpus_per_rank:
         words.append(f"--cpus-per-task={job.cpus_per_rank}")
-    return shlex.join([*words, job.python, "-m", "weft", "train", str(job.config_path)])
+    return shlex.join([*words, job.python, "-m", "weft", "train", str(job.config_path), *job.flags])
 
 
 def _wait_for_nodes(job: ClusterJob, options: SlurmOptions) -> str:

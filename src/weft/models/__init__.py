@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.config.hf.mapping import ConfigFamily, HFMapping
-from weft.config.user_code import canonical_reference, check_reference, is_reference
+from weft.config.user_code import canonical_reference, check_reference, is_reference, trust_named
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
 
@@ -143,6 +143,7 @@ class FamilyRegistry(Mapping[str, Family]):
             reference = key
         else:
             reference = self._installed(name)
+            trust_named(reference)  # its package was installed for this
         if reference is None:
             raise KeyError(name)
         if key not in self._of_users:

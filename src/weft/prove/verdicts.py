@@ -15,11 +15,10 @@ from typing import Any
 
 import weft
 from weft.layout.plan import Plan
-from weft.small_files import UnreadableFile, read_json_object
+from weft.small_files import UnreadableFile, read_json_object, user_folder
 
 MAX_BYTES = 2**16
-CACHE_VARIABLE = "XDG_CACHE_HOME"
-FOLDER = "weft/proofs"
+FOLDER = "proofs"
 IRRELEVANT = {
     "out", "resume", "seed", "device", "transport", "nproc", "port", "sample", "data", "save",
     "run", "guard", "eval", "prove",
@@ -65,10 +64,7 @@ def verdict_key(config: Mapping[str, Any], plan: Plan, *, code: str, rows: str) 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
     """Where verdicts are kept."""
-    base = Path(environ.get(CACHE_VARIABLE, ""))
-    if not base.is_absolute():
-        base = Path.home() / ".cache"
-    return base / FOLDER
+    return user_folder(environ) / FOLDER
 
 
 def read_verdict(folder: Path, key: str) -> dict[str, Any] | None:

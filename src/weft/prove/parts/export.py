@@ -224,6 +224,7 @@ class _Export:
             base.model,
             facts=facts,
             run_toml="",
+            advice="",
             compares=False,
             chunk_bytes=MAX_FILE_BYTES,
         )
