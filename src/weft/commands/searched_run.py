@@ -165,8 +165,8 @@ class SearchedRun:
         return toml.dump(self.run.with_values(layout.values))
 
     def command(self, layout: Layout) -> str:
-        """The run with a layout as a command: the words without keys of the search, and the values
-        of the layout that are not the run's.
+        """The run with a layout as a command: the words without keys of the search, then the values
+        of the layout for the keys that are given or have another value than the run.
         """
         given = flags.split(self.words)
         words = ["weft", "train", *given.loose]
@@ -174,7 +174,7 @@ class SearchedRun:
             if name not in SEARCHED:
                 words.extend([f"--{name}", *values])
         changed = changes(self.run, self.run.with_values(layout.values))
-        named_keys = ALWAYS_NAMED.union(changed)
+        named_keys = ALWAYS_NAMED.union(self.pinned, changed)
         named = {key: value for key, value in layout.values.items() if key in named_keys}
         return f"{shlex.join(words)} {as_flags(named)}"
 
