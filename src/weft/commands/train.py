@@ -23,9 +23,11 @@ from weft.commands.end_event import RecordFolder, end_of_joined_rank, end_of_loc
 from weft.commands.joined import Watch, run_joined
 from weft.commands.live_proof import LiveProof
 from weft.commands.proof_before import RunningProof, Verdict, start_proof
+from weft.config.lora import adapter_flops
 from weft.config.run import Run
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
+from weft.layout.utilization import AdapterFlops
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
@@ -111,6 +113,7 @@ def _train(
         mesh=run.device_mesh,
         step_groups=step_groups(run),
         hardware=run.hardware,
+        adapted=adapter_flops(run.lora, run.model, run.data.seq_len),
         prediction=prediction,
         proof=proof,
         live=LiveProof.of(run, os.environ),
@@ -178,6 +181,7 @@ class RankJob:
     Attributes:
         step_groups: which groups of ranks its steps use.
         hardware: name or file of a device, for MFU.
+        adapted: FLOPs of frozen weights and adapters, for MFU.
         prediction: of the run, read by rank 0.
         proof: of the run, or its verdict, for the records; None: nothing is proved.
         live: which steps are compared while they train.
@@ -190,6 +194,7 @@ class RankJob:
     mesh: Mesh
     step_groups: StepGroups
     hardware: str | None
+    adapted: AdapterFlops
     prediction: ForkedAnswer | None
     proof: RunningProof | Verdict | None
     live: LiveProof
@@ -300,6 +305,7 @@ def _comparison(
     return comparison_of(
         training.step.model.plan,
         job.hardware,
+        adapted=job.adapted,
         cuda_name=torch.cuda.get_device_name(device) if is_cuda else None,
         prediction=job.prediction,
         base_bytes=base_bytes,
