@@ -22,6 +22,7 @@ from weft.commands.comparison import (
 from weft.commands.end_event import RecordFolder, end_of_joined_rank, end_of_local_ranks
 from weft.commands.joined import Watch, run_joined
 from weft.commands.live_proof import LiveProof
+from weft.commands.memory_before import check_memory
 from weft.commands.proof_before import RunningProof, Verdict, start_proof
 from weft.config.lora import adapter_flops
 from weft.config.run import Run
@@ -42,7 +43,7 @@ from weft.train.build import check_initial_parameters
 from weft.train.build_training import build_training, step_groups
 from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.loop import run_training
-from weft.train.out_of_memory import named_out_of_memory
+from weft.train.out_of_memory import held_bytes, named_out_of_memory
 from weft.train.step_check import ProofRecord
 from weft.train.step_stats import memory_bytes
 from weft.train.training import Event, Training
@@ -78,6 +79,8 @@ def train(
     has_rank_0 = world is None or world.rank == 0
     if world is None and run.transport == "process":
         import_modules_of_ranks(run.device_mesh)  # once, for the proof and all ranks
+    if world is None:
+        check_memory(run)
     proof = start_proof(run, os.environ) if has_rank_0 else None
     with _ended(proof):
         return _train(
@@ -256,12 +259,13 @@ def train_rank(
     ):
         base_bytes = memory_bytes(device)
         record = ProofRecord(before=verdict or {})
-        training = job.build(
-            comm,
-            stop_requested=lambda: stop_request.requested,
-            attempt=world.attempt,
-            proof=record,
-        )
+        with named_out_of_memory(comm, dict):
+            training = job.build(
+                comm,
+                stop_requested=lambda: stop_request.requested,
+                attempt=world.attempt,
+                proof=record,
+            )
         training = job.live.attached(training, record, is_restart=is_restart(world.attempt))
         sample = None
         if job.generate_text is not None:
@@ -271,7 +275,7 @@ def train_rank(
         with_more = None
         if world.rank == 0:
             with_more = _comparison(job, training, device, base_bytes).events
-        with named_out_of_memory(training.step):
+        with named_out_of_memory(comm, partial(held_bytes, training.step)):
             outcome = run_training(training, log, at_end=sample, with_more=with_more)
     if outcome == "stopped":
         raise SystemExit(EXIT_PREEMPTED)
