@@ -19,6 +19,7 @@ from weft.config.schema import ConfigSection, ModelSection, SiteConfig
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.planner.search.candidates import Candidates
 from weft.planner.search.layout_choice import Layout
+from weft.view.quantity import percent
 
 if TYPE_CHECKING:
     from weft.planner.search.found_layouts import Found, FoundLayouts
@@ -142,7 +143,7 @@ def _search(
             lines.extend(too_large_lines(named, costs, capacity))
         print_result("\n".join(lines))
         return EXIT_FAILED
-    best = result.best[0].layout
+    best = result.headline.layout
     scaled = _scaled(searched, options, costs) if options.scale else {}
     if options.target == "cost" and scaled:
         best = _cheapest_layout(scaled, best)
@@ -212,8 +213,9 @@ def _head(searched: SearchedRun, answer: _PlanAnswer, speeds: str, *, order: str
     degrees = answer.result.best[0].layout.degrees
     num_devices = math.prod(degree for _, degree in degrees)
     model = _model_label(searched.model)
+    looked_at = percent(answer.result.share_looked_at)
     texts = [
-        f"layouts of {model} on {num_devices} devices, {order}",
+        f"layouts of {model} on {num_devices} devices, {order}; {looked_at} looked at",
         f"{searched.hardware.label}; speeds: {speeds}",
     ]
     note = searched.hardware.slow_compute_note(searched.compute_dtype)
