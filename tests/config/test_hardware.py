@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -121,3 +121,18 @@ def test_the_hardware_file_of_the_page_is_valid(tmp_path: Path) -> None:
     for name in HardwareTable.model_fields:
         is_explained = f"`{name}`" in PAGE or f"`[{name}]`" in PAGE
         assert is_explained or name == "label"
+
+
+def test_a_group_on_a_full_mesh_has_the_links_among_its_members() -> None:
+    mesh = find_hardware("910b")
+    assert mesh.link_topology == "full_mesh"
+    assert mesh.link_gb_s_of(8) == mesh.link_gb_s == 196
+    assert mesh.link_gb_s_of(2) == 196 / 7  # 18 to 38 were measured
+    assert find_hardware("h100").link_gb_s_of(2) == 450
+
+
+def test_nodes_of_one_device_need_no_link_but_a_network() -> None:
+    device = replace(find_hardware("h100"), node=1, link_gb_s=0.0)
+    assert not list(world_faults(device, 16))
+    (fault,) = world_faults(replace(device, network_gb_s=0.0), 16)
+    assert "has no network" in fault.what

@@ -12,13 +12,12 @@ from typing import cast
 import pytest
 
 from weft.cli import main
-from weft.commands.plan import _model_label
 from weft.config.hardware import find_hardware
 from weft.config.layout_keys import LayoutKeys
 from weft.config.load import load
 from weft.config.run import Run
 from weft.core.mesh import WIDTH, Mesh
-from weft.models import FAMILIES
+from weft.models import FAMILIES, model_label
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.search.candidates import Space, candidates, factorizations, nearest_devices
 from weft.planner.search.found_layouts import (
@@ -100,8 +99,8 @@ def test_the_text_fits_80_columns_and_ends_with_the_command(
 
 
 def test_the_model_of_the_head_is_its_preset_unless_it_has_other_sizes() -> None:
-    assert _model_label(run_of("--model.preset llama3-70b --steps 3").model) == "llama3-70b"
-    changed = _model_label(run_of("--model.preset llama3-70b --model.layers 4").model)
+    assert model_label(run_of("--model.preset llama3-70b --steps 3").model) == "llama3-70b"
+    changed = model_label(run_of("--model.preset llama3-70b --model.layers 4").model)
     assert changed == "llama3-70b with other sizes"
 
 

@@ -15,8 +15,9 @@ from pydantic import Field
 from weft.commands.console import print_result, show_help, split_words, wants_help
 from weft.commands.searched_run import SearchedRun
 from weft.config import flags
-from weft.config.schema import ConfigSection, ModelSection, SiteConfig
+from weft.config.schema import ConfigSection, SiteConfig
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
+from weft.models import model_label
 from weft.planner.search.candidates import Candidates
 from weft.planner.search.layout_choice import Layout
 from weft.view.quantity import percent
@@ -212,7 +213,7 @@ def _head(searched: SearchedRun, answer: _PlanAnswer, speeds: str, *, order: str
 
     degrees = answer.result.best[0].layout.degrees
     num_devices = math.prod(degree for _, degree in degrees)
-    model = _model_label(searched.model)
+    model = model_label(searched.model)
     looked_at = percent(answer.result.share_looked_at)
     texts = [
         f"layouts of {model} on {num_devices} devices, {order}; {looked_at} looked at",
@@ -225,16 +226,6 @@ def _head(searched: SearchedRun, answer: _PlanAnswer, speeds: str, *, order: str
     for text in texts:
         lines.extend(wrapped(text))
     return lines
-
-
-def _model_label(model: ModelSection) -> str:
-    """Its preset, and whether it has other sizes than that."""
-    from weft.models import PRESETS
-
-    preset = PRESETS.get(model.preset or "")
-    if preset is None or model.architecture == preset.model_dump():
-        return model.label
-    return f"{model.label} with other sizes"
 
 
 def site_costs_of(best: Found, settings: SiteConfig) -> SiteCosts | None:

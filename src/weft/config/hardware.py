@@ -43,6 +43,10 @@ CUDA_NAMES = {
 Text = Annotated[str, Field(min_length=1)]
 DeviceType = Literal["cuda", "cpu"]
 """As torch names devices; it decides the communication backend."""
+LinkTopology = Literal["switch", "full_mesh"]
+"""How the devices of a node are connected: any group has the whole bandwidth of a device, or each pair
+of devices has a link of its own, so a group has the links among its members alone.
+"""
 
 
 class Figure(ConfigSection):
@@ -82,6 +86,7 @@ class HardwareTable(ConfigSection):
     fp64_tflops: Figure | None = None
     hbm_tb_s: Figure
     link_gb_s: Figure | None = None
+    link_topology: LinkTopology = "switch"
     network_gb_s: Figure | None = None
     power_w: Figure | None = None
     price_usd_h: Figure | None = None
@@ -108,7 +113,8 @@ class Hardware:
         memory_gb: 10^9 bytes.
         bf16_tflops: of dense matrix products.
         hbm_tb_s: memory bandwidth.
-        link_gb_s: of one device inside a node, one direction; 0: not known.
+        link_gb_s: of one device inside a node, all of its links, one direction; 0: not known.
+        link_topology: how they connect the devices.
         network_gb_s: of one device between nodes, one direction; 0: not known. `world_faults`
             rejects worlds that need what is not known.
         fp16_tflops, fp32_tflops, fp64_tflops: see `tflops`.
@@ -126,6 +132,7 @@ class Hardware:
     bf16_tflops: float
     hbm_tb_s: float
     link_gb_s: float = 0.0
+    link_topology: LinkTopology = "switch"
     network_gb_s: float = 0.0
     fp16_tflops: float | None = None
     fp32_tflops: float | None = None
@@ -166,6 +173,12 @@ class Hardware:
             return replace(self, fp32_tflops=self.tf32_tflops)
         return self
 
+    def link_gb_s_of(self, members: int) -> float:
+        """10^9 bytes a second of one device to so many members of its node, itself among them."""
+        if self.link_topology == "switch" or self.node < 2:
+            return self.link_gb_s
+        return self.link_gb_s * (members - 1) / (self.node - 1)
+
     def with_efficiency(self, efficiency: Efficiency) -> Hardware:
         """The device with other shares of its figures."""
         return replace(self, efficiency=efficiency)
@@ -180,6 +193,7 @@ class Hardware:
             label=table.label or Path(name).stem,
             device=table.device,
             node=table.node,
+            link_topology=table.link_topology,
             efficiency=table.efficiency,
             figures=figures,
             **values,
@@ -249,7 +263,7 @@ def hardware_faults(name: str | None, *, num_ranks: int = 1) -> Iterator[Fault]:
 def world_faults(hardware: Hardware, num_ranks: int) -> Iterator[Fault]:
     """A world that needs a bandwidth which the hardware file does not have."""
     fix = f"weft bench comm --write {hardware.name}, or a layout of fewer ranks"
-    if num_ranks > 1 and not hardware.link_gb_s:
+    if num_ranks > 1 and hardware.node > 1 and not hardware.link_gb_s:
         need = "link_gb_s, the bandwidth between devices of a node"
         yield Fault(
             "hardware",
