@@ -310,3 +310,14 @@ def print_messages(lines: Iterable[str]) -> None:
     if is_first(os.environ, LOCAL_RANK_VARIABLES):
         for line in lines:
             print(line, file=sys.stderr)
+
+
+def fix_of_path(path: str, name: str) -> str:
+    """What makes a file writable that a flag names: its folder, where that can be made; else another
+    name.
+    """
+    folder = Path(path).parent
+    first_there = next((each for each in folder.parents if each.exists()), folder)
+    if folder.exists() or not first_there.is_dir():
+        return f"another --{name}"
+    return f"mkdir -p {folder}, or another --{name}"

@@ -131,7 +131,9 @@ class SearchedRun:
             space = Space(size, self.hardware.node, self.pinned - {"mesh"})
             found = candidates(self.keys, space)
             if not found.groups:
-                yield replace(self._no_layout(space, found), key="scale")
+                fault = self._no_layout(space, found)
+                fix = fault.fix.replace("--devices", "--scale")
+                yield replace(fault, key="scale", fix=fix)
 
     def named_layout(self, text: str) -> Layout:
         """The layout that `--why` names.

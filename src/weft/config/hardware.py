@@ -359,6 +359,8 @@ def fault_of(path: str, item: Any) -> Fault:
         )
     is_out_of_range = kind.startswith(("greater", "less", "finite", "string_too"))
     problem = "is out of range" if is_out_of_range else "has the wrong type"
+    if kind == "literal_error":
+        problem = "has an unknown value"
     need = item["msg"].removeprefix("Input should be ")
     return Fault(
         "hardware",
