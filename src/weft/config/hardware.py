@@ -91,6 +91,7 @@ class HardwareTable(ConfigSection):
     power_w: Figure | None = None
     price_usd_h: Figure | None = None
     efficiency: Efficiency = Efficiency()
+    stacks: dict[str, Efficiency] = Field(default_factory=dict)
 
     def figures(self) -> dict[str, Figure]:
         """Every figure that the file has, by name."""
@@ -122,6 +123,7 @@ class Hardware:
         power_w: of one device under load.
         price_usd_h: of one device, in dollars an hour.
         efficiency: what real work reaches, assumed if the file does not say.
+        stacks: the same by the name of a software, whole fits to published steps.
         figures: every figure with its origin.
     """
 
@@ -142,6 +144,7 @@ class Hardware:
     price_usd_h: float | None = None
     device: DeviceType = "cuda"
     efficiency: Efficiency = field(default_factory=Efficiency)
+    stacks: Mapping[str, Efficiency] = field(default_factory=dict, compare=False)
     figures: Mapping[str, Figure] = field(default_factory=dict, compare=False)
 
     @property
@@ -179,6 +182,10 @@ class Hardware:
             return self.link_gb_s
         return self.link_gb_s * (members - 1) / (self.node - 1)
 
+    def with_stack(self, stack: str | None) -> Hardware:
+        """The device with the shares that a software reaches; as it is for None."""
+        return self if stack is None else self.with_efficiency(self.stacks[stack])
+
     def with_efficiency(self, efficiency: Efficiency) -> Hardware:
         """The device with other shares of its figures."""
         return replace(self, efficiency=efficiency)
@@ -195,6 +202,7 @@ class Hardware:
             node=table.node,
             link_topology=table.link_topology,
             efficiency=table.efficiency,
+            stacks=table.stacks,
             figures=figures,
             **values,
         )
@@ -258,6 +266,24 @@ def hardware_faults(name: str | None, *, num_ranks: int = 1) -> Iterator[Fault]:
         yield from error.faults
     else:
         yield from world_faults(hardware, num_ranks)
+
+
+def stack_faults(name: str | None, stack: str | None) -> Iterator[Fault]:
+    """A set of constants that the device does not have."""
+    if stack is None:
+        return
+    if name is None:
+        what = "is of a device, and no device is named"
+        yield Fault("stack", what, got=stack, need="hardware", fix="--hardware h100")
+        return
+    try:
+        known = find_hardware(name).stacks
+    except ConfigError:  # `hardware_faults` reports it
+        return
+    if stack not in known:
+        need = ", ".join(known) or f"none: {name} has no sets"
+        fix = did_you_mean(stack, known) if known else "leave stack out"
+        yield Fault("stack", "unknown set of constants", got=repr(stack), need=need, fix=fix)
 
 
 def world_faults(hardware: Hardware, num_ranks: int) -> Iterator[Fault]:
