@@ -10,7 +10,12 @@ from typing import Any
 
 SECTIONS = ("model", "hardware", "layout", "measured", "derived")
 TEXTS = ("id", "kind", "source")
-DEFAULTS: Mapping[str, Any] = {"dtype": None, "micro_batch": None, "global_batch": None, "derived": {}}
+DEFAULTS: Mapping[str, Any] = {
+    "dtype": None,
+    "micro_batch": None,
+    "global_batch": None,
+    "derived": {},
+}
 """Of fields that a row may leave out."""
 NUMBERS: Mapping[str, Sequence[str]] = {
     "model": ("hidden", "heads", "kv_heads", "head_dim", "ffn", "seq", "layers", "vocab"),

@@ -51,7 +51,7 @@ UNFUSED = Efficiency(gemm_half=1e6, score_bytes=15.0, overlap_slowdown=0.15, sou
 FUSED = Efficiency(gemm_half=1e6, overlap_slowdown=0.15, source="")
 GBIT_S = 0.125
 """10^9 bytes a second."""
-NETWORK = re.compile(r"(?:(\d+)x [A-Za-z-]+ )?([\d.]+) Gb/s.* per (node|GPU)")
+NETWORK = re.compile(r"(?:(\d+) ?x ?)?(?:[A-Za-z-]+ )?([\d.]+) Gb(?:/s)?\b.*? per (node|GPU)")
 """As sources print the network: links of a node, their rate, and of what that is the sum."""
 
 

@@ -1,6 +1,6 @@
 """Predicted against published step times: constants fitted to a half of each source's rows, tested on the other half.
 
-PYTHONPATH=src:. python -m benchmarks.published_times FACTS [--only vtrain,bloom] [--cache rows.pkl] [--write folder]
+PYTHONPATH=src:. python -m benchmarks.published_times FACTS [--only vtrain,bloom] [--cache rows.pkl] [--shipped]
 
 FACTS has `perf_rows.json` (one row a published measurement) and `vtrain_single.csv` (720 steps on one node of A100).
 Rows go to the fitted or the tested half by a hash of their text. Each row is expressed as a run of weft
@@ -253,6 +253,26 @@ def print_constants(found: Calibration) -> None:
         print(f"  scale of {group}: {scale:.3f}")
 
 
+def print_named_sets(stack: Stack, accounts: Sequence[Account]) -> None:
+    """The rows of a stack beside the constants that weft ships: nothing is fitted, and no scale."""
+    device = find_hardware(stack.hardware)
+    for name, constants in {"default": device.efficiency, **device.stacks}.items():
+        residuals = compare([account.step for account in accounts], device, constants)
+        for half, is_fitted in (("fitted half", True), ("TEST half", False)):
+            pairs = zip(accounts, residuals, strict=True)
+            errors = [
+                abs(row.predicted_s / row.measured_s - 1)
+                for account, row in pairs
+                if account.row.is_fitted == is_fitted
+            ]
+            if errors:
+                within = sum(error < 0.1 for error in errors) / len(errors)
+                print(
+                    f"shipped constants, {stack.name}, {name}, {half}: {len(errors)} rows, median "
+                    f"{100 * statistics.median(errors):.1f}%, within 10%: {100 * within:.0f}%"
+                )
+
+
 def print_outcome(outcome: Outcome, limits: tuple[float, float] | None) -> None:
     """Both halves of a source, and what its range holds."""
     name = outcome.fitted.source[:34]
@@ -381,6 +401,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="beginnings of sources, comma-separated")
     parser.add_argument("--most", type=int, default=0, help="rows of a source")
     parser.add_argument("--cache", type=Path, default=CACHE, help="file for the measured work")
+    parser.add_argument("--shipped", action="store_true", help="the shipped constants alone")
     parser.add_argument("--write", type=Path, help="folder for the fitted constants and all rows")
     args = parser.parse_args()
     try:
@@ -398,7 +419,12 @@ def main() -> int:
     print(f"measured {len(rows)} rows: {time.process_time() - begin:.0f} CPU-s")
     outcomes: list[Outcome] = []
     for stack, accounts in stacks.items():
+        print_named_sets(stack, accounts)
+        if args.shipped:
+            continue
         outcomes.extend(outcomes_of(stack, accounts))
+    if args.shipped and stacks:
+        return 0
     ranges = ranges_of(outcomes)
     for outcome in outcomes:
         limits = ranges.get(outcome.fitted.source)

@@ -250,7 +250,9 @@ def main() -> None:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "what", choices=["count", "measure"], help="`count` for one rank, `measure` with local processes"
+        "what",
+        choices=["count", "measure"],
+        help="`count` for one rank, `measure` with local processes",
     )
     parser.add_argument("--worlds", type=int, nargs="+", help="numbers of ranks")
     args = parser.parse_args()

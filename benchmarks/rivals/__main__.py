@@ -55,7 +55,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model")
+    parser.add_argument(
+        "--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model"
+    )
     parser.add_argument(
         "--only",
         nargs="+",

@@ -122,3 +122,27 @@ def test_the_file_says_which_constants_are_not_determined(tmp_path: Path) -> Non
     assert written.gemm == 0.5
     assert "fitted to 24 runs here" in written.source
     assert "not determined by them: link" in written.source
+
+
+def test_nothing_is_written_where_other_programs_use_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weft.commands import calibrate_run
+
+    monkeypatch.setattr(calibrate_run.os, "sched_getaffinity", lambda _: {0, 1})
+    calibrate_run.check_idle(0.9)
+    path = machine(tmp_path, FIGURES)
+    before = Path(path).read_text()
+    with pytest.raises(ConfigError, match=r"nothing is written \(got 1\.2 of 2 cores"):
+        calibrate_run.check_idle(1.2)
+    monkeypatch.setattr(calibrate_run.os, "getloadavg", lambda: (1.5, 1.0, 1.0))
+    with pytest.raises(ConfigError, match="other programs use this machine"):
+        calibrate_run.run_calibration(path, (), CalibrateOptions())
+    assert Path(path).read_text() == before
+
+
+def test_seconds_of_the_runs_themselves_are_not_those_of_others() -> None:
+    from weft.commands.calibrate_run import CpuUse
+
+    begin = CpuUse(all_s=100.0, own_s=10.0)
+    assert CpuUse(all_s=130.0, own_s=38.0).by_others_since(begin) == 2.0

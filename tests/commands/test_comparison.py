@@ -20,8 +20,10 @@ from weft.commands.comparison import (
 )
 from weft.config.hardware import find_hardware
 from weft.config.load import load
+from weft.config.lora import adapter_flops
 from weft.config.run import plan_of
-from weft.layout.utilization import Utilization, model_flops
+from weft.core.model_config import weight_flops
+from weft.layout.utilization import ALL_TRAINED, Utilization, model_flops
 from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.simulate.predict import predict
@@ -110,6 +112,31 @@ def test_mfu_of_a_prediction_and_of_a_run_are_one_formula() -> None:
     assert model_flops(plan) == 3 * plan.global_size * forward_flops
 
 
+def test_mfu_with_adapters_counts_two_forwards_of_frozen_weights() -> None:
+    sizes = "--data.seq_len 64 --model.layers 8 --model.dim 256"
+    run = run_of(f"{sizes} --lora.rank 4")
+    prediction = predict(MeasuredRun.of(run), Speeds(find_hardware("h100")))
+    adapted = adapter_flops(run.lora, run.model, 64)
+    plan = plan_of(run)
+    assert prediction.utilization.flops == model_flops(plan, adapted)
+    assert prediction.utilization.flops == pytest.approx(prediction.step.flops, rel=0.03)
+    assert model_flops(plan_of(run_of(sizes))) > 1.3 * prediction.step.flops
+    assert "two of frozen weights" in prediction.utilization.text
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "deepseek", "gpt2"])
+def test_weight_flops_grow_with_the_length_and_the_rest_with_its_square(family: str) -> None:
+    model = load(["--model.name", family], FAMILIES).model
+
+    def rest(seq_len: int) -> float:
+        forward = sum(block.flops for block in model.block_specs(seq_len))
+        return forward - weight_flops(model, seq_len)
+
+    assert weight_flops(model, 128) == 2 * weight_flops(model, 64)
+    assert 0 < rest(8) < weight_flops(model, 8)
+    assert rest(16) == 4 * rest(8)
+
+
 def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
     plan = plan_of(run_of("--mesh dp2"))
 
@@ -117,6 +144,7 @@ def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
         found = comparison_of(
             plan,
             hardware,
+            adapted=ALL_TRAINED,
             cuda_name=cuda_name,
             prediction=None,
             base_bytes=0,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import HardwareTable, find_hardware, hardware_table, world_faults
+from weft.config.load import load
+from weft.config.run import hardware_of
 from weft.errors import ConfigError
+from weft.models import FAMILIES
 
 LAPTOP = """
 label = "A laptop"
@@ -121,3 +124,36 @@ def test_the_hardware_file_of_the_page_is_valid(tmp_path: Path) -> None:
     for name in HardwareTable.model_fields:
         is_explained = f"`{name}`" in PAGE or f"`[{name}]`" in PAGE
         assert is_explained or name == "label"
+
+
+def test_a_group_on_a_full_mesh_has_the_links_among_its_members() -> None:
+    mesh = find_hardware("910b")
+    assert mesh.link_topology == "full_mesh"
+    assert mesh.link_gb_s_of(8) == mesh.link_gb_s == 196
+    assert mesh.link_gb_s_of(2) == 196 / 7  # 18 to 38 were measured
+    assert find_hardware("h100").link_gb_s_of(2) == 450
+
+
+def test_nodes_of_one_device_need_no_link_but_a_network() -> None:
+    device = replace(find_hardware("h100"), node=1, link_gb_s=0.0)
+    assert not list(world_faults(device, 16))
+    (fault,) = world_faults(replace(device, network_gb_s=0.0), 16)
+    assert "has no network" in fault.what
+
+
+def test_a_stack_is_a_whole_set_of_constants() -> None:
+    device = find_hardware("h100")
+    whole = device.with_stack("llm-foundry-2023").efficiency
+    assert whole == device.stacks["llm-foundry-2023"] != device.efficiency
+    assert whole.attention == 0.1821
+    assert "fitted as a whole" in whole.source
+    assert device.with_stack(None) is device
+    run = load(["--hardware", "h100", "--stack", "llm-foundry-2023"], FAMILIES)
+    named = hardware_of(run)
+    assert named is not None
+    assert named.efficiency == whole
+
+
+def test_a_file_may_have_stacks(tmp_path: Path) -> None:
+    text = f"{LAPTOP}[stacks.mine]\ngemm = 0.5\nsource = 'by hand'\n"
+    assert find_hardware(laptop(tmp_path, text)).with_stack("mine").efficiency.gemm == 0.5

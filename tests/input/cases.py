@@ -1250,7 +1250,11 @@ def schedules() -> Iterator[Case]:
         faults=3,
     )
     wide = ("train", "--model.dim", "1000000000", "--mesh", "dp2")
-    yield Case("a model larger than the machine", wide, "model: its linear layers alone need more")
+    yield Case(
+        "a model larger than the machine",
+        wide,
+        "model: parameters, gradients and optimizer states need more",
+    )
     layers = ("explain", "--model.layers", "10000")
     yield Case("5,000 stages", (*layers, "--mesh", "pp5000"), "too many stages", faults=3)
     for name, path in (("is a folder", "prep"), ("in no folder", "none/x.html"), ("empty", "")):

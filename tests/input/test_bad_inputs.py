@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 
-from tests.input.cases import GROUPS, Case
+from tests.input.cases import GROUPS as FIRST_GROUPS
+from tests.input.cases import Case
 from tests.input.folders import write_base
+from tests.input.planner_cases import planner_cases
 from weft.errors import EXIT_USER
 from weft.small_files import user_folder
 
+GROUPS = {**FIRST_GROUPS, "planner": planner_cases}
 NUM_PARTS = 4
 """Of a group of cases, of which one runs by default."""
 LIMIT_S = 2.0

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from benchmarks.fact_rows import RowError, read_csv_rows, read_json_rows
-from benchmarks.published_rows import MOSAIC, InexpressibleError, read_rows, stack_of
+from benchmarks.published_rows import (
+    MOSAIC,
+    UNFUSED,
+    InexpressibleError,
+    Stack,
+    hardware_of,
+    read_rows,
+    stack_of,
+)
 
 ROW = {
     "id": "a/1",
@@ -77,3 +85,19 @@ def test_a_row_that_is_no_run_is_listed_with_its_reason(tmp_path: Path) -> None:
     rows, reasons = read_rows(file_of(tmp_path, [row_with("model", heads=None)]))
     assert not rows
     assert reasons == {"A new source: sizes not printed: heads": ["a/1"]}
+
+
+@pytest.mark.parametrize(
+    ("printed", "gb_s"),
+    [
+        ("4x100 Gb RoCE per node", 6.25),
+        ("EFA (3200 Gb/s per node)", 50),
+        ("4x Omni-Path 100 Gb/s per node", 6.25),
+        ("200 Gb/s HDR IB per GPU", 25),
+        ("RoCE RDMA", 25),  # no rate: that of the table
+    ],
+)
+def test_the_network_is_the_printed_one(printed: str, gb_s: float) -> None:
+    hardware = {"gpu": "A100-SXM-80GB", "gpus_per_node": 8, "inter_bw": printed}
+    stack = Stack("A100, software", "a100", UNFUSED)
+    assert hardware_of({"hardware": hardware}, stack).network_gb_s == gb_s

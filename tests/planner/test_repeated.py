@@ -103,3 +103,14 @@ def test_five_blocks_stand_for_all(name: str) -> None:
         short = measure_repeated(plan, row, kinds, measured)
         assert measured.count == 2  # a short stage and one with a block more
         assert_equal(short, whole)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_buckets_of_several_blocks_are_measured_with_all_blocks(schedule: str) -> None:
+    narrow = "--model.layers 8 --model.dim 256 --model.ffn 5120 --data.seq_len 16"
+    run = run_of(f"--mesh dp2 --pipeline.schedule {schedule} --batch.global_size 2 {narrow}")
+    plan = plan_of(run)
+    kinds = MeasuredRun.of(run).block_kinds()
+    measured = CountedMeasurement(run, rank=0)
+    short = measure_repeated(plan, 0, kinds, measured)
+    assert_equal(short, measure_rank(MeasuredRun.of(run), 0))

@@ -12,13 +12,12 @@ from typing import cast
 import pytest
 
 from weft.cli import main
-from weft.commands.plan import _model_label
 from weft.config.hardware import find_hardware
 from weft.config.layout_keys import LayoutKeys
 from weft.config.load import load
 from weft.config.run import Run
 from weft.core.mesh import WIDTH, Mesh
-from weft.models import FAMILIES
+from weft.models import FAMILIES, model_label
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.search.candidates import Space, candidates, factorizations, nearest_devices
 from weft.planner.search.found_layouts import (
@@ -35,6 +34,7 @@ from weft.planner.search.plan_report import front_lines, nothing_fits_text
 from weft.planner.search.search import search
 from weft.planner.search.short_runs import ShortRuns
 from weft.planner.search.stage_split import best_split, moves
+from weft.planner.search.usual_layouts import MOST_USUAL, usual_layouts
 from weft.planner.search.why_not import rule_lines, smaller_change
 from weft.planner.search.zero_costs import ZeroMeasurements
 from weft.planner.simulate.predict import Prediction
@@ -99,8 +99,8 @@ def test_the_text_fits_80_columns_and_ends_with_the_command(
 
 
 def test_the_model_of_the_head_is_its_preset_unless_it_has_other_sizes() -> None:
-    assert _model_label(run_of("--model.preset llama3-70b --steps 3").model) == "llama3-70b"
-    changed = _model_label(run_of("--model.preset llama3-70b --model.layers 4").model)
+    assert model_label(run_of("--model.preset llama3-70b --steps 3").model) == "llama3-70b"
+    changed = model_label(run_of("--model.preset llama3-70b --model.layers 4").model)
     assert changed == "llama3-70b with other sizes"
 
 
@@ -525,3 +525,57 @@ def test_a_layout_has_the_micro_batches_of_the_configured_batch() -> None:
     assert measured.plan.global_size != 6
     costs = LayoutCosts(measured, Speeds(find_hardware("h100")))
     assert costs._num_micro(Layout((("tp", 2),), micro_size=1)) == 6
+
+
+def usual_meshes(words: str, num_devices: int) -> list[str]:
+    found = candidates(LayoutKeys.of(run_of(words)), Space(num_devices, 8))
+    return [layouts[0].mesh for layouts in usual_layouts(found, 8)]
+
+
+def test_usual_layouts_have_experts_or_tensors_inside_a_node() -> None:
+    batch = "--batch.global_size 512 --data.seq_len 4096"
+    experts = usual_meshes(f"--model.preset qwen3-moe-30b-a3b {batch}", 64)
+    assert experts[:3] == ["dp8 ep8", "dp8 ep4 tp2", "dp16 tp4"]
+    assert "pp2 dp4 ep8" in experts
+    dense = usual_meshes(f"--model.preset llama3-70b {batch}", 64)
+    assert dense[:3] == ["dp64", "dp8 tp8", "dp16 tp4"]
+    assert "pp4 dp2 tp8" in dense
+    assert len(dense) <= MOST_USUAL
+
+
+def test_usual_layouts_keep_what_is_given() -> None:
+    words = f"{SMALL} --parallel.recompute none --parallel.zero 2 --pipeline.schedule gpipe"
+    pinned = frozenset({"parallel.recompute", "parallel.zero", "pipeline.schedule"})
+    found = candidates(LayoutKeys.of(run_of(words)), Space(8, 8, pinned))
+    legal = {layout for group in found.groups for layout in group}
+    for layouts in usual_layouts(found, 8):
+        assert legal.issuperset(layouts)
+        assert {(each.recompute, each.zero, each.schedule) for each in layouts} == {
+            ("none", 2, "gpipe")
+        }
+
+
+@pytest.mark.slow
+def test_a_search_without_time_is_not_worse_than_the_usual_layouts() -> None:
+    words = "--model.preset qwen3-moe-30b-a3b --batch.global_size 512 --data.seq_len 4096"
+    run = run_of(f"{words} --precision.compute bfloat16")
+    hardware = find_hardware("h100")
+    costs = LayoutCosts(MeasuredRun.of(run), Speeds(hardware))
+    found = candidates(LayoutKeys.of(run), Space(64, 8))
+    limits = SearchLimits(0.9 * hardware.memory_bytes, 1, seconds=0.1, has_front=False)
+    result = search(found, costs, limits, target="time")
+    assert result.headline.seconds < 6.5  # ep64 over eight nodes takes 9.42 s
+    assert result.headline.layout.degree("ep") == 8
+    assert 0 < result.share_looked_at < 0.1
+
+
+def test_the_headline_is_the_fastest_that_fits_and_says_whether_it_was_measured() -> None:
+    layout = Layout((("dp", 2),))
+    prediction = SimpleNamespace(step=SimpleNamespace(total_s=2.0), peak_bytes=9)
+    measured = Found(layout, cast(Prediction, prediction))
+    result = FoundLayouts(2, best=[measured])
+    assert result.headline is measured
+    result.fitting_simulated = Simulated(Layout((("tp", 2),)), 1.0, 5)
+    assert result.headline is result.fitting_simulated
+    result.fitting_simulated = replace(result.fitting_simulated, seconds=3.0)
+    assert result.headline is measured

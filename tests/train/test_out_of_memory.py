@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -45,7 +47,7 @@ def test_held_bytes_are_those_of_the_tensors(zero, sharded, monkeypatch):
         run_step(step, case)
         with (
             pytest.raises(WeftError, match=rf"rank {comm.rank} \(dp{comm.rank}\) on cpu is out of"),
-            named_out_of_memory(step),
+            named_out_of_memory(comm, partial(held_bytes, step)),
         ):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return held_bytes(step), sum(param.shard.size for param in step.model.shards.values())
@@ -57,3 +59,18 @@ def test_held_bytes_are_those_of_the_tensors(zero, sharded, monkeypatch):
             if name in sharded:
                 expected /= 2
             assert held[name] == pytest.approx(expected, rel=0.1), name
+
+
+def test_a_failed_allocation_on_the_cpu_says_what_the_rank_held():
+    def rank(comm):
+        with (
+            pytest.raises(
+                WeftError, match=r"rank 0 on cpu is out of memory \(got .* reserved: act"
+            ),
+            named_out_of_memory(comm, dict),
+        ):
+            torch.empty(2**60, dtype=torch.uint8)
+        with pytest.raises(RuntimeError, match="shape"), named_out_of_memory(comm, dict):
+            torch.ones(2) @ torch.ones(3, 2)
+
+    run_ranks("dp1", rank)

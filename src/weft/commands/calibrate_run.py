@@ -17,6 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware, read_fields
 from weft.config.hardware_file import EFFICIENCY, write_fields
 from weft.config.load import load
+from weft.errors import ConfigError, Fault
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
 from weft.planner.calibration.fit import BOUNDS, Calibration, fit
@@ -43,6 +45,8 @@ from weft.train.build import build_configured_step
 from weft.view.quantity import short_time
 
 WARM_UP = 2
+BUSY = 0.5
+"""Share of the cores from which on other programs disturb the times."""
 LR = 1e-4
 NAME_COLUMNS = 52
 """Characters that are printed of the words of a run."""
@@ -84,13 +88,13 @@ def run_calibration(
     for words in words_of_runs:
         run = load([*words, "--device", options.device], FAMILIES)
         runs.append(MeasuredRun.of(run))
-    note = load_note()
-    if note:
-        print_result(note)
+    check_idle(os.getloadavg()[0])
+    begin, begin_s = CpuUse.now(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         timed = timed_runs(runs, options, Path(folder))
     if timed.exit_code:
         return timed.exit_code
+    check_idle(CpuUse.now().by_others_since(begin) / (time.monotonic() - begin_s))
     steps = []
     for words, measured, seconds in zip(words_of_runs, runs, timed.seconds, strict=True):
         roles = measure(measured)
@@ -141,13 +145,44 @@ def write_constants(path: str, found: Calibration, *, num_runs: int) -> None:
     write_fields(path, fields)
 
 
-def load_note() -> str:
-    """That other programs use this machine; "" if they do not."""
-    load_average, _, _ = os.getloadavg()
+@dataclass(frozen=True)
+class CpuUse:
+    """Seconds that the cores of this machine have worked.
+
+    Attributes:
+        all_s: for all programs.
+        own_s: for this process, and its children that have ended.
+    """
+
+    all_s: float
+    own_s: float
+
+    @staticmethod
+    def now() -> CpuUse:
+        """Since the machine has started."""
+        times = psutil.cpu_times()
+        own = os.times()
+        own_s = own.user + own.system + own.children_user + own.children_system
+        return CpuUse(sum(times) - times.idle - getattr(times, "iowait", 0.0), own_s)
+
+    def by_others_since(self, begin: CpuUse) -> float:
+        """Seconds of other programs since then."""
+        return (self.all_s - begin.all_s) - (self.own_s - begin.own_s)
+
+
+def check_idle(num_busy: float) -> None:
+    """Raise a ConfigError where other programs use this machine: constants that are fitted to times
+    of a busy machine are of no use.
+
+    Args:
+        num_busy: cores that they use on average.
+    """
     cores = len(os.sched_getaffinity(0))
-    if load_average < cores / 2:
-        return ""
-    return f"note: the load of this machine is {load_average:.1f} on {cores} cores: times are not its own"
+    if num_busy >= BUSY * cores:
+        what = "other programs use this machine; nothing is written"
+        got = f"{num_busy:.1f} of {cores} cores"
+        fix = "end them, and wait a minute"
+        raise ConfigError(Fault("calibrate", what, got, need=f"below {BUSY * cores:g}", fix=fix))
 
 
 @dataclass(frozen=True)

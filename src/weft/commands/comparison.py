@@ -19,7 +19,7 @@ from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
 from weft.config.run import Run, hardware_of, plan_of
 from weft.errors import WeftError, counted
 from weft.layout.plan import Plan
-from weft.layout.utilization import Utilization
+from weft.layout.utilization import AdapterFlops, Utilization
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import measure, size_problem
 from weft.planner.simulate.predict import predict_measured
@@ -177,6 +177,7 @@ def comparison_of(
     plan: Plan,
     hardware: str | None,
     *,
+    adapted: AdapterFlops,
     cuda_name: str | None,
     prediction: ForkedAnswer | None,
     base_bytes: int,
@@ -186,13 +187,14 @@ def comparison_of(
 
     Args:
         hardware: as in the config.
+        adapted: FLOPs of frozen weights and adapters.
         cuda_name: of the rank's CUDA device; None on the CPU, which has no peak in the table.
         base_bytes, last_step: see `MeasuredAndPredicted`.
     """
     device = _device(hardware, cuda_name)
     utilization = None
     if device is not None:
-        utilization = Utilization.of(plan, peak_tflops=device.bf16_tflops)
+        utilization = Utilization.of(plan, peak_tflops=device.bf16_tflops, adapted=adapted)
     return MeasuredAndPredicted(utilization, prediction, base_bytes, last_step)
 
 

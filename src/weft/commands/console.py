@@ -318,3 +318,14 @@ def print_error(text: str) -> None:
     """Print on stderr; where that cannot be written any more, the exit code says enough."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
+
+
+def fix_of_path(path: str, name: str) -> str:
+    """What makes a file writable that a flag names: its folder, where that can be made; else another
+    name.
+    """
+    folder = Path(path).parent
+    first_there = next((each for each in folder.parents if each.exists()), folder)
+    if folder.exists() or not first_there.is_dir():
+        return f"another --{name}"
+    return f"mkdir -p {folder}, or another --{name}"

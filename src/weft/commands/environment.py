@@ -9,9 +9,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 
 from weft.comm.interfaces import LOOPBACK
-from weft.core.machine_memory import total_bytes
 from weft.core.mesh import Mesh
-from weft.core.model_config import ModelConfig
 from weft.errors import Fault, LaunchError, counted
 from weft.run.node_folder import has_agent, has_keeper
 from weft.run.world import JOB_VARIABLE, detect, num_cores
@@ -21,8 +19,6 @@ LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
 """torchrun sets it to the value of its --max-restarts."""
 ELASTIC_FIX = "--run.elastic True for the best smaller layout"
-LEAST_ENTRY_BYTES = 2
-"""Of a parameter: no type is smaller."""
 GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
 
 
@@ -156,28 +152,9 @@ def _no_gpu_faults() -> Iterator[Fault]:
         yield Fault("device", "there is no GPU", got="cuda", need="cpu", fix=fix)
 
 
-def memory_faults(
-    mesh: Mesh,
-    device: str,
-    model: ModelConfig,
-) -> Iterator[Fault]:
-    """The linear layers alone, in 16 bits and spread evenly over all ranks, must not be larger than
-    the machine's memory. All that a rank holds is counted where it is allocated.
-    """
-    has_gpu = device == "cuda" or (device == "auto" and not list(_no_gpu_faults()))
-    if has_gpu:
-        return
-    num_entries = sum(features * inputs for features, inputs in model.linears().values())
-    rank_bytes = num_entries * LEAST_ENTRY_BYTES // mesh.size
-    machine_bytes = total_bytes()
-    if rank_bytes > machine_bytes:
-        yield Fault(
-            "model",
-            "its linear layers alone need more memory than this machine has",
-            got=f"at least {rank_bytes:,} bytes a rank",
-            need=f"at most {machine_bytes:,} bytes",
-            fix="a smaller model, or more machines to shard it over: --parallel.zero 3, or tp and pp in --mesh",
-        )
+def has_gpus(device: str) -> bool:
+    """Whether ranks compute on GPUs, as far as can be seen without torch."""
+    return device == "cuda" or (device == "auto" and not list(_no_gpu_faults()))
 
 
 def launcher_notes(

@@ -15,6 +15,7 @@ from weft.config.schema import SiteConfig
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.layout.explain import explain as explain_plan
 from weft.layout.plan import Plan
+from weft.models import model_label
 from weft.view.explain_page import explain_page
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def explain(words: Sequence[str]) -> int:
 
     measured = MeasuredRun.of(run)
     costs = run_costs(measured, hardware)
-    title = f"{run.model.label} on {plan.mesh}"
+    title = f"{model_label(run.model)} on {plan.mesh}"
     return _explain_costs(costs, certify(measured), plan, run.site, output, title=title)
 
 

@@ -15,10 +15,12 @@ from pydantic import Field
 from weft.commands.console import print_result, show_help, split_words, wants_help
 from weft.commands.searched_run import SearchedRun
 from weft.config import flags
-from weft.config.schema import ConfigSection, ModelSection, SiteConfig
+from weft.config.schema import ConfigSection, SiteConfig
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
+from weft.models import model_label
 from weft.planner.search.candidates import Candidates
 from weft.planner.search.layout_choice import Layout
+from weft.view.quantity import percent
 
 if TYPE_CHECKING:
     from weft.planner.search.found_layouts import Found, FoundLayouts
@@ -142,7 +144,7 @@ def _search(
             lines.extend(too_large_lines(named, costs, capacity))
         print_result("\n".join(lines))
         return EXIT_FAILED
-    best = result.best[0].layout
+    best = result.headline.layout
     scaled = _scaled(searched, options, costs) if options.scale else {}
     if options.target == "cost" and scaled:
         best = _cheapest_layout(scaled, best)
@@ -211,9 +213,10 @@ def _head(searched: SearchedRun, answer: _PlanAnswer, speeds: str, *, order: str
 
     degrees = answer.result.best[0].layout.degrees
     num_devices = math.prod(degree for _, degree in degrees)
-    model = _model_label(searched.model)
+    model = model_label(searched.model)
+    looked_at = percent(answer.result.share_looked_at)
     texts = [
-        f"layouts of {model} on {num_devices} devices, {order}",
+        f"layouts of {model} on {num_devices} devices, {order}; {looked_at} looked at",
         f"{searched.hardware.label}; speeds: {speeds}",
     ]
     note = searched.hardware.slow_compute_note(searched.compute_dtype)
@@ -223,16 +226,6 @@ def _head(searched: SearchedRun, answer: _PlanAnswer, speeds: str, *, order: str
     for text in texts:
         lines.extend(wrapped(text))
     return lines
-
-
-def _model_label(model: ModelSection) -> str:
-    """Its preset, and whether it has other sizes than that."""
-    from weft.models import PRESETS
-
-    preset = PRESETS.get(model.preset or "")
-    if preset is None or model.architecture == preset.model_dump():
-        return model.label
-    return f"{model.label} with other sizes"
 
 
 def site_costs_of(best: Found, settings: SiteConfig) -> SiteCosts | None:

@@ -11,6 +11,7 @@ from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.resume import AUTO, RESUME_KEYS, resume_faults, starts_new
 from weft.commands import environment, initial_weights, remote_folder
 from weft.commands.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
+from weft.commands.memory_bound import memory_faults
 from weft.commands.run_folder import is_started_again, out_faults, resumes_in
 from weft.config.checks import Check
 from weft.config.elastic import elastic_note, fit_to_ranks
@@ -70,8 +71,17 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
         Check(("device",), partial(environment.device_faults, run.device)),
         Check(
-            reads=("device", "mesh", "model"),
-            find=partial(environment.memory_faults, run.device_mesh, run.device, run.model),
+            reads=(
+                "device",
+                "mesh",
+                "model",
+                "batch",
+                "data.seq_len",
+                "optim.name",
+                "parallel.zero",
+                "precision",
+            ),
+            find=partial(memory_faults, run),
         ),
         Check(("transport",), partial(environment.transport_faults, run.transport)),
         Check(

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from weft.commands.console import STANDARD_OUTPUT, load_checked_run, print_result, show_help
+from weft.commands.console import (
+    STANDARD_OUTPUT,
+    fix_of_path,
+    load_checked_run,
+    print_result,
+    show_help,
+)
 from weft.commands.schedule_options import (
     DEFAULT_NAME,
     ScheduleOptions,
@@ -367,11 +373,7 @@ def write_picture(key: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        folder = Path(path).parent
-        if folder.is_dir():
-            fix = f"choose another --{key}"
-        else:
-            fix = f"create the folder: mkdir -p {folder}"
+        fix = fix_of_path(path, key)
         raise ConfigError(
             Fault(
                 key,

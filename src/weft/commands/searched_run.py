@@ -135,7 +135,9 @@ class SearchedRun:
             space = Space(size, self.hardware.node, self.pinned - {"mesh"})
             found = candidates(self.keys, space)
             if not found.groups:
-                yield replace(self._no_layout(space, found), key="scale")
+                fault = self._no_layout(space, found)
+                fix = fault.fix.replace("--devices", "--scale")
+                yield replace(fault, key="scale", fix=fix)
 
     def named_layout(self, text: str) -> Layout:
         """The layout that `--why` names.
@@ -169,8 +171,8 @@ class SearchedRun:
         return toml.dump(self.run.with_values(layout.values))
 
     def command(self, layout: Layout) -> str:
-        """The run with a layout as a command: the words without keys of the search, and the values
-        of the layout that are not the run's.
+        """The run with a layout as a command: the words without keys of the search, then the values
+        of the layout for the keys that are given or have another value than the run.
         """
         given = flags.split(self.words)
         words = ["weft", "train", *given.loose]
@@ -178,7 +180,7 @@ class SearchedRun:
             if name not in SEARCHED:
                 words.extend([f"--{name}", *values])
         changed = changes(self.run, self.run.with_values(layout.values))
-        named_keys = ALWAYS_NAMED.union(changed)
+        named_keys = ALWAYS_NAMED.union(self.pinned, changed)
         named = {key: value for key, value in layout.values.items() if key in named_keys}
         return f"{shlex.join(words)} {as_flags(named)}"
 

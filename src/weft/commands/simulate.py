@@ -23,6 +23,7 @@ from weft.config import flags
 from weft.config.run import hardware_of, plan_of
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
+from weft.models import model_label
 from weft.schedule.actions import Act
 from weft.schedule.simulate import UNIT_COSTS, simulate
 from weft.schedule.timeline import Timeline
@@ -72,7 +73,7 @@ def simulate_run(words: Sequence[str]) -> int:
         slow=dict(filter(None, map(read_slow, options.slow))),
         failures=_failures(options),
     )
-    title = f"a step of {run.model.label} on {run.device_mesh}, {hardware.label} (predicted)"
+    title = f"a step of {model_label(run.model)} on {run.device_mesh}, {hardware.label} (predicted)"
     return _show_simulation(simulation, options, title=title, wants_json=wants_json)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from weft.commands.console import SplitWords, split_words
+from weft.commands.console import SplitWords, fix_of_path, split_words
 from weft.config.schema import ConfigSection, SiteConfig
 from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
@@ -108,7 +108,7 @@ def file_faults(options: SimulateOptions, *, wants_json: bool) -> Iterator[Fault
                 fix=fix,
             )
         elif Path(path).is_dir() or not Path(path).parent.is_dir():
-            fix = f"mkdir -p {Path(path).parent}, or another --{name}"
+            fix = fix_of_path(path, name)
             yield Fault(
                 name,
                 "cannot write the file",

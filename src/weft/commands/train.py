@@ -22,10 +22,13 @@ from weft.commands.comparison import (
 from weft.commands.end_event import RecordFolder, end_of_joined_rank, end_of_local_ranks
 from weft.commands.joined import Watch, run_joined
 from weft.commands.live_proof import LiveProof
+from weft.commands.memory_before import check_memory
 from weft.commands.proof_before import RunningProof, Verdict, start_proof
+from weft.config.lora import adapter_flops
 from weft.config.run import Run
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
+from weft.layout.utilization import AdapterFlops
 from weft.parallel.model.parallelize import ParallelModel
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
@@ -42,7 +45,7 @@ from weft.train.build_training import build_training, step_groups
 from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.last_save import check_room
 from weft.train.loop import run_training
-from weft.train.out_of_memory import named_out_of_memory
+from weft.train.out_of_memory import held_bytes, named_out_of_memory
 from weft.train.step_check import ProofRecord
 from weft.train.step_stats import memory_bytes
 from weft.train.training import Event, Training
@@ -78,6 +81,8 @@ def train(
     has_rank_0 = world is None or world.rank == 0
     if world is None and run.transport == "process":
         import_modules_of_ranks(run.device_mesh)  # once, for the proof and all ranks
+    if world is None:
+        check_memory(run)
     proof = start_proof(run, os.environ) if has_rank_0 else None
     with _ended(proof):
         return _train(
@@ -113,6 +118,7 @@ def _train(
         mesh=run.device_mesh,
         step_groups=step_groups(run),
         hardware=run.hardware,
+        adapted=adapter_flops(run.lora, run.model, run.data.seq_len),
         prediction=prediction,
         proof=proof,
         live=LiveProof.of(run, os.environ),
@@ -180,6 +186,7 @@ class RankJob:
     Attributes:
         step_groups: which groups of ranks its steps use.
         hardware: name or file of a device, for MFU.
+        adapted: FLOPs of frozen weights and adapters, for MFU.
         prediction: of the run, read by rank 0.
         proof: of the run, or its verdict, for the records; None: nothing is proved.
         live: which steps are compared while they train.
@@ -192,6 +199,7 @@ class RankJob:
     mesh: Mesh
     step_groups: StepGroups
     hardware: str | None
+    adapted: AdapterFlops
     prediction: ForkedAnswer | None
     proof: RunningProof | Verdict | None
     live: LiveProof
@@ -253,12 +261,13 @@ def train_rank(
     ):
         base_bytes = memory_bytes(device)
         record = ProofRecord(before=verdict or {})
-        training = job.build(
-            comm,
-            stop_requested=lambda: stop_request.requested,
-            attempt=world.attempt,
-            proof=record,
-        )
+        with named_out_of_memory(comm, dict):
+            training = job.build(
+                comm,
+                stop_requested=lambda: stop_request.requested,
+                attempt=world.attempt,
+                proof=record,
+            )
         if not is_restart(world.attempt):
             check_room(training)
         training = job.live.attached(training, record, is_restart=is_restart(world.attempt))
@@ -270,7 +279,7 @@ def train_rank(
         with_more = None
         if world.rank == 0:
             with_more = _comparison(job, training, device, base_bytes).events
-        with named_out_of_memory(training.step):
+        with named_out_of_memory(comm, partial(held_bytes, training.step)):
             outcome = run_training(training, log, at_end=sample, with_more=with_more)
     if outcome == "stopped":
         raise OrderlyEnd(EXIT_PREEMPTED)
@@ -304,6 +313,7 @@ def _comparison(
     return comparison_of(
         training.step.model.plan,
         job.hardware,
+        adapted=job.adapted,
         cuda_name=torch.cuda.get_device_name(device) if is_cuda else None,
         prediction=job.prediction,
         base_bytes=base_bytes,

@@ -43,6 +43,10 @@ CUDA_NAMES = {
 Text = Annotated[str, Field(min_length=1)]
 DeviceType = Literal["cuda", "cpu"]
 """As torch names devices; it decides the communication backend."""
+LinkTopology = Literal["switch", "full_mesh"]
+"""How the devices of a node are connected: any group has the whole bandwidth of a device, or each pair
+of devices has a link of its own, so a group has the links among its members alone.
+"""
 
 
 class Figure(ConfigSection):
@@ -82,10 +86,12 @@ class HardwareTable(ConfigSection):
     fp64_tflops: Figure | None = None
     hbm_tb_s: Figure
     link_gb_s: Figure | None = None
+    link_topology: LinkTopology = "switch"
     network_gb_s: Figure | None = None
     power_w: Figure | None = None
     price_usd_h: Figure | None = None
     efficiency: Efficiency = Efficiency()
+    stacks: dict[str, Efficiency] = Field(default_factory=dict)
 
     def figures(self) -> dict[str, Figure]:
         """Every figure that the file has, by name."""
@@ -108,7 +114,8 @@ class Hardware:
         memory_gb: 10^9 bytes.
         bf16_tflops: of dense matrix products.
         hbm_tb_s: memory bandwidth.
-        link_gb_s: of one device inside a node, one direction; 0: not known.
+        link_gb_s: of one device inside a node, all of its links, one direction; 0: not known.
+        link_topology: how they connect the devices.
         network_gb_s: of one device between nodes, one direction; 0: not known. `world_faults`
             rejects worlds that need what is not known.
         fp16_tflops, fp32_tflops, fp64_tflops: see `tflops`.
@@ -116,6 +123,7 @@ class Hardware:
         power_w: of one device under load.
         price_usd_h: of one device, in dollars an hour.
         efficiency: what real work reaches, assumed if the file does not say.
+        stacks: the same by the name of a software, whole fits to published steps.
         figures: every figure with its origin.
     """
 
@@ -126,6 +134,7 @@ class Hardware:
     bf16_tflops: float
     hbm_tb_s: float
     link_gb_s: float = 0.0
+    link_topology: LinkTopology = "switch"
     network_gb_s: float = 0.0
     fp16_tflops: float | None = None
     fp32_tflops: float | None = None
@@ -135,6 +144,7 @@ class Hardware:
     price_usd_h: float | None = None
     device: DeviceType = "cuda"
     efficiency: Efficiency = field(default_factory=Efficiency)
+    stacks: Mapping[str, Efficiency] = field(default_factory=dict, compare=False)
     figures: Mapping[str, Figure] = field(default_factory=dict, compare=False)
 
     @property
@@ -166,6 +176,16 @@ class Hardware:
             return replace(self, fp32_tflops=self.tf32_tflops)
         return self
 
+    def link_gb_s_of(self, members: int) -> float:
+        """10^9 bytes a second of one device to so many members of its node, itself among them."""
+        if self.link_topology == "switch" or self.node < 2:
+            return self.link_gb_s
+        return self.link_gb_s * (members - 1) / (self.node - 1)
+
+    def with_stack(self, stack: str | None) -> Hardware:
+        """The device with the shares that a software reaches; as it is for None."""
+        return self if stack is None else self.with_efficiency(self.stacks[stack])
+
     def with_efficiency(self, efficiency: Efficiency) -> Hardware:
         """The device with other shares of its figures."""
         return replace(self, efficiency=efficiency)
@@ -180,7 +200,9 @@ class Hardware:
             label=table.label or Path(name).stem,
             device=table.device,
             node=table.node,
+            link_topology=table.link_topology,
             efficiency=table.efficiency,
+            stacks=table.stacks,
             figures=figures,
             **values,
         )
@@ -246,10 +268,28 @@ def hardware_faults(name: str | None, *, num_ranks: int = 1) -> Iterator[Fault]:
         yield from world_faults(hardware, num_ranks)
 
 
+def stack_faults(name: str | None, stack: str | None) -> Iterator[Fault]:
+    """A set of constants that the device does not have."""
+    if stack is None:
+        return
+    if name is None:
+        what = "is of a device, and no device is named"
+        yield Fault("stack", what, got=stack, need="hardware", fix="--hardware h100")
+        return
+    try:
+        known = find_hardware(name).stacks
+    except ConfigError:  # `hardware_faults` reports it
+        return
+    if stack not in known:
+        need = ", ".join(known) or f"none: {name} has no sets"
+        fix = did_you_mean(stack, known) if known else "leave stack out"
+        yield Fault("stack", "unknown set of constants", got=repr(stack), need=need, fix=fix)
+
+
 def world_faults(hardware: Hardware, num_ranks: int) -> Iterator[Fault]:
     """A world that needs a bandwidth which the hardware file does not have."""
     fix = f"weft bench comm --write {hardware.name}, or a layout of fewer ranks"
-    if num_ranks > 1 and not hardware.link_gb_s:
+    if num_ranks > 1 and hardware.node > 1 and not hardware.link_gb_s:
         need = "link_gb_s, the bandwidth between devices of a node"
         yield Fault(
             "hardware",
@@ -345,6 +385,8 @@ def fault_of(path: str, item: Any) -> Fault:
         )
     is_out_of_range = kind.startswith(("greater", "less", "finite", "string_too"))
     problem = "is out of range" if is_out_of_range else "has the wrong type"
+    if kind == "literal_error":
+        problem = "has an unknown value"
     need = item["msg"].removeprefix("Input should be ")
     return Fault(
         "hardware",

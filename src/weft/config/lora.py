@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 from weft.config.schema import LoraConfig
-from weft.core.model_config import ModelConfig
+from weft.core.model_config import ModelConfig, linear_flops, weight_flops
 from weft.errors import Fault, did_you_mean
+from weft.layout.utilization import ALL_TRAINED, AdapterFlops
 
 LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
 """Suffixes of the two factors of an adapter, after the global name of its linear."""
@@ -27,6 +28,18 @@ def adapted_linears(targets: Collection[str], linears: Iterable[str]) -> tuple[s
         if any(matches(target, name) for target in targets):
             selected.append(name)
     return tuple(selected)
+
+
+def adapter_flops(lora: LoraConfig, model: ModelConfig, seq_len: int) -> AdapterFlops:
+    """Forward FLOPs of frozen weights and of adapters, for one sequence."""
+    if not lora.rank:
+        return ALL_TRAINED
+    linears = model.linears()
+    widths = [sum(linears[name]) for name in adapted_linears(lora.targets, linears)]
+    return AdapterFlops(
+        frozen=weight_flops(model, seq_len),
+        adapters=linear_flops(seq_len, lora.rank * sum(widths)),
+    )
 
 
 def matches(target: str, linear: str) -> bool:

@@ -70,6 +70,12 @@ class Run(ConfigSection):
         examples=["h100"],
         description="device that predictions are for: h100, a100, ..., or a file (see docs/hardware.md)",
     )
+    stack: str | None = Field(
+        None,
+        title="the name of a set of constants",
+        examples=["llm-foundry-2023"],
+        description="constants of a software on that device, in predictions; None: those of the device",
+    )
     transport: Literal["process", "threads"] = Field(
         "process", description="ranks as processes or as threads of one process"
     )
@@ -176,7 +182,8 @@ def hardware_of(run: Run) -> Hardware | None:
     """
     if run.hardware is None:
         return None
-    return find_hardware(run.hardware).for_matmul(run.precision.matmul)
+    device = find_hardware(run.hardware).with_stack(run.stack)
+    return device.for_matmul(run.precision.matmul)
 
 
 def plan_of(run: Run) -> Plan:

@@ -7,7 +7,7 @@ from functools import partial
 
 from weft.config import lora, sites, suggestions, unused_keys
 from weft.config.checks import Check, Suggestion
-from weft.config.hardware import hardware_faults
+from weft.config.hardware import hardware_faults, stack_faults
 from weft.config.layout_rules import (
     axis_divides,
     batch_divides,
@@ -123,6 +123,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
+        Check(("hardware", "stack"), partial(stack_faults, run.hardware, run.stack)),
         Check(
             reads=("hardware", "mesh"),
             find=partial(hardware_faults, run.hardware, num_ranks=mesh.size),

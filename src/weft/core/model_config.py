@@ -226,6 +226,17 @@ def linear_flops(num_tokens: int, *num_weights: int) -> float:
     return 2.0 * num_tokens * sum(num_weights)
 
 
+def weight_flops(model: ModelConfig, seq_len: int) -> float:
+    """Forward FLOPs of products with weights, for one sequence: what grows with its length itself,
+    not with the square of it as attention does. Of a user's model those of its named linears.
+    """
+    if model.is_opaque:
+        sizes = [out * into for out, into in model.linears().values()]
+        return linear_flops(seq_len, *sizes)
+    of_one, of_two = (sum(block.flops for block in model.block_specs(n)) for n in (1, 2))
+    return seq_len * (2 * of_one - of_two / 2)
+
+
 def causal_attention_flops(seq_len: int, width: int) -> float:
     """Forward FLOPs of q k^T and p v, `width` = heads x head size, half of the S x S square each."""
     return 2.0 * seq_len * seq_len * width

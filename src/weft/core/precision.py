@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from weft.errors import Fault
@@ -26,6 +26,10 @@ other.
 # the type of compute are allowed: that is what pure bfloat16 is.
 # float16 has 5 bits of exponent. Gradients are computed at a scale that keeps them in its range (train/loss_scale.py);
 # the numbers of an optimizer cannot be scaled so, hence `params` is never float16.
+
+
+NUM_BYTES: Mapping[Dtype, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a number."""
 
 
 def dtype_faults(

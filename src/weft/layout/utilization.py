@@ -11,10 +11,27 @@ FORWARDS = 3
 """Forwards that a step counts as: a backward takes two; recomputation does not count."""
 
 
-def model_flops(plan: Plan) -> float:
+@dataclass(frozen=True)
+class AdapterFlops:
+    """Forward FLOPs of one sequence in a run that trains adapters alone; zeros: it trains all.
+
+    Attributes:
+        frozen: of products with frozen weights, whose gradients are not computed: such a product
+            counts as two forwards.
+        adapters: of the adapters, which the blocks of a plan do not count.
+    """
+
+    frozen: float = 0.0
+    adapters: float = 0.0
+
+
+ALL_TRAINED = AdapterFlops()
+
+
+def model_flops(plan: Plan, adapted: AdapterFlops = ALL_TRAINED) -> float:
     """Floating-point operations of a step that the model needs, on all ranks."""
-    flops_of_sequence = sum(stage.flops for stage in plan.stages)
-    return FORWARDS * plan.global_size * flops_of_sequence
+    forward = sum(stage.flops for stage in plan.stages) + adapted.adapters
+    return plan.global_size * (FORWARDS * forward - adapted.frozen)
 
 
 @dataclass(frozen=True)
@@ -25,16 +42,21 @@ class Utilization:
         flops: `model_flops` of a step.
         num_devices: one a rank.
         peak_tflops: of a device: dense bfloat16 matrix products.
+        has_frozen: whether some products are with frozen weights.
     """
 
     flops: float
     num_devices: int
     peak_tflops: float
+    has_frozen: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, *, peak_tflops: float) -> Utilization:
+    def of(
+        cls, plan: Plan, *, peak_tflops: float, adapted: AdapterFlops = ALL_TRAINED
+    ) -> Utilization:
         """Of the steps of a plan."""
-        return cls(model_flops(plan), plan.mesh.size, peak_tflops)
+        flops = model_flops(plan, adapted)
+        return cls(flops, plan.mesh.size, peak_tflops, has_frozen=adapted.frozen > 0)
 
     def mfu(self, step_s: float) -> float:
         """The share of the peak that a step of so many seconds reaches."""
@@ -43,4 +65,6 @@ class Utilization:
     @property
     def text(self) -> str:
         """The formula and the peak, for the reader."""
-        return f"{FORWARDS} forwards of model FLOPs, of {self.peak_tflops:g} TFLOP/s a device"
+        frozen = ", two of frozen weights" if self.has_frozen else ""
+        peak = f"{self.peak_tflops:g} TFLOP/s a device"
+        return f"{FORWARDS} forwards of model FLOPs{frozen}, of {peak}"

@@ -25,6 +25,7 @@ from weft.errors import ConfigError, Fault, did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
+    from weft.config.schema import ModelSection
     from weft.models.common.lazy_blocks import Builders
 
 
@@ -254,3 +255,11 @@ def preset(name: str) -> ModelConfig:
             fix=did_you_mean(name, PRESETS),
         )
     )
+
+
+def model_label(model: ModelSection) -> str:
+    """The preset of a model, and whether it has other sizes than that."""
+    preset = PRESETS.get(model.preset or "")
+    if preset is None or model.architecture == preset.model_dump():
+        return model.label
+    return f"{model.label} with other sizes"

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from weft.core.dimension import pipeline_axis
-from weft.layout.utilization import model_flops
 from weft.planner.measure.overlap import Share
 from weft.planner.measure.roles import RoleCosts
 from weft.planner.run_costs import RunCosts
@@ -104,6 +103,6 @@ def _time_json(prediction: Prediction) -> dict[str, Any]:
         "bubble": time.bubble,
         "tokens_per_s": prediction.tokens_per_s,
         "mfu": prediction.mfu,
-        "model_flops": model_flops(prediction.roles[0].step.plan),
+        "model_flops": prediction.utilization.flops,
         "efficiency": asdict(prediction.speeds.efficiency),
     }

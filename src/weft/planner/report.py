@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from weft.comm.observe import Traffic
 from weft.config.hardware import hardware_table
@@ -15,7 +16,7 @@ from weft.planner.measure.overlap import Share
 from weft.planner.measure.roles import RoleCosts
 from weft.planner.run_costs import RunCosts
 from weft.planner.simulate.predict import Prediction, predict_measured
-from weft.planner.simulate.speeds import TERA, Speeds
+from weft.planner.simulate.speeds import Speeds
 from weft.planner.simulate.step_time import StepTime
 from weft.planner.world.world_check import WorldCheck
 from weft.view.quantity import count, percent, short_time
@@ -90,15 +91,13 @@ def _use_of_devices(prediction: Prediction) -> list[str]:
     step = prediction.step
     num_ranks = prediction.roles[0].step.plan.mesh.size
     tokens = count(prediction.tokens_per_s / num_ranks)
-    peak = prediction.speeds.hardware.bf16_tflops
-    peak_flops = num_ranks * TERA * peak
+    utilization = prediction.utilization
     mfu = percent(prediction.mfu)
-    used = percent(step.flops / step.total_s / peak_flops)
-    of = f"3 forwards of model FLOPs, of {peak:g} TFLOP/s"
+    used = percent(replace(utilization, flops=step.flops).mfu(step.total_s))
     recomputed = "" if used == mfu else f"; with recomputation {used}"
     return [
         f"  {tokens} tokens/s a device",
-        f"  MFU {mfu} ({of}){recomputed}",
+        f"  MFU {mfu} ({utilization.text}){recomputed}",
     ]
 
 

@@ -1,18 +1,22 @@
-"""What a rank held when its GPU ran out of memory, largest part first, and what would need less."""
+"""What a rank held when its device ran out of memory, largest part first, and what would need less."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor
 
+from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.errors import Fault, WeftError
 from weft.train.step import TrainStep
 
+CPU_ALLOCATOR = "DefaultCPUAllocator"
+"""In the text of a failed allocation on the CPU."""
 ACTIVATIONS = "activations and temporary tensors"
 FIXES = {
     "parameters": "parallel.zero 3, or tensor parallelism such as tp2, shards them",
@@ -26,7 +30,7 @@ FIXES = {
 
 @dataclass(frozen=True)
 class AllocatedMemory:
-    """Bytes of a GPU.
+    """Bytes of a GPU; on the CPU those that the process holds, and the memory of the machine.
 
     Attributes:
         allocated: of tensors.
@@ -41,6 +45,9 @@ class AllocatedMemory:
     @staticmethod
     def of(device: torch.device) -> AllocatedMemory:
         """Now."""
+        if device.type == "cpu":
+            resident = psutil.Process().memory_info().rss
+            return AllocatedMemory(resident, resident, psutil.virtual_memory().total)
         return AllocatedMemory(
             allocated=torch.cuda.memory_allocated(device),
             reserved=torch.cuda.memory_reserved(device),
@@ -97,7 +104,7 @@ def out_of_memory_fault(
     parts[ACTIVATIONS] = max(0, memory.allocated - sum(held.values()))
     parts["unused parts of segments"] = max(0, memory.reserved - memory.allocated)
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {_gib(size)}" for name, size in largest_first)
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in largest_first if size)
     largest, _ = largest_first[0]
     return Fault(
         "memory",
@@ -111,19 +118,28 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation of torch has failed, on a GPU or on the CPU, which has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or CPU_ALLOCATOR in str(error)
+
+
 @contextmanager
-def named_out_of_memory(step: TrainStep) -> Iterator[None]:
-    """Have an error of a GPU that is out of memory say what its rank held.
+def named_out_of_memory(comm: Comm, held: Callable[[], dict[str, int]]) -> Iterator[None]:
+    """Have an error of a device that is out of memory say what its rank held.
+
+    Args:
+        held: `held_bytes` of the step; nothing before it is built.
 
     Raises:
-        WeftError: the GPU of this rank is out of memory.
+        WeftError: the device of this rank is out of memory.
     """
-    comm = step.model.comm
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         where = f"{_place(comm.mesh, comm.rank)} on {comm.device}"
-        fault = out_of_memory_fault(where, AllocatedMemory.of(comm.device), held_bytes(step))
+        fault = out_of_memory_fault(where, AllocatedMemory.of(comm.device), held())
         raise WeftError(fault) from error
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weft.comm.transport import SharedResults
+from weft.config.lora import adapter_flops
 from weft.config.run import Run, plan_of
 from weft.config.schema import MAX_COUNT
 from weft.core.model_config import ModelConfig
 from weft.data.record_sources import packs_documents
 from weft.layout.plan import Plan
+from weft.layout.utilization import AdapterFlops
 from weft.models import Family
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.planner.measure.equal_blocks import equal_blocks
@@ -86,6 +88,11 @@ class MeasuredRun:
     def global_size(self) -> int:
         """Sequences of a step, as configured: a plan has those that its micro-batches fill."""
         return self.run.batch.global_size
+
+    @property
+    def adapted(self) -> AdapterFlops:
+        """Products with frozen weights and with adapters."""
+        return adapter_flops(self.run.lora, self.run.model, self.plan.seq_len)
 
     @property
     def family(self) -> Family:

@@ -19,6 +19,7 @@ from weft.comm.meta import SharedMetaTransport
 from weft.core.dimension import pipeline_axis, position_axes
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
+from weft.layout.utilization import ALL_TRAINED, AdapterFlops
 from weft.models.common.batch import Batch, image_example, token_example
 from weft.models.common.moe import MoE
 from weft.models.common.uncompiled import keep_compiler_unimported
@@ -94,6 +95,7 @@ class RankStep:
         outer_bytes: message of the rank to each other site in an outer step, which is no part of
             the recorded step; 0 without sites.
         checkpoint_bytes: this rank's part of a checkpoint; replicas divide what they all hold.
+        adapted: FLOPs of frozen weights and adapters.
     """
 
     plan: Plan
@@ -108,6 +110,7 @@ class RankStep:
     in_fixed_order: Mapping[PlayedAction, RecordedRegion] = field(default_factory=dict)
     outer_bytes: int = 0
     checkpoint_bytes: float = 0.0
+    adapted: AdapterFlops = ALL_TRAINED
 
 
 def example_batch(run: MeasuredRun, comm: Comm) -> Batch:
@@ -159,12 +162,13 @@ def measure_rank(
     played = thinned(plan.table, chosen)
     batch = example_batch(run, comm)
     batches = [batch] * played.microbatches
-    return record_step(
+    recorded = record_step(
         step,
         batches,
         table=played,
         recorder_type=recorder_type,
     )
+    return replace(recorded, adapted=run.adapted)
 
 
 def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:

@@ -348,13 +348,15 @@ class _AddedSizes:
     count: int
 
     def added_to(self, event: Event) -> Event:
-        """The event with these sizes more."""
-        if isinstance(event, KernelLaunch):
-            return self._added_to_kernel(event)
-        return self._added_to_operation(event)
+        """The event with these sizes more.
 
-    def _added_to_kernel(self, event: KernelLaunch) -> KernelLaunch:
+        Raises:
+            NotPeriodicError: it is a collective. A bucket of gradients that one block more makes
+                larger or smaller is full after a few blocks: sizes cannot be extrapolated.
+        """
         short, longer, count = self.short, self.longer, self.count
+        if not isinstance(event, KernelLaunch):
+            raise NotPeriodicError
         assert isinstance(short, KernelLaunch)
         assert isinstance(longer, KernelLaunch)
         sizes = []
@@ -372,16 +374,3 @@ class _AddedSizes:
             num_bytes=event.num_bytes + count * (longer.num_bytes - short.num_bytes),
             sizes=tuple(sizes),
         )
-
-    def _added_to_operation(self, event: Started | Ended) -> Started | Ended:
-        short, longer = self.short, self.longer
-        assert not isinstance(short, KernelLaunch)
-        assert not isinstance(longer, KernelLaunch)
-        payload = longer.op.payload_bytes - short.op.payload_bytes
-        sent = longer.op.sent_bytes - short.op.sent_bytes
-        op = replace(
-            event.op,
-            payload_bytes=event.op.payload_bytes + self.count * payload,
-            sent_bytes=event.op.sent_bytes + self.count * sent,
-        )
-        return type(event)(op)

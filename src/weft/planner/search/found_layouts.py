@@ -63,6 +63,7 @@ class FoundLayouts:
         next_bound: lower bound of the target (seconds or bytes) of the layouts that were neither
             measured nor simulated; None: there are none, or all are worse than the best.
         next_simulated: the best simulated one of those that were not measured.
+        fitting_simulated: the best one of these whose simulated peak fits.
         num_bounded: candidates that have a bound from the costs of their own blocks.
         num_unbounded: candidates that have no bound; the limit of seconds has ended that.
         num_simulated: candidates whose step was simulated.
@@ -78,6 +79,7 @@ class FoundLayouts:
     rejected: Counter[str] = field(default_factory=Counter)
     next_bound: float | None = None
     next_simulated: Simulated | None = None
+    fitting_simulated: Simulated | None = None
     num_bounded: int = 0
     num_unbounded: int = 0
     num_simulated: int = 0
@@ -91,6 +93,19 @@ class FoundLayouts:
     def order(self, entry: Found | Simulated) -> tuple[object, ...]:
         """Sorts layouts: the best of the target first."""
         return by_memory(entry) if self.target == "memory" else by_time(entry)
+
+    @property
+    def headline(self) -> Found | Simulated:
+        """The best layout that fits, measured or not; some were measured."""
+        simulated = self.fitting_simulated
+        if simulated is None or self.order(self.best[0]) <= self.order(simulated):
+            return self.best[0]
+        return simulated
+
+    @property
+    def share_looked_at(self) -> float:
+        """Of the legal layouts, those that were measured, simulated, or left out by a bound."""
+        return 1 - self.rejected[OPEN] / self.num_candidates
 
     @property
     def is_proven(self) -> bool:

@@ -2,8 +2,8 @@
 
 Note [Time limit]
     With a limit of seconds (of one core), bounds from larger blocks are measured for
-    `BOUNDING_SHARE` of it, most plausible shardings first: tp within a node, and of these the
-    smallest; the others stay without a bound. Simulations end after `RANKING_SHARE`. Where the
+    `BOUNDING_SHARE` of it, most plausible shardings first: tp and ep within a node, and of these the
+    smallest tp; the others stay without a bound. Simulations end after `RANKING_SHARE`. Where the
     shardings with the best bounds were found not to fit until `NOTHING_FITS_SHARE`, the rest of the
     ranking takes the leanest alone: full recomputation and the smallest micro-batch. A ranking that
     the limit has ended goes on to `NEIGHBOURS_SHARE` beside the best layout found, with the
@@ -24,6 +24,8 @@ RANKING_SHARE, FRONT_RANKING_SHARE = 0.42, 0.56
 """Of the seconds of a search, after which the ranking by the target ends, and the other one."""
 BOUNDING_SHARE, NOTHING_FITS_SHARE, NEIGHBOURS_SHARE = 0.25, 0.34, 0.62
 """Of the seconds of a search; see Note [Time limit]."""
+USUAL_SHARE = 0.62
+"""Of the seconds of a search, after which no more of the usual layouts are simulated."""
 SPLITS_SHARE = 0.68
 """Of the seconds of a search, after which no more layers of pipeline stages are tried."""
 

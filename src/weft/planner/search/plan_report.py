@@ -32,9 +32,15 @@ class Rates:
 def search_text(result: FoundLayouts, rates: Rates, *, num_shown: int) -> list[str]:
     """The result for a reader."""
     lines = []
+    first = result.headline
+    if isinstance(first, Simulated):
+        value = value_text(first.seconds, "time")
+        size = memory(first.peak_bytes)
+        lines.append(f"best, simulated and not measured: {first.layout.text}")
+        lines.append(f"   step {value}, memory {size}; the best of those that were measured:")
     shown = result.best[:num_shown]
     for place, found in enumerate(shown, start=1):
-        lines.append(f"{place}. {found.layout.text}")
+        lines.append(f"{place}. {found.layout.text} (measured)")
         lines.extend(f"   {line}" for line in found_lines(found, rates))
     for place, (first, second) in enumerate(itertools.pairwise(shown), start=1):
         lines.append(f"{place} before {place + 1}: {reason(first, second)}")
@@ -220,11 +226,19 @@ def search_json(result: FoundLayouts, rates: Rates, *, num_shown: int) -> dict[s
         "next_bound": result.next_bound,
         "simulated_front": [simulated_json(entry) for entry in result.simulated_front],
         "largest_error": result.largest_error,
+        "looked_at": result.share_looked_at,
+        "headline": headline_json(result.headline),
         "bounded": result.num_bounded,
         "simulated": result.num_simulated,
         "out_of_time": result.is_out_of_time,
         "proven": result.is_proven,
     }
+
+
+def headline_json(entry: Found | Simulated) -> dict[str, Any]:
+    """The best layout as JSON, and whether it was measured."""
+    is_measured = isinstance(entry, Found)
+    return {"layout": entry.layout.text, "step_s": entry.seconds, "measured": is_measured}
 
 
 def simulated_json(entry: Simulated) -> dict[str, Any]:

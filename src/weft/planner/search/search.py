@@ -13,6 +13,9 @@ Note [Best first]
     first, until enough fit. The winner is proven the best where no bound of a layout that was not
     measured is below it.
 
+    Before all that, some usual layouts are simulated (usual_layouts.py): so a search that the limit
+    ends early is not worse than what anyone tries first.
+
 Note [Two targets]
     Ranked by time, lean layouts are never reached: those with recomputation, small micro-batches and
     high ZeRO stages. So a part of the seconds ranks by memory; for the Pareto front layouts of
@@ -23,6 +26,7 @@ Note [Two targets]
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -47,6 +51,7 @@ from weft.planner.search.limits import (
     NOTHING_FITS_SHARE,
     RANKING_SHARE,
     SPLITS_SHARE,
+    USUAL_SHARE,
     Clock,
     SearchLimits,
 )
@@ -60,6 +65,7 @@ from weft.planner.search.shardings import (
     plausibility,
 )
 from weft.planner.search.stage_split import best_split
+from weft.planner.search.usual_layouts import usual_layouts
 
 NUM_BEST = 3
 SIMULATED_WITHIN = 1.5
@@ -126,11 +132,14 @@ class _LayoutSearch:
         self.best: dict[Objective, list[float]] = {"time": [], "memory": []}
         """Best simulated values, negative: a heap with the worst one first."""
         self.num_expanded = 0
+        self.num_simulated: Counter[Layout] = Counter()
+        """By sharding, of the usual layouts."""
 
     def run(self) -> FoundLayouts:
         """The result, with all that fit among the measured ones."""
         for group in self.candidates.groups:
             self._add_group(group)
+        self._simulate_usual()
         self._rank(self.objective, RANKING_SHARE)
         if not self.simulated:
             self._rank_leanest()
@@ -178,6 +187,21 @@ class _LayoutSearch:
             rest = key.micro_size, is_other, leanness, not key.sequence, len(self.waiting)
             self.waiting[key] = Sharding(0.0, rest, key, [])
         self.waiting[key].groups.append((group, tuple(fitting)))
+
+    def _simulate_usual(self) -> None:
+        """Simulate the usual layouts, each with the first options whose activations may fit."""
+        for layouts in usual_layouts(self.candidates, self.costs.speeds.hardware.node):
+            if self.simulated and self.clock.is_over(USUAL_SHARE):
+                return
+            for layout in layouts:
+                if self.costs.state_bytes(layout) > self.limits.memory_bytes:
+                    continue
+                bound = self.costs.bound(layout, self.costs.blocks(layout))
+                if bound.peak_bytes <= self.limits.memory_bytes:
+                    self.result.num_bounded += 1
+                    self.num_simulated[layout.sharding] += 1
+                    self._simulate(layout, bound)
+                    break
 
     def _rank(self, objective: Objective, share: float, *, is_aside: bool = False) -> None:
         """Measure the blocks of shardings and simulate their layouts until no bound in the queue is
@@ -299,6 +323,8 @@ class _LayoutSearch:
         """Bound the layouts of a sharding by its own blocks, and simulate the better ones."""
         bounded: list[tuple[Bound, Layout]] = []
         for layout in self._that_may_fit(sharding):
+            if layout in self.bounds:  # a usual one
+                continue
             bound = self.costs.bound(layout, self.costs.blocks(layout))
             self.result.num_bounded += 1
             if bound.peak_bytes > self.limits.memory_bytes:
@@ -386,15 +412,18 @@ class _LayoutSearch:
             left.append(value)
         for sharding in self.waiting.values():
             known = self.known_bounds.get(sharding.key)
+            num_left = len(sharding) - self.num_simulated[sharding.key]
             if known is None:
-                result.num_unbounded += len(sharding)
-                result.rejected[OPEN] += len(sharding)
+                result.num_unbounded += num_left
+                result.rejected[OPEN] += num_left
                 continue
-            result.rejected[_reason_left(known, best)] += len(sharding)
+            result.rejected[_reason_left(known, best)] += num_left
             left.append(known)
         below = [value for value in left if value < best]
         result.next_bound = min(below, default=None)
         result.next_simulated = min(self.simulated, key=result.order, default=None)
+        fitting = [each for each in self.simulated if each.peak_bytes <= self.limits.memory_bytes]
+        result.fitting_simulated = min(fitting, key=result.order, default=None)
 
     def _report(self, text: str) -> None:
         if self.progress is not None:

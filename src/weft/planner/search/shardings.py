@@ -41,7 +41,7 @@ def plausibility(sharding: Sharding, node: int) -> tuple[object, ...]:
     """
     key = sharding.key
     tp = key.degree(TP)
-    is_wide = tp > node
+    is_wide = tp * key.degree(EP) > node
     return is_wide, tp, not key.sequence, -key.degree(EP), sharding.rest
 
 
@@ -67,18 +67,18 @@ def num_differences(first: Layout, second: Layout) -> int:
 
 
 def neighbours(best: Layout, waiting: Iterable[Sharding]) -> list[Sharding]:
-    """The shardings that differ from the one of the best layout in one option, not in the degrees;
-    first those with the nearest micro-batch, of these the ones with the least bound.
+    """The sharding of the best layout, and those that differ from it in one option, not in the
+    degrees; first those with the nearest micro-batch, of these the ones with the least bound.
     """
     key = best.sharding
 
-    def nearest_first(sharding: Sharding) -> tuple[float, Sharding]:
+    def nearest_first(sharding: Sharding) -> tuple[bool, float, Sharding]:
         ratio = sharding.key.micro_size / key.micro_size
-        return abs(math.log(ratio)), sharding
+        return num_differences(sharding.key, key) > 0, abs(math.log(ratio)), sharding
 
     found: list[Sharding] = []
     for sharding in waiting:
         has_its_degrees = sharding.key.degrees == key.degrees
-        if has_its_degrees and num_differences(sharding.key, key) == 1:
+        if has_its_degrees and num_differences(sharding.key, key) <= 1:
             found.append(sharding)
     return sorted(found, key=nearest_first)

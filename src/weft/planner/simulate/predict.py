@@ -43,11 +43,16 @@ class Prediction:
         return plan.global_size * plan.seq_len / self.step.total_s
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs (three forwards, no recomputation) as a share of the devices' bf16 peak."""
-        plan = self.roles[0].step.plan
+    def utilization(self) -> Utilization:
+        """The model's FLOPs, and the devices' bf16 peak."""
+        measured = self.roles[0].step
         peak = self.speeds.hardware.bf16_tflops
-        return Utilization.of(plan, peak_tflops=peak).mfu(self.step.total_s)
+        return Utilization.of(measured.plan, peak_tflops=peak, adapted=measured.adapted)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs (without recomputation) as a share of the devices' bf16 peak."""
+        return self.utilization.mfu(self.step.total_s)
 
 
 def predict(run: MeasuredRun, speeds: Speeds) -> Prediction:

@@ -87,11 +87,11 @@ class Speeds:
 
     def _transfer_s(self, op: Operation, *, num_nodes: int) -> float:
         """Seconds in which what this rank sends is on its links."""
-        inside_s = op.sent_bytes / self._link_rate
-        if num_nodes == 1:
-            return inside_s
         members = len(op.group)
+        if num_nodes == 1:
+            return op.sent_bytes / self._link_rate(members)
         members_a_node = max(1, members // num_nodes)
+        inside_s = op.sent_bytes / self._link_rate(members_a_node) if members_a_node > 1 else 0.0
         if op.op != "all_to_all":
             ring_rate = self._network_rate * members_a_node
             return max(inside_s, op.sent_bytes / ring_rate)
@@ -133,13 +133,12 @@ class Speeds:
         share = self.efficiency
         is_inside = sender // node == receiver // node
         if is_inside:
-            return num_bytes / self._link_rate + share.latency_s
+            return num_bytes / self._link_rate(2) + share.latency_s
         return num_bytes / self._network_rate + share.network_latency_s
 
-    @property
-    def _link_rate(self) -> float:
-        """Bytes a second of one device inside a node."""
-        return self.hardware.link_gb_s * GB * self.efficiency.link
+    def _link_rate(self, members: int) -> float:
+        """Bytes a second of one device to so many members of its node, itself among them."""
+        return self.hardware.link_gb_s_of(members) * GB * self.efficiency.link
 
     @property
     def _network_rate(self) -> float:
