@@ -10,11 +10,20 @@ from typing import Any
 
 from weft.commands.train import train
 from weft.errors import EXIT_OK, WeftError, first_line
-from weft.prove.generated_runs import GeneratedRun
+from weft.prove.generated_runs import OPTIONS, SIZES, Choices, GeneratedRun
 from weft.prove.sweep import ComparedSteps
 
-LENGTHS = (2, 2, 2, 2, 2, 2, 2, 2, 2, 200)
-"""Steps of a generated run: one of these."""
+CHOICES = Choices(
+    most_ranks=(2, 2, 4, 4, 8),
+    options={
+        **OPTIONS,
+        "--data.seq_len": ("8", "16", "24"),
+        "--batch.global_size": ("4", "4", "8"),
+    },
+    sizes={**SIZES, "layers": ("2", "2", "3")},
+    steps=(2, 2, 2, 2, 2, 2, 2, 2, 2, 200),
+)
+"""Sizes of which a run takes one to ten CPU-s."""
 MANY_STEPS = 20
 """From so many steps on, a quarter of them are compared; otherwise each is."""
 

@@ -103,7 +103,7 @@ def prove_sweep(words: Sequence[str]) -> int:
         return show_help(SweepOptions(), usage, "prove generated layouts of every family")
     options = flags.read_config(_without_json(words), SweepOptions)
     _prepare_threads()
-    from weft.commands.compared_runs import LENGTHS, train_compared  # they import torch
+    from weft.commands.compared_runs import CHOICES, train_compared  # they import torch
     from weft.prove.generated_runs import Choices
     from weft.prove.sweep import SweepResult, SweepSummary, sweep
 
@@ -113,7 +113,7 @@ def prove_sweep(words: Sequence[str]) -> int:
     for result in sweep(
         options.sweep,
         seed=options.seed,
-        choices=Choices() if options.checks == "proof" else Choices(steps=LENGTHS),
+        choices=Choices() if options.checks == "proof" else CHOICES,
         proves=options.checks != "steps",
         train=None if options.checks == "proof" else train_compared,
     ):

@@ -88,14 +88,15 @@ class GeneratedRun:
 
 
 def generated_runs(seed: int, choices: Choices) -> Iterator[GeneratedRun]:
-    """Runs without end, a function of the seed."""
+    """Runs on several ranks without end, a function of the seed."""
     dice = random.Random(seed)  # noqa: S311 - layouts, not secrets
     families = [name for name, family in FAMILIES.items() if family.Config.kind == "tokens"]
     families.append(USER_MODEL)
     while True:
         words = _words(dice, dice.choice(families), choices)
         loaded = try_load(list(words), FAMILIES)
-        if not run_checks(loaded.run, config_checks, known=loaded.faults):
+        is_alone = loaded.run.device_mesh.size == 1
+        if not is_alone and not run_checks(loaded.run, config_checks, known=loaded.faults):
             yield GeneratedRun(words, loaded.run)
 
 
