@@ -241,7 +241,7 @@ TOML: dict[str, tuple[str | bytes, str]] = {
     "2 MiB of comment": ("#" * 2 * MIB, "is too large"),
     "20,000 unknown keys": ("".join(f"k{i} = 1\n" for i in range(20_000)), "20000 keys"),
     "not UTF-8": (b"mesh = '\xff'", "not UTF-8"),
-    "UTF-16": ("steps = 3".encode("utf-16"), "not UTF-8"),
+    "UTF-16": ('{"text": "a"}\n'.encode("utf-16"), "is no text (got UTF-16 text"),
     "zero bytes": (b"\0" * 100, "is not TOML"),
     "JSON": ('{"steps": 3}', "is not TOML"),
     "YAML": ("steps: 3", "is not TOML"),
@@ -273,7 +273,7 @@ TEXT_NESTED = '{"text": ' + "[" * DEEP + "]" * DEEP + "}\n"
 LINES: dict[str, tuple[str | bytes, str]] = {
     "no JSON": ("hello\n", "data.jsonl:1 is not JSON"),
     "half a line": ('{"text": "a"}\n{"text": "b', "data.jsonl:2 is not JSON"),
-    "a list": ('["text"]\n', "is not a JSON object"),
+    "a list": ('["text"]\n', "in place of an object"),
     "a number": ("3\n", "is not a JSON object"),
     "no field": ('{"body": "x"}\n', "has no such field"),
     "a number as text": ('{"text": 3}\n', "is not text"),
@@ -281,10 +281,10 @@ LINES: dict[str, tuple[str | bytes, str]] = {
     "nested": (TEXT_NESTED, "nested more than"),
     "5,000 digits": ('{"text": "a", "n": ' + "9" * 5000 + "}\n", "is not JSON"),
     "not UTF-8": (b'{"text": "\xff"}\n', "is not JSON"),
-    "UTF-16": ('{"text": "a"}\n'.encode("utf-16"), "is not JSON"),
+    "UTF-16": ('{"text": "a"}\n'.encode("utf-16"), "is no text (got UTF-16 text"),
     "nothing": ("", "is empty"),
     "empty texts": ('{"text": ""}\n' * 9, "is empty"),
-    "zero bytes": (b"\0" * 1000, "is not JSON"),
+    "zero bytes": (b"\0" * 1000, "got binary data"),
 }
 
 

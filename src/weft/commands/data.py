@@ -37,7 +37,7 @@ class PrepareArguments(ConfigSection):
 
     inputs: tuple[str, ...] = Field(
         (),
-        description="files, folders, globs: text, .jsonl, .parquet, .gz of the first two; hf:PATH[,CONFIG][:SPLIT]",
+        description="files, folders, globs: text, JSON, CSV, TSV (also .gz .xz .bz2 .zst), parquet; hf:PATH[,CONFIG][:SPLIT]",
     )
     out: str = Field("", description="folder to write")
     tokenizer: str = Field(

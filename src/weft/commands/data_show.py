@@ -16,7 +16,7 @@ from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags
 from weft.config.schema import ConfigSection
 from weft.data.conversations import PAIR, MaskedTokens
-from weft.data.files import find_files, kind_of
+from weft.data.files import find_files
 from weft.data.prepared import (
     SPLITS,
     TEXT,
@@ -27,6 +27,7 @@ from weft.data.prepared import (
     open_prepared,
 )
 from weft.data.record_sources import PREFERENCE, encode_records, make_reader
+from weft.data.row_files import holds_rows
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.errors import EXIT_FAILED, EXIT_OK, DataError, Fault, UserError, counted
 from weft.view.answers import TextSegment, marked_text
@@ -68,7 +69,7 @@ def show(words: Sequence[str]) -> int:
     arguments = flags.read_config(words[1:], ShowArguments)
     if is_prepared(folder):
         return _show_prepared(folder, arguments)
-    if folder.is_file() and kind_of(folder) in (".jsonl", ".parquet"):
+    if folder.is_file() and holds_rows(folder):
         return _show_records(str(folder), arguments)
     fix = "weft data prepare INPUT --out prepared, then weft data show prepared"
     need = "one with meta.json, or a file of records"
@@ -95,6 +96,8 @@ def summary(folder: str, meta: PreparedMeta) -> str:
         f"  from       {', '.join(meta.inputs)}: {files}, {memory(meta.input_bytes)}",
         f"  tokenizer  {meta.tokenizer}, {meta.vocab:,} tokens, stored as {meta.dtype}{end}",
     ]
+    if meta.read_as:
+        lines.insert(2, f"  read as    {meta.read_as}")
     if meta.record_format != TEXT:
         lines.append(f"  format     {meta.record_format}, with a mask of answers")
     for split in SPLITS:

@@ -81,11 +81,11 @@ class DataConfig(ConfigSection):
         "bytes", description="bytes, or a tokenizer.json; a prepared folder has its own"
     )
     text_field: str = Field(
-        "text", description="field of JSONL lines, column of parquet files that holds the text"
+        "text", description="field of JSON, column of CSV and parquet files that holds the text"
     )
     format: Literal["text", "auto", "chat", "instruction", "prompt", "preference"] = Field(
         "text",
-        description="text, or records to fine-tune on (JSONL, parquet); auto: by the fields of the first",
+        description="text, or records to fine-tune on (rows of JSON, CSV, parquet); auto: by the fields of the first",
     )
     chat_template: str | None = Field(
         None,

@@ -307,6 +307,7 @@ class ConversationSamples:
             "targets": table.targets,
             **{name: number for name, number in self._losses().items() if number},
             "samples": self.num_samples,
+            **stream.read_as_fact(),
             "sha256": self._sha256[:HASH_DIGITS],
         }
         if stream.known_sha256 is not None:

@@ -1,34 +1,19 @@
-"""Documents in files: one a text file, one a JSONL line, one a parquet row; read in chunks of bounded size."""
+"""Documents in files: one a text file, one a row of JSON, CSV or parquet; read in chunks of bounded size."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.data.files import (
-    KEY,
-    LINES_SUFFIX,
-    READ_ERRORS,
-    TABLE_SUFFIX,
-    kind_of,
-    read_fault,
-)
-from weft.data.rows import (
-    FORMAT_KEY,
-    PARQUET_TEXT_TYPES,
-    Row,
-    decompressed,
-    detect_format,
-    jsonl_rows,
-    parquet_rows,
-)
+from weft.data.files import KEY
+from weft.data.formats import format_of, guarded_read, open_content
+from weft.data.row_files import file_rows, holds_rows
+from weft.data.rows import FORMAT_KEY, PARQUET_TEXT_TYPES, Row, detect_format
 from weft.errors import DataError, Fault, did_you_mean
-from weft.small_files import UnreadableFile, open_regular
 
 FIELD_KEY = "data.text_field"
 CHUNK_CHARS = 2**16
@@ -76,38 +61,9 @@ def read_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
         DataError: a file that cannot be read, has another format or has no such field, with its
             line.
     """
-    readers: dict[str, Callable[[Path, ReadOptions], Iterator[TextChunk]]] = {
-        LINES_SUFFIX: _jsonl_documents,
-        TABLE_SUFFIX: _parquet_documents,
-    }
-    reader = readers.get(kind_of(file), _text_documents)
+    reader = _row_documents if holds_rows(file) else _text_documents
     with guarded_read(file):
         yield from reader(file, options)
-
-
-@contextmanager
-def guarded_read(file: Path) -> Iterator[None]:
-    """Raise what reading a file raises as the fault of that file.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        yield
-    except UnreadableFile as error:
-        if error.got:
-            why = f"{error.what}: {error.got}"
-        else:
-            why = error.what
-        fault = Fault(
-            KEY,
-            "cannot read the file",
-            got=repr(str(file)),
-            fix=f"{why}: check it",
-        )
-        raise DataError(fault) from None
-    except READ_ERRORS as error:
-        raise DataError(read_fault(file, error)) from None
 
 
 def split_text(text: str, *, limit: int = CHUNK_CHARS) -> Iterator[str]:
@@ -211,9 +167,9 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
     errors = "surrogateescape" if options.allow_any_bytes else "strict"
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     num_decoded = 0
-    with open_regular(file) as raw, decompressed(raw, file) as source:
+    with open_content(file) as source:
         while True:
-            data = source.read(READ_BYTES)
+            data = source.content.read(READ_BYTES)
             try:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
@@ -230,15 +186,20 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
                 ) from None
             num_decoded += len(data)
             if text:
-                yield _DecodedBlock(text, raw.tell())
+                yield _DecodedBlock(text, source.at)
             if not data:
                 return
 
 
-def _jsonl_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
-    """A JSONL file: the text field of every line."""
-    for row in jsonl_rows(file):
-        text = _text_of_row(row, options.text_field)
+def _row_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
+    """A file of rows: the text field of each."""
+    field = options.text_field
+    check = partial(_check_text_column, field=field, file=file)
+    has_nulls = format_of(file).kind == "parquet"
+    for row in file_rows(file, check=check, columns=(field,)):
+        if has_nulls and row.fields[field] is None:
+            continue
+        text = _text_of_row(row, field)
         if text:
             yield from document_chunks(text, row.at)
 
@@ -283,16 +244,6 @@ def suggest_field(field: str, known: Any) -> str:
     if known:
         return did_you_mean(field, map(str, known))
     return "name another field, or repair the file"
-
-
-def _parquet_documents(file: Path, options: ReadOptions) -> Iterator[TextChunk]:
-    """A parquet file: the text column of every row, some rows at a time."""
-    field = options.text_field
-    check = partial(_check_text_column, field=field, file=file)
-    for row in parquet_rows(file, check=check, columns=(field,)):
-        text = row.fields[field]
-        if text:
-            yield from document_chunks(text, row.at)
 
 
 def _check_text_column(schema: Any, field: str, file: Path) -> None:

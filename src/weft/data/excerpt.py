@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from weft.config.schema import DataConfig
 from weft.data.conversations import PAIR, Conversations, ConversationSamples
 from weft.data.documents import ReadOptions, read_documents
-from weft.data.files import TOKEN_SUFFIX, find_files, is_plain_text
+from weft.data.files import find_files, is_token_file
+from weft.data.formats import format_of
 from weft.data.order import Ints, hash_numbers
 from weft.data.prepared import Prepared, prepared_of, sources_of
 from weft.data.record_sources import PREFERENCE, encode_records, holds_records, make_reader
@@ -237,9 +238,9 @@ def _first_documents(data: DataConfig, source: str) -> tuple[Document, ...]:
         files = find_files(source)
         if holds_records(source, data):
             documents = _of_records(data, files)
-        elif files[0].suffix == TOKEN_SUFFIX:
+        elif is_token_file(files[0]):
             documents = _of_files(files, np.dtype(data.token_dtype).newbyteorder("<"))
-        elif data.tokenizer == BYTES and all(map(is_plain_text, files)):
+        elif data.tokenizer == BYTES and all(format_of(file).is_plain_text for file in files):
             documents = _of_files(files, np.dtype(np.uint8))
         else:
             documents = _of_texts(data, files)
@@ -264,7 +265,7 @@ def _of_prepared(prepared: Prepared, source: str, *, has_masks: bool) -> Iterato
 def _of_files(files: Iterable[Path], dtype: np.dtype[np.unsignedinteger]) -> Iterator[Document]:
     """The beginnings of files: bytes of text, or ids."""
     for file in files:
-        tokens = open_tokens(file, dtype)
+        tokens = open_tokens(file, dtype, skipped=format_of(file).num_mark_bytes)
         yield Document(tokens[:MAX_DOCUMENT_TOKENS].astype(np.int64))
 
 

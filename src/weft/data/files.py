@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import glob
-import gzip
+import lzma
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 from weft.errors import DataError, Fault
 from weft.small_files import UnreadableFile, open_regular
@@ -22,23 +23,37 @@ STDLIB_EXCLUDED = {
 }
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 TOKEN_SUFFIX = ".bin"  # noqa: S105 - of token files
-GZIP_SUFFIX = ".gz"
-LINES_SUFFIX, TABLE_SUFFIX = ".jsonl", ".parquet"
+Compression = Literal["gz", "xz", "bz2", "zst"]
+COMPRESSED_SUFFIXES: Mapping[str, Compression] = {
+    ".gz": "gz",
+    ".xz": "xz",
+    ".bz2": "bz2",
+    ".zst": "zst",
+}
+ROW_SUFFIXES = {
+    ".jsonl": "json_lines",
+    ".ndjson": "json_lines",
+    ".json": "json_lines",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+"""Suffix -> kind of a file of rows; a JSON array is told from lines by its first byte."""
 READ_SUFFIXES = (
-    *TEXT_SUFFIXES, TOKEN_SUFFIX, LINES_SUFFIX, TABLE_SUFFIX, LINES_SUFFIX + GZIP_SUFFIX, ".txt" + GZIP_SUFFIX
+    *TEXT_SUFFIXES, TOKEN_SUFFIX, ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"
 )  # fmt: skip
-"""Suffixes of the files that are read in a folder; a file that is named, or matched by a pattern,
-is text whatever its suffix.
+"""Suffixes of the files that are read in a folder, compressed or not; others, among them .json,
+which often holds settings, are read where they are named or matched by a pattern.
 """
 
 
-READ_ERRORS = (OSError, EOFError, zlib.error)
+READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """What reading a file raises, compressed or not."""
 
 
 def read_fault(file: Path, error: Exception) -> Fault:
     """What is wrong with a file whose reading raised one of `READ_ERRORS`."""
-    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+    if isinstance(error, OSError) and error.errno:
         why = error.strerror or str(error)
         return Fault(
             KEY,
@@ -46,8 +61,21 @@ def read_fault(file: Path, error: Exception) -> Fault:
             got=repr(str(file)),
             fix=f"{why}: check it",
         )
-    what = f"{file} is a broken gzip file"
+    names = {"gz": "gzip", "zst": "zstd"}
+    kind = COMPRESSED_SUFFIXES.get(file.suffix.lower(), "compressed")
+    what = f"{file} is a broken {names.get(kind, kind)} file"
     return Fault(KEY, what, got=str(error), fix="fetch the file again")
+
+
+def inner_name(file: Path) -> str:
+    """The name of a file in lower case, without the suffix of its compression."""
+    name = Path(file.name.lower())
+    return name.stem if name.suffix in COMPRESSED_SUFFIXES else name.name
+
+
+def is_token_file(file: Path) -> bool:
+    """Whether a file holds the ids of tokens."""
+    return file.suffix.lower() == TOKEN_SUFFIX
 
 
 def find_files(source: str) -> tuple[Path, ...]:
@@ -64,7 +92,7 @@ def find_files(source: str) -> tuple[Path, ...]:
         raise DataError(
             Fault(KEY, "cannot search for files there", got=got, fix="check the path")
         ) from None
-    num_token_files = sum(file.suffix == TOKEN_SUFFIX for file in files)
+    num_token_files = sum(map(is_token_file, files))
     num_others = len(files) - num_token_files
     if num_token_files and num_others:
         got = f"{num_token_files} .bin and {num_others} others"
@@ -81,20 +109,14 @@ def find_files(source: str) -> tuple[Path, ...]:
     return files
 
 
-def kind_of(file: Path) -> str:
-    """`.jsonl` or `.parquet`, `.gz` for other compressed text, `.bin` for tokens, "" for plain
-    text.
-    """
-    if file.name.endswith((LINES_SUFFIX, LINES_SUFFIX + GZIP_SUFFIX)):
-        return LINES_SUFFIX
-    if file.suffix in (TABLE_SUFFIX, GZIP_SUFFIX, TOKEN_SUFFIX):
-        return file.suffix
-    return ""
-
-
-def is_plain_text(file: Path) -> bool:
-    """Whether the bytes of a file are its text."""
-    return kind_of(file) == ""
+def left_out(source: str) -> Iterator[str]:
+    """The suffixes of the visible files in a folder that are not read, one a file."""
+    folder = Path(os.path.expanduser(source))
+    if not folder.is_dir():
+        return
+    for file in _below(folder):
+        if not inner_name(file).endswith(READ_SUFFIXES):
+            yield file.suffix.lower().removeprefix(".") or "without suffix"
 
 
 def _matching_files(source: str) -> tuple[Path, ...]:
@@ -129,7 +151,7 @@ def _matching_files(source: str) -> tuple[Path, ...]:
 def _in_folder(folder: Path) -> tuple[Path, ...]:
     readable: list[Path] = []
     for file in _below(folder):
-        if file.name.endswith(READ_SUFFIXES):
+        if inner_name(file).endswith(READ_SUFFIXES):
             readable.append(file)
     readable.sort()
     for file in readable:
@@ -140,7 +162,7 @@ def _in_folder(folder: Path) -> tuple[Path, ...]:
             KEY,
             "no file to read in the folder",
             got=repr(str(folder)),
-            need=f"{suffixes} files",
+            need=f"{suffixes} files, compressed or not",
             fix=f"name others: '{folder}/*.c'",
         )
         raise DataError(fault)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.data.documents import ReadOptions, TextChunk, read_documents
-from weft.data.files import KEY, TOKEN_SUFFIX, find_files
+from weft.data.files import KEY, find_files, is_token_file
+from weft.data.formats import format_of, read_as
 from weft.data.hub import SCHEME, HubDataset
 from weft.errors import DataError, Fault
 
@@ -28,13 +29,13 @@ def find_inputs(sources: Sequence[str]) -> tuple[Input, ...]:
         files = find_files(source)
         inputs.update(dict.fromkeys(files))
     for file in inputs:
-        if isinstance(file, Path) and file.suffix == TOKEN_SUFFIX:
+        if isinstance(file, Path) and is_token_file(file):
             raise DataError(
                 Fault(
                     KEY,
                     "holds tokens already",
                     got=str(file),
-                    need="text, JSONL or parquet",
+                    need="text, JSON, CSV, TSV or parquet",
                     fix="leave it out, or name the texts that it was made from",
                 )
             )
@@ -53,6 +54,17 @@ def read_all(inputs: Iterable[Input], options: ReadOptions) -> Iterator[TextChun
             at = bytes_before + chunk.at
             yield replace(chunk, at=at)
         bytes_before += num_bytes_of(source)
+
+
+def inputs_read_as(sources: Sequence[str]) -> str:
+    """What the sources are read as, and what is left out."""
+    by_source = []
+    for source in sources:
+        if source.startswith(SCHEME):
+            by_source.append(f"rows of {source}")
+        else:
+            by_source.append(read_as(source, map(format_of, find_files(source))))
+    return "; ".join(by_source)
 
 
 def num_bytes_of(source: Input) -> int:

@@ -25,7 +25,7 @@ from weft.data.chat_template import TOKENIZER_CONFIG
 from weft.data.documents import ReadOptions, SplitOn, TextChunk
 from weft.data.files import KEY
 from weft.data.hub import HubDataset
-from weft.data.inputs import Input, find_inputs, num_bytes_of, read_all
+from weft.data.inputs import Input, find_inputs, inputs_read_as, num_bytes_of, read_all
 from weft.data.order import uniform_draws
 from weft.data.prepared import (
     FORMAT,
@@ -218,6 +218,7 @@ def _write_folder(
         num_shared=num_shared,
         num_changed=round_trip.num_different,
         first_changed=round_trip.first,
+        read_as=inputs_read_as(options.inputs),
         blocks=_all_block_checksums(folder),
     )
     text = meta.model_dump_json(indent=1)

@@ -78,6 +78,8 @@ class PreparedMeta(ConfigSection):
     num_changed: Annotated[int, Field(ge=0)] = 0
     """Texts that the tokenizer does not reproduce."""
     first_changed: str = ""
+    read_as: str = ""
+    """What the inputs were read as, in words; folders of an older weft do not say it."""
     blocks: dict[str, tuple[int, ...]] = Field(default_factory=dict)
     """CRC-32 of sampled blocks of each file (`data/verify.py`); folders of an older weft have none."""
 
@@ -124,6 +126,7 @@ class Prepared:
             vocab=vocab,
             documents=self.bounds(split),
             known_sha256=self.meta.splits[split].sha256,
+            read_as=self.meta.read_as,
         )
 
     def mask(self, split: Split) -> Tokens:

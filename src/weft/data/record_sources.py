@@ -20,8 +20,8 @@ from weft.data.conversations import (
     MaskedTokens,
     encode_answers,
 )
-from weft.data.documents import guarded_read
-from weft.data.files import KEY, LINES_SUFFIX, TABLE_SUFFIX, find_files, kind_of
+from weft.data.files import KEY, find_files
+from weft.data.formats import format_of, guarded_read, read_as
 from weft.data.prepared import (
     PREPARE_AGAIN,
     TEXT,
@@ -32,7 +32,8 @@ from weft.data.prepared import (
     sources_of,
 )
 from weft.data.records import RecordFormat, RecordReader, RenderedRecord
-from weft.data.rows import FORMAT_KEY, Row, detect_format, jsonl_rows, parquet_rows
+from weft.data.row_files import file_rows, holds_rows
+from weft.data.rows import FORMAT_KEY, detect_format
 from weft.data.token_sources import MAX_CHARS_IN_MEMORY, check_vocab, split_of
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream
@@ -78,25 +79,18 @@ def packs_documents(data: DataConfig) -> bool:
 def _first_row_is_record(source: str, text_field: str) -> bool:
     """Whether the first row of the source's first file is anything but text."""
     first = find_files(source)[0]
-    readers = {LINES_SUFFIX: jsonl_rows, TABLE_SUFFIX: _any_parquet_rows}
-    reader = readers.get(kind_of(first))
-    if reader is None:
+    if not holds_rows(first):
         return False
+    names: list[str] = []
+
+    def read_all_columns(schema: Any) -> None:
+        names.extend(schema.names)
+
     with guarded_read(first):
-        row = next(reader(first), None)
+        row = next(file_rows(first, check=read_all_columns, columns=names), None)
     if row is None:
         return True
     return detect_format(row.fields) is not None or text_field not in row.fields
-
-
-def _any_parquet_rows(file: Path) -> Iterator[Row]:
-    """The rows of a parquet file with all columns."""
-    names: list[str] = []
-
-    def note_names(schema: Any) -> None:
-        names.extend(schema.names)
-
-    return parquet_rows(file, check=note_names, columns=names)
 
 
 def open_records(
@@ -327,6 +321,7 @@ def _encode_in_memory(
         parts=(np.array(ids, dtype=np.uint32),),
         vocab=vocab,
         documents=np.cumsum([0, *lengths], dtype=np.int64),
+        read_as=read_as(source, map(format_of, files)),
     )
     group = PAIR if reader.format == PREFERENCE else 1
     return Conversations(

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from weft.data.chat_template import ASSISTANT, ChatTemplate, Message, TemplateFault, template_fault
-from weft.data.documents import guarded_read, without_surrogates
-from weft.data.files import LINES_SUFFIX, TABLE_SUFFIX, kind_of
-from weft.data.rows import FORMAT_KEY, RECORD_FIELDS, Row, detect_format, jsonl_rows, parquet_rows
+from weft.data.documents import without_surrogates
+from weft.data.formats import guarded_read
+from weft.data.row_files import file_rows, holds_rows
+from weft.data.rows import FORMAT_KEY, RECORD_FIELDS, Row, detect_format
 from weft.errors import DataError, Fault
 
 RecordFormat = Literal["chat", "instruction", "prompt", "preference"]
@@ -84,27 +85,16 @@ class RecordReader:
                 )
 
     def _rows(self, file: Path) -> Iterator[Row]:
-        match kind_of(file):
-            case ".jsonl":
-                return jsonl_rows(file)
-            case ".parquet":
-                return self._parquet_rows(file)
-        need = f"{LINES_SUFFIX} or {TABLE_SUFFIX} files"
-        raise DataError(
-            Fault(
-                FORMAT_KEY,
-                f"{file} holds no records",
-                got=self._name,
-                need=need,
-                fix="name files of records, or leave data.format out to train on plain text",
+        if not holds_rows(file):
+            raise DataError(
+                Fault(
+                    FORMAT_KEY,
+                    f"{file} holds no records",
+                    got=self._name,
+                    need="files of JSON lines, a JSON array, CSV, TSV or parquet",
+                    fix="name files of records, or leave data.format out to train on plain text",
+                )
             )
-        )
-
-    @property
-    def _name(self) -> str:
-        return self.format or "auto"
-
-    def _parquet_rows(self, file: Path) -> Iterator[Row]:
         columns = set(OPTIONAL_FIELDS)
         for names in RECORD_FIELDS.values():
             columns.update(names)
@@ -112,7 +102,11 @@ class RecordReader:
         def check(schema: Any) -> None:
             self._check_fields(schema.names, f"{file} columns")
 
-        return parquet_rows(file, check=check, columns=columns)
+        return file_rows(file, check=check, columns=columns)
+
+    @property
+    def _name(self) -> str:
+        return self.format or "auto"
 
     def _check_fields(self, names: Sequence[str], where: str) -> None:
         """Check that a record is of the format, or choose the format by the first one."""

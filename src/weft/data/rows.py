@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
-from weft.data.files import GZIP_SUFFIX, KEY
+from weft.data.files import KEY
+from weft.data.formats import open_content
 from weft.errors import DataError, Fault, first_line
 from weft.small_files import MIB, capped_lines, open_regular, parse_json
 
@@ -52,30 +52,24 @@ def detect_format(names: Collection[str]) -> str | None:
     return None
 
 
-def decompressed(raw: IO[bytes], file: Path) -> IO[bytes]:
-    """The content of an open file, which may be a gzip file."""
-    if file.suffix == GZIP_SUFFIX:
-        return cast(IO[bytes], gzip.open(raw))
-    return raw
-
-
 def jsonl_rows(file: Path) -> Iterator[Row]:
     """The objects of a JSONL file, one a line; blank lines are left out.
 
     Raises:
         DataError: a line that is too long, no JSON, or no object.
     """
-    with open_regular(file) as raw, decompressed(raw, file) as source:
+    with open_content(file) as source:
         number = 0
+        lines = capped_lines(source.content, max_bytes=MAX_LINE_BYTES)
         try:
-            for number, line in enumerate(capped_lines(source, max_bytes=MAX_LINE_BYTES), start=1):
+            for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
                 where = f"{file}:{number}"
                 yield Row(
-                    fields=_parse_object(line, where),
+                    fields=parse_object(line, where),
                     where=where,
-                    at=raw.tell(),
+                    at=source.at,
                 )
         except ValueError as error:
             what = f"{file}:{number + 1} is too long"
@@ -182,7 +176,12 @@ def _long_cell(file: Path, row: int, num_bytes: int) -> Fault:
     )
 
 
-def _parse_object(line: bytes, where: str) -> dict[str, Any]:
+def parse_object(line: bytes, where: str) -> dict[str, Any]:
+    """A row of JSON.
+
+    Raises:
+        DataError: it is no object.
+    """
     try:
         row = parse_json(line)
     except ValueError as error:

@@ -143,6 +143,7 @@ class SequenceSamples:
             facts["documents"] = len(stream.documents) - 1
         facts["samples"] = self.num_samples
         facts["packing"] = self.packing
+        facts.update(stream.read_as_fact())
         facts["sha256"] = stream.sha256[:HASH_DIGITS]
         if stream.known_sha256 is not None:
             facts["verified"] = verified_part(stream.num_bytes)
@@ -267,6 +268,9 @@ class MixtureSamples:
             if numbers:
                 merged[key] = sum(numbers)
         packings = {str(own["packing"]) for own in facts if "packing" in own}
+        read_as = [f"{own['source']}: {own['read_as']}" for own in facts if "read_as" in own]
+        if read_as:
+            merged["read_as"] = "; ".join(read_as)
         if packings:
             merged["packing"] = ", ".join(sorted(packings))
         digest = hashlib.sha256(hashes.encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from weft.config.schema import DataConfig
 from weft.data.document_bounds import Ints
 from weft.data.documents import ReadOptions, TextChunk, read_documents
-from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_plain_text
+from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_token_file
+from weft.data.formats import format_of, read_as
 from weft.data.prepared import PREPARE_AGAIN, SPLITS, Prepared, Split, agreed_tokenizer, prepared_of
 from weft.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream, empty_error, open_stream
@@ -48,19 +50,22 @@ def open_source(
             split=split,
         )
     files = find_files(source)
-    if files[0].suffix == TOKEN_SUFFIX:
-        return open_stream(files, token_dtype=data.token_dtype, vocab=vocab)
-    tokenizer = open_tokenizer(data.tokenizer)
-    check_vocab(tokenizer, vocab)
-    are_bytes = tokenizer.name == BYTES and all(map(is_plain_text, files))
-    if are_bytes:
-        return open_stream(files, token_dtype=data.token_dtype, vocab=vocab)
-    return _tokenize_in_memory(files, data, tokenizer, vocab=vocab)
+    formats = tuple(map(format_of, files))
+    as_read = read_as(source, formats)
+    if not is_token_file(files[0]):
+        tokenizer = open_tokenizer(data.tokenizer)
+        check_vocab(tokenizer, vocab)
+        if tokenizer.name != BYTES or not all(each.is_plain_text for each in formats):
+            stream = _tokenize_in_memory(files, data, tokenizer, vocab=vocab)
+            return replace(stream, read_as=as_read)
+    skipped = tuple(each.num_mark_bytes for each in formats)
+    stream = open_stream(files, token_dtype=data.token_dtype, vocab=vocab, skipped=skipped)
+    return replace(stream, read_as=as_read)
 
 
 def has_documents(stream: TokenStream) -> bool:
     """Whether it is known where documents begin."""
-    return stream.documents is not None or stream.files[0].suffix != TOKEN_SUFFIX
+    return stream.documents is not None or not is_token_file(stream.files[0])
 
 
 def _open_prepared_source(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.document_bounds import Bounds
-from weft.data.files import KEY, TOKEN_SUFFIX, read_fault
+from weft.data.files import KEY, is_token_file, read_fault
 from weft.errors import DataError, Fault, counted
 
 Array = NDArray[Any]
@@ -60,10 +60,12 @@ class TokenFile:
     path: Path
     dtype: np.dtype[Any]
     length: int
+    skipped: int = 0
+    """Bytes before the first token: a byte-order mark."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Size of the tokens."""
         return self.length * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -71,7 +73,7 @@ class TokenFile:
 
     def __getitem__(self, index: slice, /) -> Array:
         start, stop, _ = index.indices(self.length)
-        offset = start * self.dtype.itemsize
+        offset = self.skipped + start * self.dtype.itemsize
         try:
             tokens = np.fromfile(self.path, self.dtype, stop - start, offset=offset)
         except OSError as error:
@@ -101,6 +103,7 @@ class TokenStream:
         documents: index of every document's first token, and the total length; None: a file is a
             document.
         known_sha256: of the tokens, as the metadata of a prepared folder states it.
+        read_as: what the files were read as, in words; "" for a prepared folder.
     """
 
     files: tuple[Path, ...]
@@ -108,6 +111,7 @@ class TokenStream:
     vocab: int
     documents: Bounds | None = None
     known_sha256: str | None = None
+    read_as: str = ""
 
     @cached_property
     def bounds(self) -> NDArray[np.int64]:
@@ -124,6 +128,10 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self.bounds[-1])
+
+    def read_as_fact(self) -> dict[str, object]:
+        """The fact of what the files were read as, where that is said."""
+        return {"read_as": self.read_as} if self.read_as else {}
 
     @property
     def num_bytes(self) -> int:
@@ -215,16 +223,21 @@ def open_stream(
     *,
     token_dtype: str,
     vocab: int,
+    skipped: Sequence[int],
 ) -> TokenStream:
     """Text files as bytes, or token files as ids; the first ids of token files are checked.
+
+    Args:
+        skipped: bytes at the start of each file that are no tokens.
 
     Raises:
         DataError: a file that cannot be read, is truncated or holds ids outside the vocabulary; or
             nothing in all of them.
     """
-    holds_tokens = files[0].suffix == TOKEN_SUFFIX
+    holds_tokens = is_token_file(files[0])
     dtype = np.dtype(token_dtype if holds_tokens else np.uint8).newbyteorder("<")
-    parts = tuple(open_tokens(file, dtype) for file in files)
+    marks = zip(files, skipped, strict=True)
+    parts = tuple(open_tokens(file, dtype, skipped=mark) for file, mark in marks)
     stream = TokenStream(
         files=files,
         parts=parts,
@@ -263,8 +276,8 @@ def file_names(files: tuple[Path, ...]) -> str:
     return f"{first} and {num_others} more"
 
 
-def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
-    """The ids of one file.
+def open_tokens(file: Path, dtype: np.dtype[Any], *, skipped: int = 0) -> Tokens:
+    """The ids of one file, but for the bytes that are skipped at its start.
 
     Raises:
         DataError: it cannot be read, or ends inside an id.
@@ -281,7 +294,7 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
                     fix="copy its content into a file",
                 )
             )
-        size = file.stat().st_size
+        size = file.stat().st_size - skipped
         if size % dtype.itemsize:
             need = f"a multiple of {dtype.itemsize} bytes for {dtype.name} (data.token_dtype)"
             fix = "write the file again, or set data.token_dtype"
@@ -295,12 +308,13 @@ def open_tokens(file: Path, dtype: np.dtype[Any]) -> Tokens:
                 )
             )
         if size < MIN_ON_DISK_BYTES:
-            return np.frombuffer(file.read_bytes(), dtype)
+            return np.frombuffer(file.read_bytes()[skipped:], dtype)
         with file.open("rb"):  # raises now if it may not be read
             return TokenFile(
                 path=file,
                 dtype=dtype,
                 length=size // dtype.itemsize,
+                skipped=skipped,
             )
     except OSError as error:
         raise DataError(read_fault(file, error)) from None

@@ -163,13 +163,19 @@ def _data_text(run: Event) -> str:
         return str(data)
     parts = [str(data.get("source", "data"))]
     for key, value in data.items():
-        if key == "source" or isinstance(value, Mapping | list):
+        if key in ("source", "read_as") or isinstance(value, Mapping | list):
             continue
         if isinstance(value, int):
             parts.append(f"{count(value)} {key}")
         else:
             parts.append(f"{key} {value}")
     return ", ".join(parts)
+
+
+def _read_as_text(run: Event) -> str:
+    """What the files of the data were read as; "" where that is not known."""
+    data = run["data"]
+    return str(data.get("read_as", "")) if isinstance(data, Mapping) else ""
 
 
 def _has_images(run: Event) -> bool:
@@ -202,6 +208,7 @@ SUMMARY = (
     SummaryRow("device", "device", lambda run: str(run["device"])),
     SummaryRow("model", "model", _model_text),
     SummaryRow("data", "data", _data_text),
+    SummaryRow("read as", "data", _read_as_text),
     SummaryRow("a step", "batch_size", _step_text),
     SummaryRow("optimizer", "optimizer", lambda run: str(run["optimizer"])),
     SummaryRow("output", "out", lambda run: str(run["out"])),
@@ -216,7 +223,8 @@ def run_summary(run: Event) -> list[tuple[str, str]]:
         has_value = value is not None and value != ""
         if has_value:
             text = row.text(run)
-            rows.append((row.label, text))
+            if text:
+                rows.append((row.label, text))
     return rows
 
 

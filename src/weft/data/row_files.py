@@ -1,0 +1,162 @@
+"""Rows of any file that holds some: JSON lines, a JSON array, CSV, TSV, parquet."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from weft.data.files import KEY
+from weft.data.formats import Kind, format_of, open_content
+from weft.data.rows import MAX_LINE_BYTES, Row, jsonl_rows, parquet_rows, parse_object
+from weft.errors import DataError, Fault
+from weft.small_files import capped_lines
+
+BLOCK_BYTES = 2**18
+DELIMITERS: dict[Kind, str] = {"csv": ",", "tsv": "\t"}
+ROW_KINDS: tuple[Kind, ...] = ("json_lines", "json_array", "csv", "tsv", "parquet")
+NOT_SPACE = re.compile(r"\S")
+FIX = "repair or remove the row"
+
+
+def holds_rows(file: Path) -> bool:
+    """Whether a file holds rows, not text or tokens.
+
+    Raises:
+        DataError: as `format_of`.
+    """
+    return format_of(file).kind in ROW_KINDS
+
+
+def file_rows(
+    file: Path,
+    *,
+    check: Callable[[Any], None],
+    columns: Collection[str],
+) -> Iterator[Row]:
+    """The rows of a file.
+
+    Args:
+        check: of the Arrow schema of a parquet file, see `parquet_rows`.
+        columns: that are read of a parquet file.
+
+    Raises:
+        DataError: a file that cannot be read, with its line or row.
+    """
+    kind = format_of(file).kind
+    if kind == "json_lines":
+        return jsonl_rows(file)
+    if kind == "json_array":
+        return array_rows(file)
+    if kind == "parquet":
+        return parquet_rows(file, check=check, columns=columns)
+    return delimited_rows(file, DELIMITERS[kind])
+
+
+def delimited_rows(file: Path, delimiter: str) -> Iterator[Row]:
+    """The rows of a CSV or TSV file (RFC 4180), whose first line names the columns.
+
+    Raises:
+        DataError: no such file, a row with other columns, or no UTF-8.
+    """
+    csv.field_size_limit(MAX_LINE_BYTES)  # of the process; no other code reads CSV
+    with open_content(file) as source:
+        lines = (line.decode() for line in capped_lines(source.content, max_bytes=MAX_LINE_BYTES))
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+        try:
+            for fields in reader:
+                where = f"{file}:{reader.line_num}"
+                if None in fields or None in fields.values():
+                    what = f"{where} has other columns than the first line"
+                    got = "more cells" if None in fields else "fewer cells"
+                    need = f"{len(reader.fieldnames or ())} cells"
+                    raise DataError(Fault(KEY, what, got=got, need=need, fix=FIX))
+                yield Row(fields=fields, where=where, at=source.at)
+        except (csv.Error, ValueError) as error:
+            what = f"{file}:{reader.line_num + 1} cannot be read"
+            raise DataError(Fault(KEY, what, got=str(error), fix=FIX)) from None
+
+
+def array_rows(file: Path) -> Iterator[Row]:
+    """The objects of a JSON array, which may be larger than memory; one at a time is kept.
+
+    Raises:
+        DataError: an item that is no object, or is too long; text that is no array.
+    """
+    with open_content(file) as source:
+        items = _array_items(source.content)
+        number = 0
+        try:
+            for number, item in enumerate(items, start=1):
+                where = f"{file} item {number}"
+                yield Row(fields=parse_object(item, where), where=where, at=source.at)
+        except ValueError as error:
+            what = f"{file} is no JSON array of objects, after item {number}"
+            raise DataError(Fault(KEY, what, got=str(error), fix="repair the file")) from None
+
+
+def _array_items(content: IO[bytes]) -> Iterator[bytes]:
+    """The texts of the objects in a JSON array.
+
+    Raises:
+        ValueError: it is none.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    text, place, num_read = "", 0, BLOCK_BYTES
+    before = "["  # stands before the next item
+    while True:
+        try:
+            item = _next_item(text, place, before)
+        except json.JSONDecodeError:  # the item may go on in the next block
+            block = content.read(num_read)
+            if not block or len(text) - place > MAX_LINE_BYTES:
+                raise
+            text, place = text[place:] + decoder.decode(block), 0
+            num_read *= 2
+            continue
+        if item is None:
+            return
+        yield text[slice(*item)].encode()
+        place, before, num_read = item[1], ",", BLOCK_BYTES
+
+
+def _next_item(text: str, place: int, before: str) -> tuple[int, int] | None:
+    """Where the next object of an array starts and stops; None at the end of the array.
+
+    Raises:
+        ValueError: it is no object; a `JSONDecodeError` where it is not complete.
+    """
+    place = _skip_space(text, place)
+    is_end = before == "," and text[place] == "]"
+    if not is_end and text[place] != before:
+        raise ValueError(f"{text[place]!r} in place of {before!r}")
+    if not is_end:
+        place = _skip_space(text, place + 1)
+        is_end = before == "[" and text[place] == "]"
+    if is_end:
+        if text[place + 1 :].strip():
+            raise ValueError("more text stands behind the array")
+        return None
+    if text[place] != "{":
+        raise ValueError(f"{text[place]!r} in place of an object")
+    try:
+        _, stop = json.JSONDecoder().raw_decode(text, place)
+    except RecursionError:
+        raise ValueError("an object is nested too deeply") from None
+    return place, stop
+
+
+def _skip_space(text: str, place: int) -> int:
+    """The next place that is no white space.
+
+    Raises:
+        JSONDecodeError: the text ends before.
+    """
+    match = NOT_SPACE.search(text, place)
+    if match is None:
+        raise json.JSONDecodeError("the array does not end", text, place)
+    return match.start()
