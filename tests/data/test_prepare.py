@@ -751,3 +751,72 @@ def test_a_tokenizer_knows_its_end_and_its_highest_id(bpe):
     assert tokenizer.decode([*tokenizer.encode("héllo"), 0, VOCAB + 5]) == "héllo<|endoftext|>"
     assert tokenizer.encode_batch(["a b", ""]) == [tokenizer.encode("a b"), []]
     assert open_tokenizer("bytes").decode([104, 105, 999]) == "hi?"
+
+
+# ---- tokenizers
+
+
+@pytest.fixture
+def shortened(tmp_path, bpe):
+    """A tokenizer.json with the truncation and padding of an earlier use."""
+    content = json.loads(bpe.read_text())
+    content["truncation"] = {
+        "direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0,
+    }  # fmt: skip
+    content["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>",
+    }  # fmt: skip
+    file = tmp_path / "shortened.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_stored_truncation_and_padding_are_switched_off(tmp_path, bpe, shortened):
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    streams = []
+    for tokenizer in (bpe, shortened):
+        data = DataConfig(source=str(tmp_path / "a.txt"), tokenizer=str(tokenizer))
+        stream = open_source(data.source, data, vocab=VOCAB)
+        streams.append(stream.read(0, len(stream)).tolist())
+    assert streams[0] == streams[1]
+    assert open_tokenizer(str(shortened)).encode_batch(["ab"]) == [
+        open_tokenizer(str(bpe)).encode("ab")
+    ]
+
+
+@pytest.fixture
+def lower_case(tmp_path, bpe):
+    """A tokenizer.json that loses capital letters."""
+    content = json.loads(bpe.read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    file = tmp_path / "lower.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def test_texts_that_a_tokenizer_changes_are_rejected_at_the_start_of_a_run(
+    tmp_path,
+    lower_case,
+    capsys,
+):
+    lines = write_lines(tmp_path / "a.jsonl", ["the cat", "The Mat", "A mat"])
+    model = gpt2.Config(vocab=VOCAB)
+    data = DataConfig(source=lines, tokenizer=str(lower_case), seq_len=4)
+    with pytest.raises(DataError) as error:
+        open_data(data, model)
+    changed = "(got document 2: 'The Mat' becomes 'the mat'"
+    assert f"does not reproduce 2 texts {changed}" in str(error.value)
+    assert "--data.round_trip any" in str(error.value)
+    accepted = data.model_copy(update={"round_trip": "any"})
+    assert open_data(accepted, model).num_samples > 0
+    out = str(tmp_path / "o")
+    words = ["data", "prepare", lines, "--out", out, "--tokenizer", str(lower_case)]
+    assert main([*words, "--valid", "0"]) == EXIT_OK
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("train on it: weft ")
+    assert command.endswith("--data.round_trip any")
+    prepared_data = DataConfig(source=out, seq_len=4)
+    with pytest.raises(DataError, match="does not reproduce 2 texts"):
+        open_data(prepared_data, model)
+    few = "--steps 1 --model.layers 1 --data.seq_len 4 --prove.before never --transport threads"
+    assert main([*command.split(), *few.split(), "--out", str(tmp_path / "run")]) == EXIT_OK

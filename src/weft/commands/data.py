@@ -18,6 +18,7 @@ from weft.config.schema import ConfigSection
 from weft.data.prepare import PrepareOptions, prepare
 from weft.data.prepared import TEXT, PreparedMeta
 from weft.data.record_sources import PREFERENCE
+from weft.data.round_trip import ACCEPT
 from weft.errors import (
     ConfigError,
     DataError,
@@ -142,9 +143,11 @@ def _notes(meta: PreparedMeta, out: str) -> Iterator[str]:
         more = ", or --split_on blank" if has_files else ""
         fix = f"raise --valid{more}, or name --eval.source when training"
         yield f"note: none of {documents} is kept for validation: {fix}"
+    changed = ""
     if meta.num_changed:
         texts = counted(meta.num_changed, "text")
         yield f"note: the tokenizer does not reproduce {texts}; {meta.first_changed}"
+        changed = f" {ACCEPT}"
     if meta.num_shared:
         texts = counted(meta.num_shared, "text")
         yield f"note: in {texts} a token is of prompt and answer, and counts"
@@ -153,7 +156,7 @@ def _notes(meta: PreparedMeta, out: str) -> Iterator[str]:
     else:
         vocab = ""
     loss = " --loss dpo" if meta.record_format == PREFERENCE else ""
-    yield f"train on it: weft train --data.source {out}{vocab}{loss}"
+    yield f"train on it: weft train --data.source {out}{vocab}{loss}{changed}"
 
 
 USAGE: Mapping[str, str] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -29,6 +30,7 @@ from weft.config.schema import (
 from weft.config.validate import config_checks
 from weft.core.precision import Dtype
 from weft.data.chat_template import FILE as TEMPLATE_FILE
+from weft.data.files import ROW_SUFFIXES, inner_name
 from weft.data.prepared import prepared_of, sources_of
 from weft.errors import Fault, UserError, counted
 from weft.generate.model_source import ModelSource, find_model
@@ -45,6 +47,7 @@ OWN_KEYS = {
     "data.packing": "packing",
     "data.seq_len": "seq_len",
     "data.text_field": "text_field",
+    "data.round_trip": "round_trip",
     "batch.global_size": "batch_size",
     "batch.micro_size": "micro_size",
 }
@@ -65,6 +68,9 @@ class EvalArguments(ConfigSection):
     )
     tokenizer: str = Field("", description="bytes or a tokenizer.json; nothing: the model's own")
     text_field: str = Field("text", description="field or column that holds the text")
+    round_trip: Literal["exact", "any"] = Field(
+        "exact", description="texts that come back changed from the tokenizer: rejected, or kept"
+    )
     packing: Literal["auto", "stream", "documents", "single"] = Field(
         "auto", description="as data.packing of a run"
     )
@@ -172,7 +178,8 @@ def _named_data(source: ModelSource, arguments: EvalArguments) -> DataConfig:
     tokenizer = arguments.tokenizer or source.tokenizer().name
     stored = source.run.data
     record_format = arguments.format
-    if record_format == "auto" and not arguments.data.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+    has_rows = inner_name(Path(arguments.data)).endswith(tuple(ROW_SUFFIXES))
+    if record_format == "auto" and not has_rows:
         record_format = "text"
     return stored.model_copy(
         update={
@@ -183,6 +190,7 @@ def _named_data(source: ModelSource, arguments: EvalArguments) -> DataConfig:
             "chat_template": arguments.chat_template or _template_of_run(stored, arguments.data),
             "packing": arguments.packing,
             "text_field": arguments.text_field,
+            "round_trip": arguments.round_trip,
         }
     )
 

@@ -80,6 +80,10 @@ class DataConfig(ConfigSection):
     tokenizer: str = Field(
         "bytes", description="bytes, or a tokenizer.json; a prepared folder has its own"
     )
+    round_trip: Literal["exact", "any"] = Field(
+        "exact",
+        description="texts that come back changed from the tokenizer: exact rejects them, any trains on what is left of them",
+    )
     text_field: str = Field(
         "text", description="field of JSON, column of CSV and parquet files that holds the text"
     )

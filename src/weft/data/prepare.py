@@ -37,7 +37,7 @@ from weft.data.prepared import (
     Split,
     TokenDtype,
 )
-from weft.data.record_sources import encode_record, make_reader
+from weft.data.record_sources import check_record, encode_record, make_reader
 from weft.data.records import RecordReader
 from weft.data.round_trip import RoundTrip
 from weft.data.rows import FORMAT_KEY
@@ -296,15 +296,10 @@ def _encode_records(
                 seed=options.seed,
             )
             writer = writers["valid" if is_kept else "train"]
-            for text, document in zip(record.texts, encoded.documents, strict=True):
+            for document in encoded.documents:
                 writer.add_masked(document.ids, document.mask)
                 num_shared += document.has_shared_token
-                round_trip.check(
-                    text.text,
-                    document.ids,
-                    document=num_records,
-                    adds_special=text.adds_special,
-                )
+            check_record(round_trip, encoded, document=num_records)
             num_records += 1
             report(bytes_before + record.at)
         bytes_before += num_bytes_of(source)

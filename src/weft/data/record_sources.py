@@ -31,10 +31,16 @@ from weft.data.prepared import (
     prepared_of,
     sources_of,
 )
-from weft.data.records import RecordFormat, RecordReader, RenderedRecord
+from weft.data.records import AnswerText, RecordFormat, RecordReader, RenderedRecord
+from weft.data.round_trip import RoundTrip
 from weft.data.row_files import file_rows, holds_rows
 from weft.data.rows import FORMAT_KEY, detect_format
-from weft.data.token_sources import MAX_CHARS_IN_MEMORY, check_vocab, split_of
+from weft.data.token_sources import (
+    MAX_CHARS_IN_MEMORY,
+    check_round_trip,
+    check_vocab,
+    split_of,
+)
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream
 from weft.errors import DataError, Fault
@@ -49,6 +55,7 @@ class EncodedRecord:
     """The documents of a record, one or the two of a pair."""
 
     documents: tuple[MaskedTokens, ...]
+    texts: tuple[AnswerText, ...]
     where: str
     at: int
     num_chars: int
@@ -202,10 +209,17 @@ def encode_record(record: RenderedRecord, tokenizer: Tokenizer) -> EncodedRecord
     num_chars = sum(len(text.text) for text in record.texts)
     return EncodedRecord(
         documents=documents,
+        texts=record.texts,
         where=record.where,
         at=record.at,
         num_chars=num_chars,
     )
+
+
+def check_record(round_trip: RoundTrip, record: EncodedRecord, *, document: int) -> None:
+    """Compare the texts of a record, which is number `document`, with their tokens."""
+    for text, encoded in zip(record.texts, record.documents, strict=True):
+        round_trip.check(text.text, encoded.ids, document=document, adds_special=text.adds_special)
 
 
 def check_date(template: ChatTemplate | None) -> None:
@@ -265,6 +279,7 @@ def _open_prepared(
         fix = f"omit data.chat_template, or {PREPARE_AGAIN}"
         raise DataError(Fault(TEMPLATE_KEY, what, got=data.chat_template, fix=fix))
     check_vocab(agreed_tokenizer(prepared, data), vocab)
+    check_round_trip(prepared, data)
     part = split_of(source, split)
     stream = prepared.stream(part, vocab=vocab)
     if not len(stream):
@@ -300,12 +315,17 @@ def _encode_in_memory(
     masks: list[NDArray[np.uint8]] = []
     lengths: list[int] = []
     num_shared = 0
-    for record in _small(encode_records(files, reader, tokenizer), files):
+    round_trip = RoundTrip(tokenizer)
+    records = _small(encode_records(files, reader, tokenizer), files)
+    for number, record in enumerate(records):
+        if data.round_trip == "exact":
+            check_record(round_trip, record, document=number)
         for document in record.documents:
             ids.extend(document.ids)
             masks.append(document.mask)
             lengths.append(len(document.ids))
             num_shared += document.has_shared_token
+    round_trip.reject()
     if not ids:
         raise DataError(
             Fault(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from weft.data.tokenizer import BYTES, Tokenizer
+from weft.data.tokenizer import BYTES, KEY, Tokenizer
+from weft.errors import DataError, Fault, counted
 
 SHOWN_CHARS = 20
+ACCEPT = "--data.round_trip any"
 
 
 @dataclass
@@ -49,6 +51,26 @@ class RoundTrip:
         self.num_different += 1
         if not self.first:
             self.first = f"document {document + 1}: {describe_difference(text, decoded)}"
+
+    def reject(self) -> None:
+        """Reject texts that were changed.
+
+        Raises:
+            DataError: there are some.
+        """
+        if self.num_different:
+            raise DataError(changed_texts(self.tokenizer.name, self.num_different, self.first))
+
+
+def changed_texts(tokenizer: str, number: int, first: str) -> Fault:
+    """The fault of texts that a tokenizer does not reproduce."""
+    return Fault(
+        KEY,
+        f"{tokenizer} does not reproduce {counted(number, 'text')}",
+        got=first,
+        need="decode(encode(text)) == text",
+        fix=f"another tokenizer, or {ACCEPT} to train on what is left of the texts",
+    )
 
 
 def describe_difference(text: str, decoded: str) -> str:

@@ -14,7 +14,8 @@ from weft.data.documents import ReadOptions, TextChunk, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_token_file
 from weft.data.formats import format_of, read_as
 from weft.data.prepared import PREPARE_AGAIN, SPLITS, Prepared, Split, agreed_tokenizer, prepared_of
-from weft.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from weft.data.round_trip import RoundTrip, changed_texts
+from weft.data.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream, empty_error, open_stream
 from weft.errors import DataError, Fault
 
@@ -77,6 +78,7 @@ def _open_prepared_source(
     split: Split,
 ) -> TokenStream:
     check_vocab(agreed_tokenizer(prepared, data), vocab)
+    check_round_trip(prepared, data)
     stream = prepared.stream(split_of(source, split), vocab=vocab)
     if not len(stream):
         raise DataError(
@@ -89,6 +91,19 @@ def _open_prepared_source(
             )
         )
     return stream
+
+
+def check_round_trip(prepared: Prepared, data: DataConfig) -> None:
+    """Check that the tokenizer of a prepared folder reproduces its texts.
+
+    Raises:
+        DataError: it does not, and `data.round_trip` demands it.
+    """
+    meta = prepared.meta
+    if meta.num_changed and data.round_trip == "exact":
+        raise DataError(
+            changed_texts(f"{prepared.folder}/{FILE}", meta.num_changed, meta.first_changed)
+        )
 
 
 def split_of(source: str, default: Split) -> Split:
@@ -131,13 +146,19 @@ def _tokenize_in_memory(
     chunks = list(_small_documents(files, options))
     ids: list[int] = []
     lengths = []
+    round_trip = RoundTrip(tokenizer)
+    number = 0
     for chunk in chunks:
         # not as a batch: no threads may start before ranks are forked
         tokens = tokenizer.encode(chunk.text)
+        if data.round_trip == "exact":
+            round_trip.check(chunk.text, tokens, document=number)
+        number += chunk.ends
         if chunk.ends and tokenizer.end is not None:
             tokens = [*tokens, tokenizer.end]
         ids.extend(tokens)
         lengths.append(len(tokens))
+    round_trip.reject()
     if not ids:
         raise empty_error("no text", files)
     tokens_in_memory = np.array(ids, dtype=np.uint32)

@@ -322,6 +322,9 @@ def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
                 fix=FIX,
             )
         ) from None
+    # stored settings of an earlier use: texts would lose their ends, or get tokens of padding
+    inner.no_truncation()
+    inner.no_padding()
     return FileTokenizer(path, inner, content)
 
 
