@@ -20,7 +20,7 @@ from tests.supervised import (
     wait_for_rank,
     words_of,
 )
-from weft.errors import EXIT_OK
+from weft.errors import EXIT_OK, EXIT_USER
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS
 
@@ -103,6 +103,26 @@ def test_a_rank_killed_at_the_start_is_started_again(clean, tmp_path):
     assert restart["source"] == "start"
     assert restart["step"] == 0
     assert restart["rank"] == 2
+
+
+def test_ranks_are_not_started_again_on_data_that_were_replaced(tmp_path):
+    out = tmp_path / "run"
+    words = words_of(("--mesh", "dp2"), steps=900, save__memory_every=0)
+    with training(out, *words) as process:
+        hit = wait_for_rank(out, 1, lambda found: found.step >= 2)
+        text = tmp_path / "text.txt"
+        new = tmp_path / "new.txt"
+        new.write_text(text.read_text().swapcase())
+        new.rename(text)
+        os.kill(hit.pid, signal.SIGKILL)
+        code, _, stderr = finish(process)
+    assert code == EXIT_USER
+    error = f"data.source: {text} has changed since the run started (got another content)"
+    assert stderr.startswith(f"error: {error}. Fix: put the file back and resume")
+    assert stderr.count("\n") == 1
+    *_, end = read_events(out / EVENTS)
+    assert (end["event"], end["status"]) == ("end", "failed")
+    assert error in end["error"]
 
 
 FLIP_ONE_BIT = """

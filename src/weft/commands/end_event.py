@@ -12,7 +12,7 @@ from pathlib import Path
 from weft.checkpoint.folder import checkpoints, next_command
 from weft.checkpoint.remote import RemoteFolder
 from weft.commands.console import print_error
-from weft.errors import CheckpointError, RankError
+from weft.errors import CheckpointError, DataError, RankError
 from weft.run.failure import describe_error
 from weft.run.world import World
 from weft.train.event_log import append_end_event, end_run_of_dead_writer, last_step
@@ -72,6 +72,11 @@ def end_of_local_ranks(folder: RecordFolder) -> Iterator[None]:
         )
         folder.copy()
         raise advised from error.__cause__
+    except DataError as error:
+        # a file that has changed since the ranks started, found before they are started again
+        seconds = time.perf_counter() - start_s
+        append_end_event(out, "failed", error=str(error), seconds=seconds)
+        raise
     # Ended by SIGTERM without an error; no effect after a normal end.
     append_end_event(out, "interrupted", seconds=time.perf_counter() - start_s)
 

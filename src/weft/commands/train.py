@@ -27,6 +27,7 @@ from weft.commands.proof_before import RunningProof, Verdict, start_proof
 from weft.config.lora import adapter_flops
 from weft.config.run import Run
 from weft.core.mesh import Mesh
+from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
 from weft.layout.utilization import AdapterFlops
 from weft.parallel.model.parallelize import ParallelModel
@@ -162,11 +163,21 @@ def _train(
                 snapshots=run.run.num_restarts > 0 and run.save.memory_every != 0,
                 on_board=partial(publish_status_board, out) if out else ignore_board,
                 adapt_attempt=adapt_attempt,
+                check_start=data_identity(run).check,
             ),
         )
     if isinstance(proof, RunningProof):
         proof.wait()  # raises the refusal with which all ranks have ended
     return code
+
+
+def data_identity(run: Run) -> DataIdentity:
+    """The identity of the data files that the checks before the start have verified."""
+    return DataIdentity.of(
+        run.data,
+        kind=run.model.kind,
+        evaluated_on=run.eval.source if run.eval.every else None,
+    )
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def read_pair(source: str) -> LabelledImages:
                 fix=fix,
             )
         )
-    images_file, labels_file = _find_pair(path)
+    images_file, labels_file = find_pair(path)
     images = read_idx(images_file, num_dims=3)
     labels = read_idx(labels_file, num_dims=1)
     if len(images) != len(labels) or not len(images):
@@ -171,7 +171,7 @@ def read_pair(source: str) -> LabelledImages:
     )
 
 
-def _find_pair(path: Path) -> tuple[Path, Path]:
+def find_pair(path: Path) -> tuple[Path, Path]:
     """Files with images and with their labels; a training pair is preferred."""
     folder = path if path.is_dir() else path.parent
     names = sorted(file.name for file in folder.iterdir())

@@ -45,6 +45,10 @@ def ignore_board(path: Path) -> None:
     """Do nothing."""
 
 
+def no_check() -> None:
+    """Check nothing."""
+
+
 def same_attempt(rank: int, attempt: Attempt) -> Attempt:
     """The attempt as it is."""
     return attempt
@@ -62,6 +66,7 @@ class Supervision:
         on_board: called with the path of the status board, once it exists.
         adapt_attempt: called in each rank process before anything else; injects faults in `weft
             chaos`.
+        check_start: called before every start of rank processes; raises where they must not start.
     """
 
     timeout_s: float = 0.0
@@ -69,6 +74,7 @@ class Supervision:
     snapshots: bool = False
     on_board: Callable[[Path], None] = ignore_board
     adapt_attempt: Callable[[int, Attempt], Attempt] = same_attempt
+    check_start: Callable[[], None] = no_check
 
 
 DEFAULT_SUPERVISION = Supervision()
@@ -129,6 +135,7 @@ def launch(
         policy = RestartPolicy(supervision.restarts)
         restart: Restart | None = None
         while True:
+            supervision.check_start()
             if folder.renew():
                 board = _open_board(folder, nproc, supervision)
             attempt_folder = folder.path / f"attempt{policy.num_done}"
