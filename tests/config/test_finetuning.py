@@ -29,7 +29,6 @@ def read(*words: str) -> Run:
 def optimizer_keys(run: Run) -> dict[str, float]:
     return {
         "optim.lr": run.optim.lr,
-        "optim.min_lr": run.optim.min_lr,
         "optim.weight_decay": run.optim.weight_decay,
     }
 
@@ -38,7 +37,6 @@ def test_a_run_from_scratch_keeps_the_defaults_of_training():
     run = read()
     assert optimizer_keys(run) == {
         "optim.lr": 3e-3,
-        "optim.min_lr": 3e-4,
         "optim.weight_decay": 0.1,
     }
     assert run.data.seq_len == 128
@@ -62,11 +60,9 @@ def test_keys_that_the_user_sets_win_in_a_file_and_as_flags(folder, tmp_path):
     config.write_text("[optim]\nweight_decay = 0.05\n")
     run = read(str(config), "--model.from_hf", folder, "--optim.lr", "1e-4", "--data.seq_len", "16")
     assert run.optim.lr == 1e-4
-    assert run.optim.min_lr == 2e-6
     assert run.optim.weight_decay == 0.05
     assert run.data.seq_len == 16
-    (note,) = [note for note in training_notes(run) if "fine-tuning" in note]
-    assert note == "fine-tuning defaults: --optim.min_lr 2e-06"
+    assert not [note for note in training_notes(run) if "fine-tuning" in note]
 
 
 def train(place: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -95,10 +91,7 @@ def train(place: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_weft_train_prints_the_defaults_that_it_chose(folder, tmp_path, capsys):
     shown = train(tmp_path, capsys, "--model.from_hf", folder)
-    assert (
-        "note: fine-tuning defaults: --optim.lr 2e-05 --optim.min_lr 2e-06 --optim.weight_decay 0\n"
-        in shown
-    )
+    assert "note: fine-tuning defaults: --optim.lr 2e-05 --optim.weight_decay 0\n" in shown
     assert "random weights" not in shown
 
 

@@ -380,3 +380,28 @@ def test_core_and_data_never_import_torch():
     )
     returncode = subprocess.run([sys.executable, "-c", code], check=False).returncode
     assert returncode == 0
+
+
+def test_a_run_of_an_earlier_format_keeps_its_last_rate(tmp_path):
+    text = "[optim]\nlr = 0.0004\nmin_lr = 0.0001\n"
+    written = (
+        "# The whole run: every key that decides it. Repeat it with `weft train` and this file.\n"
+    )
+    run = read(config_file(tmp_path, written + text))
+    assert run.optim.last_lr == pytest.approx(1e-4, rel=1e-12)
+    again = read(config_file(tmp_path, toml.dump(run)))
+    assert again.optim == run.optim
+
+
+def test_a_last_rate_that_is_no_share_is_rejected_with_the_share(tmp_path):
+    words = ("--optim.lr", "3e-4", "--optim.min_lr", "3e-5")
+    with pytest.raises(ConfigError) as error:
+        read(*words)
+    assert str(error.value) == (
+        "optim.min_lr: is a share of optim.lr (got 3e-05; need 0, or 0.001 to 1). "
+        "Fix: --optim.min_lr 0.1, if 3e-05 is the rate that you mean"
+    )
+    fix = error.value.faults[0].fix.partition(",")[0].split()
+    assert read("--optim.lr", "3e-4", *fix).optim.last_lr == pytest.approx(3e-5)
+    with pytest.raises(ConfigError, match=r"optim.min_lr: is a share"):
+        read(config_file(tmp_path, "[optim]\nmin_lr = 0.0003\n"))

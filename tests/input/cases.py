@@ -167,7 +167,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "data.tokenizer": ("nowhere.json", "/dev/zero", "text.txt"),
     "optim.name": ("adam", "muno"),
     "optim.lr": ("0", "-1", "nan", "inf", "fast", "1e400"),
-    "optim.min_lr": ("-1", "nan"),
+    "optim.min_lr": ("-1", "nan", "1.5", "3e-5"),
     "optim.warmup": ("-1", "1e13"),
     "optim.betas": ("0.9", "0.9 1.0", "0.9 -0.1", "a b"),
     "optim.eps": ("0", "-1"),

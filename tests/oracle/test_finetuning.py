@@ -32,7 +32,9 @@ LR = 1e-2
 BETA = 0.3
 TOLERANCE = 1e-9
 FLOAT64 = "--precision.params float64 --precision.compute float64 --precision.reduce float64"
-OPTIM = f"--optim.lr {LR} --optim.min_lr {LR} --optim.decay constant --optim.warmup 0 --optim.weight_decay 0 --optim.clip 0"
+OPTIM = (
+    f"--optim.lr {LR} --optim.decay constant --optim.warmup 0 --optim.weight_decay 0 --optim.clip 0"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

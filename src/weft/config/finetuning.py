@@ -5,10 +5,10 @@ from __future__ import annotations
 from weft.config.keys import Flat
 from weft.config.schema import ModelSection, OptimConfig
 
-FULL: Flat = {"optim.lr": 2e-5, "optim.min_lr": 2e-6, "optim.weight_decay": 0.0}
+FULL: Flat = {"optim.lr": 2e-5, "optim.weight_decay": 0.0}
 """Of runs that train all parameters of a model from `model.from_hf`."""
 
-LORA: Flat = {"optim.lr": 2e-4, "optim.min_lr": 2e-5, "optim.weight_decay": 0.0}
+LORA: Flat = {"optim.lr": 2e-4, "optim.weight_decay": 0.0}
 """Of runs that train adapters: they start at zero, and take a ten times higher rate (Hu et al.
 2021).
 """
@@ -48,7 +48,6 @@ def defaults_note(
     defaults = finetuning_defaults(asked, {"model.max_seq_len": context})
     current = {
         "optim.lr": optim.lr,
-        "optim.min_lr": optim.min_lr,
         "optim.weight_decay": optim.weight_decay,
         "data.seq_len": seq_len,
     }

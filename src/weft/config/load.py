@@ -63,6 +63,9 @@ MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
 
 OPTIMIZER = "optim.name"
+MIN_LR = "optim.min_lr"
+MIN_SHARE = 0.001
+"""Smallest share above 0 of the learning rate at the end of its decay."""
 FOLDER_KEYS = ("out", "resume")
 """Keys of folders in which ~ is the home folder, in a file too."""
 
@@ -140,6 +143,19 @@ def _undecodable(asked: Mapping[str, Any]) -> Iterator[Fault]:
             )
 
 
+def _rate_faults(asked: Flat) -> Iterator[Fault]:
+    """A last rate so small that it is no share of the rate, but was the rate itself."""
+    share = asked.get(MIN_LR)
+    if not isinstance(share, float) or not 0 < share < MIN_SHARE:
+        return
+    fix = f"--{MIN_LR} 0.1, which is the default"
+    rate = asked.get("optim.lr")
+    if isinstance(rate, float) and MIN_SHARE < share / rate <= 1:
+        fix = f"--{MIN_LR} {share / rate:g}, if {share:g} is the rate that you mean"
+    need = f"0, or {MIN_SHARE} to 1"
+    yield Fault(MIN_LR, "is a share of optim.lr", got=f"{share:g}", need=need, fix=fix)
+
+
 def _is_surrogate(char: str) -> bool:
     """Whether Python reads a byte that it cannot decode as this character."""
     return "\ud800" <= char <= "\udfff"
@@ -168,6 +184,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
             asked[key] = value
     if RESUME_CODE not in given.values:  # an answer to one resume, not to the later ones of its run
         asked.pop(RESUME_CODE, None)
+    rates = tuple(_rate_faults(asked))
     contradicting = contradictions(sources.folder, asked)
     schedule = schedule_keys(asked, given.values)
     values: Flat = {
@@ -204,6 +221,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *_undecodable(asked),
         *unexpanded(asked),
         *contradicting,
+        *rates,
         *schedule.faults,
         *changed,
         *invalid,

@@ -202,7 +202,12 @@ class OptimConfig(ConfigSection):
         description="a resumed checkpoint of another optimizer: reject, or begin with fresh state",
     )
     lr: float = Field(3e-3, gt=0, description="peak learning rate, per step")
-    min_lr: float = Field(3e-4, ge=0, description="learning rate at the end of the decay, per step")
+    min_lr: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="learning rate at the end of the decay, as a share of lr, 0 to 1",
+    )
     warmup: int = Field(
         20,
         ge=0,
@@ -224,6 +229,11 @@ class OptimConfig(ConfigSection):
     eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
     momentum: Share = Field(0.9, description="sgd: decay rate of the gradient's sum, 0 to 1")
     clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+
+    @property
+    def last_lr(self) -> float:
+        """Learning rate at the end of the decay."""
+        return self.min_lr * self.lr
 
     @field_validator("groups", mode="before")
     @classmethod

@@ -14,7 +14,9 @@ from weft.config.keys import Flat, flatten, section_of
 from weft.errors import ConfigError, Fault
 from weft.small_files import MIB, UnreadableFile, parse_toml, read_bytes
 
-HEADER = "# The whole run: every key that decides it. Repeat it with `weft train` and this file.\n"
+HEADER = "# The whole run: every key that decides it, format 2. Repeat it with `weft train` and this file.\n"
+OLD_HEADER = b"# The whole run: every key that decides it. "
+"""Of runs in whose files `optim.min_lr` is a rate, not a share of `optim.lr`."""
 MAX_BYTES = MIB
 """Size of the largest file that is read as a config."""
 LONG_LIST = 120
@@ -33,6 +35,8 @@ def read(path: str) -> Flat:
     try:
         content = read_bytes(Path(path), max_bytes=MAX_BYTES)
         keys = flatten(parse_toml(content.decode("utf-8-sig")))
+        if content.startswith(OLD_HEADER):
+            keys = _with_shares(keys)
         if len(keys) <= MAX_KEYS:
             return keys
         fault = Fault(
@@ -67,6 +71,14 @@ def read(path: str) -> Flat:
             fix="shorten what is too long or too deep",
         )
     raise ConfigError(fault)
+
+
+def _with_shares(keys: Flat) -> Flat:
+    """The keys of a run of an earlier format as this one has them."""
+    rate, last = keys.get("optim.lr"), keys.get("optim.min_lr")
+    if not isinstance(rate, float) or not isinstance(last, float) or not rate:
+        return keys
+    return {**keys, "optim.min_lr": min(last / rate, 1.0)}
 
 
 def _file_fault(path: str, error: UnreadableFile) -> Fault:

@@ -107,13 +107,13 @@ def rate_decays(optim: OptimConfig) -> Iterator[Fault]:
         yield from set_keys(optim, "optim", ("cooldown",), what, fix="--optim.decay wsd")
     if optim.decay == "constant":
         yield from set_keys(optim, "optim", ("min_lr",), what, fix="--optim.decay cosine")
-    elif optim.min_lr >= optim.lr:
+    elif optim.min_lr == 1:
         yield Fault(
             "optim.min_lr",
-            "is not below optim.lr, so that the rate does not decay",
+            "is all of optim.lr, so that the rate does not decay",
             got=f"{optim.min_lr:g}",
-            need=f"below {optim.lr:g}",
-            fix=f"--optim.min_lr {optim.lr / 10:g}, or --optim.decay constant",
+            need="below 1",
+            fix="--optim.min_lr 0.1, or --optim.decay constant",
         )
 
 

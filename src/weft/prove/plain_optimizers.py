@@ -190,12 +190,13 @@ def plain_learning_rate(
     optim: OptimConfig,
     total: int,
 ) -> float:
-    """Rate of step `step` (from 0) of `total`: linear warm-up to `lr`, then the decay to `min_lr`."""
+    """Rate of step `step` (from 0) of `total`: linear warm-up to `lr`, then the decay to the
+    share `min_lr` of it."""
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
     if optim.decay == "constant":
         return optim.lr
-    low = min(optim.min_lr, optim.lr)
+    low = optim.lr * optim.min_lr
     begin = float(optim.warmup)
     if optim.decay == "wsd":
         length_of_decay = optim.cooldown * total

@@ -35,6 +35,7 @@ from weft.train.build import (
     outer_settings,
 )
 from weft.train.reference_logprobs import References
+from weft.train.resumed_rate import rate_events
 from weft.train.run_records import (
     facts_of,
     optimizer_group_notes,
@@ -286,6 +287,9 @@ def build_training(
     )
     if not start.num_done:
         opening_events.extend(optimizer_group_notes(step, run.optim))
+    elif start.checkpoint is not None and not is_restart(attempt):
+        facts_at_start = start.checkpoint.manifest.facts
+        opening_events.extend(rate_events(facts_at_start, run.optim, total=run.steps))
     if not is_restart(attempt):
         opening_events.extend(truncation_events(steps.samples, seq_len=run.data.seq_len))
     opening_events.extend(elastic_events(run.mesh, run.run.full_mesh))

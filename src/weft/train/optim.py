@@ -398,22 +398,22 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     lr      ┌───────╮            constant   stays at lr
            ╱         ╲           linear     straight down from the end of the warm-up
           ╱           ╲          cosine     half a cosine down from there
-    min_lr             ╰─        wsd        stays at lr, straight down over the last `cooldown` of all steps
+    last_lr            ╰─       wsd        stays at lr, straight down over the last `cooldown` of all steps
           warm-up   decay
     ```
 
-    The warm-up rises linearly and reaches `lr` in its last step. `min_lr` is reached at
-    `total_steps`, one step after the last, and held from there on. A `min_lr` above `lr` counts as
-    `lr`, so the rate never rises after the warm-up.
+    The warm-up rises linearly and reaches `lr` in its last step. `last_lr`, the share
+    `min_lr` of `lr`, is reached at `total_steps`, one step after the last, and held from there on:
+    the rate never rises after the warm-up.
     """
     if step < optim.warmup:
         return optim.lr * (step + 1) / optim.warmup
-    min_lr = min(optim.min_lr, optim.lr)
-    return min_lr + (optim.lr - min_lr) * _decay_factor(step, optim, total_steps)
+    last_lr = optim.last_lr
+    return last_lr + (optim.lr - last_lr) * _decay_factor(step, optim, total_steps)
 
 
 def _decay_factor(step: int, optim: OptimConfig, total_steps: int) -> float:
-    """Position of the rate between `min_lr` (0) and `lr` (1)."""
+    """Position of the rate between `last_lr` (0) and `lr` (1)."""
     if optim.decay == "constant":
         return 1.0
     start: float = optim.warmup

@@ -117,7 +117,8 @@ def optimizer_text(
 ) -> str:
     """Optimizer and learning rate schedule on one line, and what is trained of a model with adapters."""
     warmup = counted(optim.warmup, "step")
-    text = f"{optim.name}, lr {optim.lr:g} {optim.decay}, warm-up {warmup}"
+    last = "" if optim.decay == "constant" else f" to {optim.last_lr:g}"
+    text = f"{optim.name}, lr {optim.lr:g} {optim.decay}{last}, warm-up {warmup}"
     if not lora.rank:
         return text
     num_linears = len(adapted_linears(lora.targets, model.linears()))

@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "a_cosine_falls_to_zero",
         "the smallest rate is ignored",
-        MutantLayout("dp2", options=f"--optim.decay cosine --optim.min_lr 0.002 {SHORT_WARMUP}"),
+        MutantLayout("dp2", options=f"--optim.decay cosine --optim.min_lr 1 {SHORT_WARMUP}"),
         (FunctionFault(LEARNING_RATE, rate_of(min_lr=0.0)),),
         axes=ANY_AXIS,
         blocks=("",),
