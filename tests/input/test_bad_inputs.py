@@ -18,12 +18,13 @@ import pytest
 
 from tests.input.cases import GROUPS as FIRST_GROUPS
 from tests.input.cases import Case
+from tests.input.data_cases import data_formats
 from tests.input.folders import write_base
 from tests.input.planner_cases import planner_cases
 from weft.errors import EXIT_USER
 from weft.small_files import user_folder
 
-GROUPS = {**FIRST_GROUPS, "planner": planner_cases}
+GROUPS = {**FIRST_GROUPS, "planner": planner_cases, "data formats": data_formats}
 NUM_PARTS = 4
 """Of a group of cases, of which one runs by default."""
 LIMIT_S = 2.0

@@ -41,12 +41,12 @@ PLAN_PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 def test_json_holds_the_plan_and_the_costs(capsys: pytest.CaptureFixture[str]) -> None:
     fields = json.loads(explained(capsys, "--mesh", "pp2", "--json", "--hardware", "a100"))
     assert set(fields) == {
-        *("plan", "roles", "worst_routing", "world_check", "hardware", "time", "types"),
+        *("plan", "roles", "worst_routing", "world_check", "hardware", "time", "types", "data"),
     }
     assert set(fields["roles"][0]) == ROLE_FIELDS
     assert fields["world_check"]["holds"]
     documented = set(re.findall(r"`(\w+)`", PLAN_PAGE.read_text(encoding="utf-8")))
-    for section in ("roles", "world_check", "hardware", "time", "types"):
+    for section in ("roles", "world_check", "hardware", "time", "types", "data"):
         names = fields[section][0] if section == "roles" else fields[section]
         assert set(names) <= documented, section
     assert fields["plan"]["mesh"] == "pp2"

@@ -12,6 +12,7 @@ from weft.commands.auto_mesh import choose_mesh
 from weft.commands.console import check_page_path, load_checked_run, print_result, take_flag
 from weft.config.run import hardware_of, plan_of
 from weft.config.schema import SiteConfig
+from weft.data.epochs import DataSummary
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.layout.explain import explain as explain_plan
 from weft.layout.plan import Plan
@@ -70,6 +71,10 @@ def explain(words: Sequence[str]) -> int:
     plan = plan_of(run)
     if not output.is_json:
         print_result(explain_plan(plan))
+    num_read = run.steps * run.batch.global_size
+    data = DataSummary.of(run.data, run.model, num_read=num_read)
+    if not output.is_json:
+        print_result(data.text)
     from weft.planner.measure.roles import size_problem  # late: they import torch
 
     problem = size_problem(plan, fixed_order=run.deterministic)
@@ -83,7 +88,7 @@ def explain(words: Sequence[str]) -> int:
     measured = MeasuredRun.of(run)
     costs = run_costs(measured, hardware)
     title = f"{model_label(run.model)} on {plan.mesh}"
-    return _explain_costs(costs, certify(measured), plan, run.site, output, title=title)
+    return _explain_costs(costs, certify(measured), plan, run.site, output, title=title, data=data)
 
 
 def _explain_costs(
@@ -94,6 +99,7 @@ def _explain_costs(
     output: ExplainOutput,
     *,
     title: str,
+    data: DataSummary,
 ) -> int:
     """Print the costs, or write them to a page.
 
@@ -105,6 +111,7 @@ def _explain_costs(
     from weft.planner.simulate.site_costs import site_costs, site_json, site_text
 
     fields: dict[str, Any] = {"plan": json.loads(plan.to_json()), **costs_json(costs)}
+    fields["data"] = data.to_dict()
     fields["types"] = certificate.to_dict()
     step_s = None if costs.prediction is None else costs.prediction.step.total_s
     sites = site_costs(costs.roles, site, step_s=step_s)

@@ -59,6 +59,7 @@ from weft.train.training_parts import (
     clean_folder,
     code_files,
     elastic_events,
+    epoch_events,
     is_restart,
     open_remote,
     separate_ranks,
@@ -292,6 +293,8 @@ def build_training(
         opening_events.extend(rate_events(facts_at_start, run.optim, total=run.steps))
     if not is_restart(attempt):
         opening_events.extend(truncation_events(steps.samples, seq_len=run.data.seq_len))
+        size = run.batch.global_size
+        opening_events.extend(epoch_events(steps.samples, num_steps=run.steps, batch_size=size))
     opening_events.extend(elastic_events(run.mesh, run.run.full_mesh))
     opening_events.extend(snapshots.notes)
     if proof is not None and proof.before:

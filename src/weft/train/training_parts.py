@@ -23,6 +23,7 @@ from weft.config.schema import EvalConfig, GuardConfig, ModelSection, OptimConfi
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.data.conversations import truncation_note
+from weft.data.epochs import source_epochs
 from weft.data.order import batch_of_step
 from weft.data.samples import Samples
 from weft.models import FAMILIES
@@ -53,6 +54,13 @@ def truncation_events(samples: Samples, *, seq_len: int) -> Iterator[Event]:
             **note_event(truncation),
             "kind": "truncation",
         }
+
+
+def epoch_events(samples: Samples, *, num_steps: int, batch_size: int) -> Iterator[Event]:
+    """A note on each source that the run reads more than once."""
+    for source in source_epochs(samples, num_read=num_steps * batch_size):
+        if source.epochs > 1:
+            yield {**note_event(source.note(num_steps)), "kind": "epochs", "epochs": source.epochs}
 
 
 def elastic_events(mesh: str, full_mesh: str) -> Iterator[Event]:

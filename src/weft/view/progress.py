@@ -199,7 +199,13 @@ def _step_text(run: Event) -> str:
     if not length:
         return counted(batch, "sample")
     num_tokens = count(batch * length)
-    return f"{counted(batch, 'sequence')} x {length} tokens = {num_tokens} tokens"
+    step = f"{counted(batch, 'sequence')} x {length} tokens = {num_tokens} tokens"
+    data = run.get("data")
+    num_samples = data.get("samples") if isinstance(data, Mapping) else None
+    if not num_samples or not run.get("steps"):
+        return step
+    epochs = run["steps"] * batch / num_samples
+    return f"{step}; {counted(run['steps'], 'step', spec=',')} are {epochs:.2g} epochs"
 
 
 SUMMARY = (
