@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -40,6 +40,7 @@ from weft.config.user_code import (
     is_reference,
     trust_named,
 )
+from weft.config.value_faults import rate_faults, undecodable
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 
@@ -63,9 +64,6 @@ MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
 
 OPTIMIZER = "optim.name"
-MIN_LR = "optim.min_lr"
-MIN_SHARE = 0.001
-"""Smallest share above 0 of the learning rate at the end of its decay."""
 FOLDER_KEYS = ("out", "resume")
 """Keys of folders in which ~ is the home folder, in a file too."""
 
@@ -130,37 +128,6 @@ def load(argv: Sequence[str], families: Families) -> Run:
     return loaded.run
 
 
-def _undecodable(asked: Mapping[str, Any]) -> Iterator[Fault]:
-    """Faults of texts with bytes that the locale's encoding lacks: no file could record them."""
-    for key, value in asked.items():
-        if isinstance(value, str) and any(_is_surrogate(char) for char in value):
-            yield Fault(
-                key,
-                "is not text in the encoding of this locale",
-                got=ascii(value),
-                need="UTF-8",
-                fix="choose a name of plain letters, or export LANG=C.UTF-8",
-            )
-
-
-def _rate_faults(asked: Flat) -> Iterator[Fault]:
-    """A last rate so small that it is no share of the rate, but was the rate itself."""
-    share = asked.get(MIN_LR)
-    if not isinstance(share, float) or not 0 < share < MIN_SHARE:
-        return
-    fix = f"--{MIN_LR} 0.1, which is the default"
-    rate = asked.get("optim.lr")
-    if isinstance(rate, float) and MIN_SHARE < share / rate <= 1:
-        fix = f"--{MIN_LR} {share / rate:g}, if {share:g} is the rate that you mean"
-    need = f"0, or {MIN_SHARE} to 1"
-    yield Fault(MIN_LR, "is a share of optim.lr", got=f"{share:g}", need=need, fix=fix)
-
-
-def _is_surrogate(char: str) -> bool:
-    """Whether Python reads a byte that it cannot decode as this character."""
-    return "\ud800" <= char <= "\udfff"
-
-
 def try_load(argv: Sequence[str], families: Families) -> Loaded:
     """Read as much of a config as possible; faults are returned beside it."""
     sources = _read_sources(argv, families)
@@ -184,7 +151,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
             asked[key] = value
     if RESUME_CODE not in given.values:  # an answer to one resume, not to the later ones of its run
         asked.pop(RESUME_CODE, None)
-    rates = tuple(_rate_faults(asked))
+    rates = tuple(rate_faults(asked))
     contradicting = contradictions(sources.folder, asked)
     schedule = schedule_keys(asked, given.values)
     values: Flat = {
@@ -218,7 +185,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         *sources.faults,
         *unknown,
         *given.faults,
-        *_undecodable(asked),
+        *undecodable(asked),
         *unexpanded(asked),
         *contradicting,
         *rates,

@@ -38,7 +38,7 @@ ROW_SUFFIXES = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-"""Suffix -> kind of a file of rows; a JSON array is told from lines by its first byte."""
+"""Suffix -> kind of a file of rows; a JSON array differs from lines in its first byte."""
 READ_SUFFIXES = (
     *TEXT_SUFFIXES, TOKEN_SUFFIX, ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"
 )  # fmt: skip

@@ -20,7 +20,8 @@ from weft.data.files import KEY, find_files
 from weft.data.images import find_pair
 from weft.data.prepared import META, SPLITS, prepared_of, sources_of
 from weft.data.tokenizer import BYTES, FILE, open_tokenizer
-from weft.data.verify import VERIFIED_BYTES, block_checksums
+from weft.data.tokens import VERIFIED_BYTES
+from weft.data.verify import block_checksums
 from weft.errors import DataError, Fault
 
 MAX_CHECKSUM_BYTES = 8 * VERIFIED_BYTES
