@@ -107,7 +107,7 @@ RECORDS: dict[str, tuple[tuple[str, ...], Rows, str]] = {
     "pairs that are conversations": (DPO, [GOOD], "--data.format chat"),
     "pairs too long": ((*DPO, "--data.long", "error"), [{**PAIR, "chosen": "b" * 999}], "longer than"),
     "pairs in a stream": ((*DPO, "--data.packing", "stream"), [PAIR], "records stay whole"),
-    "texts too long": ((*CHAT, "--data.long", "error", "--data.seq_len", "72"), [GOOD], "longer than"),
+    "texts too long": ((*CHAT, "--data.long", "error", "--data.seq_len", "60"), [GOOD], "longer than"),
 }  # fmt: skip
 """Name -> flags, records, a part of the line."""
 

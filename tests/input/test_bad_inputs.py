@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -151,6 +152,7 @@ def is_note(line: str) -> bool:
 
 def is_inside(path: str, case: Case, folder: Path) -> bool:
     """Whether an opened file belongs to the folder, to Python, or to the words of the case."""
+    path = re.sub(r"^/proc/\d+/", "/proc/self/", path)  # what the name of the process leads to
     named = [os.path.dirname(word) for word in case.words if word.startswith("/")]
     if any(path.startswith(name) for name in named):
         return True
