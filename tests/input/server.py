@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from weft.data.first_use import CHILD
+
 MEMORY_BYTES = 3 * 2**30
 """Address space of a child: a bomb ends in MemoryError, not in a machine without memory."""
 CPU_S = 20
@@ -70,6 +72,11 @@ def _run(words: list[str], folder: str, env: dict[str, str]) -> dict[str, Any]:
         }
 
 
+def is_first_use(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether an event is the start of the child that tries a template or tokenizer."""
+    return event == "subprocess.Popen" and CHILD in arguments[1]
+
+
 def _child(words: list[str], folder: str, files: dict[str, Path]) -> None:
     """Run one command and leave the process."""
     report_file = os.open(files["report"], os.O_WRONLY | os.O_CREAT, 0o600)
@@ -89,7 +96,7 @@ def _child(words: list[str], folder: str, files: dict[str, Path]) -> None:
         if event in OPEN_EVENTS and isinstance(arguments[0], (str, bytes)):
             path = os.fsdecode(arguments[0])
             opened.append(os.path.join(os.getcwd(), path))
-        elif event in FORBIDDEN_EVENTS:
+        elif event in FORBIDDEN_EVENTS and not is_first_use(event, arguments):
             forbidden.append(event)
 
     sys.addaudithook(record)
