@@ -309,8 +309,9 @@ class Subject:
             resume: as the key; what is resumed is not clipped any more, see `Task.first_unclipped`.
             attempt: of a supervised rank.
         """
-        # Training goes on after a save, which must leave everything as it was.
-        saves_every = 1 if resume is None and self.steps > 1 else 0
+        # Training goes on after a save, which must leave everything as it was: after each step, where
+        # the run does not say when.
+        saves_every = (self.run.save.every or 1) if resume is None and self.steps > 1 else 0
         values = {"out": out, "resume": resume, "save.every": saves_every}
         run = self.run.with_values(values)
         if resume is not None and self.first_unclipped is not None:
