@@ -17,6 +17,8 @@ os.environ.setdefault("WEFT_PROVE_BEFORE", "never")  # the many tiny runs are no
 import hypothesis
 import pytest
 
+from weft.code.trust import trusting_all
+
 # A shell starts background jobs with these signals ignored, and processes inherit that: tests that send them would hang.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
@@ -89,3 +91,10 @@ def small_disk(tmp_path):
         yield where
     finally:
         subprocess.run(["umount", where], check=True)
+
+
+@pytest.fixture
+def trusted_code():
+    """Code that a test has written and names to inner functions runs, as what users name does."""
+    with trusting_all():
+        yield

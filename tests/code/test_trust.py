@@ -44,7 +44,7 @@ def hostile(tmp_path: Path) -> Path:
     (folder / "evil.py").write_text(f"{mark}{MODEL}class Rule: pass\n")
     (folder / "beside.py").write_text("")
     (folder / "run.toml").write_text(f'steps = 3\n[model]\nname = "{folder}/evil.py"\n')
-    step = {"event": "step", "step": 1, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 9.0}
+    step = {"event": "step", "step": 1, "loss": 1.0, "grad_norm": 1.0, "tokens": 9, "step_s": 1.0}
     events = ({"event": "run", "start_step": 0}, step)
     (folder / "events.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in events))
     (folder / "plan.json").write_text("{}")

@@ -66,7 +66,7 @@ def test_schedule_names_the_option_whose_file_cannot_be_written(tmp_path, capsys
     assert cli.main(["schedule", "--svg", str(tmp_path / "missing" / "x.svg")]) == EXIT_USER
     error = capsys.readouterr().err
     assert "error: svg: cannot write the file" in error
-    assert f"Fix: create the folder: mkdir -p {tmp_path / 'missing'}" in error
+    assert f"Fix: mkdir -p {tmp_path / 'missing'}, or another --svg" in error
 
 
 def test_schedule_reads_the_table_of_its_json_file(tmp_path, capsys):

@@ -98,7 +98,7 @@ def test_escape_sequences_of_events_are_shown_as_text(tmp_path, capsys):
 
 def test_numbers_that_are_not_finite_are_null_in_json(tmp_path, capsys):
     nan = float("nan")
-    folder = write(tmp_path / "run", {**STEP, "loss": nan, "tokens_per_s": nan})
+    folder = write(tmp_path / "run", {**STEP, "loss": nan, "step_s": nan})
     assert main(["status", str(folder), "--json"]) == 0
 
     def reject(name):

@@ -150,7 +150,7 @@ def test_a_full_disk_costs_a_warning_and_not_the_run(folder, small_disk):
 def test_a_last_checkpoint_that_cannot_be_saved_is_a_failed_run(folder, small_disk):
     out = small_disk / "run"
     words = ("--out", str(out), "--steps", "3", "--save.every", "2", "--save.keep", "9")
-    code, _, err = ended(folder, *words)
+    code, _, err = ended(folder, *words, "--save.wait_s", "0")
     assert code == EXIT_FAILED
     assert "finished after step 3, which could not be saved: " in err
     assert "the disk is full" in err

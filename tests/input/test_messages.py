@@ -109,6 +109,7 @@ def test_an_import_names_a_command_that_trains(
     *_, last = capsys.readouterr().out.splitlines()
     command = shlex.split(last.rpartition(": ")[2])
     (tmp_path / "tokens.json").write_text(TOKENIZER)
+    (tmp_path / "text.txt").write_text(" ".join(["some text"] * 60))
     words = [{"FILE": "tokens.json", "TEXTS": "text.txt"}.get(word, word) for word in command[1:]]
     small = [
         "--steps",

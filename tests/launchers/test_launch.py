@@ -375,8 +375,10 @@ def test_the_driver_script_of_ray_is_python():
     compile((GOLDEN / "ray_job.py").read_text(encoding="utf-8"), "ray_job.py", "exec")
 
 
-def test_the_job_server_of_ray_runs_the_interpreter_that_has_weft(capsys):
+def test_the_job_server_of_ray_runs_the_interpreter_that_has_weft(tmp_path, monkeypatch, capsys):
     """A bare `python` is that of the raylet's PATH."""
-    assert main(["launch", "ray", "--nodes", "2", "--mesh", "dp2", "--dry-run"]) == 0
+    monkeypatch.setenv("PATH", "")  # without ray the command is printed
+    run = ["--nodes", "2", "--mesh", "dp2", "--out", str(tmp_path / "run")]
+    assert main(["launch", "ray", *run]) == 0
     shown = capsys.readouterr().out
-    assert f" -- {sys.executable} " in shown.rpartition("Submit with: ")[2]
+    assert f" -- {sys.executable} " in shown.rpartition("Submit: ")[2]

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 @dataclass(frozen=True)
 class Config:
     dim: int = 4

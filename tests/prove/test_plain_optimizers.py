@@ -97,6 +97,8 @@ def test_a_plain_rule_is_that_of_torch(title: str, has_groups: bool) -> None:
 CLASSES = """
 import weft
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 class Entries(weft.Optimizer):
     states = {"momentum": "entries"}
     def update(self, param, grad, state, *, lr, weight_decay):

@@ -18,6 +18,8 @@ CLASSES = """
 import torch
 import weft
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 settings = dict(lr=0.0, weight_decay=0.0)
 
 class Signs(weft.Optimizer):

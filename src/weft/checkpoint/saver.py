@@ -212,11 +212,14 @@ class Saver:
         )
         self.last_saved = step
 
-    def finish(self, step: int, *, save: bool) -> Iterator[Event]:
+    def finish(self, step: int, *, save: bool, again: bool = False) -> Iterator[Event]:
         """Save the state after `step` if `save` and it is not saved yet, and wait; then every rank
-        knows `error`. After an error it can be called again.
+        knows `error`.
+
+        Args:
+            again: whether a save of this step that has failed is tried again.
         """
-        if save and (self.last_saved != step or self.error):
+        if save and (self.last_saved != step or again):
             yield from self.save(step)
         yield from self.wait()
         self.error = broadcast_text(self.comm, self.error)

@@ -231,7 +231,8 @@ def guarded_read(file: Path) -> Iterator[None]:
         yield
     except UnreadableFile as error:
         why = f"{error.what}: {error.got}" if error.got else error.what
-        fix = f"{why}: check it"
+        is_special = file.exists() and not file.is_file()
+        fix = f"{why}: {'copy its content into a file' if is_special else 'check it'}"
         fault = Fault(KEY, "cannot read the file", got=repr(str(file)), fix=fix)
         raise DataError(fault) from None
     except READ_ERRORS as error:

@@ -85,7 +85,7 @@ class LastSave:
             choice = broadcast_text(self.saver.comm, f"{'room' * has_room} {'end' * is_late}")
             is_over = "end" in choice
             if "room" in choice:
-                for event in self.saver.finish(self.step, save=True):
+                for event in self.saver.finish(self.step, save=True, again=True):
                     if event["event"] != "save_failed":  # the note says so already
                         yield event
 
