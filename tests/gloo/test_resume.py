@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -158,4 +159,8 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_a_failed_run(folder, small_di
     assert end["event"] == "end"
     assert end["status"] == "failed"
     assert end["steps"] == 3
-    assert [step for step, _ in checkpoints(out)] == [2]
+    (last, path), *others = checkpoints(out)
+    assert last == 3
+    assert path.is_symlink(), "the state is kept in memory"
+    assert [step for step, _ in others] == [2]
+    shutil.rmtree(path.resolve().parents[1])

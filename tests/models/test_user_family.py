@@ -12,12 +12,12 @@ from torch import nn
 from weft.models import FAMILIES
 from weft.train.init_from import meta_modules
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 MODEL = """
 from dataclasses import dataclass
 import torch
 from torch import nn
-
-pytestmark = pytest.mark.usefixtures("trusted_code")
 
 @dataclass(frozen=True)
 class Config:

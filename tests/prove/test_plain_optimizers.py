@@ -14,6 +14,8 @@ from weft.prove.plain_optimizers import PlainOptimizer
 from weft.train.optim import NamedOptimizer
 from weft.train.reference_optimizer import reference_optimizer
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 TOLERANCE = 1e-12
 STEPS = 3
 LR = 0.02
@@ -96,8 +98,6 @@ def test_a_plain_rule_is_that_of_torch(title: str, has_groups: bool) -> None:
 
 CLASSES = """
 import weft
-
-pytestmark = pytest.mark.usefixtures("trusted_code")
 
 class Entries(weft.Optimizer):
     states = {"momentum": "entries"}

@@ -14,11 +14,11 @@ from weft.errors import ConfigError
 from weft.train.optimizers.groups import group_lines, group_names, unmatched_groups
 from weft.train.optimizers.user_class import make_user_optimizer
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 CLASSES = """
 import torch
 import weft
-
-pytestmark = pytest.mark.usefixtures("trusted_code")
 
 settings = dict(lr=0.0, weight_decay=0.0)
 
