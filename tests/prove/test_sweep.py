@@ -32,6 +32,13 @@ def test_a_fault_in_a_step_is_printed_with_the_command_that_repeats_it(capsys):
     assert not try_load(words[2:], FAMILIES).faults
 
 
+def test_runs_without_a_compared_step_are_counted(capsys, monkeypatch):
+    """An equal run of which nothing was compared would say nothing."""
+    monkeypatch.setattr("weft.prove.live_step.check.available_bytes", lambda comm: 0)
+    assert main([*SWEEP[:-1], "--checks", "steps"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "1 run without a compared step"
+
+
 def test_layouts_follow_from_the_seed():
     first, second, other = (next(generated_runs(seed, Choices())).words for seed in (3, 3, 4))
     assert first == second != other

@@ -84,6 +84,13 @@ class SweepSummary:
         return sum(each.trained.steps for each in self.results if each.trained is not None)
 
     @property
+    def num_without_steps(self) -> int:
+        """Runs none of whose steps could be compared: for want of memory, or since all overflowed."""
+        return sum(
+            1 for each in self.results if each.trained is not None and not each.trained.steps
+        )
+
+    @property
     def closest(self) -> float:
         """Largest share of a bound that a difference took in a step of training."""
         return max(
@@ -113,6 +120,8 @@ class SweepSummary:
                 f"{counted(len(trained), 'run')} trained, {in_16_bits} in 16 bits; {self.steps_compared} "
                 f"steps compared with one device; largest share of a bound {self.closest:.2f}"
             )
+        if self.num_without_steps:
+            yield f"{counted(self.num_without_steps, 'run')} without a compared step"
 
     def to_dict(self, *, seed: int) -> dict[str, Any]:
         """Values for JSON."""
@@ -120,6 +129,7 @@ class SweepSummary:
         return {
             "layouts": len(self.results),
             "steps_compared": self.steps_compared,
+            "runs_without_compared_step": self.num_without_steps,
             "failed": failed,
             "seconds": round(self.seconds, 1),
             "layouts_per_minute": round(self.layouts_per_minute, 1),
