@@ -162,23 +162,28 @@ class Bounds:
         return self._rounding_shares[place]
 
     def _share_in_step(self, parameter: str, step: int) -> Tensor | None:
-        key = TensorKey(step, "clip", f"{parameter} clipped gradient")
-        gradient = self.plain.values.get(key)
-        if gradient is None:
+        found = self._gradient_and_bound(parameter, step)
+        if found is None:
             return None
+        gradient, bound = found
         size = gradient.double().abs().clamp(min=MIN_SCALE)
-        return (self.bound(key) * self.scale(key) / size).clamp(max=1)
+        return (bound / size).clamp(max=1)
 
     def small_gradient(self, parameter: str, step: int) -> Tensor | None:
         """The entries of a parameter whose clipped gradient is smaller than its own bound; None
         where it has none.
         """
+        found = self._gradient_and_bound(parameter, step)
+        if found is None:
+            return None
+        gradient, bound = found
+        return gradient.abs() <= bound
+
+    def _gradient_and_bound(self, parameter: str, step: int) -> tuple[Tensor, float] | None:
+        """The clipped gradient of a parameter, and its bound in the units of the gradient."""
         key = TensorKey(step, "clip", f"{parameter} clipped gradient")
         gradient = self.plain.values.get(key)
-        if gradient is None:
-            return None
-        largest_small = self.bound(key) * self.scale(key)
-        return gradient.abs() <= largest_small
+        return None if gradient is None else (gradient, self.bound(key) * self.scale(key))
 
     @cached_property
     def _bounds(self) -> dict[TensorKey, float]:
