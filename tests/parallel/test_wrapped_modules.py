@@ -19,7 +19,6 @@ from weft.parallel.data_parallel.replicas import DataParallel
 from weft.parallel.pipeline.module import PipelineParallel
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.zero.fsdp import FullyShardedDataParallel
-from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
 from weft.testing import run_ranks
 
 X = torch.linspace(-1, 1, 48, dtype=torch.float64).sin().view(12, 4)
@@ -244,38 +243,6 @@ def test_a_forward_that_computes_gradients_defers_none_of_them_to_a_split_backwa
 
 
 # what wrappers reject
-
-
-def test_replaced_memory_of_a_parameter_is_an_error() -> None:
-    def sharded(comm: Comm) -> None:
-        net = FullyShardedDataParallel(filled(nn.Linear(4, 4)), comm)
-        for param in net.parameters():
-            param.data = param.data * 0.5
-        net(X)
-
-    def sharded_optimizer(comm: Comm) -> None:
-        net = filled(nn.Linear(4, 4))
-        optimizer = ShardedOptimizer(net.parameters(), torch.optim.SGD, comm, lr=LR)
-        net.float()
-        net(X.float()).sum().backward()
-        optimizer.step()
-
-    for rank in (sharded, sharded_optimizer):
-        with pytest.raises(PlanError, match="has other memory than before"):
-            run_ranks("dp2", rank)
-
-
-def test_gradients_that_were_set_by_hand_are_not_taken_for_sums_over_ranks() -> None:
-    def rank(comm: Comm) -> None:
-        net = DistributedDataParallel(filled(nn.Linear(4, 4)), comm)
-        params = list(net.parameters())
-        loss = net(own_part(X, comm)).sum()
-        for param, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
-            param.grad = gradient
-        net.finish_gradient_synchronization()
-
-    with pytest.raises(PlanError, match=r"grad of .* was set by hand"):
-        run_ranks("dp2", rank)
 
 
 def test_a_stage_does_not_begin_with_a_change_of_its_input_in_place() -> None:

@@ -13,8 +13,8 @@ from weft.core.mesh import Axis
 
 
 @torch.no_grad()
-def broadcast_buffers(module: nn.Module, comm: Comm, axis: Axis) -> None:
-    """Give every rank of `axis` the first rank's values of the buffers that a state dict has; a
+def broadcast_buffers(module: nn.Module, comm: Comm, axis: Axis, *, root: int = 0) -> None:
+    """Give every rank of `axis` the values that the rank `root` (the first one) has of the buffers that a state dict has; a
     collective, one message for each dtype.
 
     Forwards change buffers by the samples that a rank has seen, so those of replicas differ until
@@ -27,7 +27,7 @@ def broadcast_buffers(module: nn.Module, comm: Comm, axis: Axis) -> None:
         alike[buffer.dtype, buffer.device].append(buffer)
     for buffers in alike.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        comm.broadcast_(flat, axis, root=0)
+        comm.broadcast_(flat, axis, root=root)
         parts = flat.split([buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view(buffer.shape))

@@ -30,13 +30,13 @@ from weft.parallel.pipeline.state_entries import state_entries, tensors_of
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.zero.global_mean import nonzero
 from weft.parallel.zero.grad_norm import sum_tied_gradients
+from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.grouping import bucket_reducer
 from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,
-    check_requires_grad,
     check_state_keys,
     mark_wrapped,
-    reject_copy,
+    reject_pickle,
 )
 from weft.schedule.catalog import find, lines_of
 
@@ -124,30 +124,38 @@ class PipelineParallel(nn.Module):
         self.comm = comm
         self.microbatches = microbatches
         self._example_shape = tuple(example.shape)
-        reduce_axes: dict[str, tuple[str, ...]] = {}
-        for name, shard in self.model.shards.items():
-            reduce_axes[name] = shard.reduce_axes
-        self._reducer = bucket_reducer(
-            self.model.params,
-            comm,
-            reduce_axes=reduce_axes,
-            stage_of=self.model.stage_of,
-        )
-        self._trained = {name: param.requires_grad for name, param in self.model.params.items()}
-        mark_wrapped(self.model.params.values(), WRAPPER_NAME, reducer=self._reducer)
+        self._reducer = self._make_reducer()
+        mark_wrapped(self.model.params.values(), self)
         self._start_alike()
         self._player = Player(
             self.model,
-            before_last_backward=self._reducer.set_requires_gradient_sync,
+            before_last_backward=self._reduce_in_backward,
         )
 
+    def _make_reducer(self) -> GradientReducer:
+        """Buckets of the parameters that are trained now."""
+        self._bucketed = self._trained_memory()
+        return bucket_reducer(
+            self.model.params,
+            self.comm,
+            reduce_axes={name: shard.reduce_axes for name, shard in self.model.shards.items()},
+            stage_of=self.model.stage_of,
+        )
+
+    def _trained_memory(self) -> dict[str, torch.dtype]:
+        """Name -> dtype of each trained parameter: where it changes, buckets are made anew."""
+        return {name: each.dtype for name, each in self.model.params.items() if each.requires_grad}
+
+    def _reduce_in_backward(self, stage: int) -> None:
+        self._reducer.set_requires_gradient_sync(stage)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Rejected: a copy would not have the communication.
+        """Rejected: neither a copy nor a file would have the communication.
 
         Raises:
             PlanError: by copy.deepcopy, copy.copy, pickle and torch.save.
         """
-        reject_copy(WRAPPER_NAME)
+        reject_pickle(WRAPPER_NAME)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss over `inputs` (of all data ranks), in place of those of the
@@ -158,11 +166,14 @@ class PipelineParallel(nn.Module):
 
         Raises:
             PlanError: N does not divide by `microbatches`, inputs and targets differ in it, or, with
-                a pipeline, micro-batches have another shape than `example`; gradients are disabled,
-                or a parameter was frozen or unfrozen since the pipeline was made.
+                a pipeline, micro-batches have another shape than `example`; gradients are disabled.
         """
         _check_gradients_enabled()
-        check_requires_grad(self.model.params.items(), self._trained, WRAPPER_NAME)
+        if self._trained_memory() != self._bucketed:  # frozen, unfrozen or cast since the last step
+            self._reducer.remove_hooks()
+            for param in self.model.params.values():
+                param.grad = None
+            self._reducer = self._make_reducer()
         axes = data_axes(self.comm.mesh)
         num_parts = self.microbatches * self.comm.degree(axes)
         seed = torch.full((), 1.0 / num_parts, dtype=torch.float64, device=self.comm.device)

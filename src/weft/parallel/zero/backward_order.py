@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.zero.gradient_reducer import GradientReducer
@@ -31,20 +32,21 @@ def register_backward_order(
     reducer: GradientReducer,
     stage: int,
     chain: Sequence[nn.Module],
-) -> None:
+) -> list[RemovableHandle]:
     """Have the backwards of a stage's blocks, which run in the order of `chain`, start the
     reductions of the blocks behind them. To be called before `register_unshard_hooks`.
     """
     if reducer.is_reduced_once or stage in reducer.split_stages:
-        return
+        return []
     positions: dict[int, int] = {}
     for position, block in enumerate(chain):
         for param in block.parameters():
             positions.setdefault(id(param), position)
     reducer.order_by_blocks(stage, positions)
-    for position, block in enumerate(chain):
-        hook = _after_forward(reducer, stage, position)
-        block.register_forward_hook(hook)
+    return [
+        block.register_forward_hook(_after_forward(reducer, stage, position))
+        for position, block in enumerate(chain)
+    ]
 
 
 def _after_forward(

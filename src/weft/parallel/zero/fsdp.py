@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.shard_gradient import (
-    PendingGradient,
-    ShardGradient,
-    clip_to,
-    pending_gradient,
-    reject_unsynchronized_use,
-    shard_axes_of,
-    total_norm,
-)
+from weft.parallel.autograd.shard_gradient import clip_to, shard_axes_of, total_norm
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.zero.backward_order import register_backward_order
-from weft.parallel.zero.global_mean import global_mean
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.meta_init import init_block, own_params
 from weft.parallel.zero.param_group import ParamGroup
-from weft.parallel.zero.registered_shards import WRAPPER_NAME, make_shards, register_shards
-from weft.parallel.zero.sharding_policy import ShardingPolicy
+from weft.parallel.zero.registered_shards import (
+    WRAPPER_NAME,
+    make_shards,
+    move_values,
+    register_shards,
+)
+from weft.parallel.zero.shard_gradients import add_gradient, call_gradient_hooks, local_of
+from weft.parallel.zero.sharded_tensor import ShardedTensor, ShardGroup
+from weft.parallel.zero.sharding_policy import Sharding
+from weft.parallel.zero.synchronized import SynchronizedModule
 from weft.parallel.zero.unshard_hooks import (
     BlockGroups,
     groups_of,
@@ -41,11 +41,9 @@ from weft.parallel.zero.unshard_hooks import (
 from weft.parallel.zero.wrapped_params import (
     check_all_wrapped,
     check_not_wrapped,
-    check_requires_grad,
     check_state_keys,
-    reject_copy,
-    reject_other_memory,
-    trained_when_wrapped,
+    mark_wrapped,
+    reject_pickle,
 )
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -54,41 +52,46 @@ UNCALLED = (nn.ParameterList, nn.ParameterDict)
 """Modules without a forward: their parameters belong to the module that has them."""
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(SynchronizedModule):
     """A module that each rank holds a shard of; a block's parameters are all-gathered while it
     runs, gradients are averaged.
 
         net = weft.FullyShardedDataParallel(net)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        net(x).sum().backward()
-        net.finish_gradient_synchronization()
-        net.clip_grad_norm_(1.0)
+        net(x).sum().backward()                     # .grad is the mean over the ranks
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
 
     Starts from the first rank's parameters and buffers, and has the first rank's buffers after each
-    `finish_gradient_synchronization()`, as `DistributedDataParallel`. `named_parameters()` has the module's own
-    names; a parameter there is this rank's entries of it, one-dimensional: any optimizer that
-    updates each entry by itself (SGD, Adam and their like) updates them. Optimizer groups are chosen
-    by name: `param.ndim` is 1 for all. Inside the forward of its block `module.weight` is the
-    unsharded parameter; under `zero=3` it is NaN elsewhere. Gradients may be set to None or to zero
-    between steps; frozen, unused and tied parameters, uneven shapes and several backwards a step are
-    allowed. A parameter that no rank has used since the last step keeps the `.grad` it had: None
-    at first and after `zero_grad()`, zeros after `zero_grad(set_to_none=False)` of a gradient, as
-    in one process.
+    synchronised backward, as `DistributedDataParallel`. `named_parameters()` has the module's own
+    names; a parameter there is a `ShardedTensor`: it has the shape, norms and values of the whole
+    one, and the memory of this rank's entries. Any optimizer updates it, made before or after
+    wrapping: one that updates each entry by itself (SGD, Adam and their like) communicates nothing;
+    LARS and LAMB all-reduce norms; Muon and other optimizers of whole matrices gather what they read.
+    Inside the forward of its block `module.weight` is the unsharded parameter; under `zero=3` it is NaN
+    elsewhere. Several backwards a step add up, also under `no_sync()`, and gradients may be zeroed
+    or discarded at any place. Frozen, unused and tied parameters and uneven shapes are allowed;
+    parameters may be frozen, unfrozen, moved and cast later. A parameter that no rank has used since
+    the last step keeps the `.grad` it had: None at first and after `zero_grad()`, zeros after
+    `zero_grad(set_to_none=False)` of a gradient, as in one process.
 
     Every rank runs the same blocks in the same order, since each is all-gathered by all ranks: a
     block that only some ranks run is a MismatchError, which names the collectives and the
     parameters that were being gathered. Run it on the other ranks too, with a result of weight 0,
     or let ranks differ within a block.
-    `state_dict()` has this rank's shards under the names of `named_parameters()`;
-    `full_state_dict()` has the unsharded values.
+    `state_dict()` has this rank's shards, `full_state_dict()` the unsharded values, and
+    `full_optim_state_dict(optimizer)` those of an optimizer; `load_state_dict` takes shards and
+    unsharded values. `copy.deepcopy` copies the shards, in a wrapper of their own over the same ranks.
 
     Args:
         module: any module. One on the meta device gets its values block by block, by
             `reset_parameters` of the modules that own parameters: no rank ever holds it unsharded.
         comm: communication with the other ranks; None: the world of torch.distributed is the data
             axis.
-        axis: the mesh axis (or axes) over which batches differ and parameters are sharded.
+        axis: the mesh axis (or axes) over which parameters are sharded; batches differ along it.
+        replicate: further axes over which batches differ, along which shards are copies: sharding
+            inside a node, replicas across nodes (HSDP). Gradients are reduce-scattered over `axis`,
+            then all-reduced over `replicate`.
         zero: 1 shards optimizer states, 2 gradients too, 3 parameters too.
         blocks: modules whose parameters are gathered together, in the order in which they run. They
             must be called: their weights are allocated only while they run. Default: the children
@@ -100,9 +103,8 @@ class FullyShardedDataParallel(nn.Module):
             parameters.
 
     Raises:
-        PlanError: a parameter belongs to a wrapped module already, or is added, frozen or unfrozen after
-            wrapping; an optimizer that was made before wrapping steps, or one steps after a
-            backward whose gradients were not synchronised.
+        PlanError: a parameter belongs to a wrapped module already, has hooks or is in use by a graph, or
+            is added after wrapping; an optimizer has stepped on gradients of this rank alone.
 
     Source: Zhao et al. 2023, PyTorch FSDP; Rajbhandari et al. 2020, ZeRO.
     """
@@ -113,63 +115,84 @@ class FullyShardedDataParallel(nn.Module):
         comm: Comm | None = None,
         *,
         axis: Axis = DP,
+        replicate: Axis = (),
         zero: Literal[1, 2, 3] = 3,
         blocks: Iterable[nn.Module] | None = None,
         compute: torch.dtype | None = None,
         reduce: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         check_not_wrapped(module, WRAPPER_NAME)
-        self._trained_when_wrapped = trained_when_wrapped(module)
-        self.module = module
-        self.comm = comm_or_world(comm, axis=axis, device=_device_of(module))
-        self.axis = axis
-        self.zero = zero
-        self.compute = compute
-        self.reduce = reduce
+        comm = comm_or_world(comm, axis=axis, device=_device_of(module))
         chosen = tuple(default_blocks(module) if blocks is None else blocks)
-        chain = (*chosen, module)  # the module comes last, with the parameters of no block
+        how = Sharding(axis, axis_names(replicate), zero, compute=compute, reduce=reduce)
+        self._wrap(module, comm, how, blocks=chosen)
+
+    def _wrap(
+        self,
+        module: nn.Module,
+        comm: Comm,
+        how: Sharding,
+        *,
+        blocks: tuple[nn.Module, ...],
+        is_copy: bool = False,
+    ) -> None:
+        """Shard the module.
+
+        Args:
+            is_copy: whether the values are set later, from a wrapper that is copied.
+        """
+        super().__init__(module, comm, axis=how.data_axes)
+        self.sharding = how
+        self.zero = how.zero
+        self._blocks = blocks
+        chain = (*blocks, module)  # the module comes last, with the parameters of no block
+        originals = move_values(module)
         self._name_of = {id(param): name for name, param in module.named_parameters()}
         self._tensor_axes = {name: shard_axes_of(p) for name, p in module.named_parameters()}
         self._state_names = self._names_by_state_key()
         params_of_block = [own_params(block, chain) for block in chain]
-        groups = self._make_groups(chain)
-        self._reducer = GradientReducer(groups, self.comm)
-        register_backward_order(self._reducer, 0, chosen)
-        uses: list[BlockGroups] = []
-        for block, params in zip(chain, params_of_block, strict=True):
-            used_groups = groups_of(params, groups)
-            uses.append(BlockGroups(block, used_groups))
+        self._groups = self._make_groups(chain, is_copy=is_copy)
+        uses = [
+            BlockGroups(block, groups_of(params, self._groups))
+            for block, params in zip(chain, params_of_block, strict=True)
+        ]
+        self._reducer = GradientReducer(self._groups, comm)
+        self._reducer.call_after_backward(weakref.WeakMethod(self._after_reductions))
         *block_uses, module_use = uses
-        register_unshard_hooks([block_uses, [module_use]])
-        for block in chosen:
-            block.register_forward_pre_hook(self._cast_block_inputs, with_kwargs=True)
+        self._hooks: list[RemovableHandle] = [
+            *register_backward_order(self._reducer, 0, blocks),
+            *register_unshard_hooks([block_uses, [module_use]]),
+        ]
+        for block in blocks:
+            hook = block.register_forward_pre_hook(self._cast_block_inputs, with_kwargs=True)
+            self._hooks.append(hook)
         for block in chain:
-            block.register_forward_pre_hook(self._check_is_fresh)
-        self._shard_of = make_shards(groups, self._reducer)
-        self._addresses = {name: shard.data_ptr() for name, shard in self._shard_of.items()}
-        shard_of_param: dict[int, nn.Parameter] = {}
-        for param_id, name in self._name_of.items():
-            shard_of_param[param_id] = self._shard_of[name]
+            self._hooks.append(block.register_forward_pre_hook(self._check_is_fresh))
+        self._shard_of = make_shards(
+            self._groups,
+            ShardGroup(comm, how.axis),
+            originals=originals,
+            tensor_axes=self._tensor_axes,
+        )
+        shard_of_param = {key: self._shard_of[name] for key, name in self._name_of.items()}
         register_shards(module, shard_of_param)
-        self._pending: dict[str, tuple[Tensor, int]] = {}
-        self._reducer.call_after_backward(weakref.WeakMethod(self._hold_gradients))
+        mark_wrapped(module.parameters(), self)
         self._is_stale = False
         self._is_in_forward = False
-        self._requires_gradient_sync = True
+        self._note_shards()
 
     def _names_by_state_key(self) -> dict[str, str]:
         """Key of the module's state dict -> name of the parameter or buffer; tied parameters have
         several keys.
         """
-        found: dict[str, str] = {}
         state = self.module.state_dict(keep_vars=True)
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                found[key] = self._name_of.get(id(value), key)
-        return found
+        return {
+            key: self._name_of.get(id(value), key)
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
 
-    def _make_groups(self, chain: tuple[nn.Module, ...]) -> list[ParamGroup]:
+    def _make_groups(self, chain: tuple[nn.Module, ...], *, is_copy: bool) -> list[ParamGroup]:
         """Groups of what each block uses and no block before it does, alike in dtype and in having
         gradients.
 
@@ -180,7 +203,8 @@ class FullyShardedDataParallel(nn.Module):
         groups: list[ParamGroup] = []
         root_groups: list[ParamGroup] = []
         for block in chain:
-            init_block(block, chain, self.comm, self.axis, initialised=grouped)
+            if not is_copy:
+                init_block(block, chain, self.comm, self.axis, initialised=grouped)
             new_params: list[nn.Parameter] = []
             for param in own_params(block, chain):
                 if id(param) not in grouped:
@@ -192,29 +216,30 @@ class FullyShardedDataParallel(nn.Module):
 
     def _groups_of_alike(self, params: Iterable[nn.Parameter]) -> Iterator[ParamGroup]:
         """A group for each (dtype, whether they have gradients) of these parameters."""
-        axes: tuple[str, ...] = ()
-        if self.comm.degree(self.axis) > 1:
-            axes = axis_names(self.axis)
+        how = self.sharding
         alike: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         for param in params:
             kind = (param.dtype, param.requires_grad)
             members = alike.setdefault(kind, {})
-            name = self._name_of[id(param)]
-            members[name] = param
+            members[self._name_of[id(param)]] = param
         for (dtype, _), members in alike.items():
-            policy = self._policy(dtype)
-            yield ParamGroup(members, self.comm, policy, axes=axes)
+            yield ParamGroup(
+                members,
+                self.comm,
+                how.policy(dtype, num_parts=self.comm.degree(self.axis)),
+                axes=self._axes_of_ranks(axis_names(how.axis)),
+                replicate_axes=self._axes_of_ranks(how.replicate),
+            )
 
-    def _policy(self, dtype: torch.dtype) -> ShardingPolicy:
-        return ShardingPolicy(
-            self.zero,
-            params=dtype,
-            compute=self.compute or dtype,
-            reduce=self.reduce or dtype,
-            grad_scale=1.0 / self.comm.degree(self.axis),
-            keeps_sharded_grad=False,
-            fills_freed_params=True,
-        )
+    def _axes_of_ranks(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return axes if axes and self.comm.degree(axes) > 1 else ()
+
+    @property
+    def _gradient_reducer(self) -> GradientReducer:
+        return self._reducer
+
+    def _updated_params(self) -> Mapping[str, Tensor]:
+        return self._shard_of
 
     def named_parameters(
         self,
@@ -258,10 +283,12 @@ class FullyShardedDataParallel(nn.Module):
         strict: bool = True,
         assign: bool = False,
     ) -> Any:
-        """Load what `state_dict` returned on this rank.
+        """Load what `state_dict` returned on this rank, or unsharded values, of which this rank keeps
+        its entries.
 
         Raises:
-            PlanError: `assign`, since the shards are views into flat memory.
+            PlanError: `assign`, since the shards are views into flat memory; shards of another rank,
+                or of another number of ranks.
         """
         if assign:
             raise PlanError(
@@ -275,31 +302,115 @@ class FullyShardedDataParallel(nn.Module):
         self._is_stale = True
         return keys
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        for group in self._groups:
+            for name, param in group.params.items():
+                shard = self._shard_of[name]
+                # a placeholder of the whole shape, of one entry's memory: the values follow below
+                entry = torch.zeros((), dtype=shard.dtype, device=shard.device)
+                whole = nn.Parameter(entry.expand(shard.shape), requires_grad=shard.requires_grad)
+                memo[id(shard)] = memo[id(param)] = whole
+        module, blocks = self._copy_without_hooks(memo)
+        copied._wrap(module, self.comm, self.sharding, blocks=blocks, is_copy=True)
+        with torch.no_grad():
+            for name, shard in self._shard_of.items():
+                copied._shard_of[name].copy_(shard)
+        copied._is_stale = True
+        return copied
+
+    def _copy_without_hooks(self, memo: dict[int, Any]) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+        """A deep copy of the module and its blocks, with the hooks of scripts and without those of this
+        wrapper.
+        """
+        own = {hook.id for hook in self._hooks}
+        found = {
+            id(each): each for hook in self._hooks if (each := hook.hooks_dict_ref()) is not None
+        }
+        before = [(hooks, dict(hooks)) for hooks in found.values()]
+        for hooks, _ in before:
+            for key in own & hooks.keys():
+                del hooks[key]
+        try:
+            return copy.deepcopy((self.module, self._blocks), memo)
+        finally:
+            for hooks, all_hooks in before:
+                hooks.clear()
+                hooks.update(all_hooks)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Rejected: a copy would have neither the shards nor the communication.
+        """Rejected: a file has no communication.
 
         Raises:
-            PlanError: by copy.deepcopy, copy.copy, pickle and torch.save.
+            PlanError: by pickle and torch.save.
         """
-        reject_copy(WRAPPER_NAME)
+        reject_pickle(WRAPPER_NAME)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        reducer = self._reducer
+        self._follow_shards()
         if self._is_stale:
-            reducer.after_optimizer_step()
+            self._reducer.after_optimizer_step()
+            self._note_shards()
         if torch.is_grad_enabled():
             # After a forward without gradients, the optimizer may still step.
             self._is_stale = False
-            self._check_requires_grad()
-            self._check_memory()
-            reducer.set_requires_gradient_sync(0, self._requires_gradient_sync)
+            self._before_forward()
         args, kwargs = self._cast((args, kwargs))
         self._is_in_forward = True
         try:
-            return self.module(*args, **kwargs)
+            outputs = self.module(*args, **kwargs)
         finally:
             self._is_in_forward = False
+        if torch.is_grad_enabled():
+            self._after_forward(outputs)
+        return outputs
+
+    def _note_shards(self) -> None:
+        """Note the memory and the versions of the shards that blocks have the values of."""
+        self._noted = {name: _state_of(shard) for name, shard in self._shard_of.items()}
+
+    def _follow_shards(self) -> None:
+        """Have blocks compute with what scripts have made of the shards: frozen and unfrozen ones, moved and
+        cast ones, changed values. Every rank has made the same changes.
+        """
+        check_all_wrapped(self.module, self)
+        found = {name: _state_of(shard) for name, shard in self._shard_of.items()}
+        if found == self._noted:
+            return
+        for group in self._groups:
+            if any(found[name].memory != self._noted[name].memory for name in group.params):
+                self._replace_memory(group)
+        is_changed = False
+        for group in self._groups:
+            for name, param in group.params.items():
+                needs = self._shard_of[name].requires_grad
+                is_changed |= param.requires_grad != needs
+                param.requires_grad_(needs)
+        if is_changed:
+            self._reducer.follow_requires_grad()
+        self._is_stale = True
+
+    @torch.no_grad()
+    def _replace_memory(self, group: ParamGroup) -> None:
+        """Put the shards of a group, which have got memory of their own, into flat memory again."""
+        shards = {name: self._shard_of[name] for name in group.params}
+        dtypes = {shard.dtype for shard in shards.values()}
+        if len(dtypes) > 1:
+            fault = Fault(
+                WRAPPER_NAME,
+                f"parameters that are gathered together have got several dtypes: {', '.join(shards)}",
+                got=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)),
+                need="one",
+                fix="cast the wrapped module, or cast before wrapping",
+            )
+            raise PlanError(fault)
+        (dtype,) = dtypes
+        policy = self.sharding.policy(dtype, num_parts=self.comm.degree(self.axis))
+        local = {name: shard.local for name, shard in shards.items()}
+        for name, view in group.replace_shard(local, policy).items():
+            shards[name].data = ShardedTensor.of(view, shards[name].entries, shards[name].group)
 
     def _check_is_fresh(self, block: nn.Module, args: Any) -> None:
         """Reject a call of the module itself, or of a block, on parameters from before the last
@@ -314,19 +425,6 @@ class FullyShardedDataParallel(nn.Module):
             )
             raise PlanError(fault)
 
-    def _check_requires_grad(self) -> None:
-        """Reject parameters that were frozen or unfrozen after wrapping, sharded or unsharded."""
-        need = self._trained_when_wrapped
-        check_requires_grad(self._shard_of.items(), need, WRAPPER_NAME)
-        for group in self._reducer.groups:
-            check_requires_grad(group.params.items(), need, WRAPPER_NAME)
-
-    def _check_memory(self) -> None:
-        """Reject shards that have got other memory: the module would not see their values."""
-        for name, shard in self._shard_of.items():
-            if shard.data_ptr() != self._addresses[name]:
-                reject_other_memory(name, WRAPPER_NAME)
-
     def _cast_block_inputs(
         self,
         block: nn.Module,
@@ -337,7 +435,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _cast(self, inputs: Any) -> Any:
         """The same arguments, floating-point tensors in the compute dtype."""
-        dtype = self.compute
+        dtype = self.sharding.compute
         if dtype is None:
             return inputs
 
@@ -346,86 +444,35 @@ class FullyShardedDataParallel(nn.Module):
 
         return map_leaves(inputs, Tensor, cast)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate unsharded gradients locally: the backwards of forwards in here reduce nothing."""
-        self._requires_gradient_sync = False
-        try:
-            yield
-        finally:
-            self._requires_gradient_sync = True
-
-    def global_mean(self, total: Tensor, count: Tensor | float) -> Tensor:
-        """The mean loss over what counts on all ranks, to call `backward()` on; see
-        `DistributedDataParallel.global_mean`.
-
-        Args:
-            total: sum of this rank's losses, scalar.
-            count: of its targets; with several backwards a step, of all of them together.
-        """
-        return global_mean(self.comm, self.axis, total, count)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Wait until every gradient is the mean over the ranks, and take the first rank's buffers.
-        Call once, after the last backward of a step.
-        """
-        check_all_wrapped(self.module, WRAPPER_NAME)
-        self._release_gradients()
+    def _synchronize(self) -> None:
         reducer = self._reducer
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)
         reducer.finish()
-        is_sharded = self.comm.degree(self.axis) > 1
+        synchronised: list[nn.Parameter] = []
         for group in reducer.trained_groups:
             for name, gradient in group.take_reduced_grads().items():
-                shard = self._shard_of[name]
-                if name not in used:
-                    continue
-                if shard.grad is None:
-                    shard.grad = gradient.as_subclass(ShardGradient) if is_sharded else gradient
-                else:
-                    shard.grad.add_(gradient)
+                if name in used:
+                    add_gradient(self._shard_of[name], gradient)
+                    synchronised.append(self._shard_of[name])
         broadcast_buffers(self.module, self.comm, self.axis)
         self._is_stale = True
-
-    def _hold_gradients(self) -> None:
-        """After the first backward since gradients were synchronised: note each shard's gradient,
-        which must stay until then; zeroing it would not discard what the backward yielded.
-        """
-        if self._pending:
-            return
-        for name, shard in self._shard_of.items():
-            if not shard.requires_grad:
-                continue
-            if shard.grad is None:
-                shard.grad = pending_gradient(shard)
-            self._pending[name] = (shard.grad, shard.grad._version)
-
-    def _release_gradients(self) -> None:
-        """Reject gradients that were zeroed or changed since `_hold_gradients`."""
-        pending = self._pending
-        self._pending = {}
-        for name, (held, version) in pending.items():
-            shard = self._shard_of[name]
-            if shard.grad is not held or held._version != version:
-                reject_unsynchronized_use(f"that of {name} was zeroed or changed")
-        for name, (held, _) in pending.items():
-            if isinstance(held, PendingGradient):
-                self._shard_of[name].grad = None
+        for shard in synchronised:
+            call_gradient_hooks(shard)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most `max_norm`; returns the
         norm before, float64.
 
-        torch.nn.utils.clip_grad_norm_ would take the norm of this rank's entries: it is rejected.
+        torch.nn.utils.clip_grad_norm_ does the same with an all-reduce for each parameter.
         """
-        own_axes = axis_names(self.axis)
+        own_axes = axis_names(self.sharding.axis)
         gradients: list[tuple[Tensor, tuple[str, ...]]] = []
         for name, shard in self._shard_of.items():
             if shard.grad is not None:
                 axes = (*own_axes, *self._tensor_axes[name])
-                gradients.append((shard.grad, axes))
+                gradients.append((local_of(shard.grad), axes))
         norm = total_norm(self.comm, gradients)
         clip_to((gradient for gradient, _ in gradients), norm, max_norm)
         return norm
@@ -436,11 +483,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         values = self._reducer.full_parameters()
         values.update(self.module.named_buffers())
-        state: dict[str, Tensor] = {}
-        for key, name in self._state_names.items():
-            value = values[name].detach()
-            state[key] = value.clone()
-        return state
+        return {key: values[name].detach().clone() for key, name in self._state_names.items()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -451,28 +494,29 @@ class FullyShardedDataParallel(nn.Module):
         """
         check_state_keys(state, self._state_names)
         values = {name: state[key] for key, name in self._state_names.items()}
-        for group in self._reducer.groups:
-            group_values = {name: values[name] for name in group.params}
-            group.load(group_values)
+        for group in self._groups:
+            group.load({name: values[name] for name in group.params})
         for name, buffer in self.module.named_buffers():
             if name in values:
                 buffer.copy_(values[name])
         self._is_stale = True
 
-    def _apply(
-        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
-    ) -> FullyShardedDataParallel:
-        """Moves and casts are refused: the shards are views into flat memory."""
-        tensors = (*self.parameters(), *self.buffers())
-        is_unchanged = all(fn(tensor) is tensor for tensor in tensors)
-        if not is_unchanged:
-            raise PlanError(
-                Fault(
-                    "FullyShardedDataParallel",
-                    "its module cannot be moved or cast once it is wrapped",
-                )
-            )
-        return self
+
+class ShardState(NamedTuple):
+    """What scripts may change of a shard.
+
+    Attributes:
+        memory: address and dtype.
+    """
+
+    memory: tuple[int, torch.dtype]
+    requires_grad: bool
+    version: int
+
+
+def _state_of(shard: Tensor) -> ShardState:
+    memory = (shard.data_ptr(), shard.dtype)
+    return ShardState(memory, shard.requires_grad, shard._version)
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
@@ -85,7 +86,7 @@ class GradientReducer:
         ungrouped: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        self.trained_groups = tuple(group for group in groups if group.is_trained)
+        self.trained_groups: tuple[ParamGroup, ...] = ()
         self.comm = comm
         self.reduces_every_backward = reduces_every_backward
         self.split_stages = split_stages
@@ -105,17 +106,31 @@ class GradientReducer:
         self._waiting: dict[int, deque[ParamGroup]] = {}
         self._block_positions: dict[int, int] = {}
         self._under_way = ReductionsUnderWay(comm)
-        stages: set[int] = set()
         self.is_reduced_once = False
+        self._hooks: list[RemovableHandle] = []
+        self._stages: list[int] = []
         for group in self.groups:
             self._register_shards(group)
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Reduce the gradients of the parameters that have `requires_grad` now."""
+        self.remove_hooks()
+        self.trained_groups = tuple(group for group in self.groups if group.is_trained)
         for place, group in enumerate(self.trained_groups):
+            group.expect_gradients()
             self._register_hooks(place)
-            stages.add(group.stage)
-            if group.policy.keeps_unsharded_grad:
-                self.is_reduced_once = True
-        self._stages = sorted(stages)
+        self.is_reduced_once = any(
+            group.policy.keeps_unsharded_grad for group in self.trained_groups
+        )
+        self._stages = sorted({group.stage for group in self.trained_groups})
         self._requeue(self._stages)
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters: their gradients are reduced no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _register_shards(self, group: ParamGroup) -> None:
         policy = group.policy
@@ -151,8 +166,9 @@ class GradientReducer:
             return on_gradient
 
         for name, param in self.trained_groups[place].params.items():
-            hook = hook_of(name)
-            param.register_post_accumulate_grad_hook(hook)
+            if param.requires_grad:
+                hook = param.register_post_accumulate_grad_hook(hook_of(name))
+                self._hooks.append(hook)
 
     @property
     def has_unfinished_reduction(self) -> bool:
@@ -211,7 +227,7 @@ class GradientReducer:
         is_complete = group.accumulate_grad(name, param)
         if not is_complete:
             return
-        group.missing = set(group.params)
+        group.expect_gradients()
         if self._reduces_now(group.stage) and not group.reduces_each_leaf:
             self._complete.add(key)
             self._reduce_in_order(group.stage)
@@ -240,7 +256,7 @@ class GradientReducer:
             positions: id of a parameter -> which block of the stage is the first to use it.
         """
         self._under_way.ordered_stages.add(stage)
-        for group in self.trained_groups:
+        for group in self.groups:
             if group.stage != stage:
                 continue
             first_uses: list[int] = []
@@ -262,7 +278,7 @@ class GradientReducer:
                 break
             waiting.popleft()
             self._complete.discard(id(group))
-            group.missing = set(group.params)
+            group.expect_gradients()
             self._start_reduce(group)
 
     def _requeue(self, stages: Iterable[int]) -> None:
@@ -286,7 +302,7 @@ class GradientReducer:
             is_shared = not self.shared.isdisjoint(group.params)
             is_split = group.stage in self.split_stages
             if is_shared or not is_split:
-                group.missing = set(group.params)
+                group.expect_gradients()
             if not is_shared and not is_split:
                 ended_stages.add(group.stage)
             if group.reduces_each_leaf:
@@ -361,7 +377,13 @@ class GradientReducer:
             dtype=torch.int32,
             device=self.comm.device,
         )
-        has_used_all = self.arrived.issuperset(names)
+        trained = {
+            name
+            for group in self.trained_groups
+            for name, param in group.params.items()
+            if param.requires_grad
+        }
+        has_used_all = self.arrived.issuperset(trained) and len(trained) == len(names)
         if not has_used_all:
             flags = torch.tensor([name in self.arrived for name in names])
             num_ranks.copy_(flags)

@@ -40,6 +40,7 @@ class ParamGroup:
 
     Attributes:
         axes: mesh axes over which the gradient is summed and, from ZeRO 1 on, the group is sharded.
+        replicate_axes: further mesh axes over which the gradient is summed, along which shards are copies.
         stage: the local pipeline stage whose backward completes the gradients.
         num_stages: the most local pipeline stages that use one parameter.
         index: of this rank's shard.
@@ -63,6 +64,7 @@ class ParamGroup:
         policy: ShardingPolicy,
         *,
         axes: tuple[str, ...],
+        replicate_axes: tuple[str, ...] = (),
         stage: int = 0,
         num_stages: int = 1,
     ) -> None:
@@ -70,6 +72,7 @@ class ParamGroup:
         self.comm = comm
         self.policy = policy
         self.axes = axes
+        self.replicate_axes = replicate_axes
         self.stage = stage
         self.num_stages = num_stages
         self.index = 0
@@ -83,7 +86,8 @@ class ParamGroup:
             num_shards,
             alignment=FIXED_ORDER_ALIGNMENT if policy.fixed_order else 1,
         )
-        self.missing = set(self.params)
+        self.missing: set[str] = set()
+        self.expect_gradients()
         self.is_reduced = False
         self.unsharded_grad: Tensor | None = None
         self.sharded_grad: Tensor | None = None
@@ -102,9 +106,12 @@ class ParamGroup:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the parameters have gradients."""
-        first = next(iter(self.params.values()))
-        return first.requires_grad
+        """Whether parameters have gradients: all of them, unless scripts freeze some later."""
+        return any(param.requires_grad for param in self.params.values())
+
+    def expect_gradients(self) -> None:
+        """A backward begins: no gradient has arrived yet."""
+        self.missing = {name for name, param in self.params.items() if param.requires_grad}
 
     @property
     def _keeps_param_memory(self) -> bool:
@@ -320,11 +327,14 @@ class ParamGroup:
 
     def _zero_unset_grads(self) -> None:
         """Set the views of parameters to 0 whose `.grad` was set to None between steps and that
-        have had no gradient since.
+        have had no gradient since; to gradients that were set by hand.
         """
         for name, view in self._grad_views.items():
-            if self.params[name].grad is None:
+            grad = self.params[name].grad
+            if grad is None:
                 view.zero_()
+            elif grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
 
     def _start_collective(self, unsharded: Tensor) -> Work | FixedOrderSum:
         """Reduce-scatter where the group is sharded, else all-reduce."""
@@ -365,6 +375,8 @@ class ParamGroup:
         if self._reducing is None:
             return
         total = self._reducing.wait()
+        if self.replicate_axes:
+            total = self.comm.all_reduce_(total, self.replicate_axes)
         self._reducing = None
         policy = self.policy
         if policy.sums_reduced:
@@ -388,7 +400,7 @@ class ParamGroup:
         self.wait_reduce()
         if self.policy.fixed_order:
             self._finish_fixed_order()
-        self.missing = set(self.params)
+        self.expect_gradients()
         self.is_reduced = False
 
     def _finish_fixed_order(self) -> None:
@@ -434,6 +446,29 @@ class ParamGroup:
             device=self._device,
         )
         self.sharded_param.copy_(packed)
+
+    def replace_shard(
+        self,
+        shards: Mapping[str, Tensor],
+        policy: ShardingPolicy,
+    ) -> dict[str, Tensor]:
+        """Hold these values, this rank's entries of each parameter, perhaps in another dtype or on another
+        device; the unsharded parameters change at the next all-gather.
+
+        Returns:
+            The entries in flat memory, by parameter name.
+        """
+        self._wait_all_gather()
+        self.policy = policy
+        for name, param in self.params.items():
+            # of the whole shape, in one entry's memory: flat memory is allocated below
+            param.data = shards[name].new_zeros(()).expand(param.shape)
+        self._flatten_params()
+        assert self.sharded_param is not None, "set when the parameters are flattened"
+        views = self.layout.shard_views(self.sharded_param, self.index)
+        for name, view in views.items():
+            view.copy_(shards[name])
+        return views
 
     def gather_params(self) -> dict[str, Tensor]:
         """The values by parameter name in `policy.params`, unsharded, in new memory; a collective

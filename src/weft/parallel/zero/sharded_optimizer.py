@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 
 from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
-from weft.comm.transport import Work
 from weft.core.mesh import Axis
 from weft.errors import DataError, Fault, PlanError
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.zero.elementwise import elementwise_state_keys
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
-from weft.parallel.zero.wrapped_params import check_not_sharded, reject_other_memory
+from weft.parallel.zero.registered_shards import entries_of
+from weft.parallel.zero.sharded_tensor import ShardedTensor, ShardGroup
 
 State = dict[str, Any]
 """State that an optimizer keeps for one parameter: tensors of its shape, numbers."""
@@ -30,27 +29,25 @@ class ShardedOptimizer(Optimizer):
         net = weft.DistributedDataParallel(net)
         optimizer = weft.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)
         net(x).sum().backward()
-        net.finish_gradient_synchronization()      # gradients must be the same on every rank
         optimizer.step()
 
-    `param_groups` hold the unsharded parameters and the settings: schedulers set "lr" there. Frozen
-    parameters and those without a gradient stay as they are. `state_dict()` is of this rank's
-    shard, `full_state_dict()` of all.
+    Gradients must be the same on every rank, as `DistributedDataParallel` leaves them. `param_groups`
+    hold the unsharded parameters and the settings: schedulers set "lr" there. Parameters without a
+    gradient stay as they are; they may be frozen, unfrozen, added, moved and cast later. The class is
+    given shards that have the shape and the norms of the parameters (`ShardedTensor`), so LARS, LAMB
+    and Muon are right, too. `state_dict()` is of this rank's shard, `full_state_dict()` of all.
 
     Args:
         params: as a torch optimizer takes them: parameters, (name, parameter) pairs, or groups of
             either.
-        optimizer: the class, for example torch.optim.AdamW; it must update every entry of a
-            parameter by itself.
+        optimizer: the class, for example torch.optim.AdamW.
         comm: communication with the other ranks; None: the world of torch.distributed is the data
             axis.
         axis: the mesh axis (or axes) over which states are sharded.
         kwargs: for the class.
 
     Raises:
-        PlanError: the class updates an entry by what the others of its parameter are (LBFGS, Muon,
-            Adafactor), or the parameters are shards of FullyShardedDataParallel; parameters are
-            added, unfrozen, moved or cast later.
+        PlanError: the parameters are shards of FullyShardedDataParallel.
 
     Source: Rajbhandari et al. 2020, ZeRO.
     """
@@ -65,79 +62,43 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ) -> None:
         super().__init__(params, kwargs)
-        check_not_sharded(self._all_params(), "ShardedOptimizer")
+        _check_not_sharded(self._all_params())
         first: Tensor = self.param_groups[0]["params"][0]
-
-        def make(tensors: list[nn.Parameter]) -> Optimizer:
-            return optimizer(tensors, **kwargs)
-
-        self._elementwise_keys = elementwise_state_keys(make, device=first.device)
         self.comm = comm_or_world(comm, axis=axis, device=first.device)
         self.axis = axis
         self._flat_groups: list[_FlatGroup] = []
-        inner_groups: list[dict[str, Any]] = []
-        for param_group in self.param_groups:
-            shards: list[nn.Parameter] = []
-            for flat_group in self._flatten(param_group["params"]):
-                self._flat_groups.append(flat_group)
-                shards.extend(flat_group.shards)
-            inner_group = _settings(param_group)
-            inner_group["params"] = shards
-            inner_groups.append(inner_group)
+        inner_groups = [self._inner_group(param_group) for param_group in self.param_groups]
         self.inner = optimizer(inner_groups, **kwargs)
         self.defaults = dict(self.inner.defaults)
-        self._frozen = [param for param in self._all_params() if not param.requires_grad]
         self._copy_settings_from_inner()
 
+    def _inner_group(self, param_group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group of the optimizer of this rank's shards."""
+        flat_groups = self._flatten(param_group["params"])
+        self._flat_groups += flat_groups
+        shards = [shard for flat_group in flat_groups for shard in flat_group.shards]
+        return {**_settings(param_group), "params": shards}
+
     def _flatten(self, params: Sequence[nn.Parameter]) -> list[_FlatGroup]:
-        """The trained parameters of a group in flat memory: runs of the same dtype and device."""
+        """The parameters of a group in flat memory: runs of the same dtype and device, trained or
+        frozen.
+        """
         runs: list[list[nn.Parameter]] = []
         for param in params:
-            if not param.requires_grad:
-                continue
             if runs and _are_alike(runs[-1][0], param):
                 runs[-1].append(param)
             else:
                 runs.append([param])
-        flat_groups: list[_FlatGroup] = []
-        for run in runs:
-            flat_group = _FlatGroup(
-                run,
-                num_shards=self.comm.degree(self.axis),
-                index=self.comm.index(self.axis),
-            )
-            flat_groups.append(flat_group)
-        return flat_groups
+        return [_FlatGroup(run, ShardGroup(self.comm, self.axis)) for run in runs]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only torch's constructor may call it.
-
-        Raises:
-            PlanError: parameters are added later, which would not be sharded.
-        """
-        if hasattr(self, "inner"):
-            fault = Fault(
-                "ShardedOptimizer",
-                "parameters cannot be added: states are sharded when it is made",
-                fix="make a new ShardedOptimizer of all parameters",
-            )
-            raise PlanError(fault)
+        """Add parameters, as torch's optimizers do; every rank adds the same."""
         super().add_param_group(param_group)
-
-    def _check_unfrozen(self) -> None:
-        """Reject a gradient of a parameter that was frozen when states were sharded: it would not
-        be updated.
-        """
-        for param in self._frozen:
-            if param.grad is not None:
-                fault = Fault(
-                    "ShardedOptimizer",
-                    "requires_grad of a parameter has changed since the optimizer was made",
-                    got=f"a gradient of shape {list(param.shape)}",
-                    need="none, as the parameter was frozen",
-                    fix="set requires_grad before, or make a new ShardedOptimizer",
-                )
-                raise PlanError(fault)
+        if hasattr(self, "inner"):
+            added = self.param_groups[-1]
+            _check_not_sharded(added["params"])
+            self.inner.add_param_group(self._inner_group(added))
+            self._copy_settings_from_inner()
 
     def _copy_settings_from_inner(self) -> None:
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -156,18 +117,17 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_unfrozen()
         self._copy_settings_to_inner()
         for flat_group in self._flat_groups:
-            flat_group.check_memory()
+            flat_group.follow_memory()
             flat_group.set_shard_grads()
         self.inner.step()
-        works: list[Work] = []
-        for flat_group in self._flat_groups:
-            unsharded = flat_group.params_memory.alias()
-            work = self.comm.start_all_gather_(unsharded, self.axis)
-            works.append(work)
-        for flat_group, work in zip(self._flat_groups, works, strict=True):
+        updated = [each for each in self._flat_groups if each.has_gradient]
+        works = [
+            self.comm.start_all_gather_(flat_group.params_memory.alias(), self.axis)
+            for flat_group in updated
+        ]
+        for flat_group, work in zip(updated, works, strict=True):
             work.wait()
             flat_group.clear_shard_grads()
         return loss
@@ -188,13 +148,7 @@ class ShardedOptimizer(Optimizer):
         """
         state_of: dict[int, State] = {}
         for flat_group in self._flat_groups:
-            gathered = flat_group.gather_states(
-                self.inner.state,
-                self.comm,
-                self.axis,
-                elementwise=self._elementwise_keys,
-            )
-            state_of.update(gathered)
+            state_of.update(flat_group.gather_states(self.inner.state))
         states: dict[int, State] = {}
         for number, param in enumerate(self._all_params()):
             state = state_of.get(id(param))
@@ -227,11 +181,7 @@ class ShardedOptimizer(Optimizer):
             states[id(param)] = given.get(number, {})
         self.inner.state.clear()
         for flat_group in self._flat_groups:
-            sharded = flat_group.shard_states(
-                states,
-                elementwise=self._elementwise_keys,
-            )
-            self.inner.state.update(sharded)
+            self.inner.state.update(flat_group.shard_states(states))
         for own_group, loaded_group in zip(self.param_groups, groups, strict=True):
             own_group.update(_settings(loaded_group))
 
@@ -249,111 +199,109 @@ class _FlatGroup:
     Attributes:
         params: unsharded, views into `params_memory`.
         shards: this rank's entries of each, perhaps none, views into the same memory.
-        entries: which entries of each flattened parameter those are.
     """
 
-    def __init__(
-        self,
-        params: list[nn.Parameter],
-        *,
-        num_shards: int,
-        index: int,
-    ) -> None:
-        named: dict[str, nn.Parameter] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for number, param in enumerate(params):
-            name = str(number)
-            named[name] = param
-            shapes[name] = tuple(param.shape)
+    def __init__(self, params: list[nn.Parameter], group: ShardGroup) -> None:
         self.params = params
-        self.layout = FlatLayout.of(shapes, num_shards)
-        self.params_memory = FlatParams(
-            named,
-            self.layout,
-            dtype=params[0].dtype,
+        self._index = group.comm.index(group.axis)
+        self.layout = FlatLayout.of(
+            {str(number): tuple(param.shape) for number, param in enumerate(params)},
+            group.comm.degree(group.axis),
         )
-        own_slice = self.layout.shard_slice(index)
-        shard = self.params_memory.flat[own_slice]
-        views = self.layout.shard_views(shard, index)
-        self.shards = list(map(nn.Parameter, views.values()))
-        self.entries: list[slice] = []
-        for span in self.layout.spans:
-            overlap = self.layout.overlap(span, index)
-            self.entries.append(overlap.in_param)
+        self.shards: list[nn.Parameter] = []
+        for name, view in self._flatten().items():
+            entries = entries_of(self.layout, name, self._index)
+            shard = nn.Parameter(ShardedTensor.of(view, entries, group))
+            self.shards.append(shard)
 
-    def check_memory(self) -> None:
-        """Reject parameters that are no longer views of the flat memory.
+    def _flatten(self) -> dict[str, Tensor]:
+        """Move the parameters into flat memory; returns this rank's entries of each."""
+        named = {str(number): param for number, param in enumerate(self.params)}
+        self.params_memory = FlatParams(named, self.layout, dtype=self.params[0].dtype)
+        own_entries = self.params_memory.flat[self.layout.shard_slice(self._index)]
+        return self.layout.shard_views(own_entries, self._index)
 
-        Raises:
-            PlanError: updates would be lost.
-        """
+    def follow_memory(self) -> None:
+        """Move parameters into flat memory again that scripts have moved, cast or given other memory."""
         start = self.params_memory.flat.data_ptr()
         for param, span in zip(self.params, self.layout.spans, strict=True):
             is_view = param.data_ptr() == start + span.start * param.element_size()
             if param.numel() > 0 and not is_view:
-                shape = list(param.shape)
-                reject_other_memory(f"a parameter of shape {shape}", "ShardedOptimizer")
+                break
+        else:
+            return
+        for shard, view in zip(self.shards, self._flatten().values(), strict=True):
+            shard.data = ShardedTensor.of(view, _sharded(shard).entries, _sharded(shard).group)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a parameter has a gradient."""
+        return any(param.grad is not None for param in self.params)
 
     def set_shard_grads(self) -> None:
         """Set each shard's gradient to a view of its entries of the parameter's gradient."""
-        for param, shard, entries in zip(self.params, self.shards, self.entries, strict=True):
+        for param, parameter in zip(self.params, self.shards, strict=True):
+            shard = _sharded(parameter)
             if param.grad is None:
                 shard.grad = None
                 continue
-            flat = param.grad.reshape(-1)
-            shard.grad = flat[entries]
+            own_entries = param.grad.reshape(-1)[shard.entries.own]
+            shard.grad = ShardedTensor.of(own_entries, shard.entries, shard.group)
 
     def clear_shard_grads(self) -> None:
         """Drop the references to the views."""
         for shard in self.shards:
             shard.grad = None
 
-    def gather_states(
-        self,
-        state: Mapping[Tensor, State],
-        comm: Comm,
-        axis: Axis,
-        *,
-        elementwise: Collection[str],
-    ) -> dict[int, State]:
-        """The state of each unsharded parameter, by its id; the keys `elementwise` are
-        all-gathered.
-        """
-        found: dict[int, State] = {}
-        for param, shard, span in zip(self.params, self.shards, self.layout.spans, strict=True):
-            sizes: list[int] = []
-            for index in range(self.layout.num_shards):
-                entries = self.layout.overlap(span, index).in_param
-                sizes.append(entries.stop - entries.start)
-            unsharded: State = {}
-            for key, value in state.get(shard, {}).items():
-                if key in elementwise:
-                    gathered = comm.all_gather(value, axis, sizes=sizes)
-                    unsharded[key] = gathered.view(param.shape)
-                else:
-                    unsharded[key] = _copy(value)
-            found[id(param)] = unsharded
-        return found
+    def gather_states(self, state: Mapping[Tensor, State]) -> dict[int, State]:
+        """The state of each unsharded parameter, by its id; sharded values are all-gathered."""
+        return {
+            id(param): {
+                key: value.full_tensor() if isinstance(value, ShardedTensor) else _copy(value)
+                for key, value in state.get(shard, {}).items()
+            }
+            for param, shard in zip(self.params, self.shards, strict=True)
+        }
 
-    def shard_states(
-        self,
-        states: Mapping[int, State],
-        *,
-        elementwise: Collection[str],
-    ) -> dict[Tensor, State]:
-        """The state of each shard, from the states of unsharded parameters by id."""
+    def shard_states(self, states: Mapping[int, State]) -> dict[Tensor, State]:
+        """The state of each shard, from the states of unsharded parameters by id: this rank's entries of
+        tensors of the parameter's shape.
+        """
         found: dict[Tensor, State] = {}
-        for param, shard, entries in zip(self.params, self.shards, self.entries, strict=True):
-            sharded: State = {}
-            for key, value in states[id(param)].items():
-                if key in elementwise:
-                    flat = value.reshape(-1)
-                    sharded[key] = flat[entries].clone()
-                else:
-                    sharded[key] = _copy(value)
+        for param, shard in zip(self.params, self.shards, strict=True):
+            sharded = {
+                key: _copy(value) if key == "step" else _own_part(value, shard)
+                for key, value in states[id(param)].items()
+            }
             if sharded:
                 found[shard] = sharded
         return found
+
+
+def _sharded(param: nn.Parameter) -> ShardedTensor:
+    assert isinstance(param, ShardedTensor), "made of sharded tensors"
+    return param
+
+
+def _own_part(value: Any, param: nn.Parameter) -> Any:
+    """This rank's entries of a state value of the parameter's shape; others as they are."""
+    shard = _sharded(param)
+    if not isinstance(value, Tensor) or value.shape != shard.shape:
+        return _copy(value)
+    own_entries = value.reshape(-1)[shard.entries.own]
+    return ShardedTensor.of(own_entries.clone(), shard.entries, shard.group)
+
+
+def _check_not_sharded(params: Iterable[Tensor]) -> None:
+    """Raise PlanError for shards: their states are sharded already."""
+    if any(isinstance(param, ShardedTensor) for param in params):
+        fault = Fault(
+            "ShardedOptimizer",
+            "these parameters are shards of FullyShardedDataParallel, which shards the states, too",
+            need="whole parameters",
+            fix="the plain optimizer, such as torch.optim.AdamW(net.parameters())",
+        )
+        raise PlanError(fault)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from weft.core.mesh import Axis, axis_names
+
 ZeroStage = Literal[0, 1, 2, 3]
 
 
@@ -79,3 +81,39 @@ class ShardingPolicy:
     def sums_reduced(self) -> bool:
         """Whether reduced gradients of micro-batches are added in the fixed order."""
         return self.fixed_order and not self.keeps_unsharded_grad
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a wrapper shards a module.
+
+    Attributes:
+        axis: mesh axes over which parameters are sharded.
+        replicate: further axes over which batches differ, along which shards are copies.
+        zero: 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        compute: dtype in which blocks compute; None: that of the parameters.
+        reduce: dtype in which gradients are accumulated and reduced; None: that of the parameters.
+    """
+
+    axis: Axis
+    replicate: tuple[str, ...]
+    zero: Literal[1, 2, 3]
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """All axes over which batches differ."""
+        return (*self.replicate, *axis_names(self.axis))
+
+    def policy(self, dtype: torch.dtype, *, num_parts: int) -> ShardingPolicy:
+        """That of parameters of this dtype, whose gradients are means over `num_parts` ranks."""
+        return ShardingPolicy(
+            self.zero,
+            params=dtype,
+            compute=self.compute or dtype,
+            reduce=self.reduce or dtype,
+            grad_scale=1.0 / num_parts,
+            keeps_sharded_grad=False,
+            fills_freed_params=True,
+        )

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.recompute.recomputed_tensor import memory_of
@@ -54,11 +55,12 @@ def groups_of(
     return tuple(found.values())
 
 
-def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> None:
+def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> list[RemovableHandle]:
     """Have modules unshard their groups. The modules of one chain run in order, so that neighbours
     prefetch for each other.
     """
     in_backward = GroupsInBackward()
+    hooks: list[RemovableHandle] = []
     for chain in chains:
         groups_of_blocks = [block.groups for block in chain]
         next_groups = [*groups_of_blocks[1:], ()]
@@ -72,16 +74,19 @@ def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> None:
                 previous_groups=previous_groups[position],
                 in_backward=in_backward,
             )
-            block.module.register_forward_pre_hook(
-                schedule.before_forward,
-                with_kwargs=True,
-                prepend=True,  # before hooks that compute a weight, such as nn.utils.weight_norm
-            )
-            block.module.register_forward_hook(
-                schedule.copy_views,
-                prepend=True,  # before hooks that register others on the outputs
-            )
-            block.module.register_forward_hook(schedule.after_forward)
+            hooks += [
+                block.module.register_forward_pre_hook(
+                    schedule.before_forward,
+                    with_kwargs=True,
+                    prepend=True,  # before hooks that compute a weight, such as nn.utils.weight_norm
+                ),
+                block.module.register_forward_hook(
+                    schedule.copy_views,
+                    prepend=True,  # before hooks that register others on the outputs
+                ),
+                block.module.register_forward_hook(schedule.after_forward),
+            ]
+    return hooks
 
 
 def after_this_backward(act: Callable[[], None]) -> None:

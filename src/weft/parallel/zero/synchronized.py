@@ -1,0 +1,206 @@
+"""`SynchronizedModule`: a wrapped module whose gradients are synchronised when a backward ends, as torch's wrappers do.
+
+Note [When gradients are synchronised]
+    A forward outside of `no_sync()` puts hooks on its outputs. A backward that goes through one of them
+    reduces gradients while it runs, and at its end, in a callback of autograd's engine, the rest: when
+    `loss.backward()` returns, `.grad` is the mean over the ranks of all that has been accumulated.
+
+        forward ── backward: hook of an output ── gradients arrive, reductions start ── end: finish
+
+    The outputs decide, not the last forward: two forwards with a backward each are both synchronised, and
+    a backward through outputs of `no_sync()` alone accumulates. A recomputed forward (checkpointing with
+    `use_reentrant`) runs backwards inside the backward; their ends are not the end of the outer one, in
+    which the outputs' hooks were called. Outputs in which no tensor is found leave the decision to the end
+    of the first backward that yields gradients.
+    A backward without a gradient (`torch.autograd.grad` for a penalty) finishes nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.comm import Comm
+from weft.core.mesh import Axis
+from weft.errors import Fault, PlanError
+from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.zero.global_mean import global_mean
+from weft.parallel.zero.gradient_reducer import GradientReducer
+from weft.parallel.zero.unshard_hooks import after_this_backward
+
+
+class SynchronizedModule(nn.Module):
+    """A module on several ranks whose gradients are averaged over them; see Note [When gradients are
+    synchronised].
+
+    Attributes:
+        module: as it was before wrapping.
+        comm: communication with the other ranks.
+        axis: the mesh axis (or axes) over which batches differ.
+    """
+
+    def __init__(self, module: nn.Module, comm: Comm, *, axis: Axis) -> None:
+        super().__init__()
+        self.module = module
+        self.comm = comm
+        self.axis = axis
+        self._is_sync_enabled = True
+        self._expects_backward = False
+        self._must_sync = False
+        self._in_backward = False
+        self._unsynchronized: dict[str, int] = {}
+
+    @property
+    @abstractmethod
+    def _gradient_reducer(self) -> GradientReducer | None:
+        """Reduces the gradients; None before the first forward with gradients."""
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Have the mean over the ranks in every `.grad`; a collective."""
+
+    @abstractmethod
+    def _updated_params(self) -> Mapping[str, Tensor]:
+        """What an optimizer updates, by name."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank: backwards of forwards in here reduce nothing."""
+        before = self._is_sync_enabled
+        self._is_sync_enabled = False
+        try:
+            yield
+        finally:
+            self._is_sync_enabled = before
+
+    def global_mean(self, total: Tensor, count: Tensor | float) -> Tensor:
+        """The mean loss over what counts on all ranks, to call `backward()` on: a batch with padding
+        counts fewer targets than that of another rank, and the mean of the ranks' means is another
+        number. Every rank must call it.
+
+            loss = F.cross_entropy(net(x), y, ignore_index=-100, reduction="sum")
+            net.global_mean(loss, (y != -100).sum()).backward()
+
+        Args:
+            total: sum of this rank's losses, scalar.
+            count: of its targets; with several backwards a step, of all of them together.
+        """
+        return global_mean(self.comm, self.axis, total, count)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Synchronise what no backward has: gradients that were accumulated under `no_sync()` alone, and
+        those of a rank whose forward was followed by no backward. Otherwise it does nothing.
+        """
+        reducer = self._gradient_reducer
+        if reducer is None:
+            return
+        if self._expects_backward or reducer.has_unfinished_gradients:
+            self._synchronize_now()
+
+    def _before_forward(self) -> None:
+        """Called before each forward with gradients."""
+        if _is_outside_of_backward():
+            self._in_backward = False  # also where the last backward raised an error
+        self._check_not_updated()
+
+    def _after_forward(self, outputs: Any) -> None:
+        """Called after each forward with gradients: hooks on its outputs begin its backward."""
+        must_sync = self._is_sync_enabled
+        self._expects_backward |= must_sync
+        begin = _begin_of(weakref.ref(self), must_sync)
+        hooked = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
+        for tensor in hooked:
+            tensor.register_hook(begin)
+        if not hooked and must_sync:
+            self._require_sync()
+
+    def _require_sync(self) -> None:
+        self._must_sync = True
+        reducer = self._gradient_reducer
+        if reducer is not None:
+            reducer.set_requires_gradient_sync(0)
+
+    def _begin_backward(self, must_sync: bool) -> None:
+        """Hook of an output: a backward has reached it."""
+        if must_sync:
+            self._require_sync()
+        if not self._in_backward:
+            self._in_backward = True
+            after_this_backward(_end_of(weakref.ref(self)))
+
+    def _end_backward(self) -> None:
+        """At the end of a backward in which `_begin_backward` was called."""
+        self._in_backward = False
+        self._on_gradients()
+
+    def _after_reductions(self) -> None:
+        """At the end of each backward, nested ones too, that has yielded gradients."""
+        if not self._in_backward:
+            self._on_gradients()
+
+    def _on_gradients(self) -> None:
+        reducer = self._gradient_reducer
+        if reducer is None or not reducer.has_unfinished_gradients:
+            return
+        if self._must_sync:
+            self._synchronize_now()
+        elif not self._unsynchronized:
+            params = self._updated_params()
+            self._unsynchronized = {name: param._version for name, param in params.items()}
+
+    def _synchronize_now(self) -> None:
+        self._check_not_updated()
+        self._must_sync = False
+        self._expects_backward = False
+        self._synchronize()
+        self._unsynchronized = {}
+
+    def _check_not_updated(self) -> None:
+        """Reject parameters that were updated by gradients of this rank alone.
+
+        Raises:
+            PlanError: values have changed since gradients were accumulated under `no_sync()`.
+        """
+        if not self._unsynchronized:
+            return
+        params = self._updated_params()
+        for name, version in self._unsynchronized.items():
+            if name in params and params[name]._version != version:
+                fault = Fault(
+                    type(self).__name__,
+                    f"{name} was updated while gradients under no_sync() were not synchronised yet",
+                    fix="run the last forward and backward of a step outside of no_sync(), or call "
+                    "finish_gradient_synchronization() before the optimizer's step",
+                )
+                raise PlanError(fault)
+
+
+# Hooks on outputs live as long as the graph, and hold no module: see Note [Hooks hold no reducer].
+def _begin_of(
+    weak_module: weakref.ref[SynchronizedModule], must_sync: bool
+) -> Callable[[Tensor], None]:
+    def begin(gradient: Tensor) -> None:
+        module = weak_module()
+        if module is not None:
+            module._begin_backward(must_sync)
+
+    return begin
+
+
+def _end_of(weak_module: weakref.ref[SynchronizedModule]) -> Callable[[], None]:
+    def end() -> None:
+        module = weak_module()
+        if module is not None:
+            module._end_backward()
+
+    return end
+
+
+def _is_outside_of_backward() -> bool:
+    return torch._C._current_graph_task_id() == -1
