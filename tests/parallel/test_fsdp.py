@@ -17,7 +17,7 @@ from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.errors import DataError, PlanError, WeftError
 from weft.parallel.zero.fsdp import FullyShardedDataParallel
-from weft.parallel.zero.shard_gradients import local_of
+from weft.parallel.zero.sharded_tensor import local_of
 from weft.testing import run_ranks
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.errors import DataError
-from weft.parallel.zero.shard_gradients import local_of
 from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
+from weft.parallel.zero.sharded_tensor import local_of
 from weft.testing import run_ranks
 
 

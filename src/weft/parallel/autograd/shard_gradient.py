@@ -1,9 +1,9 @@
-"""Gradients of which a rank holds a part: norms of them alone are rejected; norms over all ranks."""
+"""Gradients of which a rank holds a part, for plain scripts: torch's norms and loss scaling are taken over all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,12 @@ from weft.comm.comm import Comm
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 
-SHARD_AXES = "_weft_shard_axes"
-"""Attribute of a parameter of a tensor-parallel layer: mesh axes over which it is sharded."""
+HOLDERS = "_weft_holders"
+"""Attribute of a parameter of a tensor-parallel layer: the `Holders` of its entries."""
+FOREACH_NORM = torch._foreach_norm
 NORMS = frozenset(
     {
-        torch._foreach_norm,
+        FOREACH_NORM,
         torch.linalg.vector_norm,
         torch.linalg.norm,
         torch.norm,
@@ -25,18 +26,25 @@ NORMS = frozenset(
 )
 FINITE_CHECK = torch._amp_foreach_non_finite_check_and_unscale_
 """What torch.amp.GradScaler calls: whether an entry is not finite, for the tensors it gets."""
-READS_OF_PENDING = frozenset({"__get__", "requires_grad_", "dim", "size", "numel"})
-"""Functions that a gradient which was not synchronised may have called on it."""
+
+
+class Holders(NamedTuple):
+    """The ranks that hold the entries of a parameter: those along `axes`."""
+
+    comm: Comm
+    axes: tuple[str, ...]
 
 
 class ShardGradient(Tensor):
-    """A gradient of which other ranks hold other entries, or whose parameters' neighbours other
-    ranks hold; operations yield plain tensors.
+    """A gradient of which other ranks hold other entries (`holders`), or whose parameters' neighbours
+    other ranks hold (None); operations yield plain tensors.
 
     Raises:
-        PlanError: by torch's norms and loss scaling, which would take this rank's part for the
-            whole.
+        PlanError: by torch's norms and loss scaling where neighbours are on other ranks: each call sees
+            the gradients of this rank's stages alone, and they would be taken for all.
     """
+
+    holders: Holders | None = None
 
     @classmethod
     def __torch_function__(
@@ -46,23 +54,14 @@ class ShardGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        options = dict(kwargs or {})
         if func in NORMS:
-            fault = Fault(
-                "gradients",
-                "torch takes the norm of this rank's part alone, so ranks would clip differently",
-                fix="clip_grad_norm_(max_norm) of the wrapped module, or weft.clip_grad_norm_ where only tensor-parallel "
-                "layers are sharded; both return the norm over all ranks",
-            )
-            raise PlanError(fault)
-        if func is FINITE_CHECK:
-            fault = Fault(
-                "gradients",
-                "torch.amp.GradScaler checks this rank's part alone, so ranks would skip different steps",
-                fix="bfloat16, which needs no loss scale, or weft train, which has one over all ranks",
-            )
-            raise PlanError(fault)
+            return _norms(func, args, options)
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **options)
+        if func is FINITE_CHECK:
+            _agree_on_finite(args[0], found=args[1])
+        return result
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         plain = self.as_subclass(Tensor)
@@ -73,61 +72,87 @@ class ShardGradient(Tensor):
         return plain.__reduce_ex__(protocol)
 
 
-class PendingGradient(Tensor):
-    """In the place of a gradient that was None, from a backward until gradients are synchronised:
-    what reads or zeroes it is an error.
-    """
+def part_of(gradient: Tensor, holders: Holders | None) -> Tensor:
+    """The same memory as a `ShardGradient`."""
+    part = gradient.as_subclass(ShardGradient)
+    part.holders = holders
+    return part
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.__name__ not in READS_OF_PENDING:
-            reject_unsynchronized_use(f"{func.__name__} was called on one")
+
+def _norms(func: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The norm over the ranks that hold the entries, of a gradient or of each of several."""
+    given, *rest = args
+    order = rest.pop(0) if rest else options.pop("ord", options.pop("p", 2.0))
+    order = 2.0 if order in (None, "fro") else float(order)
+    parts = list(given) if func is FOREACH_NORM else [given]
+    norms: list[Tensor] = []
+    for part in parts:
+        holders = _holders_of(part, "torch takes the norm of this rank's part alone")
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            local = torch.linalg.vector_norm(part, order, *rest, **options)
+        norms.append(local if holders is None else _norm_over(holders, local, order))
+    return norms if func is FOREACH_NORM else norms[0]
 
 
-def pending_gradient(param: Tensor) -> Tensor:
-    """A `PendingGradient` in the shape of `param`, of one entry's memory."""
-    entry = torch.zeros(1, dtype=param.dtype, device=param.device)
-    return entry.expand(param.shape).as_subclass(PendingGradient)
+def _norm_over(holders: Holders, local: Tensor, order: float) -> Tensor:
+    """The norm of a vector of which each rank has the norm of its part."""
+    if order == float("inf"):
+        return holders.comm.all_reduce(local, holders.axes, op="max")
+    if order == float("-inf"):
+        return holders.comm.all_reduce(local, holders.axes, op="min")
+    if order == 0:
+        return holders.comm.all_reduce(local, holders.axes)
+    return holders.comm.all_reduce(local.pow(order), holders.axes).pow(1 / order)
 
 
-def reject_unsynchronized_use(what: str) -> None:
-    """Raise PlanError: gradients were read, changed or zeroed between a backward and their
-    synchronisation.
+def _agree_on_finite(gradients: Iterable[Tensor], *, found: Tensor) -> None:
+    """Have every rank find an entry that is not finite where one of them has."""
+    held = [
+        _holders_of(each, "torch.amp.GradScaler checks this rank's part alone")
+        for each in gradients
+    ]
+    for holders in dict.fromkeys(each for each in held if each is not None):
+        holders.comm.all_reduce_(found, holders.axes, op="max")
+
+
+def _holders_of(gradient: Tensor, what: str) -> Holders | None:
+    """Those of a `ShardGradient`; None of a plain gradient.
+
+    Raises:
+        PlanError: other ranks hold the gradients of other stages.
     """
-    fault = Fault(
-        "gradients",
-        f"used after a backward and before they are synchronised: {what}",
-        fix="call finish_gradient_synchronization() first, also before a zero_grad() that discards them",
-    )
-    raise PlanError(fault)
+    if not isinstance(gradient, ShardGradient):
+        return None
+    if gradient.holders is None:
+        fault = Fault(
+            "gradients",
+            f"{what}, and other ranks hold the gradients of other stages",
+            fix="clip_grad_norm_(max_norm) of the pipeline, which takes the norm over all ranks; in place of a "
+            "loss scale bfloat16, which needs none",
+        )
+        raise PlanError(fault)
+    return gradient.holders
 
 
-def mark_sharded(param: nn.Parameter, axis: Axis) -> None:
-    """Note that other ranks along `axis` hold other entries of a parameter, and have its gradients
-    reject norms of this rank's part.
+def mark_sharded(param: nn.Parameter, comm: Comm, axis: Axis) -> None:
+    """Note that other ranks along `axis` hold other entries of a parameter, and have norms of its
+    gradients be taken over them.
     """
-    setattr(param, SHARD_AXES, axis_names(axis))
+    setattr(param, HOLDERS, Holders(comm, axis_names(axis)))
     param.register_post_accumulate_grad_hook(mark_gradient)
 
 
 def mark_gradient(param: Tensor) -> None:
     """Make the gradient of a sharded parameter a `ShardGradient`, of the same memory."""
-    if param.grad is not None and shard_axes_of(param):
-        param.grad = param.grad.as_subclass(ShardGradient)
+    holders: Holders | None = getattr(param, HOLDERS, None)
+    if param.grad is not None and holders is not None:
+        param.grad = part_of(param.grad, holders)
 
 
 def shard_axes_of(param: Tensor) -> tuple[str, ...]:
     """The axes of `mark_sharded`; none for others."""
-    axes: tuple[str, ...] = getattr(param, SHARD_AXES, ())
-    return axes
+    holders: Holders | None = getattr(param, HOLDERS, None)
+    return () if holders is None else holders.axes
 
 
 def total_norm(
@@ -170,7 +195,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that the norm of the whole model's is at most `max_norm`, where tensor-parallel
     layers hold a part of their parameters on each rank, plain or in a `DistributedDataParallel`. A
-    collective over the axes of these layers: every rank calls it.
+    collective over the axes of these layers: every rank calls it. torch's `clip_grad_norm_` does the
+    same with an all-reduce for each of their parameters.
 
     Args:
         max_norm: the largest norm that stays as it is.
@@ -180,8 +206,7 @@ def clip_grad_norm_(
         The norm before, float64, equal on these ranks.
 
     Raises:
-        PlanError: gradients are parts for another reason: the wrapper has a `clip_grad_norm_` of its
-            own.
+        PlanError: the parameters are those of a pipeline, which has a `clip_grad_norm_` of its own.
     """
     gradients: list[tuple[Tensor, tuple[str, ...]]] = []
     for param in parameters:
@@ -189,13 +214,7 @@ def clip_grad_norm_(
         if gradient is None:
             continue
         axes = shard_axes_of(param)
-        if isinstance(gradient, ShardGradient) and not axes:
-            fault = Fault(
-                "gradients",
-                "weft.clip_grad_norm_ got shards of a wrapper, whose axes it does not know",
-                fix="clip_grad_norm_(max_norm) of the wrapped module",
-            )
-            raise PlanError(fault)
+        _holders_of(gradient, "weft.clip_grad_norm_ takes the norm of this rank's part alone")
         gradients.append((gradient.as_subclass(Tensor), axes))
     norm = total_norm(comm, gradients)
     clip_to((gradient for gradient, _ in gradients), norm, max_norm)

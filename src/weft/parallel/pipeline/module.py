@@ -18,8 +18,8 @@ from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.autograd.shard_gradient import (
-    ShardGradient,
     clip_to,
+    part_of,
     shard_axes_of,
     total_norm,
 )
@@ -155,7 +155,7 @@ class PipelineParallel(nn.Module):
         Raises:
             PlanError: by copy.deepcopy, copy.copy, pickle and torch.save.
         """
-        reject_pickle(WRAPPER_NAME)
+        reject_pickle(WRAPPER_NAME, "copied or pickled")
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss over `inputs` (of all data ranks), in place of those of the
@@ -357,7 +357,7 @@ class PipelineParallel(nn.Module):
                 param.grad = None
                 if name in used:
                     view = group.grad_view(name)
-                    param.grad = view.as_subclass(ShardGradient) if is_sharded else view
+                    param.grad = part_of(view, None) if is_sharded else view
 
 
 WRAPPER_NAME = "PipelineParallel"

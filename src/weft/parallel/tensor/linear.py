@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         _reset(self)
         if degree > 1:
             for param in self.parameters():
-                mark_sharded(param, axis)
+                mark_sharded(param, comm, axis)
 
     @classmethod
     def from_linear(
@@ -167,7 +167,7 @@ class RowParallelLinear(nn.Module):
         take_adapter(self)
         _reset(self)
         if degree > 1:
-            mark_sharded(self.weight, axis)
+            mark_sharded(self.weight, comm, axis)
             if self.bias is not None and not self.bias.is_meta:
                 comm.broadcast_(self.bias.data, axis, root=0)
 

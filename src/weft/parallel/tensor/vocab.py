@@ -61,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
         if comm.degree(axis) > 1:
-            mark_sharded(self.weight, axis)
+            mark_sharded(self.weight, comm, axis)
 
     @classmethod
     def from_embedding(

@@ -29,8 +29,9 @@ from weft.parallel.zero.registered_shards import (
     move_values,
     register_shards,
 )
-from weft.parallel.zero.shard_gradients import add_gradient, call_gradient_hooks, local_of
-from weft.parallel.zero.sharded_tensor import ShardedTensor, ShardGroup
+from weft.parallel.zero.shard_entries import ShardGroup
+from weft.parallel.zero.shard_gradients import add_gradient, call_gradient_hooks
+from weft.parallel.zero.sharded_tensor import local_of, sharded
 from weft.parallel.zero.sharding_policy import Sharding
 from weft.parallel.zero.synchronized import SynchronizedModule
 from weft.parallel.zero.unshard_hooks import (
@@ -369,14 +370,21 @@ class FullyShardedDataParallel(SynchronizedModule):
 
     def _note_shards(self) -> None:
         """Note the memory and the versions of the shards that blocks have the values of."""
-        self._noted = {name: _state_of(shard) for name, shard in self._shard_of.items()}
+        self._noted = self._states()
+
+    def _states(self) -> dict[str, ParamState]:
+        return {
+            name: _state_of(param, self._shard_of[name])
+            for group in self._groups
+            for name, param in group.params.items()
+        }
 
     def _follow_shards(self) -> None:
         """Have blocks compute with what scripts have made of the shards: frozen and unfrozen ones, moved and
         cast ones, changed values. Every rank has made the same changes.
         """
         check_all_wrapped(self.module, self)
-        found = {name: _state_of(shard) for name, shard in self._shard_of.items()}
+        found = self._states()
         if found == self._noted:
             return
         for group in self._groups:
@@ -385,9 +393,15 @@ class FullyShardedDataParallel(SynchronizedModule):
         is_changed = False
         for group in self._groups:
             for name, param in group.params.items():
-                needs = self._shard_of[name].requires_grad
-                is_changed |= param.requires_grad != needs
-                param.requires_grad_(needs)
+                shard = self._shard_of[name]
+                before = self._noted[name]
+                if found[name].unsharded_version != before.unsharded_version and self.zero < 3:
+                    shard.detach().copy_(param.detach())  # by way of module.weight
+                if param.requires_grad != shard.requires_grad:
+                    is_changed = True
+                    is_trained = not before.requires_grad  # whichever of the two was changed
+                    param.requires_grad_(is_trained)
+                    shard.requires_grad_(is_trained)
         if is_changed:
             self._reducer.follow_requires_grad()
         self._is_stale = True
@@ -408,9 +422,9 @@ class FullyShardedDataParallel(SynchronizedModule):
             raise PlanError(fault)
         (dtype,) = dtypes
         policy = self.sharding.policy(dtype, num_parts=self.comm.degree(self.axis))
-        local = {name: shard.local for name, shard in shards.items()}
+        local = {name: local_of(shard) for name, shard in shards.items()}
         for name, view in group.replace_shard(local, policy).items():
-            shards[name].data = ShardedTensor.of(view, shards[name].entries, shards[name].group)
+            shards[name].data = sharded(shards[name]).with_local(view)
 
     def _check_is_fresh(self, block: nn.Module, args: Any) -> None:
         """Reject a call of the module itself, or of a block, on parameters from before the last
@@ -502,21 +516,32 @@ class FullyShardedDataParallel(SynchronizedModule):
         self._is_stale = True
 
 
-class ShardState(NamedTuple):
-    """What scripts may change of a shard.
+class ParamState(NamedTuple):
+    """What scripts may change of a parameter.
 
     Attributes:
-        memory: address and dtype.
+        memory: address and dtype of the shard.
+        requires_grad: of the shard; and of the unsharded parameter, which scripts reach as
+            `module.weight`.
+        version: of the shard's values.
+        unsharded_version: of the unsharded values.
     """
 
     memory: tuple[int, torch.dtype]
     requires_grad: bool
+    unsharded_requires_grad: bool
     version: int
+    unsharded_version: int
 
 
-def _state_of(shard: Tensor) -> ShardState:
-    memory = (shard.data_ptr(), shard.dtype)
-    return ShardState(memory, shard.requires_grad, shard._version)
+def _state_of(param: nn.Parameter, shard: nn.Parameter) -> ParamState:
+    return ParamState(
+        (shard.data_ptr(), shard.dtype),
+        shard.requires_grad,
+        param.requires_grad,
+        shard._version,
+        param._version,
+    )
 
 
 def _device_of(module: nn.Module) -> torch.device:

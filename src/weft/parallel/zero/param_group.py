@@ -255,7 +255,14 @@ class ParamGroup:
                 f"use ZeRO 2, or a schedule whose backward is not split"
             )
         grad = param.grad
-        assert grad is not None, "the hook runs after the gradient was accumulated"
+        if grad is None:
+            fault = Fault(
+                name,
+                "has no .grad any more when it is reduced: a hook has set it to None",
+                fix="update after loss.backward(), which reduces gradients; or FullyShardedDataParallel, whose hooks "
+                "see reduced gradients",
+            )
+            raise PlanError(fault)
         if grad.is_sparse:
             grad = grad.to_dense()
         self._check_read_unsharded(name, grad)

@@ -19,7 +19,8 @@ from weft.errors import Fault, PlanError
 from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.zero.flat_params import FlatLayout
 from weft.parallel.zero.param_group import ParamGroup
-from weft.parallel.zero.sharded_tensor import Entries, ShardedTensor, ShardGroup
+from weft.parallel.zero.shard_entries import Entries, ShardGroup
+from weft.parallel.zero.sharded_functions import sharded_param
 
 WRAPPER_NAME = "FullyShardedDataParallel"
 
@@ -42,7 +43,7 @@ def move_values(module: nn.Module) -> dict[int, nn.Parameter]:
         _swap(name, original, new)
         original.__dict__.update(new.__dict__)  # what scripts have noted on it
         new._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
-        original._post_accumulate_grad_hooks = None
+        setattr(original, "_post_accumulate_grad_hooks", None)  # noqa: B010 - typed as never None
         moved[id(original)] = new
         originals[id(new)] = original
     for each in module.modules():
@@ -85,10 +86,10 @@ def make_shards(
         views = each.layout.shard_views(each.sharded_param, each.index)
         for name, param in each.params.items():
             shard_group = ShardGroup(group.comm, group.axis, tensor_axes[name])
-            local = ShardedTensor.of(
-                views[name], entries_of(each.layout, name, each.index), shard_group
+            entries = entries_of(each.layout, name, each.index)
+            shard = sharded_param(
+                views[name], entries, shard_group, requires_grad=param.requires_grad
             )
-            shard = nn.Parameter(local, requires_grad=param.requires_grad)
             original = originals[id(param)]
             shard.__dict__.update(original.__dict__)
             _swap(name, original, shard)

@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from weft.parallel.zero.sharded_tensor import ShardedTensor
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's entries; autograd leaves plain tensors in the place of sharded gradients."""
-    return tensor.local if isinstance(tensor, ShardedTensor) else tensor
+from weft.parallel.zero.sharded_tensor import local_of, sharded
 
 
 @torch.no_grad()
@@ -19,8 +14,7 @@ def add_gradient(shard: nn.Parameter, gradient: Tensor) -> None:
 
     Hooks of `register_hook` see it first, and may replace it.
     """
-    assert isinstance(shard, ShardedTensor), "wrappers register sharded parameters"
-    added = ShardedTensor.of(gradient, shard.entries, shard.group)
+    added: Tensor = sharded(shard).with_local(gradient)
     for hook in (shard._backward_hooks or {}).values():
         replaced = hook(added)
         added = added if replaced is None else replaced
@@ -28,7 +22,7 @@ def add_gradient(shard: nn.Parameter, gradient: Tensor) -> None:
         shard.grad = added
     else:
         total = local_of(shard.grad).add_(local_of(added))
-        shard.grad = ShardedTensor.of(total, shard.entries, shard.group)
+        shard.grad = sharded(shard).with_local(total)
 
 
 def call_gradient_hooks(shard: nn.Parameter) -> None:

@@ -16,7 +16,9 @@ from weft.errors import DataError, Fault, PlanError
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.registered_shards import entries_of
-from weft.parallel.zero.sharded_tensor import ShardedTensor, ShardGroup
+from weft.parallel.zero.shard_entries import ShardGroup
+from weft.parallel.zero.sharded_functions import sharded_param
+from weft.parallel.zero.sharded_tensor import ShardedTensor, sharded
 
 State = dict[str, Any]
 """State that an optimizer keeps for one parameter: tensors of its shape, numbers."""
@@ -211,8 +213,7 @@ class _FlatGroup:
         self.shards: list[nn.Parameter] = []
         for name, view in self._flatten().items():
             entries = entries_of(self.layout, name, self._index)
-            shard = nn.Parameter(ShardedTensor.of(view, entries, group))
-            self.shards.append(shard)
+            self.shards.append(sharded_param(view, entries, group))
 
     def _flatten(self) -> dict[str, Tensor]:
         """Move the parameters into flat memory; returns this rank's entries of each."""
@@ -231,7 +232,7 @@ class _FlatGroup:
         else:
             return
         for shard, view in zip(self.shards, self._flatten().values(), strict=True):
-            shard.data = ShardedTensor.of(view, _sharded(shard).entries, _sharded(shard).group)
+            shard.data = sharded(shard).with_local(view)
 
     @property
     def has_gradient(self) -> bool:
@@ -240,13 +241,12 @@ class _FlatGroup:
 
     def set_shard_grads(self) -> None:
         """Set each shard's gradient to a view of its entries of the parameter's gradient."""
-        for param, parameter in zip(self.params, self.shards, strict=True):
-            shard = _sharded(parameter)
+        for param, shard in zip(self.params, map(sharded, self.shards), strict=True):
             if param.grad is None:
                 shard.grad = None
                 continue
             own_entries = param.grad.reshape(-1)[shard.entries.own]
-            shard.grad = ShardedTensor.of(own_entries, shard.entries, shard.group)
+            shard.grad = shard.with_local(own_entries)
 
     def clear_shard_grads(self) -> None:
         """Drop the references to the views."""
@@ -269,27 +269,21 @@ class _FlatGroup:
         """
         found: dict[Tensor, State] = {}
         for param, shard in zip(self.params, self.shards, strict=True):
-            sharded = {
-                key: _copy(value) if key == "step" else _own_part(value, shard)
+            state = {
+                key: _copy(value) if key == "step" else _own_part(value, sharded(shard))
                 for key, value in states[id(param)].items()
             }
-            if sharded:
-                found[shard] = sharded
+            if state:
+                found[shard] = state
         return found
 
 
-def _sharded(param: nn.Parameter) -> ShardedTensor:
-    assert isinstance(param, ShardedTensor), "made of sharded tensors"
-    return param
-
-
-def _own_part(value: Any, param: nn.Parameter) -> Any:
+def _own_part(value: Any, shard: ShardedTensor) -> Any:
     """This rank's entries of a state value of the parameter's shape; others as they are."""
-    shard = _sharded(param)
     if not isinstance(value, Tensor) or value.shape != shard.shape:
         return _copy(value)
     own_entries = value.reshape(-1)[shard.entries.own]
-    return ShardedTensor.of(own_entries.clone(), shard.entries, shard.group)
+    return shard.with_local(own_entries.clone())
 
 
 def _check_not_sharded(params: Iterable[Tensor]) -> None:

@@ -96,15 +96,21 @@ def after_this_backward(act: Callable[[], None]) -> None:
 
 
 class GroupsInBackward:
-    """The groups of blocks whose backward has begun, until the whole backward ends."""
+    """The groups of blocks whose backward has begun, until the whole backward ends; where it creates a
+    graph (`create_graph=True`), until the backward of that graph ends, which needs them at its start.
+    """
 
     def __init__(self) -> None:
         self._groups: dict[int, ParamGroup] = {}
+        self._is_end_queued = False
+        self._creates_graph = False
 
     def add(self, groups: Iterable[ParamGroup]) -> None:
         """Unshard these for the backward that is running."""
-        if not self._groups:
+        if not self._is_end_queued:
+            self._is_end_queued = True
             after_this_backward(self._on_backward_end)
+        self._creates_graph |= torch.is_grad_enabled()
         for group in groups:
             self._groups[id(group)] = group
             group.unshard()
@@ -113,6 +119,10 @@ class GroupsInBackward:
         return id(group) in self._groups
 
     def _on_backward_end(self) -> None:
+        self._is_end_queued = False
+        if self._creates_graph:
+            self._creates_graph = False
+            return
         for group in self._groups.values():
             group.reshard()
         self._groups.clear()

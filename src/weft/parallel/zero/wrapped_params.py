@@ -67,7 +67,7 @@ def check_all_wrapped(module: nn.Module, wrapper: nn.Module) -> None:
             raise PlanError(fault)
 
 
-def reject_pickle(wrapper: str) -> NoReturn:
+def reject_pickle(wrapper: str, verb: str = "pickled") -> NoReturn:
     """Reject a pickle of a wrapped module.
 
     Raises:
@@ -75,7 +75,7 @@ def reject_pickle(wrapper: str) -> NoReturn:
     """
     fault = Fault(
         wrapper,
-        "a wrapped module cannot be pickled: a file has no communication",
+        f"a wrapped module cannot be {verb}: it would have no communication",
         fix="save net.state_dict(), or net.full_state_dict() for any number of ranks",
     )
     raise PlanError(fault)

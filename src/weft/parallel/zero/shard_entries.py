@@ -1,0 +1,58 @@
+"""Which entries of a tensor a rank holds, and the ranks that hold the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm.comm import Comm
+from weft.core.mesh import Axis, axis_names
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks that hold the entries of a tensor.
+
+    Attributes:
+        axis: the mesh axes over which entries are sharded.
+        norm_axes: further axes along which ranks hold other entries of the same parameter, such as
+            those of a tensor-parallel layer: sums and norms are taken over them, too.
+    """
+
+    comm: Comm
+    axis: Axis
+    norm_axes: tuple[str, ...] = ()
+
+    def total(self, partial: Tensor) -> Tensor:
+        """The sum over all ranks of a scalar; its gradient is that of this rank's part."""
+        axes = (*axis_names(self.axis), *self.norm_axes)
+        with torch.no_grad():
+            total = self.comm.all_reduce(partial.detach().contiguous(), axes)
+        return partial - partial.detach() + total if partial.requires_grad else total
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Which entries of a tensor a rank holds: `starts[index]` to `starts[index + 1]`, counted row by row.
+
+    Attributes:
+        shape: of the whole tensor.
+        starts: of the entries of each rank, and the number of all entries.
+        index: of this rank.
+    """
+
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    index: int
+
+    @property
+    def own(self) -> slice:
+        """The entries of this rank."""
+        return slice(self.starts[self.index], self.starts[self.index + 1])
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of entries of the ranks."""
+        return [stop - start for start, stop in zip(self.starts, self.starts[1:], strict=False)]

@@ -1,0 +1,647 @@
+"""What scripts written for torch's DDP and FSDP2 do with a module: weft's wrappers train as one process does."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from weft.comm.comm import Comm
+from weft.parallel.data_parallel.ddp import DistributedDataParallel
+from weft.parallel.zero.fsdp import FullyShardedDataParallel
+from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
+from weft.parallel.zero.sharded_tensor import ShardedTensor
+from weft.testing import run_ranks
+
+RTOL = 1e-12
+DATA = ("dp", "cp")
+Wrap = Callable[[nn.Module, Comm], Any]
+Action = Callable[["Script"], None]
+
+
+class Net(nn.Module):
+    """Matrices, vectors, a scalar, and uneven shapes; dicts go in and come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5, dtype=torch.float64)
+        self.norm = nn.LayerNorm(5, dtype=torch.float64)
+        self.second = nn.Linear(5, 4, dtype=torch.float64)
+        self.gain = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.rand(param.shape, generator=generator, dtype=torch.float64) - 0.3)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.norm(self.first(batch["x"])))
+        return {"y": self.second(hidden) * self.gain}
+
+
+class Script:
+    """A script's module, wrapped or plain, and this rank's batches."""
+
+    def __init__(
+        self, wrap: Wrap | None, comm: Comm | None, make: Callable[[], nn.Module] = Net
+    ) -> None:
+        self.plain = make()
+        self.wrap = wrap
+        self.comm = comm
+        self.net: Any = self.plain
+
+    def wrapped(self, module: nn.Module | None = None) -> Any:
+        """Wrap the module now; in one process it stays as it is."""
+        module = self.plain if module is None else module
+        net = module if self.wrap is None or self.comm is None else self.wrap(module, self.comm)
+        if module is self.plain:
+            self.net = net
+        return net
+
+    def batch(self, seed: int) -> dict[str, Tensor]:
+        """This rank's half of the samples."""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+        if self.comm is not None:
+            x = x.chunk(self.comm.degree(DATA))[self.comm.index(DATA)]
+        return {"x": x}
+
+    def loss(self, seed: int) -> Tensor:
+        """The mean over the samples of a rank."""
+        loss: Tensor = self.net(self.batch(seed))["y"].square().mean()
+        return loss
+
+    def train(self, optimizer: Optimizer, *, steps: int = 3, first: int = 0) -> None:
+        """Some plain steps."""
+        for step in range(first, first + steps):
+            optimizer.zero_grad()
+            self.loss(step).backward()
+            optimizer.step()
+
+    def values(self) -> dict[str, Tensor]:
+        """The whole state of the module."""
+        state = self.net.full_state_dict() if self.comm is not None else self.net.state_dict()
+        return {name: value.detach().clone() for name, value in state.items()}
+
+
+def ddp(module: nn.Module, comm: Comm) -> Any:
+    return DistributedDataParallel(module, comm, bucket_bytes=64)
+
+
+def zero1(module: nn.Module, comm: Comm) -> Any:
+    return FullyShardedDataParallel(module, comm, zero=1)
+
+
+def zero2(module: nn.Module, comm: Comm) -> Any:
+    return FullyShardedDataParallel(module, comm, zero=2)
+
+
+def zero3(module: nn.Module, comm: Comm) -> Any:
+    return FullyShardedDataParallel(module, comm)
+
+
+WRAPPERS = [ddp, zero1, zero2, zero3]
+
+
+# optimizers of whole parameters, written as papers have them
+
+
+class Lamb(Optimizer):
+    """Steps of the norm of the parameter (You et al. 2020)."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["v"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = state["m"] / (state["v"].sqrt() + 1e-6) + 0.01 * p
+                ratio = p.norm() / (update.norm() + 1e-6)
+                p.add_(update * ratio, alpha=-group["lr"])
+
+
+class Orthogonal(Optimizer):
+    """Muon in exact arithmetic: steps of the orthogonal factor of the momentum (Jordan 2024)."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 0.1)
+                left, _, right = torch.linalg.svd(momentum, full_matrices=False)
+                p.add_(left @ right, alpha=-group["lr"])
+
+
+class OldStyle(Optimizer):
+    """Writes `p.data` and sums squares by hand, as scripts of 2018 do."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    scale = 1.0 / (1.0 + p.grad.data.pow(2).sum().sqrt().item())
+                    p.data.add_(p.grad.data, alpha=-0.1 * scale)
+
+
+# everyday actions
+
+
+def plain_loop(script: Script) -> None:
+    net = script.wrapped()
+    script.train(torch.optim.AdamW(net.parameters(), lr=0.05))
+
+
+def clipping(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        script.loss(step).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        optimizer.step()
+
+
+def several_backwards(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=step == 1)
+        one, other = script.loss(step), script.loss(step + 50)
+        one.backward()
+        other.backward()
+        script.loss(step + 100).backward()
+        optimizer.step()
+
+
+def accumulation(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(2):
+            if script.comm is None:
+                script.loss(step + 10 * micro).backward()
+                continue
+            with net.no_sync():
+                script.loss(step + 10 * micro).backward()
+        script.loss(step + 20).backward()
+        optimizer.step()
+
+
+def discarding(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(3):
+        script.loss(step + 7).backward()
+        optimizer.zero_grad(set_to_none=step == 0)
+        script.loss(step).backward()
+        optimizer.step()
+        net.zero_grad()
+
+
+def optimizer_before_wrapping(script: Script) -> None:
+    optimizer = torch.optim.AdamW(script.plain.parameters(), lr=0.05)
+    script.wrapped()
+    script.train(optimizer)
+
+
+def groups_by_ndim(script: Script) -> None:
+    net = script.wrapped()
+    decayed = [p for p in net.parameters() if p.ndim >= 2]
+    rest = [p for p in net.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}]
+    assert len(decayed) == 2
+    script.train(torch.optim.AdamW(groups, lr=0.05))
+
+
+def lamb(script: Script) -> None:
+    script.train(Lamb(script.wrapped().parameters()))
+
+
+def old_style(script: Script) -> None:
+    script.train(OldStyle(script.wrapped().parameters()))
+
+
+def muon(script: Script) -> None:
+    net = script.wrapped()
+    matrices = [p for p in net.parameters() if p.ndim == 2]
+    script.train(torch.optim.Muon(matrices, lr=0.05), steps=1)  # it rounds to bfloat16
+    script.train(Orthogonal(matrices))
+
+
+def adafactor(script: Script) -> None:
+    script.train(torch.optim.Adafactor(script.wrapped().parameters(), lr=0.05))
+
+
+def fused(script: Script) -> None:
+    script.train(torch.optim.AdamW(script.wrapped().parameters(), lr=0.05, fused=True))
+
+
+def foreach(script: Script) -> None:
+    script.train(torch.optim.AdamW(script.wrapped().parameters(), lr=0.05, foreach=True))
+
+
+def lbfgs(script: Script) -> None:
+    optimizer = torch.optim.LBFGS(script.wrapped().parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = script.loss(0)
+        loss.backward()
+        if script.comm is None:
+            return loss.detach()
+        return script.comm.all_reduce(loss.detach(), "dp") / 2
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def freezing_later(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    script.train(optimizer)
+    script.plain.first.requires_grad_(False)
+    script.train(optimizer, first=3)
+    script.plain.first.requires_grad_(True)
+    script.plain.gain.requires_grad_(False)
+    script.train(optimizer, first=6)
+
+
+def unfreezing_later(script: Script) -> None:
+    script.plain.first.requires_grad_(False)
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    script.train(optimizer)
+    script.plain.first.requires_grad_(True)
+    script.train(optimizer, first=3)
+
+
+def casting(script: Script) -> None:
+    net = script.wrapped()
+    net.float()
+    net.double()
+    script.train(torch.optim.AdamW(net.parameters(), lr=0.05))
+
+
+def replacing_data(script: Script) -> None:
+    net = script.wrapped()
+    for param in net.parameters():
+        param.data = param.data * 0.5
+    script.train(torch.optim.AdamW(net.parameters(), lr=0.05))
+
+
+def changing_values(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    script.train(optimizer)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.mul_(0.9)
+            nn.init.constant_(param, 0.1) if param.ndim == 1 else param.clamp_(-0.2, 0.2)
+    script.loss(5).detach()
+    script.train(optimizer, first=3)
+
+
+def a_deep_copy(script: Script) -> None:
+    net = script.wrapped()
+    script.train(torch.optim.SGD(net.parameters(), lr=0.5))
+    copied = copy.deepcopy(net)
+    script.train(torch.optim.SGD(net.parameters(), lr=9.0))  # must not change the copy
+    script.net = copied
+    script.train(torch.optim.SGD(copied.parameters(), lr=0.5), first=3)
+
+
+def averaging(script: Script) -> None:
+    net = script.wrapped()
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(3):
+        script.train(optimizer, steps=1, first=step)
+        averaged.update_parameters(net)
+    script.net = averaged.module
+
+
+def saving(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    script.train(optimizer)
+    file = io.BytesIO()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    script.train(optimizer, first=9)
+    saved = torch.load(file)
+    net.load_state_dict(saved["net"])
+    optimizer.load_state_dict(saved["optimizer"])
+    script.train(optimizer, first=3)
+
+
+def a_penalty(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        penalty = sum(param.square().sum() + param.norm() for param in net.parameters())
+        (script.loss(step) + 0.1 * penalty).backward()
+        optimizer.step()
+
+
+def an_input_gradient(script: Script) -> None:
+    """A gradient penalty: a gradient with regard to the input, which is differentiated again."""
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        batch = script.batch(step)
+        batch["x"].requires_grad_()
+        output = net(batch)["y"].square().sum(1)
+        (gradient,) = torch.autograd.grad(output.sum(), batch["x"], create_graph=True)
+        (output.mean() + gradient.square().sum(1).mean()).backward()
+        optimizer.step()
+
+
+def called_twice(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        (script.loss(step) + 2 * script.loss(step + 30)).backward()
+        optimizer.step()
+
+
+def two_losses(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        y = net(script.batch(step))["y"]
+        y.square().mean().backward(retain_graph=True)
+        y.abs().mean().backward()
+        optimizer.step()
+
+
+def hooks_of_parameters(script: Script) -> None:
+    """The optimizer steps in hooks, on gradients that another hook has doubled."""
+    net = script.wrapped()
+    optimizers = {param: torch.optim.SGD([param], lr=0.2) for param in net.parameters()}
+
+    def update(param: Tensor) -> None:
+        optimizers[param].step()  # type: ignore[index]
+        param.grad = None
+
+    for param in net.parameters():
+        param.register_hook(lambda gradient: gradient * 2)
+        param.register_post_accumulate_grad_hook(update)
+    for step in range(3):
+        script.loss(step).backward()
+
+
+def a_teacher_and_two_optimizers(script: Script) -> None:
+    """A generator, a discriminator and a frozen teacher, each wrapped."""
+    net = script.wrapped()
+    other = script.wrapped(
+        nn.Sequential(nn.Linear(4, 3, dtype=torch.float64), nn.Tanh()).requires_grad_()
+    )
+    with torch.no_grad():
+        for param in other.parameters():
+            param.copy_(torch.full(tuple(param.shape), 0.1, dtype=torch.float64))
+    teacher = script.wrapped(Net().requires_grad_(False))
+    generator = torch.optim.SGD(net.parameters(), lr=0.3)
+    critic = torch.optim.SGD(other.parameters(), lr=0.3)
+    for step in range(3):
+        critic.zero_grad()
+        fake = net(script.batch(step))["y"]
+        real = teacher(script.batch(step))["y"]
+        (other(fake.detach()).mean() - other(real + 1).mean()).backward()
+        critic.step()
+        generator.zero_grad()
+        (-other(net(script.batch(step))["y"]).square().mean()).backward()
+        generator.step()
+    script.train(generator, first=3)
+
+
+class Recomputed(Net):
+    """Blocks that are computed again in the backward, one of them in a backward of its own inside."""
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = batch["x"].clone().requires_grad_()
+        hidden = checkpoint(self.first, x, use_reentrant=True)
+        hidden = torch.tanh(checkpoint(self.norm, hidden, use_reentrant=False))
+        return {"y": self.second(hidden) * self.gain}
+
+
+def checkpointing(script: Script) -> None:
+    net = script.wrapped(Recomputed())
+    script.net = net
+    script.train(torch.optim.SGD(net.parameters(), lr=0.5))
+
+
+def gradients_set_by_hand(script: Script) -> None:
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    for param in net.parameters():
+        param.grad = torch.full(tuple(param.shape), 0.1, dtype=torch.float64)
+    optimizer.step()
+    script.train(optimizer)
+
+
+ACTIONS: list[Action] = [
+    plain_loop,
+    clipping,
+    several_backwards,
+    accumulation,
+    discarding,
+    optimizer_before_wrapping,
+    groups_by_ndim,
+    lamb,
+    old_style,
+    muon,
+    adafactor,
+    fused,
+    foreach,
+    lbfgs,
+    freezing_later,
+    unfreezing_later,
+    casting,
+    replacing_data,
+    changing_values,
+    a_deep_copy,
+    averaging,
+    saving,
+    a_penalty,
+    an_input_gradient,
+    called_twice,
+    two_losses,
+    hooks_of_parameters,
+    a_teacher_and_two_optimizers,
+    checkpointing,
+    gradients_set_by_hand,
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("act", ACTIONS)
+def test_an_everyday_action_has_the_values_of_one_process(act: Action, wrap: Wrap) -> None:
+    if act is hooks_of_parameters and wrap is ddp:
+        pytest.skip("hooks see gradients of this rank alone, as under torch's")
+    alone = Script(None, None)
+    act(alone)
+    expected = alone.values()
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        script = Script(wrap, comm)
+        act(script)
+        return script.values()
+
+    rtol = 1e-6 if act is casting else RTOL
+    for values in run_ranks("dp2", rank):
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                values[name],
+                value,
+                rtol=rtol,
+                atol=rtol,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+@pytest.mark.parametrize("make", [Lamb, Orthogonal, torch.optim.Adafactor])
+def test_a_sharded_optimizer_of_whole_parameters_has_the_values_of_one_process(
+    make: Callable[..., Optimizer],
+) -> None:
+    def matrices(net: nn.Module) -> list[nn.Parameter]:
+        return [param for param in net.parameters() if param.ndim == 2]
+
+    alone = Script(None, None)
+    alone.train(make(matrices(alone.plain), lr=0.05))
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        script = Script(ddp, comm)
+        net = script.wrapped()
+        script.train(ShardedOptimizer(matrices(net), make, comm, lr=0.05))
+        return script.values()
+
+    for values in run_ranks("dp2", rank):
+        for name, value in alone.values().items():
+            torch.testing.assert_close(
+                values[name],
+                value,
+                rtol=RTOL,
+                atol=RTOL,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_loss_scaler_skips_the_same_steps_on_every_rank(wrap: Wrap) -> None:
+    """An overflow on one rank alone."""
+
+    def rank(comm: Comm) -> list[float]:
+        net = wrap(nn.Linear(3, 4), comm)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        scales: list[float] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.full((2, 3), float("inf") if step == 1 and comm.rank == 1 else 1.0)
+            scaler.scale(net(x).mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        assert all(value.isfinite().all() for value in net.full_state_dict().values())
+        return scales
+
+    assert run_ranks("dp2", rank) == [[1024.0, 512.0, 512.0]] * 2
+
+
+def test_a_shard_has_the_shape_norms_and_values_of_the_whole_parameter() -> None:
+    whole = torch.linspace(-1, 2, 35, dtype=torch.float64).view(5, 7)
+
+    def rank(comm: Comm) -> None:
+        linear = nn.Linear(7, 5, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            linear.weight.copy_(whole)
+        (shard,) = zero3(linear, comm).parameters()
+        assert isinstance(shard, ShardedTensor)
+        assert isinstance(shard, nn.Parameter)
+        assert shard.shape == whole.shape
+        assert shard.local.numel() < whole.numel()
+        for function in (
+            torch.sum,
+            torch.mean,
+            torch.max,
+            torch.linalg.norm,
+            lambda x: x.norm(3),
+            lambda x: x @ x.T,
+        ):
+            torch.testing.assert_close(
+                function(shard).detach(), function(whole), rtol=1e-14, atol=0
+            )
+        with torch.no_grad():
+            shard[0, 0] = 5.0
+            shard.add_(whole).mul_(whole[:1])
+        changed = whole.clone()
+        changed[0, 0] = 5.0
+        changed.add_(whole).mul_(whole[:1])
+        torch.testing.assert_close(shard.full_tensor().detach(), changed, rtol=0, atol=0)
+        with torch.no_grad():
+            view = shard.view(-1)
+            shard.mul_(2)
+            view[1:3].add_(view[5:7])
+            flat = changed.view(-1)
+            changed.mul_(2)
+            flat[1:3].add_(flat[5:7])
+        torch.testing.assert_close(shard.full_tensor().detach(), changed, rtol=0, atol=0)
+
+    run_ranks("dp2", rank)
+
+
+def test_two_axes_shard_inside_and_replicate_outside() -> None:
+    alone = Script(None, None)
+    several_backwards(alone)
+
+    def hybrid(module: nn.Module, comm: Comm) -> Any:
+        return FullyShardedDataParallel(module, comm, axis="cp", replicate="dp")
+
+    def rank(comm: Comm) -> tuple[dict[str, Tensor], int]:
+        script = Script(hybrid, comm)
+        several_backwards(script)
+        held = sum(shard.local.numel() for shard in script.net.parameters())
+        return script.values(), held
+
+    results = run_ranks("dp2 cp2", rank)
+    num_entries = sum(param.numel() for param in alone.plain.parameters())
+    assert sum(held for _, held in results) == 2 * num_entries, "each shard is on two ranks"
+    for values, _ in results:
+        for name, value in alone.values().items():
+            torch.testing.assert_close(
+                values[name],
+                value,
+                rtol=RTOL,
+                atol=RTOL,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
