@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from weft.core.model_config import ModelConfig
 from weft.models import Family
 from weft.models.common.init import named_parameters
-from weft.models.common.moe import MoE
+from weft.models.common.moe import MoE, Router
 from weft.parallel.model.ties import block_of, shared_parameters
 from weft.train.init_from import lazy_blocks, place_buffers
 
@@ -28,7 +28,8 @@ class MetaChain:
         uncast: owners that stay in the dtype of parameters: biases of routers.
         products: owners whose gradients are products of matrices, which kernels add up in float32;
             those of vectors and of tables of tokens are sums over tokens in the type of
-            activations, which lose more the more tokens there are.
+            activations, which lose more the more tokens there are. Without those of routers, which
+            change by steps where rounding moves a token to another expert.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -67,7 +68,9 @@ class MetaChain:
             shapes=shapes,
             trained=tuple(trained),
             uncast=frozenset(_router_biases(blocks, owners)),
-            products=frozenset(trained).difference(_sums_over_tokens(blocks, owners, shapes)),
+            products=frozenset(trained).difference(
+                _sums_over_tokens(blocks, owners, shapes), _router_weights(blocks, owners)
+            ),
         )
 
     def of_block(self, block: str) -> dict[str, tuple[int, ...]]:
@@ -95,13 +98,26 @@ def _router_biases(
     blocks: Mapping[str, nn.Module],
     owners: Mapping[str, Mapping[str, str]],
 ) -> list[str]:
-    found = []
+    return [
+        owners[name][f"{path}.bias".lstrip(".")]
+        for name, path, router in _routers(blocks)
+        if router.bias is not None
+    ]
+
+
+def _router_weights(
+    blocks: Mapping[str, nn.Module],
+    owners: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+    return [owners[name][f"{path}.proj.weight".lstrip(".")] for name, path, _ in _routers(blocks)]
+
+
+def _routers(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, str, Router]]:
+    """(block, path in it, router) of every layer of experts."""
     for name, block in blocks.items():
         for path, module in block.named_modules():
-            if isinstance(module, MoE) and module.router.bias is not None:
-                prefix = f"{path}." if path else ""
-                found.append(owners[name][f"{prefix}router.bias"])
-    return found
+            if isinstance(module, MoE):
+                yield name, f"{path}.router".lstrip("."), module.router
 
 
 def _sums_over_tokens(
