@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from weft.parallel.context.ring import ring_attention
     from weft.parallel.data_parallel.ddp import DistributedDataParallel
     from weft.parallel.data_parallel.replicas import DataParallel
+    from weft.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
     from weft.parallel.model.parallelize import parallelize
     from weft.parallel.pipeline.module import PipelineParallel
     from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -62,6 +63,7 @@ _HOMES = {
     "RowParallelLinear": "weft.parallel.tensor.linear",
     "ShardedOptimizer": "weft.parallel.zero.sharded_optimizer",
     "Stacked": "weft.core.shard",
+    "SyncBatchNorm": "weft.parallel.data_parallel.sync_batch_norm",
     "VocabParallelEmbedding": "weft.parallel.tensor.vocab",
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
@@ -96,6 +98,7 @@ __all__ = [
     "RowParallelLinear",
     "ShardedOptimizer",
     "Stacked",
+    "SyncBatchNorm",
     "VocabParallelEmbedding",
     "WeftError",
     "Work",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.parallel.autograd.shard_gradient import mark_gradient
+from weft.parallel.data_parallel.join import Attendance
 from weft.parallel.dp import AXIS as DP
-from weft.parallel.model.buffers import broadcast_buffers
+from weft.parallel.model.buffers import broadcast_buffers, stored_buffers
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.synchronized import SynchronizedModule
@@ -80,7 +82,8 @@ class DistributedDataParallel(SynchronizedModule):
     def _wrap(self, module: nn.Module, comm: Comm, *, axis: Axis, bucket_bytes: int) -> None:
         super().__init__(module, comm, axis=axis)
         self.bucket_bytes = bucket_bytes
-        self._root = 0
+        self._attendance: Attendance | None = None
+        self._divides_by_present = False
         self._reducer: GradientReducer | None = None
         self._bucketed: tuple[Any, ...] = ()
         mark_wrapped(module.parameters(), self)
@@ -113,6 +116,8 @@ class DistributedDataParallel(SynchronizedModule):
             return self.module(*args, **kwargs)
         self._before_forward()
         self._make_buckets()
+        if self._attendance is not None and self._is_sync_enabled:
+            self._attendance.take(has_batch=True)
         outputs = self.module(*args, **kwargs)
         self._after_forward(outputs)
         return outputs
@@ -160,13 +165,52 @@ class DistributedDataParallel(SynchronizedModule):
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)
         reducer.finish()
-        reducer.scale(1.0 / self.comm.degree(self.axis))
+        attendance = self._attendance
+        divisor = float(self.comm.degree(self.axis))
+        if attendance is not None and self._divides_by_present:
+            divisor *= attendance.share
+        reducer.scale(1.0 / divisor)
         for group in reducer.groups:
             for name, param in group.params.items():
                 if name in used:
                     param.grad = group.grad_view(name)
                 mark_gradient(param)
-        broadcast_buffers(self.module, self.comm, self.axis, root=self._root)
+        root = 0 if attendance is None or not attendance.present else attendance.present[0]
+        broadcast_buffers(self.module, self.comm, self.axis, root=root)
+
+    @contextmanager
+    def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
+        """Let ranks have unequal numbers of batches: one that has none left takes part in the others'
+        reductions with gradients of zero until all are done, and ends with their parameters.
+
+            with net.join():
+                for x, y in own_batches:
+                    ...
+
+        Args:
+            divide_by_initial_world_size: whether gradients are divided by the number of all ranks; else
+                by that of the ranks that still have batches.
+
+        Source: torch.nn.parallel.DistributedDataParallel.join, whose arguments it takes.
+        """
+        self._attendance = Attendance(self.comm, self.axis)
+        self._divides_by_present = not divide_by_initial_world_size
+        try:
+            yield
+            self._make_buckets()
+            self._take_part_until_all_are_done(self._attendance)
+        finally:
+            self._attendance = None
+
+    def _take_part_until_all_are_done(self, attendance: Attendance) -> None:
+        attendance.take(has_batch=False)
+        while attendance.present:
+            self.module.zero_grad()
+            self._synchronize_now()
+            attendance.take(has_batch=False)
+        root = attendance.last_present[0]
+        for tensor in (*self.module.parameters(), *stored_buffers(self.module)):
+            self.comm.broadcast_(tensor.detach(), self.axis, root=root)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The module's state dict; every rank holds all of it."""

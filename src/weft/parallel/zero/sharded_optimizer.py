@@ -187,6 +187,19 @@ class ShardedOptimizer(Optimizer):
         for own_group, loaded_group in zip(self.param_groups, groups, strict=True):
             own_group.update(_settings(loaded_group))
 
+    def shard_of(self, param: Tensor) -> Tensor:
+        """The shard that is updated for a parameter."""
+        for flat_group in self._flat_groups:
+            for each, shard in zip(flat_group.params, flat_group.shards, strict=True):
+                if each is param:
+                    return shard
+        raise KeyError(param)
+
+    def shard_state(self, param: Tensor) -> State:
+        """The state of this rank's shard of a parameter; empty before the first step."""
+        state: State = self.inner.state.get(self.shard_of(param), {})
+        return state
+
     def _all_params(self) -> list[nn.Parameter]:
         found: list[nn.Parameter] = []
         for group in self.param_groups:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
 from weft.parallel.autograd.tree import map_leaves, tensors_in
+from weft.parallel.zero import distributed_checkpoint as dcp
 from weft.parallel.zero.shard_entries import Entries, ShardGroup
 from weft.parallel.zero.tensor_functions import (
     changes_first_argument,
@@ -102,7 +103,7 @@ class ShardedTensor(Tensor):
     def __len__(self) -> int:
         return self.entries.shape[0]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         own = self.entries.own
         return (
             f"ShardedTensor(shape={list(self.shape)}, dtype={self.dtype}, "
@@ -119,6 +120,18 @@ class ShardedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = (self.local.detach(), self.entries.shape, self.entries.starts, self.entries.index)
         return _load_shard, state
+
+    # torch.distributed.checkpoint calls these three: a file of it has boxes of entries, which any number of
+    # ranks, and DTensors, load.
+
+    def __create_write_items__(self, fqn: str, tensor: ShardedTensor) -> list[Any]:
+        return dcp.write_items(fqn, tensor.entries, tensor.local)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return dcp.chunks(self.entries)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return dcp.part_at(index.offset, self.entries, self.local)
 
     @classmethod
     def __torch_function__(

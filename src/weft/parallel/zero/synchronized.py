@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
@@ -32,6 +33,7 @@ from weft.errors import Fault, PlanError
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.zero.global_mean import global_mean
 from weft.parallel.zero.gradient_reducer import GradientReducer
+from weft.parallel.zero.optimizer_states import load_optimizer_states, optimizer_states
 from weft.parallel.zero.unshard_hooks import after_this_backward
 
 
@@ -92,6 +94,31 @@ class SynchronizedModule(nn.Module):
             count: of its targets; with several backwards a step, of all of them together.
         """
         return global_mean(self.comm, self.axis, total, count)
+
+    def full_optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The states of an optimizer of this module's parameters, unsharded, by parameter name, on every
+        rank; a collective over all ranks. `load_optim_state_dict` takes it on any number of ranks, and
+        `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` for a module that is not
+        wrapped.
+        """
+        return optimizer_states(optimizer, self._named_params(), is_whole=True)
+
+    def optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The same of this rank's shards: for `torch.distributed.checkpoint.save`, or a file for each
+        rank.
+        """
+        return optimizer_states(optimizer, self._named_params(), is_whole=False)
+
+    def load_optim_state_dict(self, optimizer: Optimizer, states: Mapping[str, Any]) -> None:
+        """Load what `full_optim_state_dict` or, on the same rank, `optim_state_dict` returned.
+
+        Raises:
+            DataError: the optimizer has other groups.
+        """
+        load_optimizer_states(optimizer, self._named_params(), states)
+
+    def _named_params(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.module.named_parameters()
 
     def finish_gradient_synchronization(self) -> None:
         """Synchronise what no backward has: gradients that were accumulated under `no_sync()` alone, and
