@@ -237,3 +237,28 @@ def test_fresh_states_of_a_sharded_optimizer_are_loaded() -> None:
         return optimizer.full_state_dict()["state"]
 
     assert run_ranks("dp2", fresh_states) == [{}, {}]
+
+
+def test_parallel_linears_are_cast_by_autocast_as_linears_are() -> None:
+    def train(net: nn.Module) -> tuple[Tensor, Tensor]:
+        x = X.float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+        y.float().square().mean().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    whole = nn.Sequential(*layers()).float()
+    expected = train(whole)
+
+    def rank(comm: Comm) -> None:
+        net = parallel_linears(comm).float()
+        for found, want in zip(train(net), expected, strict=True):
+            assert found.dtype == want.dtype
+            torch.testing.assert_close(found, want, rtol=2**-6, atol=2**-8)
+        assert all(
+            param.grad is not None and param.grad.dtype == torch.float32
+            for param in net.parameters()
+        )
+
+    run_ranks("tp2", rank)

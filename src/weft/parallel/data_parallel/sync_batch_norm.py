@@ -69,7 +69,8 @@ class SyncBatchNorm(_BatchNorm):
         """x[N, C, ...] normalised for each channel."""
         self._check_input_dim(x)
         if not self.training or self.comm.degree(self.axis) == 1:
-            return super().forward(x)
+            own: Tensor = super().forward(x)
+            return own
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [dim for dim in range(x.dim()) if dim != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -82,7 +83,8 @@ class SyncBatchNorm(_BatchNorm):
         normalised = centred * (variance + self.eps).rsqrt().view(shape)
         if self.affine:
             normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
-        return normalised.to(x.dtype)
+        result: Tensor = normalised.to(x.dtype)
+        return result
 
     def _total(self, partial: Tensor) -> Tensor:
         """The sum over the ranks, which each uses for its own samples: gradients are summed, too."""

@@ -13,6 +13,7 @@ from weft.core.axes import span, span_sizes
 from weft.core.mesh import Axis
 from weft.models.common.lora import plus_adapter, take_adapter
 from weft.parallel.autograd.shard_gradient import mark_sharded
+from weft.parallel.tensor.autocast import autocast
 from weft.parallel.tensor.region import DeferredWeight, Region, SharedEntries, linear
 from weft.parallel.tp import AXIS
 
@@ -189,7 +190,7 @@ class RowParallelLinear(nn.Module):
         y = self.region.leave(partial)
         if self.bias is None:
             return y
-        return y + self.bias
+        return y + autocast(self.bias)
 
 
 def _new_param(

@@ -42,6 +42,7 @@ from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.mesh import Axis
 from weft.parallel.autograd.split_backward import active_split_backward
+from weft.parallel.tensor.autocast import autocast
 
 SEQ_DIM = 1
 """Dim of the sequence in x_BSD."""
@@ -86,8 +87,8 @@ class Region:
         all-reduced.
         """
         grad = AsyncInputGrad()
-        x = _Wait.apply(x, grad)  # type: ignore[no-untyped-call]
-        deferred = tuple(map(DeferredWeight, weights))
+        x = _Wait.apply(autocast(x), grad)  # type: ignore[no-untyped-call]
+        deferred = tuple(DeferredWeight(autocast(weight)) for weight in weights)
         if active_split_backward() is None:
             for one in deferred:
                 one.weight = _Weight.apply(one.weight, one)  # type: ignore[no-untyped-call]

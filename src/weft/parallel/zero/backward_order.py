@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from weft.models.common.uncompiled import not_compiled
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.zero.gradient_reducer import GradientReducer
 
@@ -61,6 +62,7 @@ def _after_forward(
         if found is not None:
             found.reduce_behind(stage, position)
 
+    @not_compiled
     def after_forward(module: nn.Module, args: Any, out: Any) -> None:
         for tensor in tensors_in(out):
             if tensor.requires_grad:

@@ -15,6 +15,7 @@ from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
+from weft.models.common.uncompiled import not_compiled
 from weft.parallel.autograd.shard_gradient import clip_to, shard_axes_of, total_norm
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP
@@ -426,6 +427,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         for name, view in group.replace_shard(local, policy).items():
             shards[name].data = sharded(shards[name]).with_local(view)
 
+    @not_compiled
     def _check_is_fresh(self, block: nn.Module, args: Any) -> None:
         """Reject a call of the module itself, or of a block, on parameters from before the last
         optimizer step: this module's forward all-gathers the updated ones.
@@ -439,6 +441,7 @@ class FullyShardedDataParallel(SynchronizedModule):
             )
             raise PlanError(fault)
 
+    @not_compiled
     def _cast_block_inputs(
         self,
         block: nn.Module,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from weft.models.common.uncompiled import not_compiled
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.recompute.recomputed_tensor import memory_of
 from weft.parallel.zero.param_group import ParamGroup
@@ -143,6 +144,7 @@ class PrefetchSchedule:
     previous_groups: tuple[ParamGroup, ...]
     in_backward: GroupsInBackward
 
+    @not_compiled
     def before_forward(
         self,
         module: nn.Module,
@@ -159,6 +161,7 @@ class PrefetchSchedule:
         if torch.is_grad_enabled():
             self._reshard_frozen_after_backward(args, kwargs)
 
+    @not_compiled
     def copy_views(
         self,
         module: nn.Module,
@@ -178,6 +181,7 @@ class PrefetchSchedule:
             return map_leaves(out, Tensor, copied)
         return None
 
+    @not_compiled
     def after_forward(
         self,
         module: nn.Module,
