@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -56,15 +56,12 @@ def batches(images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
                 yield images[rows], labels[rows]
 
 
-def train(
-    net: nn.Module, data: Iterator[tuple[Tensor, Tensor]], after_backward: Callable[[], None]
-) -> None:
-    """The usual training loop."""
+def train(net: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """The usual training loop, whatever the module is wrapped in."""
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for x, y in data:
         optimizer.zero_grad()
         F.cross_entropy(net(x), y).backward()
-        after_backward()
         optimizer.step()
 
 
@@ -86,11 +83,11 @@ def main() -> None:
     known, unknown = (images[HELD_OUT:], labels[HELD_OUT:]), (images[:HELD_OUT], labels[:HELD_OUT])
     say(comm, f"{EPOCHS} epochs of {len(known[0])} digits, {HELD_OUT} held out")
 
-    train(alone, batches(*known), lambda: None)
+    train(alone, batches(*known))
 
     ddp = weft.DistributedDataParallel(on_ranks, comm)
     own = ((x[me::RANKS], y[me::RANKS]) for x, y in batches(*known))
-    train(ddp, own, ddp.finish_gradient_synchronization)
+    train(ddp, own)
     say(comm, f"DistributedDataParallel, {RANKS} processes: accuracy {accuracy(ddp, *unknown):.3f}")
     for name, param in alone.named_parameters():
         same(

@@ -77,7 +77,6 @@ def _script_step(training: Training, *, zero: int) -> Step:
     net.comm.checked = False
 
     def before_update() -> None:
-        net.finish_gradient_synchronization()
         net.clip_grad_norm_(CLIP)
 
     return torch_step(
@@ -108,7 +107,6 @@ def _sharded_optimizer_step(training: Training) -> Step:
     optimizer.comm.checked = False
 
     def before_update() -> None:
-        net.finish_gradient_synchronization()
         clip_gradients(net)
 
     return torch_step(
