@@ -14,12 +14,12 @@ from tests.matrix.layouts import LR, Case, make_step, own_micro_batches
 from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.comm.ops import copy_to_region
+from weft.core.zero_stages import MAX_UNDER_WAY
 from weft.errors import CommError
 from weft.models.common.counter_normal import NUM_QUANTILES
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
-from weft.parallel.zero.reductions_under_way import MAX_UNDER_WAY
 from weft.parallel.zero.sharding_policy import ShardingPolicy
 from weft.testing import run_ranks
 from weft.train.step import TrainStep

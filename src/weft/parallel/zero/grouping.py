@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from weft.comm.comm import Comm
+from weft.core.zero_stages import ZERO_THAT_REDUCES_EACH
 from weft.layout.plan import Plan
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.zero.backward_order import register_backward_order
@@ -59,7 +60,7 @@ def make_gradient_reducer(
     reducer = GradientReducer(
         groups,
         model.comm,
-        reduces_every_backward=policy.zero >= 2,
+        reduces_every_backward=policy.zero >= ZERO_THAT_REDUCES_EACH,
         split_stages=split_stages,
         shared=frozenset(name for name, count in _stage_counts(model).items() if count > 1),
         ungrouped=ungrouped,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.comm.transport import Communicator, Work
+from weft.core.zero_stages import ZERO_THAT_GATHERS
 from weft.errors import CommError, Fault, PlanError
 from weft.parallel.zero.fixed_order import FixedOrderSum, Leaf, StageSums, TreeSum
 from weft.parallel.zero.flat_params import FlatLayout, FlatParams
@@ -136,7 +137,7 @@ class ParamGroup:
     @property
     def reshards(self) -> bool:
         """Whether the unsharded parameters are freed while no module uses them."""
-        return self.policy.zero == 3 and self.is_sharded
+        return self.policy.zero >= ZERO_THAT_GATHERS and self.is_sharded
 
     @property
     def flat(self) -> Tensor | None:

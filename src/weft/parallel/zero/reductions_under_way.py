@@ -19,10 +19,9 @@ from collections import deque
 from weft.comm.backend_policy import policy_of
 from weft.comm.comm import Comm
 from weft.core.dimension import token_exchange_axes
+from weft.core.zero_stages import MAX_UNDER_WAY
 from weft.parallel.zero.param_group import ParamGroup
 
-MAX_UNDER_WAY = 2
-"""Reductions under ZeRO 2 and 3; FSDP2 has one under way while the next group computes."""
 MOST_WAIT_S = 1.0
 """Time of one step that may be spent waiting where the wait might not end."""
 POLL_S = 0.0005

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from weft.core.zero_stages import ZERO_THAT_REDUCES_EACH
 from weft.layout.plan import Plan
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.measure.played_actions import (
@@ -23,9 +24,6 @@ from weft.planner.measure.rank_step import KeptBytes, RankStep
 from weft.planner.measure.recorder import Parts, RecordedRegion
 from weft.schedule.actions import Act
 from weft.schedule.lower import Instruction, Recv, Transfer
-
-ZERO_THAT_SUMS_SHARDS = 2
-"""ZeRO stage from which on sums in a fixed order are of reduced gradients, until the last reduction."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ class _Replay:
             alike = own._replace(microbatch=alike_in_fixed_order(act.mb))
             freed = sums.freed(act.mb, than=alike.microbatch)
             return _freeing(played.get(alike, region), freed)
-        if self.step.plan.zero >= ZERO_THAT_SUMS_SHARDS:
+        if self.step.plan.zero >= ZERO_THAT_REDUCES_EACH:
             self.sums_left += sums.left(act.mb + 1, than=last + 1)
             return _freeing(region, sums.freed(act.mb, than=last))
         return _freeing(region, sums.left(act.mb, than=last))

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from weft.core.zero_stages import ZERO_THAT_GATHERS, ZERO_THAT_REDUCES_EACH
 from weft.planner.search.layout_choice import Layout
 from weft.planner.search.layout_stages import BlockParams
 from weft.planner.search.zero_costs import (
-    ZERO_THAT_GATHERS,
-    ZERO_THAT_REDUCES_EACH,
     ParamCost,
     Part,
     ZeroCosts,

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from weft.core.dimension import pipeline_axis
 from weft.core.model_config import BlockSpec
+from weft.core.zero_stages import MAX_UNDER_WAY, ZERO_THAT_REDUCES_EACH
 from weft.layout.plan import Plan
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
@@ -38,8 +39,6 @@ from weft.planner.search.short_runs import ShortRuns
 from weft.planner.search.stage_costs import LayoutStageCosts, StageWork
 from weft.planner.search.zero_costs import (
     LIVE_GRADIENTS,
-    UNDER_WAY,
-    ZERO_THAT_REDUCES_EACH,
     ZeroMeasurements,
 )
 from weft.planner.simulate.predict import Prediction, predict_measured
@@ -274,7 +273,7 @@ class LayoutCosts:
         zero = self._data.zero(layout)
         num_data = layout.num_data
         has_expert_groups = layout.degree(EP) > 1  # two groups a block
-        num_under_way = 1 if has_expert_groups else UNDER_WAY
+        num_under_way = 1 if has_expert_groups else MAX_UNDER_WAY
         table = self._table(layout)
         params_left = self._params_left_under_way(layout, table.table, num_under_way)
         in_flight = self.stage_costs.in_flight(layout, table, self._blocks.of(layout))

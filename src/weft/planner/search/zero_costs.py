@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from weft.comm.observe import Operation
+from weft.core.zero_stages import MAX_UNDER_WAY, ZERO_THAT_REDUCES_EACH
 from weft.parallel.dp import AXIS as DP
 from weft.planner.measure.kernels import KernelLaunch
 from weft.planner.measure.rank_step import RankStep
@@ -28,12 +29,7 @@ from weft.planner.simulate.speeds import Speeds
 
 NUM_COPIES = 4
 """Blocks of each kind in a short run, so that one of them has two equal neighbours."""
-ZERO_THAT_REDUCES_EACH = 2
-"""ZeRO stage from which on gradients are reduced for every micro-batch, not only for the last one."""
-ZERO_THAT_GATHERS = 3
-UNDER_WAY = 2
-"""Parameter groups whose gradients are being reduced at once, of ZeRO 2 and 3."""
-LIVE_GRADIENTS = UNDER_WAY + 1
+LIVE_GRADIENTS = MAX_UNDER_WAY + 1
 """Blocks with whole gradients at once: the one whose backward runs, and those being reduced."""
 
 Part = Literal["forward", "backward", "last backward", "update"]
@@ -66,7 +62,7 @@ class ZeroCosts:
             is `carried`.
         backward_peak: the same for each parameter of `LIVE_GRADIENTS` blocks, on their average.
         carried: bytes that a backward leaves to the next actions, of gradients that are being
-            reduced, for each parameter of `UNDER_WAY` blocks.
+            reduced, for each parameter of `MAX_UNDER_WAY` blocks.
         kernels: seconds of each part, above those of the first micro-batch on one rank.
         operations: collectives of each part, on two data ranks.
         params: of the short run.
@@ -335,7 +331,7 @@ class ZeroMeasurements:
         forward_peaks = comparison.peaks("F", middle)
         above_carried = [peak - left for peak, left in zip(forward_peaks, carried, strict=True)]
         return ZeroCosts(
-            carried=_fitted(carried, sum(sizes_above_0[:UNDER_WAY])),
+            carried=_fitted(carried, sum(sizes_above_0[:MAX_UNDER_WAY])),
             states=_fitted(states, params),
             forward_peak=_fitted(above_carried, self._num_params(middle)),
             backward_peak=_fitted(
