@@ -262,3 +262,90 @@ def test_parallel_linears_are_cast_by_autocast_as_linears_are() -> None:
         )
 
     run_ranks("tp2", rank)
+
+
+class Transformer(nn.Module):
+    """Attention by heads, a feed-forward layer, an embedding and a head, as torch's examples have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {
+            "q": (8, 8),
+            "k": (8, 8),
+            "v": (8, 8),
+            "o": (8, 8),
+            "up": (8, 12),
+            "down": (12, 8),
+            "head": (8, 10),
+        }
+        self.embed = nn.Embedding(10, 8, dtype=torch.float64)
+        for number, (name, shape) in enumerate(sizes.items()):
+            linear = nn.Linear(*shape, bias=name in ("up", "down"), dtype=torch.float64)
+            generator = torch.Generator().manual_seed(number)
+            with torch.no_grad():
+                linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) / 3)
+            setattr(self, name, linear)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, 2)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(2))
+        x = x + self.down(torch.relu(self.up(x)))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+AXES = {
+    "[qkv].weight": ("heads", None),
+    "o.weight": (None, "heads"),
+    "up.weight": ("ffn", None),
+    "up.bias": ("ffn",),
+    "down.weight": (None, "ffn"),
+    "embed.weight": ("vocab", None),
+    "head.weight": ("vocab", None),
+}
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "tp4", "dp2 tp2"])
+def test_a_plain_module_is_made_tensor_parallel_by_a_table(mesh: str) -> None:
+    tokens = torch.arange(24).view(4, 6) * 7 % 10
+    whole = Transformer()
+    with torch.no_grad():
+        whole.embed.weight.copy_(torch.linspace(-1, 1, 80).view(10, 8).sin())
+    plain = copy.deepcopy(whole)
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        whole(tokens).square().mean().backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        optimizer.step()
+    expected = whole(tokens)
+
+    def rank(comm: Comm) -> None:
+        net: Any = weft.parallelize(copy.deepcopy(plain), comm, axes=AXES, gathered=["head"])
+        assert sum(isinstance(each, ColumnParallelLinear) for each in net.modules()) == 5
+        wrapped = DistributedDataParallel(net, comm) if comm.degree("dp") > 1 else net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            wrapped(own_part(tokens, comm)).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+        torch.testing.assert_close(net(tokens), expected, rtol=1e-12, atol=1e-13)
+
+    run_ranks(mesh, rank)
+
+
+def test_a_table_that_cannot_be_followed_is_one_line() -> None:
+    def with_axes(axes: Any, **options: Any) -> Callable[[Comm], object]:
+        return lambda comm: weft.parallelize(Transformer(), comm, axes=axes, **options)
+
+    rejected("tp2", with_axes({"up.weight": ("ffn", "ffn")}), "is sharded along both dims")
+    rejected("tp2", with_axes({"up.weight": ("ffn",)}), "needs one name, or None, for each dim")
+    rejected(
+        "tp2", with_axes({"embed.weight": (None, "dim")}), "is an embedding that cannot be sharded"
+    )
+    rejected("tp2", with_axes(AXES, gathered=["haed"]), "names no layer")

@@ -27,4 +27,8 @@ def test_torch_distributed_is_imported_by_the_process_transport_alone() -> None:
     for path in ROOT.rglob("*.py"):
         if any(f"{name}.".startswith("torch.distributed.") for name in imported_modules(path)):
             users.add(path.relative_to(ROOT).as_posix())
-    assert users == {"comm/find_store.py", "comm/process_groups.py"}
+    assert users == {
+        "comm/find_store.py",
+        "comm/process_groups.py",
+        "parallel/zero/distributed_checkpoint.py",  # what its checkpoints ask of a tensor
+    }

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from weft.core.axes import Box, boxes_of_range
-from weft.parallel.zero.shard_entries import Entries
+from weft.parallel.zero.shard_entries import ShardEntries
 
 
-def _boxes(entries: Entries) -> tuple[Box, ...]:
+def _boxes(entries: ShardEntries) -> tuple[Box, ...]:
     own = entries.own
     return boxes_of_range(Box.whole(entries.shape), own.start, own.stop)
 
 
-def chunks(entries: Entries) -> list[Any]:
+def chunks(entries: ShardEntries) -> list[Any]:
     """Place and size of each box of this rank's entries."""
     # imported late: it is slow, and needed in scripts that call it alone
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -27,7 +27,7 @@ def chunks(entries: Entries) -> list[Any]:
     ]
 
 
-def write_items(name: str, entries: Entries, local: Tensor) -> list[Any]:
+def write_items(name: str, entries: ShardEntries, local: Tensor) -> list[Any]:
     """What this rank writes of a tensor."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -46,7 +46,7 @@ def write_items(name: str, entries: Entries, local: Tensor) -> list[Any]:
     ]
 
 
-def part_at(offset: Sequence[int] | None, entries: Entries, local: Tensor) -> Tensor:
+def part_at(offset: Sequence[int] | None, entries: ShardEntries, local: Tensor) -> Tensor:
     """The box that begins at `offset`, in the same memory."""
     start = 0
     for box in _boxes(entries):

@@ -33,7 +33,7 @@ from weft.parallel.zero.registered_shards import (
 from weft.parallel.zero.shard_entries import ShardGroup
 from weft.parallel.zero.shard_gradients import add_gradient, call_gradient_hooks
 from weft.parallel.zero.sharded_tensor import local_of, sharded
-from weft.parallel.zero.sharding_policy import Sharding
+from weft.parallel.zero.sharding_policy import WrapperSharding
 from weft.parallel.zero.synchronized import SynchronizedModule
 from weft.parallel.zero.unshard_hooks import (
     BlockGroups,
@@ -126,14 +126,14 @@ class FullyShardedDataParallel(SynchronizedModule):
         check_not_wrapped(module, WRAPPER_NAME)
         comm = comm_or_world(comm, axis=axis, device=_device_of(module))
         chosen = tuple(default_blocks(module) if blocks is None else blocks)
-        how = Sharding(axis, axis_names(replicate), zero, compute=compute, reduce=reduce)
+        how = WrapperSharding(axis, axis_names(replicate), zero, compute=compute, reduce=reduce)
         self._wrap(module, comm, how, blocks=chosen)
 
     def _wrap(
         self,
         module: nn.Module,
         comm: Comm,
-        how: Sharding,
+        how: WrapperSharding,
         *,
         blocks: tuple[nn.Module, ...],
         is_copy: bool = False,
@@ -373,7 +373,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         """Note the memory and the versions of the shards that blocks have the values of."""
         self._noted = self._states()
 
-    def _states(self) -> dict[str, ParamState]:
+    def _states(self) -> dict[str, WrappedParamState]:
         return {
             name: _state_of(param, self._shard_of[name])
             for group in self._groups
@@ -519,7 +519,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         self._is_stale = True
 
 
-class ParamState(NamedTuple):
+class WrappedParamState(NamedTuple):
     """What scripts may change of a parameter.
 
     Attributes:
@@ -537,8 +537,8 @@ class ParamState(NamedTuple):
     unsharded_version: int
 
 
-def _state_of(param: nn.Parameter, shard: nn.Parameter) -> ParamState:
-    return ParamState(
+def _state_of(param: nn.Parameter, shard: nn.Parameter) -> WrappedParamState:
+    return WrappedParamState(
         (shard.data_ptr(), shard.dtype),
         shard.requires_grad,
         param.requires_grad,

@@ -19,7 +19,7 @@ from weft.errors import Fault, PlanError
 from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.zero.flat_params import FlatLayout
 from weft.parallel.zero.param_group import ParamGroup
-from weft.parallel.zero.shard_entries import Entries, ShardGroup
+from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
 from weft.parallel.zero.sharded_functions import sharded_param
 
 WRAPPER_NAME = "FullyShardedDataParallel"
@@ -97,13 +97,13 @@ def make_shards(
     return found
 
 
-def entries_of(layout: FlatLayout, name: str, index: int) -> Entries:
+def entries_of(layout: FlatLayout, name: str, index: int) -> ShardEntries:
     """Which entries of a parameter the shards of a layout have."""
     span = next(each for each in layout.spans if each.name == name)
     length = span.stop - span.start
     starts = [layout.shard_slice(rank).start - span.start for rank in range(layout.num_shards)]
     inside = [min(max(start, 0), length) for start in starts]
-    return Entries(span.shape, (*inside, length), index)
+    return ShardEntries(span.shape, (*inside, length), index)
 
 
 def _swap(name: str, one: nn.Parameter, other: nn.Parameter) -> None:

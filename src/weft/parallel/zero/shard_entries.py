@@ -34,7 +34,7 @@ class ShardGroup:
 
 
 @dataclass(frozen=True)
-class Entries:
+class ShardEntries:
     """Which entries of a tensor a rank holds: `starts[index]` to `starts[index + 1]`, counted row by row.
 
     Attributes:

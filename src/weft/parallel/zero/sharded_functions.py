@@ -1,6 +1,6 @@
 """Functions of sharded tensors besides elementwise ones: sums, norms, checks, copies, and what has the shape of another.
 
-`sharded_param` makes the parameters of wrappers, so whoever has one has these functions registered.
+`sharded_param` makes the parameters of wrappers, so these functions are registered where there is one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weft.core.mesh import axis_names
 from weft.errors import Fault, PlanError
-from weft.parallel.zero.shard_entries import Entries, ShardGroup
+from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
 from weft.parallel.zero.sharded_tensor import (
     SPECIAL,
     ShardedTensor,
@@ -30,7 +30,7 @@ TENSOR: Any = Tensor
 
 def sharded_param(
     local: Tensor,
-    entries: Entries,
+    entries: ShardEntries,
     group: ShardGroup,
     *,
     requires_grad: bool = True,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from weft.errors import Fault, PlanError
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.zero import distributed_checkpoint as dcp
-from weft.parallel.zero.shard_entries import Entries, ShardGroup
+from weft.parallel.zero.shard_entries import ShardEntries, ShardGroup
 from weft.parallel.zero.tensor_functions import (
     changes_first_argument,
     is_elementwise,
@@ -49,11 +49,11 @@ class ShardedTensor(Tensor):
     tensors, equal on every rank.
     """
 
-    entries: Entries
+    entries: ShardEntries
     group: ShardGroup | None
 
     @staticmethod
-    def of(local: Tensor, entries: Entries, group: ShardGroup | None) -> ShardedTensor:
+    def of(local: Tensor, entries: ShardEntries, group: ShardGroup | None) -> ShardedTensor:
         """The tensor of which `local[n]` are this rank's entries, in the same memory."""
         with torch._C.DisableTorchFunctionSubclass():
             sharded = local.as_subclass(ShardedTensor)
@@ -73,7 +73,7 @@ class ShardedTensor(Tensor):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, in new memory; a collective. Its gradient is that of this rank's entries."""
-        whole: Tensor = _Gather.apply(self.local, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _WholeTensor.apply(self.local, self)  # type: ignore[no-untyped-call]
         return whole
 
     @property
@@ -156,7 +156,7 @@ class ShardedTensor(Tensor):
         return _on_whole(func, args, options)
 
 
-class _Gather(torch.autograd.Function):
+class _WholeTensor(torch.autograd.Function):
     """This rank's entries -> the whole tensor."""
 
     @staticmethod
@@ -277,12 +277,12 @@ def _elementwise(func: Callable[..., Any], args: Sequence[Any], options: dict[st
     return map_leaves(result, Tensor, lambda local: ShardedTensor.of(local, entries, group))
 
 
-def own_entries(whole: Tensor, entries: Entries) -> Tensor:
+def own_entries(whole: Tensor, entries: ShardEntries) -> Tensor:
     """This rank's entries of a tensor that is expanded to the whole shape."""
     return whole.expand(entries.shape).reshape(-1)[entries.own]
 
 
-def _own_part(value: Any, entries: Entries) -> Any:
+def _own_part(value: Any, entries: ShardEntries) -> Any:
     """This rank's part of an argument: scalars as they are, of whole tensors the own entries.
 
     NotImplemented for tensors of other shapes.
@@ -337,7 +337,7 @@ def _reject_mixed_states() -> None:
     raise PlanError(fault)
 
 
-def _entries_of(tensor: Tensor) -> Entries | None:
+def _entries_of(tensor: Tensor) -> ShardEntries | None:
     return tensor.entries if isinstance(tensor, ShardedTensor) else None
 
 
@@ -407,7 +407,7 @@ def _load_shard(
     starts: tuple[int, ...],
     index: int,
 ) -> ShardedTensor:
-    return ShardedTensor.of(local, Entries(tuple(shape), tuple(starts), index), None)
+    return ShardedTensor.of(local, ShardEntries(tuple(shape), tuple(starts), index), None)
 
 
 torch.serialization.add_safe_globals([_load_shard])

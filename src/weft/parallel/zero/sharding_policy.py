@@ -84,7 +84,7 @@ class ShardingPolicy:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class WrapperSharding:
     """How a wrapper shards a module.
 
     Attributes:

@@ -1,0 +1,87 @@
+"""`weft.parallelize`: a chain of blocks under a plan, or the layers of any module in a plain script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, overload
+
+from torch import nn
+
+from weft.comm.comm import Comm
+from weft.core.mesh import Axis
+from weft.core.model_config import AxisTable
+from weft.layout.plan import Plan
+from weft.models.common.batch import Batch
+from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.model.parallelize import parallelize as parallelize_chain
+from weft.parallel.tensor.plain_modules import shard_modules
+
+
+@overload
+def parallelize(model: nn.Module, plan: Comm, comm: AxisTable, /) -> nn.Module: ...
+
+
+@overload
+def parallelize(
+    model: nn.Module,
+    plan: Comm,
+    /,
+    *,
+    axes: AxisTable,
+    axis: Axis = ...,
+    gathered: Sequence[str] = ...,
+) -> nn.Module: ...
+
+
+@overload
+def parallelize(
+    model: Mapping[str, nn.Module] | nn.ModuleDict,
+    plan: Plan,
+    comm: Comm,
+    *,
+    axes: AxisTable | None = None,
+    ties: Mapping[str, str] | None = None,
+    example: Batch | None = None,
+) -> ParallelModel: ...
+
+
+def parallelize(
+    model: Any,
+    plan: Plan | Comm,
+    comm: Comm | AxisTable | None = None,
+    *,
+    axes: AxisTable | None = None,
+    **options: Any,
+) -> nn.Module | ParallelModel:
+    """Shard a model over ranks.
+
+    `parallelize(module, comm, axes)` replaces the linears and embeddings of a module by sharded ones,
+    in place, and returns it, as torch's `parallelize_module`. Every rank has the same values before, and
+    keeps its part of them.
+
+        axes = {"*.up.weight": ("ffn", None), "*.up.bias": ("ffn",), "*.down.weight": (None, "ffn")}
+        net = weft.parallelize(net, comm, axes)     # up by its outputs, down by its inputs
+
+    A name of dim 0 of a linear's weight shards its outputs (`ColumnParallelLinear`), of dim 1 its
+    inputs (`RowParallelLinear`, whose outputs are summed), of dim 0 of an embedding its rows. What
+    lies between works on this rank's part of the features: attention on its heads. Parameters that no
+    pattern matches stay whole. The options are `axis`, the mesh axis ("tp"), and `gathered`, paths of
+    linears whose outputs are gathered.
+
+    `parallelize(blocks, plan, comm)` is what `weft train` does, for every dimension. `blocks` is an
+    ordered mapping of block name -> plain module, the last of which yields the summed loss; it is
+    changed in place: those of other stages are dropped, parameters are sharded as `axes` and the
+    plan's rule say, and each dimension's transform is applied. The options are `ties`, alias -> owner
+    of tied parameters, and `example`, a micro-batch on the meta device.
+
+    Raises:
+        PlanError: a parameter that two rows of `axes` match, a layer that cannot be sharded so, or a model
+            that would not compute on shards what it computes on one device.
+    """
+    if isinstance(plan, Comm):
+        table = axes if comm is None else comm
+        assert table is not None, "axes are given third, or by name"
+        assert not isinstance(table, Comm), "the third argument is the table"
+        return shard_modules(model, plan, table, **options)
+    assert isinstance(comm, Comm), "a plan is followed by the communication"
+    return parallelize_chain(model, plan, comm, axes=axes, **options)

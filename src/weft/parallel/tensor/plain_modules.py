@@ -1,0 +1,170 @@
+"""Tensor parallelism in a plain script: linears and embeddings of a module are replaced by sharded ones, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.comm import Comm
+from weft.core.axes import span
+from weft.core.mesh import Axis
+from weft.core.model_config import AxisTable, logical_axes
+from weft.core.shard import DimAxis, Stacked
+from weft.errors import Fault, PlanError
+from weft.parallel.model.chain import replace_module
+from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from weft.parallel.tensor.vocab import VocabParallelEmbedding
+from weft.parallel.tp import AXIS
+
+ShardedLayer = ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
+
+
+def shard_modules(
+    module: nn.Module,
+    comm: Comm,
+    axes: AxisTable,
+    *,
+    axis: Axis = AXIS,
+    gathered: Sequence[str] = (),
+) -> nn.Module:
+    """The module with its layers sharded over `axis`; see `weft.parallelize`."""
+    if comm.degree(axis) == 1:
+        return module
+    found = _layers(module, axes)
+    for path, layer, dims in found:
+        sharded = _sharded(path, layer, dims, comm=comm, axis=axis, is_gathered=path in gathered)
+        module = replace_module(module, layer, sharded)
+    unknown = set(gathered) - {path for path, _, _ in found}
+    if unknown:
+        fault = Fault(
+            "gathered",
+            "names no layer that is sharded by its outputs",
+            got=", ".join(sorted(unknown)),
+            fix="the path of a linear whose weight is (name, None) in axes",
+        )
+        raise PlanError(fault)
+    return module
+
+
+def _layers(
+    module: nn.Module, table: AxisTable
+) -> list[tuple[str, nn.Module, tuple[DimAxis, ...]]]:
+    """(path, layer, axes of the dims of its weight) of each layer to be sharded.
+
+    Raises:
+        PlanError: an axis of a parameter that is no weight or bias of a linear or an embedding.
+    """
+    found: list[tuple[str, nn.Module, tuple[DimAxis, ...]]] = []
+    for path, layer in module.named_modules():
+        for key, param in layer.named_parameters(recurse=False):
+            name = f"{path}.{key}".lstrip(".")
+            dims = _dims(name, param, table)
+            if not any(dims):
+                continue
+            if not isinstance(layer, (nn.Linear, nn.Embedding)):
+                what = "is no weight or bias of a torch.nn.Linear or Embedding, so it cannot be sharded alone"
+                fix = "None for its dims, or weft.parallelize with a plan, which traces the model"
+                raise PlanError(Fault(f"axes: {name}", what, got=type(layer).__name__, fix=fix))
+            if key == "weight":
+                found.append((path, layer, dims))
+    return found
+
+
+def _dims(name: str, param: Tensor, table: AxisTable) -> tuple[DimAxis, ...]:
+    if not any(fnmatchcase(name, pattern) for pattern in table):
+        return ()
+    dims = logical_axes(name, table)
+    if len(dims) != param.dim() or any(isinstance(dim, Stacked) for dim in dims):
+        fault = Fault(
+            f"axes: {name}",
+            "needs one name, or None, for each dim",
+            got=str(list(dims)),
+            need=f"{param.dim()} dims",
+            fix="split stacked projections into linears, or use weft.parallelize with a plan",
+        )
+        raise PlanError(fault)
+    return dims
+
+
+def _sharded(
+    path: str,
+    layer: nn.Module,
+    dims: tuple[DimAxis, ...],
+    *,
+    comm: Comm,
+    axis: Axis,
+    is_gathered: bool,
+) -> nn.Module:
+    """This rank's part of a layer, with its values."""
+    by_rows = dims[0] is not None
+    if by_rows and dims[1] is not None:
+        what = "is sharded along both dims, and a tensor-parallel axis shards one"
+        raise PlanError(
+            Fault(f"axes: {path}.weight", what, got=str(list(dims)), fix="None for one")
+        )
+    new: ShardedLayer
+    if isinstance(layer, nn.Embedding):
+        _check_embedding(path, layer, by_rows=by_rows)
+        new = VocabParallelEmbedding(
+            layer.num_embeddings,
+            layer.embedding_dim,
+            comm=comm,
+            axis=axis,
+            device=layer.weight.device,
+            dtype=layer.weight.dtype,
+        )
+    else:
+        assert isinstance(layer, nn.Linear), "layers are linears and embeddings"
+        new = _linear(layer, by_rows=by_rows, comm=comm, axis=axis, is_gathered=is_gathered)
+    _copy_own(layer, new, dim=0 if by_rows else 1, comm=comm, axis=axis)
+    return new.train(layer.training)
+
+
+def _linear(
+    layer: nn.Linear, *, by_rows: bool, comm: Comm, axis: Axis, is_gathered: bool
+) -> ColumnParallelLinear | RowParallelLinear:
+    has_bias = layer.bias is not None
+    device, dtype = layer.weight.device, layer.weight.dtype
+    sizes = (layer.in_features, layer.out_features)
+    if not by_rows:
+        return RowParallelLinear(
+            *sizes, comm=comm, bias=has_bias, axis=axis, device=device, dtype=dtype
+        )
+    return ColumnParallelLinear(
+        *sizes,
+        comm=comm,
+        bias=has_bias,
+        axis=axis,
+        gather_output=is_gathered,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _check_embedding(path: str, layer: nn.Embedding, *, by_rows: bool) -> None:
+    if by_rows and layer.padding_idx is None and layer.max_norm is None:
+        return
+    fault = Fault(
+        f"axes: {path}.weight",
+        "is an embedding that cannot be sharded this way",
+        got=f"padding_idx {layer.padding_idx}, max_norm {layer.max_norm}",
+        need="(name, None), without padding_idx and max_norm",
+        fix="(None, None) leaves it whole",
+    )
+    raise PlanError(fault)
+
+
+@torch.no_grad()
+def _copy_own(layer: nn.Module, new: ShardedLayer, *, dim: int, comm: Comm, axis: Axis) -> None:
+    """Give a sharded layer this rank's part of the values, which are the same on all ranks."""
+    whole = dict(layer.named_parameters(recurse=False))
+    for key, param in new.named_parameters(recurse=False):
+        value = whole[key].detach()
+        if value.shape != param.shape:
+            start, stop = span(value.shape[dim], comm.degree(axis), comm.index(axis))
+            value = value.narrow(dim, start, stop - start)
+        param.copy_(value)
+        param.requires_grad_(whole[key].requires_grad)
