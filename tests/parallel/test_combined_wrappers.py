@@ -197,11 +197,11 @@ def test_misuse_of_a_pipeline_is_one_line() -> None:
 
     class Several(nn.Linear):
         def forward(self, x: Tensor) -> Any:
-            return super().forward(x), None
+            return super().forward(x), "text"
 
     several = [Several(4, 4, dtype=torch.float64), *layers()]
     rejected("dp1", without_gradients, "gradients are disabled")
-    rejected("dp1", lambda comm: pipeline(several, comm), "output is not a tensor")
+    rejected("dp1", lambda comm: pipeline(several, comm), "is neither a tensor nor None")
     rejected("pp2", lambda comm: pipeline(layers()[:1], comm), "a stage would have none")
     rejected("dp1", lambda comm: copy.deepcopy(pipeline(layers(), comm)), "cannot be copied")
 

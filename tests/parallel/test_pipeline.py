@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -406,3 +407,103 @@ def test_a_state_dict_is_that_of_the_chain_and_goes_on_under_another_layout() ->
         torch.testing.assert_close(state, expected[1], rtol=1e-11, atol=1e-15)
     with pytest.raises(DataError, match=r"missing or unknown keys: 0.bias"):
         run_ranks("pp1", lambda comm: step(comm, "1f1b", {}))
+
+
+class Split(nn.Module):
+    """tokens -> hidden states, the tokens, a mask of them and a constant, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        return {"x": x, "tokens": tokens, "mask": tokens > 2, "scales": [x.mean(-1), None]}
+
+
+class Mix(nn.Module):
+    """Reads them all, and hands on a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, state: Any) -> Any:
+        x = torch.tanh(self.linear(state["x"])) * state["mask"].unsqueeze(-1)
+        return x + state["scales"][0].unsqueeze(-1), state["tokens"], state["x"]
+
+
+class Join(nn.Module):
+    """Takes the tuple as its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, tokens: Tensor, skipped: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x + skipped), tokens
+
+
+def loss_of_two(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    logits, tokens = output
+    return ((logits - targets.unsqueeze(-1)).square().sum(-1) * (tokens + 1)).mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved"])
+@pytest.mark.parametrize("mesh", ["pp1", "pp3", "pp3 dp2"])
+def test_stages_hand_on_several_tensors(mesh: str, schedule: str) -> None:
+    if schedule == "interleaved" and mesh != "pp1":
+        pytest.skip("three blocks are one for each rank")
+    tokens = torch.arange(40).view(8, 5) * 5 % 7
+    targets = torch.linspace(-1, 1, 40, dtype=torch.float64).view(8, 5)
+
+    def blocks() -> list[nn.Module]:
+        made: list[nn.Module] = [Split(), Mix(), Join()]
+        for number, param in enumerate(param for block in made for param in block.parameters()):
+            with torch.no_grad():
+                param.copy_(
+                    torch.linspace(-1, 1, param.numel()).sin().mul(number + 1).view(param.shape)
+                )
+        return made
+
+    split, mix, join = blocks()
+    expected = loss_of_two(join(*mix(split(tokens))), targets)
+    expected.backward()
+    gradients = {
+        f"{index}.{name}": param.grad
+        for index, block in enumerate((split, mix, join))
+        for name, param in block.named_parameters()
+    }
+
+    def rank(comm: Comm) -> dict[str, Tensor]:
+        part = (
+            slice(None)
+            if comm.degree("dp") == 1
+            else slice(4 * comm.index("dp"), 4 * comm.index("dp") + 4)
+        )
+        own_tokens, own_targets = tokens[part], targets[part]
+        pipe = PipelineParallel(
+            blocks(),
+            comm,
+            loss=loss_of_two,
+            example=own_tokens[:2],
+            microbatches=len(own_tokens) // 2,
+            schedule=schedule,
+            chunks=1 if schedule != "interleaved" else None,
+        )
+        loss = pipe.step(own_tokens, own_targets)
+        torch.testing.assert_close(loss, expected.detach().double(), rtol=1e-12, atol=0)
+        return {
+            name.replace(".module.", "."): param.grad
+            for name, param in pipe.model.params.items()
+            if param.grad is not None
+        }
+
+    seen: set[str] = set()
+    for found in run_ranks(mesh, rank):
+        for name, gradient in found.items():
+            seen.add(name)
+            torch.testing.assert_close(
+                gradient.as_subclass(Tensor), gradients[name], rtol=1e-11, atol=1e-14
+            )
+    assert seen == set(gradients)

@@ -23,8 +23,10 @@ from weft.parallel.autograd.shard_gradient import (
     shard_axes_of,
     total_norm,
 )
+from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.model.parallelize import ParallelModel, parallelize
+from weft.parallel.pipeline.packing import Packing, call_block, packing_of
 from weft.parallel.pipeline.player import Player
 from weft.parallel.pipeline.state_entries import state_entries, tensors_of
 from weft.parallel.pp import AXIS as PP
@@ -40,7 +42,7 @@ from weft.parallel.zero.wrapped_params import (
 )
 from weft.schedule.catalog import find, lines_of
 
-LossOf = Callable[[Tensor, Tensor], Tensor | tuple[Tensor, Tensor | float]]
+LossOf = Callable[[Any, Tensor], Tensor | tuple[Tensor, Tensor | float]]
 
 
 class PipelineParallel(nn.Module):
@@ -55,10 +57,11 @@ class PipelineParallel(nn.Module):
     nothing. `full_state_dict()` has the values of all stages.
 
     Args:
-        blocks: modules in order, each takes the output of the one before (one tensor). Inputs of
-            the first one may be integers, such as token ids; what a stage sends to the next is of
-            one floating-point dtype. A parameter that blocks share has the sum of all its
-            gradients on every rank that holds it.
+        blocks: modules in order, each takes the output of the one before: a tensor, or tensors in a
+            tuple (which are its arguments), list, dict or data class. Inputs of
+            the first one may be integers, such as token ids; what a stage sends to the next has
+            floating-point tensors of one dtype, and besides integers or masks. A parameter that blocks
+            share has the sum of all its gradients on every rank that holds it.
         comm: communication with the other ranks; the pipeline axis and the data axes are used.
         loss: (output of the last block, targets) -> scalar mean over the micro-batch; or its sum and
             the number of targets, where micro-batches may have unequal numbers: the sums are then
@@ -116,8 +119,12 @@ class PipelineParallel(nn.Module):
             modules[LOSS] = loss
         self._state_entries = state_entries(modules)
         chain: dict[str, nn.Module] = {}
+        packing: Packing | None = None
+        last_of_stages = {int(stage.blocks[-1]) for stage in stages[:-1]}
         for index, block in enumerate(blocks):
-            chain[str(index)] = _UserBlock(block)
+            unpacking = packing
+            packing = outputs[index].packing if index in last_of_stages else None
+            chain[str(index)] = _UserBlock(block, unpacking=unpacking, packing=packing)
         chain[LOSS] = _LossBlock(loss)
         self.model: ParallelModel = parallelize(chain, plan, comm)
         self.stages = nn.ModuleList(self.model.stages.values())
@@ -368,13 +375,23 @@ LOSS = "loss"
 class _UserBlock(nn.Module):
     """A module of the user's with the signature of a block."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        unpacking: Packing | None,
+        packing: Packing | None,
+    ) -> None:
         super().__init__()
         self.module = module
+        self.unpacking = unpacking
+        self.packing = packing
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        out: Tensor = self.module(x)
-        return out
+    def forward(self, x: Any, batch: Batch) -> Any:
+        if self.unpacking is not None:
+            x = self.unpacking.unpack(x)
+        out = call_block(self.module, x)
+        return out if self.packing is None else self.packing.pack(out)
 
 
 class _LossBlock(nn.Module):
@@ -383,7 +400,7 @@ class _LossBlock(nn.Module):
         self.loss = loss
         self._counts: list[Tensor] = []
 
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+    def forward(self, x: Any, batch: Batch) -> Tensor:
         found = self.loss(x, batch.targets)
         if isinstance(found, Tensor):
             return found
@@ -399,15 +416,17 @@ class _LossBlock(nn.Module):
 
 @dataclass(frozen=True)
 class _Output:
-    """Shape and dtype of a block's output.
+    """Shape and dtype in which a stage sends a block's output.
 
     Attributes:
         writes_input: whether the block changes its input in place.
+        packing: of several tensors; None of one.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     writes_input: bool
+    packing: Packing | None
 
     @property
     def dtype_name(self) -> str:
@@ -474,25 +493,19 @@ def _block_outputs(
 ) -> list[_Output]:
     """What each block returns on the meta device."""
     keep_compiler_unimported()
-    x = torch.empty_like(example, device="meta")
+    x: Any = torch.empty_like(example, device="meta")
     outputs: list[_Output] = []
     for index, block in enumerate(blocks):
         meta_block = copy.deepcopy(block).to("meta")
-        block_input = x
-        version = block_input._version
-        x = meta_block(block_input)
-        writes_input = block_input._version != version
-        if not isinstance(x, Tensor):
-            raise PlanError(
-                Fault(
-                    f"blocks[{index}]",
-                    "its output is not a tensor",
-                    got=type(x).__name__,
-                    need="one tensor, which the next block takes",
-                    fix="join it with the block after it, or return one tensor",
-                )
-            )
-        output = _Output(tuple(x.shape), x.dtype, writes_input)
+        inputs = list(tensors_in(x))
+        versions = [tensor._version for tensor in inputs]
+        x = call_block(meta_block, x)
+        writes_input = [tensor._version for tensor in inputs] != versions
+        packing = packing_of(x, block=index)
+        if packing is None:
+            output = _Output(tuple(x.shape), x.dtype, writes_input, None)
+        else:
+            output = _Output((packing.length,), packing.dtype, writes_input, packing)
         outputs.append(output)
     return outputs
 
