@@ -10,6 +10,7 @@ from weft.config.load import load
 from weft.config.validate import config_checks
 from weft.errors import Fault
 from weft.models import FAMILIES
+from weft.train.run_records import optimizer_text
 
 LAUNCHER = {
     "WORLD_SIZE": "1",
@@ -66,6 +67,39 @@ def test_a_key_of_what_is_switched_off_is_a_note(words: str, line: str) -> None:
     notes = training_notes(run)
     (note,) = [note for note in notes if "is set" in note or "is all of" in note]
     assert note.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--optim.lr 0.003 --optim.min_lr 0.001",
+            "optim.min_lr 0.001 is a share of optim.lr: the rate ends at 3e-06; "
+            "--optim.min_lr 0.333333 ends it at 0.001",
+        ),
+        (
+            "--optim.lr 3e-4 --optim.min_lr 0.001",
+            "optim.min_lr 0.001 is a share of optim.lr: the rate ends at 3e-07",
+        ),
+    ],
+)
+def test_a_share_that_looks_like_a_rate_is_noted_at_every_start(words: str, line: str) -> None:
+    run = load(words.split(), FAMILIES)
+    assert [note for note in training_notes(run) if "min_lr" in note] == [line]
+    text = optimizer_text(run.optim, run.lora, run.model)
+    assert f" to 0.001 x lr = {run.optim.last_lr:g}, " in text
+
+
+@pytest.mark.parametrize(
+    "words", ["", "--optim.lr 1", "--optim.min_lr 0.01", "--optim.min_lr 0", "--optim.min_lr 0.05"]
+)
+def test_a_usual_share_is_in_the_optimizer_line_alone(words: str) -> None:
+    run = load(words.split(), FAMILIES)
+    assert not [note for note in training_notes(run) if "min_lr" in note]
+
+
+def test_the_last_rate_has_no_digits_of_rounding() -> None:
+    assert load([], FAMILIES).optim.last_lr == 0.0003
 
 
 def test_betas_of_a_group_whose_optimizer_has_none_are_a_note() -> None:

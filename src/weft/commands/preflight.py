@@ -21,6 +21,7 @@ from weft.config.run import Run
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
 from weft.config.unused_keys import full_mesh_is_elastic, switched_off
 from weft.config.validate import config_checks
+from weft.config.value_faults import rate_notes
 from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, LaunchError, counted
@@ -273,6 +274,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
         leaves_rest_to_adamw=_leaves_rest_to_adamw(run.optim),
     )
     found.extend(map(str, unused_keys))
+    found.extend(rate_notes(run.optim))
     found.extend(_prediction_notes(run.hardware, run.site))
     found.extend(_outer_step_notes(run.device_mesh, run.site, num_steps=run.steps))
     if restart_number(os.environ) and not run.resume:

@@ -232,8 +232,8 @@ class OptimConfig(ConfigSection):
 
     @property
     def last_lr(self) -> float:
-        """Learning rate at the end of the decay."""
-        return self.min_lr * self.lr
+        """Learning rate at the end of the decay, without digits that are rounding: 0.0003 of 0.003."""
+        return float(f"{self.min_lr * self.lr:.15g}")
 
     @field_validator("groups", mode="before")
     @classmethod

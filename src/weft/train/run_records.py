@@ -117,7 +117,9 @@ def optimizer_text(
 ) -> str:
     """Optimizer and learning rate schedule on one line, and what is trained of a model with adapters."""
     warmup = counted(optim.warmup, "step")
-    last = "" if optim.decay == "constant" else f" to {optim.last_lr:g}"
+    last = f" to {optim.min_lr:g} x lr = {optim.last_lr:g}"
+    if optim.decay == "constant":
+        last = ""
     text = f"{optim.name}, lr {optim.lr:g} {optim.decay}{last}, warm-up {warmup}"
     if not lora.rank:
         return text
