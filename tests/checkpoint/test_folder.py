@@ -57,6 +57,28 @@ def test_many_folders_that_hold_no_checkpoint_are_passed_over(tmp_path, monkeypa
     assert len(read) == folder.MAX_FAULTS + 1
 
 
+@pytest.mark.parametrize("has_digest", [False, True])
+def test_many_broken_manifests_are_not_all_read(tmp_path, monkeypatch, has_digest):
+    """With checksums they look whole: then older checkpoints are left out, and a fault says so."""
+    (whole,) = saved(tmp_path, 1)
+    for step in range(2, 100):
+        broken = checkpoint_path(tmp_path, step)
+        broken.mkdir()
+        (broken / MANIFEST).write_text("garbage {[")
+        if has_digest:
+            (broken / DIGEST).write_text("garbage")
+    read: list[Path] = []
+    original = folder.read_manifest
+    monkeypatch.setattr(folder, "read_manifest", lambda path: read.append(path) or original(path))
+    monkeypatch.setattr(folder, "MAX_BROKEN", 20)
+    found = find_newest(tmp_path)
+    if has_digest:
+        assert (found.path, len(read)) == (None, 20)
+        assert "this and older checkpoints are not read" in str(found.faults[0])
+    else:
+        assert (found.path, len(read)) == (whole, folder.MAX_FAULTS + 1)
+
+
 def cut_short(path: Path) -> None:
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size - 1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.checkpoint.disk import sync_folder
-from weft.checkpoint.format import MANIFEST, Manifest
+from weft.checkpoint.format import DIGEST, MANIFEST, Manifest
 from weft.checkpoint.kept import remove_checkpoint
 from weft.checkpoint.manifest import read_manifest
 from weft.errors import CheckpointError, Fault
@@ -33,7 +33,9 @@ TEMPORARY_PREFIX = ".tmp-"
 REMOVED_PREFIX = ".old-"
 ASIDE_PREFIX = "aside-"
 MAX_FAULTS = 10
-"""Of folders without a manifest that are named one by one."""
+"""Of folders without a manifest and its checksum that are named one by one."""
+MAX_BROKEN = 1000
+"""Checkpoints with a manifest and a checksum that are read in search of a valid one."""
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -78,15 +80,20 @@ def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoin
     `below`.
     """
     faults: list[Fault] = []
+    num_broken = 0
     for step, path in checkpoints(run_folder):
         if below is not None and step >= below:
             continue
-        if len(faults) >= MAX_FAULTS and not os.path.exists(path / MANIFEST):
+        if len(faults) >= MAX_FAULTS and not _has_manifest(path):
             continue  # one of many folders that hold no checkpoint
+        if num_broken == MAX_BROKEN:
+            faults.insert(0, _older_fault(path))  # where many are not shown
+            break
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
             faults += error.faults
+            num_broken += 1
             continue
         return FoundCheckpoint(
             path=path,
@@ -97,6 +104,19 @@ def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoin
         path=None,
         manifest=None,
         faults=tuple(faults),
+    )
+
+
+def _has_manifest(path: Path) -> bool:
+    """Whether there are the files of a manifest; a commit names a folder after both are written."""
+    return os.path.exists(path / DIGEST) and os.path.exists(path / MANIFEST)
+
+
+def _older_fault(path: Path) -> Fault:
+    return Fault(
+        str(path),
+        f"this and older checkpoints are not read, as {MAX_BROKEN:,} newer ones are broken",
+        fix="remove the broken ones, or name the checkpoint",
     )
 
 
