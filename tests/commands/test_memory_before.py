@@ -66,13 +66,33 @@ def test_a_small_run_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     check_memory(run_of("--mesh dp2 --device cpu"))
 
 
+def test_a_run_that_cannot_be_measured_says_so_and_compares_what_the_config_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of("--model.layers 400 --device cpu --mesh dp2")
+    states = local_states(run, 0)
+    has_machine(monkeypatch, 1.5 * states)
+    check_memory(run)
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith(
+        "note: memory: the peaks of the ranks are not known before the start: a rank has 403 blocks"
+    )
+    assert "activations of 2 ranks are estimated at " in note
+    monkeypatch.setattr(memory_before, "has_gpus", lambda _: True)
+    monkeypatch.setattr(memory_before, "_gpu_bytes", lambda: states / 2 - 1)
+    with pytest.raises(ConfigError, match=r"a rank needs more than its GPU has \(got at least "):
+        check_memory(run)
+
+
 def test_the_fullest_rank_is_compared_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("--mesh pp2 --parallel.recompute full")
     peaks = {"0": 90 * GIB, "1": 70 * GIB}
     assert memory_fault(run, peaks, 95 * GIB, is_on_gpu=True) is None
     fault = memory_fault(run, peaks, 80 * GIB, is_on_gpu=True)
     assert fault is not None
-    assert "a rank needs more than its GPU has (got 90 GiB; need at most 80 GiB)" in str(fault)
+    assert "a rank needs more than its GPU has (got 90 GiB for 1 rank; need at most 80 GiB)" in str(
+        fault
+    )
     names = {"NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"}
     monkeypatch.setattr(memory_before, "gpu_names", lambda: tuple(names))
     assert memory_before._gpu_bytes() == pytest.approx(40e9, rel=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
+from weft.commands.console import print_messages
 from weft.commands.environment import has_gpus
 from weft.commands.memory_bound import (
     local_activations,
@@ -29,7 +30,8 @@ the memory: smaller ones start at once.
 
 
 def check_memory(run: Run) -> None:
-    """Compare the peaks of the local ranks with the memory of this machine, or with a GPU's.
+    """Compare the peaks of the local ranks with the memory of this machine, or with a GPU's; where
+    they cannot be measured, what the config alone says, and say so.
 
     Raises:
         ConfigError: they are larger.
@@ -42,11 +44,28 @@ def check_memory(run: Run) -> None:
     estimate = local_states(run, run.parallel.zero) + local_activations(run)
     if estimate / num_sharing < MEASURED_FROM * available:
         return
-    peaks = _measured(run)
-    if peaks:
-        fault = memory_fault(run, peaks, available, is_on_gpu=is_on_gpu)
-        if fault is not None:
-            raise ConfigError(fault)
+    problem = size_problem(plan_of(run), fixed_order=run.deterministic)
+    answer = {FAILURE: problem} if problem else _measured(run)
+    if FAILURE not in answer:
+        fault = memory_fault(run, answer, available, is_on_gpu=is_on_gpu)
+    else:
+        ranks = counted(num_local_ranks(run) // num_sharing, "rank")
+        states = local_states(run, run.parallel.zero) / num_sharing
+        got = f"at least {memory(states)} for {ranks}"
+        fault = None
+        if states > available:
+            fault = _too_large(run, got, available, is_on_gpu=is_on_gpu)
+        print_messages((_unmeasured(answer[FAILURE], ranks, estimate / num_sharing, available),))
+    if fault is not None:
+        raise ConfigError(fault)
+
+
+def _unmeasured(why: str, ranks: str, estimate: float, available: float) -> str:
+    """That the peaks of a run are not known, and what is known."""
+    return (
+        f"note: memory: the peaks of the ranks are not known before the start: {why}; states and "
+        f"activations of {ranks} are estimated at {memory(estimate)} of {memory(available)}"
+    )
 
 
 def memory_fault(
@@ -64,13 +83,17 @@ def memory_fault(
     needed = largest if is_on_gpu else sum(peaks[row] for row in rows)
     if needed <= available:
         return None
-    ranks = counted(len(rows), "rank")
+    ranks = "1 rank" if is_on_gpu else counted(len(rows), "rank")
+    return _too_large(run, f"{memory(needed)} for {ranks}", available, is_on_gpu=is_on_gpu)
+
+
+def _too_large(run: Run, got: str, available: float, *, is_on_gpu: bool) -> Fault:
     return Fault(
         "memory",
         "a rank needs more than its GPU has" if is_on_gpu else "the ranks need more than there is",
-        got=memory(needed) if is_on_gpu else f"{memory(needed)} for {ranks}",
+        got=got,
         need=f"at most {memory(available)}",
-        fix=f"{' or '.join(_smaller(run))}; weft explain shows what each part needs",
+        fix=f"{' or '.join(_smaller(run))}; the same words after `weft explain` show what each part needs",
     )
 
 
@@ -92,21 +115,18 @@ def _gpu_bytes() -> float | None:
     return min(sizes) if sizes and len(sizes) == len(found) else None
 
 
-def _measured(run: Run) -> Mapping[str, int]:
-    """The peak of each pipeline coordinate; nothing where a run cannot be measured. Ranks that are
+def _measured(run: Run) -> Answer:
+    """The peak of each pipeline coordinate, or why they cannot be measured. Ranks that are
     forked afterwards must not inherit the threads of a backward: it runs in a process of its own.
     """
-    if size_problem(plan_of(run), fixed_order=run.deterministic):
-        return {}
     measured = partial(_peaks, run)
     if fork_problem():
         return measured()
     forked = ForkedAnswer(measured)
     try:
-        answer = forked.wait()
+        return forked.wait()
     finally:
         forked.end()
-    return {} if FAILURE in answer else answer
 
 
 def _peaks(run: Run) -> Answer:
