@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.planner.test_step_costs import run_of
+from weft.cli import main
 from weft.commands.comparison import (
     MeasuredAndPredicted,
     comparison_of,
@@ -23,6 +24,7 @@ from weft.config.load import load
 from weft.config.lora import adapter_flops
 from weft.config.run import plan_of
 from weft.core.model_config import weight_flops
+from weft.errors import EXIT_OK
 from weft.layout.utilization import ALL_TRAINED, Utilization, model_flops
 from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
@@ -37,6 +39,7 @@ ANSWER = {
     "low_s": 0.9,
     "high_s": 1.1,
     "peak_bytes": 2**30,
+    "rank_0_peak_bytes": 2**29,
 }
 
 
@@ -63,7 +66,7 @@ def events_of(
 
 
 def comparison(prediction: Any, last_step: int = 100) -> MeasuredAndPredicted:
-    return MeasuredAndPredicted(UTILIZATION, prediction, base_bytes=2**30, last_step=last_step)
+    return MeasuredAndPredicted(UTILIZATION, prediction, allocator=None, last_step=last_step)
 
 
 def test_steps_have_mfu_after_the_warm_up() -> None:
@@ -79,7 +82,8 @@ def test_one_event_compares_the_first_steps_with_the_prediction() -> None:
     assert len(compared) == 1
     assert compared[0]["step"] == 7  # two to warm up, three timed, two polls in vain
     assert compared[0]["measured_s"] == 1.05
-    assert compared[0]["measured_bytes"] == 2 * 2**30
+    assert compared[0]["measured_bytes"] == 3 * 2**30
+    assert "predicted 1.00 GiB of tensors on fullest rank, measured 3.00 GiB" in compared[0]["text"]
     assert "inside the range" in compared[0]["text"]
     assert "3 forwards of model FLOPs, of 10 TFLOP/s a device" in compared[0]["text"]
 
@@ -147,7 +151,7 @@ def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
             adapted=ALL_TRAINED,
             cuda_name=cuda_name,
             prediction=None,
-            base_bytes=0,
+            allocator=None,
             last_step=1,
         ).utilization
         return None if found is None else found.peak_tflops
@@ -170,6 +174,29 @@ def test_the_prediction_is_for_the_precision_of_the_run(monkeypatch: pytest.Monk
     start_prediction(run_of("--mesh dp2 --hardware h100 --precision.matmul tf32"))
     start_prediction(run_of("--mesh dp2 --hardware h100"))
     assert [each.tflops("float32") for each in started] == [494.7, 67]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mesh dp2",
+        pytest.param("--mesh dp2 --parallel.zero 3", marks=pytest.mark.slow),
+        pytest.param("--mesh tp2 --parallel.sequence True", marks=pytest.mark.slow),
+        pytest.param("--mesh pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_on_the_cpu_the_allocator_is_compared_with_the_prediction(
+    words: str, tmp_path: Path
+) -> None:
+    """Not the growth of the process, which is 2 to 4 times as much."""
+    sizes = "--model.layers 2 --model.dim 64 --data.seq_len 64 --batch.global_size 8"
+    run = f"{sizes} --steps 5 --hardware h100 --transport threads --prove.before never --out"
+    assert main(["train", *words.split(), *run.split(), str(tmp_path / "run")]) == EXIT_OK
+    events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    (event,) = (event for event in events if event["event"] == "prediction")
+    assert event["memory_of"] == "rank 0"
+    assert event["measured_bytes"] == pytest.approx(event["rank_0_peak_bytes"], rel=0.05)
+    assert "(peak of torch's allocator in a step)" in event["text"]
 
 
 def test_nothing_is_predicted_without_hardware() -> None:

@@ -26,11 +26,14 @@ from weft.planner.simulate.predict import predict_measured
 from weft.planner.simulate.site_costs import site_costs
 from weft.planner.simulate.speeds import Speeds
 from weft.run.forked_answer import Answer, ForkedAnswer
+from weft.train.allocator_peak import AllocatorPeak
 from weft.train.training import Event
 from weft.view.quantity import memory, short_time
 
 WARM_UP_STEPS = 2
 """First steps of a run, which allocate and compare signatures: not timed."""
+RECORDED_STEP = 2
+"""The step whose allocations are recorded."""
 TIMED_STEPS = 3
 """Steps whose median is compared."""
 NICENESS = 5
@@ -60,6 +63,7 @@ def predicted(run: Run, hardware: Hardware) -> Answer:
         "low_s": prediction.step_s.low,
         "high_s": prediction.step_s.high,
         "peak_bytes": prediction.peak_bytes,
+        "rank_0_peak_bytes": roles[0].memory.peak,
     }
     sites = site_costs(prediction.roles, run.site, step_s=prediction.step_s.mid)
     if sites is not None:
@@ -75,7 +79,8 @@ class MeasuredAndPredicted:
     Attributes:
         utilization: None where the peak of the device is not known.
         prediction: None where nothing is predicted.
-        base_bytes: memory of the rank before it built the model.
+        allocator: of rank 0 on the CPU, for its peak in the second step; on CUDA None, as the
+            device counts the peaks of all ranks.
         last_step: of the run.
         step_times: of timed steps, without waits for other sites.
         outer_waits: for other sites, in timed steps with an exchange or an outer step.
@@ -83,11 +88,12 @@ class MeasuredAndPredicted:
 
     utilization: Utilization | None
     prediction: ForkedAnswer | None
-    base_bytes: int
+    allocator: AllocatorPeak | None
     last_step: int
     step_times: list[float] = field(default_factory=list)
     outer_waits: list[float] = field(default_factory=list)
     num_steps: int = 0
+    rank_0_bytes: int = 0
 
     def events(self, event: Event) -> Iterator[Event]:
         """The event, perhaps with more fields, and what follows it."""
@@ -95,6 +101,7 @@ class MeasuredAndPredicted:
             yield event
             return
         self.num_steps += 1
+        self._record_allocations()
         is_timed = self.num_steps > WARM_UP_STEPS
         if is_timed and self.utilization is not None:
             event = {**event, "mfu": self.utilization.mfu(event["step_s"])}
@@ -109,6 +116,15 @@ class MeasuredAndPredicted:
             self.prediction = None
             yield self._comparison(event, answer)
 
+    def _record_allocations(self) -> None:
+        """The second step is recorded: the first one allocates what is kept, later ones are timed."""
+        if self.allocator is None or self.prediction is None:
+            return
+        if self.num_steps == 1:
+            self.allocator.start()
+        elif self.num_steps == RECORDED_STEP:
+            self.rank_0_bytes = self.allocator.stop()
+
     def _note_time(self, event: Event) -> None:
         waited_s = event.get("outer_waited_s")
         if waited_s is not None:
@@ -119,13 +135,13 @@ class MeasuredAndPredicted:
         if "failure" in answer:
             return {"event": "note", "text": f"no prediction of this run: {answer['failure']}"}
         measured_s = statistics.median(self.step_times)
-        held_bytes = max(0, step["mem_bytes"] - self.base_bytes)
         event = {
             "event": "prediction",
             "step": step["step"],
             **answer,
             "measured_s": measured_s,
-            "measured_bytes": held_bytes,
+            "measured_bytes": step["mem_bytes"] if self.allocator is None else self.rank_0_bytes,
+            "memory_of": "fullest rank" if self.allocator is None else "rank 0",
         }
         if self.outer_waits:
             event["measured_outer_s"] = statistics.fmean(self.outer_waits)
@@ -142,13 +158,10 @@ def comparison_text(event: Event, utilization: Utilization | None) -> str:
     step = f"predicted {short_time(event['step_s'])} ({low} to {high})"
     is_inside = event["low_s"] <= measured_s <= event["high_s"]
     word = "inside" if is_inside else "OUTSIDE"
-    peak = memory(event["peak_bytes"])
-    measured = memory(event["measured_bytes"])
     lines = [
         f"prediction for {event['hardware']} (constants: {event['source']}):",
         f"  step   {step}, measured {short_time(measured_s)}: {word} the range",
-        f"  memory predicted {peak} of tensors, measured "
-        f"{measured} more than before the model was built",
+        _memory_line(event),
     ]
     if "outer_every" in event:
         lines.append(_sites_line(event))
@@ -156,6 +169,19 @@ def comparison_text(event: Event, utilization: Utilization | None) -> str:
         mfu_percent = 100 * utilization.mfu(measured_s)
         lines.append(f"  MFU    {mfu_percent:.2g}%: {utilization.text}")
     return "\n".join(lines)
+
+
+def _memory_line(event: Event) -> str:
+    """The same on both sides: tensors at the peak of a step, as torch's allocator counts them."""
+    place = event["memory_of"]
+    predicted_bytes = event["rank_0_peak_bytes" if place == "rank 0" else "peak_bytes"]
+    line = (
+        f"  memory predicted {memory(predicted_bytes)} of tensors on {place}, measured "
+        f"{memory(event['measured_bytes'])} (peak of torch's allocator in a step)"
+    )
+    if predicted_bytes < event["peak_bytes"]:
+        line += f"; predicted {memory(event['peak_bytes'])} on the fullest rank"
+    return line
 
 
 def _sites_line(event: Event) -> str:
@@ -180,7 +206,7 @@ def comparison_of(
     adapted: AdapterFlops,
     cuda_name: str | None,
     prediction: ForkedAnswer | None,
-    base_bytes: int,
+    allocator: AllocatorPeak | None,
     last_step: int,
 ) -> MeasuredAndPredicted:
     """The comparison of a run.
@@ -189,13 +215,13 @@ def comparison_of(
         hardware: as in the config.
         adapted: FLOPs of frozen weights and adapters.
         cuda_name: of the rank's CUDA device; None on the CPU, which has no peak in the table.
-        base_bytes, last_step: see `MeasuredAndPredicted`.
+        allocator, last_step: see `MeasuredAndPredicted`.
     """
     device = _device(hardware, cuda_name)
     utilization = None
     if device is not None:
         utilization = Utilization.of(plan, peak_tflops=device.bf16_tflops, adapted=adapted)
-    return MeasuredAndPredicted(utilization, prediction, base_bytes, last_step)
+    return MeasuredAndPredicted(utilization, prediction, allocator, last_step)
 
 
 def _device(hardware: str | None, cuda_name: str | None) -> Hardware | None:

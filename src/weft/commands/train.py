@@ -31,6 +31,7 @@ from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
 from weft.layout.utilization import AdapterFlops
 from weft.parallel.model.parallelize import ParallelModel
+from weft.planner.measure.rank_step import kept_bytes
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.forked_answer import ForkedAnswer
@@ -41,6 +42,7 @@ from weft.run.signals import StopRequest
 from weft.run.worker import OrderlyEnd
 from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
+from weft.train.allocator_peak import AllocatorPeak
 from weft.train.build import check_initial_parameters
 from weft.train.build_training import build_training, step_groups
 from weft.train.event_log import EventLog, append_missing_end_event
@@ -48,7 +50,6 @@ from weft.train.last_save import check_room
 from weft.train.loop import run_training
 from weft.train.out_of_memory import held_bytes, named_out_of_memory
 from weft.train.step_check import ProofRecord
-from weft.train.step_stats import memory_bytes
 from weft.train.training import Event, Training
 from weft.train.training_parts import is_restart
 from weft.view.live import open_view
@@ -270,7 +271,6 @@ def train_rank(
         nullcontext() if watch is None else watch(comm, log),
         _reported_error(world),
     ):
-        base_bytes = memory_bytes(device)
         record = ProofRecord(before=verdict or {})
         with named_out_of_memory(comm, dict):
             training = job.build(
@@ -289,7 +289,7 @@ def train_rank(
             log.views = (*log.views, EventObserver(job.on_event))
         with_more = None
         if world.rank == 0:
-            with_more = _comparison(job, training, device, base_bytes).events
+            with_more = _comparison(job, training, device).events
         with named_out_of_memory(comm, partial(held_bytes, training.step)):
             outcome = run_training(training, log, at_end=sample, with_more=with_more)
     if outcome == "stopped":
@@ -317,17 +317,17 @@ def _comparison(
     job: RankJob,
     training: Training,
     device: torch.device,
-    base_bytes: int,
 ) -> MeasuredAndPredicted:
     """What rank 0 adds to the events of its run."""
     is_cuda = device.type == "cuda"
+    kept = partial(kept_bytes, training.step)
     return comparison_of(
         training.step.model.plan,
         job.hardware,
         adapted=job.adapted,
         cuda_name=torch.cuda.get_device_name(device) if is_cuda else None,
         prediction=job.prediction,
-        base_bytes=base_bytes,
+        allocator=None if is_cuda else AllocatorPeak(kept),
         last_step=training.step_range.total,
     )
 

@@ -8,7 +8,7 @@ An event is a flat dict with an "event" key:
             skipped (no update: float16 gradients overflowed at that scale, or a guard skipped it), mfu (model FLOPs as a
             share of the devices' bfloat16 peak, 0 to 1; from the third step on where the peak is known)
     prediction  once, after the first steps of a run with `hardware`: hardware, source (of its constants), step_s, low_s,
-            high_s, peak_bytes (predicted); measured_s, measured_bytes (more than before the model was built); text
+            high_s, peak_bytes, rank_0_peak_bytes (predicted); measured_s, measured_bytes (of memory_of); text
     eval    step, loss (mean over all targets), perplexity (not of preference pairs), tokens (targets, or pairs), seconds: on
             validation data
     sample  prompt, text: what the model generates

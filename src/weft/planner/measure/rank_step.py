@@ -329,6 +329,12 @@ def _by_key(
     return found
 
 
+def kept_bytes(step: TrainStep) -> int:
+    """Bytes that a rank holds between steps; memory that several share counts once."""
+    kept = _kept_tensors(step).values()
+    return storage_bytes([tensor for tensors in kept for tensor in tensors])
+
+
 def _kept_tensors(step: TrainStep) -> dict[str, list[Tensor]]:
     """What a rank holds between steps, by the fields of `KeptBytes`, without gathered parameters."""
     model = step.model
