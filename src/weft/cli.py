@@ -165,7 +165,7 @@ def _with_json(name: str, words: Sequence[str]) -> list[str]:
     after = list(words[place + 1 :])
     if after[:1] == ["True"]:
         after.pop(0)
-    elif name == "bench" or place == len(words) or (after and not after[0].startswith("--")):
+    elif place == len(words) or (after and not after[0].startswith("--")):
         return list(words)
     return [*words[:place], JSON, STANDARD_OUTPUT, *after]
 

@@ -56,7 +56,9 @@ def test_a_run_that_may_be_too_large_is_measured(monkeypatch: pytest.MonkeyPatch
     has_machine(monkeypatch, 2 * role.memory.peak)
     check_memory(run)
     has_machine(monkeypatch, 2 * role.memory.peak - 1)
-    with pytest.raises(ConfigError, match=r"need more than there is \(got .* for 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"the ranks are larger than the memory \(got .* for 2 ranks"
+    ):
         check_memory(run)
 
 
@@ -80,7 +82,7 @@ def test_a_run_that_cannot_be_measured_says_so_and_compares_what_the_config_says
     assert "activations of 2 ranks are estimated at " in note
     monkeypatch.setattr(memory_before, "has_gpus", lambda _: True)
     monkeypatch.setattr(memory_before, "_gpu_bytes", lambda: states / 2 - 1)
-    with pytest.raises(ConfigError, match=r"a rank needs more than its GPU has \(got at least "):
+    with pytest.raises(ConfigError, match=r"a rank is larger than its GPU \(got at least "):
         check_memory(run)
 
 
@@ -90,7 +92,7 @@ def test_the_fullest_rank_is_compared_with_its_gpu(monkeypatch: pytest.MonkeyPat
     assert memory_fault(run, peaks, 95 * GIB, is_on_gpu=True) is None
     fault = memory_fault(run, peaks, 80 * GIB, is_on_gpu=True)
     assert fault is not None
-    assert "a rank needs more than its GPU has (got 90 GiB for 1 rank; need at most 80 GiB)" in str(
+    assert "a rank is larger than its GPU (got 90 GiB for 1 rank; need at most 80 GiB)" in str(
         fault
     )
     names = {"NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB"}

@@ -227,6 +227,13 @@ def test_a_stream_reads_across_files_as_if_they_were_one(sizes, span):
         assert values == list(range(start, stop))
 
 
+def test_files_that_are_tokenized_in_memory_are_all_counted(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.csv").write_text(f"text\nsome words of {name}\n")
+    facts = open_tokens(tmp_path).facts()
+    assert (facts["files"], facts["documents"]) == (3, 3)
+
+
 def test_a_folder_is_its_text_files_end_to_end_sorted_by_path(tmp_path):
     texts = {
         "b.txt": b"second ",
@@ -578,5 +585,8 @@ def test_the_vocabulary_of_a_model_from_a_folder_is_not_to_be_changed(tmp_path):
         "model.vocab: is smaller than the tokenizer's (got 99; need at least 256 for bytes). Fix: "
     )
     assert faults_of_run(*argv) == [f"{line}--model.vocab 256"]
-    own = "weft data prepare the text with --tokenizer Qwen3-0.6B/tokenizer.json"
-    assert faults_of_run(*argv, from_hf="Qwen3-0.6B") == [f"{line}{own}"]
+    own = "weft data prepare INPUT --out FOLDER --tokenizer {}, then --data.source FOLDER"
+    assert faults_of_run(*argv, from_hf=str(tmp_path)) == [line + own.format("FILE")]
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{}")
+    assert faults_of_run(*argv, from_hf=str(tmp_path)) == [line + own.format(file)]

@@ -20,7 +20,11 @@ FOLLOWED = {
     "an axis of FSDP": ("explain --mesh fsdp2", "--mesh dp2 --parallel.zero 3"),
     "an axis of Megatron": ("explain --mesh sp2", "--mesh tp2 --parallel.sequence True"),
     "a model without its key": ("explain --model gpt2", "--model.preset"),
-    "8 bits": ("explain --precision.compute fp8", "did you mean 'bfloat16'?"),
+    "8 bits": (
+        "explain --precision.compute fp8",
+        "types of 8 bits are not implemented (got 'fp8'; need one of float64, float32, bfloat16, "
+        "float16). Fix: did you mean 'bfloat16'?",
+    ),
     "a YAML file": ("explain c.yaml", "write its keys as TOML, for example steps = 20"),
     "a JSON file": ("explain c.json", "write its keys as TOML, for example steps = 20"),
     "a variable in a folder": ("train --out $HOME/x", "Fix: --out /home/me/x"),
@@ -87,7 +91,12 @@ def test_json_is_the_same_in_every_command(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "events.jsonl").write_text('{"event": "run"}\n')
-    commands = (f"status {tmp_path}", "schedule 1f1b", f"explain --mesh dp2 {SMALL}")
+    commands = (
+        f"status {tmp_path}",
+        "schedule 1f1b",
+        f"explain --mesh dp2 {SMALL}",
+        "bench comm --transport threads --operations all_reduce --largest 1KB --seconds 1e-4",
+    )
     for command in commands:
         assert main([*command.split(), *flag.split()]) == EXIT_OK
         json.loads(capsys.readouterr().out)

@@ -14,7 +14,13 @@ from weft.commands.bench_options import (
     ComputeOptions,
     SizeRange,
 )
-from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
+from weft.commands.console import (
+    STANDARD_OUTPUT,
+    print_result,
+    set_openmp_policy,
+    show_help,
+    wants_help,
+)
 from weft.config import flags
 from weft.config.hardware_file import fields_to_extend
 from weft.core.mesh import Mesh
@@ -55,7 +61,7 @@ def _overview() -> Iterator[str]:
     yield "  weft bench comm     collectives, by axis and inside and between nodes"
     yield "  weft bench compute  matrix products, attention, memory, launches"
     yield ""
-    yield "weft bench NAME --help shows the options."
+    yield "`weft bench NAME --help` shows the options."
 
 
 def comm(words: Sequence[str]) -> int:
@@ -149,7 +155,7 @@ def _output_faults(options: BenchOptions) -> Iterator[Fault]:
     if isinstance(options, CommOptions):
         outputs["svg"] = options.svg
     for key, path in outputs.items():
-        if path is None:
+        if path in (None, STANDARD_OUTPUT):
             continue
         parent = Path(path).parent
         if not parent.is_dir() or Path(path).is_dir() or not os.access(parent, os.W_OK):

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
             None,
             title="a file name",
             examples=["x.json"],
-            description="write every measured time to this JSON file",
+            description="every measured time as JSON, printed, or written to a file that is named",
         )
         write: str | None = Field(
             None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import torch
 
 from weft.comm.comm import Comm
 from weft.commands.bench_options import BenchOptions, CommOptions, ComputeOptions, SizeRange
-from weft.commands.console import print_result
+from weft.commands.console import STANDARD_OUTPUT, print_error, print_result
 from weft.config.hardware import DeviceType
 from weft.config.hardware_file import write_fields
 from weft.core.mesh import Mesh
@@ -90,7 +91,7 @@ def run_comm(
         largest = sizes.largest or DEFAULT_LARGEST[comm.device.type]
         steps = tuple(byte_sizes(sizes.smallest, largest, factor=sizes.factor))
         workload = Workload(names, steps, options.seconds)
-        on_rows = CommTable(print_at_once).add if comm.rank == 0 else ignore_rows
+        on_rows = CommTable(partial(print_at_once, options)).add if comm.rank == 0 else ignore_rows
         report = measure_communication(comm, workload, on_rows=on_rows)
         if comm.rank == 0:
             _report_comm(
@@ -181,7 +182,7 @@ def _report_comm(
             x_label="size of the large tensor",
             y_label="bus bandwidth, GB/s",
         )
-        _write(options.svg, text)
+        _write(options, options.svg, text)
 
 
 def _type_of(device: torch.device) -> DeviceType:
@@ -240,7 +241,7 @@ def _publish(
     """Print the tables and write the files that are asked for."""
     day = date.today()
     versions = versions_of(device, transport)
-    print_result("\n".join([*results.lines, *figure_lines(results.figures)]))
+    print_at_once(options, "\n".join([*results.lines, *figure_lines(results.figures)]))
     if options.json is not None:
         content = with_origin(
             results.json_fields,
@@ -248,7 +249,11 @@ def _publish(
             versions=versions,
             device=device_label(device),
         )
-        _write(options.json, json.dumps(content, indent=1) + "\n")
+        text = json.dumps(content, indent=1)
+        if options.json == STANDARD_OUTPUT:
+            print_result(text)
+        else:
+            _write(options, options.json, f"{text}\n")
     if options.write is not None and fields is not None:
         write_fields(
             options.write,
@@ -259,17 +264,23 @@ def _publish(
                 versions=versions,
             ),
         )
-        print_result(f"wrote {options.write}: weft explain --hardware {options.write}")
+        file = shlex.quote(options.write)
+        print_at_once(options, f"wrote {options.write}: weft explain --hardware {file}")
 
 
-def print_at_once(line: str) -> None:
-    """Print a line of a long measurement when it is known, also into a pipe."""
+def print_at_once(options: BenchOptions, line: str) -> None:
+    """Print a line of a long measurement when it is known, also into a pipe; on stderr where stdout
+    has the JSON.
+    """
+    if options.json == STANDARD_OUTPUT:
+        print_error(line)
+        return
     print_result(line)
     sys.stdout.flush()
 
 
-def _write(path: str, text: str) -> None:
+def _write(options: BenchOptions, path: str, text: str) -> None:
     part = f"{path}.part"
     Path(part).write_text(text, encoding="utf-8")
     os.replace(part, path)
-    print_result(f"wrote {path}")
+    print_at_once(options, f"wrote {path}")

@@ -90,7 +90,7 @@ def memory_fault(
 def _too_large(run: Run, got: str, available: float, *, is_on_gpu: bool) -> Fault:
     return Fault(
         "memory",
-        "a rank needs more than its GPU has" if is_on_gpu else "the ranks need more than there is",
+        "a rank is larger than its GPU" if is_on_gpu else "the ranks are larger than the memory",
         got=got,
         need=f"at most {memory(available)}",
         fix=f"{' or '.join(_smaller(run))}; the same words after `weft explain` show what each part needs",

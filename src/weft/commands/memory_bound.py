@@ -114,7 +114,7 @@ def memory_faults(run: Run) -> Iterator[Fault]:
     if needed > available:
         yield Fault(
             "model",
-            "parameters, gradients and optimizer states need more memory than this machine has",
+            "parameters, gradients and optimizer states are larger than the memory of this machine",
             got=f"at least {memory(needed)} for {counted(num_local_ranks(run), 'rank')}",
             need=f"at most {memory(available)}",
             fix=_smaller(run, available),

@@ -356,6 +356,14 @@ def parse_table(fields: Mapping[str, Any]) -> HardwareTable:
     return HardwareTable.model_validate_json(json.dumps(fields, default=str))
 
 
+NEEDS: Mapping[str, str] = {
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    "string_too_short": "a text that is not empty",
+}
+"""What a type of pydantic's errors means in a hardware file, where its message is no need."""
+
+
 def fault_of(path: str, item: Any) -> Fault:
     """What pydantic found wrong in a hardware file."""
     key = ".".join(map(str, item["loc"]))
@@ -387,7 +395,7 @@ def fault_of(path: str, item: Any) -> Fault:
     problem = "is out of range" if is_out_of_range else "has the wrong type"
     if kind == "literal_error":
         problem = "has an unknown value"
-    need = item["msg"].removeprefix("Input should be ")
+    need = NEEDS.get(kind) or item["msg"].removeprefix("Input should be ")
     return Fault(
         "hardware",
         f"{what} {problem}",

@@ -38,9 +38,13 @@ VALUE_SYNONYMS: Mapping[str, str] = {
     "fp16": "float16",
     "half": "float16",
     "fp8": "bfloat16",
+    "float8": "bfloat16",
     "fp64": "float64",
 }
 """Values of other programs -> the value with that meaning."""
+NO_8_BITS = "types of 8 bits are not implemented"
+REASONS: Mapping[str, str] = {"fp8": NO_8_BITS, "float8": NO_8_BITS, "int8": NO_8_BITS}
+"""Why a value of other programs has no counterpart."""
 
 
 USUAL_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -271,7 +275,7 @@ def _fault_of(
     if kind == "literal_error":
         return Fault(
             key,
-            "unknown value",
+            _unknown(str(value)),
             got=repr(value),
             need=need(field),
             fix=_nearest_value(str(value), choices(field.annotation)) or example(key, field),
@@ -284,6 +288,12 @@ def _fault_of(
         need=need(field),
         fix=example(key, field),
     )
+
+
+def _unknown(value: str) -> str:
+    """What is wrong with a value that is none of a few."""
+    reason = REASONS.get(value)
+    return f"unknown value: {reason}" if reason else "unknown value"
 
 
 def _nearest_value(value: str, allowed: list[str]) -> str:

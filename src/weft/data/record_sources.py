@@ -230,7 +230,7 @@ def check_date(template: ChatTemplate | None) -> None:
     """
     if template is not None and template.reads_date:
         what = f"{template.name} renders the date of the day, so tomorrow's tokens would be others"
-        fix = "weft data prepare the records once, then train on the folder"
+        fix = f"weft data prepare INPUT --format auto --out FOLDER, then --{KEY} FOLDER"
         raise DataError(Fault(TEMPLATE_KEY, what, got="strftime_now", fix=fix))
 
 
@@ -337,7 +337,7 @@ def _encode_in_memory(
             )
         )
     stream = TokenStream(
-        files=files[:1],
+        files=tuple(files),
         parts=(np.array(ids, dtype=np.uint32),),
         vocab=vocab,
         documents=np.cumsum([0, *lengths], dtype=np.int64),

@@ -163,7 +163,7 @@ def _tokenize_in_memory(
         raise empty_error("no text", files)
     tokens_in_memory = np.array(ids, dtype=np.uint32)
     return TokenStream(
-        files=files[:1],
+        files=tuple(files),
         parts=(tokens_in_memory,),
         vocab=vocab,
         documents=_document_bounds(chunks, lengths),

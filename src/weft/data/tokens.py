@@ -98,7 +98,7 @@ class TokenStream:
 
     Attributes:
         files: paths, for messages.
-        parts: tokens of every file.
+        parts: tokens of every file, or of all of them where they were tokenized in memory.
         vocab: ids are below this.
         documents: index of every document's first token, and the total length; None: a file is a
             document.
