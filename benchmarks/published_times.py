@@ -25,7 +25,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.fact_rows import RowError
-from benchmarks.published_rows import InexpressibleError, Published, Reasons, Stack, read_rows
+from benchmarks.published_rows import (
+    MOSAIC,
+    InexpressibleError,
+    Published,
+    Reasons,
+    Stack,
+    read_rows,
+)
 from benchmarks.published_work import MeasuredStages
 
 from weft.config.hardware import find_hardware
@@ -34,6 +41,8 @@ from weft.planner.calibration.fit import BOUNDS, Calibration, fit
 from weft.planner.calibration.fit_statistics import quantile, ratio_range
 from weft.planner.calibration.measured_steps import MeasuredStep, Residual, compare, condensed
 
+DEFAULT = "default"
+"""The constants of a device, beside named sets."""
 FEW = 20
 """Rows from which a range is taken."""
 OWN = 10
@@ -253,11 +262,19 @@ def print_constants(found: Calibration) -> None:
         print(f"  scale of {group}: {scale:.3f}")
 
 
-def print_named_sets(stack: Stack, accounts: Sequence[Account]) -> None:
-    """The rows of a stack beside the constants that weft ships: nothing is fitted, and no scale."""
+def print_named_sets(stack: Stack, accounts: Sequence[Account]) -> dict[str, list[float]]:
+    """The rows of a stack beside the constants that weft ships: nothing is fitted, and no scale.
+
+    Returns:
+        By source, measured over predicted times with the constants of the device.
+    """
     device = find_hardware(stack.hardware)
-    for name, constants in {"default": device.efficiency, **device.stacks}.items():
-        residuals = compare([account.step for account in accounts], device, constants)
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for name, constants in {DEFAULT: device.efficiency, **device.stacks}.items():
+        residuals = list(compare([account.step for account in accounts], device, constants))
+        if name == DEFAULT:
+            for account, residual in zip(accounts, residuals, strict=True):
+                by_source[account.row.source].append(residual.ratio)
         for half, is_fitted in (("fitted half", True), ("TEST half", False)):
             pairs = zip(accounts, residuals, strict=True)
             errors = [
@@ -269,8 +286,33 @@ def print_named_sets(stack: Stack, accounts: Sequence[Account]) -> None:
                 within = sum(error < 0.1 for error in errors) / len(errors)
                 print(
                     f"shipped constants, {stack.name}, {name}, {half}: {len(errors)} rows, median "
-                    f"{100 * statistics.median(errors):.1f}%, within 10%: {100 * within:.0f}%"
+                    f"{100 * statistics.median(errors):.1f}%, within 10%: {100 * within:.0f}%",
+                    flush=True,
                 )
+    return by_source
+
+
+def print_blind(ratios: dict[str, list[float]]) -> None:
+    """Errors of each source with the shipped constants, and with one scale a source; together those
+    that no shipped constant was fitted to.
+    """
+    unseen = [name for name in ratios if name != MOSAIC]
+    scaled = {
+        name: [ratio / statistics.median(values) for ratio in values]
+        for name, values in ratios.items()
+    }
+    groups = {**{name: [name] for name in ratios}, "together, unseen": unseen}
+    groups["the same without vTrain's single node"] = [
+        name for name in unseen if name != "vTrain single node"
+    ]
+    for title, names in groups.items():
+        texts = []
+        for what, found in (("shipped", ratios), ("one scale a source", scaled)):
+            errors = [abs(1 / ratio - 1) for name in names for ratio in found[name]]
+            within = 100 * sum(error <= 0.1 for error in errors) / len(errors)
+            median = 100 * statistics.median(errors)
+            texts.append(f"{what}: median {median:.1f}%, within 10%: {within:.0f}%")
+        print(f"{title}: {len(errors)} rows; {'; '.join(texts)}")
 
 
 def print_outcome(outcome: Outcome, limits: tuple[float, float] | None) -> None:
@@ -418,12 +460,14 @@ def main() -> int:
     stacks = accounts_of(rows, MeasuredStages(args.cache), reasons)
     print(f"measured {len(rows)} rows: {time.process_time() - begin:.0f} CPU-s")
     outcomes: list[Outcome] = []
+    blind: dict[str, list[float]] = defaultdict(list)
     for stack, accounts in stacks.items():
-        print_named_sets(stack, accounts)
-        if args.shipped:
-            continue
-        outcomes.extend(outcomes_of(stack, accounts))
+        for source, ratios in print_named_sets(stack, accounts).items():
+            blind[source].extend(ratios)
+        if not args.shipped:
+            outcomes.extend(outcomes_of(stack, accounts))
     if args.shipped and stacks:
+        print_blind(blind)
         return 0
     ranges = ranges_of(outcomes)
     for outcome in outcomes:

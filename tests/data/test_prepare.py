@@ -604,7 +604,7 @@ RUNS = {
     "evaluation by another tokenizer": (
         ["--eval.every", "5", "--eval.source", "{folder}"],
         "eval.source: {folder} was prepared by another tokenizer than the training data (got {folder}/tokenizer.json;"
-        " need bytes). Fix: weft data prepare it with --tokenizer bytes",
+        " need bytes). Fix: weft data prepare INPUT --out FOLDER --tokenizer bytes, then --eval.source FOLDER",
     ),
     "missing evaluation": (
         ["--eval.every", "5", "--eval.source", "{tmp}/no"],

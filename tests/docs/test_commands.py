@@ -216,21 +216,40 @@ def test_make_targets_in_pages_exist() -> None:
                 assert command.words[1] in targets, f"{page.name}: {command.text}"
 
 
-def test_make_train_runs_commands_that_work(server: CommandServer, tmp_path: Path) -> None:
+def recipe_of_train() -> list[str]:
+    """The lines that `make train` runs, without their output."""
     arguments = ["make", "--dry-run", "train", "OUT=runs/train", "ARGS=--steps 2"]
-    recipe = subprocess.run(
-        arguments,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    lines = [line for line in recipe.splitlines() if line.startswith(".venv/bin/weft ")]
-    assert len(lines) == 2
+    recipe = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
+    return recipe.stdout.splitlines()
+
+
+def run_shortened(
+    lines: Sequence[str], folder: Path, server: CommandServer, *, flag: str, value: str
+) -> None:
+    """Run commands of weft, those that have the flag with a smaller value."""
     for line in lines:
         words = shlex.split(line)
-        if "--sample" in words:
-            words[words.index("--sample") + 1] = "8"
-        command = Command(line, tuple(words))
-        result = server.run(command, tmp_path)
-        assert result.code == 0, result.text
+        if flag in words:
+            words[words.index(flag) + 1] = value
+        result = server.run(Command(line, tuple(words)), folder)
+        assert result.code == 0, f"{line}\n{result.text}"
+
+
+def test_make_train_runs_commands_that_work(server: CommandServer, tmp_path: Path) -> None:
+    lines = [line for line in recipe_of_train() if line.startswith(".venv/bin/weft ")]
+    assert len(lines) == 2
+    run_shortened(lines, tmp_path, server, flag="--sample", value="8")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_make_train_says_to_try_next_runs_after_it(
+    server: CommandServer, tmp_path: Path
+) -> None:
+    lines = recipe_of_train()
+    train = next(line for line in lines if line.startswith(".venv/bin/weft train "))
+    run_shortened([train], tmp_path, server, flag="--sample", value="8")
+    printed = [shlex.split(line)[-1].strip() for line in lines if line.startswith("echo ")]
+    following = [text for text in printed if text.startswith(".venv/bin/weft ")]
+    assert len(following) == 6
+    run_shortened(following, tmp_path, server, flag="--steps", value="4")

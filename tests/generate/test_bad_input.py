@@ -163,7 +163,7 @@ def test_an_export_without_tokenizer_is_noted_and_named_on_generation(
     write_checkpoint(tmp_path / "run", write_run(tmp_path / "run"))
     exported = tmp_path / "exported"
     assert main(["export", str(tmp_path / "run"), str(exported), "--compare", "False"]) == 0
-    note = f"note: {exported} gets no tokenizer.json: weft generate needs --tokenizer bytes\n"
+    note = f"note: {exported} gets no tokenizer.json: weft generate {exported} --prompt TEXT --tokenizer bytes\n"
     assert note in capsys.readouterr().err
     argv = ["generate", str(exported), "--prompt", "a"]
     assert main(argv) == EXIT_USER

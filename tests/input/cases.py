@@ -1423,7 +1423,7 @@ HARDWARE: dict[str, tuple[str | bytes, str]] = {
     "an unknown field": (LAPTOP + "hbm_tb = 3", "hbm_tb is unknown. Fix: did you mean 'hbm_tb_s'?"),
     "text for a number": (
         LAPTOP + 'link_gb_s = {value = "9", published = "label"}',
-        "link_gb_s.value has the wrong type (got '9'; need a valid number)",
+        "link_gb_s.value has the wrong type (got '9'; need a number)",
     ),
     "a figure without a source": (LAPTOP + "link_gb_s = 9", "link_gb_s has no source"),
     "a figure without an origin": (LAPTOP + "link_gb_s = {value = 9}", "link_gb_s needs published"),
@@ -1613,7 +1613,7 @@ def auto_meshes() -> Iterator[Case]:
     launch = ("launch", "slurm", "--mesh", "auto", "--dry-run")
     yield Case("auto in a job file", launch, "mesh: auto is chosen by weft train")
     words = ("plan", "--mesh", "auto", "--devices", "4", "--hardware", "h100")
-    yield Case("auto of a search", words, "mesh: auto is what weft plan looks for")
+    yield Case("auto of a search", words, "mesh: auto is what `weft plan` looks for")
 
 
 def plans() -> Iterator[Case]:

@@ -81,7 +81,7 @@ def test_the_batch_script_of_a_job_on_several_nodes_is_one_line_at_once():
         detect(BATCH)
     assert str(error.value) == (
         "srun: the batch script of a job on several nodes starts one process, and no ranks (got 8 tasks on 2 nodes). "
-        "Fix: srun weft train ... in the script, or weft launch slurm, which writes one"
+        "Fix: `srun weft train ...` in the script, or `weft launch slurm`, which writes one"
     )
 
 

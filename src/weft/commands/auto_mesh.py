@@ -104,13 +104,13 @@ def one_rank(run: Run, *, is_flag: bool) -> ChosenMesh:
         ConfigError: --mesh auto is given.
     """
     if is_flag:
-        what = "auto is what weft plan looks for"
+        what = "auto is what `weft plan` looks for"
         raise ConfigError(Fault("mesh", what, AUTO_MESH, fix="leave --mesh out"))
     return ChosenMesh("", "")
 
 
 def not_taken(taking: Collection[str] = ("train", "explain", "simulate", "prove")) -> Fault:
     """`auto` for a command that does not choose a mesh."""
-    commands = ", ".join(f"weft {name}" for name in taking)
+    commands = ", ".join(f"`weft {name}`" for name in taking)
     what = f"auto is chosen by {commands} alone"
-    return Fault("mesh", what, AUTO_MESH, "axes with degrees", "--mesh dp2; see weft plan")
+    return Fault("mesh", what, AUTO_MESH, "axes with degrees", "--mesh dp2; see `weft plan`")

@@ -42,7 +42,7 @@ def axes(words: Sequence[str]) -> int:
         return show_help(
             AxesOptions(),
             f"weft axes {USAGE}",
-            f"{LINE}. Any other key of weft train",
+            f"{LINE}. Any other key of `weft train`",
         )
     check, rest = take_flag("--check", words)
     options = flags.read_config(check, AxesOptions)

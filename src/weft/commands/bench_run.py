@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from weft.comm.comm import Comm
 from weft.commands.bench_options import BenchOptions, CommOptions, ComputeOptions, SizeRange
 from weft.commands.console import STANDARD_OUTPUT, print_error, print_result
 from weft.config.hardware import DeviceType
-from weft.config.hardware_file import write_fields
+from weft.config.hardware_file import next_command, write_fields
 from weft.core.mesh import Mesh
 from weft.errors import counted
 from weft.parallel.dp import AXIS as DP
@@ -264,8 +263,7 @@ def _publish(
                 versions=versions,
             ),
         )
-        file = shlex.quote(options.write)
-        print_at_once(options, f"wrote {options.write}: weft explain --hardware {file}")
+        print_at_once(options, f"wrote {options.write}: {next_command(options.write)}")
 
 
 def print_at_once(options: BenchOptions, line: str) -> None:

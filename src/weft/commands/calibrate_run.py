@@ -27,7 +27,7 @@ from weft.commands.calibrate_options import CalibrateOptions
 from weft.commands.console import print_result
 from weft.config.efficiency import Efficiency
 from weft.config.hardware import find_hardware, read_fields
-from weft.config.hardware_file import EFFICIENCY, write_fields
+from weft.config.hardware_file import EFFICIENCY, next_command, write_fields
 from weft.config.load import load
 from weft.errors import ConfigError, Fault
 from weft.models import FAMILIES
@@ -105,7 +105,7 @@ def run_calibration(
     found = fit(steps, hardware, source="", start=start)
     print_result(report(found))
     write_constants(path, found, num_runs=len(steps))
-    print_result(f"wrote {path}: weft explain --hardware {path}")
+    print_result(f"wrote {path}: {next_command(path)}")
     return 0
 
 

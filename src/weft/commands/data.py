@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
         usages = [f"  weft data {name:<8} {usage}" for name, usage in USAGE.items()]
         listing = "\n".join(usages)
         return print_result(
-            f"usage:\n{listing}\n\nweft data NAME --help lists its options; see also docs/data.md."
+            f"usage:\n{listing}\n\n`weft data NAME --help` lists its options; see also docs/data.md."
         )
     name, *rest = words
     if name not in ACTIONS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from weft.config.schema import DataConfig, EvalConfig, ModelSection
 from weft.data import images
@@ -12,6 +14,7 @@ from weft.data.files import KEY
 from weft.data.prepared import Split, prepared_of, sources_of, tokenizer_of
 from weft.data.samples import Samples
 from weft.data.token_sources import split_of
+from weft.data.tokenizer import FILE
 from weft.data.verify import content_faults
 from weft.errors import DataError, Fault
 from weft.generate.model_source import is_guess
@@ -69,9 +72,10 @@ def _with_possible_fix(fault: Fault, *, from_hf: str | None) -> Fault:
     """
     if fault.key != "model.vocab" or from_hf is None:
         return fault
-    return replace(
-        fault, fix=f"weft data prepare the text with --tokenizer {from_hf}/tokenizer.json"
-    )
+    file = Path(from_hf) / FILE
+    name = shlex.quote(str(file)) if file.is_file() else "FILE"
+    prepare = f"weft data prepare INPUT --out FOLDER --tokenizer {name}"
+    return replace(fault, fix=f"{prepare}, then --data.source FOLDER")
 
 
 def _content_faults(sources: Iterable[str], split: Split = "train") -> Iterator[Fault]:

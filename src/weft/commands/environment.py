@@ -175,7 +175,7 @@ def launcher_notes(
     if memory_every and not is_kept_by_agent and not has_keeper(os.environ):
         yield (
             f"save.memory_every {memory_every} is not used: nothing keeps the memory of ranks that "
-            "srun starts (weft launch slurm writes a job that does)"
+            "srun starts (`weft launch slurm` writes a job that does)"
         )
     elif memory_every and is_kept_by_agent and times == "0":
         yield (
@@ -185,7 +185,7 @@ def launcher_notes(
     if restarts is not None and times != str(restarts) and not os.environ.get(JOB_VARIABLE):
         yield (
             f"run.restarts {restarts} is not used: the launcher of the ranks starts them again "
-            f"{times} times (torchrun --max-restarts; weft launch slurm)"
+            f"{times} times (torchrun --max-restarts; `weft launch slurm`)"
         )
 
 

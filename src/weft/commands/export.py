@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -144,7 +145,10 @@ def find_exportable(word: str) -> ModelSource:
 def _tokenizer_notes(source: ModelSource, folder: Path) -> Iterator[str]:
     """The exported folder gets no tokenizer.json, as none of the model's folders has one."""
     if not any((place / FILE).is_file() for place in sidecar_folders(source)):
-        yield f"{folder} gets no {FILE}: weft generate needs --tokenizer {source.run.data.tokenizer}"
+        yield (
+            f"{folder} gets no {FILE}: weft generate {shlex.quote(str(folder))} --prompt TEXT "
+            f"--tokenizer {source.run.data.tokenizer}"
+        )
 
 
 def sidecar_folders(source: ModelSource) -> Iterator[Path]:

@@ -101,7 +101,7 @@ def _help(words: Sequence[str]) -> int:
     for word in words:
         if word in ENGINES:
             engine = ENGINES[word]
-            description = f"write a {engine.line}, and submit it. All keys of weft train as well"
+            description = f"write a {engine.line}, and submit it. All keys of `weft train` as well"
             usage = f"weft launch {word} [CONFIG.toml] [--key value ...]"
             return show_help(engine.options(), usage, description)
     lines = [f"{name}: {engine.line}" for name, engine in ENGINES.items()]
@@ -109,7 +109,7 @@ def _help(words: Sequence[str]) -> int:
     return show_help(
         LaunchOptions(),
         f"weft launch {USAGE}",
-        f"{LINE}. {engines}. weft launch ENGINE --help shows all options; all keys of weft train as well",
+        f"{LINE}. {engines}. `weft launch ENGINE --help` shows all options; all keys of `weft train` as well",
     )
 
 
@@ -123,7 +123,9 @@ def _request(words: Sequence[str]) -> _LaunchRequest:
     if name not in ENGINES:
         known = ", ".join(ENGINES)
         hint = did_you_mean(name, ENGINES)
-        fix = hint if hint.startswith("did") else "for example weft launch slurm --nodes 2"
+        fix = (
+            hint if hint.startswith("did") else "for example weft launch slurm --mesh dp2 --nodes 2"
+        )
         raise UserError(
             Fault(
                 "weft launch",

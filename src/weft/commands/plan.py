@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 USAGE = "[CONFIG.toml] --devices 256 --hardware h100 [--json] [--key value ...]"
 LINE = "search the best layout for a number of devices"
 MORE_HELP = (
-    "Any key of weft train as well: layouts keep those of the mesh, ZeRO, recomputation, schedule and batch that are given. "
+    "Any key of `weft train` as well: layouts keep those of the mesh, ZeRO, recomputation, schedule and batch that are given. "
     "weft plan --calibrate --help: fit the constants of this machine"
 )
 ORDER_OF = {"time": "fastest first", "memory": "least memory first", "cost": "cheapest first"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +113,7 @@ def prove(words: Sequence[str]) -> int:
         return show_help(
             ProveOptions(),
             f"weft prove {USAGE} [--full]",
-            f"{LINE}. Without a run: any key of weft train. --json prints the report as JSON; "
+            f"{LINE}. Without a run: any key of `weft train`. --json prints the report as JSON; "
             "--mutants plants faults that proofs must report, --sweep proves generated layouts",
         )
     options, rest = _read_options(words)
@@ -338,7 +339,7 @@ def prove_folder(
     _check_code(run, folder)
     if local_update_axis(run.device_mesh) is not None:
         what = "sites train apart, so the recorded steps are not those of one device"
-        fix = f"weft prove {first_config_path(folder)}, which compares the algorithm"
+        fix = f"weft prove {shlex.quote(str(first_config_path(folder)))}, which compares the algorithm"
         raise UserError(Fault("mesh", what, got=run.mesh, fix=fix))
     faults = run_checks(run, data_checks)
     if faults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -27,6 +28,16 @@ HEADER = (
     "# A device and its links; see docs/hardware.md. Written by weft, which keeps no comments.\n"
 )
 EFFICIENCY = "efficiency"
+
+
+def next_command(path: str) -> str:
+    """What to do with a file that was written: measure what it lacks, or predict with it."""
+    name = shlex.quote(path)
+    try:
+        find_hardware(path)
+    except ConfigError:
+        return f"weft bench compute --write {name}"
+    return f"weft explain --hardware {name}"
 
 
 def fields_to_extend(path: str, *, published: str | None = None) -> dict[str, Any]:

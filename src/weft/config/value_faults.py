@@ -1,4 +1,4 @@
-"""Faults and notes of values that a user gives, where their type is right: texts without an encoding, a rate in place of a share."""
+"""Faults and notes of values of the right type: texts without an encoding, a rate in place of a share."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from weft.data.document_bounds import longest_document
 from weft.data.files import KEY
 from weft.data.mixture import KEY as MIX_KEY
 from weft.data.mixture import make_mixture_sampler, read_mix
-from weft.data.prepared import Split, prepared_of, tokenizer_of
+from weft.data.prepared import Prepared, Split, prepared_of, tokenizer_of
 from weft.data.record_sources import holds_records, open_records
 from weft.data.samples import ImageSamples, MixtureSamples, Samples, SequenceSamples
 from weft.data.token_sources import has_documents, open_source
@@ -61,7 +61,10 @@ def open_validation(
     if source is None:
         if data.mix or prepared_of(data.source) is None:
             got = "several sources" if data.mix else repr(data.source)
-            fix = "--eval.source FILE, or weft data prepare, which keeps documents for it"
+            fix = (
+                "--eval.source FILE, or a prepared folder, which keeps documents for it: "
+                "weft data prepare INPUT --out FOLDER, then --data.source FOLDER"
+            )
             raise DataError(
                 Fault(
                     EVAL_KEY,
@@ -156,7 +159,7 @@ def _open_tokens(
 def _check_documents(stream: TokenStream, data: DataConfig) -> None:
     if not has_documents(stream):
         what = f"{file_names(stream.files)} does not say where documents begin"
-        fix = "weft data prepare their texts, or --data.packing stream"
+        fix = "--data.packing stream, or prepare their texts: weft data prepare INPUT --out FOLDER"
         raise DataError(
             Fault(
                 "data.packing",
@@ -209,17 +212,18 @@ def _kind_of(samples: Samples) -> str:
 
 def _check_same_tokenizer(sources: tuple[str, ...]) -> None:
     """Check that all prepared folders of a mixture used one tokenizer."""
-    first: tuple[str, str] | None = None
+    first: tuple[str, str, Prepared] | None = None
     for source in sources:
         prepared = prepared_of(source)
         if prepared is None:
             continue
         sha256 = prepared.meta.tokenizer_sha256
         if first is None:
-            first = source, sha256
+            first = source, sha256, prepared
         elif sha256 != first[1]:
             what = "its sources were prepared by different tokenizers"
-            fix = f"weft data prepare one of them with --tokenizer {first[0]}/tokenizer.json"
+            name = first[2].tokenizer().name
+            fix = f"weft data prepare INPUT --out FOLDER --tokenizer {name}, in place of {source}"
             raise DataError(
                 Fault(
                     MIX_KEY,
@@ -237,7 +241,7 @@ def _check_validation_tokenizer(source: str, tokenizer: Tokenizer) -> None:
     if prepared is None or prepared.meta.tokenizer_sha256 == tokenizer.sha256:
         return
     what = f"{source} was prepared by another tokenizer than the training data"
-    fix = f"weft data prepare it with --tokenizer {tokenizer.name}"
+    fix = f"weft data prepare INPUT --out FOLDER --tokenizer {tokenizer.name}, then --{EVAL_KEY} FOLDER"
     raise DataError(
         Fault(
             EVAL_KEY,

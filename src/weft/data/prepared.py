@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,18 @@ MAX_META_BYTES = 4 * MIB
 Split = Literal["train", "valid"]
 TokenDtype = Literal["uint16", "uint32"]
 SPLITS: tuple[Split, Split] = ("train", "valid")
-PREPARE_AGAIN = "weft data prepare it again"
+PREPARE_AGAIN = "prepare it again: weft data prepare INPUT --out FOLDER"
+"""Words in capitals stand for what only the reader knows, in all printed commands."""
+
+
+def prepare_command(source: str, data: DataConfig) -> str:
+    """How to prepare a source as a run reads it, and to train on the result."""
+    options = ""
+    for name in ("format", "chat_template", "tokenizer", "text_field"):
+        value = getattr(data, name)
+        if value != DataConfig.model_fields[name].default:
+            options += f" --{name} {shlex.quote(value)}"
+    return f"weft data prepare {shlex.quote(source)}{options} --out FOLDER, then --{KEY} FOLDER"
 
 
 class SplitInfo(ConfigSection):

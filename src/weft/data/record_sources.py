@@ -28,6 +28,7 @@ from weft.data.prepared import (
     Prepared,
     Split,
     agreed_tokenizer,
+    prepare_command,
     prepared_of,
     sources_of,
 )
@@ -222,7 +223,7 @@ def check_record(round_trip: RoundTrip, record: EncodedRecord, *, document: int)
         round_trip.check(text.text, encoded.ids, document=document, adds_special=text.adds_special)
 
 
-def check_date(template: ChatTemplate | None) -> None:
+def check_date(template: ChatTemplate | None, source: str, data: DataConfig) -> None:
     """Reject a template that renders today's date where tokens are made at every start.
 
     Raises:
@@ -230,7 +231,7 @@ def check_date(template: ChatTemplate | None) -> None:
     """
     if template is not None and template.reads_date:
         what = f"{template.name} renders the date of the day, so tomorrow's tokens would be others"
-        fix = f"weft data prepare INPUT --format auto --out FOLDER, then --{KEY} FOLDER"
+        fix = prepare_command(source, data)
         raise DataError(Fault(TEMPLATE_KEY, what, got="strftime_now", fix=fix))
 
 
@@ -309,14 +310,14 @@ def _encode_in_memory(
     tokenizer = open_tokenizer(data.tokenizer)
     check_vocab(tokenizer, vocab)
     reader = make_reader(data.format, data.chat_template, tokenizer)
-    check_date(reader.template)
+    check_date(reader.template, source, data)
     files = find_files(source)
     ids: list[int] = []
     masks: list[NDArray[np.uint8]] = []
     lengths: list[int] = []
     num_shared = 0
     round_trip = RoundTrip(tokenizer)
-    records = _small(encode_records(files, reader, tokenizer), files)
+    records = _small(encode_records(files, reader, tokenizer), source, data)
     for number, record in enumerate(records):
         if data.round_trip == "exact":
             check_record(round_trip, record, document=number)
@@ -352,7 +353,9 @@ def _encode_in_memory(
     )
 
 
-def _small(records: Iterable[EncodedRecord], files: tuple[Path, ...]) -> Iterator[EncodedRecord]:
+def _small(
+    records: Iterable[EncodedRecord], source: str, data: DataConfig
+) -> Iterator[EncodedRecord]:
     """The records, if they are small together.
 
     Raises:
@@ -362,7 +365,7 @@ def _small(records: Iterable[EncodedRecord], files: tuple[Path, ...]) -> Iterato
     for record in records:
         num_chars += record.num_chars
         if num_chars > MAX_CHARS_IN_MEMORY:
-            fix = f"weft data prepare {files[0]} --format auto --out FOLDER, then --{KEY} FOLDER"
+            fix = prepare_command(source, data)
             got = f"more than {MAX_CHARS_IN_MEMORY:,} characters"
             need = "less, or a prepared folder"
             raise DataError(

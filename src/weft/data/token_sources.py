@@ -13,7 +13,15 @@ from weft.data.document_bounds import Ints
 from weft.data.documents import ReadOptions, TextChunk, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_token_file
 from weft.data.formats import format_of, read_as
-from weft.data.prepared import PREPARE_AGAIN, SPLITS, Prepared, Split, agreed_tokenizer, prepared_of
+from weft.data.prepared import (
+    PREPARE_AGAIN,
+    SPLITS,
+    Prepared,
+    Split,
+    agreed_tokenizer,
+    prepare_command,
+    prepared_of,
+)
 from weft.data.round_trip import RoundTrip, changed_texts
 from weft.data.tokenizer import BYTES, FILE, Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream, empty_error, open_stream
@@ -57,7 +65,7 @@ def open_source(
         tokenizer = open_tokenizer(data.tokenizer)
         check_vocab(tokenizer, vocab)
         if tokenizer.name != BYTES or not all(each.is_plain_text for each in formats):
-            stream = _tokenize_in_memory(files, data, tokenizer, vocab=vocab)
+            stream = _tokenize_in_memory(source, files, data, tokenizer=tokenizer, vocab=vocab)
             return replace(stream, read_as=as_read)
     skipped = tuple(each.num_mark_bytes for each in formats)
     stream = open_stream(files, token_dtype=data.token_dtype, vocab=vocab, skipped=skipped)
@@ -136,14 +144,15 @@ def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
 
 
 def _tokenize_in_memory(
+    source: str,
     files: tuple[Path, ...],
     data: DataConfig,
-    tokenizer: Tokenizer,
     *,
+    tokenizer: Tokenizer,
     vocab: int,
 ) -> TokenStream:
     options = ReadOptions(text_field=data.text_field, allow_any_bytes=tokenizer.name == BYTES)
-    chunks = list(_small_documents(files, options))
+    chunks = list(_small_documents(files, options, fix=prepare_command(source, data)))
     ids: list[int] = []
     lengths = []
     round_trip = RoundTrip(tokenizer)
@@ -181,7 +190,9 @@ def _document_bounds(chunks: Sequence[TextChunk], lengths: Sequence[int]) -> Int
     return np.array(bounds, dtype=np.int64)
 
 
-def _small_documents(files: Iterable[Path], options: ReadOptions) -> Iterator[TextChunk]:
+def _small_documents(
+    files: Iterable[Path], options: ReadOptions, *, fix: str
+) -> Iterator[TextChunk]:
     """The chunks of files that are small together.
 
     Raises:
@@ -198,7 +209,7 @@ def _small_documents(files: Iterable[Path], options: ReadOptions) -> Iterator[Te
                         "is too large to be tokenized at every start",
                         got=f"more than {MAX_CHARS_IN_MEMORY:,} characters",
                         need="less, or a prepared folder",
-                        fix=f"weft data prepare {file} --out FOLDER, then --data.source FOLDER",
+                        fix=fix,
                     )
                 )
             yield chunk

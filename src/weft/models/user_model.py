@@ -183,7 +183,7 @@ def _no_blocks(label: str) -> Fault:
 
 def no_axes(label: str, name: str) -> Fault:
     """A model without a table of axes."""
-    fix = f"weft axes {name} proposes it"
+    fix = f"weft axes {name}, which proposes it"
     return Fault(KEY, f"{label} defines no AXES", fix=fix)
 
 

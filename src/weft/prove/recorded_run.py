@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def prove_recorded(
         steps=len(recorded),
         passes=(result,),
         seconds=time.perf_counter() - start,
-        command=f"weft prove {folder / 'run.toml'}",
+        command=f"weft prove {shlex.quote(str(folder / 'run.toml'))}",
     )
 
 

@@ -181,7 +181,7 @@ def _slurm_world(env: Env) -> World | None:
                 "srun",
                 "the batch script of a job on several nodes starts one process, and no ranks",
                 got=f"{size} tasks on {len(hosts)} nodes",
-                fix="srun weft train ... in the script, or weft launch slurm, which writes one",
+                fix="`srun weft train ...` in the script, or `weft launch slurm`, which writes one",
             )
         )
     tasks_per_host = -(-size // len(hosts))

@@ -215,7 +215,7 @@ class Table:
                     f"cannot read line {number} of the table",
                     got=repr(line),
                     need=f"'microbatches N', 'stage_to_rank 0 1 ...' or 'rank {len(rows)}: F0.0 ...'",
-                    fix="weft schedule 1f1b --ranks 2 --text FILE writes one to start from",
+                    fix="weft schedule 1f1b --ranks 2 --text FILE, which writes one to start from",
                 )
                 raise ScheduleError(fault)
         microbatches = header.get("microbatches", ())

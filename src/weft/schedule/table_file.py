@@ -117,7 +117,7 @@ def _from_json(text: str, path: Path) -> Table:
         fault = Fault(
             KEY,
             f"the JSON in {path} is not a table",
-            need="a file of weft schedule --json, or a table as text",
-            fix="weft schedule 1f1b --ranks 2 --json FILE writes one to start from",
+            need="a file of `weft schedule --json`, or a table as text",
+            fix="weft schedule 1f1b --ranks 2 --json FILE, which writes one to start from",
         )
         raise ScheduleError(fault) from None

@@ -110,7 +110,7 @@ def out_of_memory_fault(
         "memory",
         f"{where} is out of memory",
         got=f"{_gib(memory.reserved)} of {_gib(memory.total)} reserved: {listed}",
-        fix=f"{FIXES[largest]}; `weft explain` shows what every layout needs",
+        fix=f"{FIXES[largest]}; the same words after `weft explain` show what a layout needs",
     )
 
 

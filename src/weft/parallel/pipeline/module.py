@@ -444,7 +444,7 @@ def _check_one_replica(mesh: Mesh) -> None:
                 "mesh",
                 what,
                 got=str(mesh),
-                fix="weft train, which has one",
+                fix="`weft train`, which has one",
             )
         )
 

@@ -39,10 +39,10 @@ from weft.run.run_ranks import arithmetic_of_ranks
 NOISE_SEEDS = (1, 2)
 SIDE_START = "mtp"
 FAULT_OF_BOTH = (
-    "weft prove without --against says equal: the fault is in weft's model, its starting values "
+    "`weft prove` without --against says equal: the fault is in weft's model, its starting values "
     "or its export, on the layout and on one device alike; or in transformers"
 )
-FAULT_OF_LAYOUT = "weft prove without --against differs as well: repair that first"
+FAULT_OF_LAYOUT = "`weft prove` without --against differs as well: repair that first"
 
 
 def prove_against(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -198,7 +199,7 @@ def unmatched_groups(optim: OptimConfig, names: Collection[str]) -> tuple[Fault,
             what = "the pattern matches no parameter"
             fix = did_you_mean(group.match, names)
             if not fix.startswith("did"):
-                fix = f"names are like {min(names)}; `weft axes` lists all" if names else ""
+                fix = f"names are {', '.join(_kinds_of(names))}" if names else ""
         faults.append(
             Fault(
                 "optim.groups",
@@ -208,6 +209,11 @@ def unmatched_groups(optim: OptimConfig, names: Collection[str]) -> tuple[Fault,
             )
         )
     return tuple(faults)
+
+
+def _kinds_of(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of parameters, of all layers and experts once: `layer*.attn.q.weight`."""
+    return tuple(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))
 
 
 def group_lines(
