@@ -45,7 +45,7 @@ def check_memory(run: Run) -> None:
     if estimate / num_sharing < MEASURED_FROM * available:
         return
     problem = size_problem(plan_of(run), fixed_order=run.deterministic)
-    answer = {FAILURE: problem} if problem else _measured(run)
+    answer: Answer = {FAILURE: problem} if problem else _measured(run)
     if FAILURE not in answer:
         fault = memory_fault(run, answer, available, is_on_gpu=is_on_gpu)
     else:

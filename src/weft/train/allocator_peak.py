@@ -39,6 +39,6 @@ class AllocatorPeak:
         assert profiler.kineto_results is not None
         for event in profiler.kineto_results.events():
             if event.name() == "[memory]":
-                level += event.nbytes()
+                level += event.nbytes()  # type: ignore[attr-defined]  # not in the stub
                 peak = max(peak, level)
         return peak
