@@ -382,3 +382,22 @@ def test_the_job_server_of_ray_runs_the_interpreter_that_has_weft(tmp_path, monk
     assert main(["launch", "ray", *run]) == 0
     shown = capsys.readouterr().out
     assert f" -- {sys.executable} " in shown.rpartition("Submit: ")[2]
+
+
+@pytest.mark.parametrize("engine", OPTIONS)
+def test_the_printed_submission_runs_with_files_that_are_there(
+    engine, tmp_path, monkeypatch, capsys
+):
+    """The engine's own command is a stand-in that looks for the files that it is given."""
+    monkeypatch.setenv("PATH", "")
+    words = [*MESH, "--device", "cpu", "--out", str(tmp_path / "run"), *OPTIONS[engine]]
+    assert main(["launch", engine, *words]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    command = shlex.split(last.partition("Submit: ")[2])
+    stand_in = tmp_path / "bin" / command[0]
+    stand_in.parent.mkdir()
+    check = "#!/bin/sh\nfor word; do case $word in /*) test -e $word || exit 1;; esac; done\n"
+    stand_in.write_text(check)
+    stand_in.chmod(0o700)
+    assert any(word.startswith(str(tmp_path / "run" / "job")) for word in command)
+    assert subprocess.run([str(stand_in), *command[1:]], check=False).returncode == 0
