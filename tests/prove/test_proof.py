@@ -78,7 +78,7 @@ def test_a_matrix_of_updates_alone_differs_by_their_signs():
     """The second factor of an adapter starts at zero, so it is the signs of its first gradient; where
     rounding decides some of them, the gradient of the first factor moves by more than noise moves it.
     """
-    report = report_of(f"{SMALL_ADAPTERS} --mesh 'dp2 tp2' --seed 3632", steps=3)
+    report = report_of(f"{SMALL_ADAPTERS} --mesh 'dp2 tp2' --seed 3632")
     assert report.holds, "\n".join(report.lines())
 
 
@@ -183,7 +183,7 @@ def test_float16_gradients_that_keep_the_loss_scale_are_found(monkeypatch):
         right(reducer, norm, most=most, scale=1.0)
 
     monkeypatch.setattr(grad_norm, "clip", clip)
-    first = report_of("--mesh dp2 --precision.compute float16").first
+    first = report_of("--mesh dp2 --precision.compute float16", steps=1).first
     assert first is not None
     assert (first.step, first.phase) == (1, "clip")
     assert first.relation == "65536 times the right values"
