@@ -26,13 +26,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-hypothesis.settings.register_profile(
-    "weft",
-    deadline=None,
-    derandomize=True,
-    database=None,
-)
-hypothesis.settings.load_profile("weft")
+QUICK = {"max_examples": 40}
+for profile, sizes in {"weft": QUICK, "thorough": {}}.items():
+    hypothesis.settings.register_profile(
+        profile, deadline=None, derandomize=True, database=None, **sizes
+    )
+hypothesis.settings.load_profile("weft")  # `make slow` asks for the other one
 
 
 FOLDER = Path(__file__).parent
@@ -54,6 +53,7 @@ LONG_FILES = (
     "commands/test_chaos.py",
     "gloo/test_failures.py",
     "gloo/test_resume.py",
+    "test_python_api.py",
 )
 """Longest first. The workers of pytest-xdist begin with them: none of them runs alone at the end."""
 
