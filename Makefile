@@ -75,8 +75,8 @@ matrix: $(STAMP)  ## the whole sweep of layouts x schedules x models against one
 	@OMP_NUM_THREADS=1 WEFT_MATRIX_RESULTS=$(RESULTS) $(BIN)/python -m pytest -n 2 -m slow tests/matrix $(ARGS); \
 		code=$$?; $(MAKE) --no-print-directory support; exit $$code
 
-slow: $(STAMP)  ## the slow tests besides the matrix: 200 kills in the middle of a save, random cuts, adapters on 120 layouts, more pages, layouts and faults
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "slow and not cluster" --ignore tests/matrix tests $(ARGS)
+slow: $(STAMP)  ## the slow tests besides the matrix: 200 kills in the middle of a save, random cuts, adapters on 120 layouts, more pages, layouts, faults and examples of property tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --hypothesis-profile thorough -m "(slow or hypothesis) and not cluster" --ignore tests/matrix tests $(ARGS)
 
 clusters: $(STAMP)  ## real Slurm, Ray and torchrun clusters on this machine (root; installs slurm-wlm, munge, ray)
 	@which slurmd munged >/dev/null 2>&1 || apt-get install -y --no-install-recommends slurm-wlm munge

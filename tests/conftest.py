@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ os.environ.setdefault("WEFT_PROVE_BEFORE", "never")  # the many tiny runs are no
 import hypothesis
 import pytest
 
+from tests.slow_rows import mark_slow_rows
 from weft.code.trust import trusting_all
 
 # A shell starts background jobs with these signals ignored, and processes inherit that: tests that send them would hang.
@@ -24,42 +26,50 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-hypothesis.settings.register_profile(
-    "weft",
-    deadline=None,
-    derandomize=True,
-    database=None,
-)
-hypothesis.settings.load_profile("weft")
+QUICK = {"max_examples": 40}
+for profile, sizes in {"weft": QUICK, "thorough": {}}.items():
+    hypothesis.settings.register_profile(
+        profile, deadline=None, derandomize=True, database=None, **sizes
+    )
+hypothesis.settings.load_profile("weft")  # `make slow` asks for the other one
 
 
 FOLDER = Path(__file__).parent
 LONG_FILES = (
     "docs/test_commands.py",
     "device/test_fake_device.py",
+    "matrix/test_mutants.py",
     "input/test_bad_inputs.py",
     "gloo/test_recovery.py",
+    "comm/test_run_ranks.py",
     "run/test_torchrun.py",
-    "matrix/test_mutants.py",
-    "examples/test_examples.py",
-    "matrix/test_matrix.py",
+    "prove/test_proof.py",
+    "planner/test_certificate.py",
+    "checkpoint/test_resume.py",
     "checkpoint/test_layouts.py",
-    "parallel/test_cp.py",
-    "matrix/test_bfloat16.py",
-    "planner/test_step_costs.py",
-    "docs/test_your_model.py",
-    "commands/test_chaos.py",
-    "docs/test_extend.py",
+    "examples/test_examples.py",
     "run/test_launch.py",
+    "docs/test_extend.py",
+    "commands/test_chaos.py",
     "gloo/test_failures.py",
+    "gloo/test_resume.py",
+    "test_python_api.py",
 )
 """Longest first. The workers of pytest-xdist begin with them: none of them runs alone at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of long files to the front."""
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the slow rows, and move the tests of long files to the front."""
+    mark_slow_rows(items, are_whole_files=not any("::" in argument for argument in config.args))
     places = {FOLDER / name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking through the modules and tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -170,7 +170,8 @@ def test_shared_pieces_hold_the_values_of_every_replica(tmp_path):
 
 
 def test_a_proof_saves_pieces_that_replicas_share(monkeypatch):
-    config = {"mesh": "dp2", "steps": 2}
+    model = {"layers": 2, "dim": 64, "heads": 4, "kv_heads": 2, "ffn": 64}
+    config = {"mesh": "dp2", "steps": 2, "model": model, "data.seq_len": 16, "batch.global_size": 4}
     assert prove(config, first=2).holds
     monkeypatch.setattr(state.ParamState, "write_items", first_share_of_every_replica)
     report = prove(config, first=2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,8 @@ LAYOUTS = (
 """Of one model with everything in it: experts, routers' biases, a tied embedding that stands on two
 pipeline ranks.
 """
+QUICK = tuple(LAYOUTS[number] for number in (0, 3, 4, 6))
+"""One rank, stages, ZeRO-3 with tensor shards, experts: each cuts other dims."""
 
 
 @dataclass(frozen=True)
@@ -122,30 +125,36 @@ def assemble(ranks: list[list[Entries]]) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> tuple[Path, list[dict[str, Tensor]]]:
-    """A checkpoint of every layout after two steps, and the tensors as they were in memory."""
-    folder = tmp_path_factory.mktemp("saved")
-    truth = []
-    for number, case in enumerate(LAYOUTS):
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, and the tensors as they were in memory."""
 
-        def rank(
-            comm: Comm,
-            case: Case = case,
-            number: int = number,
-        ) -> list[Entries]:
+    path: Path
+    truth: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def saved_by(tmp_path_factory) -> Callable[[Case], Saved]:
+    """Layout -> what it saved after two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+
+    @functools.cache
+    def save_once(case: Case) -> Saved:
+        number = LAYOUTS.index(case)
+        path = folder / f"step-{number:06d}"
+
+        def rank(comm: Comm) -> list[Entries]:
             step = trained(case, number, comm)
-            final = folder / f"step-{number:06d}"
-            save(step, final, run_of(case, number))
+            save(step, path, run_of(case, number))
             return parameters(step) + moments(step)
 
-        ranks = run_ranks(case.mesh, rank)
-        truth.append(assemble(ranks))
-    return folder, truth
+        return Saved(path, assemble(run_ranks(case.mesh, rank)))
+
+    return save_once
 
 
-def test_the_checkpoints_differ(saved):
-    first, second = saved[1][:2]
+def test_the_checkpoints_differ(saved_by):
+    first, second = (saved_by(case).truth for case in QUICK[:2])
     assert first.keys() == second.keys()
     assert not torch.equal(first["model/embed.tok.weight"], second["model/embed.tok.weight"])
     assert {name.partition("/")[0] for name in first} == {"model", "optim"}
@@ -153,35 +162,38 @@ def test_the_checkpoints_differ(saved):
     assert len(first) > 4 * len(MIXTURES)
 
 
-def readers() -> Iterator[object]:
-    """Every layout; those whose parts others have too are for `make slow`."""
-    for case in LAYOUTS:
-        is_slow = case.mesh in ("dp4", "tp4", "cp2 tp2")
-        yield pytest.param(case, marks=pytest.mark.slow if is_slow else ())
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_what_one_of_four_layouts_saved_this_one_loads_to_the_last_bit(case, saved_by):
+    check_loads(case, {writer: saved_by(writer) for writer in QUICK})
 
 
-@pytest.mark.parametrize("case", list(readers()), ids=str)
-def test_what_any_layout_saved_this_one_loads_to_the_last_bit(case, saved):
-    folder, truth = saved
-    paths = [folder / f"step-{number:06d}" for number in range(len(LAYOUTS))]
-    checkpoints = [open_checkpoint(path) for path in paths]
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_what_any_layout_saved_this_one_loads_to_the_last_bit(case, saved_by):
+    check_loads(case, {writer: saved_by(writer) for writer in LAYOUTS})
+
+
+def check_loads(case: Case, saved: dict[Case, Saved]) -> None:
+    """The ranks of a layout hold what each of the others saved."""
+    checkpoints = {writer: open_checkpoint(by.path) for writer, by in saved.items()}
 
     def rank(comm: Comm) -> tuple[list[Entries], list[str]]:
         step = build_step(run_of(case, 99), comm)
         wrong = []
-        for number, right in enumerate(truth):
-            step.restore(checkpoints[number])
+        for writer, by in saved.items():
+            step.restore(checkpoints[writer])
             here = parameters(step) + moments(step)
             for entries in here:
-                expected = right[entries.name][entries.box.slices]
+                expected = by.truth[entries.name][entries.box.slices]
                 if not torch.equal(expected, entries.values):
-                    wrong.append(f"{LAYOUTS[number]} -> {case}: {entries.name}")
+                    wrong.append(f"{writer} -> {case}: {entries.name}")
         return here, wrong
 
     ranks = run_ranks(case.mesh, rank)
     for _, wrong in ranks:
         assert wrong == []
     last = assemble([here for here, _ in ranks])
-    assert last.keys() == truth[-1].keys(), "nothing is left out"
-    for name, right in truth[-1].items():
+    *_, last_saved = saved.values()
+    assert last.keys() == last_saved.truth.keys(), "nothing is left out"
+    for name, right in last_saved.truth.items():
         assert torch.equal(last[name], right)

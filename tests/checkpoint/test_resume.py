@@ -101,7 +101,7 @@ BATCH_OF_2 = {"layers": 2, "microbatches": 2}
 BATCH_OF_1 = {"layers": 2, "microbatches": 1}
 SAME = {
     "dp3": Resumed(Case("dp3", family="gpt2", **BATCH_OF_2)),
-    "pp2 tp2 dp2": Resumed(Case("pp2 tp2 dp2", grouped=True, sequence=True, **BATCH_OF_2)),
+    "pp2 tp2": Resumed(Case("pp2 tp2", grouped=True, sequence=True, **BATCH_OF_2)),
     "dp4 zero 3": Resumed(Case("dp4", zero=3, **BATCH_OF_1)),
     "bfloat16": Resumed(Case("dp3", zero=1, **BATCH_OF_1), {"precision": HALF}),
     "float16": Resumed(Case("dp2", family="gpt2", **BATCH_OF_1), {"precision": SCALED}),

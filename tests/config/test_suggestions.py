@@ -72,7 +72,7 @@ def key_of(fault: Fault) -> tuple[str, str]:
     return fault.key, re.sub(r"\d+|float\d+|bfloat16", "N", fault.what)
 
 
-@settings(max_examples=60, phases=QUICK)
+@settings(max_examples=30, phases=QUICK)
 @given(wanted)
 def test_every_alternative_of_a_fix_removes_its_fault(choices: dict[str, object]) -> None:
     words = words_of(choices)
@@ -87,7 +87,7 @@ def test_every_alternative_of_a_fix_removes_its_fault(choices: dict[str, object]
             )
 
 
-@settings(max_examples=40, phases=QUICK)
+@settings(max_examples=20, phases=QUICK)
 @given(wanted)
 def test_following_the_first_fix_repeatedly_ends_at_a_valid_config(
     choices: dict[str, object],

@@ -23,6 +23,8 @@ def docstrings(tree: ast.AST) -> set[int]:
 
 def axis_literals(source: str) -> list[tuple[int, str]]:
     """Line and value of each string constant that equals the name of an axis."""
+    if not any(f'"{axis}"' in source or f"'{axis}'" in source for axis in all_axes()):
+        return []  # without the cost of parsing
     tree = ast.parse(source)
     ignored = docstrings(tree)
     found: list[tuple[int, str]] = []

@@ -47,11 +47,25 @@ SLOW_PAGES = {
     "docs/huggingface.md",
     "docs/lora.md",
     "docs/optimizers.md",
+    "docs/plan.md",
     "docs/precision.md",
     "docs/proofs.md",
+    "docs/schedules.md",
     "docs/sites.md",
 }
 """Other tests run the same commands with other flags; `make slow` runs these pages."""
+SLOW_COMMANDS = (
+    "weft train runs/first/run.toml ",
+    'weft train --mesh "dp2 cp2" ',
+    "weft train --model.name deepseek ",
+    "weft train --mesh dp4 --out runs/x ",
+    'weft train --mesh "pp2 tp2" --out runs/x ',
+    'weft train --mesh "dp2 tp2" --data.source prepared ',
+    "weft train --model.from_hf Llama-3.2-1B --data.source for-llama --mesh ",
+)
+"""Runs of README.md whose layouts, resumes and data other tests train with smaller models; no later
+command of the page reads what they write. `make slow` runs them.
+"""
 NOT_RUN = ("make", "pip", "python")
 """make builds the environment of these tests, pip installs, python runs examples, which
 tests/examples runs.
@@ -174,10 +188,16 @@ def test_commands_of_a_page_run_in_order(
     folder: Path,
     server: CommandServer,
 ) -> None:
-    """Without those of torchrun, whose ranks import torch again."""
+    """Without those of torchrun, whose ranks import torch again, and those for `make slow`."""
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     commands = [command for command in commands if command.program != "torchrun"]
-    run_page(commands, folder, server)
+    run_page([c for c in commands if not c.text.startswith(SLOW_COMMANDS)], folder, server)
+
+
+def test_commands_for_make_slow_are_those_of_the_page() -> None:
+    texts = [command.text for command in commands_of(ROOT / "README.md")]
+    for beginning in SLOW_COMMANDS:
+        assert sum(text.startswith(beginning) for text in texts) == 1, beginning
 
 
 @pytest.mark.slow
@@ -218,7 +238,8 @@ def test_make_targets_in_pages_exist() -> None:
 
 def recipe_of_train() -> list[str]:
     """The lines that `make train` runs, without their output."""
-    arguments = ["make", "--dry-run", "train", "OUT=runs/train", "ARGS=--steps 2"]
+    options = ("OUT=runs/train", "ARGS=--steps 2", "MESH=pp2 tp2")
+    arguments = ["make", "--dry-run", "train", *options]
     recipe = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True)
     return recipe.stdout.splitlines()
 

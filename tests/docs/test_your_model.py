@@ -43,13 +43,13 @@ def run_all(chosen: list[list[str]], folder: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_each_program_of_the_page_is_proven(folder: Path) -> None:
+def test_the_first_program_of_the_page_is_proven(folder: Path) -> None:
+    """`make slow` runs all commands."""
     programs_of_page = {path.name for path in folder.glob("*.py")}
     proofs = [words for words in commands() if words[0] == "prove"]
     first = {words[1]: words for words in reversed(proofs)}
     assert set(first) == programs_of_page == {"gpt.py", "vit.py", "two_outputs.py"}
-    one_step = [[*words[:-1], "1"] for words in first.values()]
-    run_all(one_step, folder)
+    run_all([[*first["gpt.py"][:-1], "1"]], folder)
 
 
 @pytest.mark.slow

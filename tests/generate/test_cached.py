@@ -17,6 +17,7 @@ from tests.generate.models import (
     on_ranks,
     worst,
 )
+from tests.sampling import sampled_pairs
 from weft.generate import cache
 from weft.generate.decode import Decoder, TextRow, decode
 from weft.generate.sample import Sampling, TokenPosition, sample_token
@@ -40,8 +41,7 @@ MORE_LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "rows"), sampled_pairs(list(CONFIGS), list(ROWS)))
 def test_cached_decoding_equals_uncached(family: str, rows: str):
     check(family, "", ROWS[rows])
 

@@ -31,6 +31,10 @@ FORBIDDEN_EVENTS = (
 
 def serve() -> None:
     """Answer requests until the input ends."""
+    import email.parser  # noqa: F401 - what tyro and the readers of records import late
+
+    import typeguard  # noqa: F401
+
     import weft.cli
     import weft.commands.data
     import weft.commands.export

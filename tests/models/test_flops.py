@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.sampling import sampled
 from tests.small_models import TEXT_FAMILIES, small_config
 from weft.core.model_config import ModelConfig
 from weft.models import PRESETS, family
@@ -29,7 +30,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS))
 def test_flops_of_each_block_equal_torchs_count(name: str):
     cfg = MODELS[name]
     with torch.device("meta"):

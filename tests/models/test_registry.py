@@ -1,7 +1,9 @@
 """Every family and preset: discovered, imported without torch, of the published size, each parameter in one row."""
 
+import functools
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -53,6 +55,12 @@ def meta_blocks(cfg: ModelConfig) -> dict[str, nn.Module]:
         return family(cfg.family).blocks(cfg)
 
 
+@functools.cache
+def parameters_of(preset_name: str) -> Mapping[str, nn.Parameter]:
+    """Of a preset, on the meta device; built once for the tests that only read them."""
+    return named_parameters(meta_blocks(PRESETS[preset_name]))
+
+
 def test_models_are_imported_without_torch():
     code = "import sys, weft.models; print(*weft.models.FAMILIES, 'torch' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -77,7 +85,7 @@ def test_each_preset_belongs_to_the_family_that_its_config_names():
 def test_each_parameter_has_one_row_of_axes_and_one_of_init(name: str):
     cfg = PRESETS[name]
     module = family(cfg.family)
-    for parameter_name, parameter in named_parameters(meta_blocks(cfg)).items():
+    for parameter_name, parameter in parameters_of(name).items():
         count = len(logical_axes(parameter_name, module.AXES))
         assert count == parameter.dim(), parameter_name
         rule = match_row(parameter_name, module.init(cfg), title="init")
@@ -94,7 +102,7 @@ def test_axes_agree_with_shapes(name: str):
     cfg = PRESETS[name]
     module = family(cfg.family)
     lengths: dict[str, set[int]] = {}
-    for parameter_name, parameter in named_parameters(meta_blocks(cfg)).items():
+    for parameter_name, parameter in parameters_of(name).items():
         for axis, length in zip(
             logical_axes(parameter_name, module.AXES), parameter.shape, strict=True
         ):
@@ -145,7 +153,7 @@ def test_gpt2_presets_have_the_published_heads(name: str, heads: int):
 @pytest.mark.parametrize("name", PRESETS)
 def test_tied_parameters_exist_and_are_of_one_shape(name: str):
     cfg = PRESETS[name]
-    parameters = named_parameters(meta_blocks(cfg))
+    parameters = parameters_of(name)
     for alias, owner in family(cfg.family).ties(cfg).items():
         assert parameters[alias].shape == parameters[owner].shape
 

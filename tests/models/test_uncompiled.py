@@ -14,16 +14,26 @@ from weft.models.common.uncompiled import COMPILER, uncompiled_mode
 
 SCRIPT = """
 import sys
+import torch
 from weft.cli import main
+from weft.config.schema import OptimConfig
+from weft.models import FAMILIES
+from weft.train.init_from import meta_modules
+from weft.train.optim import make_optimizer
 
 words = ("--mesh", "tp2", *sys.argv[1:])
 assert main(["explain", *words]) == 0
 assert main(["train", *words, "--steps", "1", "--out", "run"]) == 0
+for family in FAMILIES.values():
+    meta_modules(lambda: family.blocks(family.Config()))
+param = torch.nn.Parameter(torch.ones(2, 2))
+param.grad = torch.ones(2, 2)
+make_optimizer({"w": param}, OptimConfig(name="sgd")).step()
 assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
 """
 
 
-def test_tensor_parallel_runs_and_plans_import_no_compiler(tmp_path):
+def test_runs_plans_skeletons_and_optimizers_import_no_compiler(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *TINY],
         cwd=tmp_path,

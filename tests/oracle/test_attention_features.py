@@ -5,6 +5,7 @@ The fused, ring, all-gather and Ulysses implementations: forward and all gradien
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -161,9 +162,19 @@ def test_fused_attention_computes_the_formula(name: str) -> None:
         torch.testing.assert_close(mine, right, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("degree", [2, 3, 4])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", FEATURES)
+def triples() -> Iterator[Any]:
+    """Every feature with every degree and every variant, each pair by default, the others in `make
+    slow`.
+    """
+    degrees = (2, 3, 4)
+    for row, name in enumerate(FEATURES):
+        for column, (variant, degree) in enumerate(itertools.product(VARIANTS, degrees)):
+            place = column // len(degrees) + column % len(degrees)
+            is_default = (row + place) % len(degrees) == 0
+            yield pytest.param(name, variant, degree, marks=() if is_default else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "variant", "degree"), list(triples()))
 def test_attention_across_cp_computes_the_formula(name: str, variant: Context, degree: int) -> None:
     features = FEATURES[name]
     whole = problem(features)

@@ -22,6 +22,7 @@ from tests.parallel.test_user_models import (
     linear,
     plan_of,
 )
+from tests.sampling import sampled_pairs
 from weft.comm.comm import Comm
 from weft.comm.transport import SharedResults
 from weft.core.mesh import Mesh
@@ -323,8 +324,9 @@ def test_an_entry_is_not_shared_with_a_linear_of_another_block() -> None:
         assert entries == [f"layer{index}.up"]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "sequence parallel"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "sequence_parallel"), sampled_pairs(list(FAMILIES), (False, True))
+)
 def test_findings_are_those_of_a_trace_of_every_block(family: str, sequence_parallel: bool) -> None:
     folder = FAMILIES[family]
     config = folder.Config()

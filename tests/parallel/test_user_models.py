@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
+from tests.sampling import sampled_pairs
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
 from weft.core.model_config import AxisTable
@@ -390,8 +391,7 @@ def names_of_owners(shape: Shape) -> set[str]:
     return set(owners.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "layout"), sampled_pairs(list(SHAPES), list(LAYOUTS)))
 def test_user_model_equals_one_device_or_is_rejected_in_one_line(name: str, layout: str) -> None:
     if layout.startswith("tp") and name in REJECTED:
         with pytest.raises(weft.WeftError) as caught:

@@ -9,17 +9,23 @@ from functools import cache
 
 import pytest
 
+from tests.schedule.sizes import MICROBATCHES
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import make_table
 from weft.schedule.simulate import action_times, peak_live, peak_microbatches
 from weft.schedule.validate_table import validate
 
 SPLIT = ("zero_bubble", "zero_bubble_h2", "zbv", "dual_pipe_v")
-SIZES = tuple(itertools.product(range(1, 9), range(1, 33)))
 COSTS = tuple((f, i, w) for f, i, w in itertools.product((4, 5, 6, 7), repeat=3) if w <= min(f, i))
 """F, I, W with W no longer than the others."""
 SOME = ((2, 4), (3, 7), (4, 8), (5, 12), (6, 12))
 """p, m with m >= 2p."""
+
+
+@pytest.fixture(scope="module", params=MICROBATCHES)
+def sizes(request):
+    """Ranks and micro-batches."""
+    return tuple(itertools.product(range(1, 9), request.param))
 
 
 @cache
@@ -67,14 +73,14 @@ def own_idle(name: str, p: int, m: int, times=(1, 1, 1)) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_every_size_makes_a_valid_table(name):
-    for p, m in SIZES:
+def test_every_size_makes_a_valid_table(name, sizes):
+    for p, m in sizes:
         validate(table(name, p, m))
 
 
-def test_zb_h1_idles_a_third_of_1f1b():
+def test_zb_h1_idles_a_third_of_1f1b(sizes):
     """(p-1)(F+B-2W) = p-1 where F = I = W; below p micro-batches one more for each that lacks."""
-    for p, m in SIZES:
+    for p, m in sizes:
         missing = max(p - m, 0)
         assert length("zero_bubble", p, m) == p - 1 + missing, (p, m)
         assert length("1f1b", p, m) == 3 * (p - 1)
@@ -93,15 +99,15 @@ def test_zb_h1_pays_for_weight_gradients_that_are_longer_than_the_other_parts():
     assert length("zero_bubble", 4, 8, (2, 2, 4)) == 3 * 2
 
 
-def test_zb_h1_holds_p_micro_batches_on_every_rank():
-    for p, m in SIZES:
+def test_zb_h1_holds_p_micro_batches_on_every_rank(sizes):
+    for p, m in sizes:
         actual = peak_live(table("zero_bubble", p, m))
         assert actual == (min(p, m),) * p
 
 
-def test_zb_h2_idles_never_between_its_first_and_its_last_action():
+def test_zb_h2_idles_never_between_its_first_and_its_last_action(sizes):
     """(p-1)(F+B-3W) = 0 where F = I = W and m >= 2p-1; below, one for each micro-batch that lacks."""
-    for p, m in SIZES:
+    for p, m in sizes:
         largest = max(own_idle("zero_bubble_h2", p, m))
         expected = max(2 * p - 1 - m, 0)
         assert largest == expected, (p, m)
@@ -120,16 +126,16 @@ def test_zb_h2_idles_as_its_paper_says_for_every_ratio_of_times():
         assert max(idle) == expected, (p, m, times)
 
 
-def test_zb_h2_holds_2p_minus_1_micro_batches():
-    for p, m in SIZES:
+def test_zb_h2_holds_2p_minus_1_micro_batches(sizes):
+    for p, m in sizes:
         actual = peak_live(table("zero_bubble_h2", p, m))
         expected = (min(2 * p - 1, m),) * p
         assert actual == expected
 
 
-def test_zb_v_idles_never_between_its_first_and_its_last_action():
+def test_zb_v_idles_never_between_its_first_and_its_last_action(sizes):
     """0 where F = I = W and m >= 2p-1; below, two for each micro-batch that lacks."""
-    for p, m in SIZES:
+    for p, m in sizes:
         largest = max(own_idle("zbv", p, m))
         expected = 2 * max(2 * p - 1 - m, 0)
         assert largest == expected, (p, m)
@@ -146,8 +152,8 @@ def test_zb_v_idles_for_what_the_input_gradient_is_longer_than_the_weight_gradie
             assert max(idle) == expected, (p, m, f, i, w)
 
 
-def test_zb_v_holds_p_micro_batches_no_more_than_1f1b():
-    for p, m in SIZES:
+def test_zb_v_holds_p_micro_batches_no_more_than_1f1b(sizes):
+    for p, m in sizes:
         peak = peak_microbatches(table("zbv", p, m))
         assert max(peak) == min(p, m)
         if m >= 2 * p - 1:
@@ -155,9 +161,9 @@ def test_zb_v_holds_p_micro_batches_no_more_than_1f1b():
             assert max(peak) == max(peak_microbatches(table("1f1b", p, m)))
 
 
-def test_dual_pipe_v_idles_as_zb_h1_when_pairs_run_one_after_the_other():
+def test_dual_pipe_v_idles_as_zb_h1_when_pairs_run_one_after_the_other(sizes):
     """(p-1)(F+B-2W), times of a chunk, where F = I >= W and m >= 2p: what our player does."""
-    for p, m in SIZES:
+    for p, m in sizes:
         if m >= 2 * p:
             assert length("dual_pipe_v", p, m) == max(own_idle("dual_pipe_v", p, m)) == p - 1, (
                 p,
@@ -174,8 +180,8 @@ def test_dual_pipe_v_idles_as_zb_h1_when_pairs_run_one_after_the_other():
             )
 
 
-def test_dual_pipe_v_holds_2p_plus_1_chunks():
-    for p, m in SIZES:
+def test_dual_pipe_v_holds_2p_plus_1_chunks(sizes):
+    for p, m in sizes:
         if m >= 2 * p:
             actual = peak_live(table("dual_pipe_v", p, m))
             assert actual == (2 * p + 1,) * p
@@ -266,9 +272,9 @@ def test_a_v_has_its_first_and_last_stage_on_rank_0_and_turns_on_the_last_rank(n
 
 
 @pytest.mark.parametrize("name", ["zbv", "dual_pipe_v"])
-def test_on_rank_0_of_a_v_the_first_stage_is_the_last_to_be_done(name):
+def test_on_rank_0_of_a_v_the_first_stage_is_the_last_to_be_done(name, sizes):
     """A parameter that embedding and head share is complete with stage 0."""
-    for p, m in SIZES:
+    for p, m in sizes:
         backwards = [act for act in table(name, p, m).rows[0] if act.kind in ("B", "W")]
         actual = backwards[-1].stage
         assert actual == 0

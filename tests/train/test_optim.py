@@ -1,9 +1,6 @@
-"""Optimizers: bit for bit those of torch, weight decay on matrices only, states by name, no compiler imported."""
+"""Optimizers: bit for bit those of torch, weight decay on matrices only, states by name."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -166,22 +163,3 @@ def test_a_parameter_without_gradient_stays_and_keeps_its_clock():
     assert b.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert optimizer.state["a"]["step"].item() == 1.0
     assert optimizer.state["b"]["step"].item() == 0.0
-
-
-def test_making_and_stepping_an_optimizer_imports_no_compiler():
-    script = """
-import sys, torch
-from weft.config.schema import OptimConfig
-from weft.train.optim import make_optimizer
-for name in ("adamw", "sgd"):
-    param = torch.nn.Parameter(torch.ones(2, 2)); param.grad = torch.ones(2, 2)
-    make_optimizer({"w": param}, OptimConfig(name=name)).step()
-assert "torch._dynamo" not in sys.modules, "torch._dynamo was imported"
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
