@@ -54,7 +54,9 @@ WHOLE = "whole"
 """Logical axis of a dim that no mesh axis shards."""
 
 _build_lock = threading.Lock()
-"""Held while a model is built: its constructors draw from torch's generator, which rank threads share."""
+"""Held while a model is built: its constructors may draw from NumPy's generator and Python's, which
+rank threads share.
+"""
 
 
 @dataclass(frozen=True, eq=False)

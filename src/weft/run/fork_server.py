@@ -55,7 +55,7 @@ POLL_S = 0.1
 @dataclass(frozen=True)
 class Job:
     """One run: the pickled function `fn(comm)`, and the surroundings of the caller that its ranks
-    take over.
+    take over; `random_state` is that of torch's default CPU generator.
     """
 
     mesh: Mesh
@@ -67,6 +67,7 @@ class Job:
     environ: dict[str, str]
     path: tuple[str, ...]
     argv: tuple[str, ...]
+    random_state: bytes
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,8 @@ def _call(job: Job, rank: int) -> object:
     )
     comm = Comm(job.mesh, rank, transport)
     fn = cloudpickle.loads(job.fn)
+    state = bytearray(job.random_state)
+    torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
     return fn(comm)
 
 

@@ -19,6 +19,7 @@ from weft.errors import EXIT_FAILED, RankError
 from weft.run.failure import RankFailure, describe_error
 from weft.run.hang_watch import HangWatch
 from weft.run.process_state import ProcessState, thread_state
+from weft.run.rank_random import own_generator
 from weft.run.rank_status import StatusBoard
 from weft.run.worker import exit_now
 
@@ -83,6 +84,9 @@ def run_rank_threads(
 ) -> ThreadRun[T]:
     """Call `fn(rank)` on one thread for each rank of `world`, and wait for them.
 
+    Every rank draws from a generator of its own, which starts in the state of the caller's: see Note
+    [Generators of rank threads] in run/rank_random.py.
+
     After a failure, a hang or Ctrl-C every other rank ends at its next collective. A rank that
     reaches none within GRACE_S is abandoned: its thread ends with the process at the latest.
 
@@ -91,13 +95,15 @@ def run_rank_threads(
         watch: looks for hung ranks; None: nothing does.
     """
     run: ThreadRun[T] = ThreadRun()
+    random_state = torch.get_rng_state()
 
     def run_rank(rank: int) -> None:
         try:
             with (
                 world.turns[rank].taken(),
-                torch.autograd.set_multithreading_enabled(False),
-            ):  # Note [Backward in rank threads]
+                torch.autograd.set_multithreading_enabled(False),  # Note [Backward in rank threads]
+                own_generator(random_state),
+            ):
                 run.results[rank] = fn(rank)
         except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             run.errors[rank] = error

@@ -58,12 +58,11 @@ def run_ranks(
 
     Every rank runs with one intra-op thread and denormals flushed to zero.
 
-    Random state: rank threads share the default generators of torch (CPU), NumPy and `random`,
-    which belong to the
-    process: `torch.manual_seed` in one rank seeds all, and the order of draws of several ranks is
-        undefined. Use a
-    `torch.Generator` for each rank. Rank processes have generators of their own, all in the same
-    initial state.
+    Random state: every rank has a default generator of torch (CPU) of its own, in threads as in
+    processes. It starts in the state of the caller's, and `torch.manual_seed` in `fn` seeds it
+    alone. Rank threads share the generators of NumPy, of Python's `random` and of GPUs, which
+    belong to the process: there, draw from an `np.random.Generator`, a `random.Random` or a
+    `torch.Generator` of each rank.
 
     Args:
         mesh: `"pp2 tp2"`, or a Mesh.
@@ -153,6 +152,7 @@ def _run_in_processes(mesh: Mesh, fn: Callable[[Comm], T], *, timeout_s: float) 
             environ=dict(os.environ),
             path=tuple(sys.path),
             argv=tuple(sys.argv),
+            random_state=torch.get_rng_state().numpy().tobytes(),
         )
         outcome = fork_server().run(job)
     if outcome.failures:

@@ -9,7 +9,7 @@
     assert run_ranks("dp4", sum_of_ranks, transport="processes") == [6, 6, 6, 6]
 
 Threads start in a millisecond, reduce in rank order and detect a deadlock within seconds; processes
-use gloo. Rank threads share torch's default CPU generator: see `run_ranks`.
+use gloo. Every rank has a default CPU generator of torch of its own: see `run_ranks`.
 """
 
 from weft.run.run_ranks import run_ranks
