@@ -26,9 +26,9 @@ from pathlib import Path
 import psutil
 
 from weft.comm.comm import Comm
+from weft.comm.group import QueueKey
 from weft.comm.meta import MetaTransport
 from weft.comm.presence import PresenceStore
-from weft.comm.queue_key import QueueKey
 from weft.comm.signature import TEXT_BYTES
 from weft.comm.transport import Call, GroupKey, OnLate
 from weft.config.load import load

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
-from weft.comm import backend_policy
-from weft.comm.axis_group import AxisGroup
+from weft.comm import device_groups
 from weft.comm.backend import ABORT_TAG, ProcessGroupBackend
 from weft.comm.collectives import all_gather, all_reduce_, recv, reduce_scatter, send
 from weft.comm.comm import Comm
+from weft.comm.group import Group
 from weft.comm.group_queue import GroupQueue
 from weft.comm.meta import MetaTransport
 from weft.comm.presence import PresenceStore
@@ -22,7 +22,7 @@ from weft.comm.transport import Call
 from weft.core.mesh import Mesh
 from weft.errors import CommError, CommTimeout, MismatchError
 
-GROUP = AxisGroup("dp", (0, 1, 2, 3), 1, checked=False)
+GROUP = Group("dp", (0, 1, 2, 3), 1, checked=False)
 
 
 @dataclass
@@ -92,11 +92,11 @@ class Recorded:
 @pytest.fixture
 def nccl(monkeypatch):
     """CPU tensors travel as CUDA tensors do."""
-    monkeypatch.setitem(backend_policy.POLICIES, "cpu", backend_policy.NCCL)
+    monkeypatch.setitem(device_groups.POLICIES, "cpu", device_groups.NCCL)
 
 
 def make_queue(group: Recorded, *, deterministic: bool = False, timeout_s: float = 60.0):
-    def connect() -> ProcessGroupBackend:
+    def connect(call: Call) -> ProcessGroupBackend:
         options = {"sum": "options"}
         return ProcessGroupBackend(
             lambda device_type: group,
@@ -115,7 +115,7 @@ def make_queue(group: Recorded, *, deterministic: bool = False, timeout_s: float
     )
 
 
-def calls_of(axis_group: AxisGroup) -> list[Call]:
+def calls_of(axis_group: Group) -> list[Call]:
     x = torch.ones(8)
     lowered = (
         all_reduce_(x, axis_group, "sum"),
@@ -152,7 +152,7 @@ def test_deterministic_reductions_exchange_and_add_in_rank_order():
 def test_checked_calls_are_launched_at_once_behind_their_digest():
     group = Recorded()
     queue = make_queue(group)
-    checked = AxisGroup("dp", (0, 1, 2, 3), 1, checked=True)
+    checked = Group("dp", (0, 1, 2, 3), 1, checked=True)
     started = [queue.start(call, no_report) for call in calls_of(checked)]
     assert group.calls == [
         "digest",
@@ -175,7 +175,7 @@ def test_a_digest_that_differs_is_an_error_of_wait(monkeypatch):
         raise MismatchError("texts differ")
 
     monkeypatch.setattr(ProcessGroupBackend, "_exchange_texts", exchange)
-    checked = AxisGroup("dp", (0, 1, 2, 3), 1, checked=True)
+    checked = Group("dp", (0, 1, 2, 3), 1, checked=True)
     started = queue.start(calls_of(checked)[0], no_report)
     with pytest.raises(MismatchError):
         started.wait()
@@ -185,7 +185,7 @@ def test_a_digest_that_differs_is_an_error_of_wait(monkeypatch):
 def test_messages_are_launched_together_and_not_compared():
     group = Recorded()
     queue = make_queue(group)
-    axis_group = AxisGroup("pp", (0, 1, 2), 1, checked=True)
+    axis_group = Group("pp", (0, 1, 2), 1, checked=True)
     calls = [
         send(torch.ones(4), axis_group, 2).call,
         recv(torch.ones(4), axis_group, 0).call,
@@ -200,7 +200,7 @@ def test_messages_are_launched_together_and_not_compared():
 def test_a_message_alone_travels_on_the_group_of_its_axis():
     group = Recorded()
     queue = make_queue(group)
-    axis_group = AxisGroup("pp", (4, 5, 6), 1, checked=False)
+    axis_group = Group("pp", (4, 5, 6), 1, checked=False)
     queue.start(send(torch.ones(4), axis_group, 2).call, no_report)
     assert group.calls == ["start group", "send 2", "end group"]
 
@@ -230,7 +230,7 @@ def test_calls_on_the_cpu_keep_their_order_of_summation():
 def test_digests_that_differ_are_an_error_also_without_the_texts(monkeypatch):
     queue = make_queue(Recorded(sum_of_digests=5))
     monkeypatch.setattr(ProcessGroupBackend, "_exchange_texts", lambda backend, call: Done())
-    checked = AxisGroup("dp", (0, 1, 2, 3), 1, checked=True)
+    checked = Group("dp", (0, 1, 2, 3), 1, checked=True)
     started = queue.start(calls_of(checked)[0], no_report)
     with pytest.raises(MismatchError, match=r"this rank called all_reduce\(sum\)"):
         started.wait()
@@ -276,7 +276,7 @@ def test_what_an_aborted_call_wrote_is_not_handed_on():
 @pytest.mark.usefixtures("nccl")
 def test_an_aborted_comparison_is_no_comparison():
     queue = make_queue(Recorded(hangs=True, sum_of_digests=5), timeout_s=0.0)
-    checked = AxisGroup("dp", (0, 1, 2, 3), 1, checked=True)
+    checked = Group("dp", (0, 1, 2, 3), 1, checked=True)
     started = queue.start(calls_of(checked)[0], no_report)
     queue.check_progress()
     with pytest.raises(CommError, match="after an earlier failure"):
@@ -305,7 +305,7 @@ def test_a_cpu_call_on_a_group_of_a_device_connects_in_the_worker():
 
     backend = ProcessGroupBackend(connect_device_type, {"sum": "sum"})
     queue = make_queue(group)
-    queue._connect = lambda: backend
+    queue._connect = lambda call: backend
     queue.connect(calls_of(GROUP)[0], "cuda")
     started = queue.start(calls_of(GROUP)[0], no_report)
     assert not started.is_completed()
@@ -322,7 +322,7 @@ def test_communicators_are_ended_together_once_their_calls_are_complete(hangs, e
     group.shutdown = lambda: calls.append("shutdown")
     backend = ProcessGroupBackend(lambda device_type: group, {"sum": "sum"})
     queue = make_queue(group)
-    queue._connect = lambda: backend
+    queue._connect = lambda call: backend
     queue.connect(calls_of(GROUP)[0], "cuda")
     queue.start(calls_of(GROUP)[0], no_report)
     queue.shut_down()

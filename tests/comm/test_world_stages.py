@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
+from weft.comm.group import MAX_STAGE_RANKS, stage_sizes, world_stages
 from weft.comm.observe import Counter
-from weft.comm.world_stages import MAX_STAGE_RANKS, stage_sizes, world_stages
 from weft.core.mesh import Mesh
 from weft.testing import run_ranks
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from tests.device import fake_nccl
 from tests.device.fake_nccl import FakeNccl, FakeNcclTransport, World
-from weft.comm import backend_policy
+from weft.comm import device_groups
 from weft.comm.comm import Comm
 from weft.comm.planned_groups import StepGroups, planned_groups
 from weft.config.load import load
@@ -56,7 +56,7 @@ LAYOUTS = [
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch):
     """CPU tensors travel as CUDA tensors do, by the fake."""
-    monkeypatch.setitem(backend_policy.POLICIES, "cpu", backend_policy.NCCL)
+    monkeypatch.setitem(device_groups.POLICIES, "cpu", device_groups.NCCL)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(FakeNccl, "world", World(), raising=False)
 

@@ -1,23 +1,18 @@
-"""Launching flat calls on torch.distributed backends, comparing their signatures, and aborting them."""
+"""Launching flat calls on the process groups of a group of ranks, comparing their signatures, and aborting them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm.backend_ops import OPERATIONS, launch_recv, launch_send, send_to_all
-from weft.comm.backend_work import (
-    BackendCall,
-    CheckedStreamCall,
-    MessageCall,
-    StreamCall,
-    TorchWork,
-)
-from weft.comm.device_groups import DeviceGroups
+from weft.comm import movements, reductions
+from weft.comm.backend_work import BackendCall, CheckedStreamCall, MessageCall, StreamCall
+from weft.comm.device_groups import DeviceGroup, TorchProcessGroup, TorchWork, policy_of
 from weft.comm.signature import (
     check_signatures,
     decode_signature,
@@ -25,7 +20,7 @@ from weft.comm.signature import (
     encode_signature,
     signature_digest,
 )
-from weft.comm.transport import Call
+from weft.comm.transport import Call, Op, Reduce
 from weft.errors import MismatchError
 
 MAX_RANKS_COMPARED_BY_TEXT = 8
@@ -34,18 +29,66 @@ EXCHANGE_TIMEOUT_S = 60.0
 SIGNATURE_TAG, ABORT_TAG = 1, 2
 
 
-class ProcessGroupBackend(DeviceGroups):
-    """Launches the calls of one group of ranks; for the arguments see `DeviceGroups`.
+OPERATIONS: dict[Op, movements.Launch] = {
+    "all_reduce": reductions.all_reduce,
+    "all_gather": movements.all_gather,
+    "reduce_scatter": reductions.reduce_scatter,
+    "all_to_all": movements.all_to_all,
+    "broadcast": movements.unless_empty(movements.broadcast),
+    "gather": movements.unless_empty(movements.gather),
+    "scatter": movements.unless_empty(movements.scatter),
+    "send": movements.unless_empty(movements.send),
+    "recv": movements.unless_empty(movements.recv),
+    "barrier": movements.barrier,
+}
+
+
+class ProcessGroupBackend:
+    """The process groups of one group of ranks, one for each device type, and their calls.
+
+    Args:
+        connect: makes the process group for a device type, `connect("cpu")`; it may block until all
+            members call it.
+        reduce_ops: torch.distributed's ReduceOp for each reduction.
+        scatter_options: torch.distributed's ReduceScatterOptions for each reduction.
+        deterministic: whether reductions are in rank order on every backend.
 
     Attributes:
+        connected: device type -> its group, of those that are connected.
         is_aborted: whether `abort` was called: what calls on devices wrote is not to be used.
     """
 
-    is_aborted = False
+    def __init__(
+        self,
+        connect: Callable[[str], TorchProcessGroup],
+        reduce_ops: Mapping[Reduce, Any],
+        *,
+        scatter_options: Mapping[Reduce, Any] | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.connected: dict[str, DeviceGroup] = {}
+        self.is_aborted = False
+        self._connect = connect
+        self._reduce_ops = reduce_ops
+        self._scatter_options = scatter_options or {}
+        self._deterministic = deterministic
 
-    def launch(self, call: Call) -> BackendCall:
-        """Hand `call` to the process group of its tensors."""
-        return OPERATIONS[call.op](self, call)
+    def group(self, device_type: str) -> DeviceGroup:
+        """The group for tensors on a device type; connected when it is first asked for."""
+        group = self.connected.get(device_type)
+        if group is None:
+            group = DeviceGroup(
+                self._connect(device_type),
+                policy_of(device_type, deterministic=self._deterministic),
+                self._reduce_ops,
+                self._scatter_options,
+            )
+            self.connected[device_type] = group
+        return group
+
+    def launch(self, call: Call, device_type: str) -> BackendCall:
+        """Hand `call` to the algorithm of its operation."""
+        return OPERATIONS[call.op](self.group(device_type), call)
 
     def launch_messages(self, calls: Sequence[Call]) -> list[BackendCall]:
         """Launch messages on the group of their axis: see Note [Messages on NCCL].
@@ -54,21 +97,13 @@ class ProcessGroupBackend(DeviceGroups):
         """
         launched: list[BackendCall] = []
         for together in _without_repeated_pairs(calls):
-            process_group = self.process_group_for(together[0].device.type)
-            process_group._start_coalescing()
+            group = self.group(together[0].device.type)
+            group.process_group._start_coalescing()
             for call in together:
-                self._add_message(call)
-            work = process_group._end_coalescing()
+                _add_message(group, call)
+            work = group.process_group._end_coalescing()
             launched += [StreamCall([work]) for _ in together]
         return launched
-
-    def _add_message(self, call: Call) -> TorchWork:
-        sender, receiver = call.ranks
-        source = call.members.index(sender)
-        destination = call.members.index(receiver)
-        if call.op == "send":
-            return launch_send(self, call, to=destination)
-        return launch_recv(self, call, source=source)
 
     def launch_checked(self, call: Call, device: torch.device) -> BackendCall:
         """Hand `call` to the process group of its tensors, after a digest of its signature; waiting
@@ -76,9 +111,9 @@ class ProcessGroupBackend(DeviceGroups):
         """
         own = signature_digest(call)
         total = own.to(device, copy=True)
-        process_group = self.process_group_for(device.type)
-        checking = process_group.allreduce([total], self.reduce_ops["sum"])
-        launched = self.launch(call)
+        group = self.group(device.type)
+        checking = group.process_group.allreduce([total], group.reduce_ops["sum"])
+        launched = self.launch(call, device.type)
 
         def compare() -> None:
             total_on_host = total.cpu()
@@ -101,7 +136,8 @@ class ProcessGroupBackend(DeviceGroups):
     def _compare_digests(self, call: Call) -> BackendCall:
         own = signature_digest(call)
         total = own.clone()
-        work = self.gloo.allreduce([total], self.reduce_ops["sum"])
+        group = self.group("cpu")
+        work = group.process_group.allreduce([total], group.reduce_ops["sum"])
 
         def compare() -> None:
             self._compare_with_total(call, own, total)
@@ -137,12 +173,13 @@ class ProcessGroupBackend(DeviceGroups):
             check_signatures(call.axis, call.ranks, signatures)
 
         if not call.is_p2p:
-            work = send_to_all(self.gloo, own, received.view(-1), size)
+            work = self.group("cpu").send_to_all(own, received.view(-1), size)
             return BackendCall([work], compare)
         peer = 1 - call.index
         received[call.index].copy_(own)
-        recv = self.gloo.recv([received[peer]], peer, SIGNATURE_TAG)
-        send = self.gloo.send([own], peer, SIGNATURE_TAG)
+        gloo = self.group("cpu").process_group
+        recv = gloo.recv([received[peer]], peer, SIGNATURE_TAG)
+        send = gloo.send([own], peer, SIGNATURE_TAG)
         return MessageCall([recv, send], compare)
 
     def abort(self, index: int) -> None:
@@ -150,14 +187,14 @@ class ProcessGroupBackend(DeviceGroups):
         times out closes all connections.
         """
         self.is_aborted = True
-        for device_type, process_group in list(self.connected.items()):
+        for device_type, group in list(self.connected.items()):
             if device_type != "cpu":
-                process_group.abort()
+                group.process_group.abort()
         if "cpu" not in self.connected:
             return
         peer = 1 if index == 0 else 0
         buffer = torch.empty(1, dtype=torch.uint8)
-        never_sent = self.gloo.recv([buffer], peer, ABORT_TAG)
+        never_sent = self.connected["cpu"].process_group.recv([buffer], peer, ABORT_TAG)
         with contextlib.suppress(RuntimeError):
             never_sent.wait(timedelta(milliseconds=1))
 
@@ -165,7 +202,7 @@ class ProcessGroupBackend(DeviceGroups):
         """End groups of devices whose calls are all complete; those of the CPU end by themselves."""
         for device_type in list(self.connected):
             if device_type != "cpu":
-                process_group = self.disconnect(device_type)
+                process_group = self.connected.pop(device_type).process_group
                 end = getattr(process_group, "shutdown", process_group.abort)  # newer than abort
                 end()
 
@@ -183,3 +220,11 @@ def _without_repeated_pairs(calls: Sequence[Call]) -> Iterator[list[Call]]:
         pairs.add(call.ranks)
     if together:
         yield together
+
+
+def _add_message(group: DeviceGroup, call: Call) -> TorchWork:
+    """Start a message on the group of its axis."""
+    sender, receiver = call.ranks
+    if call.op == "send":
+        return movements.launch_send(group, call, to=call.members.index(receiver))
+    return movements.launch_recv(group, call, source=call.members.index(sender))

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Protocol
+
+from weft.comm.device_groups import BackendPolicy, TorchWork
 
 COMPLETION_POLL_S = 0.001
 """How long `MessageCall.is_completed` waits for its thread, so that a message that has arrived is
@@ -15,15 +16,6 @@ seen as such.
 
 MESSAGE_LIMIT_S = 3600.0
 """How long the thread behind `MessageCall.is_completed` waits for a message."""
-
-
-class TorchWork(Protocol):
-    """The part of torch.distributed.Work that is used; `wait` raises RuntimeError on failure and on
-    time-out.
-    """
-
-    def wait(self, timeout: timedelta = ...) -> bool: ...
-    def is_completed(self) -> bool: ...
 
 
 class BackendCall:
@@ -47,19 +39,20 @@ class BackendCall:
         Raises:
             RuntimeError: the backend failed.
         """
-        if not self._wait_for_works(timeout_s):
-            return False
-        if self.finish is not None:
-            self.finish()
-            self.finish = None
+        for work in self.works:
+            if not _wait_for_work(work, timeout_s):
+                return False
+        self._finish_once()
         return True
 
     def is_completed(self) -> bool:
         """Whether the backend reports all works as complete."""
         return all(work.is_completed() for work in self.works)
 
-    def _wait_for_works(self, timeout_s: float) -> bool:
-        return all(_wait_for_work(work, timeout_s) for work in self.works)
+    def _finish_once(self) -> None:
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
 
 
 class StreamCall(BackendCall):
@@ -70,10 +63,21 @@ class StreamCall(BackendCall):
     the device is done.
     """
 
-    def _wait_for_works(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
+        """Order the caller's stream after the call; True."""
         for work in self.works:
             work.wait()
+        self._finish_once()
         return True
+
+
+def backend_call(
+    policy: BackendPolicy,
+    works: Sequence[TorchWork],
+    finish: Callable[[], object] | None = None,
+) -> BackendCall:
+    """The handle of a collective under this policy."""
+    return (StreamCall if policy.is_stream_ordered else BackendCall)(works, finish)
 
 
 class CheckedStreamCall(StreamCall):
@@ -96,10 +100,11 @@ class CheckedStreamCall(StreamCall):
         self._checking = checking
         self._compare = compare
 
-    def _wait_for_works(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
+        """Read the comparison, then order the caller's stream after the call; True."""
         self._checking.wait()
         self._compare()
-        return super()._wait_for_works(timeout_s)
+        return super().wait(timeout_s)
 
 
 # Note [Messages on gloo]
@@ -124,14 +129,16 @@ class MessageCall(BackendCall):
         futures.wait((self._waiting_thread,), timeout=COMPLETION_POLL_S)
         return self._waiting_thread.done()
 
-    def _wait_for_works(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the messages have been exchanged; whether they were within `timeout_s`."""
         if self._waiting_thread is None:
             self._wait_once(timeout_s)
-            return True
-        try:
-            self._waiting_thread.result(timeout_s)
-        except futures.TimeoutError:
-            return False
+        else:
+            try:
+                self._waiting_thread.result(timeout_s)
+            except futures.TimeoutError:
+                return False
+        self._finish_once()
         return True
 
     def _wait_once(self, timeout_s: float) -> None:

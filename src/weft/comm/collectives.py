@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from weft.comm import flat_buffers
-from weft.comm.axis_group import AxisGroup
+from weft.comm.group import Group
 from weft.comm.signature import signature_text
-from weft.comm.transport import Call, Reduce
+from weft.comm.transport import Call, Op, Reduce
 from weft.errors import CommError
 
 T = TypeVar("T")
@@ -28,35 +29,26 @@ class LoweredOp(Generic[T]):
     finish: Callable[[], T]
 
 
-def all_reduce(x: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
+def all_reduce(x: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
     """The reduction of every member's x, in new memory."""
-    copy = x.detach().clone(memory_format=torch.contiguous_format)
-    return all_reduce_(copy, group, op)
+    return all_reduce_(x.detach().clone(memory_format=torch.contiguous_format), group, op)
 
 
-def all_reduce_(x: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
+def all_reduce_(x: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
     """The reduction of every member's x, in place."""
-    _check_average(x, op)
-    if group.degree == 1:
+    if op == "avg":
+        _check_average(x)
+    if len(group.ranks) == 1:
         return LoweredOp(None, lambda: x)
-    output = flat_buffers.flatten(x)
+    output = x.detach().contiguous().view(-1)
     signature = signature_text(f"all_reduce({op})", x.dtype, x.shape)
-    call = group.call(
-        "all_reduce",
-        signature,
-        output=output,
-        reduce=op,
-    )
-
-    def finish() -> Tensor:
-        return _copy_back(x, output)
-
-    return LoweredOp(call, finish)
+    call = _call(group, "all_reduce", signature, output=output, reduce=op)
+    return LoweredOp(call, partial(_copy_back, x, output))
 
 
 def all_gather(
     x: Tensor,
-    group: AxisGroup,
+    group: Group,
     dim: int,
     sizes: Sequence[int] | None,
 ) -> LoweredOp[Tensor]:
@@ -74,7 +66,8 @@ def all_gather(
         return LoweredOp(None, x.detach().clone)
     numels = flat_buffers.piece_numels(x.shape, dim, lengths)
     output = x.new_empty(sum(numels))
-    call = group.call(
+    call = _call(
+        group,
         "all_gather",
         signature_text(
             f"all_gather(dim {dim})",
@@ -91,13 +84,14 @@ def all_gather(
     return LoweredOp(call, lambda: flat_buffers.unpack(output, shapes, dim))
 
 
-def all_gather_(buffer: Tensor, group: AxisGroup) -> LoweredOp[Tensor]:
+def all_gather_(buffer: Tensor, group: Group) -> LoweredOp[Tensor]:
     """Equal shards of one flat buffer: each member's own shard is copied to all members, in place."""
     own_shard = _own_shard(buffer, group, "all_gather")
     if group.degree == 1:
         return LoweredOp(None, lambda: buffer)
     sizes = (own_shard.numel(),) * group.degree
-    call = group.call(
+    call = _call(
+        group,
         "all_gather",
         signature_text("all_gather(in place)", buffer.dtype, buffer.shape),
         input=own_shard,
@@ -108,16 +102,18 @@ def all_gather_(buffer: Tensor, group: AxisGroup) -> LoweredOp[Tensor]:
     return LoweredOp(call, lambda: buffer)
 
 
-def reduce_scatter_(buffer: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[Tensor]:
+def reduce_scatter_(buffer: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
     """Equal shards of one flat buffer: the reduction of every member's buffer, written into this
     member's own shard.
     """
-    _check_average(buffer, op)
+    if op == "avg":
+        _check_average(buffer)
     own_shard = _own_shard(buffer, group, "reduce_scatter")
     if group.degree == 1:
         return LoweredOp(None, lambda: own_shard)
     sizes = (own_shard.numel(),) * group.degree
-    call = group.call(
+    call = _call(
+        group,
         "reduce_scatter",
         signature_text(f"reduce_scatter({op}, in place)", buffer.dtype, buffer.shape),
         input=buffer.detach(),
@@ -131,13 +127,14 @@ def reduce_scatter_(buffer: Tensor, group: AxisGroup, op: Reduce) -> LoweredOp[T
 
 def reduce_scatter(
     x: Tensor,
-    group: AxisGroup,
+    group: Group,
     dim: int,
     op: Reduce,
     sizes: Sequence[int] | None,
 ) -> LoweredOp[Tensor]:
     """This member's piece, along `dim`, of the reduction of every member's x."""
-    _check_average(x, op)
+    if op == "avg":
+        _check_average(x)
     dim = _normalized_dim(x, dim)
     what = f"reduce_scatter over {group.axis}: dim {dim}"
     lengths = flat_buffers.split_sizes(
@@ -151,7 +148,8 @@ def reduce_scatter(
     numels = flat_buffers.piece_numels(x.shape, dim, lengths)
     own_numel = numels[group.index]
     output = x.new_empty(own_numel)
-    call = group.call(
+    call = _call(
+        group,
         "reduce_scatter",
         signature_text(f"reduce_scatter({op}, dim {dim})", x.dtype, x.shape),
         input=flat_buffers.pack(x, dim, lengths),
@@ -167,7 +165,7 @@ def reduce_scatter(
 
 def all_to_all(
     x: Tensor,
-    group: AxisGroup,
+    group: Group,
     send_sizes: Sequence[int] | None,
     recv_sizes: Sequence[int] | None,
 ) -> LoweredOp[Tensor]:
@@ -187,7 +185,8 @@ def all_to_all(
         return LoweredOp(None, x.detach().clone)
     output_numels = flat_buffers.piece_numels(x.shape, 0, received)
     output = x.new_empty(sum(output_numels))
-    call = group.call(
+    call = _call(
+        group,
         "all_to_all",
         signature_text(
             "all_to_all",
@@ -204,14 +203,15 @@ def all_to_all(
     return LoweredOp(call, lambda: output.view(shape))
 
 
-def broadcast_(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[Tensor]:
+def broadcast_(x: Tensor, group: Group, root: int) -> LoweredOp[Tensor]:
     """x of member `root`, written into every member's x."""
     group.check_member(root, "root")
     if group.degree == 1:
         return LoweredOp(None, lambda: x)
     output = flat_buffers.flatten(x)
     signature = signature_text(f"broadcast(root {root})", x.dtype, x.shape)
-    call = group.call(
+    call = _call(
+        group,
         "broadcast",
         signature,
         output=output,
@@ -224,14 +224,15 @@ def broadcast_(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[Tensor]:
     return LoweredOp(call, finish)
 
 
-def gather(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[tuple[Tensor, ...] | None]:
+def gather(x: Tensor, group: Group, root: int) -> LoweredOp[tuple[Tensor, ...] | None]:
     """Every member's x, at member `root`; None elsewhere."""
     group.check_member(root, "root")
     if group.degree == 1:
         return LoweredOp(None, lambda: (x.detach().clone(),))
     is_root = group.index == root
     output = x.new_empty(x.numel() * group.degree) if is_root else None
-    call = group.call(
+    call = _call(
+        group,
         "gather",
         signature_text(f"gather(root {root})", x.dtype, x.shape),
         input=flat_buffers.flatten(x),
@@ -250,7 +251,7 @@ def gather(x: Tensor, group: AxisGroup, root: int) -> LoweredOp[tuple[Tensor, ..
 def scatter(
     pieces: Sequence[Tensor] | None,
     out: Tensor,
-    group: AxisGroup,
+    group: Group,
     root: int,
 ) -> LoweredOp[Tensor]:
     """Piece i of `pieces` at member `root`, written into member i's `out`."""
@@ -262,7 +263,8 @@ def scatter(
         return LoweredOp(None, lambda: out.copy_(packed.view(out.shape)))
     output = flat_buffers.flatten(out)
     signature = signature_text(f"scatter(root {root})", out.dtype, out.shape)
-    call = group.call(
+    call = _call(
+        group,
         "scatter",
         signature,
         input=packed,
@@ -272,7 +274,7 @@ def scatter(
     return LoweredOp(call, lambda: _copy_back(out, output))
 
 
-def send(x: Tensor, group: AxisGroup, to: int) -> LoweredOp[Tensor]:
+def send(x: Tensor, group: Group, to: int) -> LoweredOp[Tensor]:
     """x to member `to`; the result is x itself."""
     group.check_member(to, "send to")
     call = Call(
@@ -292,7 +294,7 @@ def send(x: Tensor, group: AxisGroup, to: int) -> LoweredOp[Tensor]:
     return LoweredOp(call, lambda: x)
 
 
-def recv(out: Tensor, group: AxisGroup, source: int) -> LoweredOp[Tensor]:
+def recv(out: Tensor, group: Group, source: int) -> LoweredOp[Tensor]:
     """What member `source` sends, written into `out`."""
     group.check_member(source, "receive from")
     output = flat_buffers.flatten(out)
@@ -313,9 +315,9 @@ def recv(out: Tensor, group: AxisGroup, source: int) -> LoweredOp[Tensor]:
     return LoweredOp(call, lambda: _copy_back(out, output))
 
 
-def barrier(group: AxisGroup) -> LoweredOp[None]:
+def barrier(group: Group) -> LoweredOp[None]:
     """Complete when every member has called it."""
-    call = None if group.degree == 1 else group.call("barrier", "barrier")
+    call = None if group.degree == 1 else _call(group, "barrier", "barrier")
     return LoweredOp(call, lambda: None)
 
 
@@ -334,7 +336,7 @@ def _copy_back(x: Tensor, flat: Tensor) -> Tensor:
     return x
 
 
-def _own_shard(buffer: Tensor, group: AxisGroup, what: str) -> Tensor:
+def _own_shard(buffer: Tensor, group: Group, what: str) -> Tensor:
     """This member's part of a flat buffer of equal shards, a view."""
     is_flat = buffer.dim() == 1 and buffer.is_contiguous()
     length, remainder = divmod(buffer.numel(), group.degree)
@@ -346,7 +348,7 @@ def _own_shard(buffer: Tensor, group: AxisGroup, what: str) -> Tensor:
     return buffer.detach().narrow(0, start, length)
 
 
-def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGroup) -> Tensor:
+def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: Group) -> Tensor:
     given = list(pieces or ())
     shapes = [piece.shape for piece in given]
     expected_shapes = [out.shape] * group.degree
@@ -361,11 +363,41 @@ def _packed_pieces(pieces: Sequence[Tensor] | None, out: Tensor, group: AxisGrou
     return packed
 
 
-def _check_average(x: Tensor, op: Reduce) -> None:
-    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
+def _check_average(x: Tensor) -> None:
+    if not (x.is_floating_point() or x.is_complex()):
         raise CommError(
             f"avg of {x.dtype} would not be an integer: reduce with sum and divide the result"
         )
+
+
+def _call(
+    group: Group,
+    op: Op,
+    signature: str,
+    *,
+    input: Tensor | None = None,
+    output: Tensor | None = None,
+    input_split_sizes: tuple[int, ...] = (),
+    output_split_sizes: tuple[int, ...] = (),
+    reduce: Reduce = "sum",
+    root: int = 0,
+) -> Call:
+    """A call of a group; the arguments are fields of `Call`."""
+    return Call(
+        op,
+        group.axis,
+        group.ranks,
+        group.index,
+        signature,
+        input=input,
+        output=output,
+        input_split_sizes=input_split_sizes,
+        output_split_sizes=output_split_sizes,
+        reduce=reduce,
+        root=root,
+        checked=group.checked,
+        communicator=group.communicator,
+    )
 
 
 def _pair(*, source: int, destination: int, axis: str) -> tuple[int, int]:

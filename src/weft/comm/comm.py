@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
 
 from weft.comm import collectives
-from weft.comm.axis_group import AxisGroup, axis_group
-from weft.comm.backend_policy import policy_of
 from weft.comm.collectives import LoweredOp
+from weft.comm.device_groups import policy_of
+from weft.comm.group import Group, axis_group, world_stages
 from weft.comm.observe import (
     CallMonitor,
     LateRanks,
@@ -28,6 +27,7 @@ from weft.comm.observe import (
 from weft.comm.planned_groups import world_partition
 from weft.comm.transport import (
     Call,
+    Channel,
     Communicator,
     GroupsMessages,
     PendingCall,
@@ -37,7 +37,6 @@ from weft.comm.transport import (
     Transport,
     Work,
 )
-from weft.comm.world_stages import world_stages
 from weft.core.mesh import Axis, Mesh
 from weft.errors import CommError, counted
 
@@ -92,7 +91,7 @@ class Comm:
         self.device = transport.device
         self.checked = True
         self.wait_clock: WaitClock | None = None
-        self._groups: dict[tuple[Axis, bool], AxisGroup] = {}
+        self._groups: dict[tuple[Axis, bool, Communicator], Group] = {}
 
     def degree(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
@@ -138,21 +137,19 @@ class Comm:
 
     def all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """The reduction of every member's x, in new memory."""
-        work = self.start_all_reduce(x, axis, op=op)
-        return work.wait()
+        return self.start_all_reduce(x, axis, op=op).wait()
 
     def start_all_reduce(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        lowered = collectives.all_reduce(x, self._group(axis), op)
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.all_reduce(x, group, op), group)
 
     def all_reduce_(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """The reduction of every member's x, written into x."""
-        work = self.start_all_reduce_(x, axis, op=op)
-        return work.wait()
+        return self.start_all_reduce_(x, axis, op=op).wait()
 
     def start_all_reduce_(self, x: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        lowered = collectives.all_reduce_(x, self._group(axis), op)
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.all_reduce_(x, group, op), group)
 
     def all_gather(
         self,
@@ -165,13 +162,7 @@ class Comm:
         """Every member's x, concatenated along `dim`; `sizes` are the members' lengths along `dim`
         if they differ.
         """
-        work = self.start_all_gather(
-            x,
-            axis,
-            dim=dim,
-            sizes=sizes,
-        )
-        return work.wait()
+        return self.start_all_gather(x, axis, dim=dim, sizes=sizes).wait()
 
     def start_all_gather(
         self,
@@ -181,19 +172,18 @@ class Comm:
         dim: int = 0,
         sizes: Sequence[int] | None = None,
     ) -> Work:
-        lowered = collectives.all_gather(x, self._group(axis), dim, sizes)
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.all_gather(x, group, dim, sizes), group)
 
     def all_gather_(self, buffer: Tensor, axis: Axis) -> Tensor:
         """`buffer` is flat, one equal shard per member: every other member's shard is written into
         it.
         """
-        work = self.start_all_gather_(buffer, axis)
-        return work.wait()
+        return self.start_all_gather_(buffer, axis).wait()
 
     def start_all_gather_(self, buffer: Tensor, axis: Axis) -> Work:
-        lowered = collectives.all_gather_(buffer, self._group(axis))
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.all_gather_(buffer, group), group)
 
     def reduce_scatter(
         self,
@@ -207,14 +197,7 @@ class Comm:
         """This member's piece along `dim` of the reduction of every member's x; `sizes` are the
         pieces' lengths.
         """
-        work = self.start_reduce_scatter(
-            x,
-            axis,
-            dim=dim,
-            op=op,
-            sizes=sizes,
-        )
-        return work.wait()
+        return self.start_reduce_scatter(x, axis, dim=dim, op=op, sizes=sizes).wait()
 
     def start_reduce_scatter(
         self,
@@ -226,9 +209,8 @@ class Comm:
         sizes: Sequence[int] | None = None,
         communicator: Communicator = "group",
     ) -> Work:
-        group = replace(self._group(axis), communicator=communicator)
-        lowered = collectives.reduce_scatter(x, group, dim, op, sizes)
-        return self._start(lowered)
+        group = self._group(axis, communicator)
+        return self._start(collectives.reduce_scatter(x, group, dim, op, sizes), group)
 
     def reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Tensor:
         """`buffer` is flat, one equal shard per member: the reduction of all buffers is written
@@ -236,12 +218,11 @@ class Comm:
 
         Returns that shard, a view; the other shards do not change.
         """
-        work = self.start_reduce_scatter_(buffer, axis, op=op)
-        return work.wait()
+        return self.start_reduce_scatter_(buffer, axis, op=op).wait()
 
     def start_reduce_scatter_(self, buffer: Tensor, axis: Axis, *, op: Reduce = "sum") -> Work:
-        lowered = collectives.reduce_scatter_(buffer, self._group(axis), op)
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.reduce_scatter_(buffer, group, op), group)
 
     def all_to_all(
         self,
@@ -254,13 +235,7 @@ class Comm:
         """Piece j of x along dim 0 goes to member j; returns the received pieces in group order.
         Equal pieces by default.
         """
-        work = self.start_all_to_all(
-            x,
-            axis,
-            send_sizes=send_sizes,
-            recv_sizes=recv_sizes,
-        )
-        return work.wait()
+        return self.start_all_to_all(x, axis, send_sizes=send_sizes, recv_sizes=recv_sizes).wait()
 
     def start_all_to_all(
         self,
@@ -270,28 +245,26 @@ class Comm:
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
     ) -> Work:
-        lowered = collectives.all_to_all(x, self._group(axis), send_sizes, recv_sizes)
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.all_to_all(x, group, send_sizes, recv_sizes), group)
 
     def broadcast_(self, x: Tensor, axis: Axis, *, root: int = 0) -> Tensor:
         """x of member `root` (a place along the axis), written into every member's x."""
-        work = self.start_broadcast_(x, axis, root=root)
-        return work.wait()
+        return self.start_broadcast_(x, axis, root=root).wait()
 
     def start_broadcast_(self, x: Tensor, axis: Axis, *, root: int = 0) -> Work:
-        lowered = collectives.broadcast_(x, self._group(axis), root)
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.broadcast_(x, group, root), group)
 
     def gather(self, x: Tensor, axis: Axis, *, root: int = 0) -> tuple[Tensor, ...] | None:
         """Every member's x, in group order, at member `root`; None elsewhere."""
-        work = self.start_gather(x, axis, root=root)
-        return work.wait()
+        return self.start_gather(x, axis, root=root).wait()
 
     def start_gather(
         self, x: Tensor, axis: Axis, *, root: int = 0
     ) -> Work[tuple[Tensor, ...] | None]:
-        lowered = collectives.gather(x, self._group(axis), root)
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.gather(x, group, root), group)
 
     def scatter(
         self,
@@ -302,13 +275,7 @@ class Comm:
         root: int = 0,
     ) -> Tensor:
         """Piece i of member `root`'s `pieces` (None elsewhere), written into member i's `out`."""
-        work = self.start_scatter(
-            pieces,
-            out,
-            axis,
-            root=root,
-        )
-        return work.wait()
+        return self.start_scatter(pieces, out, axis, root=root).wait()
 
     def start_scatter(
         self,
@@ -318,8 +285,8 @@ class Comm:
         *,
         root: int = 0,
     ) -> Work:
-        lowered = collectives.scatter(pieces, out, self._group(axis), root)
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.scatter(pieces, out, group, root), group)
 
     def send(self, x: Tensor, axis: Axis, *, to: int) -> None:
         """x to member `to` (a place along the axis); returns when it was received."""
@@ -327,16 +294,15 @@ class Comm:
 
     def start_send(self, x: Tensor, axis: Axis, *, to: int) -> Work:
         lowered = collectives.send(x, self._group(axis), to)
-        return self._start(lowered)
+        return self._start(lowered, None)
 
     def recv(self, out: Tensor, axis: Axis, *, source: int) -> Tensor:
         """What member `source` sends, written into `out`."""
-        work = self.start_recv(out, axis, source=source)
-        return work.wait()
+        return self.start_recv(out, axis, source=source).wait()
 
     def start_recv(self, out: Tensor, axis: Axis, *, source: int) -> Work:
         lowered = collectives.recv(out, self._group(axis), source)
-        return self._start(lowered)
+        return self._start(lowered, None)
 
     def grouped_messages(self) -> AbstractContextManager[None]:
         """Messages that are started inside the block belong together: none of them waits for another.
@@ -354,8 +320,8 @@ class Comm:
         self.start_barrier(axis).wait()
 
     def start_barrier(self, axis: Axis) -> Work[None]:
-        lowered = collectives.barrier(self._group(axis))
-        return self._start(lowered)
+        group = self._group(axis)
+        return self._start(collectives.barrier(group), group)
 
     def all_gather_world(self, rows: Tensor) -> Tensor:
         """The rows of all ranks of the mesh, concatenated along dim 0 in rank order.
@@ -364,7 +330,7 @@ class Comm:
         """
         for group in self._world_groups(self.device.type):
             lowered = collectives.all_gather(rows, group, 0, None)
-            rows = self._start(lowered).wait()
+            rows = self._start(lowered, group).wait()
         return rows
 
     def combine_world(self, row: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
@@ -379,7 +345,7 @@ class Comm:
         for group in self._world_groups(self.device.type):
             own_row = row.unsqueeze(0)
             lowered = collectives.all_gather(own_row, group, 0, None)
-            rows = self._start(lowered).wait()
+            rows = self._start(lowered, group).wait()
             row = combine(rows)
         return row
 
@@ -395,13 +361,15 @@ class Comm:
         """Return when every rank of the mesh has called it."""
         for group in self._world_groups("cpu"):
             lowered = collectives.barrier(group)
-            self._start(lowered).wait()
+            self._start(lowered, group).wait()
 
-    def _world_groups(self, device_type: str) -> tuple[AxisGroup, ...]:
+    def _world_groups(self, device_type: str) -> tuple[Group, ...]:
         """The groups through which a small collective of tensors on a device type reaches all ranks,
         innermost first.
         """
-        stages = world_stages(self.rank, self.mesh.size, checked=self.checked)
+        stages = world_stages(
+            self.rank, self.mesh.size, checked=self.checked, transport=self.transport
+        )
         has_one_group = len(stages) <= 1
         policy = policy_of(device_type)
         if has_one_group or not policy.totals_along_axes:
@@ -409,8 +377,8 @@ class Comm:
         groups = map(self._group, world_partition(self.mesh))
         return tuple(groups)
 
-    def _group(self, axis: Axis) -> AxisGroup:
-        key = (axis, self.checked)
+    def _group(self, axis: Axis, communicator: Communicator = "group") -> Group:
+        key = (axis, self.checked, communicator)
         group = self._groups.get(key)
         if group is None:
             group = axis_group(
@@ -418,58 +386,48 @@ class Comm:
                 self.rank,
                 axis,
                 checked=self.checked,
+                communicator=communicator,
+                transport=self.transport,
             )
             self._groups[key] = group
         return group
 
-    def _start(self, lowered: LoweredOp[T]) -> Work[T]:
+    def _start(self, lowered: LoweredOp[T], group: Group | None) -> Work[T]:
+        """Start an operation of a group, or a message, whose group is None."""
         call = lowered.call
         if call is None:
             return Work.done(lowered.finish())
+        channel = self.transport if group is None else group.channel
+
+        def note() -> str:
+            return failure_note(call, self.mesh, self.rank)
+
         if not self.observers:
-            return Work(
-                self._start_call(call),
-                lowered.finish,
-                lambda: failure_note(call, self.mesh, self.rank),
-            )
+            return Work(self._start_call(call, channel), lowered.finish, note)
         record = operation(call)
         for observer in self.observers:
             observer.started(record)
-        pending = self._start_call(call)
+        pending = self._start_call(call, channel)
 
         def finish() -> T:
             for observer in self.observers:
                 observer.finished(record)
             return lowered.finish()
 
-        return Work(pending, finish, lambda: failure_note(call, self.mesh, self.rank))
+        return Work(pending, finish, note)
 
-    def _start_call(self, call: Call) -> PendingCall | None:
-        pending = self._start_monitored(call)
+    def _start_call(self, call: Call, channel: Channel) -> PendingCall | None:
+        """Hand a call to the transport, once the monitor has seen it."""
+        if self.monitor is None:
+            pending = channel.start(call, self._report_late)
+        else:
+            position = self.monitor.started(call)
+            pending = channel.start(call, self._report_late)
+            if pending is not None:
+                pending = MonitoredCall(pending, call, monitor=self.monitor, position=position)
         if pending is None or self.wait_clock is None:
             return pending
         return TimedCall(pending, self.wait_clock)
 
-    def _start_monitored(self, call: Call) -> PendingCall | None:
-        if self.monitor is None:
-            return self.transport.start(call, self._report_late)
-        position = self.monitor.started(call)
-        pending = self.transport.start(call, self._report_late)
-        if pending is None:
-            return None
-        return MonitoredCall(
-            pending,
-            call,
-            monitor=self.monitor,
-            position=position,
-        )
-
     def _report_late(self, call: Call, missing: tuple[int, ...], waited_s: float) -> None:
-        late = late_ranks(
-            call,
-            missing,
-            waited_s,
-            mesh=self.mesh,
-            rank=self.rank,
-        )
-        self.on_late(late)
+        self.on_late(late_ranks(call, missing, waited_s, mesh=self.mesh, rank=self.rank))

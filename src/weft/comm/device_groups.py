@@ -1,15 +1,114 @@
-"""The process groups of torch.distributed that one group of ranks uses, one for each device type."""
+"""How torch.distributed backends carry calls: the policies of gloo and NCCL, and one process group for a device type.
+
+Note [Calls on NCCL]
+    A kernel of NCCL runs until all members have launched theirs. Two communicators whose kernels
+    are launched in different orders on two ranks can wait for each other, and so can the making of
+    a communicator, which synchronises the device. So on GPUs all communicators are made at start,
+    in one order (`comm/planned_groups.py`), and calls are launched from the thread that computes,
+    in program order, never from a worker thread. The host does not wait: `Work.wait` orders the
+    caller's stream. A signature is compared by an all-reduce of its digest on the device, launched
+    before the call, and read by the host in `wait`. Messages are not compared: a check in both
+    directions would wait for itself.
+
+Note [Messages on NCCL]
+    Messages travel on the communicator of their axis, whose kernels run one after the other on each
+    rank: a message waits for those before it. Messages in one block of `Comm.grouped_messages` are
+    one kernel, in which all make progress. Programs that cannot deadlock when every message blocks
+    (lowered schedules: Note [Order of transfers] in schedule/lower.py) cannot deadlock here,
+    whatever consecutive messages are grouped: take the first message of the line that is not
+    complete; all before it are, so both of its ranks have launched the groups that hold it.
+    A receive begins when the actions before it have ended, and a lowered schedule has it directly
+    before the action in whose time the tensor arrives: it occupies the device for no longer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from weft.comm.backend_policy import BackendPolicy, policy_of
-from weft.comm.backend_work import TorchWork
 from weft.comm.transport import Reduce
+
+
+@dataclass(frozen=True)
+class BackendPolicy:
+    """How calls on tensors of one device type are carried.
+
+    Attributes:
+        native_reduce: all_reduce and reduce_scatter by the backend's own algorithm, in its order of
+            summation; else every member reduces in rank order, to the same bits in every run.
+        native_gather: all_gather of equal pieces by the backend's own algorithm, at any size.
+        exchanges_of_two: groups of two exchange their data directly.
+        is_stream_ordered: `wait` orders a stream and does not block the host.
+        launches_from_caller: calls are launched by the thread that starts them, never by a worker.
+        checks_on_device: signatures are compared by digests that travel with the call.
+        messages_on_axis_group: messages travel on the group of their axis, several in one launch;
+            else every ordered pair of ranks has a group of its own.
+        connects_at_start: groups are connected before the first call, in the order of the plan.
+        totals_along_axes: totals over many ranks go along the groups of axes, which exist anyway;
+            else through groups of few ranks that are made for them.
+    """
+
+    native_reduce: bool
+    native_gather: bool
+    exchanges_of_two: bool
+    is_stream_ordered: bool
+    launches_from_caller: bool
+    checks_on_device: bool
+    messages_on_axis_group: bool
+    connects_at_start: bool
+    totals_along_axes: bool
+
+
+GLOO = BackendPolicy(
+    native_reduce=False,
+    native_gather=False,
+    exchanges_of_two=True,
+    is_stream_ordered=False,
+    launches_from_caller=False,
+    checks_on_device=False,
+    messages_on_axis_group=False,
+    connects_at_start=False,
+    totals_along_axes=False,
+)
+NCCL = BackendPolicy(
+    native_reduce=True,
+    native_gather=True,
+    exchanges_of_two=False,
+    is_stream_ordered=True,
+    launches_from_caller=True,
+    checks_on_device=True,
+    messages_on_axis_group=True,
+    connects_at_start=True,
+    totals_along_axes=True,
+)
+
+POLICIES = {"cpu": GLOO, "cuda": NCCL}
+
+
+def policy_of(device_type: str, *, deterministic: bool = False) -> BackendPolicy:
+    """The policy for tensors on a device type.
+
+    Args:
+        deterministic: reduce in rank order on every backend.
+    """
+    policy = POLICIES.get(device_type, GLOO)
+    if deterministic:
+        return replace(policy, native_reduce=False)
+    return policy
+
+
+class TorchWork(Protocol):
+    """The part of torch.distributed.Work that is used; `wait` raises RuntimeError on failure and on
+    time-out.
+    """
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
 
 
 class TorchProcessGroup(Protocol):
@@ -37,56 +136,58 @@ class TorchProcessGroup(Protocol):
     def shutdown(self) -> None: ...
 
 
-class DeviceGroups:
-    """The process groups of one group of ranks, one for each device type; each is connected when
-    its first tensor comes, or by `process_group_for`.
+@dataclass(frozen=True)
+class DeviceGroup:
+    """The process group of one group of ranks for tensors on one device type, resolved once.
 
-    Args:
-        connect: makes the process group for a device type, `connect("cpu")`; it may block until all
-            members call it.
+    Attributes:
+        policy: how calls are carried.
         reduce_ops: torch.distributed's ReduceOp for each reduction.
         scatter_options: torch.distributed's ReduceScatterOptions for each reduction.
-        deterministic: whether reductions are in rank order on every backend.
     """
 
-    def __init__(
+    process_group: TorchProcessGroup
+    policy: BackendPolicy
+    reduce_ops: Mapping[Reduce, Any]
+    scatter_options: Mapping[Reduce, Any] = field(default_factory=dict)
+
+    def all_to_all(
         self,
-        connect: Callable[[str], TorchProcessGroup],
-        reduce_ops: Mapping[Reduce, Any],
+        sent: Tensor,
+        received: Tensor,
         *,
-        scatter_options: Mapping[Reduce, Any] | None = None,
-        deterministic: bool = False,
-    ) -> None:
-        self.reduce_ops = reduce_ops
-        self.scatter_options = scatter_options or {}
-        self.deterministic = deterministic
-        self._connect = connect
-        self._process_groups: dict[str, TorchProcessGroup] = {}
+        input_split_sizes: Sequence[int],
+        output_split_sizes: Sequence[int],
+    ) -> TorchWork:
+        """All-to-all of flat buffers of any dtype; the sizes are elements for each member."""
+        element_size = sent.element_size()
+        sent_bytes = [element_size * numel for numel in input_split_sizes]
+        received_bytes = [element_size * numel for numel in output_split_sizes]
+        return self.process_group.alltoall_base(
+            as_bytes(received), as_bytes(sent), received_bytes, sent_bytes
+        )
 
-    @property
-    def gloo(self) -> TorchProcessGroup:
-        """The process group for tensors on the CPU."""
-        return self.process_group_for("cpu")
+    def send_to_all(self, own: Tensor, received: Tensor, size: int) -> TorchWork:
+        """All-gather by one hop: `own` to every member, every member's into `received`."""
+        sizes = (own.numel(),) * size
+        return self.all_to_all(
+            own.repeat(size), received, input_split_sizes=sizes, output_split_sizes=sizes
+        )
 
-    def process_group(self, x: Tensor) -> TorchProcessGroup:
-        """The process group for tensors on the device of `x`."""
-        return self.process_group_for(x.device.type)
+    def exchange_with_peer(self, sent: Tensor, received: Tensor, *, index: int) -> TorchWork:
+        """`sent` to the other of two members, its data into `received`."""
+        return self.all_to_all(
+            sent,
+            received,
+            input_split_sizes=_for_peer(sent, index),
+            output_split_sizes=_for_peer(received, index),
+        )
 
-    def process_group_for(self, device_type: str) -> TorchProcessGroup:
-        """The process group for a device type."""
-        if device_type not in self._process_groups:
-            self._process_groups[device_type] = self._connect(device_type)
-        return self._process_groups[device_type]
 
-    def disconnect(self, device_type: str) -> TorchProcessGroup:
-        """Forget the process group for a device type."""
-        return self._process_groups.pop(device_type)
+def _for_peer(x: Tensor, index: int) -> tuple[int, int]:
+    return (x.numel(), 0) if index else (0, x.numel())
 
-    def policy(self, x: Tensor) -> BackendPolicy:
-        """How tensors on the device of `x` are carried."""
-        return policy_of(x.device.type, deterministic=self.deterministic)
 
-    @property
-    def connected(self) -> Mapping[str, TorchProcessGroup]:
-        """Device type -> process group, of those that are connected."""
-        return self._process_groups
+def as_bytes(buffer: Tensor) -> Tensor:
+    """`buffer` as uint8, which backends move whatever the dtype."""
+    return buffer.view(torch.uint8)

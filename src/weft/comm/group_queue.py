@@ -1,4 +1,4 @@
-"""Per-group call queue of processes: connects at the first call, compares signatures, names late ranks."""
+"""The calls of one group of processes, in order: launched at once or by a worker thread that compares signatures first."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from weft.comm.backend import ProcessGroupBackend
+from weft.comm.backend import OPERATIONS, ProcessGroupBackend
 from weft.comm.backend_work import BackendCall
-from weft.comm.device_calls import DeviceCalls
-from weft.comm.group_call import GroupCall
+from weft.comm.device_groups import GLOO, POLICIES
+from weft.comm.group_watch import GroupWatch, WatchedCall
 from weft.comm.presence import PresenceStore
 from weft.comm.transport import Call, OnLate
-from weft.core.mesh import rank_list
-from weft.errors import CommError, CommTimeout, first_line
+from weft.errors import CommError
 
-TIMEOUT_GRACE_S, LOST_GRACE_S = 0.1, 0.5
-"""How long a rank looks for the others' announcements after a time-out and after a lost connection.
-"""
-
+WAIT_SLICE_S = 0.25
+"""A wait for a collective is made of waits of this length, so that Ctrl-C interrupts it."""
 CLOSE_WAIT_S = 5.0
 """How long closing waits for the worker thread to end."""
 
@@ -32,7 +29,72 @@ CLOSE_WAIT_S = 5.0
 # compared and no call is queued.
 #
 # Tensors on GPUs never come here: their calls are launched by the thread that starts them, on groups that were connected
-# at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/backend_policy.py.
+# at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/device_groups.py.
+
+
+class GroupCall(WatchedCall):
+    """One call of a `GroupQueue`: run by its worker thread if queued, otherwise launched by the
+    thread that starts it.
+
+    Attributes:
+        policy: how calls on the device type of its tensors are carried ("cpu" without any).
+        launched: the call in the hands of the backend.
+        done, error: set by the worker thread; `done` is None if the call was launched directly.
+    """
+
+    def __init__(self, watch: GroupWatch, call: Call, *, position: int, on_late: OnLate) -> None:
+        self.call, self.position, self.on_late = call, position, on_late
+        self.started_at_s = self.waiting_since_s = time.monotonic()
+        tensor = call.input if call.output is None else call.output
+        self.device_type = "cpu" if tensor is None else tensor.device.type
+        self.policy = POLICIES.get(self.device_type, GLOO)
+        self.launched: BackendCall | None = None
+        self.done: threading.Event | None = None
+        self.error: Exception | None = None
+        self._watch = watch
+
+    def wait(self) -> None:
+        """Block until the call is complete."""
+        self.waiting_since_s = time.monotonic()
+        self._watch.waiting.add(self)
+        try:
+            if self.done is not None:
+                self.done.wait()  # the worker thread keeps the time-out
+            else:
+                assert self.launched is not None, "it is waited for inside its block of messages"
+                self.wait_for_backend(self.launched)
+        finally:
+            self._watch.waiting.discard(self)
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        if self.done is not None:
+            return self.done.is_set()
+        return self.launched is not None and self.launched.is_completed()
+
+    def wait_for_backend(self, backend_call: BackendCall) -> None:
+        """Block until `backend_call` is complete; raise the diagnosis if it fails or times out, or
+        if its group was aborted: then its tensors hold anything.
+        """
+        watch = self._watch
+        # A message has one wait: see Note [Messages on gloo].
+        is_p2p = self.call.op in ("send", "recv")
+        slice_s = watch.timeout_s if is_p2p else min(WAIT_SLICE_S, watch.timeout_s)
+        deadline_s = time.monotonic() + watch.timeout_s
+        watch.in_flight.add(self)
+        try:
+            while not (is_complete := backend_call.wait(slice_s)):
+                if is_p2p or time.monotonic() > deadline_s:
+                    break
+        except RuntimeError as error:
+            raise watch.diagnose(self, error) from error
+        finally:
+            watch.in_flight.discard(self)
+        is_aborted = self.policy.is_stream_ordered and watch.failure is not None
+        if is_aborted or not is_complete:
+            raise watch.diagnose(self, None)
 
 
 class GroupQueue:
@@ -40,63 +102,61 @@ class GroupQueue:
     they were started.
 
     Args:
-        name: name of the group, the same on all members.
-        connect: connects the group; it may block until all members have joined.
-        presence: store by which the ranks of the world see which of them have joined a call.
-        timeout_s: how long a call waits for other ranks.
-        late_after_s: how long a call waits before members that have not joined are reported.
-        announce_after_s: age of a collective at which this rank announces how many calls it has
-            started.
+        connect: connects the group, for its first call; it may block until all members have joined.
+
+    The others are those of `GroupWatch`.
     """
 
     def __init__(
         self,
         name: str,
-        connect: Callable[[], ProcessGroupBackend],
+        connect: Callable[[Call], ProcessGroupBackend],
         *,
         presence: PresenceStore,
         timeout_s: float,
         late_after_s: float,
         announce_after_s: float,
     ) -> None:
-        self.name = name
-        self.presence = presence
-        self.timeout_s = timeout_s
-        self.late_after_s = late_after_s
-        self.announce_after_s = announce_after_s
-        self.in_flight: set[GroupCall] = set()
-        self.waiting: set[GroupCall] = set()
+        self.watch = GroupWatch(
+            name,
+            presence,
+            timeout_s=timeout_s,
+            late_after_s=late_after_s,
+            announce_after_s=announce_after_s,
+        )
         self._connect = connect
         self._backend: ProcessGroupBackend | None = None
-        self._failure: CommError | None = None
         self._lock = threading.Lock()
-        self._announce_lock = threading.Lock()
-        self._num_started = 0
-        self._num_announced = 0
         self._num_queued = 0
         self._queued: queue.SimpleQueue[GroupCall | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
-        self._running: GroupCall | None = None
-        self._on_device = DeviceCalls()
 
     def start(self, call: Call, on_late: OnLate) -> GroupCall:
         """Start `call`: see Note [Order in a group queue]."""
+        watch = self.watch
+        if watch.presence.is_closed:
+            raise CommError(f"{call.description}: this transport was closed")
         with self._lock:
-            group_call = self._next_call(call, on_late)
+            group_call = GroupCall(watch, call, position=watch.num_started, on_late=on_late)
+            watch.num_started += 1
             if group_call.policy.launches_from_caller:
                 self._launch_on_device([group_call])
                 return group_call
-            backend = self._connected_backend(group_call.device_type)
-            if backend is None or call.checked or self._num_queued:
+            backend = self._backend
+            group = None if backend is None else backend.connected.get(group_call.device_type)
+            if group is None or call.checked or self._num_queued:
                 self._enqueue(group_call)
             else:
-                group_call.launch(backend)
+                group_call.launched = OPERATIONS[call.op](group, call)
+                watch.in_flight.add(group_call)
             return group_call
 
     def hold(self, call: Call, on_late: OnLate) -> GroupCall:
         """A message on a device that `launch_held` will launch."""
         with self._lock:
-            return self._next_call(call, on_late)
+            position = self.watch.num_started
+            self.watch.num_started += 1
+            return GroupCall(self.watch, call, position=position, on_late=on_late)
 
     def launch_held(self, group_calls: Sequence[GroupCall]) -> None:
         """Launch messages together."""
@@ -111,98 +171,39 @@ class GroupQueue:
         """
         with self._lock:
             if self._backend is None:
-                self._backend = self._connected(call, device_type)
+                self._connect_for(call, device_type)
+            assert self._backend is not None, "it was connected"
             return self._backend
 
     @property
     def is_connected(self) -> bool:
         """Whether the members have met."""
-        return self._backend is not None
+        return self.watch.is_connected
 
     @property
     def failure(self) -> CommError | None:
         """Why the connections of the group were closed; None while they are open."""
-        return self._failure
+        return self.watch.failure
 
-    def _next_call(self, call: Call, on_late: OnLate) -> GroupCall:
-        position = self._num_started
-        self._num_started += 1
-        return GroupCall(
-            self,
-            call,
-            position=position,
-            on_late=on_late,
-        )
-
-    def _connected_backend(self, device_type: str) -> ProcessGroupBackend | None:
-        """The backend, if the group is connected for tensors on a device type."""
-        backend = self._backend
-        if backend is None or device_type not in backend.connected:
-            return None
-        return backend
-
-    def _launch_on_device(self, group_calls: Sequence[GroupCall]) -> None:
-        """Launch one call, or messages together."""
-        first = group_calls[0]
-        if self._failure is not None:
-            raise self.diagnose(first, None)
-        device_calls = self._on_device.add(group_calls)
-        try:
-            launched_calls = self._launched(group_calls)
-        except BaseException:
-            self._on_device.remove(device_calls)
-            raise
-        launches = zip(
-            group_calls,
-            device_calls,
-            launched_calls,
-            strict=True,
-        )
-        for group_call, device_call, launched in launches:
-            group_call.attach(launched)
-            device_call.launched(launched)
-
-    def _launched(self, group_calls: Sequence[GroupCall]) -> list[BackendCall]:
-        first = group_calls[0]
-        if self._connected_backend(first.device_type) is None:  # not in the plan: members meet here
-            self._backend = self._connected(first.call, first.device_type)
-        assert self._backend is not None, "it was connected"
-        if not first.call.is_p2p:
-            return [first.launch(self._backend)]
-        calls = [group_call.call for group_call in group_calls]
-        return self._backend.launch_messages(calls)
-
-    def _check_device(self, now_s: float) -> None:
-        """Report the oldest unfinished call on a device; abort the group when it is too old."""
-        oldest = self._on_device.oldest()
-        if oldest is None:
-            return
-        age_s = now_s - oldest.started_at_s
-        if age_s < self.announce_after_s:
-            return
-        self._announce(oldest.call)
-        if age_s >= self.late_after_s:
-            oldest.group_call.report_late(age_s)
-        if age_s >= self.timeout_s and self._failure is None:
-            self.diagnose(oldest.group_call, None)
-            if self._backend is not None:
-                self._backend.abort(oldest.call.index)
+    def check_progress(self) -> None:
+        """Report what is late, and abort a device whose call is too old: the monitor thread of the
+        transport calls it from time to time.
+        """
+        self.watch.check_progress(self._abort_backend)
 
     def shut_down(self) -> None:
         """End the communicators of devices, if all calls on them are complete; every member does."""
-        is_unfinished = self._on_device.oldest() is not None
-        if self._backend is None or is_unfinished or self._failure is not None:
-            return
-        self._backend.shut_down()
+        is_unfinished = self.watch.on_device.oldest() is not None
+        if self._backend is not None and not is_unfinished and self.failure is None:
+            self._backend.shut_down()
 
     def abort(self, index: int) -> None:
         """Fail what member `index`, this rank, has started and not waited for; let the worker
         thread end.
         """
         if self._backend is not None:
-            is_busy = bool(self.in_flight or self._num_queued)
-            has_devices = any(device_type != "cpu" for device_type in self._backend.connected)
-            if is_busy or has_devices:
+            is_busy = bool(self.watch.in_flight or self._num_queued)
+            if is_busy or any(device_type != "cpu" for device_type in self._backend.connected):
                 self._backend.abort(index)
         self._queued.put(None)
 
@@ -213,93 +214,45 @@ class GroupQueue:
         if self._worker is not None:
             self._worker.join(CLOSE_WAIT_S)
 
-    def check_progress(self) -> None:
-        """Announce this rank if a call has been in flight for a while; report late ranks of calls
-        it waits for.
+    def _abort_backend(self, index: int) -> None:
+        if self._backend is not None:
+            self._backend.abort(index)
 
-        Called from time to time by the monitor thread of the transport.
-        """
-        now_s = time.monotonic()
-        self._check_device(now_s)
-        for group_call in list(self.in_flight):
-            age_s = now_s - group_call.started_at_s
-            if age_s >= self.announce_after_s:
-                self._announce(group_call.call)
-        for group_call in list(self.waiting):
-            waited_s = now_s - group_call.waiting_since_s
-            if waited_s >= self.late_after_s:
-                blocking = self._blocking(group_call)
-                blocking.report_late(waited_s)
+    def _launch_on_device(self, group_calls: Sequence[GroupCall]) -> None:
+        """Launch one call, or messages together."""
+        first = group_calls[0]
+        if self.failure is not None:
+            raise self.watch.diagnose(first, None)
+        device_calls = self.watch.on_device.add(group_calls)
+        try:
+            launched_calls = self._launched(group_calls)
+        except BaseException:
+            self.watch.on_device.remove(device_calls)
+            raise
+        for group_call, device_call, launched in zip(
+            group_calls, device_calls, launched_calls, strict=True
+        ):
+            group_call.launched = launched
+            device_call.launched(launched)
+            if not group_call.policy.is_stream_ordered:
+                self.watch.in_flight.add(group_call)
 
-    def missing(self, group_call: GroupCall, *, within_s: float) -> tuple[int, ...]:
-        """Members that have not joined `group_call`: its group is not connected, or they are not in
-        the collective.
-        """
-        call = group_call.call
-        is_connected = self._backend is not None
-        if is_connected and call.is_p2p:
-            return tuple(rank for rank in call.ranks if rank != call.rank)
-        num_started = 1
-        if is_connected:
-            num_started += group_call.position
-        return self.presence.missing(
-            self.name,
-            call.ranks,
-            num_started=num_started,
-            within_s=within_s,
-        )
-
-    def diagnose(self, group_call: GroupCall, error: RuntimeError | None) -> CommError:
-        """The error of a call that timed out (`error` None) or that the backend failed; later calls
-        refer to it.
-        """
-        description = group_call.call.description
-        if self._failure is not None:
-            cause = f"its connections were closed after an earlier failure: {self._failure}"
-            return CommError(f"{description}: {cause}")
-        self._announce(group_call.call)
-        if error is None or "imed out" in str(error):
-            missing = self.missing(group_call, within_s=TIMEOUT_GRACE_S)
-            late = "all ranks arrived, but it did not complete"
-            if missing:
-                late = f"{rank_list(missing)} did not arrive"
-            self._failure = CommTimeout(f"{description}: {late} within {self.timeout_s:g} s")
-        else:
-            missing = self.missing(group_call, within_s=LOST_GRACE_S)
-            lost = rank_list(missing) if missing else "a connection"
-            reason = first_line(error)
-            self._failure = CommError(f"{description}: lost {lost} ({reason})")
-        self._failure.missing = missing
-        return self._failure
-
-    def _announce(self, call: Call) -> None:
-        """Let the other members see how many calls this rank has started; messages are not
-        announced.
-        """
-        if call.is_p2p:
-            return
-        with (
-            self._announce_lock
-        ):  # the monitor and the waiting thread: the number must not decrease
-            num_started = self._num_started
-            if num_started > self._num_announced:
-                self._num_announced = num_started
-                self.presence.announce(self.name, call.rank, num_started)
-
-    def _blocking(self, group_call: GroupCall) -> GroupCall:
-        """The call that `group_call` waits for: itself, or the running one if it is still queued."""
-        if group_call.done is None:
-            return group_call
-        return self._running or group_call
+    def _launched(self, group_calls: Sequence[GroupCall]) -> list[BackendCall]:
+        first = group_calls[0]
+        backend = self._connect_for(first.call, first.device_type)  # if it was not in the plan
+        if first.call.is_p2p:
+            return backend.launch_messages([group_call.call for group_call in group_calls])
+        if first.call.checked and first.policy.checks_on_device:
+            return [backend.launch_checked(first.call, first.call.device)]
+        return [backend.launch(first.call, first.device_type)]
 
     def _enqueue(self, group_call: GroupCall) -> None:
         group_call.done = threading.Event()
+        group_call.is_queued = True
         self._num_queued += 1
         if self._worker is None:
             self._worker = threading.Thread(
-                target=self._work,
-                name=f"weft {self.name}",
-                daemon=True,
+                target=self._work, name=f"weft {self.watch.name}", daemon=True
             )
             self._worker.start()
         self._queued.put(group_call)
@@ -307,12 +260,12 @@ class GroupQueue:
     def _work(self) -> None:
         """Worker thread: run queued calls one after the other, until None."""
         for group_call in iter(self._queued.get, None):
-            self._running = group_call
+            self.watch.running = group_call
             try:
                 self._run(group_call)
             except Exception as error:  # noqa: BLE001 - raised again in the thread that waits for the call
                 group_call.error = error
-            self._running = None
+            self.watch.running = None
             with self._lock:
                 self._num_queued -= 1
             done = group_call.done
@@ -321,22 +274,24 @@ class GroupQueue:
             done.set()
 
     def _run(self, group_call: GroupCall) -> None:
-        call = group_call.call
-        backend = self._connected_backend(group_call.device_type)
-        if backend is None:
-            backend = self._connected(call, group_call.device_type)
-            self._backend = backend
+        call, device_type = group_call.call, group_call.device_type
+        backend = self._connect_for(call, device_type)
         if call.checked:
-            comparison = backend.exchange_signatures(call)
-            group_call.wait_for_backend(comparison)
-        launched = group_call.launch(backend)
-        group_call.wait_for_backend(launched)
+            group_call.wait_for_backend(backend.exchange_signatures(call))
+        group_call.launched = backend.launch(call, device_type)
+        group_call.wait_for_backend(group_call.launched)
 
-    def _connected(self, call: Call, device_type: str) -> ProcessGroupBackend:
+    def _connect_for(self, call: Call, device_type: str) -> ProcessGroupBackend:
+        """The backend, connected for tensors on a device type."""
+        backend = self._backend
+        if backend is not None and device_type in backend.connected:
+            return backend
         try:
-            backend = self._backend or self._connect()
-            backend.process_group_for(device_type)
+            backend = backend or self._connect(call)
+            backend.group(device_type)
         except RuntimeError as error:
             what = f"{call.description}: the group cannot be connected: {error}"
             raise CommError(what) from error
+        self._backend = backend
+        self.watch.is_connected = True
         return backend

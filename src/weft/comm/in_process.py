@@ -9,44 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.comm.transport import Call, Op, Reduce
+from weft.comm.reductions import reduce_in_order
+from weft.comm.transport import Call, Op
 
 RunCollective = Callable[[Sequence[Call]], None]
-Accumulate = Callable[[Tensor, Tensor], object]
-
-# Note [Reductions in rank order]
-# Floating-point sums depend on their order. `reduce_in_order` always adds rank 0's tensor first, then rank 1's, ..., so
-# that a sum has the same bits in every run, on every member and over every transport.
-
-
-def reduce_in_order(tensors: Sequence[Tensor], op: Reduce) -> Tensor:
-    """The reduction of `tensors`, first to last, in new memory on the first one's device.
-
-    bfloat16 and float16 are accumulated in float32 and rounded once.
-    """
-    first = tensors[0]
-    accumulator_dtype = _accumulator_dtype(first.dtype)
-    total = first.to(accumulator_dtype, copy=True)
-    accumulate = _ACCUMULATE[op]
-    for tensor in tensors[1:]:
-        converted = tensor.to(total.device, total.dtype)
-        accumulate(total, converted)
-    if op == "avg":
-        total.div_(len(tensors))
-    return total.to(first.dtype)
-
-
-def reduce_two_(total: Tensor, other: Tensor, op: Reduce) -> None:
-    """The reduction of two tensors, written into the first; the bits are those of `reduce_in_order`
-    in either order.
-    """
-    if _accumulator_dtype(total.dtype) != total.dtype:
-        reduced = reduce_in_order((total, other), op)
-        total.copy_(reduced)
-        return
-    _ACCUMULATE[op](total, other)
-    if op == "avg":
-        total.div_(2)
 
 
 def run_collective(calls: Sequence[Call]) -> None:
@@ -140,19 +106,6 @@ _RUN: dict[Op, RunCollective] = {
     "send": _message,
     "barrier": _barrier,
 }
-
-_ACCUMULATE: dict[Reduce, Accumulate] = {
-    "sum": lambda total, x: total.add_(x),
-    "avg": lambda total, x: total.add_(x),
-    "max": lambda total, x: torch.maximum(total, x, out=total),
-    "min": lambda total, x: torch.minimum(total, x, out=total),
-    "product": lambda total, x: total.mul_(x),
-}
-
-
-def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    is_16_bit_float = dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if is_16_bit_float else dtype
 
 
 def _root(calls: Sequence[Call]) -> Call:

@@ -18,14 +18,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from weft.comm.backend import ProcessGroupBackend
 from weft.comm.device_groups import TorchProcessGroup
 from weft.comm.find_store import PollingStore, find_store, next_namespace
-from weft.comm.group_call import GroupCall
-from weft.comm.group_queue import GroupQueue
+from weft.comm.group import QueueKey
+from weft.comm.group_queue import GroupCall, GroupQueue
 from weft.comm.nccl_groups import NcclGroups
 from weft.comm.planned_groups import PlannedGroup
 from weft.comm.presence import PresenceStore
-from weft.comm.queue_key import QueueKey
 from weft.comm.store_namespace import agree_on_namespace
-from weft.comm.transport import Call, OnLate, Reduce
+from weft.comm.transport import Call, Communicator, OnLate, Reduce
 from weft.errors import CommError, Fault, LaunchError
 
 # Note [Groups without a registry]
@@ -184,18 +183,27 @@ class ProcessTransport:
         return self._store
 
     def start(self, call: Call, on_late: OnLate) -> GroupCall:
-        """Hand `call` to the queue of its group."""
-        if self._presence.is_closed:
-            raise CommError(f"{call.description}: this transport was closed")
+        """Hand `call` to the queue of its group, or of its messages."""
         key = QueueKey.of(call)
-        if call.communicator != "group" and key not in self._queues:  # it was not planned
-            key = QueueKey.of_group(call.ranks, "group")
-        group_queue = self._queue(key, call)
+        group_queue = self._queue(self._planned(key), call)
         if self._held is None or key.kind != "messages of group":
             return group_queue.start(call, on_late)
         group_call = group_queue.hold(call, on_late)
         self._held.append(HeldMessage(group_queue, group_call))
         return group_call
+
+    def channel(
+        self, axis: str, ranks: tuple[int, ...], *, communicator: Communicator
+    ) -> GroupQueue:
+        """The queue of the collectives of a group."""
+        key = self._planned(QueueKey.of_group(ranks, communicator))
+        return self._queue(key, _call_of(PlannedGroup(axis, ranks), self.rank))
+
+    def _planned(self, key: QueueKey) -> QueueKey:
+        """`key`, or that of the group itself where no communicator of its own was planned."""
+        if key.kind == "reductions of group" and key not in self._queues:
+            return QueueKey.of_group(key.ranks, "group")
+        return key
 
     @contextmanager
     def grouped_messages(self) -> Iterator[None]:
@@ -284,7 +292,7 @@ class ProcessTransport:
     def _make_queue(self, key: QueueKey, call: Call) -> GroupQueue:
         name = key.name
 
-        def connect() -> ProcessGroupBackend:
+        def connect(call: Call) -> ProcessGroupBackend:
             if key.kind == "messages of group":
                 group = PlannedGroup(call.axis, call.members)
                 example = _call_of(group, self.rank)

@@ -150,6 +150,12 @@ waited so far.
 """
 
 
+class Channel(Protocol):
+    """Where the calls of a group start: see `Transport.start`."""
+
+    def start(self, call: Call, on_late: OnLate) -> PendingCall | None: ...
+
+
 class Transport(Protocol):
     """Carries calls between ranks: threads of one process, processes, or none (`MetaTransport`)."""
 
@@ -168,6 +174,15 @@ class Transport(Protocol):
         per call, from any thread, when members have not joined the call after some seconds of
         waiting; the call goes on waiting until its time-out.
         """
+        ...
+
+
+@runtime_checkable
+class ConnectsGroups(Protocol):
+    """A transport that keeps what it needs for a group, so that it is found once."""
+
+    def channel(self, axis: str, ranks: tuple[int, ...], *, communicator: Communicator) -> Channel:
+        """Where the collectives of a group of this rank start."""
         ...
 
 
@@ -260,7 +275,13 @@ class Work(Generic[T]):
             CommError: a connection was lost, or another rank failed.
         """
         if self._finish is not None:
-            self._wait_for_pending()
+            if self._pending is not None:
+                try:
+                    self._pending.wait()
+                except CommError as error:
+                    if self._failure_note is not None:
+                        error.add_note(self._failure_note())
+                    raise
             self._result = self._finish()
             self._pending = None  # these three hold the buffers of the call
             self._finish = None
@@ -270,13 +291,3 @@ class Work(Generic[T]):
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self._pending is None or self._pending.is_completed()
-
-    def _wait_for_pending(self) -> None:
-        if self._pending is None:
-            return
-        try:
-            self._pending.wait()
-        except CommError as error:
-            if self._failure_note is not None:
-                error.add_note(self._failure_note())
-            raise

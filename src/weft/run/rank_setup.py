@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import torch
 
-from weft.comm.backend_policy import policy_of
 from weft.comm.comm import Comm
+from weft.comm.device_groups import policy_of
 from weft.comm.interfaces import LOOPBACK, address_toward
 from weft.comm.observe import Observer
 from weft.comm.planned_groups import StepGroups, planned_groups

@@ -16,8 +16,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from weft.comm.backend_policy import policy_of
 from weft.comm.comm import Comm
+from weft.comm.device_groups import policy_of
 from weft.core.dimension import token_exchange_axes
 from weft.core.zero_stages import MAX_UNDER_WAY
 from weft.parallel.zero.param_group import ParamGroup

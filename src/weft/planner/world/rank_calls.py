@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from weft.comm.group import world_stages
 from weft.comm.observe import Operation
-from weft.comm.world_stages import world_stages
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.planner.measure.played_actions import ActionKey, action_keys

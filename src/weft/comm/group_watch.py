@@ -1,0 +1,236 @@
+"""What is known of the calls of one group while they run: who is late, what failed, and which call a device is in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from weft.comm.backend_work import BackendCall
+from weft.comm.presence import PresenceStore
+from weft.comm.transport import Call, OnLate
+from weft.core.mesh import rank_list
+from weft.errors import CommError, CommTimeout, first_line
+
+TIMEOUT_GRACE_S, LOST_GRACE_S = 0.1, 0.5
+"""How long a rank looks for the others' announcements after a time-out and after a lost connection.
+"""
+
+
+class WatchedCall:
+    """A call that the monitor may have to report.
+
+    Attributes:
+        position: place of the call in the order of its group, the same on all members.
+        is_queued: whether the worker thread runs it; a wait for it waits for those before it, too.
+        is_reported: whether the members that are late were reported.
+        started_at_s, waiting_since_s: time.monotonic() of the start and of the current `wait`.
+    """
+
+    call: Call
+    position: int
+    on_late: OnLate
+    started_at_s: float
+    waiting_since_s: float
+    is_queued = False
+    is_reported = False
+
+
+class DeviceCall(WatchedCall):
+    """A call on a device, as the monitor sees it: without the tensors, from before its launch until
+    the device has completed it.
+
+    The first call of a communicator may block the host inside its launch until all members come, so
+    a call is seen before it is launched.
+    """
+
+    def __init__(self, call: WatchedCall) -> None:
+        self.call = replace(call.call, input=None, output=None)
+        self.position, self.on_late = call.position, call.on_late
+        self.started_at_s = self.waiting_since_s = call.started_at_s
+        self._launched: BackendCall | None = None
+
+    def launched(self, backend_call: BackendCall) -> None:
+        """The backend has taken the call."""
+        self._launched = BackendCall(backend_call.works)
+
+    def is_completed(self) -> bool:
+        """Whether the device has completed it."""
+        return self._launched is not None and self._launched.is_completed()
+
+
+class DeviceCalls:
+    """Calls of a group on a device, oldest first: added before their launch, dropped once the device
+    has completed them. The launching thread and the monitor use it at once.
+
+    They complete in the order of their start, since a communicator runs its kernels one after the
+    other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: deque[DeviceCall] = deque()
+
+    def add(self, calls: Sequence[WatchedCall]) -> list[DeviceCall]:
+        """Note calls that are about to be launched."""
+        added = [DeviceCall(call) for call in calls]
+        with self._lock:
+            self._drop_completed()
+            self._calls.extend(added)
+        return added
+
+    def remove(self, calls: Sequence[DeviceCall]) -> None:
+        """Forget calls whose launch failed."""
+        with self._lock:
+            for call in calls:
+                self._calls.remove(call)
+
+    def oldest(self) -> DeviceCall | None:
+        """The oldest call that is not complete."""
+        with self._lock:
+            self._drop_completed()
+            return self._calls[0] if self._calls else None
+
+    def _drop_completed(self) -> None:
+        while self._calls and self._calls[0].is_completed():
+            self._calls.popleft()
+
+
+class GroupWatch:
+    """The calls of one group that are under way, and the members that have not joined them.
+
+    Args:
+        name: name of the group, the same on all members.
+        presence: store by which the ranks of the world see which of them have joined a call.
+        timeout_s: how long a call waits for other ranks.
+        late_after_s: how long a call waits before members that have not joined are reported.
+        announce_after_s: age of a collective at which this rank announces how many calls it has
+            started.
+
+    Attributes:
+        in_flight, waiting: calls in the hands of the backend, and calls that a thread waits for.
+        on_device: calls that a device has not completed.
+        running: the call that the worker thread is in.
+        num_started: calls that this rank has started.
+        is_connected: whether the members have met.
+        failure: why the connections of the group were closed; None while they are open.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        presence: PresenceStore,
+        *,
+        timeout_s: float,
+        late_after_s: float,
+        announce_after_s: float,
+    ) -> None:
+        self.name = name
+        self.presence = presence
+        self.timeout_s = timeout_s
+        self.late_after_s = late_after_s
+        self.announce_after_s = announce_after_s
+        self.in_flight: set[WatchedCall] = set()
+        self.waiting: set[WatchedCall] = set()
+        self.on_device = DeviceCalls()
+        self.running: WatchedCall | None = None
+        self.num_started = 0
+        self.is_connected = False
+        self.failure: CommError | None = None
+        self._announce_lock = threading.Lock()
+        self._num_announced = 0
+
+    def check_progress(self, abort: Callable[[int], None]) -> None:
+        """Announce this rank if a call has been in flight for a while; report late ranks of calls
+        it waits for. Called from time to time by the monitor thread of the transport.
+
+        Args:
+            abort: fails what is in flight on a device; called with this rank's place in the group.
+        """
+        now_s = time.monotonic()
+        self._check_device(now_s, abort)
+        for call in list(self.in_flight):
+            if now_s - call.started_at_s >= self.announce_after_s:
+                self._announce(call.call)
+        for call in list(self.waiting):
+            waited_s = now_s - call.waiting_since_s
+            if waited_s >= self.late_after_s:
+                running = self.running if call.is_queued else None  # for which a queued one waits
+                self._report_late(running or call, waited_s)
+
+    def _check_device(self, now_s: float, abort: Callable[[int], None]) -> None:
+        """Report the oldest unfinished call on a device; abort the group when it is too old."""
+        oldest = self.on_device.oldest()
+        if oldest is None:
+            return
+        age_s = now_s - oldest.started_at_s
+        if age_s < self.announce_after_s:
+            return
+        self._announce(oldest.call)
+        if age_s >= self.late_after_s:
+            self._report_late(oldest, age_s)
+        if age_s >= self.timeout_s and self.failure is None:
+            self.diagnose(oldest, None)
+            abort(oldest.call.index)
+
+    def _report_late(self, late: WatchedCall, waited_s: float) -> None:
+        """Report the members that have not joined, once; only the first rank of the group to see it
+        does.
+        """
+        if late.is_reported:
+            return
+        missing = self._missing(late, within_s=0.0)
+        if not missing:
+            return
+        late.is_reported = True
+        pair = f"{late.call.ranks}/" if late.call.is_p2p else ""
+        if self.presence.is_first(f"{self.name}/reported/{pair}{late.position}"):
+            late.on_late(late.call, missing, waited_s)
+
+    def _missing(self, late: WatchedCall, *, within_s: float) -> tuple[int, ...]:
+        """Members that have not joined the call: its group is not connected, or they are not in the
+        collective.
+        """
+        call = late.call
+        if self.is_connected and call.is_p2p:
+            return tuple(rank for rank in call.ranks if rank != call.rank)
+        num_started = 1 + late.position if self.is_connected else 1
+        return self.presence.missing(
+            self.name, call.ranks, num_started=num_started, within_s=within_s
+        )
+
+    def diagnose(self, failed: WatchedCall, error: RuntimeError | None) -> CommError:
+        """The error of a call that timed out (`error` None) or that the backend failed; later calls
+        refer to it.
+        """
+        description = failed.call.description
+        if self.failure is not None:
+            cause = f"its connections were closed after an earlier failure: {self.failure}"
+            return CommError(f"{description}: {cause}")
+        self._announce(failed.call)
+        if error is None or "imed out" in str(error):
+            missing = self._missing(failed, within_s=TIMEOUT_GRACE_S)
+            late = "all ranks arrived, but it did not complete"
+            if missing:
+                late = f"{rank_list(missing)} did not arrive"
+            self.failure = CommTimeout(f"{description}: {late} within {self.timeout_s:g} s")
+        else:
+            missing = self._missing(failed, within_s=LOST_GRACE_S)
+            lost = rank_list(missing) if missing else "a connection"
+            self.failure = CommError(f"{description}: lost {lost} ({first_line(error)})")
+        self.failure.missing = missing
+        return self.failure
+
+    def _announce(self, call: Call) -> None:
+        """Let the other members see how many calls this rank has started; messages are not
+        announced.
+        """
+        if call.is_p2p:
+            return
+        with self._announce_lock:  # the monitor and a waiting thread: the number must not decrease
+            num_started = self.num_started
+            if num_started > self._num_announced:
+                self._num_announced = num_started
+                self.presence.announce(self.name, call.rank, num_started)
