@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
@@ -35,7 +35,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 def layouts(
     *meshes: str,
     model: str | None = None,
-    transport: Literal["threads", "processes"] = "threads",
+    transport: str = "threads",
     **keys: Any,
 ) -> Callable[[Test], Test]:
     """Run a test once for each mesh.
@@ -63,7 +63,7 @@ def layouts(
     return decorate
 
 
-def _on_ranks(test: Callable[..., Any], transport: Literal["threads", "processes"]) -> Any:
+def _on_ranks(test: Callable[..., Any], transport: str) -> Any:
     """The test as a function of its mesh and fixtures, called on every rank."""
     signature = inspect.signature(test)
     wants_mesh = "mesh" in signature.parameters

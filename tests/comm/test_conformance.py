@@ -1,4 +1,4 @@
-"""The conformance suite over threads, and over the meta transport, where shapes and dtypes can be compared."""
+"""The conformance suite over every transport between threads that is found, and the shapes and dtypes of the meta transport."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ import torch
 from weft.comm.comm import Comm
 from weft.comm.meta import MetaTransport
 from weft.core.mesh import Mesh
+from weft.core.transports import thread_transports
+from weft.errors import LaunchError
 from weft.testing import run_ranks
 from weft.testing.conformance import CHECKS, conform
 
@@ -16,10 +18,20 @@ INDEPENDENT_OF_OTHER_RANKS = ("is_completed", "of its own")
 @pytest.mark.parametrize(
     "mesh", ["dp2", "dp3", "tp2 dp3", pytest.param("pp2 dp2 tp2", marks=pytest.mark.slow)]
 )
+@pytest.mark.parametrize("transport", thread_transports())
 @pytest.mark.parametrize("check", CHECKS)
-def test_threads_conform(mesh, check):
-    counts = run_ranks(mesh, lambda comm: conform(comm, check))
+def test_every_transport_between_threads_that_is_found_conforms(check, transport, mesh):
+    counts = run_ranks(mesh, lambda comm: conform(comm, check), transport=transport)
     assert min(counts) > 0
+
+
+def test_threads_are_found_and_another_name_is_rejected_with_those_that_are_there():
+    assert "threads" in thread_transports()
+    with pytest.raises(
+        LaunchError, match=r"transport: unknown .* \(got thread; need .*threads"
+    ) as caught:
+        run_ranks("dp2", lambda comm: None, transport="thread")
+    assert "threads" in caught.value.faults[0].fix
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from weft.comm import turns
+from weft.comm import threads
 from weft.comm.comm import Comm
 from weft.run import run_ranks as run_ranks_module
 from weft.run.run_ranks import run_ranks
@@ -63,13 +63,13 @@ def test_a_rank_that_polls_lets_the_others_compute() -> None:
 
     start_s = time.monotonic()
     assert run_ranks("dp2", rank, takes_turns=True) == [2, 2]
-    assert time.monotonic() - start_s < turns.PATIENCE_S / 2
+    assert time.monotonic() - start_s < threads.PATIENCE_S / 2
 
 
 def test_a_rank_goes_on_without_a_turn_when_its_holder_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(threads, "PATIENCE_S", 0.05)
     has_run = threading.Event()
 
     def rank(comm: Comm) -> bool:

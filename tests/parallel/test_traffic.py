@@ -25,8 +25,8 @@ from tests.matrix.plain import MIXED, Dtypes
 from tests.matrix.sweep import CONTEXTS
 from tests.sampling import sampled
 from weft.comm.comm import Comm
-from weft.comm.observe import Counter
 from weft.comm.group import world_stages
+from weft.comm.observe import Counter
 from weft.core.axes import data_axes, span
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward

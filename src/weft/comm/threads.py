@@ -1,17 +1,30 @@
-"""Thread transport: one rank per thread of this process; deterministic, starts fast, and detects deadlocks."""
+"""Thread transport: one rank per thread of this process; deterministic, starts fast, and detects deadlocks.
+
+Note [Turns]
+    A rank of a small model computes in Python, and every torch operation releases the lock of the
+    interpreter and takes it again. Where other threads are ready, each of these hands the lock to
+    another core: 32 ranks on two idle cores spent more system time on that than they computed. In
+    turns nothing else is ready, and the lock stays where it is.
+
+    Nothing relies on turns. Who holds one may wait for something that is no collective (a thread of
+    its own, a file), so a rank that has waited PATIENCE_S for a turn goes on without one; and a rank
+    that polls has none until it joins its next collective.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
 from weft.comm.rendezvous import PendingCollective, ThreadWorldState
-from weft.comm.transport import Call, OnLate, SharedResults
-from weft.comm.turns import Turn
-from weft.errors import CommError, counted
+from weft.comm.transport import Call, OnLate, SharedResults, Transport
+from weft.core.transports import thread_transports
+from weft.errors import CommError, Fault, LaunchError, counted, did_you_mean
 
 # Note [Backward in rank threads]
 # A collective inside `backward` must block its own rank only. For tensors on the CPU the autograd engine runs a backward
@@ -21,6 +34,43 @@ from weft.errors import CommError, counted
 # ranks may share a GPU.
 # Gradient mode, inference mode, autocast and flush-denormal belong to a thread; the default random generator, default
 # dtype and number of intra-op threads belong to the process, and all ranks share them.
+
+
+PATIENCE_S = 20.0
+
+
+class Turn:
+    """One rank's turn, taken and released by the thread of that rank.
+
+    Args:
+        lock: of all ranks of a world; None: ranks compute at the same time.
+    """
+
+    __slots__ = ("_is_held", "_lock")
+
+    def __init__(self, lock: threading.Lock | None) -> None:
+        self._lock = lock
+        self._is_held = False
+
+    def take(self) -> None:
+        """Wait for the turn, if this rank has none; at most PATIENCE_S."""
+        if self._lock is not None and not self._is_held:
+            self._is_held = self._lock.acquire(timeout=PATIENCE_S)
+
+    def release(self) -> None:
+        """Let another rank compute."""
+        if self._lock is not None and self._is_held:
+            self._is_held = False
+            self._lock.release()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Compute in turns inside the block."""
+        self.take()
+        try:
+            yield
+        finally:
+            self.release()
 
 
 class ThreadWorld:
@@ -58,7 +108,7 @@ class ThreadWorld:
         lock = threading.Lock() if takes_turns else None
         self.turns = tuple(Turn(lock) for _ in range(size))
 
-    def transport(self, rank: int) -> ThreadTransport:
+    def transport(self, rank: int) -> Transport:
         """The transport of `rank`, for its thread."""
         if not 0 <= rank < self.size:
             raise CommError(f"rank {rank} is outside a world of {self.size}")
@@ -160,3 +210,24 @@ class ThreadCall:
         if threading.get_ident() == self.home_thread:
             self.turn.release()  # the others must compute for this to change
         return False
+
+
+open_world = ThreadWorld
+"""What makes a file of this folder a transport by name: see core/transports.py."""
+
+
+def world_type(name: str) -> type[ThreadWorld]:
+    """The world of the transport `weft/comm/<name>.py`.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    known = thread_transports()
+    if name not in known:
+        need = ", ".join(known)
+        what = "unknown transport between rank threads"
+        raise LaunchError(
+            Fault("transport", what, got=name, need=need, fix=did_you_mean(name, known))
+        )
+    found: type[ThreadWorld] = import_module(f"weft.comm.{name}").open_world
+    return found

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from weft.config.schema import ConfigSection
+from weft.core.transports import TransportName
 from weft.planner.bench.bandwidth import OPERATIONS
 
 DEFAULT_MESH = "dp2"
@@ -48,7 +49,7 @@ class CommOptions(BenchOptions):
     mesh: str | None = Field(
         None, description=f"ranks and axes; None: {DEFAULT_MESH}, or dpN on N ranks of a launcher"
     )
-    transport: Literal["process", "threads"] = Field(
+    transport: TransportName = Field(
         "process", description="ranks as processes or as threads of one process"
     )
     operations: str = Field(",".join(OPERATIONS), description="names, separated by commas")

@@ -92,7 +92,7 @@ def world_faults(
 
 def transport_faults(transport: str) -> Iterator[Fault]:
     """Ranks that torchrun or Slurm has started are processes."""
-    if transport == "threads" and is_joining(os.environ):
+    if transport != "process" and is_joining(os.environ):
         what = "ranks as threads cannot be started by torchrun or Slurm"
         yield Fault(
             "transport",

@@ -29,6 +29,7 @@ from weft.config.schema import (
 )
 from weft.config.validate import config_checks
 from weft.core.precision import Dtype
+from weft.core.transports import TransportName
 from weft.data.chat_template import FILE as TEMPLATE_FILE
 from weft.data.files import ROW_SUFFIXES, inner_name
 from weft.data.prepared import prepared_of, sources_of
@@ -97,9 +98,7 @@ class EvalArguments(ConfigSection):
         None, description="number type; None: as the run computes, or as the folder stores"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
-    transport: Literal["process", "threads"] = Field(
-        "process", description="what a rank is on this machine"
-    )
+    transport: TransportName = Field("process", description="what a rank is on this machine")
     output: Literal["text", "json"] = Field("text", description="json: --json for short")
 
 

@@ -148,7 +148,7 @@ def _train(
         run_numerics,
         _ended(prediction),
         end_of_local_ranks(records),
-        stop_request if run.transport == "threads" else nullcontext(),
+        stop_request if run.transport != "process" else nullcontext(),
     ):  # for the main thread only
         code = launch(
             main,

@@ -29,6 +29,7 @@ from weft.config.schema import (
 )
 from weft.core.dimension import pipeline_axis, sequence_axes
 from weft.core.mesh import Mesh
+from weft.core.transports import TransportName
 from weft.layout.plan import Plan, canonical_json, make_stages
 
 
@@ -76,7 +77,7 @@ class Run(ConfigSection):
         examples=["llm-foundry-2023"],
         description="constants of a software on that device, in predictions; None: those of the device",
     )
-    transport: Literal["process", "threads"] = Field(
+    transport: TransportName = Field(
         "process", description="ranks as processes or as threads of one process"
     )
     nproc: Annotated[int, Field(ge=1, le=2**20)] | None = Field(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from weft.config.optimizers import unread_settings
 from weft.config.schema import (
@@ -18,6 +17,7 @@ from weft.config.schema import (
 )
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
+from weft.core.transports import PROCESS, TransportName
 from weft.errors import Fault, MeshError
 
 
@@ -125,7 +125,7 @@ def ranks_start_again(supervision: SupervisionConfig, save: SaveConfig) -> Itera
 
 
 def ranks_are_supervised(
-    transport: Literal["process", "threads"],
+    transport: TransportName,
     supervision: SupervisionConfig,
     save: SaveConfig,
     *,
@@ -134,7 +134,7 @@ def ranks_are_supervised(
     """Ranks are started again, and take snapshots for that, only as processes: a thread cannot be
     ended from outside. Only processes meet at a port.
     """
-    if transport != "threads":
+    if transport == PROCESS:
         return
     if port is not None:
         what = "is set, and ranks as threads need no rendezvous"

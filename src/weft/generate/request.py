@@ -11,6 +11,7 @@ from pydantic import Field
 from weft.config.schema import ConfigSection
 from weft.core.mesh import Mesh
 from weft.core.precision import Dtype
+from weft.core.transports import TransportName
 from weft.errors import ConfigError, Fault
 from weft.small_files import MIB, UnreadableFile, parse_json, read_text
 
@@ -54,9 +55,7 @@ class Request(ConfigSection):
         None, description="number type; None: as the run computes, or as the folder stores"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
-    transport: Literal["process", "threads"] = Field(
-        "process", description="what a rank is on this machine"
-    )
+    transport: TransportName = Field("process", description="what a rank is on this machine")
     tokenizer: str = Field("", description="bytes or a tokenizer.json; nothing: the model's own")
     chat: bool = Field(
         False, description="prompts are questions of a user, rendered by the chat template"

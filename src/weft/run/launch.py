@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from weft.comm.interfaces import LOOPBACK, listen
-from weft.comm.threads import ThreadWorld
+from weft.comm.threads import ThreadWorld, world_type
 from weft.core.mesh import Mesh
+from weft.core.transports import PROCESS, TransportName
 from weft.errors import EXIT_OK, CommError, Fault, LaunchError, first_line
 from weft.run.agent import end_with_agent
 from weft.run.devices import DeviceChoice, Starter, devices_of_local_ranks
@@ -84,7 +84,7 @@ def launch(
     main: RankMain,
     nproc: int,
     *,
-    transport: Literal["process", "threads"] = "process",
+    transport: TransportName = "process",
     device: DeviceChoice = "auto",
     port: int | None = None,
     mesh: Mesh | None = None,
@@ -113,11 +113,11 @@ def launch(
         LaunchError: the ranks cannot be started.
         KeyboardInterrupt: Ctrl-C; all ranks have ended.
     """
-    starter: Starter = "threads" if transport == "threads" else "fork"
+    starter: Starter = "fork" if transport == PROCESS else "threads"
     devices = devices_of_local_ranks(device, nproc, starter)
     context = ErrorContext(mesh, out)
-    if transport == "threads":
-        threads = ThreadWorld(nproc, devices=devices, timeout_s=TIMEOUT_S)
+    if transport != PROCESS:
+        threads = world_type(transport)(nproc, devices=devices, timeout_s=TIMEOUT_S)
         with PrivateFolder() as folder:
             return _launch_threads(
                 main,

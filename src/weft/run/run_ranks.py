@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle  # noqa: TID251 - between this process and its own children
 import torch
 
 from weft.comm.comm import Comm
-from weft.comm.threads import ThreadWorld
+from weft.comm.threads import ThreadWorld, world_type
 from weft.core.mesh import Mesh
+from weft.core.transports import PROCESS
 from weft.errors import CommError, CommTimeout, RankError
 from weft.run.failure import RankFailure, root_cause
 from weft.run.fork_server import Job, fork_server
@@ -28,6 +29,7 @@ from weft.run.rank_threads import run_rank_threads
 
 T = TypeVar("T")
 
+PROCESSES = "processes"
 LATE_AFTER_S = 10.0
 COMM_SHARE = 0.8
 """Time-out of a collective, as a share of that of the run: it names the missing ranks before the
@@ -50,7 +52,7 @@ def run_ranks(
     mesh: str | Mesh,
     fn: Callable[[Comm], T],
     *,
-    transport: Literal["threads", "processes"] = "threads",
+    transport: str = "threads",
     timeout_s: float = 60.0,
     takes_turns: bool = False,
 ) -> list[T]:
@@ -66,32 +68,36 @@ def run_ranks(
 
     Args:
         mesh: `"pp2 tp2"`, or a Mesh.
-        transport: "threads" of this process, or "processes" over gloo.
+        transport: "processes" over gloo, or "threads" of this process; or another transport
+            between threads, by the name of its file in weft/comm.
         timeout_s: for the whole run; a collective waits at most four fifths of it.
         takes_turns: whether rank threads compute one at a time, which is faster for small models;
-            see Note [Turns] in comm/turns.py.
+            see Note [Turns] in comm/threads.py.
 
     Raises:
         Exception: the first failing rank's own, with a note that names the rank and its
             coordinates.
+        LaunchError: a transport of that name is not there.
         RankError: that exception cannot be pickled, or a rank process has ended without returning.
         CommTimeout: some ranks did not finish in time.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    if transport == "threads":
-        return _run_in_threads(shape, fn, timeout_s=timeout_s, takes_turns=takes_turns)
-    return _run_in_processes(shape, fn, timeout_s=timeout_s)
+    if transport in (PROCESS, PROCESSES):
+        return _run_in_processes(shape, fn, timeout_s=timeout_s)
+    world = world_type(transport)
+    return _run_in_threads(shape, fn, world, timeout_s=timeout_s, takes_turns=takes_turns)
 
 
 def _run_in_threads(
     mesh: Mesh,
     fn: Callable[[Comm], T],
+    world_type: type[ThreadWorld],
     *,
     timeout_s: float,
     takes_turns: bool,
 ) -> list[T]:
     comm_timeout_s = COMM_SHARE * timeout_s
-    world = ThreadWorld(
+    world = world_type(
         mesh.size,
         timeout_s=comm_timeout_s,
         late_after_s=comm_timeout_s if takes_turns else LATE_AFTER_S,  # it may wait for its turn
