@@ -28,8 +28,8 @@ import psutil
 from weft.comm.comm import Comm
 from weft.comm.group import QueueKey
 from weft.comm.meta import MetaTransport
-from weft.comm.presence import PresenceStore
 from weft.comm.signature import TEXT_BYTES
+from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, GroupKey, OnLate
 from weft.config.load import load
 from weft.models import FAMILIES

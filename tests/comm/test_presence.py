@@ -2,7 +2,7 @@
 
 import pytest
 
-from weft.comm.presence import PresenceStore
+from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call
 from weft.errors import CommTimeout
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm import movements, reductions
+from weft.comm import algorithms
 from weft.comm.backend_work import BackendCall, CheckedStreamCall, MessageCall, StreamCall
 from weft.comm.device_groups import DeviceGroup, TorchProcessGroup, TorchWork, policy_of
 from weft.comm.signature import (
@@ -29,17 +29,17 @@ EXCHANGE_TIMEOUT_S = 60.0
 SIGNATURE_TAG, ABORT_TAG = 1, 2
 
 
-OPERATIONS: dict[Op, movements.Launch] = {
-    "all_reduce": reductions.all_reduce,
-    "all_gather": movements.all_gather,
-    "reduce_scatter": reductions.reduce_scatter,
-    "all_to_all": movements.all_to_all,
-    "broadcast": movements.unless_empty(movements.broadcast),
-    "gather": movements.unless_empty(movements.gather),
-    "scatter": movements.unless_empty(movements.scatter),
-    "send": movements.unless_empty(movements.send),
-    "recv": movements.unless_empty(movements.recv),
-    "barrier": movements.barrier,
+OPERATIONS: dict[Op, algorithms.Launch] = {
+    "all_reduce": algorithms.all_reduce,
+    "all_gather": algorithms.all_gather,
+    "reduce_scatter": algorithms.reduce_scatter,
+    "all_to_all": algorithms.all_to_all,
+    "broadcast": algorithms.unless_empty(algorithms.broadcast),
+    "gather": algorithms.unless_empty(algorithms.gather),
+    "scatter": algorithms.unless_empty(algorithms.scatter),
+    "send": algorithms.unless_empty(algorithms.send),
+    "recv": algorithms.unless_empty(algorithms.recv),
+    "barrier": algorithms.barrier,
 }
 
 
@@ -226,5 +226,5 @@ def _add_message(group: DeviceGroup, call: Call) -> TorchWork:
     """Start a message on the group of its axis."""
     sender, receiver = call.ranks
     if call.op == "send":
-        return movements.launch_send(group, call, to=call.members.index(receiver))
-    return movements.launch_recv(group, call, source=call.members.index(sender))
+        return algorithms.launch_send(group, call, to=call.members.index(receiver))
+    return algorithms.launch_recv(group, call, source=call.members.index(sender))

@@ -46,12 +46,7 @@ def all_reduce_(x: Tensor, group: Group, op: Reduce) -> LoweredOp[Tensor]:
     return LoweredOp(call, partial(_copy_back, x, output))
 
 
-def all_gather(
-    x: Tensor,
-    group: Group,
-    dim: int,
-    sizes: Sequence[int] | None,
-) -> LoweredOp[Tensor]:
+def all_gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> LoweredOp[Tensor]:
     """Every member's x, concatenated along `dim`; `sizes` are the members' lengths if they differ."""
     dim = _normalized_dim(x, dim)
     what = f"all_gather over {group.axis}: dim {dim}"
@@ -69,12 +64,7 @@ def all_gather(
     call = _call(
         group,
         "all_gather",
-        signature_text(
-            f"all_gather(dim {dim})",
-            x.dtype,
-            x.shape,
-            variable_dim=dim,
-        ),
+        signature_text(f"all_gather(dim {dim})", x.dtype, x.shape, variable_dim=dim),
         input=flat_buffers.flatten(x),
         output=output,
         input_split_sizes=(x.numel(),) * group.degree,
@@ -126,23 +116,14 @@ def reduce_scatter_(buffer: Tensor, group: Group, op: Reduce) -> LoweredOp[Tenso
 
 
 def reduce_scatter(
-    x: Tensor,
-    group: Group,
-    dim: int,
-    op: Reduce,
-    sizes: Sequence[int] | None,
+    x: Tensor, group: Group, dim: int, op: Reduce, sizes: Sequence[int] | None
 ) -> LoweredOp[Tensor]:
     """This member's piece, along `dim`, of the reduction of every member's x."""
     if op == "avg":
         _check_average(x)
     dim = _normalized_dim(x, dim)
     what = f"reduce_scatter over {group.axis}: dim {dim}"
-    lengths = flat_buffers.split_sizes(
-        x.shape[dim],
-        group.degree,
-        sizes,
-        what=what,
-    )
+    lengths = flat_buffers.split_sizes(x.shape[dim], group.degree, sizes, what=what)
     if group.degree == 1:
         return LoweredOp(None, x.detach().clone)
     numels = flat_buffers.piece_numels(x.shape, dim, lengths)
@@ -164,20 +145,12 @@ def reduce_scatter(
 
 
 def all_to_all(
-    x: Tensor,
-    group: Group,
-    send_sizes: Sequence[int] | None,
-    recv_sizes: Sequence[int] | None,
+    x: Tensor, group: Group, send_sizes: Sequence[int] | None, recv_sizes: Sequence[int] | None
 ) -> LoweredOp[Tensor]:
     """Along dim 0: piece j goes to member j; the result holds the received pieces in group order."""
     _normalized_dim(x, 0)
     what = f"all_to_all over {group.axis}: dim 0"
-    sent = flat_buffers.split_sizes(
-        x.shape[0],
-        group.degree,
-        send_sizes,
-        what=what,
-    )
+    sent = flat_buffers.split_sizes(x.shape[0], group.degree, send_sizes, what=what)
     received = sent
     if recv_sizes is not None:
         received = flat_buffers.member_sizes(recv_sizes, group.degree, what=what)
@@ -188,12 +161,7 @@ def all_to_all(
     call = _call(
         group,
         "all_to_all",
-        signature_text(
-            "all_to_all",
-            x.dtype,
-            x.shape,
-            variable_dim=0,
-        ),
+        signature_text("all_to_all", x.dtype, x.shape, variable_dim=0),
         input=flat_buffers.flatten(x),
         output=output,
         input_split_sizes=flat_buffers.piece_numels(x.shape, 0, sent),
@@ -210,13 +178,7 @@ def broadcast_(x: Tensor, group: Group, root: int) -> LoweredOp[Tensor]:
         return LoweredOp(None, lambda: x)
     output = flat_buffers.flatten(x)
     signature = signature_text(f"broadcast(root {root})", x.dtype, x.shape)
-    call = _call(
-        group,
-        "broadcast",
-        signature,
-        output=output,
-        root=root,
-    )
+    call = _call(group, "broadcast", signature, output=output, root=root)
 
     def finish() -> Tensor:
         return _copy_back(x, output)
@@ -249,10 +211,7 @@ def gather(x: Tensor, group: Group, root: int) -> LoweredOp[tuple[Tensor, ...] |
 
 
 def scatter(
-    pieces: Sequence[Tensor] | None,
-    out: Tensor,
-    group: Group,
-    root: int,
+    pieces: Sequence[Tensor] | None, out: Tensor, group: Group, root: int
 ) -> LoweredOp[Tensor]:
     """Piece i of `pieces` at member `root`, written into member i's `out`."""
     group.check_member(root, "root")
@@ -263,14 +222,7 @@ def scatter(
         return LoweredOp(None, lambda: out.copy_(packed.view(out.shape)))
     output = flat_buffers.flatten(out)
     signature = signature_text(f"scatter(root {root})", out.dtype, out.shape)
-    call = _call(
-        group,
-        "scatter",
-        signature,
-        input=packed,
-        output=output,
-        root=root,
-    )
+    call = _call(group, "scatter", signature, input=packed, output=output, root=root)
     return LoweredOp(call, lambda: _copy_back(out, output))
 
 
@@ -280,11 +232,7 @@ def send(x: Tensor, group: Group, to: int) -> LoweredOp[Tensor]:
     call = Call(
         op="send",
         axis=group.axis,
-        ranks=_pair(
-            source=group.ranks[group.index],
-            destination=group.ranks[to],
-            axis=group.axis,
-        ),
+        ranks=_pair(source=group.ranks[group.index], destination=group.ranks[to], axis=group.axis),
         index=0,
         signature=signature_text("send", x.dtype, x.shape),
         input=flat_buffers.flatten(x),
@@ -302,9 +250,7 @@ def recv(out: Tensor, group: Group, source: int) -> LoweredOp[Tensor]:
         op="recv",
         axis=group.axis,
         ranks=_pair(
-            source=group.ranks[source],
-            destination=group.ranks[group.index],
-            axis=group.axis,
+            source=group.ranks[source], destination=group.ranks[group.index], axis=group.axis
         ),
         index=1,
         signature=signature_text("recv", out.dtype, out.shape),

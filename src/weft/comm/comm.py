@@ -152,12 +152,7 @@ class Comm:
         return self._start(collectives.all_reduce_(x, group, op), group)
 
     def all_gather(
-        self,
-        x: Tensor,
-        axis: Axis,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
+        self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Every member's x, concatenated along `dim`; `sizes` are the members' lengths along `dim`
         if they differ.
@@ -165,12 +160,7 @@ class Comm:
         return self.start_all_gather(x, axis, dim=dim, sizes=sizes).wait()
 
     def start_all_gather(
-        self,
-        x: Tensor,
-        axis: Axis,
-        *,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
+        self, x: Tensor, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Work:
         group = self._group(axis)
         return self._start(collectives.all_gather(x, group, dim, sizes), group)
@@ -267,23 +257,13 @@ class Comm:
         return self._start(collectives.gather(x, group, root), group)
 
     def scatter(
-        self,
-        pieces: Sequence[Tensor] | None,
-        out: Tensor,
-        axis: Axis,
-        *,
-        root: int = 0,
+        self, pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, *, root: int = 0
     ) -> Tensor:
         """Piece i of member `root`'s `pieces` (None elsewhere), written into member i's `out`."""
         return self.start_scatter(pieces, out, axis, root=root).wait()
 
     def start_scatter(
-        self,
-        pieces: Sequence[Tensor] | None,
-        out: Tensor,
-        axis: Axis,
-        *,
-        root: int = 0,
+        self, pieces: Sequence[Tensor] | None, out: Tensor, axis: Axis, *, root: int = 0
     ) -> Work:
         group = self._group(axis)
         return self._start(collectives.scatter(pieces, out, group, root), group)
@@ -293,16 +273,14 @@ class Comm:
         self.start_send(x, axis, to=to).wait()
 
     def start_send(self, x: Tensor, axis: Axis, *, to: int) -> Work:
-        lowered = collectives.send(x, self._group(axis), to)
-        return self._start(lowered, None)
+        return self._start(collectives.send(x, self._group(axis), to), None)
 
     def recv(self, out: Tensor, axis: Axis, *, source: int) -> Tensor:
         """What member `source` sends, written into `out`."""
         return self.start_recv(out, axis, source=source).wait()
 
     def start_recv(self, out: Tensor, axis: Axis, *, source: int) -> Work:
-        lowered = collectives.recv(out, self._group(axis), source)
-        return self._start(lowered, None)
+        return self._start(collectives.recv(out, self._group(axis), source), None)
 
     def grouped_messages(self) -> AbstractContextManager[None]:
         """Messages that are started inside the block belong together: none of them waits for another.
@@ -329,8 +307,7 @@ class Comm:
         For small tensors: it goes through several groups, see Note [World stages].
         """
         for group in self._world_groups(self.device.type):
-            lowered = collectives.all_gather(rows, group, 0, None)
-            rows = self._start(lowered, group).wait()
+            rows = self._start(collectives.all_gather(rows, group, 0, None), group).wait()
         return rows
 
     def combine_world(self, row: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
@@ -343,25 +320,18 @@ class Comm:
             combine: from rows [n, columns] to one row; associative, as it is called once a stage.
         """
         for group in self._world_groups(self.device.type):
-            own_row = row.unsqueeze(0)
-            lowered = collectives.all_gather(own_row, group, 0, None)
-            rows = self._start(lowered, group).wait()
-            row = combine(rows)
+            gathered = collectives.all_gather(row.unsqueeze(0), group, 0, None)
+            row = combine(self._start(gathered, group).wait())
         return row
 
     def sum_world(self, row: Tensor) -> Tensor:
         """The sum of the rows of all ranks of the mesh; see `combine_world`."""
-
-        def add(rows: Tensor) -> Tensor:
-            return rows.sum(0)
-
-        return self.combine_world(row, add)
+        return self.combine_world(row, lambda rows: rows.sum(0))
 
     def barrier_world(self) -> None:
         """Return when every rank of the mesh has called it."""
         for group in self._world_groups("cpu"):
-            lowered = collectives.barrier(group)
-            self._start(lowered, group).wait()
+            self._start(collectives.barrier(group), group).wait()
 
     def _world_groups(self, device_type: str) -> tuple[Group, ...]:
         """The groups through which a small collective of tensors on a device type reaches all ranks,

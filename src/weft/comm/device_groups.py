@@ -1,4 +1,4 @@
-"""How torch.distributed backends carry calls: the policies of gloo and NCCL, and one process group for a device type.
+"""How torch.distributed backends carry calls: the policies of gloo and NCCL, and their process groups by device type.
 
 Note [Calls on NCCL]
     A kernel of NCCL runs until all members have launched theirs. Two communicators whose kernels
@@ -19,11 +19,18 @@ Note [Messages on NCCL]
     complete; all before it are, so both of its ranks have launched the groups that hold it.
     A receive begins when the actions before it have ended, and a lowered schedule has it directly
     before the action in whose time the tensor arrives: it occupies the device for no longer.
+
+Note [Split from the world]
+    `ncclCommSplit` makes a communicator from a larger one, without another exchange of addresses.
+    All ranks of the larger one call it, each with the number (color) of its group; a rank that needs
+    no group of a partition calls it too, without a color. A group that is connected later, when the
+    others do not take part, is made by its members alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -191,3 +198,67 @@ def _for_peer(x: Tensor, index: int) -> tuple[int, int]:
 def as_bytes(buffer: Tensor) -> Tensor:
     """`buffer` as uint8, which backends move whatever the dtype."""
     return buffer.view(torch.uint8)
+
+
+WATCHDOG_MARGIN = timedelta(seconds=60)
+"""How much later than weft's monitor, which names the ranks that are missing, the watchdog of torch
+ends a process whose call hangs.
+"""
+
+
+class NcclGroups:
+    """Makes the communicators of this rank's GPU.
+
+    Args:
+        process_group: torch.distributed's ProcessGroupNCCL; None in a build without it.
+        device: of this rank.
+        timeout: of a call.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device, timeout: timedelta) -> None:
+        self._process_group = process_group
+        self._device = device
+        self._timeout = timeout
+        self._parent: Any = None
+        self._is_planned = False
+
+    @contextmanager
+    def planned(self) -> Iterator[None]:
+        """Inside the block every rank connects its groups of one plan, the world first."""
+        self._is_planned = True
+        try:
+            yield
+        finally:
+            self._is_planned = False
+            self._parent = None
+
+    def connect(
+        self,
+        store: Any,
+        *,
+        index: int,
+        size: int,
+        color: int,
+    ) -> Any:
+        """The process group of `size` members, of which this rank is number `index`; it blocks until
+        all have come.
+
+        Args:
+            store: in which its members find each other.
+            color: differs between the groups of one partition.
+        """
+        options = self._process_group.Options(is_high_priority_stream=True)
+        options._timeout = self._timeout + WATCHDOG_MARGIN
+        if self._parent is not None:
+            options.split_from = self._parent
+            options.split_color = color
+        made = self._process_group(store, index, size, options)
+        made.eager_connect_single_device(self._device)
+        if self._is_planned and self._parent is None and hasattr(options, "split_from"):
+            self._parent = made
+        return made
+
+    def leave_out(self) -> None:
+        """Take part in a split of the world without a group of this rank."""
+        if self._parent is not None:
+            self._parent.perform_nocolor_split(self._device)

@@ -13,19 +13,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as find_rendezvous
 
 from weft.comm.interfaces import LOOPBACK, listen, listen_address, listen_anywhere
-from weft.comm.late_note import late_note
-from weft.comm.presence import PresenceStore
-from weft.comm.store_namespace import poll_intervals
+from weft.comm.store_keys import PresenceStore, late_note, poll_intervals
 from weft.errors import CommTimeout, Fault, LaunchError, first_line
 
 
 def find_store(
-    rendezvous: str | Store,
-    rank: int,
-    size: int,
-    *,
-    timeout_s: float,
-    listener: int | None,
+    rendezvous: str | Store, rank: int, size: int, *, timeout_s: float, listener: int | None
 ) -> Store:
     """The store of a world; arguments as of `ProcessTransport`.
 
@@ -38,20 +31,8 @@ def find_store(
     try:
         url = _without_agent(rendezvous)
         if url.startswith("tcp:"):
-            return _tcp_store(
-                url,
-                rank,
-                timeout=timeout,
-                listener=listener,
-            )
-        found = next(
-            find_rendezvous(
-                url,
-                rank,
-                size,
-                timeout=timeout,
-            )
-        )
+            return _tcp_store(url, rank, timeout=timeout, listener=listener)
+        found = next(find_rendezvous(url, rank, size, timeout=timeout))
     except (ValueError, RuntimeError, OSError) as error:
         reason = first_line(error)
         what = f"rank {rank} of {size} cannot meet the others at {rendezvous}"
@@ -73,13 +54,7 @@ def _without_agent(url: str) -> str:
     return f"tcp://{host}:{port}"
 
 
-def _tcp_store(
-    url: str,
-    rank: int,
-    *,
-    timeout: timedelta,
-    listener: int | None,
-) -> Store:
+def _tcp_store(url: str, rank: int, *, timeout: timedelta, listener: int | None) -> Store:
     """The store at `tcp://host:port`: rank 0 listens, on one address; see `weft.comm.interfaces`."""
     parts = urlsplit(url)
     host, port = parts.hostname, parts.port
@@ -87,12 +62,7 @@ def _tcp_store(
         raise ValueError(f"{url} names no host and port")
     if rank > 0:
         with late_note(lambda: f"rank {rank} waits for rank 0 to listen at {host}:{port}"):
-            return TCPStore(
-                host,
-                port,
-                timeout=timeout,
-                wait_for_workers=False,
-            )
+            return TCPStore(host, port, timeout=timeout, wait_for_workers=False)
     if listener is None:
         address = listen_address(host, port)
         listening = listen(address, port) if address else listen_anywhere(port)

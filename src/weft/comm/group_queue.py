@@ -5,13 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from weft.comm.backend import OPERATIONS, ProcessGroupBackend
 from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import GLOO, POLICIES
+from weft.comm.group import QueueKey
 from weft.comm.group_watch import GroupWatch, WatchedCall
-from weft.comm.presence import PresenceStore
+from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
 from weft.errors import CommError
 
@@ -295,3 +298,42 @@ class GroupQueue:
         self._backend = backend
         self.watch.is_connected = True
         return backend
+
+
+def watch_queues(
+    queues: Mapping[QueueKey, GroupQueue],
+    closing: threading.Event,
+    *,
+    interval_s: float,
+    device: torch.device,
+) -> None:
+    """Monitor thread of a transport: announces this rank's calls and reports late ranks, until
+    `closing` is set.
+    """
+    if device.type == "cuda":  # else its questions to CUDA would open a context on the first GPU
+        torch.cuda.set_device(device)
+    while not closing.wait(interval_s):
+        for group_queue in list(queues.values()):
+            try:
+                group_queue.check_progress()
+            except RuntimeError:
+                return  # the store is lost: calls report what they wait for when they fail
+
+
+def close_queues(
+    presence: PresenceStore,
+    queues: dict[QueueKey, GroupQueue],
+    rank: int,
+    *,
+    monitor: threading.Thread,
+    closing: threading.Event,
+) -> None:
+    presence.is_closed = True
+    closing.set()
+    for (_, ranks), group_queue in queues.items():
+        group_queue.abort(ranks.index(rank))
+    for group_queue in queues.values():
+        group_queue.join()
+    if monitor.ident is not None and monitor is not threading.current_thread():
+        monitor.join()
+    queues.clear()

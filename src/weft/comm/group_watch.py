@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from weft.comm.backend_work import BackendCall
-from weft.comm.presence import PresenceStore
+from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
 from weft.core.mesh import rank_list
 from weft.errors import CommError, CommTimeout, first_line

@@ -82,12 +82,7 @@ class MonitoredCall:
     """A pending call whose wait is reported to a monitor."""
 
     def __init__(
-        self,
-        pending: PendingCall,
-        call: Call,
-        *,
-        monitor: CallMonitor,
-        position: int,
+        self, pending: PendingCall, call: Call, *, monitor: CallMonitor, position: int
     ) -> None:
         self._pending = pending
         self._call = call
@@ -170,12 +165,7 @@ class LateRanks:
 
 
 def late_ranks(
-    call: Call,
-    missing: tuple[int, ...],
-    waited_s: float,
-    *,
-    mesh: Mesh,
-    rank: int,
+    call: Call, missing: tuple[int, ...], waited_s: float, *, mesh: Mesh, rank: int
 ) -> LateRanks:
     """What `rank` reports of a call that it waits for."""
     coordinates = {each: mesh.coord_text(each) for each in (rank, *missing)}
@@ -234,11 +224,7 @@ class Counter:
     def started(self, op: Operation) -> None:
         """Count `op`."""
         key = (op.axis, op.op)
-        one = Traffic(
-            operations=1,
-            payload_bytes=op.payload_bytes,
-            sent_bytes=op.sent_bytes,
-        )
+        one = Traffic(operations=1, payload_bytes=op.payload_bytes, sent_bytes=op.sent_bytes)
         with self._lock:
             self.traffic[key] = self.traffic.get(key, Traffic()) + one
 

@@ -67,12 +67,7 @@ def reduce_from_region(x: Tensor, comm: Comm, axis: Axis) -> Tensor:
 
 
 def all_gather(
-    x: Tensor,
-    comm: Comm,
-    axis: Axis,
-    dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """Concatenation of the shards along `dim`; the gradient is reduce-scattered.
 
@@ -83,32 +78,16 @@ def all_gather(
         return x
 
     def forward(x: Tensor) -> Tensor:
-        return comm.all_gather(
-            x,
-            axis,
-            dim=dim,
-            sizes=sizes,
-        )
+        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
 
     def adjoint(grad: Tensor) -> Tensor:
-        return reduce_scatter(
-            grad,
-            comm,
-            axis,
-            dim,
-            sizes=sizes,
-        )
+        return reduce_scatter(grad, comm, axis, dim, sizes=sizes)
 
     return _differentiable(x, forward, adjoint)
 
 
 def reduce_scatter(
-    x: Tensor,
-    comm: Comm,
-    axis: Axis,
-    dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """This rank's shard along `dim` of the sum over the axis; the gradient is all-gathered.
 
@@ -119,32 +98,16 @@ def reduce_scatter(
         return x
 
     def forward(x: Tensor) -> Tensor:
-        return comm.reduce_scatter(
-            x,
-            axis,
-            dim=dim,
-            sizes=sizes,
-        )
+        return comm.reduce_scatter(x, axis, dim=dim, sizes=sizes)
 
     def adjoint(grad: Tensor) -> Tensor:
-        return all_gather(
-            grad,
-            comm,
-            axis,
-            dim,
-            sizes=sizes,
-        )
+        return all_gather(grad, comm, axis, dim, sizes=sizes)
 
     return _differentiable(x, forward, adjoint)
 
 
 def scatter_to_region(
-    x: Tensor,
-    comm: Comm,
-    axis: Axis,
-    dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """This rank's slice along `dim` of a replicated tensor; the gradient is all-gathered.
 
@@ -155,12 +118,7 @@ def scatter_to_region(
     if degree == 1:
         return x
     what = f"scatter_to_region over {axis}: dim {dim}"
-    lengths = flat_buffers.split_sizes(
-        x.shape[dim],
-        degree,
-        sizes,
-        what=what,
-    )
+    lengths = flat_buffers.split_sizes(x.shape[dim], degree, sizes, what=what)
     index = comm.index(axis)
     start = sum(lengths[:index])
 
@@ -169,24 +127,13 @@ def scatter_to_region(
         return own_slice.clone(memory_format=torch.contiguous_format)
 
     def adjoint(grad: Tensor) -> Tensor:
-        return gather_from_region(
-            grad,
-            comm,
-            axis,
-            dim,
-            sizes=sizes,
-        )
+        return gather_from_region(grad, comm, axis, dim, sizes=sizes)
 
     return _differentiable(x, forward, adjoint)
 
 
 def gather_from_region(
-    x: Tensor,
-    comm: Comm,
-    axis: Axis,
-    dim: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: Tensor, comm: Comm, axis: Axis, dim: int = 0, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
     """Concatenation of the shards along `dim` into a replicated tensor; the gradient is this rank's
     slice.
@@ -198,21 +145,10 @@ def gather_from_region(
         return x
 
     def forward(x: Tensor) -> Tensor:
-        return comm.all_gather(
-            x,
-            axis,
-            dim=dim,
-            sizes=sizes,
-        )
+        return comm.all_gather(x, axis, dim=dim, sizes=sizes)
 
     def adjoint(grad: Tensor) -> Tensor:
-        return scatter_to_region(
-            grad,
-            comm,
-            axis,
-            dim,
-            sizes=sizes,
-        )
+        return scatter_to_region(grad, comm, axis, dim, sizes=sizes)
 
     return _differentiable(x, forward, adjoint)
 
@@ -244,12 +180,7 @@ def all_to_all(
     dim = dim % x.dim()
     join_dim = dim if join_dim is None else join_dim % x.dim()
     what = f"all_to_all over {axis}: dim {dim}"
-    sent = flat_buffers.split_sizes(
-        x.shape[dim],
-        degree,
-        send_sizes,
-        what=what,
-    )
+    sent = flat_buffers.split_sizes(x.shape[dim], degree, send_sizes, what=what)
     if recv_sizes is not None:
         received = tuple(recv_sizes)
     elif join_dim == dim:
@@ -260,23 +191,11 @@ def all_to_all(
     joined = _Split(join_dim, received)
 
     def forward(x: Tensor) -> Tensor:
-        return _all_to_all_once(
-            x,
-            comm,
-            axis,
-            split=split,
-            joined=joined,
-        )
+        return _all_to_all_once(x, comm, axis, split=split, joined=joined)
 
     def adjoint(grad: Tensor) -> Tensor:
         return all_to_all(
-            grad,
-            comm,
-            axis,
-            joined.dim,
-            join_dim=dim,
-            send_sizes=received,
-            recv_sizes=sent,
+            grad, comm, axis, joined.dim, join_dim=dim, send_sizes=received, recv_sizes=sent
         )
 
     return _differentiable(x, forward, adjoint)
@@ -290,14 +209,7 @@ class _Split:
     sizes: tuple[int, ...]
 
 
-def _all_to_all_once(
-    x: Tensor,
-    comm: Comm,
-    axis: Axis,
-    *,
-    split: _Split,
-    joined: _Split,
-) -> Tensor:
+def _all_to_all_once(x: Tensor, comm: Comm, axis: Axis, *, split: _Split, joined: _Split) -> Tensor:
     own_shape = flat_buffers.with_length(x.shape, split.dim, split.sizes[comm.index(axis)])
     received_shapes = [
         flat_buffers.with_length(own_shape, joined.dim, size) for size in joined.sizes
@@ -315,12 +227,7 @@ class _AdjointPair(torch.autograd.Function):
     """Autograd node with given functions for forward and backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        forward: TensorFunction,
-        adjoint: TensorFunction,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: TensorFunction, adjoint: TensorFunction) -> Tensor:
         ctx.adjoint = adjoint
         return forward(x)
 

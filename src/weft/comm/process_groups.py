@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.comm.backend import ProcessGroupBackend
-from weft.comm.device_groups import TorchProcessGroup
+from weft.comm.device_groups import NcclGroups, TorchProcessGroup
 from weft.comm.find_store import PollingStore, find_store, next_namespace
 from weft.comm.group import QueueKey
-from weft.comm.group_queue import GroupCall, GroupQueue
-from weft.comm.nccl_groups import NcclGroups
+from weft.comm.group_queue import GroupCall, GroupQueue, close_queues, watch_queues
 from weft.comm.planned_groups import PlannedGroup
-from weft.comm.presence import PresenceStore
-from weft.comm.store_namespace import agree_on_namespace
+from weft.comm.store_keys import PresenceStore, agree_on_namespace
 from weft.comm.transport import Call, Communicator, OnLate, Reduce
 from weft.errors import CommError, Fault, LaunchError
 
@@ -108,24 +106,12 @@ class ProcessTransport:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices(address)
-        shared_store = find_store(
-            rendezvous,
-            rank,
-            size,
-            timeout_s=timeout_s,
-            listener=listener,
-        )
+        shared_store = find_store(rendezvous, rank, size, timeout_s=timeout_s, listener=listener)
         is_private = not isinstance(rendezvous, str) or rendezvous.startswith("file:")
         if nonce or is_private:
             self._store = next_namespace(shared_store, rank, nonce)
         else:
-            prefix = agree_on_namespace(
-                shared_store,
-                rank,
-                size,
-                job=job,
-                timeout_s=timeout_s,
-            )
+            prefix = agree_on_namespace(shared_store, rank, size, job=job, timeout_s=timeout_s)
             self._store = PrefixStore(prefix, shared_store)
         self._presence = PresenceStore(self._store)
         self._queues: dict[QueueKey, GroupQueue] = {}
@@ -134,7 +120,7 @@ class ProcessTransport:
         self._closing = threading.Event()
         self._monitor_interval_s = min(MONITOR_INTERVAL_S, late_after_s / 8)
         self._monitor = threading.Thread(
-            target=_monitor,
+            target=watch_queues,
             args=(self._queues, self._closing),
             kwargs={"interval_s": self._monitor_interval_s, "device": self.device},
             name="weft monitor",
@@ -142,7 +128,7 @@ class ProcessTransport:
         )
         self._finalizer = weakref.finalize(
             self,
-            _close,
+            close_queues,
             self._presence,
             self._queues,
             rank,
@@ -160,21 +146,10 @@ class ProcessTransport:
         if not dist.is_available() or not dist.is_initialized():
             what = "no other ranks are known: torch.distributed is not initialised"
             fix = "pass comm=weft.init(...), or call torch.distributed.init_process_group first"
-            raise LaunchError(
-                Fault(
-                    "comm",
-                    what,
-                    got="None",
-                    fix=fix,
-                )
-            )
+            raise LaunchError(Fault("comm", what, got="None", fix=fix))
         store = dist.distributed_c10d._get_default_store()
         return ProcessTransport(
-            dist.get_rank(),
-            dist.get_world_size(),
-            store,
-            device=device,
-            timeout_s=timeout_s,
+            dist.get_rank(), dist.get_world_size(), store, device=device, timeout_s=timeout_s
         )
 
     @property
@@ -330,12 +305,7 @@ class ProcessTransport:
             return cast(TorchProcessGroup, gloo(polling_store, call.index, size, options))
         if device_type == "cuda" and dist.is_nccl_available():
             color = min(call.ranks) + 1  # torch rejects 0
-            made = self._nccl_groups().connect(
-                store,
-                index=call.index,
-                size=size,
-                color=color,
-            )
+            made = self._nccl_groups().connect(store, index=call.index, size=size, color=color)
             return cast(TorchProcessGroup, made)
         raise CommError(f"no backend carries tensors on {device_type!r} between processes")
 
@@ -359,45 +329,6 @@ def _call_of(group: PlannedGroup, rank: int) -> Call:
         index=group.ranks.index(rank),
         signature="connect",
     )
-
-
-def _monitor(
-    queues: dict[QueueKey, GroupQueue],
-    closing: threading.Event,
-    *,
-    interval_s: float,
-    device: torch.device,
-) -> None:
-    """Monitor thread of a transport: announces this rank's calls and reports late ranks, until
-    `closing` is set.
-    """
-    if device.type == "cuda":  # else its questions to CUDA would open a context on the first GPU
-        torch.cuda.set_device(device)
-    while not closing.wait(interval_s):
-        for group_queue in list(queues.values()):
-            try:
-                group_queue.check_progress()
-            except RuntimeError:
-                return  # the store is lost: calls report what they wait for when they fail
-
-
-def _close(
-    presence: PresenceStore,
-    queues: dict[QueueKey, GroupQueue],
-    rank: int,
-    *,
-    monitor: threading.Thread,
-    closing: threading.Event,
-) -> None:
-    presence.is_closed = True
-    closing.set()
-    for (_, ranks), group_queue in queues.items():
-        group_queue.abort(ranks.index(rank))
-    for group_queue in queues.values():
-        group_queue.join()
-    if monitor.ident is not None and monitor is not threading.current_thread():
-        monitor.join()
-    queues.clear()
 
 
 def _gloo_devices(address: str | None) -> list[Any]:

@@ -114,12 +114,7 @@ class ThreadWorld:
             raise CommError(f"rank {rank} is outside a world of {self.size}")
         device = self._devices[rank]
         return ThreadTransport(
-            rank,
-            self.size,
-            device,
-            self._state,
-            self._shared_results,
-            self.turns[rank],
+            rank, self.size, device, self._state, self._shared_results, self.turns[rank]
         )
 
     def fail(self, rank: int, error: BaseException) -> None:
@@ -159,14 +154,7 @@ class ThreadTransport:
         if thread == self._home_thread:
             self._turn.take()  # it has none after it has polled
         collective = self._state.group(call).join(call)
-        return ThreadCall(
-            self._state,
-            collective,
-            call,
-            on_late,
-            self._home_thread,
-            self._turn,
-        )
+        return ThreadCall(self._state, collective, call, on_late, self._home_thread, self._turn)
 
 
 @dataclass(slots=True)
@@ -194,10 +182,7 @@ class ThreadCall:
             self.turn.release()
         try:
             self.state.wait(
-                self.collective,
-                self.call,
-                is_only_thread=is_only_thread,
-                on_late=self.on_late,
+                self.collective, self.call, is_only_thread=is_only_thread, on_late=self.on_late
             )
         finally:
             if must_wait:

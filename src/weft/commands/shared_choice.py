@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
-from weft.comm.store_namespace import NamespaceStore, agree_on_namespace, poll_intervals
+from weft.comm.store_keys import KeyStore, agree_on_namespace, poll_intervals
 from weft.errors import (
     ConfigError,
     Fault,
@@ -45,7 +45,7 @@ ERRORS: Mapping[str, type[UserError]] = {
 Values = dict[str, Any]
 
 
-def shared_store(world: World) -> NamespaceStore | None:
+def shared_store(world: World) -> KeyStore | None:
     """The store for the choice of a world; None where every rank must choose by itself: variables of
     torchrun that were set by hand, and a world of one rank.
 
@@ -81,7 +81,7 @@ def _store_url(world: World) -> str | None:
 
 def choose_once(
     choose: Callable[[], Values],
-    store: NamespaceStore,
+    store: KeyStore,
     world: World,
     *,
     arrival_s: float = ARRIVAL_S,
@@ -113,7 +113,7 @@ def choose_once(
     return _read(text)
 
 
-def _wait_for_readers(store: NamespaceStore, key: str, number: int) -> None:
+def _wait_for_readers(store: KeyStore, key: str, number: int) -> None:
     """Return when so many ranks have read, or after `READ_S`."""
     deadline = time.monotonic() + READ_S
     for interval_s in poll_intervals():
@@ -122,7 +122,7 @@ def _wait_for_readers(store: NamespaceStore, key: str, number: int) -> None:
         time.sleep(interval_s)
 
 
-def _chosen_here(choose: Callable[[], Values], store: NamespaceStore, key: str) -> Values:
+def _chosen_here(choose: Callable[[], Values], store: KeyStore, key: str) -> Values:
     """Make the choice, and write it, or its error, for the other ranks."""
     try:
         values = choose()
@@ -139,11 +139,11 @@ def _chosen_here(choose: Callable[[], Values], store: NamespaceStore, key: str) 
     return values
 
 
-def _write(store: NamespaceStore, key: str, answer: Values) -> None:
+def _write(store: KeyStore, key: str, answer: Values) -> None:
     store.set(key, json.dumps(answer))
 
 
-def _awaited(store: NamespaceStore, key: str, *, choice_s: float) -> str:
+def _awaited(store: KeyStore, key: str, *, choice_s: float) -> str:
     """The text of a key, once it is set."""
     deadline = time.monotonic() + choice_s
     for interval_s in poll_intervals():

@@ -83,7 +83,7 @@ def _row_text(row: tuple[DimAxis | None, ...]) -> str:
 
 
 @dataclass
-class Group:
+class LinearRegion:
     """Linears of one tensor-parallel region.
 
     Attributes:
@@ -107,7 +107,7 @@ class Uses:
         roles: linear -> role in attention -> heads.
     """
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[LinearRegion] = field(default_factory=list)
     token_embeddings: list[str] = field(default_factory=list)
     logits: list[str] = field(default_factory=list)
     roles: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class UseTrace(TorchDispatchMode):
             return False
         roles = {one: dict(self.uses.roles.get(one, {})) for one in sources}
         self.uses.groups.append(
-            Group(
+            LinearRegion(
                 columns=tuple(sorted(sources)),
                 row=name,
                 roles=roles,
@@ -314,7 +314,7 @@ def _candidates(uses: Uses, shapes: Shapes) -> Iterator[tuple[str, list[Table]]]
         names = ", ".join((*embeddings, *logits))
         forms = [{**embeddings, **logits}, *filter(None, (embeddings, logits))]
         yield f"vocabulary of {names}", forms
-    merged: dict[tuple[str, str], list[Group]] = {}
+    merged: dict[tuple[str, str], list[LinearRegion]] = {}
     for group in uses.groups:
         key = (_pattern(" ".join(group.columns)), _pattern(group.row))
         known = merged.setdefault(key, [])
@@ -334,7 +334,7 @@ def _merged(forms: Sequence[Table]) -> Table:
     return found
 
 
-def _forms(group: Group, shapes: Shapes) -> list[Table]:
+def _forms(group: LinearRegion, shapes: Shapes) -> list[Table]:
     """The ways to shard a group: fused weights in parts, then as one."""
     width = shapes[f"{group.row}.weight"][1]
     return [
@@ -348,7 +348,7 @@ def _forms(group: Group, shapes: Shapes) -> list[Table]:
     ]
 
 
-def _form(group: Group, shapes: Shapes, *, width: int, fused: bool) -> Table:
+def _form(group: LinearRegion, shapes: Shapes, *, width: int, fused: bool) -> Table:
     has_heads = any(group.roles.values())
     axis = "heads" if has_heads else "ffn"
     form: Table = {f"{group.row}.weight": (None, axis)}

@@ -1,4 +1,4 @@
-"""The keys of one world in a shared store: a random name from rank 0, agreed on by a handshake that other jobs cannot disturb.
+"""The keys of one world in a shared store: a name agreed on by its ranks, and how many calls each has started.
 
 rank 0    sets `leader` to a new nonce            waits until `joined` is size - 1      sets `go`
 rank r    reads `leader`     claims `slot/r`      adds 1 to `joined`                    waits for `go`
@@ -8,13 +8,41 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from weft.comm.late_note import late_note
+from weft.comm.transport import Call
 from weft.core.mesh import rank_list
-from weft.errors import Fault, LaunchError
+from weft.errors import CommTimeout, Fault, LaunchError
+
+NOTE_AFTER_S = 10.0
+
+
+@contextmanager
+def late_note(text: Callable[[], str]) -> Iterator[None]:
+    """While the block runs for longer than NOTE_AFTER_S, say once what it waits for.
+
+    Args:
+        text: called then, in another thread.
+    """
+    timer = threading.Timer(NOTE_AFTER_S, _print_note, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _print_note(text: Callable[[], str]) -> None:
+    with suppress(OSError, RuntimeError):  # stderr is closed, or the store is lost
+        sys.stderr.write(f"note: {text()}\n")
+        sys.stderr.flush()
+
 
 REPLACED_WAIT_S = 60.0
 """How long a rank whose slot another process holds waits for a new leader."""
@@ -51,7 +79,7 @@ def poll_intervals(num_members: int = 0) -> Iterator[float]:
         interval_s = min(POLL_GROWTH * interval_s, longest_s)
 
 
-class NamespaceStore(Protocol):
+class KeyStore(Protocol):
     """The part of torch.distributed.Store that is used here."""
 
     def set(self, key: str, value: str) -> None: ...
@@ -61,9 +89,7 @@ class NamespaceStore(Protocol):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
 
 
-def agree_on_namespace(
-    store: NamespaceStore, rank: int, size: int, *, job: str, timeout_s: float
-) -> str:
+def agree_on_namespace(store: KeyStore, rank: int, size: int, *, job: str, timeout_s: float) -> str:
     """The prefix of this world's keys; every rank calls it. See Note [Job nonce].
 
     Args:
@@ -75,31 +101,12 @@ def agree_on_namespace(
     root = f"weft/{job}" if job else "weft"
     deadline = time.monotonic() + timeout_s
     if rank == 0:
-        return _lead(
-            store,
-            root,
-            size,
-            deadline=deadline,
-            timeout_s=timeout_s,
-        )
+        return _lead(store, root, size, deadline=deadline, timeout_s=timeout_s)
     with late_note(lambda: f"rank {rank} of {size} waits for rank 0 to start the world"):
-        return _follow(
-            store,
-            root,
-            rank,
-            deadline=deadline,
-            timeout_s=timeout_s,
-        )
+        return _follow(store, root, rank, deadline=deadline, timeout_s=timeout_s)
 
 
-def _lead(
-    store: NamespaceStore,
-    root: str,
-    size: int,
-    *,
-    deadline: float,
-    timeout_s: float,
-) -> str:
+def _lead(store: KeyStore, root: str, size: int, *, deadline: float, timeout_s: float) -> str:
     prefix = f"{root}/{secrets.token_hex(16)}"
     store.set(f"{root}/leader", prefix)
     with late_note(lambda: f"rank 0 waits for {_missing(store, prefix, size)} to join"):
@@ -113,7 +120,7 @@ def _lead(
     return prefix
 
 
-def _missing(store: NamespaceStore, prefix: str, size: int) -> str:
+def _missing(store: KeyStore, prefix: str, size: int) -> str:
     if size > MAX_NAMED_SLOTS:
         return f"{size - 1 - store.add(f'{prefix}/joined', 0)} of {size} ranks"
     missing: list[int] = []
@@ -123,9 +130,7 @@ def _missing(store: NamespaceStore, prefix: str, size: int) -> str:
     return rank_list(tuple(missing))
 
 
-def _follow(
-    store: NamespaceStore, root: str, rank: int, *, deadline: float, timeout_s: float
-) -> str:
+def _follow(store: KeyStore, root: str, rank: int, *, deadline: float, timeout_s: float) -> str:
     process = f"process {os.getpid()} on {os.uname().nodename}"
     own_name = f"{process} {secrets.token_hex(16)}"
     prefix = ""
@@ -149,21 +154,99 @@ def _follow(
     what = f"another process is rank {rank} of this job"
     got = owner.rpartition(" ")[0]
     fix = "use another port, or end that process"
-    raise LaunchError(
-        Fault(
-            "rendezvous",
-            what,
-            got=got,
-            need="one process for each rank",
-            fix=fix,
-        )
-    )
+    raise LaunchError(Fault("rendezvous", what, got=got, need="one process for each rank", fix=fix))
 
 
-def _value(store: NamespaceStore, key: str) -> str:
+def _value(store: KeyStore, key: str) -> str:
     """The value of a key; "" if it is not set."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def _late(who: str, timeout_s: float) -> LaunchError:
     return LaunchError(Fault("rendezvous", f"{who} did not arrive within {timeout_s:g} s"))
+
+
+class PresenceStore:
+    """One key per group and rank: the number of calls of that group that the rank has started.
+
+    Members of a group start its calls in the same order, so a rank has joined call n (counted from
+    0) once it has started more than n calls. No method blocks inside the store: several threads
+    share its one connection.
+    """
+
+    def __init__(self, store: KeyStore) -> None:
+        self._store = store
+        self.is_closed = False
+
+    def announce(self, group: str, rank: int, num_started: int) -> None:
+        """Let the other members of `group` see that `rank` has started this many of its calls."""
+        key = _key(group, rank)
+        self._store.set(key, str(num_started))
+
+    def is_first(self, key: str) -> bool:
+        """Whether this is the first rank to claim `key`."""
+        return self._store.add(key, 1) == 1
+
+    def missing(
+        self, group: str, ranks: tuple[int, ...], *, num_started: int, within_s: float
+    ) -> tuple[int, ...]:
+        """Those of `ranks` that have not started `num_started` calls of `group` after `within_s`,
+        sooner if all have.
+
+        None are missing if the store itself is lost.
+        """
+        deadline_s = time.monotonic() + within_s
+        missing = ranks
+        try:
+            for interval_s in poll_intervals(len(ranks)):
+                still_missing = []
+                for rank in missing:
+                    if self._num_started(group, rank) < num_started:
+                        still_missing.append(rank)
+                missing = tuple(still_missing)
+                is_over = self.is_closed or time.monotonic() > deadline_s
+                if not missing or is_over:
+                    break
+                time.sleep(interval_s)
+        except RuntimeError:
+            return ()
+        return missing
+
+    def wait_for_members(self, group: str, call: Call, *, timeout_s: float) -> None:
+        """Announce the first call of this rank and return when every member of `call` has announced
+        one.
+
+        Each member counts itself and the last one sets a key: the requests of a rank do not grow
+        with the group. Only after a time-out it asks for every member.
+
+        Raises:
+            CommTimeout: naming those that have not.
+        """
+        self.announce(group, call.rank, 1)
+        num_members = len(call.ranks)
+        complete_key = f"{group}/complete"
+        if self._store.add(f"{group}/arrived", 1) == num_members:
+            self._store.set(complete_key, "1")
+        deadline_s = time.monotonic() + timeout_s
+        for interval_s in poll_intervals(num_members):
+            if self._store.check([complete_key]):
+                return
+            if self.is_closed or time.monotonic() > deadline_s:
+                break
+            time.sleep(interval_s)
+        missing = self.missing(group, call.ranks, num_started=1, within_s=0.0)
+        if missing:
+            late = f"{rank_list(missing)} did not arrive within {timeout_s:g} s"
+            raise CommTimeout(f"{call.description}: {late}")
+
+    def _num_started(self, group: str, rank: int) -> int:
+        key = _key(group, rank)
+        is_announced = self._store.check([key])
+        if not is_announced:
+            return 0
+        number = self._store.get(key)
+        return int(number)
+
+
+def _key(group: str, rank: int) -> str:
+    return f"{group}/{rank}"
