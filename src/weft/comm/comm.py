@@ -77,8 +77,7 @@ class Comm:
         monitor: CallMonitor | None = None,
         on_late: Callable[[LateRanks], None] = print_late_ranks,
     ) -> None:
-        is_same_world = mesh.size == transport.size
-        if rank != transport.rank or not is_same_world:
+        if rank != transport.rank or mesh.size != transport.size:
             here = f"rank {rank} of mesh {mesh} ({counted(mesh.size, 'rank')})"
             there = f"rank {transport.rank} of {transport.size}"
             raise CommError(f"{here} was given the transport of {there}")
@@ -340,12 +339,9 @@ class Comm:
         stages = world_stages(
             self.rank, self.mesh.size, checked=self.checked, transport=self.transport
         )
-        has_one_group = len(stages) <= 1
-        policy = policy_of(device_type)
-        if has_one_group or not policy.totals_along_axes:
+        if len(stages) <= 1 or not policy_of(device_type).totals_along_axes:
             return stages
-        groups = map(self._group, world_partition(self.mesh))
-        return tuple(groups)
+        return tuple(map(self._group, world_partition(self.mesh)))
 
     def _group(self, axis: Axis, communicator: Communicator = "group") -> Group:
         key = (axis, self.checked, communicator)
