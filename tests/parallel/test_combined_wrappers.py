@@ -339,6 +339,17 @@ def test_a_plain_module_is_made_tensor_parallel_by_a_table(mesh: str) -> None:
     run_ranks(mesh, rank)
 
 
+def test_a_deep_copy_of_parallel_layers_is_clipped_by_the_norm_of_all_ranks() -> None:
+    norm, _ = expected_clipping(1.0)
+
+    def rank(comm: Comm) -> float:
+        net = copy.deepcopy(parallel_linears(comm))
+        mse_loss(net(X), Y).backward()
+        return float(nn.utils.clip_grad_norm_(net.parameters(), 1.0))
+
+    assert run_ranks("tp2", rank) == pytest.approx([norm] * 2, rel=1e-12)
+
+
 def test_a_table_that_cannot_be_followed_is_one_line() -> None:
     def with_axes(axes: Any, **options: Any) -> Callable[[Comm], object]:
         return lambda comm: weft.parallelize(Transformer(), comm, axes=axes, **options)

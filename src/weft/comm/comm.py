@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -99,6 +99,10 @@ class Comm:
     def index(self, axis: Axis) -> int:
         """This rank's place along `axis`."""
         return self._group(axis).index
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Comm:
+        """The same: a copy of a layer communicates with the same ranks."""
+        return self
 
     def group(self, axis: Axis) -> tuple[int, ...]:
         """World ranks along `axis`, in mesh order."""

@@ -142,6 +142,27 @@ def mark_sharded(param: nn.Parameter, comm: Comm, axis: Axis) -> None:
     param.register_post_accumulate_grad_hook(mark_gradient)
 
 
+class MarkedLayer(nn.Module):
+    """A layer of whose parameters other ranks hold other entries; those of its deep copies are marked, too."""
+
+    _marked: tuple[Sequence[str], Comm, Axis] | None = None
+
+    def mark(self, names: Sequence[str], comm: Comm, axis: Axis) -> None:
+        """Mark its parameters of these names; see `mark_sharded`."""
+        if comm.degree(axis) == 1:
+            return
+        self._marked = (names, comm, axis)
+        for name in names:
+            param = getattr(self, name)
+            if param is not None:
+                mark_sharded(param, comm, axis)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._marked is not None:
+            self.mark(*self._marked)
+
+
 def mark_gradient(param: Tensor) -> None:
     """Make the gradient of a sharded parameter a `ShardGradient`, of the same memory."""
     holders: Holders | None = getattr(param, HOLDERS, None)

@@ -12,13 +12,13 @@ from weft.comm.comm import Comm
 from weft.core.axes import span, span_sizes
 from weft.core.mesh import Axis
 from weft.models.common.lora import plus_adapter, take_adapter
-from weft.parallel.autograd.shard_gradient import mark_sharded
+from weft.parallel.autograd.shard_gradient import MarkedLayer
 from weft.parallel.tensor.autocast import autocast
 from weft.parallel.tensor.region import DeferredWeight, Region, SharedEntries, linear
 from weft.parallel.tp import AXIS
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(MarkedLayer):
     """y = x W^T + b, output features sharded over `axis`: no communication forward, input gradients
     summed backward.
 
@@ -65,9 +65,7 @@ class ColumnParallelLinear(nn.Module):
         self.deferred: DeferredWeight | None = None
         take_adapter(self)
         _reset(self)
-        if degree > 1:
-            for param in self.parameters():
-                mark_sharded(param, comm, axis)
+        self.mark(("weight", "bias"), comm, axis)
 
     @classmethod
     def from_linear(
@@ -124,7 +122,7 @@ class ColumnParallelLinear(nn.Module):
         )
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(MarkedLayer):
     """y = sum over ranks of x_i W_i^T, + b: input features sharded over `axis`, outputs summed
     forward, identity backward.
 
@@ -167,10 +165,9 @@ class RowParallelLinear(nn.Module):
         self.region = Region(comm, axis, sequence_parallel)
         take_adapter(self)
         _reset(self)
-        if degree > 1:
-            mark_sharded(self.weight, comm, axis)
-            if self.bias is not None and not self.bias.is_meta:
-                comm.broadcast_(self.bias.data, axis, root=0)
+        self.mark(("weight",), comm, axis)
+        if degree > 1 and self.bias is not None and not self.bias.is_meta:
+            comm.broadcast_(self.bias.data, axis, root=0)
 
     @classmethod
     def from_linear(cls, module: nn.Linear, region: Region) -> RowParallelLinear:

@@ -21,12 +21,12 @@ from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.layers import Loss
 from weft.models.common.preference import REQUIREMENT, PreferenceLoss
 from weft.models.common.seam import check_replaceable
-from weft.parallel.autograd.shard_gradient import mark_sharded
+from weft.parallel.autograd.shard_gradient import MarkedLayer
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(MarkedLayer):
     """Rows of the table are sharded over `axis`; each rank looks up its own, the sum over ranks is
     the embedding.
 
@@ -60,8 +60,7 @@ class VocabParallelEmbedding(nn.Module):
         )
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
-        if comm.degree(axis) > 1:
-            mark_sharded(self.weight, comm, axis)
+        self.mark(("weight",), comm, axis)
 
     @classmethod
     def from_embedding(
