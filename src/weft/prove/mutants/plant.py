@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.comm.transport import Call, PendingCall
+from weft.comm.transport import Call, Channel, PendingCall
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.recompute.blocks import RecomputedBlock
 from weft.prove.mutants.fault import (
@@ -148,10 +148,22 @@ class FaultyCollectives:
     last_results: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def __call__(self, start: StartCall, comm: Comm, call: Call) -> PendingCall | None:
+    def __call__(
+        self,
+        start: Callable[[Comm, Call, Channel], PendingCall | None],
+        comm: Comm,
+        call: Call,
+        channel: Channel,
+    ) -> PendingCall | None:
         if not self._is_meant(comm, call):
-            return start(comm, call)
-        started = _start_changed(self.fault, start, comm, call)
+            return start(comm, call, channel)
+
+        def start_on_its_channel(comm: Comm, changed: Call) -> PendingCall | None:
+            is_moved = changed.axis != call.axis
+            own = comm._group(changed.axis).channel if is_moved else channel
+            return start(comm, changed, own)
+
+        started = _start_changed(self.fault, start_on_its_channel, comm, call)
         if self.fault.change != "stale":
             return started
         return _ChangedResult(started, functools.partial(self._make_stale, call))
