@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.parallel.data_parallel.ddp import DistributedDataParallel
     from weft.parallel.data_parallel.replicas import DataParallel
     from weft.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
-    from weft.parallel.parallelize import parallelize
+    from weft.parallel.scripts.parallelize import parallelize
     from weft.parallel.pipeline.module import PipelineParallel
     from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
@@ -70,7 +70,7 @@ _HOMES = {
     "clip_grad_norm_": "weft.parallel.autograd.shard_gradient",
     "init": "weft.run.init",
     "layouts": "weft.pytest_plugin",
-    "parallelize": "weft.parallel.parallelize",
+    "parallelize": "weft.parallel.scripts.parallelize",
     "ring_attention": "weft.parallel.context.ring",
     "steps": "weft.python_api",
 }

@@ -195,7 +195,7 @@ def test_other_commands_and_stored_configs_name_their_mesh(
     with pytest.raises(ConfigError, match="mesh: is not chosen here"):
         load(["--mesh", "auto"], FAMILIES)
     assert main(["launch", "slurm", "--mesh", "auto", "--dry-run"]) == EXIT_USER
-    assert "mesh: auto is chosen by weft train" in capsys.readouterr().err
+    assert "mesh: auto is chosen by `weft train`" in capsys.readouterr().err
 
 
 def test_faults_of_other_keys_are_reported_together_without_one_of_the_mesh(

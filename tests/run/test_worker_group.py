@@ -24,6 +24,7 @@ def test_a_failed_fork_is_one_line(monkeypatch, tmp_path):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", refuse)
+    gc.unfreeze()  # of what the session of the tests has frozen
     with pytest.raises(
         LaunchError,
         match=r"^ranks: cannot start rank 0 of 2 \(got .*Resource temporarily unavailable\)$",

@@ -1,0 +1,1 @@
+"""Functions that plain scripts call, which choose between the layers below."""
