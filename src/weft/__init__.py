@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from weft.parallel.data_parallel.ddp import DistributedDataParallel
     from weft.parallel.data_parallel.replicas import DataParallel
     from weft.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
-    from weft.parallel.scripts.parallelize import parallelize
     from weft.parallel.pipeline.module import PipelineParallel
+    from weft.parallel.scripts.parallelize import parallelize
     from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
     from weft.parallel.zero.fsdp import FullyShardedDataParallel

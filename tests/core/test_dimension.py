@@ -28,21 +28,21 @@ from weft.core.mesh import Mesh
 
 
 def test_dimensions_are_found_outermost_first() -> None:
-    assert all_axes() == ("site", "pp", "dp", "ep", "cp", "tp")
+    assert all_axes() == ("site", "pp", "dp", "fsdp", "ep", "cp", "tp")
 
 
 def test_roles_follow_from_the_records() -> None:
     assert (pipeline_axis(), data_axis()) == ("pp", "dp")
-    assert sequence_axes() == ("site", "dp", "ep")
+    assert sequence_axes() == ("site", "dp", "fsdp", "ep")
     assert position_axes() == ("cp",)
-    assert token_axes() == ("site", "dp", "ep", "cp")
+    assert token_axes() == ("site", "dp", "fsdp", "ep", "cp")
     assert replicated_axes() == activation_axes() == ("tp",)
     assert uneven_axes() == {"vocab"}
 
 
 def test_an_axis_of_local_updates_is_in_no_equality_with_one_device() -> None:
     assert local_update_axes() == ("site",)
-    assert exact_axes() == ("pp", "dp", "ep", "cp", "tp")
+    assert exact_axes() == ("pp", "dp", "fsdp", "ep", "cp", "tp")
     mesh = Mesh.parse("site2 dp2 tp2")
     assert data_axes(mesh) == gradient_axes(mesh, varies=data_axes(mesh), sharded=()) == ("dp",)
 

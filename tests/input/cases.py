@@ -1708,7 +1708,7 @@ def newer_features() -> Iterator[Case]:
         "eval length 0": (("eval", "run", "--seq_len", "0"), "seq_len: out of range"),
         "eval fp8": (("eval", "run", "--dtype", "fp8"), "did you mean 'bfloat16'"),
         "eval missing data": (("eval", "run", "--data", "nowhere"), "data: "),
-        "eval an axis of FSDP": (("eval", "run", "--mesh", "fsdp2"), "--mesh dp2 --parallel.zero 3"),
+        "eval an axis of FSDP": (("eval", "run", "--mesh", "fsdp2"), "--parallel.zero 3"),
         "eval a text": (("eval", "text.txt"), "text.txt"),
         "generate temperature -1": (("generate", "run", "--temperature", "-1"), "temperature: "),
         "generate a text": (("generate", "text.txt"), "text.txt"),

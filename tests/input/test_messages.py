@@ -17,7 +17,7 @@ from weft.models import FAMILIES
 
 SMALL = "--model.layers 1 --data.seq_len 8"
 FOLLOWED = {
-    "an axis of FSDP": ("explain --mesh fsdp2", "--mesh dp2 --parallel.zero 3"),
+    "an axis of FSDP": ("explain --mesh fsdp2", "--parallel.zero 3"),
     "an axis of Megatron": ("explain --mesh sp2", "--mesh tp2 --parallel.sequence True"),
     "a model without its key": ("explain --model gpt2", "--model.preset"),
     "8 bits": (

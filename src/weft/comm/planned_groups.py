@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weft.comm.transport import Communicator
-from weft.core.axes import data_axes
+from weft.core.axes import data_axes, state_axes
 from weft.core.dimension import Dimension, activation_axes, dimensions, token_axes
 from weft.core.mesh import Mesh
 from weft.core.model_config import AxisTable
@@ -101,7 +101,8 @@ def planned_groups(
         group = PlannedGroup("+".join(axes), mesh.group(rank, axes))
         groups.append(group)
     if steps is not None and steps.separates_reductions:
-        for axes in _distinct((data_axes(mesh), _axes_without_experts(mesh))):
+        reduced = (data_axes(mesh), _axes_without_experts(mesh))
+        for axes in _distinct(state_axes(mesh, axes).sharded for axes in reduced):
             ranks = mesh.group(rank, axes)
             groups.append(PlannedGroup("+".join(axes), ranks, "reductions"))
     return tuple(groups)
@@ -141,6 +142,8 @@ def _axis_tuples(mesh: Mesh, steps: StepGroups | None) -> tuple[tuple[str, ...],
     found = [tokens, without_experts, _in_mesh_order(mesh, (*tokens, *partial))]
     if steps is None or steps.replicates_expert_params:
         found.append(_in_mesh_order(mesh, (*without_experts, *partial)))
+    for summed in list(found):  # of meshes whose states are sharded over a part of these axes
+        found.extend(state_axes(mesh, summed))
     found.append(_in_mesh_order(mesh, token_axes()))
     found.extend(world_partition(mesh))
     for axis in wide:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weft.commands.environment import has_gpus
 from weft.config.run import Run
+from weft.core.axes import data_axes, state_axes
 from weft.core.dimension import local_update_axes, pipeline_axis
 from weft.core.machine_memory import total_bytes
 from weft.core.model_config import weight_flops
@@ -72,7 +73,8 @@ class StateBytes:
         """Of a run with a ZeRO stage."""
         mesh = run.device_mesh
         num_weights = weight_flops(run.model, 1) / 2
-        once = num_weights * mesh.degree(local_update_axes())
+        copied_along = (*local_update_axes(), *state_axes(mesh, data_axes(mesh)).replicated)
+        once = num_weights * mesh.degree(copied_along)
         on_all = num_weights * mesh.size / mesh.degree((TP, pipeline_axis(), EP))
         size = NUM_BYTES[run.precision.params]
         gradient_size = min(size, NUM_BYTES[run.precision.compute])

@@ -268,6 +268,17 @@ def order_is_fixed(
     """Deterministic runs: sums over micro-batches and data ranks are one binary tree."""
     if not is_wanted or any(batch_divides(mesh, batch)):
         return
+    sharding = [name for name in mesh.wide_axes if dimensions()[name].shards_states]
+    for axis in sharding:
+        yield Fault(
+            "deterministic",
+            f"adds gradients in one binary tree over {data_axis()}, and {axis} sums apart from it",
+            got=str(mesh),
+            need=f"no {axis}",
+            fix=f"{data_axis()} in place of {axis}, or leave deterministic out",
+        )
+    if sharding:
+        return
     data = data_axis()
     others = [axis for axis in sequence_axes() if axis != data]
     degree = mesh.degree(data)

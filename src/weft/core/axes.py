@@ -7,8 +7,9 @@ import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from weft.core.dimension import local_update_axes, token_axes
+from weft.core.dimension import Dimension, dimensions, local_update_axes, token_axes
 from weft.core.mesh import Mesh
 
 Rule = Mapping[str, str]
@@ -255,3 +256,29 @@ def without_local_updates(mesh: Mesh) -> Mesh:
     """The mesh of one replica: all axes but those of local updates."""
     axes = tuple(each for each in mesh.axes if each[0] not in local_update_axes())
     return Mesh(axes)
+
+
+class StateAxes(NamedTuple):
+    """Axes over which a gradient is summed: those over which ZeRO shards the states, and others along
+    which states are copies.
+    """
+
+    sharded: Names
+    replicated: Names
+
+
+def state_axes(mesh: Mesh, summed: Names) -> StateAxes:
+    """How ZeRO treats the axes over which a gradient is summed: it shards over all of them, but where the
+    mesh has an axis that `shards_states`, not over the data axes that shard sequences alone.
+    """
+    known = dimensions()
+    if not any(known[name].shards_states for name in mesh.wide_axes):
+        return StateAxes(summed, ())
+    replicated = tuple(name for name in summed if _has_copies(known[name]))
+    return StateAxes(tuple(name for name in summed if name not in replicated), replicated)
+
+
+def _has_copies(dimension: Dimension) -> bool:
+    """Whether states are copies along it where another axis shards them."""
+    is_plain = dimension.batch == "sequences" and not dimension.params
+    return is_plain and not dimension.shards_states

@@ -85,6 +85,8 @@ class Dimension:
         shards_blocks: whether it splits the chain of blocks into pipeline stages.
         shards_activations: whether `parallel.sequence` shards activations along the sequence over
             it.
+        shards_states: whether ZeRO shards states over it and not over the data axes outside of it,
+            along which states are copies then.
         traffic: what is sent along it, for `weft explain`.
         faults: what is wrong with a layout where it has more than one rank; None: it takes every
             layout.
@@ -106,6 +108,7 @@ class Dimension:
     shards_blocks: bool = False
     shards_activations: bool = False
     local_updates: bool = False
+    shards_states: bool = False
     traffic: Callable[[LayoutOptions], str]
     faults: Callable[[LayoutRequest], Iterable[Fault]] | None = None
     alternatives: tuple[tuple[str, str], ...] = ()

@@ -223,7 +223,6 @@ class Mesh:
 
 
 AXES_ELSEWHERE = {
-    "fsdp": "--mesh dp{} --parallel.zero 3",
     "zero": "--mesh dp{} --parallel.zero 3",
     "ddp": "--mesh dp{}",
     "sp": "--mesh tp{} --parallel.sequence True",

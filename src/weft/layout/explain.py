@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from weft.core.axes import data_axes
+from weft.core.axes import data_axes, state_axes
 from weft.core.dimension import activation_axes, dimensions, pipeline_axis
 from weft.core.mesh import WIDTH
 from weft.errors import counted
@@ -98,8 +98,10 @@ def _traffic_lines(plan: Plan) -> list[str]:
         lines.append(f"  {name}{degree}: {dimension.traffic(plan.options)}")
     data = data_axes(plan.mesh)
     if plan.zero and data:
-        ranks = " x ".join(data)
-        lines.append(f"  ZeRO {plan.zero} over {ranks}: {ZERO_TRAFFIC[plan.zero]}")
+        axes = state_axes(plan.mesh, data)
+        ranks = " x ".join(axes.sharded)
+        copies = f", copies along {' x '.join(axes.replicated)}" if axes.replicated else ""
+        lines.append(f"  ZeRO {plan.zero} over {ranks}{copies}: {ZERO_TRAFFIC[plan.zero]}")
     if plan.sequence_parallel:
         axes = " x ".join(activation_axes())
         lines.append(f"  sequence parallel: activations between regions are sharded over {axes}")

@@ -57,7 +57,7 @@ def _head_faults(request: LayoutRequest) -> Iterable[Fault]:
 DIMENSION = Dimension(
     name=AXIS,
     summary="context: each sequence is sharded along its length",
-    nesting=3,
+    nesting=4,
     batch="positions",
     traffic=traffic,
     faults=faults,

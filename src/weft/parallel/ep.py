@@ -28,7 +28,7 @@ def faults(request: LayoutRequest) -> Iterable[Fault]:
 DIMENSION = Dimension(
     name=AXIS,
     summary="expert: sequences and experts are sharded",
-    nesting=2,
+    nesting=3,
     params=(EXPERTS,),
     batch="sequences",
     traffic=lambda options: "all-to-all: tokens to their experts and back",

@@ -17,7 +17,7 @@ def traffic(options: LayoutOptions) -> str:
 DIMENSION = Dimension(
     name=AXIS,
     summary="tensor: heads, feed-forward and vocabulary are sharded",
-    nesting=4,
+    nesting=5,
     params=("heads", "kv_heads", "ffn", "vocab"),
     uneven=("vocab",),
     shards_activations=True,

@@ -349,6 +349,8 @@ class GradientReducer:
         micro-batches.
         """
         self.start_remaining()
+        for group in reversed(self.trained_groups):  # in the order in which they were reduced
+            group.start_replica_sum()
         for group in self.trained_groups:
             group.finish_step()
         self._under_way.clear()

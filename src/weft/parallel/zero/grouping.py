@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from weft.comm.comm import Comm
+from weft.core.axes import state_axes
 from weft.core.zero_stages import ZERO_THAT_REDUCES_EACH
 from weft.layout.plan import Plan
 from weft.parallel.model.parallelize import ParallelModel
@@ -284,11 +285,13 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
     stage_counts = _stage_counts(model)
     for key, names in members.items():
         model.materialize([name for name in names if model.params[name].is_meta])
+        axes = state_axes(model.comm.mesh, key.axes)
         group = ParamGroup(
             {name: model.params[name] for name in names},
             model.comm,
             frozen_policy if key.is_frozen else policy,
-            axes=key.axes,
+            axes=axes.sharded,
+            replicate_axes=axes.replicated,
             stage=key.stage,
             num_stages=max(stage_counts[name] for name in names),
         )

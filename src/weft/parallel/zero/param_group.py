@@ -94,6 +94,7 @@ class ParamGroup:
         self.sharded_grad: Tensor | None = None
         self._grad_views: dict[str, Tensor] = {}
         self._reducing: Work | FixedOrderSum | StageSums | None = None
+        self._replica_sum: Work | None = None
         self.leaf = FIRST_LEAF
         self._reducing_leaf = FIRST_LEAF
         self._trees: dict[str, TreeSum] = defaultdict(TreeSum)
@@ -382,9 +383,12 @@ class ParamGroup:
         """Wait for the reduction under way and add its result to the sharded gradient."""
         if self._reducing is None:
             return
-        total = self._reducing.wait()
-        if self.replicate_axes:
-            total = self.comm.all_reduce_(total, self.replicate_axes)
+        self.start_replica_sum()
+        if self._replica_sum is not None:
+            total = self._replica_sum.wait()
+            self._replica_sum = None
+        else:
+            total = self._reducing.wait()
         self._reducing = None
         policy = self.policy
         if policy.sums_reduced:
@@ -399,6 +403,14 @@ class ParamGroup:
             self.sharded_grad.add_(total, alpha=policy.grad_scale)
         elif not policy.shares_grad_memory:
             self.sharded_grad.copy_(total)
+
+    def start_replica_sum(self) -> None:
+        """Start the sum of reduced shards over the ranks that have copies of them, once the reduction
+        under way has ended; nothing where there are no copies.
+        """
+        if self.replicate_axes and self._reducing is not None and self._replica_sum is None:
+            total = self._reducing.wait()
+            self._replica_sum = self.comm.start_all_reduce_(total, self.replicate_axes)
 
     def finish_step(self) -> None:
         """Reduce what has not been reduced in this step, and expect the gradients of the next one."""

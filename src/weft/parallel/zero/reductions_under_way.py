@@ -49,6 +49,9 @@ class ReductionsUnderWay:
                 break
             self._groups.popleft()
             oldest.wait_reduce()
+        if self._groups and self._may_wait_for(self._groups[-1]):
+            # its reduction has had the time of a block; the sum over copies has that of the next one
+            self._groups[-1].start_replica_sum()
         group.start_reduce()
         self._groups.append(group)
 
