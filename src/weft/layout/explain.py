@@ -98,9 +98,9 @@ def _traffic_lines(plan: Plan) -> list[str]:
         lines.append(f"  {name}{degree}: {dimension.traffic(plan.options)}")
     data = data_axes(plan.mesh)
     if plan.zero and data:
-        axes = state_axes(plan.mesh, data)
-        ranks = " x ".join(axes.sharded)
-        copies = f", copies along {' x '.join(axes.replicated)}" if axes.replicated else ""
+        states = state_axes(plan.mesh, data)
+        ranks = " x ".join(states.sharded)
+        copies = f", copies along {' x '.join(states.replicated)}" if states.replicated else ""
         lines.append(f"  ZeRO {plan.zero} over {ranks}{copies}: {ZERO_TRAFFIC[plan.zero]}")
     if plan.sequence_parallel:
         axes = " x ".join(activation_axes())
