@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
 from tests.parallel.test_as_torch import RTOL, WRAPPERS, Script, Wrap, ddp, zero3
 from weft.comm.comm import Comm
-from weft.errors import DataError
+from weft.errors import DataError, PlanError
 from weft.parallel.data_parallel.ddp import DistributedDataParallel
 from weft.parallel.data_parallel.sync_batch_norm import SyncBatchNorm
 from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -55,6 +55,31 @@ def test_batch_statistics_are_those_of_the_whole_batch() -> None:
     for state in run_ranks("dp2", rank):
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_options_of_torch_are_taken_as_torch_takes_them() -> None:
+    net = nn.BatchNorm1d(2, dtype=torch.float64)
+
+    def rank(comm: Comm) -> Tensor:
+        wrapped = DistributedDataParallel(
+            copy.deepcopy(net),
+            comm,
+            device_ids=["cpu"],
+            bucket_cap_mb=1,
+            find_unused_parameters=True,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )
+        wrapped(torch.full((2, 2), float(comm.rank), dtype=torch.float64)).sum().backward()
+        with pytest.raises(PlanError, match="did you mean 'find_unused_parameters'"):
+            DistributedDataParallel(nn.Linear(2, 2), comm, find_unused_parameter=True)
+        with pytest.raises(PlanError, match=r"Fix: comm=weft.init\(mesh\)"):
+            DistributedDataParallel(nn.Linear(2, 2), comm, process_group=object())
+        assert wrapped.module.running_mean is not None
+        return wrapped.module.running_mean
+
+    first, second = run_ranks("dp2", rank)
+    assert not torch.equal(first, second), "each rank has its own buffers"
 
 
 @pytest.mark.parametrize("by_present", [False, True])

@@ -16,6 +16,7 @@ from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.parallel.autograd.shard_gradient import mark_gradient
 from weft.parallel.data_parallel.join import Attendance
+from weft.parallel.data_parallel.torch_options import TorchOptions
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.model.buffers import broadcast_buffers, stored_buffers
 from weft.parallel.zero.gradient_reducer import GradientReducer
@@ -56,6 +57,11 @@ class DistributedDataParallel(SynchronizedModule):
             axis.
         axis: the mesh axis (or axes) over which batches differ.
         bucket_bytes: gradients are reduced in buckets of about this size.
+        torch_options: those of torch's DistributedDataParallel, so that a script need not change them:
+            `bucket_cap_mb` in place of `bucket_bytes`; `broadcast_buffers=False` leaves buffers to each rank;
+            with `device_ids` of one device inputs are moved there. `output_device`,
+            `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, `check_reduction` and
+            `skip_all_reduce_unused_params` are true of any module here, and change nothing.
 
     Raises:
         PlanError: a parameter belongs to a wrapped module already; an optimizer has stepped on gradients
@@ -71,17 +77,19 @@ class DistributedDataParallel(SynchronizedModule):
         *,
         axis: Axis = DP,
         bucket_bytes: int = BUCKET_BYTES,
+        **torch_options: Any,
     ) -> None:
         check_not_wrapped(module, WRAPPER_NAME)
+        options = TorchOptions.of(torch_options, bucket_bytes=bucket_bytes)
         first = next(module.parameters(), None)
         device = torch.device("cpu") if first is None else first.device
         comm = comm_or_world(comm, axis=axis, device=device)
         broadcast_module(module, comm, axis)
-        self._wrap(module, comm, axis=axis, bucket_bytes=bucket_bytes)
+        self._wrap(module, comm, axis=axis, options=options)
 
-    def _wrap(self, module: nn.Module, comm: Comm, *, axis: Axis, bucket_bytes: int) -> None:
+    def _wrap(self, module: nn.Module, comm: Comm, *, axis: Axis, options: TorchOptions) -> None:
         super().__init__(module, comm, axis=axis)
-        self.bucket_bytes = bucket_bytes
+        self._options = options
         self._attendance: Attendance | None = None
         self._divides_by_present = False
         self._reducer: GradientReducer | None = None
@@ -92,7 +100,7 @@ class DistributedDataParallel(SynchronizedModule):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         module = copy.deepcopy(self.module, memo)
-        copied._wrap(module, self.comm, axis=self.axis, bucket_bytes=self.bucket_bytes)
+        copied._wrap(module, self.comm, axis=self.axis, options=self._options)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -112,6 +120,7 @@ class DistributedDataParallel(SynchronizedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
+        args, kwargs = self._options.on_device((args, kwargs))
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._before_forward()
@@ -144,7 +153,7 @@ class DistributedDataParallel(SynchronizedModule):
             trained,
             self.comm,
             reduce_axes=dict.fromkeys(trained, axes),
-            bucket_bytes=self.bucket_bytes,
+            bucket_bytes=self._options.bucket_bytes,
         )
         self._reducer.arrived |= arrived
         self._reducer.call_after_backward(weakref.WeakMethod(self._after_reductions))
@@ -175,8 +184,9 @@ class DistributedDataParallel(SynchronizedModule):
                 if name in used:
                     param.grad = group.grad_view(name)
                 mark_gradient(param)
-        root = 0 if attendance is None or not attendance.present else attendance.present[0]
-        broadcast_buffers(self.module, self.comm, self.axis, root=root)
+        if self._options.broadcasts_buffers:
+            root = 0 if attendance is None or not attendance.present else attendance.present[0]
+            broadcast_buffers(self.module, self.comm, self.axis, root=root)
 
     @contextmanager
     def join(self, divide_by_initial_world_size: bool = True) -> Iterator[None]:
