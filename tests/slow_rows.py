@@ -138,7 +138,6 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "gpt2-one-1f1b-m4",
     ),
     "matrix/test_matrix.py::test_sampled_layout_computes_what_one_device_computes": (
-        "llama3-gqa-allgather-docs-dp2_cp4-zero_bubble-m3",
     ),
     "matrix/test_recompute.py::test_recomputation_computes_what_one_device_computes": (
         "qwen3-moe-zero3-full-ring-l2-ep2_cp2-1f1b-m4",

@@ -33,10 +33,11 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("gpt2", "llama3", "llama3 grouped", "qwen3", "qwen3-moe", "deepseek"),
     "pp": (1, 2, 3, 4),
     "dp": (1, 2, 3),
+    "fsdp": (1, 2, 3),
     "ep": (1, 2, 4),
     "cp": (1, 2, 3, 4),
     "tp": (1, 2, 4),
-    "nesting": ("pp dp ep cp tp", "tp cp ep dp pp", "dp tp pp cp ep"),
+    "nesting": ("pp dp fsdp ep cp tp", "tp cp ep fsdp dp pp", "dp tp pp cp fsdp ep"),
     "schedule": (
         "gpipe 1", "1f1b 1", "interleaved 2", "interleaved 3",
         "zero_bubble 1", "zero_bubble_h2 1", "zbv 2", "dual_pipe_v 2",
@@ -88,7 +89,7 @@ def acts(row: Row) -> bool:
     nesting = row["nesting"].split()
     axes = [axis for axis in nesting if row[axis] > 1]
     mesh = Mesh(tuple((axis, row[axis]) for axis in axes))
-    data_ranks = row["dp"] * row["ep"]
+    data_ranks = row["dp"] * row["fsdp"] * row["ep"]
     num_sequences = data_ranks * row["microbatches"] * row["micro_size"]
     is_small = mesh.size <= MOST_RANKS and num_sequences <= MOST_SEQUENCES
     conditions = (
@@ -147,7 +148,7 @@ def complete(part: Part, dice: random.Random, tries: int) -> Iterator[Row]:
 
 def cost(row: Row) -> float:
     """What a row costs to run, roughly: ranks, and the layers and sequences that they share."""
-    ranks = math.prod(row[axis] for axis in ("pp", "dp", "ep", "cp", "tp"))
+    ranks = math.prod(row[axis] for axis in exact_axes())
     weight = 2 if row["model"] in EXPERT_MODELS else 1
     return 8 + ranks * (row["microbatches"] + 3) * weight / 2
 
@@ -205,3 +206,7 @@ def read_rows(path: Path) -> tuple[Case, ...]:
         fields = {"mesh": "", **json.loads(line)}
         cases.append(Case(**fields))
     return tuple(cases)
+
+
+if __name__ == "__main__":
+    print(f"{write_rows(LIST)} rows in {LIST.name}")  # noqa: T201 - a command

@@ -120,6 +120,7 @@ REJECTED = (
     '--model.name gpt2 --mesh "dp2 tp3"',
     '--model.name deepseek --mesh ep3 --batch.global_size 24',
     '--mesh ep2',
+    '--mesh fsdp2',
     '--mesh cp3',
     '--mesh cp4 --data.seq_len 100',
     '--mesh tp2 --parallel.sequence True --data.seq_len 33',

@@ -21,6 +21,7 @@ from tests.matrix.cover import (
 from tests.matrix.layouts import Case, fits
 from tests.matrix.sweep import every_case, sample
 from tests.small_models import TEXT_FAMILIES
+from weft.core.dimension import exact_axes
 from weft.schedule.catalog import SCHEDULES
 
 
@@ -42,7 +43,7 @@ def rows() -> list[dict[str, object]]:
         ]
         fields = NAMES[NAMES.index("microbatches") :]
         row = {name: getattr(case, name) for name in fields}
-        row |= {axis: case.grid.degree(axis) for axis in ("pp", "dp", "ep", "cp", "tp")}
+        row |= {axis: case.grid.degree(axis) for axis in exact_axes()}
         row |= {
             "model": models[case.family, case.grouped],
             "schedule": f"{case.schedule} {case.chunks}",
