@@ -137,8 +137,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "llama3-dp3-1f1b-m4",
         "gpt2-one-1f1b-m4",
     ),
-    "matrix/test_matrix.py::test_sampled_layout_computes_what_one_device_computes": (
-    ),
+    "matrix/test_matrix.py::test_sampled_layout_computes_what_one_device_computes": (),
     "matrix/test_recompute.py::test_recomputation_computes_what_one_device_computes": (
         "qwen3-moe-zero3-full-ring-l2-ep2_cp2-1f1b-m4",
         "llama3-full-ring-docs-l2-cp2_tp2-1f1b-m4",

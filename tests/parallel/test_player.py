@@ -21,7 +21,7 @@ from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch, Extra, forward
 from weft.parallel.model.parallelize import parallelize
 from weft.parallel.pipeline.player import Player, PlayResult
-from weft.parallel.zero.grouping import bucket_reducer
+from weft.parallel.zero.buckets import bucket_reducer
 from weft.parallel.zero.param_group import ParamGroup
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table

@@ -18,7 +18,7 @@ from weft.core.axes import span
 from weft.models.common.batch import forward
 from weft.parallel.pipeline.player import Player
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from weft.parallel.zero.grouping import bucket_reducer
+from weft.parallel.zero.buckets import bucket_reducer
 from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 

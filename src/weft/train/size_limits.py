@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.checkpoint.state import MIN_SHARED_ENTRIES
-from weft.parallel.zero.grouping import BUCKET_BYTES
+from weft.parallel.zero.buckets import BUCKET_BYTES
 
 
 @dataclass(frozen=True)

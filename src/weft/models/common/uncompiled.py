@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -30,7 +30,6 @@ OPERATIONS = "torch._refs"
 WRAPPER = "__dynamo_disable"
 """Attribute in which torch keeps the wrapper of a function."""
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UntilCompilerIsImported:
@@ -99,9 +98,3 @@ def _closed_over(function: FunctionType) -> dict[str, object]:
         with contextlib.suppress(ValueError):  # an empty cell
             values[name] = cell.cell_contents
     return values
-
-
-def not_compiled(function: F) -> F:
-    """Have torch.compile leave a function out, as `torch.compiler.disable` does, which imports the compiler."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function

@@ -19,8 +19,8 @@ from weft.parallel.data_parallel.join import Attendance
 from weft.parallel.data_parallel.torch_options import TorchOptions
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.model.buffers import broadcast_buffers, stored_buffers
+from weft.parallel.zero.buckets import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.gradient_reducer import GradientReducer
-from weft.parallel.zero.grouping import BUCKET_BYTES, bucket_reducer
 from weft.parallel.zero.synchronized import SynchronizedModule
 from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,

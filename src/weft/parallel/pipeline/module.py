@@ -30,10 +30,10 @@ from weft.parallel.pipeline.packing import Packing, call_block, packing_of
 from weft.parallel.pipeline.player import Player
 from weft.parallel.pipeline.state_entries import state_entries, tensors_of
 from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.buckets import bucket_reducer
 from weft.parallel.zero.global_mean import nonzero
 from weft.parallel.zero.grad_norm import sum_tied_gradients
 from weft.parallel.zero.gradient_reducer import GradientReducer
-from weft.parallel.zero.grouping import bucket_reducer
 from weft.parallel.zero.wrapped_params import (
     check_not_wrapped,
     check_state_keys,

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.models.common.uncompiled import not_compiled
+from weft.parallel.autograd.not_compiled import not_compiled
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.zero.gradient_reducer import GradientReducer
 

@@ -15,7 +15,7 @@ from weft.comm.comm import Comm
 from weft.comm.default_comm import comm_or_world
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
-from weft.models.common.uncompiled import not_compiled
+from weft.parallel.autograd.not_compiled import not_compiled
 from weft.parallel.autograd.shard_gradient import clip_to, shard_axes_of, total_norm
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.dp import AXIS as DP

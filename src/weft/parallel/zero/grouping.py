@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from weft.comm.comm import Comm
 from weft.core.axes import state_axes
 from weft.core.zero_stages import ZERO_THAT_REDUCES_EACH
 from weft.layout.plan import Plan
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.zero.backward_order import register_backward_order
+from weft.parallel.zero.buckets import buckets_of
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.sharding_policy import ShardingPolicy
@@ -24,11 +23,6 @@ from weft.parallel.zero.unshard_hooks import (
     groups_of,
     register_unshard_hooks,
 )
-
-BUCKET_BYTES = 25 * 2**20
-"""Default bytes of gradients that are reduced together under ZeRO 0, as torch's
-DistributedDataParallel.
-"""
 
 
 def make_gradient_reducer(
@@ -94,81 +88,6 @@ def sharding_policy(plan: Plan) -> ShardingPolicy:
 # ZeRO 0: buckets
 
 
-class BucketKey(NamedTuple):
-    """What the parameters of a bucket have in common."""
-
-    stage: int
-    axes: tuple[str, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Parameters whose gradients are reduced together, by name, last first."""
-
-    key: BucketKey
-    names: list[str]
-
-    def group(
-        self,
-        params: Mapping[str, nn.Parameter],
-        comm: Comm,
-        policy: ShardingPolicy,
-        *,
-        stage_counts: Mapping[str, int],
-    ) -> ParamGroup:
-        """The group of these parameters, each of which so many stages use."""
-        members = {name: params[name] for name in self.names}
-        return ParamGroup(
-            members,
-            comm,
-            policy,
-            axes=self.key.axes,
-            stage=self.key.stage,
-            num_stages=max(stage_counts[name] for name in self.names),
-        )
-
-
-def bucket_reducer(
-    params: Mapping[str, nn.Parameter],
-    comm: Comm,
-    *,
-    reduce_axes: Mapping[str, tuple[str, ...]],
-    stage_of: Mapping[str, int] | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> GradientReducer:
-    """All-reduces the gradients of any parameters in buckets, in the dtype that each parameter has.
-
-    Args:
-        params: in the order in which the forward uses them; frozen ones are left out.
-        reduce_axes: parameter name -> mesh axes over which its gradient is summed.
-        stage_of: parameter name -> local pipeline stage whose backward completes its gradient;
-            default: one stage.
-    """
-    stage_of = stage_of or dict.fromkeys(params, 0)
-    trained = {name: param for name, param in params.items() if param.requires_grad}
-    buckets = _buckets(
-        trained,
-        reduce_axes=reduce_axes,
-        stage_of=stage_of,
-        bucket_bytes=bucket_bytes,
-    )
-    groups: list[ParamGroup] = []
-    for bucket in buckets:
-        dtype = bucket.key.dtype
-        policy = ShardingPolicy(
-            zero=0,
-            params=dtype,
-            compute=dtype,
-            reduce=dtype,
-            keeps_unsharded_grad=True,
-        )
-        group = bucket.group(trained, comm, policy, stage_counts=dict.fromkeys(trained, 1))
-        groups.append(group)
-    return GradientReducer(groups, comm)
-
-
 def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGroup]:
     """Trained parameters in buckets; frozen ones in a group of their own where they are cast to the
     compute dtype.
@@ -182,7 +101,7 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
         elif name in frozen_names:
             frozen[name] = param
     reduce_axes = {name: shard.reduce_axes for name, shard in model.shards.items()}
-    buckets = _buckets(
+    buckets = buckets_of(
         trained,
         reduce_axes=reduce_axes,
         stage_of=model.stage_of,
@@ -198,46 +117,6 @@ def _bucket_groups_of(model: ParallelModel, policy: ShardingPolicy) -> list[Para
         group = bucket.group(trained, model.comm, policy, stage_counts=stage_counts)
         groups.append(group)
     return groups
-
-
-def _buckets(
-    params: Mapping[str, nn.Parameter],
-    *,
-    reduce_axes: Mapping[str, tuple[str, ...]],
-    stage_of: Mapping[str, int],
-    bucket_bytes: int,
-) -> list[Bucket]:
-    """Parameters, last first, in runs of equal key and at most `bucket_bytes` each; the run that
-    completes last comes first.
-    """
-    filling: dict[BucketKey, list[str]] = {}
-    sizes: Counter[BucketKey] = Counter()
-    full: list[Bucket] = []
-    last_first = reversed(list(params.items()))
-    for name, param in last_first:
-        num_bytes = param.numel() * param.element_size()
-        key = BucketKey(
-            stage=stage_of[name],
-            axes=reduce_axes[name],
-            dtype=param.dtype,
-            device=param.device,
-        )
-        if key in filling and sizes[key] + num_bytes > bucket_bytes:
-            bucket = Bucket(key, filling.pop(key))
-            full.append(bucket)
-            sizes[key] = 0
-        names = filling.setdefault(key, [])
-        names.append(name)
-        sizes[key] += num_bytes
-    for key, names in filling.items():
-        full.append(Bucket(key, names))
-    place_of = {name: place for place, name in enumerate(params)}
-
-    def first_place(bucket: Bucket) -> int:
-        first_name = bucket.names[-1]
-        return place_of[first_name]
-
-    return sorted(full, key=first_place)
 
 
 # ZeRO 1 to 3: blocks

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.models.common.uncompiled import not_compiled
+from weft.parallel.autograd.not_compiled import not_compiled
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.recompute.recomputed_tensor import memory_of
 from weft.parallel.zero.param_group import ParamGroup
