@@ -15,7 +15,6 @@ from weft.prove.bounds import (
     KIND_SHARE,
     MIN_SCALE,
     TOLERANCE,
-    WIDE_BOUND,
     is_wide,
     norm_rounding,
     wide_note,
@@ -25,8 +24,8 @@ from weft.prove.live_step.owner_gradients import GradientNoise
 from weft.prove.record import block_of
 from weft.prove.report import Phase
 
-PROJECTION_FACTOR = 3.0
-"""As `FACTOR`, for a sum over all entries in place of the largest of them."""
+WIDE_PROJECTION = 0.02
+"""A projection within a wider bound does not count as compared."""
 
 
 @dataclass(frozen=True)
@@ -229,11 +228,11 @@ class Judgement:
         """
         spread = max(self._projection_spread(row), self._typical_projection_spread)
         roundings = (FLOOR + math.sqrt(self.num_units)) / math.sqrt(max(row.num_entries, 1))
-        return PROJECTION_FACTOR * spread + roundings * self.types.eps
+        return FACTOR * spread + roundings * self.types.eps
 
     def _has_close_projection(self, row: GradientRow) -> bool:
-        """Whether the projection is compared, and a difference of a hundredth of it is seen."""
-        return self._is_projected(row) and self.projection_bound(row) <= WIDE_BOUND
+        """Whether the projection is compared, and a difference of two hundredths of it is seen."""
+        return self._is_projected(row) and self.projection_bound(row) <= WIDE_PROJECTION
 
     def _is_projected(self, row: GradientRow) -> bool:
         """Whether the projection is compared: where the bound of entries hides faults. Elsewhere it
