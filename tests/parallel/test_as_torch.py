@@ -601,6 +601,10 @@ def test_a_shard_has_the_shape_norms_and_values_of_the_whole_parameter() -> None
             torch.testing.assert_close(
                 function(shard).detach(), function(whole), rtol=1e-14, atol=0
             )
+        plain = torch.ones(3, dtype=torch.float64)
+        norms = torch._foreach_norm([shard, plain, shard * 2])
+        expected = torch._foreach_norm([whole, plain, whole * 2])
+        torch.testing.assert_close([norm.detach() for norm in norms], expected, rtol=1e-14, atol=0)
         with torch.no_grad():
             shard[0, 0] = 5.0
             shard.add_(whole).mul_(whole[:1])

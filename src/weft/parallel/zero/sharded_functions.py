@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types as types_of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as types_of_clipping
 
 from weft.core.mesh import axis_names
 from weft.errors import Fault, PlanError
@@ -103,8 +105,22 @@ def _norm_of(group: ShardGroup, local: Tensor, order: float) -> Tensor:
 
 
 def _foreach_norm(args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Norms of several tensors: those of Euclidean ones by one all-reduce for each group of ranks."""
     tensors, *rest = args
-    return [torch.linalg.vector_norm(tensor, *rest, **options) for tensor in tensors]
+    order = rest[0] if rest else options.get("ord", 2.0)
+    if float(order) != 2.0 or len(rest) > 1 or "dtype" in options:
+        return [torch.linalg.vector_norm(tensor, *rest, **options) for tensor in tensors]
+    places: dict[ShardGroup, list[int]] = {}
+    norms: list[Tensor] = []
+    for place, tensor in enumerate(tensors):
+        norms.append(torch.linalg.vector_norm(local_of(tensor)))
+        if isinstance(tensor, ShardedTensor):
+            places.setdefault(group_of([tensor]), []).append(place)
+    for group, members in places.items():
+        squares = torch.stack([norms[place] for place in members]).square()
+        for place, total in zip(members, group.total(squares).sqrt().unbind(), strict=True):
+            norms[place] = total
+    return norms
 
 
 def _check_finite(args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -185,6 +201,10 @@ def _set_grad(args: Sequence[Any], options: dict[str, Any]) -> Any:
     run_plainly(TENSOR.grad.__set__, (shard, gradient), {})
 
 
+# As torch does for DTensor: optimizers and clipping take all parameters of a GPU in one call.
+for supported in (types_of_optimizers, types_of_clipping):
+    if ShardedTensor not in supported:
+        supported.append(ShardedTensor)
 SPECIAL.update(
     {
         torch.sum: _sum,
