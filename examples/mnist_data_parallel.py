@@ -96,7 +96,7 @@ def main() -> None:
 
     if comm.rank == 0:  # one process alone
         dp = weft.DataParallel(on_devices, DEVICES)
-        train(dp, batches(*known), lambda: None)
+        train(dp, batches(*known))
         say(
             comm,
             f"DataParallel, one process, {len(DEVICES)} devices: accuracy {accuracy(dp, *unknown):.3f}",
