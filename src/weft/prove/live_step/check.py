@@ -273,6 +273,7 @@ class LiveStepCheck:
             scale=scale,
             eps=self.types.eps,
             products=chain.products,
+            routers=chain.routers,
         )
         numbers = passes.run(rows.add)
         return numbers, rows, whole, initial

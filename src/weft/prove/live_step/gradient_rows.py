@@ -57,6 +57,7 @@ class GradientRows:
         scale: loss scale of the whole gradients.
         eps: unit of rounding.
         products: parameters whose gradients are products of matrices.
+        routers: weights of routers.
     """
 
     comm: Comm
@@ -64,6 +65,7 @@ class GradientRows:
     scale: float
     eps: float
     products: Collection[str] = ()
+    routers: Collection[str] = ()
     rows: list[GradientRow] = field(default_factory=list)
     kept: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -86,6 +88,7 @@ class GradientRows:
             noise=noise.times(1 / self.scale),
             products=(of_layout, of_plain),
             is_product=owner in self.products,
+            is_router=owner in self.routers,
             squared_norm=norm(whole) ** 2,
         )
         self.rows.append(row)

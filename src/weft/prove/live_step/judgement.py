@@ -56,6 +56,8 @@ class GradientRow:
             device, and the squares of these.
         squared_norm: on one device.
         is_product: whether it is a product of matrices; see `MetaChain.products`.
+        is_router: whether it is of a router, which in 16 bits is not compared: rounding exchanges
+            tokens between experts, which leaves the loads as they are.
     """
 
     parameter: str
@@ -66,6 +68,7 @@ class GradientRow:
     products: tuple[float, float]
     squared_norm: float
     is_product: bool = True
+    is_router: bool = False
 
     @property
     def projection(self) -> float:
@@ -157,7 +160,7 @@ class Judgement:
         for row in self.gradients:
             bound = self.gradient_bound(row)
             scales = {"own": row.largest, "of_kind": self._largest_gradient}
-            if is_wide(bound, scale=self.scale(row), **scales):
+            if not self._is_compared(row) or is_wide(bound, scale=self.scale(row), **scales):
                 found[row.parameter] = bound
         return found
 
@@ -174,9 +177,15 @@ class Judgement:
     @property
     def closest(self) -> float:
         """Largest ratio of a difference to its bound, over gradients."""
-        return max(
-            (self.relative(row) / self.gradient_bound(row) for row in self.gradients), default=0.0
-        )
+        compared = filter(self._is_compared, self.gradients)
+        return max((self.relative(row) / self.gradient_bound(row) for row in compared), default=0.0)
+
+    @property
+    def _has_16_bits(self) -> bool:
+        return not self.types.is_exact and self.types.eps > 2.0**-20
+
+    def _is_compared(self, row: GradientRow) -> bool:
+        return not (row.is_router and self._has_16_bits)
 
     # gradients
 
@@ -238,7 +247,7 @@ class Judgement:
         """Whether the projection is compared: where the bound of entries hides faults. Elsewhere it
         would add nothing but the error of its own bound, which few numbers of noise stand for.
         """
-        return row.is_product and row.parameter in self.wide
+        return row.is_product and row.parameter in self.wide and self._is_compared(row)
 
     def _projections(self) -> Iterator[LiveDifference]:
         for row in self.gradients:
@@ -257,7 +266,7 @@ class Judgement:
     def _gradients(self) -> Iterator[LiveDifference]:
         for row in self.gradients:
             relative, bound = self.relative(row), self.gradient_bound(row)
-            if not relative <= bound:
+            if self._is_compared(row) and not relative <= bound:
                 yield LiveDifference(
                     f"{row.parameter} gradient",
                     block_of(row.parameter),
@@ -400,8 +409,9 @@ class Judgement:
         if self.types.is_exact:
             return False
         num_tokens = max((sum(load) for load in self.plain.loads.values()), default=0)
-        has_16_bits = self.types.eps > 2.0**-20
-        most = max(MOST_REROUTED * num_tokens, MIN_REROUTED) if has_16_bits else MIN_REROUTED
+        most = MIN_REROUTED
+        if self._has_16_bits:
+            most = max(MOST_REROUTED * num_tokens, MIN_REROUTED)
         return self._num_moved <= most
 
     def _is_before(self, each: LiveDifference, routed: str) -> bool:

@@ -28,8 +28,9 @@ class MetaChain:
         uncast: owners that stay in the dtype of parameters: biases of routers.
         products: owners whose gradients are products of matrices, which kernels add up in float32;
             those of vectors and of tables of tokens are sums over tokens in the type of
-            activations, which lose more the more tokens there are. Without those of routers, which
-            change by steps where rounding moves a token to another expert.
+            activations, which lose more the more tokens there are.
+        routers: owners of weights of routers, whose gradients change by steps where rounding moves
+            tokens to other experts.
     """
 
     blocks: Mapping[str, nn.Module]
@@ -38,6 +39,7 @@ class MetaChain:
     trained: tuple[str, ...]
     uncast: frozenset[str]
     products: frozenset[str]
+    routers: frozenset[str]
 
     @staticmethod
     def of(
@@ -68,9 +70,8 @@ class MetaChain:
             shapes=shapes,
             trained=tuple(trained),
             uncast=frozenset(_router_biases(blocks, owners)),
-            products=frozenset(trained).difference(
-                _sums_over_tokens(blocks, owners, shapes), _router_weights(blocks, owners)
-            ),
+            products=frozenset(trained).difference(_sums_over_tokens(blocks, owners, shapes)),
+            routers=frozenset(_router_weights(blocks, owners)),
         )
 
     def of_block(self, block: str) -> dict[str, tuple[int, ...]]:
