@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -208,6 +209,25 @@ def accumulation(script: Script) -> None:
                 script.loss(step + 10 * micro).backward()
         script.loss(step + 20).backward()
         optimizer.step()
+
+
+def discarding_what_was_accumulated(script: Script) -> None:
+    """Zeroed before and after the next forward, to None and in place, also beside a synchronised gradient."""
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    for step in range(4):
+        if step == 3:
+            script.loss(step + 30).backward()
+        with nullcontext() if script.comm is None else net.no_sync():
+            script.loss(step + 7).backward()
+        if step % 2:
+            optimizer.zero_grad(set_to_none=step == 3)
+        loss = script.loss(step)
+        if step % 2 == 0:
+            optimizer.zero_grad(set_to_none=step == 2)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def discarding(script: Script) -> None:
@@ -472,6 +492,7 @@ ACTIONS: list[Action] = [
     several_backwards,
     accumulation,
     discarding,
+    discarding_what_was_accumulated,
     optimizer_before_wrapping,
     groups_by_ndim,
     lamb,

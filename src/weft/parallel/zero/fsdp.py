@@ -181,6 +181,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         mark_wrapped(module.parameters(), self)
         self._is_stale = False
         self._is_in_forward = False
+        self._held: dict[str, HeldGradient] = {}
         self._note_shards()
 
     def _names_by_state_key(self) -> dict[str, str]:
@@ -461,7 +462,48 @@ class FullyShardedDataParallel(SynchronizedModule):
 
         return map_leaves(inputs, Tensor, cast)
 
+    def _hold_gradients(self) -> None:
+        """Put zeros in the place of gradients that are None, so that a script that zeroes them is seen: what
+        `no_sync()` has accumulated is unsharded, and in no `.grad`.
+        """
+        for name in self._reducer.arrived - self._held.keys():
+            shard = self._shard_of[name]
+            is_new = shard.grad is None
+            if is_new:
+                shard.grad = sharded(shard).with_local(torch.zeros_like(local_of(shard.detach())))
+            assert shard.grad is not None, "set above"
+            self._held[name] = HeldGradient(shard.grad, shard.grad._version, is_new=is_new)
+
+    def _follow_discards(self) -> None:
+        for name, held in tuple(self._held.items()):
+            gradient = self._shard_of[name].grad
+            if gradient is held.gradient and gradient._version == held.version:
+                continue
+            if gradient is not None and (
+                gradient is not held.gradient or bool(local_of(gradient).any())
+            ):
+                fault = Fault(
+                    WRAPPER_NAME,
+                    f"the gradient of {name} was changed while those under no_sync() were not synchronised yet",
+                    fix="zero_grad() discards them; change gradients after the last backward of a step",
+                )
+                raise PlanError(fault)
+            del self._held[name]
+            self._reducer.arrived.discard(name)
+            for group in self._groups:
+                if name in group.params:
+                    group.discard_grad(name)
+
+    def _release_gradients(self) -> None:
+        """Take back the zeros of `_hold_gradients`."""
+        self._follow_discards()
+        for name, held in self._held.items():
+            if held.is_new:
+                self._shard_of[name].grad = None
+        self._held.clear()
+
     def _synchronize(self) -> None:
+        self._release_gradients()
         reducer = self._reducer
         reducer.start_remaining()
         used = reducer.used_on_any_rank(self.axis)
@@ -517,6 +559,18 @@ class FullyShardedDataParallel(SynchronizedModule):
             if name in values:
                 buffer.copy_(values[name])
         self._is_stale = True
+
+
+class HeldGradient(NamedTuple):
+    """A shard's gradient as it was after a backward that was not synchronised.
+
+    Attributes:
+        is_new: whether it was None, and zeros are in its place.
+    """
+
+    gradient: Tensor
+    version: int
+    is_new: bool
 
 
 class WrappedParamState(NamedTuple):

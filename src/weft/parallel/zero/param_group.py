@@ -286,6 +286,11 @@ class ParamGroup:
             param.grad = view
         return not self.missing
 
+    def discard_grad(self, name: str) -> None:
+        """Set the unsharded gradient of a parameter to 0, where there is one."""
+        if self.unsharded_grad is not None:
+            self._grad_views[name].zero_()
+
     def _check_read_unsharded(self, name: str, grad: Tensor) -> None:
         """Reject the gradient of a parameter that the forward read as NaN: outside of its block."""
         params = self.unsharded_params

@@ -134,6 +134,7 @@ class SynchronizedModule(nn.Module):
         """Called before each forward with gradients."""
         if _is_outside_of_backward():
             self._in_backward = False  # also where the last backward raised an error
+            self._follow_discards()
         self._check_not_updated()
 
     def _after_forward(self, outputs: Any) -> None:
@@ -158,6 +159,7 @@ class SynchronizedModule(nn.Module):
         if must_sync:
             self._require_sync()
         if not self._in_backward:
+            self._follow_discards()
             self._in_backward = True
             after_this_backward(_end_of(weakref.ref(self)))
 
@@ -177,9 +179,17 @@ class SynchronizedModule(nn.Module):
             return
         if self._must_sync:
             self._synchronize_now()
-        elif not self._unsynchronized:
+            return
+        self._hold_gradients()
+        if not self._unsynchronized:
             params = self._updated_params()
             self._unsynchronized = {name: param._version for name, param in params.items()}
+
+    def _hold_gradients(self) -> None:
+        """Called after a backward that was not synchronised, whose gradients `.grad` may not have."""
+
+    def _follow_discards(self) -> None:
+        """Called before the next backward: drop what scripts have zeroed since `_hold_gradients`."""
 
     def _synchronize_now(self) -> None:
         self._check_not_updated()
