@@ -75,6 +75,8 @@ def test_options_of_torch_are_taken_as_torch_takes_them() -> None:
             DistributedDataParallel(nn.Linear(2, 2), comm, find_unused_parameter=True)
         with pytest.raises(PlanError, match=r"Fix: comm=weft.init\(mesh\)"):
             DistributedDataParallel(nn.Linear(2, 2), comm, process_group=object())
+        with pytest.raises(PlanError, match="output_device: is no option"):
+            DistributedDataParallel(nn.Linear(2, 2), comm, output_device="meta")
         assert wrapped.module.running_mean is not None
         return wrapped.module.running_mean
 

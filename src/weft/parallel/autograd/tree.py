@@ -13,17 +13,24 @@ T = TypeVar("T")
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The tensors of a tree, in order."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
+    for leaf in leaves_in(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def leaves_in(tree: Any) -> Iterator[Any]:
+    """What a tree has in its tuples, lists, dicts and data classes, in order."""
+    if isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from tensors_in(item)
+            yield from leaves_in(item)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from tensors_in(item)
+            yield from leaves_in(item)
     elif is_data_object(tree):
         for field in fields(tree):
-            yield from tensors_in(getattr(tree, field.name))
+            yield from leaves_in(getattr(tree, field.name))
+    else:
+        yield tree
 
 
 def is_data_object(tree: Any) -> bool:

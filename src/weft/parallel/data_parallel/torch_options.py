@@ -52,7 +52,10 @@ class TorchOptions:
         for key, value in given.items():
             if key == "process_group" and value is None:
                 continue
-            if key not in READ and key not in TRUE_ALREADY:
+            is_known = key in READ or key in TRUE_ALREADY
+            if key == "output_device":  # outputs stay where the module is
+                is_known = value is None or [value] == list(given.get("device_ids") or ())
+            if not is_known:
                 _reject(key, value)
         megabytes = given.get("bucket_cap_mb")
         return TorchOptions(
@@ -86,6 +89,7 @@ def _device(ids: Any) -> torch.device | None:
 def _reject(key: str, value: Any) -> None:
     """Raise PlanError for an option without a meaning here."""
     fixes = {
+        "output_device": "leave it out, or the device of device_ids",
         "process_group": "comm=weft.init(mesh), and axis= for a part of the ranks",
         "device_mesh": "comm=weft.init(mesh), and axis= for a part of the ranks",
         "mixed_precision": "torch.autocast, or FullyShardedDataParallel(compute=, reduce=)",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
-from weft.parallel.autograd.tree import is_data_object, map_leaves, tensors_in
+from weft.parallel.autograd.tree import leaves_in, map_leaves, tensors_in
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def packing_of(output: Any, *, block: int) -> Packing | None:
     """
     if isinstance(output, Tensor):
         return None
-    for leaf in _leaves(output):
+    for leaf in leaves_in(output):
         if not isinstance(leaf, Tensor) and leaf is not None:
             _reject(
                 block,
@@ -105,20 +104,6 @@ def _reject(block: int, what: str, got: str, need: str) -> None:
         fix="return tensors, or join the block with the one after it",
     )
     raise PlanError(fault)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _leaves(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _leaves(item)
-    elif is_data_object(tree):
-        for field in fields(tree):
-            yield from _leaves(getattr(tree, field.name))
-    else:
-        yield tree
 
 
 def call_block(block: nn.Module, x: Any) -> Any:
