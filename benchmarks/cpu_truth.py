@@ -37,15 +37,6 @@ from pathlib import Path
 from typing import Any
 
 from weft.comm.group_queue import GroupCall
-from weft.commands.calibrate import runs_of
-from weft.commands.calibrate_options import CalibrateOptions
-from weft.commands.calibrate_run import (
-    example_batches,
-    load_note,
-    report,
-    start_of,
-    write_constants,
-)
 from weft.config.hardware import find_hardware
 from weft.config.load import load
 from weft.config.run import Run
@@ -53,11 +44,8 @@ from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 from weft.parallel.pipeline.player import Player, StepState
-from weft.planner.calibration.fit import fit
-from weft.planner.calibration.measured_steps import MeasuredStep
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import measure
-from weft.planner.simulate.jitter import replicas_of, step_distribution
 from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
 from weft.run.devices import choose_device
@@ -68,6 +56,18 @@ from weft.schedule.actions import Act
 from weft.schedule.timeline import Span, Timeline, bubble
 from weft.train.build_training import build_step
 from weft.view.quantity import short_time
+from weft_plan.calibration.fit import fit
+from weft_plan.calibration.measured_steps import MeasuredStep
+from weft_plan.commands.calibrate import runs_of
+from weft_plan.commands.calibrate_options import CalibrateOptions
+from weft_plan.commands.calibrate_run import (
+    example_batches,
+    load_note,
+    report,
+    start_of,
+    write_constants,
+)
+from weft_plan.simulation.jitter import replicas_of, step_distribution
 
 RANKS = 4
 WARM_UP = 2

@@ -102,7 +102,7 @@ class Published:
         layers: of each stage.
         hardware: of its devices, with the network that the source prints.
         group: rows of one model and batch, of which one layout is the fastest.
-        waits_for_norm: see `weft.planner.calibration.measured_steps.MeasuredStep`.
+        waits_for_norm: see `weft_plan.calibration.measured_steps.MeasuredStep`.
     """
 
     key: str

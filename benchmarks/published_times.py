@@ -37,9 +37,9 @@ from benchmarks.published_work import MeasuredStages
 
 from weft.config.hardware import find_hardware
 from weft.errors import WeftError
-from weft.planner.calibration.fit import BOUNDS, Calibration, fit
-from weft.planner.calibration.fit_statistics import quantile, ratio_range
-from weft.planner.calibration.measured_steps import MeasuredStep, Residual, compare, condensed
+from weft_plan.calibration.fit import BOUNDS, Calibration, fit
+from weft_plan.calibration.fit_statistics import quantile, ratio_range
+from weft_plan.calibration.measured_steps import MeasuredStep, Residual, compare, condensed
 
 DEFAULT = "default"
 """The constants of a device, beside named sets."""

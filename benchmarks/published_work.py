@@ -30,12 +30,12 @@ from weft.config.load import load
 from weft.config.run import plan_of
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
-from weft.planner.calibration.condensed import Condenser
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.played_actions import ActionKey, action_keys
 from weft.planner.measure.rank_step import RankStep
 from weft.planner.measure.recorder import Ended, Event, RecordedRegion, Started
 from weft.planner.measure.roles import RoleCosts, measure
+from weft_plan.calibration.condensed import Condenser
 
 SHORT, LONG = 2, 3
 """Layers of a stage that are measured of more."""

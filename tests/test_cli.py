@@ -11,13 +11,15 @@ from datetime import datetime
 import pytest
 
 import weft.__main__
-from weft.cli import COMMANDS, main
+from weft.cli import all_commands, main
 from weft.commands.run_folder import new_run_folder
 from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, CommError, RankError
 from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
+
+COMMANDS = all_commands()
 
 
 def test_help_lists_the_commands_that_exist(capsys):

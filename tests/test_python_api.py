@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import weft
 from tests.programs import programs
-from weft.prove.mutants.all_mutants import all_mutants
-from weft.prove.mutants.plant import planted
 from weft.python_api import checked_run
+from weft_selftest.mutants.all_mutants import all_mutants
+from weft_selftest.mutants.plant import planted
 
 MODEL = Path(__file__).parent / "user_models" / "parallel_block.py"
 KEYS = {"batch.global_size": 4, "batch.micro_size": 1, "data": {"seq_len": 16}, "optim.warmup": 0}

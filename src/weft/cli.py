@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -19,35 +18,29 @@ from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote_url import is_url, local_folder
 from weft.code.trust import TRUST_FLAG, trusting_all
-from weft.commands import bench as commands_bench
-from weft.commands import calibrate as commands_calibrate
-from weft.commands import chaos as commands_chaos
 from weft.commands import doctor as commands_doctor
-from weft.commands import environment, preflight, remote_folder, run_folder, simulate_options
+from weft.commands import environment, preflight, remote_folder, run_folder
 from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
-from weft.commands import plan as commands_plan
 from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
-from weft.commands import schedule as commands_schedule
-from weft.commands import simulate as commands_simulate
 from weft.commands import status as commands_status
 from weft.commands.auto_mesh import choose_before_ranks
+from weft.commands.command import Command, imported, installed_command, installed_commands
 from weft.commands.console import (
     HELP,
     STANDARD_OUTPUT,
+    help_of_run,
     load_checked_run,
     prepare_streams,
     print_error,
     print_messages,
     print_result,
     set_openmp_policy,
-    show_help,
     wants_help,
 )
 from weft.commands.preflight import data_checks
 from weft.config.keys import flatten
-from weft.config.load import try_load
 from weft.config.run_files import absolute_paths
 from weft.errors import (
     EXIT_FAILED,
@@ -61,7 +54,6 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
-from weft.models import FAMILIES
 from weft.models.code_of_run import code_of_run
 from weft.run.agent import end_with_agent
 from weft.run.failure import describe_error
@@ -69,8 +61,6 @@ from weft.run.worker import OrderlyEnd, exit_code_of
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
 JSON = "--json"
-JSON_FILES = ("schedule", "bench")
-"""Commands whose `--json` may name a file."""
 VERSION = ("--version", "-v", "-V", "version")
 MAX_FAULTS_SHOWN = 50
 INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
@@ -92,9 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_streams()
     try:
         trusts, words = _take_switch(TRUST_FLAG, words)
-        words = _with_json(name, words)
+        command = _command(name, words)
+        words = _with_json(command, words)
         with trusting_all() if trusts else contextlib.nullcontext():
-            code = _command(name, words)(words)
+            code = command.run(words)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `weft train --help | head` closes the pipe early
@@ -153,9 +144,9 @@ def _take_switch(flag: str, words: Sequence[str]) -> tuple[bool, list[str]]:
     return value != "False", others
 
 
-def _with_json(name: str, words: Sequence[str]) -> list[str]:
+def _with_json(command: Command, words: Sequence[str]) -> list[str]:
     """The words with `--json` as the command reads it: alone, or with the file that it writes."""
-    if name not in JSON_FILES:
+    if not command.json_names_file:
         is_asked, others = _take_switch(JSON, words)
         return [*others, JSON] if is_asked else others
     words = [
@@ -189,27 +180,45 @@ def _rank_error_text(error: RankError) -> str:
     return text.replace("\n", "\nerror: ") if error.kind == "user" else text
 
 
-def _command(name: str, words: Sequence[str]) -> Callable[[Sequence[str]], int]:
-    if name in HELP:
-        return lambda _words: print_result(overview())
-    if name == "help" and words[:1] and words[0] in COMMANDS:
-        return lambda _words: COMMANDS[words[0]].run([*words[1:], HELP[-1]])
-    if name == "help":
-        return lambda _words: print_result(overview())
+def _command(name: str, words: Sequence[str]) -> Command:
+    """The command of these words.
+
+    Raises:
+        UserError: there is none.
+    """
     if name in VERSION:
-        return lambda _words: print_result(f"weft {__version__}")
-    if name == "plan" and commands_calibrate.FLAG in words:
-        return commands_calibrate.calibrate
-    if name in COMMANDS:
+        return Command("", "", lambda _words: print_result(f"weft {__version__}"))
+    if name in (*HELP, "help"):
+        named = _find(words[0], ()) if name == "help" and words else None
+        if named is None:
+            return Command("", "", lambda _words: print_result(overview()))
+        return replace(named, run=lambda others: named.run([*others[1:], HELP[-1]]))
+    command = _find(name, words)
+    if command is not None:
         _reject_url(name, words)
-        return COMMANDS[name].run
+        return command
     if name.startswith("-") or name.endswith(".toml"):
         fix = f"weft train {shlex.join([name, *words])}"
         raise UserError(Fault("weft", "no command is named", repr(name), "a command first", fix))
-    hint = did_you_mean(name, COMMANDS)
-    need = "" if hint.startswith("did") else f"one of {', '.join(COMMANDS)}"
+    names = all_commands()
+    hint = did_you_mean(name, names)
+    need = "" if hint.startswith("did") else f"one of {', '.join(names)}"
     fix = hint if hint.startswith("did") else "see weft --help"
     raise UserError(Fault("", f"unknown command {name!r}", need=need, fix=fix))
+
+
+def _find(name: str, words: Sequence[str]) -> Command | None:
+    """The command of this name, or the mode of it that the words have."""
+    command = COMMANDS.get(name) or installed_command(name)
+    for flag in command.modes if command is not None else ():
+        if any(_is(flag, word) for word in words):
+            return installed_command(f"{name} {flag}")
+    return command
+
+
+def all_commands() -> dict[str, Command]:
+    """The commands of weft, then those of other installed packages."""
+    return COMMANDS | installed_commands()
 
 
 def _reject_url(name: str, words: Sequence[str]) -> None:
@@ -229,11 +238,10 @@ def _reject_url(name: str, words: Sequence[str]) -> None:
 
 def overview() -> str:
     """All commands by purpose, one line each, and two to begin with."""
-    lines: list[str] = []
-    for purpose, names in PURPOSES.items():
-        lines.extend(("", f"{purpose}:"))
-        for name in names:
-            lines.append(f"  weft {name:<9} {COMMANDS[name].line}")
+    by_purpose: dict[str, list[str]] = {purpose: [] for purpose in PURPOSES}
+    for name, command in all_commands().items():
+        by_purpose.setdefault(command.purpose, []).append(f"  weft {name:<9} {command.line}")
+    lines = [line for purpose in by_purpose for line in ("", f"{purpose}:", *by_purpose[purpose])]
     return "\n".join(
         (
             "weft trains one model on many devices. To begin with:",
@@ -252,7 +260,7 @@ def overview() -> str:
 def train(words: Sequence[str]) -> int:
     """Check the config and its environment, then train."""
     if wants_help(words):
-        return _help_of_run("train", words)
+        return help_of_run("train", COMMANDS["train"], words)
     end_with_agent(os.environ)
     run = load_checked_run(
         words,
@@ -292,122 +300,83 @@ def train(words: Sequence[str]) -> int:
 def explain(words: Sequence[str]) -> int:
     """Print the layout of a config, the reasons for it, and what it costs."""
     if wants_help(words):
-        return _help_of_run("explain", commands_explain.read_output(words).config_words)
+        return help_of_run(
+            "explain", COMMANDS["explain"], commands_explain.read_output(words).config_words
+        )
     return commands_explain.explain(words)
 
 
-def simulate_run(words: Sequence[str]) -> int:
-    """Predict the step of a config and draw it."""
-    if wants_help(words):
-        own_words, config_words = simulate_options.divided(words)
-        usage = f"weft simulate {simulate_options.USAGE}"
-        show_help(simulate_options.SimulateOptions(), usage, simulate_options.LINE)
-        return _help_of_run("simulate", [*config_words, *(set(own_words) & set(HELP))])
-    return commands_simulate.simulate_run(words)
-
-
-def schedule(words: Sequence[str]) -> int:
-    """Draw a schedule at unit costs."""
-    if wants_help(words):
-        return commands_schedule.help_of_schedule()
-    return commands_schedule.schedule(words)
-
-
-def imported(path: str) -> Callable[[Sequence[str]], int]:
-    """The command "module:function", whose module is imported when the command runs."""
-
-    def run(words: Sequence[str]) -> int:
-        module, _, function = path.partition(":")
-        code: int = getattr(importlib.import_module(module), function)(words)
-        return code
-
-    return run
-
-
-@dataclass(frozen=True)
-class Command:
-    """One command: its arguments, what it does, and the function that gets the words after its
-    name.
-    """
-
-    usage: str
-    line: str
-    run: Callable[[Sequence[str]], int]
-
-
-PURPOSES = {
-    "before a run": ("explain", "simulate", "plan", "schedule", "bench", "doctor"),
-    "train": ("train", "data", "launch", "status", "axes"),
-    "be sure of the numbers": ("prove", "replay", "chaos"),
-    "use a model": ("generate", "eval", "import", "export"),
-}
-"""Names of commands by what a reader wants."""
+PURPOSES = ("before a run", "train", "be sure of the numbers", "use a model")
+"""Headings of `weft --help`: what a reader wants."""
+BEFORE, TRAIN, NUMBERS, USE = PURPOSES
 COMMANDS = {
-    "train": Command(
-        CONFIG_USAGE, "train a model (default: a small LLaMA 3 on Python's sources)", train
-    ),
     "explain": Command(
         f"{CONFIG_USAGE} {commands_explain.USAGE}",
         "print the layout of a run, its memory and its traffic",
         explain,
+        purpose=BEFORE,
     ),
-    "simulate": Command(simulate_options.USAGE, simulate_options.LINE, simulate_run),
-    "schedule": Command(commands_schedule.USAGE, commands_schedule.LINE, schedule),
-    "bench": Command(commands_bench.USAGE, commands_bench.LINE, commands_bench.bench),
-    "plan": Command(commands_plan.USAGE, commands_plan.LINE, commands_plan.plan),
-    "prove": Command(commands_prove.USAGE, commands_prove.LINE, commands_prove.prove),
-    "replay": Command(commands_replay.USAGE, commands_replay.LINE, commands_replay.replay),
-    "status": Command(
-        commands_status.USAGE,
-        commands_status.LINE,
-        commands_status.status,
-    ),
-    "chaos": Command(commands_chaos.USAGE, commands_chaos.LINE, commands_chaos.chaos),
-    "axes": Command(
-        "MODEL.py [--check False] [--key value ...]",
-        "propose the AXES of a model file by tracing it, and prove them",
-        imported("weft.commands.axes:axes"),
-    ),
-    "generate": Command(
-        "MODEL [--prompt TEXT ...]",
-        "generate text with a run, checkpoint or Hugging Face folder",
-        imported("weft.commands.generate:generate"),
-    ),
-    "eval": Command(
-        "MODEL [--data SOURCE ...]",
-        "loss and bits per byte of a stored model on any data and layout",
-        imported("weft.commands.eval:evaluate"),
+    "doctor": Command("", commands_doctor.LINE, commands_doctor.doctor, purpose=BEFORE),
+    "train": Command(
+        CONFIG_USAGE,
+        "train a model (default: a small LLaMA 3 on Python's sources)",
+        train,
+        purpose=TRAIN,
     ),
     "data": Command(
         "prepare INPUT... | show FOLDER | show RECORDS",
         "prepare token files from texts and records; show their contents",
         imported("weft.commands.data:run"),
-    ),
-    "import": Command(
-        "HF-FOLDER --out RUN",
-        "import a Hugging Face folder as a run",
-        imported("weft.commands.import_:import_folder"),
-    ),
-    "export": Command(
-        "RUN | CHECKPOINT HF-FOLDER",
-        "export a checkpoint as a Hugging Face folder",
-        imported("weft.commands.export:export"),
+        purpose=TRAIN,
     ),
     "launch": Command(
         "ENGINE [CONFIG.toml] [--nodes N ...]",
         commands_launch.LINE,
         commands_launch.launch,
+        purpose=TRAIN,
     ),
-    "doctor": Command("", commands_doctor.LINE, commands_doctor.doctor),
+    "status": Command(
+        commands_status.USAGE, commands_status.LINE, commands_status.status, purpose=TRAIN
+    ),
+    "axes": Command(
+        "MODEL.py [--check False] [--key value ...]",
+        "propose the AXES of a model file by tracing it, and prove them",
+        imported("weft.commands.axes:axes"),
+        purpose=TRAIN,
+    ),
+    "prove": Command(
+        commands_prove.USAGE,
+        commands_prove.LINE,
+        commands_prove.prove,
+        purpose=NUMBERS,
+        modes=commands_prove.MODES,
+    ),
+    "replay": Command(
+        commands_replay.USAGE, commands_replay.LINE, commands_replay.replay, purpose=NUMBERS
+    ),
+    "generate": Command(
+        "MODEL [--prompt TEXT ...]",
+        "generate text with a run, checkpoint or Hugging Face folder",
+        imported("weft.commands.generate:generate"),
+        purpose=USE,
+    ),
+    "eval": Command(
+        "MODEL [--data SOURCE ...]",
+        "loss and bits per byte of a stored model on any data and layout",
+        imported("weft.commands.eval:evaluate"),
+        purpose=USE,
+    ),
+    "import": Command(
+        "HF-FOLDER --out RUN",
+        "import a Hugging Face folder as a run",
+        imported("weft.commands.import_:import_folder"),
+        purpose=USE,
+    ),
+    "export": Command(
+        "RUN | CHECKPOINT HF-FOLDER",
+        "export a checkpoint as a Hugging Face folder",
+        imported("weft.commands.export:export"),
+        purpose=USE,
+    ),
 }
-
-
-def _help_of_run(name: str, words: Sequence[str]) -> int:
-    """Print the keys of a run, with those of the model that the words name."""
-    config_words = [word for word in words if word not in HELP]
-    loaded = try_load(config_words, FAMILIES)
-    run = loaded.run
-    command = COMMANDS[name]
-    usage = f"weft {name} {command.usage}"
-    description = f"{command.line}. The keys of model are those of {run.model.name}"
-    return show_help(run, usage, description)
+"""The commands of this package; other packages add theirs by entry points."""

@@ -17,7 +17,7 @@ import weft
 from tests.programs import ProgramServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
-SOURCES = Path(weft.__file__).parent
+SOURCES = Path(weft.__file__).parents[1]
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 FILE = re.compile(r"^`([\w/.]+\.py)`\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -103,7 +103,7 @@ def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(
     python: ProgramServer,
 ) -> None:
     section = sections()[title]
-    shutil.copytree(SOURCES, tmp_path / "src" / "weft")
+    shutil.copytree(SOURCES, tmp_path / "src")
     for name, text in section.files.items():
         path = tmp_path / name
         assert not path.exists(), f"{name} would change an existing file"
@@ -134,5 +134,5 @@ def test_redundant_ranks_that_disagree_are_reported(tmp_path: Path, python: Prog
     )
     path = tmp_path / "rp_script.py"
     path.write_text(script, encoding="utf-8")
-    done = python.run(script=path, environ={**os.environ, "PYTHONPATH": str(SOURCES.parent)})
+    done = python.run(script=path, environ={**os.environ, "PYTHONPATH": str(SOURCES)})
     assert "redundant ranks disagree about the loss: [1.0, 2.0]" in done.stdout, done.stderr

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from weft.cli import COMMANDS
+from weft.cli import all_commands
 
 SOURCE = Path(__file__).parents[2] / "src"
-NAME = "|".join(COMMANDS)
+NAME = "|".join(all_commands())
 COMMAND = re.compile(rf"(?<!from )(?<!-m )(?<![\w/'-])weft ((?:{NAME})\b[^;,|()\n]*)")
 """A command ends at punctuation, two blanks, or the end of its line. In backticks stands the name of
 one, which is not to be run.

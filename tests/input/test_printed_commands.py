@@ -72,7 +72,6 @@ RUN_ELSEWHERE = {
     'weft bench compute --write {}, or {} = {value = 1.0, published = "where it stands"}': PAGES,
     "weft bench comm --mesh dp2 --write {}": PAGES,
     "weft plan --calibrate --write {}": PAGES,
-    "weft plan --calibrate --write mine.toml": PAGES,
 }
 """Benchmarks of a minute and more, which a page of the documentation has, word by word."""
 

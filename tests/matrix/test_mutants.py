@@ -1,6 +1,6 @@
 """A proof reports planted faults, with their block and axis; planting changes nothing for longer than its `with` block.
 
-The faults are data: `weft.prove.mutants`. Each is planted in a user's run (a published model, its
+The faults are data: `weft_selftest.mutants`. Each is planted in a user's run (a published model, its
 vocabulary and context), and proved as `weft prove` proves that: at reduced size. docs/proofs.md
 lists what weft says of each.
 """
@@ -14,26 +14,26 @@ import pytest
 import torch
 
 from weft.comm.comm import Comm
-from weft.commands.prove_mutants import mismatched_types
 from weft.config.load import load
 from weft.config.validate import config_checks
 from weft.models import FAMILIES
-from weft.prove.mutants.all_mutants import all_mutants
-from weft.prove.mutants.changes import nothing, returns
-from weft.prove.mutants.effect import user_words, write_texts
-from weft.prove.mutants.fault import (
+from weft.testing import run_ranks
+from weft.train.step import TrainStep
+from weft_selftest.commands.prove_mutants import mismatched_types
+from weft_selftest.mutants.all_mutants import all_mutants
+from weft_selftest.mutants.changes import nothing, returns
+from weft_selftest.mutants.effect import user_words, write_texts
+from weft_selftest.mutants.fault import (
     CollectiveChange,
     CollectiveFault,
     FunctionFault,
     Mutant,
     MutantLayout,
 )
-from weft.prove.mutants.names import mutant_names
-from weft.prove.mutants.plant import planted
-from weft.prove.mutants.sightings import seen_by_types, seen_in_first_step
-from weft.prove.mutants.trial import MutantTrials
-from weft.testing import run_ranks
-from weft.train.step import TrainStep
+from weft_selftest.mutants.names import mutant_names
+from weft_selftest.mutants.plant import planted
+from weft_selftest.mutants.sightings import seen_by_types, seen_in_first_step
+from weft_selftest.mutants.trial import MutantTrials
 
 MUTANTS = all_mutants()
 REPRESENTATIVE = ("targets_are_shifted_twice", "moments_are_swapped_in_the_checkpoint")

@@ -397,7 +397,7 @@ def test_adapters_add_no_operation_between_tensor_ranks_but_the_sum_of_their_gra
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
-# Other faults of adapters are mutants of weft.prove.mutants, which tests/matrix/test_mutants.py plants.
+# Other faults of adapters are mutants of weft_selftest.mutants, which tests/matrix/test_mutants.py plants.
 MUTANTS: dict[str, tuple[Case, Patch]] = {}
 
 

@@ -25,9 +25,9 @@ from weft.parallel.zero.buckets import bucket_reducer
 from weft.parallel.zero.param_group import ParamGroup
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
-from weft.schedule.search.table_search import SearchRequest, search
 from weft.schedule.validate_table import validate
 from weft.testing import run_ranks
+from weft_plan.schedule_search.table_search import SearchRequest, search
 
 SPLIT = (
     Case(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.prove.generated_runs import OPTIONS, SIZES, Choices
+from weft_selftest.generated_runs import OPTIONS, SIZES, Choices
 
 LAYOUTS = Choices(
     most_ranks=(64,),

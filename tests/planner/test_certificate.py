@@ -18,10 +18,10 @@ from weft.commands.console import load_checked_run
 from weft.planner.certificate.certificate import Certificate, certify
 from weft.planner.certificate.type_mode import TypeMode, ValuesNeededError
 from weft.planner.measure.measured_run import MeasuredRun
-from weft.prove.mutants.all_mutants import all_mutants
-from weft.prove.mutants.effect import layout_words, write_texts
-from weft.prove.mutants.fault import ModuleFault, Mutant, MutantLayout
-from weft.prove.mutants.plant import planted
+from weft_selftest.mutants.all_mutants import all_mutants
+from weft_selftest.mutants.effect import layout_words, write_texts
+from weft_selftest.mutants.fault import ModuleFault, Mutant, MutantLayout
+from weft_selftest.mutants.plant import planted
 
 LAYOUTS = (
     Case("dp2 tp2"),

@@ -10,7 +10,7 @@ import pytest
 from tests.planner.certificate_layouts import LAYOUTS
 from weft.planner.certificate.certificate import certify
 from weft.planner.measure.measured_run import MeasuredRun
-from weft.prove.generated_runs import generated_runs
+from weft_selftest.generated_runs import generated_runs
 
 NUM_LAYOUTS = 12
 """Of a seed: 30 to 60 CPU-s."""

@@ -18,10 +18,15 @@ from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import measure
 from weft.planner.simulate.site_costs import SiteCosts, site_costs, site_text
 from weft.planner.simulate.speeds import Speeds
-from weft.planner.simulation import Failures, simulate_on, simulation_json, simulation_lines
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader
 from weft.train.build_training import build_step
+from weft_plan.simulation.run_simulation import (
+    Failures,
+    simulate_on,
+    simulation_json,
+    simulation_lines,
+)
 
 
 def run_of(*words: str) -> Run:

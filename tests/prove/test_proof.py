@@ -24,14 +24,14 @@ from weft.parallel.zero.param_group import ParamGroup
 from weft.prove.arithmetic import Perturbation
 from weft.prove.failure import is_fault_of_the_layout
 from weft.prove.html import page
-from weft.prove.mutants.all_mutants import all_mutants
-from weft.prove.mutants.plant import planted
 from weft.prove.proof import reference, reference_bounds
 from weft.prove.record import rated_steps
 from weft.prove.shrink import smallest_case
 from weft.prove.subject import ProofCase, Subject
 from weft.train import build, data_loader
 from weft.train.step import TrainStep
+from weft_selftest.mutants.all_mutants import all_mutants
+from weft_selftest.mutants.plant import planted
 
 DEEPSEEK = "--model.name deepseek --model.mtp_depth 1"
 

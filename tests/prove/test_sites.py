@@ -16,10 +16,10 @@ from weft.config.small_runs import reduced
 from weft.models import FAMILIES
 from weft.parallel.local_updates.outer_step import LocalUpdates
 from weft.prove.local_updates import SiteProof
-from weft.prove.mutants.plant import replaced
 from weft.prove.small_sizes import accepts_sizes
 from weft.prove.subject import Subject
 from weft.train.step import TrainStep
+from weft_selftest.mutants.plant import replaced
 
 
 def run_of(*words: str) -> Run:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import weft
 
-ROOT = Path(weft.__file__).parent
+ROOT = Path(weft.__file__).parents[1]
 FILES_OF_EVERY_FOLDER = {"__init__.py"}
 FILES_OF_A_FAMILY = {"config.py", "model.py", "hf.py"}
 CLASS_OF_A_FAMILY = "Config"
@@ -28,7 +28,7 @@ def test_no_class_name_is_defined_in_two_modules() -> None:
 def test_no_file_name_is_in_three_folders() -> None:
     folders: dict[str, list[str]] = defaultdict(list)
     for path in ROOT.rglob("*.py"):
-        is_in_family = path.parent.parent == ROOT / "models"
+        is_in_family = path.parent.parent == ROOT / "weft" / "models"
         if path.name in FILES_OF_EVERY_FOLDER or (is_in_family and path.name in FILES_OF_A_FAMILY):
             continue
         folders[path.name].append(path.parent.relative_to(ROOT).as_posix())

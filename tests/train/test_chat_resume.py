@@ -11,9 +11,9 @@ from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
 from weft.config.load import load
 from weft.config.run import Run
 from weft.models import FAMILIES
-from weft.prove.mutants.effect import RankRun
 from weft.testing import run_ranks
 from weft.train.build_training import build_training
+from weft_selftest.mutants.effect import RankRun
 
 SIZES = "--model.layers 1 --model.dim 16 --model.heads 2 --model.kv_heads 1 --model.ffn 16"
 BATCH = "--data.seq_len 32 --batch.global_size 4 --batch.micro_size 1 --mesh dp2"

@@ -12,7 +12,8 @@ import pytest
 
 from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
-from weft.cli import COMMANDS, Command, main
+from weft.cli import COMMANDS, main
+from weft.commands.command import Command
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_OK, RankError
 from weft.run import launch

@@ -17,7 +17,6 @@ from weft.checkpoint import kept
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
-from weft.commands.chaos_trial import record_of
 from weft.commands.console import load_checked_run
 from weft.commands.run_folder import locked_out
 from weft.commands.train import train
@@ -27,6 +26,7 @@ from weft.run.supervisor import RestartPolicy, SupervisedEnd
 from weft.train import last_save
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS
+from weft_selftest.chaos.chaos_trial import record_of
 
 STEPS = 4
 

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from weft.code import source_loader
-from weft.code.users_files import OWN_FOLDERS, is_users_file, package_of_file
+from weft.code.users_files import OWN_FOLDERS, WEFT_FOLDERS, is_users_file, package_of_file
 from weft.code.values import DIGITS, short_digest
 
 SYSTEM_FOLDERS = ("/dev/", "/proc/", "/sys/")
@@ -41,7 +41,6 @@ LINKS = "ctypes.dlopen"
 EVENTS = frozenset({"open", LINKS, *STARTS, *CONNECTS})
 MOST_BYTES = 2**30
 WRITES = os.O_WRONLY | os.O_RDWR
-WEFT, _ = OWN_FOLDERS
 
 
 @dataclass
@@ -137,7 +136,7 @@ class Reads:
 
     def _is_end(self, file: str, *, libraries: bool) -> bool:
         """Whether the code of this file decides whose read it is."""
-        if is_users_file(file, self.packages) or file.startswith(WEFT):
+        if is_users_file(file, self.packages) or file.startswith(WEFT_FOLDERS):
             return True
         if any(part in file for part in FOR_THEMSELVES):
             return True

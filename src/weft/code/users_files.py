@@ -6,10 +6,13 @@ import functools
 import sysconfig
 from pathlib import Path
 
-LIBRARIES = frozenset({"torch", "numpy", "transformers", "weft"})
+OWN_PACKAGES = ("weft", "weft_plan", "weft_selftest")
+LIBRARIES = frozenset({"torch", "numpy", "transformers", *OWN_PACKAGES})
 """Packages whose code is not a user's, though modules of a model are theirs."""
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
-OWN_FOLDERS = (str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"])
+SOURCES = Path(__file__).parents[2]
+WEFT_FOLDERS = tuple(f"{SOURCES / each}/" for each in OWN_PACKAGES)
+OWN_FOLDERS = (*WEFT_FOLDERS, sysconfig.get_paths()["stdlib"])
 WITHOUT_FILE = ("<frozen", "<string>", "<attrs", "<__array_function__")
 
 

@@ -12,28 +12,48 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.resume import AUTO, starts_new
-from weft.commands.mesh_search import ChosenMesh, MeshSearch, devices_here, hardware_here
+from weft.commands.command import installed
 from weft.config import toml
-from weft.config.hardware import world_faults
 from weft.config.load import AUTO_MESH
-from weft.config.run import Run, hardware_of
+from weft.config.run import Run
 from weft.errors import ConfigError, Fault
 from weft.run.world import detect
 
 RUN_FILE = "run.toml"
+ENTRY_POINTS = "weft.meshes"
+"""Group of entry points by which an installed package names the function that searches a mesh."""
+
+
+@dataclass(frozen=True)
+class ChosenMesh:
+    """A mesh, and one line that says why."""
+
+    mesh: str
+    note: str
+
+    @staticmethod
+    def because(mesh: str, reason: str) -> ChosenMesh:
+        """A mesh with the reason of its choice."""
+        return ChosenMesh(mesh, f"mesh auto -> {mesh or 'one rank'} ({reason})")
 
 
 class ChooseMesh(Protocol):
     """Chooses the mesh of a run that is valid apart from it; `is_flag`: --mesh auto is a flag."""
 
     def __call__(self, run: Run, *, is_flag: bool) -> ChosenMesh: ...
+
+
+class SearchMesh(Protocol):
+    """Searches the fastest mesh for the devices that are here; `before_ranks`: ranks start after it."""
+
+    def __call__(self, run: Run, *, before_ranks: bool) -> ChosenMesh: ...
 
 
 def choose_mesh(run: Run, *, is_flag: bool, before_ranks: bool = False) -> ChosenMesh:
@@ -66,12 +86,13 @@ def _choose_here(run: Run, *, is_flag: bool, before_ranks: bool) -> ChosenMesh:
         recorded = _recorded(run.resume, run.out)
         if recorded is not None:
             return recorded
-    devices = devices_here(run.device, run.nproc)
-    hardware = hardware_of(run) or hardware_here(devices, run.precision.matmul)
-    faults = tuple(world_faults(hardware, devices.num_ranks))
-    if faults:
-        raise ConfigError(*faults)
-    return MeshSearch(run, hardware, devices).choose(before_ranks=before_ranks)
+    search: SearchMesh | None = installed(ENTRY_POINTS, AUTO_MESH)
+    if search is None:
+        what = "auto is searched by the package weft_plan, which is not installed"
+        raise ConfigError(
+            Fault("mesh", what, AUTO_MESH, fix="pip install weft-train, or name a mesh")
+        )
+    return search(run, before_ranks=before_ranks)
 
 
 def _recorded(resume: str, out: str | None) -> ChosenMesh | None:
@@ -95,18 +116,6 @@ def _recorded(resume: str, out: str | None) -> ChosenMesh | None:
 def choose_before_ranks(run: Run, *, is_flag: bool) -> ChosenMesh:
     """`choose_mesh` for a command that starts ranks."""
     return choose_mesh(run, is_flag=is_flag, before_ranks=True)
-
-
-def one_rank(run: Run, *, is_flag: bool) -> ChosenMesh:
-    """No mesh, for `weft plan`, which searches one itself.
-
-    Raises:
-        ConfigError: --mesh auto is given.
-    """
-    if is_flag:
-        what = "auto is what `weft plan` looks for"
-        raise ConfigError(Fault("mesh", what, AUTO_MESH, fix="leave --mesh out"))
-    return ChosenMesh("", "")
 
 
 def not_taken(taking: Collection[str] = ("train", "explain", "simulate", "prove")) -> Fault:

@@ -16,6 +16,7 @@ import tyro
 from pydantic import BaseModel
 
 from weft.commands.auto_mesh import ChooseMesh, not_taken
+from weft.commands.command import Command
 from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
 from weft.commands.help_text import compact
 from weft.config.checks import Adaptation, CheckTable, run_checks
@@ -136,6 +137,13 @@ def show_help(
     )
     lines = [*usage_lines, "", *textwrap.wrap(description, columns), "", _options_text(defaults)]
     return print_result("\n".join(lines))
+
+
+def help_of_run(name: str, command: Command, words: Sequence[str]) -> int:
+    """Print the keys of a run, with those of the model that the words name."""
+    run = try_load([word for word in words if word not in HELP], FAMILIES).run
+    description = f"{command.line}. The keys of model are those of {run.model.name}"
+    return show_help(run, f"weft {name} {command.usage}", description)
 
 
 def _options_text(defaults: BaseModel) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -62,10 +61,8 @@ STDLIB = "stdlib"
 STORED_WEIGHTS = ("model.from_hf", "lora.base")
 WEIGHTS_NOTE = "the weights of {} are compared with --full only"
 
-TESTS_OF_THE_PROOF = {"--mutants": "prove_mutants", "--sweep": "prove_sweep"}
-"""Flags that test the proof itself -> function of `weft.commands.prove_mutants`, which gets all
-words.
-"""
+MODES = ("--mutants", "--sweep")
+"""Flags that test the proof itself, with commands of their own in the package weft_selftest."""
 
 
 class ProveOptions(ConfigSection):
@@ -104,11 +101,6 @@ class ProveOptions(ConfigSection):
 
 def prove(words: Sequence[str]) -> int:
     """Compare a run, or a config, with one device; exit code 1 where they differ."""
-    for flag, function in TESTS_OF_THE_PROOF.items():
-        if flag in words:
-            module = importlib.import_module("weft.commands.prove_mutants")  # imports torch
-            code: int = getattr(module, function)(words)
-            return code
     if wants_help(words):
         return show_help(
             ProveOptions(),

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import cloudpickle  # noqa: TID251 - between this process and its own children
 import torch
 
+from weft.code.users_files import OWN_PACKAGES
 from weft.comm.comm import Comm
 from weft.comm.threads import ThreadWorld, world_type
 from weft.core.mesh import Mesh
@@ -239,7 +240,7 @@ def _package_by_value(fn: Callable[..., object]) -> ModuleType | None:
     name = getattr(fn, "__module__", None) or type(fn).__module__
     root = name.partition(".")[0]
     file = getattr(sys.modules.get(name), "__file__", None)
-    if root in ("weft", "__main__") or file is None:
+    if root in (*OWN_PACKAGES, "__main__") or file is None:
         return None
     if any(folder in Path(file).parents for folder in INSTALLED):
         return None

@@ -11,10 +11,10 @@ import torch
 from tests.tiny_run import MODEL, SEQUENCES
 from weft.cli import main
 from weft.parallel.zero import grad_norm
-from weft.prove.mutants.all_mutants import all_mutants
-from weft.prove.mutants.plant import planted
 from weft.train import build
 from weft.train.step import TrainStep
+from weft_selftest.mutants.all_mutants import all_mutants
+from weft_selftest.mutants.plant import planted
 
 FLOAT64 = tuple(
     word for key in ("params", "compute", "reduce") for word in (f"--precision.{key}", "float64")

@@ -14,7 +14,6 @@ from tests.prove.faults import FLOAT64, small_run
 from weft.config.hf.mapping import WeightMapping
 from weft.config.schema import LoraConfig
 from weft.hf.placement import HFTensor
-from weft.prove.mutants.plant import replaced
 from weft.prove.parts import export
 from weft.prove.parts.export import ExportProof
 from weft.prove.parts.part_proof import Outcome
@@ -22,6 +21,7 @@ from weft.prove.parts.plain_export import merged_plainly
 from weft.prove.report import Difference
 from weft.prove.subject import Subject
 from weft.run.run_ranks import arithmetic_of_ranks
+from weft_selftest.mutants.plant import replaced
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -13,13 +13,13 @@ from torch import Tensor
 from tests.generate.test_mutants import MUTANTS
 from tests.prove.faults import small_run
 from weft.generate.cache import DecodeBatch
-from weft.prove.mutants.plant import replaced
 from weft.prove.parts.generation import generation_passes
 from weft.prove.parts.part_proof import Outcome
 from weft.prove.parts.prompts import BLOCK_CELLS, prompts_of
 from weft.prove.report import Difference
 from weft.prove.subject import Subject
 from weft.run.run_ranks import arithmetic_of_ranks
+from weft_selftest.mutants.plant import replaced
 
 OF_THE_TEST_ITSELF = "ranks_draw_at_different_places"
 """A mutant of the function that the other test generates with."""

@@ -10,8 +10,6 @@ import pytest
 from tests.prove.faults import FLOAT64, small_run
 from weft.checkpoint.memory import MemorySnapshots
 from weft.config.other_layouts import elastic_mesh, on_mesh, other_meshes
-from weft.prove.mutants.changes import nothing
-from weft.prove.mutants.plant import replaced
 from weft.prove.parts.continuation import Continuation, continuations
 from weft.prove.parts.part_proof import Outcome
 from weft.prove.parts.resume import resume_passes
@@ -19,6 +17,8 @@ from weft.prove.report import Difference
 from weft.prove.subject import Subject
 from weft.run.run_ranks import arithmetic_of_ranks
 from weft.train.data_loader import DataLoader
+from weft_selftest.mutants.changes import nothing
+from weft_selftest.mutants.plant import replaced
 
 DP2 = f"--mesh dp2 {FLOAT64}"
 ON_ONE_RANK = Continuation("checkpoint", "")

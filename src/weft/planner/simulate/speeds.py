@@ -11,7 +11,7 @@ Note [Time of work]
     those of a tree (NCCL has trees for that operation alone). A ring leaves a node once for each of
     its members there, so it has the network of all of them; an all-to-all goes straight to each
     member, and what is for other nodes leaves through the device's own share of the network. The
-    constants are few, and fitted (`planner/calibration/fit.py`) or assumed; a prediction says which.
+    constants are few, and fitted (`weft_plan/calibration/fit.py`) or assumed; a prediction says which.
 """
 
 from __future__ import annotations

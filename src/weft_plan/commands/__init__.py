@@ -1,0 +1,1 @@
+"""Commands of the planner: `weft plan`, `bench`, `schedule` and `simulate`, and the choice of `mesh = "auto"`."""

@@ -1,0 +1,1 @@
+"""Commands that test weft itself: `weft chaos`, `weft prove --mutants` and `weft prove --sweep`."""

@@ -1,0 +1,64 @@
+"""Three packages: `weft` works without the planner and the self-tests, and finds their commands by entry points."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.cli import COMMANDS, all_commands, main
+from weft.commands.command import ENTRY_POINTS, Command, installed_command
+from weft.errors import EXIT_FAILED, EXIT_OK
+
+LOADED = """
+import sys
+{code}
+print(*sorted(name for name in sys.modules if name.split(".")[0] in ("weft", "weft_plan", "weft_selftest")))
+"""
+TRAIN = """
+from weft.cli import main
+code = main("train --mesh dp2 --transport threads --steps 1 --model.layers 2 --model.dim 32 --out {out}".split())
+assert code == 0, code
+"""
+
+
+def modules_after(code: str) -> list[str]:
+    """Modules of the three packages that a new interpreter has loaded after some code."""
+    words = [sys.executable, "-c", LOADED.format(code=code)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
+    return done.stdout.splitlines()[-1].split()
+
+
+def test_a_training_run_loads_nothing_of_the_planner_search_or_self_tests(tmp_path: Path) -> None:
+    loaded = modules_after(TRAIN.format(out=tmp_path / "run"))
+    assert "weft.train.step" in loaded
+    assert not [name for name in loaded if name.startswith(("weft_plan", "weft_selftest"))]
+
+
+def test_every_command_of_the_entry_points_is_installed() -> None:
+    entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    names = {each.name for each in entries}
+    assert {"plan", "plan --calibrate", "chaos", "prove --mutants", "prove --sweep"} <= names
+    for name in names:
+        assert isinstance(installed_command(name), Command)
+    assert set(all_commands()) == set(COMMANDS) | {name for name in names if " " not in name}
+
+
+def test_a_mode_takes_all_words_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["prove", "--mutants", "--help"]) == EXIT_OK
+    assert "plant faults" in capsys.readouterr().out
+    assert main(["plan", "--calibrate", "--help"]) == EXIT_OK
+    assert "fit the constants" in capsys.readouterr().out
+
+
+def test_a_package_that_cannot_be_imported_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = importlib.metadata.EntryPoint("plan", "no_such_package.entries:PLAN", ENTRY_POINTS)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (broken,))
+    assert main(["plan"]) == EXIT_FAILED
+    error = capsys.readouterr().err
+    assert "the entry point 'plan' (no_such_package.entries:PLAN) cannot be imported" in error
