@@ -36,7 +36,7 @@ WEFT = "import sys; from weft.cli import main; sys.exit(main())"
 """The program of the command `weft`."""
 PRELOAD = (
     "weft.cli",
-    "weft.commands.train",
+    "weft.start.train_run",
     "weft.run.fork_server",
     "weft.parallel.context.attend",
     "weft.parallel.tensor.transform",

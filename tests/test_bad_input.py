@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft.cli import main
-from weft.commands.run_folder import out_faults
 from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES
+from weft.start.run_folder import out_faults
 
 LIMIT_S = 2.0
 """CPU time of a rejected command."""
@@ -355,7 +355,7 @@ def test_any_words_give_a_run_or_lines_of_faults(
 ):
     monkeypatch.setitem(
         sys.modules,
-        "weft.commands.train",
+        "weft.start.train_run",
         types.SimpleNamespace(train=lambda _run, **_: EXIT_OK),
     )
     flags = [word for flag in words for word in flag]
@@ -446,7 +446,7 @@ def test_other_ranks_do_not_check_the_folder_that_the_first_one_writes(place, mo
 
 
 def test_cuda_without_a_gpu_is_rejected(place, capsys, monkeypatch):
-    monkeypatch.setattr("weft.commands.environment.GPU_FILES", ("/nowhere/gpu*",))
+    monkeypatch.setattr("weft.start.environment.GPU_FILES", ("/nowhere/gpu*",))
     monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["train", "--device", "cuda"]) == EXIT_USER

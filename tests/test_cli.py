@@ -12,12 +12,12 @@ import pytest
 
 import weft.__main__
 from weft.cli import all_commands, main
-from weft.commands.run_folder import new_run_folder
 from weft.config.keys import keys_of
 from weft.config.load import load
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER, CommError, RankError
 from weft.models import FAMILIES
 from weft.schedule.catalog import SCHEDULES
+from weft.start.run_folder import new_run_folder
 
 COMMANDS = all_commands()
 
@@ -189,14 +189,14 @@ def test_simulate_uses_the_flops_of_the_models_blocks(capsys, monkeypatch):
 
 @pytest.fixture
 def trained(monkeypatch, tmp_path):
-    """What `weft.commands.train.train` is called with; it answers what the test puts into `answer`."""
+    """What `weft.start.train_run.train` is called with; it answers what the test puts into `answer`."""
     seen = types.SimpleNamespace(runs=[], answer=lambda: EXIT_OK)
 
     def train(run, **_):
         seen.runs.append(run)
         return seen.answer()
 
-    monkeypatch.setitem(sys.modules, "weft.commands.train", types.SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "weft.start.train_run", types.SimpleNamespace(train=train))
     monkeypatch.chdir(tmp_path)
     return seen
 

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import weft
 from tests.programs import programs
+from weft.errors import NonFiniteError
 from weft.python_api import checked_run
+from weft.train.step import TrainStep
 from weft_selftest.mutants.all_mutants import all_mutants
 from weft_selftest.mutants.plant import planted
 
@@ -148,6 +150,79 @@ def test_a_loop_that_ends_early_stops_the_run_which_saves(tmp_path: Path) -> Non
             break
     steps.close()
     assert list((out / "ckpt").iterdir())
+
+
+class UnhappyError(Exception):
+    """Raised by a function of a script."""
+
+
+@pytest.mark.parametrize(
+    ("mesh", "transport"),
+    [("", "process"), ("dp2", "threads"), pytest.param("dp2", "process", marks=pytest.mark.slow)],
+)
+def test_an_exception_of_a_callback_saves_ends_the_run_and_is_raised(
+    tmp_path: Path, mesh: str, transport: str
+) -> None:
+    def on_step(step: weft.Step) -> None:
+        if step["step"] == 2:
+            raise UnhappyError
+
+    keys = {"mesh": mesh, "transport": transport, "prove": {"before": "never"}}
+    out = tmp_path / "run"
+    with pytest.raises(UnhappyError):
+        weft.train({**KEYS, **keys, "steps": 100_000, "out": out}, model=MODEL, on_step=on_step)
+    assert list((out / "ckpt").iterdir())
+
+
+@pytest.mark.parametrize("mesh", ["", "dp2"])
+def test_ranks_of_this_process_show_their_model_to_a_callback(tmp_path: Path, mesh: str) -> None:
+    """The weights that the callback sees after the last step are those of the checkpoint."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def on_step(step: weft.Step) -> None:
+        seen.update({name: param.detach().clone() for name, param in step.model.params.items()})
+
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    torch.ones(600, 600).matmul(torch.ones(600, 600))  # this process has computed
+    keys = {"mesh": mesh, "transport": "threads", "steps": 2, "prove": {"before": "never"}}
+    config = {**KEYS, **keys, "out": tmp_path / "run", "optim": {"lr": np.float64(1e-3)}}
+    tokens = torch.arange(4000) % 251
+    result = weft.train(config, model=MODEL, data=tokens, on_step=on_step)
+    assert result.status == "finished"
+    assert result.run.optim.lr == 1e-3
+    assert [step["step"] for step in result.history] == [1, 2]
+    assert set(seen) == set(result.model)
+    for name, tensor in result.model.items():
+        assert torch.equal(seen[name], tensor)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(weft.WeftError, match="in the processes of its ranks"):
+        _ = result.history[0].model
+
+
+def test_the_exception_of_a_rank_in_this_process_is_raised_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**KEYS, "steps": 3, "out": tmp_path / "run", "optim.lr": 1e30}
+    with pytest.raises(NonFiniteError, match="the gradient norm is nan"):
+        weft.train(config, model=MODEL)
+
+    def failing(self: TrainStep, *_: object, **__: object) -> None:
+        raise UnhappyError("in a step")
+
+    monkeypatch.setattr(TrainStep, "__call__", failing)
+    with pytest.raises(UnhappyError, match="in a step") as raised:
+        weft.train({**KEYS, "steps": 3, "out": tmp_path / "other"}, model=MODEL)
+    assert raised.value.__notes__[0].startswith("rank 0")
+
+
+def test_values_keep_their_types(tmp_path: Path) -> None:
+    with pytest.raises(weft.WeftError, match=r"steps: wrong type \(got 'many'"):
+        weft.train({"steps": "many"}, model=MODEL)
+    file = tmp_path / "run.toml"
+    file.write_text("steps = 7\nseed = 3\n")
+    run = checked_run(file, model=MODEL)
+    assert (run.steps, run.seed, run.model.name.endswith("parallel_block.py")) == (7, 3, True)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
     from weft.prove.report import ProofReport
     from weft.pytest_plugin import layouts
-    from weft.python_api import Result, prove, steps, train
+    from weft.python_api import Result, Step, prove, steps, train
     from weft.run.init import init
     from weft.train.optimizers.contract import Optimizer
 
@@ -63,6 +63,7 @@ _HOMES = {
     "RowParallelLinear": "weft.parallel.tensor.linear",
     "ShardedOptimizer": "weft.parallel.zero.sharded_optimizer",
     "Stacked": "weft.core.shard",
+    "Step": "weft.python_api",
     "SyncBatchNorm": "weft.parallel.data_parallel.sync_batch_norm",
     "VocabParallelEmbedding": "weft.parallel.tensor.vocab",
     "WeftError": "weft.errors",
@@ -98,6 +99,7 @@ __all__ = [
     "RowParallelLinear",
     "ShardedOptimizer",
     "Stacked",
+    "Step",
     "SyncBatchNorm",
     "VocabParallelEmbedding",
     "WeftError",

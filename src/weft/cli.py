@@ -10,38 +10,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime
-from functools import partial
-from pathlib import Path
 
 from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote_url import is_url, local_folder
 from weft.code.trust import TRUST_FLAG, trusting_all
 from weft.commands import doctor as commands_doctor
-from weft.commands import environment, preflight, remote_folder, run_folder
 from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
 from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
 from weft.commands import status as commands_status
-from weft.commands.auto_mesh import choose_before_ranks
 from weft.commands.command import Command, imported, installed_command, installed_commands
 from weft.commands.console import (
     HELP,
     STANDARD_OUTPUT,
     help_of_run,
-    load_checked_run,
     prepare_streams,
-    print_error,
-    print_messages,
     print_result,
-    set_openmp_policy,
     wants_help,
 )
-from weft.commands.preflight import data_checks
-from weft.config.keys import flatten
-from weft.config.run_files import absolute_paths
 from weft.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -54,10 +42,15 @@ from weft.errors import (
     WeftError,
     did_you_mean,
 )
-from weft.models.code_of_run import code_of_run
 from weft.run.agent import end_with_agent
 from weft.run.failure import describe_error
 from weft.run.worker import OrderlyEnd, exit_code_of
+from weft.start import environment, preflight
+from weft.start.auto_mesh import choose_before_ranks
+from weft.start.checked_run import load_checked_run
+from weft.start.messages import print_error, print_messages
+from weft.start.preflight import data_checks
+from weft.start.train_checked import train_checked
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
 JSON = "--json"
@@ -269,32 +262,7 @@ def train(words: Sequence[str]) -> int:
         adapt=preflight.after_restart,
         choose_mesh=choose_before_ranks,
     )
-    run = run.with_values(absolute_paths(flatten(run.model_dump(mode="json"))))
-    with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
-        run = run.with_values({"out": out})
-        remote_folder.fetch(
-            run.save.remote,
-            out,
-            run.resume,
-            model=run.model,
-            config=run.model_dump(mode="json"),
-            code=code_of_run(run.model.name, run.optim.name),
-        )
-        if run.run.elastic:
-            run_folder.mark_job(Path(out), os.environ)
-        print_messages(f"note: {note}" for note in preflight.training_notes(run))
-        set_openmp_policy()
-        from weft.commands.train import train as train_run
-        from weft.generate.main import sample_trained  # late: they import torch, after all checks
-
-        generate_text = partial(
-            sample_trained,
-            data=run.data,
-            config=run.model,
-            num_tokens=run.sample,
-            seed=run.seed,
-        )
-        return train_run(run, generate_text=generate_text if run.sample else None)
+    return train_checked(run).code
 
 
 def explain(words: Sequence[str]) -> int:

@@ -96,8 +96,8 @@ def layout_proof(request: pytest.FixtureRequest, mesh: str) -> ProofReport:
     Raises:
         UserError: the layout is rejected for this model.
     """
-    from weft.commands.prove import prove_config  # they import torch
     from weft.python_api import checked_run
+    from weft.start.prove_run import prove_config
 
     marker = request.node.get_closest_marker(MARKER)
     if marker is None:

@@ -1,8 +1,10 @@
 """`weft.train`, `weft.steps` and `weft.prove`: training and proofs from Python scripts and notebooks.
 
-A process that has computed anything with several threads must not be forked, and ranks are forks. So
-the run has a process of its own, which starts the ranks as `weft train` does; this process reads its
-events. Under torchrun or Slurm this process is a rank, and trains itself.
+Note [Where a run trains]
+    One rank, rank threads, and a rank of torchrun or Slurm train in the calling process, and raise
+    the exceptions of their ranks. Several rank processes are forks, and a process that has computed
+    anything with several threads must not be forked: such a run has a process of its own, which
+    starts the ranks as `weft train` does, and this process reads its events.
 """
 
 from __future__ import annotations
@@ -21,28 +23,23 @@ from datetime import datetime
 from functools import cached_property
 from numbers import Number
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle  # noqa: TID251 - between this process and its own child
 
 from weft.checkpoint.saver import newest_path
-from weft.cli import main
-from weft.commands import preflight, run_folder
-from weft.commands.auto_mesh import choose_before_ranks, choose_mesh
-from weft.commands.console import load_checked_run, set_openmp_policy
-from weft.commands.environment import is_joining
-from weft.commands.preflight import data_checks
-from weft.commands.prove import proof_data_checks, prove_config, prove_folder
-from weft.commands.prove_parts import prove_run_parts
 from weft.config.keys import flatten
 from weft.config.run import Run
 from weft.config.user_code import canonical_reference, is_reference
+from weft.core.transports import PROCESS, THREADS
 from weft.errors import (
+    EXIT_FAILED,
     EXIT_OK,
     EXIT_PREEMPTED,
     EXIT_USER,
     Fault,
+    RankError,
     UserError,
     WeftError,
     first_line,
@@ -50,21 +47,68 @@ from weft.errors import (
 from weft.models import FAMILIES
 from weft.prove.recorded import first_config_path
 from weft.prove.report import ProofReport
+from weft.run.signals import StopRequest
+from weft.start import preflight, run_folder
+from weft.start.auto_mesh import choose_before_ranks, choose_mesh
+from weft.start.checked_run import load_checked_run
+from weft.start.environment import is_joining
+from weft.start.preflight import data_checks
+from weft.start.prove_parts import prove_run_parts
+from weft.start.prove_run import proof_data_checks, prove_config, prove_folder
+from weft.start.train_checked import train_checked
 from weft.train.event_lines import read_run_events, step_history
 from weft.train.event_log import EVENTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from weft.parallel.model.parallelize import ParallelModel
+    from weft.train.training import Training
+
 Config = str | Path | Mapping[str, Any] | Run | None
 """A TOML file, keys (nested or dotted) with values, or a checked run."""
-Step = Mapping[str, Any]
-"""The event of a step: step, loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes."""
-OnStep = Callable[[Step], None]
+OnStep = Callable[["Step"], None]
 POLL_S = 0.05
 CHILD = "from weft.python_api import train_as_child; train_as_child()"
 TOKENS = "tokens.bin"
 """File of a run folder with the tokens that were given as an array."""
+
+
+class Step(Mapping[str, Any]):
+    """The event of a step: step, loss, grad_norm, lr, tokens, tokens_per_s, step_s, mem_bytes.
+
+    Args:
+        trained: what this process trains; None: ranks are other processes.
+    """
+
+    def __init__(self, event: Mapping[str, Any], trained: ParallelModel | None = None) -> None:
+        self._event = event
+        self._trained = trained
+
+    def __getitem__(self, key: str) -> Any:
+        return self._event[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._event)
+
+    def __len__(self) -> int:
+        return len(self._event)
+
+    def __repr__(self) -> str:
+        return f"Step({dict(self._event)!r})"
+
+    @property
+    def model(self) -> ParallelModel:
+        """The model that this rank trains, after the step: `blocks` by name, `params` by global name,
+        which hold the shards of this rank.
+
+        Raises:
+            WeftError: ranks are other processes, or the run has ended.
+        """
+        if self._trained is None:
+            how = 'one rank, "transport": "threads", torchrun, or Result.model after the run'
+            raise WeftError(f"the model of a step is in the processes of its ranks; use {how}")
+        return self._trained
 
 
 @dataclass(frozen=True)
@@ -119,23 +163,23 @@ def train(
         model: a family, a model file, a module, a `weft.Model`, or a class or object with the same
             names.
         data: a data source, or a one-dimensional array of tokens.
-        on_step: called with the event of each step, which it cannot change; under torchrun on every
-            rank, else here. If it raises, the run is stopped.
+        on_step: called with each step, under torchrun on every rank, else once. If it raises, the
+            run saves and ends, and the exception is raised here.
 
     Raises:
         UserError: what the config asks for is not possible; nothing has been written.
-        WeftError: the training failed.
+        WeftError: the training failed; or the exception itself that a rank in this process raised.
     """
-    if is_joining(os.environ):
-        return _train_here(_words(config, model, data), on_step)
     prepared = _prepare(config, model, data)
+    if prepared.trains_here:
+        return _train_here(prepared, on_step)
     history: list[Step] = []
     for step in _run_child(prepared):
         history.append(step)
         if on_step is not None:
             on_step(step)
-    run = prepared.run.with_values({"out": str(prepared.out)})
     recorded = _recorded(prepared.out)
+    run = prepared.run.with_values({"out": str(prepared.out)})
     return Result(run, prepared.out, recorded.history, recorded.status)
 
 
@@ -194,14 +238,15 @@ def prove(
         if not what:
             return prove_folder(Path(config), first=first)
         config = first_config_path(Path(config))
-    words = _words(config, model, data)
+    words, values = _words(config, model, data)
     tokens = None if isinstance(data, (str, Path)) else data
     with tempfile.TemporaryDirectory() as folder:
-        stored = () if tokens is None else _stored_tokens(tokens, Path(folder))
+        of_tokens = {} if tokens is None else _stored_tokens(tokens, Path(folder))
         run = load_checked_run(
-            (*words, *stored),
+            words,
             proof_data_checks,
             preflight.optimizer_checks,
+            values={**values, **of_tokens},
             choose_mesh=choose_mesh,
         )
         if what:
@@ -215,77 +260,92 @@ def checked_run(config: Config = None, model: Any = None, data: Any = None) -> R
     Raises:
         UserError: it is not possible.
     """
-    words = _words(config, model, data)
-    return load_checked_run(words, data_checks, choose_mesh=choose_mesh)
+    words, values = _words(config, model, data)
+    return load_checked_run(words, data_checks, values=values, choose_mesh=choose_mesh)
 
 
 @dataclass(frozen=True)
 class _PreparedRun:
-    """A checked run in a folder of its own."""
+    """A checked run.
+
+    Attributes:
+        words: of the command line, and `values` of keys beside them.
+        tokens: that are given as an array; None: the config names the data.
+    """
 
     words: tuple[str, ...]
+    values: Mapping[str, Any]
     run: Run
-    out: Path
-    payload: bytes
+    tokens: Any
+
+    @property
+    def trains_here(self) -> bool:
+        """See Note [Where a run trains]."""
+        is_alone = self.run.device_mesh.size == 1
+        return is_alone or self.run.transport != PROCESS or is_joining(os.environ)
+
+    @cached_property
+    def out(self) -> Path:
+        """The run folder: a new one where the config names none."""
+        return Path(self.run.out or run_folder.new_run_folder(self.run.model, datetime.now()))
 
 
 def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
-    words = _words(config, model, data)
+    words, values = _words(config, model, data)
     tokens = None if data is None or isinstance(data, (str, Path)) else data
+    is_rank = is_joining(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        stored = () if tokens is None else _stored_tokens(tokens, Path(folder))
+        of_tokens = {} if tokens is None else _stored_tokens(tokens, Path(folder))
         run = load_checked_run(
-            (*words, *stored),
+            words,
             data_checks,
             preflight.environment_checks,
+            values={**values, **of_tokens},
+            adapt=preflight.after_restart if is_rank else None,
             choose_mesh=choose_before_ranks,
         )
-    if run.mesh:
-        words = (*words, "--mesh", run.mesh)  # the last one counts; `auto` is chosen once
-    if run.out is None:
-        out = run_folder.new_run_folder(run.model, datetime.now())
-        words = (*words, "--out", str(out))
-    else:
-        out = Path(run.out)
-    own_model = FAMILIES.value_of(run.model.name)
-    payload = cloudpickle.dumps((words, own_model, tokens, out))
-    return _PreparedRun(words, run, out, payload)
+    chosen = {"mesh": run.mesh} if run.mesh else {}  # `auto` is chosen once
+    return _PreparedRun(words, {**values, **chosen}, run, tokens)
 
 
 MAX_TOKENS = 2**32
 """Tokens are stored in at most four bytes."""
 
 
-def _words(config: Any, model: Any, data: Any) -> tuple[str, ...]:
-    """The command line that means the same."""
+def _words(config: Any, model: Any, data: Any) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """The words of a command line, and keys with values, that mean the same."""
     words: list[str] = []
+    values: dict[str, Any] = {}
     if isinstance(config, (str, Path)):
         words.append(str(config))
     elif isinstance(config, Run):
-        words += _flags(config.model_dump(mode="json"))
+        values.update(_plain_values(config.model_dump(mode="json")))
     elif isinstance(config, Mapping):
-        words += _flags(config)
+        values.update(_plain_values(config))
     elif config is not None:
         got, need = type(config).__name__, "a TOML file, or keys with values"
         fix = 'for example weft.train({"steps": 10, "optim": {"lr": 1e-3}})'
         raise UserError(Fault("config", "is no config", got=got, need=need, fix=fix))
     if model is not None:
-        words += ("--model.name", _model_name(model))
+        values["model.name"] = _model_name(model)
     if isinstance(data, (str, Path)):
-        words += ("--data.source", str(data))
+        values["data.source"] = str(data)
     elif data is not None:
         _check_tokens(data)
-    return tuple(words)
+    return tuple(words), values
 
 
-def _flags(config: Mapping[str, Any]) -> Iterator[str]:
-    """Keys as flags; those that are None are left out, which means the same."""
+def _plain_values(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Dotted keys with values as a TOML file has them; None means the same as leaving a key out."""
     for key, value in flatten(config).items():
-        if value is None:
-            continue
-        yield f"--{key}"
-        items = value if isinstance(value, tuple) else (value,)
-        yield from map(str, items)
+        if isinstance(value, os.PathLike):
+            yield key, os.fspath(value)
+        elif hasattr(value, "item") and not getattr(
+            value, "shape", ()
+        ):  # a scalar of NumPy or torch
+            yield key, value.item()
+        elif value is not None:
+            yield key, value
 
 
 def _model_name(model: Any) -> str:
@@ -341,7 +401,12 @@ def _no_data(got: str) -> Fault:
 
 def _run_child(prepared: _PreparedRun) -> Iterator[Step]:
     """Train in a process of its own; yields step events. Ends the run where the loop ends early."""
-    with tempfile.TemporaryFile() as output:
+    out = prepared.out
+    own_model = FAMILIES.value_of(prepared.run.model.name)
+    with tempfile.TemporaryFile() as output, tempfile.NamedTemporaryFile() as failure:
+        values = {**prepared.values, "out": str(out)}
+        job = (prepared.words, values, own_model, prepared.tokens, failure.name)
+        payload = cloudpickle.dumps(job)
         child = subprocess.Popen(  # noqa: S603 - this Python, with a module of weft
             [sys.executable, "-c", CHILD],
             stdin=subprocess.PIPE,
@@ -351,13 +416,14 @@ def _run_child(prepared: _PreparedRun) -> Iterator[Step]:
         )
         assert child.stdin is not None, "stdin is a pipe"
         with child.stdin as pipe:
-            pipe.write(prepared.payload)
-        seen = _num_events(prepared.out / EVENTS)
+            pipe.write(payload)
+        seen = _num_events(out / EVENTS)
         try:
-            yield from _follow(prepared.out / EVENTS, child, skip=seen)
+            yield from _follow(out / EVENTS, child, skip=seen)
         finally:
             code = _end(child)
-        _raise_failure(code, output)
+        if code not in (EXIT_OK, EXIT_PREEMPTED):
+            raise _failure_of(Path(failure.name), code, output)
 
 
 def _num_events(path: Path) -> int:
@@ -375,7 +441,7 @@ def _follow(path: Path, child: subprocess.Popen[bytes], *, skip: int) -> Iterato
             number += 1
             event = json.loads(line)
             if number > skip and event["event"] == "step":
-                yield MappingProxyType(event)
+                yield Step(event)
         if has_ended:
             return
         time.sleep(POLL_S)
@@ -402,22 +468,15 @@ LAST_LINES = 20
 """Of the output of a process that has printed no error."""
 
 
-def _raise_failure(code: int, output: IO[bytes]) -> None:
-    """Raise the error that the process has printed."""
-    if code in (EXIT_OK, EXIT_PREEMPTED):
-        return
+def _failure_of(path: Path, code: int, output: IO[bytes]) -> WeftError:
+    """The error that the process of a run has written; else what it has printed last."""
+    written = path.read_bytes()
+    if written:
+        error: WeftError = cloudpickle.loads(written)
+        return error
     output.seek(0)
     lines = output.read().decode(errors="replace").splitlines()
-    error_places = [place for place, line in enumerate(lines) if line.startswith("error: ")]
-    if error_places:
-        shown = lines[error_places[0] :]
-    else:
-        shown = lines[-LAST_LINES:]
-    printed = "\n".join(shown).removeprefix("error: ")
-    text = printed or f"the run ended with code {code}"
-    if code == EXIT_USER:
-        raise UserError(Fault("", text))
-    raise WeftError(text)
+    return WeftError("\n".join(lines[-LAST_LINES:]) or f"the run ended with code {code}")
 
 
 @dataclass(frozen=True)
@@ -437,23 +496,33 @@ def _recorded(out: Path) -> _RecordedSteps:
             status = str(event["status"])
     history: list[Step] = []
     for event in step_history(events):
-        step = MappingProxyType(event)
-        history.append(step)
+        history.append(Step(event))
     return _RecordedSteps(tuple(history), status)
 
 
 def train_as_child() -> None:
-    """Entry point of the process of a run: reads its words, model and tokens, and trains."""
-    words, own_model, tokens, out = cloudpickle.load(sys.stdin.buffer)
+    """Entry point of the process of a run: reads its config, model and tokens, and trains."""
+    words, values, own_model, tokens, failure_path = cloudpickle.load(sys.stdin.buffer)
     if own_model is not None:
         _model_name(own_model)
     if tokens is not None:
-        words = (*words, *_stored_tokens(tokens, out))
-    sys.exit(main(["train", *words]))
+        values |= _stored_tokens(tokens, Path(values["out"]))
+    try:
+        run = load_checked_run(
+            words,
+            data_checks,
+            preflight.environment_checks,
+            values=values,
+            choose_mesh=choose_before_ranks,
+        )
+        sys.exit(train_checked(run).code)
+    except WeftError as error:
+        Path(failure_path).write_bytes(cloudpickle.dumps(error))
+        sys.exit(EXIT_USER if isinstance(error, UserError) else EXIT_FAILED)
 
 
-def _stored_tokens(tokens: Any, out: Path) -> Iterator[str]:
-    """Flags of a token file in the run folder."""
+def _stored_tokens(tokens: Any, out: Path) -> dict[str, Any]:
+    """Write tokens to a file in the run folder; the keys that name it."""
     import numpy as np
 
     stored = np.asarray(tokens)
@@ -461,31 +530,65 @@ def _stored_tokens(tokens: Any, out: Path) -> Iterator[str]:
     out.mkdir(parents=True, exist_ok=True)
     path = out / TOKENS
     stored.astype(dtype).tofile(path)
-    yield from ("--data.source", str(path), "--data.token_dtype", dtype)
+    return {"data.source": str(path), "data.token_dtype": dtype}
 
 
-def _train_here(words: Sequence[str], on_step: OnStep | None) -> Result:
-    """Train on this rank of torchrun or Slurm."""
-    run = load_checked_run(
-        words,
-        data_checks,
-        preflight.environment_checks,
-        adapt=preflight.after_restart,
-        choose_mesh=choose_before_ranks,
-    )
-    with run_folder.locked_out(run.model, run.out, run.resume, now=datetime.now()) as out:
-        run = run.with_values({"out": out})
-        set_openmp_policy()
-        from weft.commands.train import train as train_run  # it imports torch
+def _train_here(prepared: _PreparedRun, on_step: OnStep | None) -> Result:
+    """Train in this process: see Note [Where a run trains]."""
+    observer = _StepObserver(on_step, is_rank=is_joining(os.environ))
+    run = prepared.run
+    if run.transport == PROCESS and not observer.is_rank:
+        run = run.with_values({"transport": THREADS})  # one rank, which is a thread of this process
 
-        seen: list[Step] = []
+    def complete(run: Run, out: Path) -> Run:
+        """The run in its folder, with tokens that were given as an array."""
+        tokens = prepared.tokens
+        return run if tokens is None else run.with_values(_stored_tokens(tokens, out))
 
-        def observe(event: Mapping[str, Any]) -> None:
-            if event["event"] == "step":
-                seen.append(MappingProxyType(dict(event)))
-                if on_step is not None:
-                    on_step(seen[-1])
+    try:
+        trained = train_checked(
+            run, complete=complete, on_event=observer.observe, caller=observer.stop_request
+        )
+    except RankError as error:
+        if not isinstance(error.__cause__, Exception):
+            raise
+        if str(error) != str(error.__cause__):
+            error.__cause__.add_note(str(error))
+        raise error.__cause__ from None
+    if observer.error is not None:
+        raise observer.error
+    status = "finished" if trained.code == EXIT_OK else "stopped"
+    return Result(trained.run, Path(str(trained.run.out)), tuple(observer.steps), status)
 
-        code = train_run(run, on_event=observe)
-    status = "finished" if code == EXIT_OK else "stopped"
-    return Result(run, Path(out), tuple(seen), status)
+
+class _StepObserver:
+    """Collects the steps of a run in this process, and calls a function with each.
+
+    Args:
+        is_rank: this process is one rank; else its rank 0 is observed, which may be a thread.
+    """
+
+    def __init__(self, on_step: OnStep | None, *, is_rank: bool) -> None:
+        self.steps: list[Step] = []
+        self.error: BaseException | None = None
+        self.stop_request = StopRequest()
+        self.is_rank = is_rank
+        self._on_step = on_step
+
+    def observe(self, event: Mapping[str, Any], training: Training) -> None:
+        """Take an event of a rank; a step is handed on. An exception stops the run, which saves."""
+        model = training.step.model
+        is_observed = self.is_rank or model.comm.rank == 0
+        if event["event"] != "step" or not is_observed:
+            return
+        step = Step(dict(event), model)
+        self.steps.append(Step(step._event))
+        if self._on_step is None or self.error is not None:
+            return
+        try:
+            self._on_step(step)
+        except BaseException as error:
+            if self.is_rank:  # the other ranks have not seen it
+                raise
+            self.error = error
+            self.stop_request.requested = True

@@ -23,10 +23,10 @@ from weft.checkpoint.memory import (
 )
 from weft.checkpoint.saver import StatusFlag
 from weft.comm.comm import Comm
-from weft.commands.console import load_checked_run
 from weft.config.run import Run
 from weft.run.rank_status import StatusBoard
 from weft.run.world import Attempt, Restart
+from weft.start.checked_run import load_checked_run
 from weft.testing import run_ranks
 from weft.train.build_training import build_training
 from weft.train.loop import step_events

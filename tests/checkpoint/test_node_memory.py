@@ -31,13 +31,13 @@ from weft.checkpoint.pieces import (
 )
 from weft.checkpoint.resume import AUTO
 from weft.comm.comm import Comm
-from weft.commands.console import load_checked_run
 from weft.config.run import Run
 from weft.core.mesh import Mesh
 from weft.run import node_folder
 from weft.run.node_folder import open_node_folder
 from weft.run.rank_status import StatusBoard
 from weft.run.world import Attempt
+from weft.start.checked_run import load_checked_run
 from weft.testing import run_ranks
 
 NUM_STEPS = 5

@@ -637,7 +637,7 @@ def test_what_cannot_be_resumed_is_one_line_before_the_start(
     def nothing_starts(*args: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("weft.commands.train.train", nothing_starts)
+    monkeypatch.setattr("weft.start.train_run.train", nothing_starts)
     words, line = REFUSED[case]
     told_words = [word.format(tmp=spoilt[0]) for word in words]
     tiny = [

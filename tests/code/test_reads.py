@@ -15,12 +15,12 @@ from tests.input.test_model_files import FORWARD, GOOD
 from weft.checkpoint.resume import _model_changes
 from weft.code.identity import CodeIdentity, changed_parts
 from weft.code.reads import Reads
-from weft.commands.console import load_checked_run
 from weft.config.load import load
 from weft.config.user_code import load_module, trust_named
 from weft.errors import ConfigError
 from weft.models import FAMILIES
 from weft.models.code_of_run import code_of_run
+from weft.start.checked_run import load_checked_run
 
 READS = """
 import json, os, pathlib, subprocess

@@ -13,12 +13,6 @@ import pytest
 
 from tests.planner.test_step_costs import run_of
 from weft.cli import main
-from weft.commands.comparison import (
-    MeasuredAndPredicted,
-    comparison_of,
-    predicted,
-    start_prediction,
-)
 from weft.config.hardware import find_hardware
 from weft.config.load import load
 from weft.config.lora import adapter_flops
@@ -30,6 +24,12 @@ from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
+from weft.start.comparison import (
+    MeasuredAndPredicted,
+    comparison_of,
+    predicted,
+    start_prediction,
+)
 
 UTILIZATION = Utilization(flops=4e12, num_devices=2, peak_tflops=10.0)
 ANSWER = {
@@ -170,7 +170,7 @@ def test_the_prediction_is_for_the_precision_of_the_run(monkeypatch: pytest.Monk
         _, hardware = predict.args
         started.append(hardware)
 
-    monkeypatch.setattr("weft.commands.comparison.ForkedAnswer", start)
+    monkeypatch.setattr("weft.start.comparison.ForkedAnswer", start)
     start_prediction(run_of("--mesh dp2 --hardware h100 --precision.matmul tf32"))
     start_prediction(run_of("--mesh dp2 --hardware h100"))
     assert [each.tflops("float32") for each in started] == [494.7, 67]

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from weft.commands import memory_before, memory_bound
-from weft.commands.memory_before import check_memory, memory_fault
-from weft.commands.memory_bound import local_states, memory_faults
 from weft.config.load import load
 from weft.config.run import Run
 from weft.errors import ConfigError
 from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import measure
+from weft.start import memory_before, memory_bound
+from weft.start.memory_before import check_memory, memory_fault
+from weft.start.memory_bound import local_states, memory_faults
 
 GIB = 2**30
 

@@ -6,12 +6,12 @@ import pytest
 
 from tests.tiny_run import TINY
 from weft.cli import main
-from weft.commands.environment import launcher_notes
-from weft.commands.preflight import after_restart
-from weft.commands.run_folder import mark_job
 from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES
+from weft.start.environment import launcher_notes
+from weft.start.preflight import after_restart
+from weft.start.run_folder import mark_job
 
 WORLD = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.comm.test_store_namespace import MemoryStore
-from weft.commands.shared_choice import CHOICE_PORTS, choose_once, shared_store
 from weft.errors import Fault, LaunchError, PlanError, UserError, WeftError
 from weft.run.world import World
+from weft.start.shared_choice import CHOICE_PORTS, choose_once, shared_store
 
 NUM_RANKS = 3
 FAULT = Fault("mesh", "auto finds no layout", got="3 ranks", need="4", fix="--nproc 4")

@@ -8,11 +8,11 @@ import pytest
 
 from tests.hf.folders import CONFIGS, random_values, write
 from weft.cli import main
-from weft.commands.preflight import training_notes
 from weft.config.finetuning import FULL, LORA, MAX_LENGTH
 from weft.config.load import load
 from weft.config.run import Run
 from weft.models import FAMILIES
+from weft.start.preflight import training_notes
 
 LLAMA = CONFIGS["llama3"].model_copy(update={"vocab": 256})
 

@@ -374,7 +374,7 @@ def test_load_raises_every_fault():
 
 def test_core_and_data_never_import_torch():
     code = (
-        "import pkgutil, importlib, sys, weft.core, weft.data.dataset, weft.commands.preflight, weft.cli, weft.models\n"
+        "import pkgutil, importlib, sys, weft.core, weft.data.dataset, weft.start.preflight, weft.cli, weft.models\n"
         "for module in pkgutil.walk_packages(weft.core.__path__, 'weft.core.'): importlib.import_module(module.name)\n"
         "sys.exit('torch' in sys.modules)"
     )

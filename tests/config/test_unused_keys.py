@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weft.commands.preflight import after_restart, training_notes
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.validate import config_checks
 from weft.errors import Fault
 from weft.models import FAMILIES
+from weft.start.preflight import after_restart, training_notes
 from weft.train.run_records import optimizer_text
 
 LAUNCHER = {

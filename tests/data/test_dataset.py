@@ -13,8 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.commands.data_checks import source_faults
-from weft.commands.preflight import data_checks
 from weft.config.checks import run_checks
 from weft.config.load import load
 from weft.config.schema import DataConfig
@@ -26,6 +24,8 @@ from weft.errors import DataError
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
 from weft.models.mnist import config as mnist
+from weft.start.data_checks import source_faults
+from weft.start.preflight import data_checks
 
 BYTES_MODEL = gpt2.Config()
 IMAGES_MODEL = mnist.Config()

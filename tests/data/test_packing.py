@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.commands.prove import prove_config
 from weft.config.changed_runs import in_float64
 from weft.config.load import load
 from weft.config.schema import DataConfig
@@ -21,6 +20,7 @@ from weft.data.prepare import PrepareOptions, prepare
 from weft.data.samples import IGNORE
 from weft.models import FAMILIES
 from weft.models.gpt2 import config as gpt2
+from weft.start.prove_run import prove_config
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 

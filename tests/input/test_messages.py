@@ -10,10 +10,10 @@ import pytest
 
 from tests.input.folders import write_base
 from weft.cli import main
-from weft.commands.console import load_checked_run
 from weft.config.load import load
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES
+from weft.start.checked_run import load_checked_run
 
 SMALL = "--model.layers 1 --data.seq_len 8"
 FOLLOWED = {

@@ -10,7 +10,6 @@ import weft
 from tests.matrix.layouts import Case, batches, check, shallow
 from tests.sampling import sampled
 from weft.comm.comm import Comm
-from weft.commands.prove import prove_config
 from weft.config.changed_runs import in_float64
 from weft.config.load import load
 from weft.core.attention_mask import AttentionMask
@@ -19,6 +18,7 @@ from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.models.common.attention import Attend, AttentionSpec
 from weft.models.common.batch import Batch
+from weft.start.prove_run import prove_config
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader, build_model
 

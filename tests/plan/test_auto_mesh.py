@@ -10,7 +10,6 @@ import pytest
 
 from tests.tiny_run import MODEL, SEQUENCES, TINY, write_text
 from weft.cli import main
-from weft.commands.auto_mesh import choose_mesh
 from weft.config.hardware import hardware_of_cuda
 from weft.config.load import load, try_load
 from weft.config.run import Run
@@ -20,6 +19,7 @@ from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
+from weft.start.auto_mesh import choose_mesh
 from weft_plan.commands import mesh_search
 from weft_plan.commands.mesh_search import DevicesHere, MeshSearch, assumed_core, devices_here
 from weft_plan.search.candidates import Candidates

@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from weft import cli
-from weft.commands.console import load_checked_run
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.schedule.actions import Table
 from weft.schedule.catalog import make_table
 from weft.schedule.simulate import simulate
 from weft.schedule.timeline import Timeline, bubble
+from weft.start.checked_run import load_checked_run
 
 
 def test_schedule_clips_rows_and_wraps_text_at_the_columns_of_the_screen(monkeypatch, capsys):

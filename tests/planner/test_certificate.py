@@ -14,10 +14,10 @@ from torch import Tensor
 from tests.matrix.layouts import Case, shallow
 from weft.cli import main
 from weft.comm import ops
-from weft.commands.console import load_checked_run
 from weft.planner.certificate.certificate import Certificate, certify
 from weft.planner.certificate.type_mode import TypeMode, ValuesNeededError
 from weft.planner.measure.measured_run import MeasuredRun
+from weft.start.checked_run import load_checked_run
 from weft_selftest.mutants.all_mutants import all_mutants
 from weft_selftest.mutants.effect import layout_words, write_texts
 from weft_selftest.mutants.fault import ModuleFault, Mutant, MutantLayout

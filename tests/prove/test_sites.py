@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from weft.commands.prove import prove_config
 from weft.config.changed_runs import inside_site
 from weft.config.load import load
 from weft.config.run import Run
@@ -18,6 +17,7 @@ from weft.parallel.local_updates.outer_step import LocalUpdates
 from weft.prove.local_updates import SiteProof
 from weft.prove.small_sizes import accepts_sizes
 from weft.prove.subject import Subject
+from weft.start.prove_run import prove_config
 from weft.train.step import TrainStep
 from weft_selftest.mutants.plant import replaced
 

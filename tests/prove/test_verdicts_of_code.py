@@ -8,11 +8,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from tests.input.test_model_files import FORWARD, GOOD
-from weft.commands import proof_before
 from weft.config.load import load
 from weft.models import FAMILIES
 from weft.models.user_family import UserFamily
 from weft.models.user_model import model_of
+from weft.start import proof_before
 from weft.train.run_records import proof_event
 
 ANSWER = {"verdict": "equal", "compared": 5, "steps": 3}

@@ -13,10 +13,10 @@ import torch
 from tests.tiny_run import TINY
 from weft.comm.comm import Comm
 from weft.comm.transport import Call
-from weft.commands.console import load_checked_run
 from weft.config.run import Run
 from weft.run.rank_status import NUM_DURATIONS, NUM_GROUPS, Phase, StatusBoard
 from weft.run.world import Attempt
+from weft.start.checked_run import load_checked_run
 from weft.testing import run_ranks
 from weft.train.build_training import build_training
 from weft.train.loop import step_events

@@ -17,12 +17,12 @@ from weft.checkpoint import kept
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
-from weft.commands.console import load_checked_run
-from weft.commands.run_folder import locked_out
-from weft.commands.train import train
 from weft.errors import EXIT_OK, EXIT_USER, RankError, SaveError
 from weft.run.failure import describe_error
 from weft.run.supervisor import RestartPolicy, SupervisedEnd
+from weft.start.checked_run import load_checked_run
+from weft.start.run_folder import locked_out
+from weft.start.train_run import train
 from weft.train import last_save
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS
@@ -52,7 +52,7 @@ def run_with(
     """Train; `on_event` is called with every event."""
     run = load_checked_run(given)
     with locked_out(run.model, str(out), run.resume, now=datetime.now()):
-        return train(run, on_event=on_event)
+        return train(run, on_event=lambda event, _: on_event(event))
 
 
 def fill(disk: Path) -> None:

@@ -11,12 +11,12 @@ import torch
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.saver import newest_path
 from weft.cli import main
-from weft.commands.prove import prove_config
 from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.hf.folder import HfFolder
 from weft.models import FAMILIES
 from weft.python_api import checked_run
+from weft.start.prove_run import prove_config
 
 PLAIN = (Path(__file__).parent / "parallel_block.py").read_text()
 MAPPED = (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.commands.prove import prove_config
 from weft.config.load import load, try_load
 from weft.models import ENTRY_POINTS, FAMILIES
+from weft.start.prove_run import prove_config
 
 METADATA = "Metadata-Version: 2.1\nName: tiny-models\nVersion: 1.0\n"
 SIZES = "--mesh tp2 --batch.global_size 2 --batch.micro_size 1 --data.seq_len 8"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from weft.commands.console import print_result, set_openmp_policy, show_help, take_flag, wants_help
+from weft.commands.console import print_result, show_help, take_flag, wants_help
 from weft.config import flags
 from weft.config.checks import run_checks
 from weft.config.load import load
@@ -18,6 +18,7 @@ from weft.config.user_code import canonical_reference, check_reference, is_refer
 from weft.config.validate import config_checks
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
+from weft.start.checked_run import set_openmp_policy
 
 if TYPE_CHECKING:
     from weft.prove.subject import ProofCase

@@ -6,9 +6,8 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from weft.errors import WeftError
+from weft.start.installed import installed, load_installed
 
 ENTRY_POINTS = "weft.commands"
 """Group of entry points by which installed packages name their commands, as objects of `Command`.
@@ -48,17 +47,6 @@ def imported(path: str) -> Callable[[Sequence[str]], int]:
     return run
 
 
-def installed(group: str, name: str) -> Any:
-    """What an installed package offers by an entry point; None where there is none.
-
-    Raises:
-        WeftError: the package cannot be imported.
-    """
-    for entry in importlib.metadata.entry_points(group=group, name=name):
-        return _loaded(entry)
-    return None
-
-
 def installed_command(name: str) -> Command | None:
     """The command of this name in another package; None where no installed package has one.
 
@@ -76,12 +64,4 @@ def installed_commands() -> dict[str, Command]:
         WeftError: a package cannot be imported.
     """
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    return {each.name: _loaded(each) for each in sorted(entries) if " " not in each.name}
-
-
-def _loaded(entry: importlib.metadata.EntryPoint) -> Any:
-    try:
-        return entry.load()
-    except (ImportError, AttributeError) as error:
-        text = f"the entry point {entry.name!r} ({entry.value}) cannot be imported: {error}"
-        raise WeftError(text) from error
+    return {each.name: load_installed(each) for each in sorted(entries) if " " not in each.name}

@@ -8,24 +8,18 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tyro
 from pydantic import BaseModel
 
-from weft.commands.auto_mesh import ChooseMesh, not_taken
 from weft.commands.command import Command
-from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
 from weft.commands.help_text import compact
-from weft.config.checks import Adaptation, CheckTable, run_checks
-from weft.config.load import Loaded, try_load
-from weft.config.run import Run, plan_of
-from weft.config.schema import ModelSection, OptimGroup
-from weft.config.validate import config_checks
+from weft.config.load import try_load
+from weft.config.schema import OptimGroup
 from weft.errors import EXIT_OK, Fault, UserError
-from weft.layout.plan import Plan
 from weft.models import FAMILIES
 
 HELP = ("-h", "--help")
@@ -35,86 +29,6 @@ MIN_COLUMNS = 60
 """Width of help on narrower screens: below it boxes have no room for text."""
 MAX_COLUMNS = 100
 """Width of help on wide screens."""
-
-
-def load_checked_run(
-    words: Sequence[str],
-    *tables: CheckTable,
-    adapt: Adaptation | None = None,
-    choose_mesh: ChooseMesh | None = None,
-) -> Run:
-    """The run that these words describe, validated.
-
-    Args:
-        tables: further checks, after those of the config.
-        adapt: adapts a run without faults to its environment, before the checks.
-        choose_mesh: for `mesh = "auto"`, which is a fault without it.
-
-    Raises:
-        UserError: with every fault: of single keys, of their combination, and of the environment.
-    """
-    set_openmp_policy()  # a user's model file may import torch
-    loaded = try_load(words, FAMILIES)
-    run = loaded.run
-    note = ""
-    if loaded.auto_mesh is not None:
-        _check_without_mesh(loaded, *tables, adapt=adapt)
-        if choose_mesh is None:
-            raise UserError(not_taken())
-        chosen = choose_mesh(run, is_flag=loaded.auto_mesh == "flag")
-        run = run.with_values({"mesh": chosen.mesh})
-        note = chosen.note
-    if adapt is not None and not loaded.faults:
-        run = adapt(run)
-    faults = run_checks(
-        run,
-        config_checks,
-        *tables,
-        known=loaded.faults,
-    )
-    if faults:
-        raise UserError(*faults)
-    if note and is_first(os.environ):
-        print(note, file=sys.stderr)
-    if FAMILIES.is_user_model(run.model.name):
-        _check_user_model(run.model, plan_of(run))
-    return run
-
-
-def _check_without_mesh(
-    loaded: Loaded,
-    *tables: CheckTable,
-    adapt: Adaptation | None,
-) -> None:
-    """The checks that read no mesh, before one is chosen.
-
-    Raises:
-        UserError: with every fault.
-    """
-    run = loaded.run
-    if adapt is not None and not loaded.faults:
-        run = adapt(run)
-    not_chosen = Fault("mesh", "is not chosen yet")
-    found = run_checks(
-        run,
-        config_checks,
-        *tables,
-        known=(*loaded.faults, not_chosen),
-    )
-    faults = [fault for fault in found if fault != not_chosen]
-    if faults:
-        raise UserError(*faults)
-
-
-def _check_user_model(model: ModelSection, plan: Plan) -> None:
-    """Checks of a user's model, which need torch.
-
-    Raises:
-        UserError: the model would compute other numbers on this layout than on one device.
-    """
-    from weft.train.model_checks import check_user_model
-
-    check_user_model(FAMILIES[model.name], model, plan)
 
 
 def wants_help(words: Sequence[str]) -> bool:
@@ -288,14 +202,6 @@ def check_page_path(path: str) -> None:
         )
 
 
-def set_openmp_policy() -> None:
-    """Let waiting OpenMP threads sleep instead of spinning; must be set before torch is loaded.
-
-    Measured with two threads on two busy cores: 221 ms a step instead of 1,820.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def print_result(text: str) -> int:
     """Print the output of a command."""
     print(text.rstrip("\n"))
@@ -313,19 +219,6 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def print_messages(lines: Iterable[str]) -> None:
-    """Print lines on stderr, on the first rank of each machine."""
-    if is_first(os.environ, LOCAL_RANK_VARIABLES):
-        for line in lines:
-            print_error(line)
-
-
-def print_error(text: str) -> None:
-    """Print on stderr; where that cannot be written any more, the exit code says enough."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr)
 
 
 def fix_of_path(path: str, name: str) -> str:

@@ -11,9 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.checkpoint.data_file import check_stored_bytes
-from weft.commands import environment
-from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
-from weft.commands.data_checks import validation_faults
+from weft.commands.console import show_help, wants_help
 from weft.config import flags
 from weft.config.checks import run_checks
 from weft.config.run import Run
@@ -36,6 +34,10 @@ from weft.data.prepared import prepared_of, sources_of
 from weft.errors import Fault, UserError, counted
 from weft.generate.model_source import ModelSource, find_model
 from weft.hf.folder_checks import weight_faults
+from weft.start import environment
+from weft.start.checked_run import set_openmp_policy
+from weft.start.data_checks import validation_faults
+from weft.start.messages import print_messages
 
 USAGE = "RUN | RUN/best | CHECKPOINT | HF-FOLDER [--data SOURCE] [--mesh dp2] [--key value ...]"
 LINE = "loss, perplexity and bits per byte of a stored model on any data, on any layout of ranks"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.commands.auto_mesh import choose_mesh
-from weft.commands.console import check_page_path, load_checked_run, print_result, take_flag
+from weft.commands.console import check_page_path, print_result, take_flag
 from weft.config.run import hardware_of, plan_of
 from weft.config.schema import SiteConfig
 from weft.data.epochs import DataSummary
@@ -17,6 +16,8 @@ from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.layout.explain import explain as explain_plan
 from weft.layout.plan import Plan
 from weft.models import model_label
+from weft.start.auto_mesh import choose_mesh
+from weft.start.checked_run import load_checked_run
 from weft.view.explain_page import explain_page
 
 if TYPE_CHECKING:

@@ -11,14 +11,7 @@ from pydantic import Field
 
 from weft.checkpoint.data_file import check_stored_bytes
 from weft.checkpoint.folder import FOLDER
-from weft.commands.console import (
-    print_messages,
-    print_result,
-    set_openmp_policy,
-    show_help,
-    wants_help,
-)
-from weft.commands.run_folder import write_problem
+from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags
 from weft.config.hf.write_config import unwritable
 from weft.config.schema import ConfigSection
@@ -27,6 +20,9 @@ from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, Fault, UserError
 from weft.generate.model_source import ModelSource, find_model
 from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars, reject_existing
 from weft.models import FAMILIES
+from weft.start.checked_run import set_openmp_policy
+from weft.start.messages import print_messages
+from weft.start.run_folder import write_problem
 
 USAGE = "RUN | CHECKPOINT DIR [--dtype bfloat16] [--key value ...]"
 LINE = "export a checkpoint as a Hugging Face folder: config.json and safetensors"

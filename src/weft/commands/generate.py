@@ -6,14 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from weft.checkpoint.data_file import check_stored_bytes
-from weft.commands import environment
-from weft.commands.console import print_messages, set_openmp_policy, show_help, wants_help
+from weft.commands.console import show_help, wants_help
 from weft.config import flags
 from weft.errors import Fault, UserError, counted
 from weft.generate.job import make_job
 from weft.generate.model_source import find_model
 from weft.generate.request import Request, expand_json_flag
 from weft.hf.folder_checks import weight_faults
+from weft.start import environment
+from weft.start.checked_run import set_openmp_policy
+from weft.start.messages import print_messages
 
 USAGE = "RUN | CHECKPOINT | HF-FOLDER [--prompt TEXT] [--mesh tp2] [--key value ...]"
 LINE = "generate text with a trained model, on any layout of ranks"

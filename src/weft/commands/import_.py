@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from weft.checkpoint.folder import FOLDER, resume_command
-from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
-from weft.commands.initial_weights import from_hf_faults
-from weft.commands.run_folder import write_problem
+from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags
 from weft.config.hf.from_hf import TOKENIZER
 from weft.config.hf.read_config import CONFIG
@@ -25,6 +23,9 @@ from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
 from weft.hf.folder_checks import import_faults
 from weft.hf.sidecar import SIDECAR_FOLDER, read_sidecars
 from weft.models import FAMILIES
+from weft.start.checked_run import set_openmp_policy
+from weft.start.initial_weights import from_hf_faults
+from weft.start.run_folder import write_problem
 from weft.train.event_log import EVENTS
 
 if TYPE_CHECKING:

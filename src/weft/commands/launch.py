@@ -16,9 +16,7 @@ from weft.checkpoint.disk import replace_file
 from weft.checkpoint.remote_url import url_faults
 from weft.checkpoint.resume import AUTO
 from weft.code.trust import TRUST_FLAG
-from weft.commands.console import load_checked_run, print_result, show_help, wants_help
-from weft.commands.preflight import data_checks, folder_checks, with_local_folder
-from weft.commands.run_folder import new_run_folder
+from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags, toml
 from weft.config.checks import CheckTable
 from weft.config.optimizers import is_user_class
@@ -38,6 +36,9 @@ from weft.launchers.job import (
     size_faults,
     text_faults,
 )
+from weft.start.checked_run import load_checked_run
+from weft.start.preflight import data_checks, folder_checks, with_local_folder
+from weft.start.run_folder import new_run_folder
 
 USAGE = "ENGINE [CONFIG.toml] [--key value ...] [--nodes N] [--gpus-per-node G] [--dry-run]"
 LINE = "write and submit a job: slurm, ray, kubeflow, skypilot"

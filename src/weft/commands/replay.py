@@ -12,13 +12,7 @@ from pydantic import Field
 
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.manifest import read_manifest
-from weft.commands.console import (
-    load_checked_run,
-    print_result,
-    set_openmp_policy,
-    show_help,
-    wants_help,
-)
+from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags
 from weft.config.run import Run
 from weft.config.schema import ConfigSection, ParallelConfig, PipelineConfig
@@ -27,6 +21,7 @@ from weft.core.mesh import Mesh
 from weft.data.order import batch_of_step
 from weft.errors import EXIT_FAILED, EXIT_OK, CheckpointError, DataError, Fault, UserError
 from weft.small_files import UnreadableFile
+from weft.start.checked_run import load_checked_run, set_openmp_policy
 from weft.train.event_lines import read_run_events, step_history
 from weft.train.event_log import EVENTS
 from weft.train.guard_records import GuardState, StepToRepeat, left_out_batches, read_records

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -63,6 +64,7 @@ MAX_COUNTS = {
 MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
 
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 OPTIMIZER = "optim.name"
 FOLDER_KEYS = ("out", "resume")
 """Keys of folders in which ~ is the home folder, in a file too."""
@@ -93,10 +95,12 @@ class _Sources:
     """What file and flags say, and the model that they choose.
 
     Attributes:
+        values: of keys, which win over the file as flags do.
         run_folder: of the config file, which is a run's where the run has written it.
     """
 
     file: Flat
+    values: Flat
     words: flags.Words
     folder: FolderModel
     model: ModelChoice
@@ -128,18 +132,27 @@ def load(argv: Sequence[str], families: Families) -> Run:
     return loaded.run
 
 
-def try_load(argv: Sequence[str], families: Families) -> Loaded:
-    """Read as much of a config as possible; faults are returned beside it."""
-    sources = _read_sources(argv, families)
+def try_load(
+    argv: Sequence[str], families: Families, values: Mapping[str, Any] = NO_VALUES
+) -> Loaded:
+    """Read as much of a config as possible; faults are returned beside it.
+
+    Args:
+        values: of keys, as a TOML file has them; they win over the file that `argv` names.
+    """
+    sources = _read_sources(argv, families, values)
     of_run = run_type(sources.model.name, families[sources.model.name].Config)
     known = keys_of(of_run)
     given = flags.read(sources.words, known)
+    named = {**sources.values, **given.values}
     is_table = partial(table_key, known=known)
     unknown = [
-        unknown_key(key, known) for key in sources.file if key not in known and not is_table(key)
+        unknown_key(key, known)
+        for key in {**sources.file, **sources.values}
+        if key not in known and not is_table(key)
     ]
     asked: Flat = {}
-    for key, value in {**sources.file, **given.values}.items():
+    for key, value in {**sources.file, **named}.items():
         if key == OPTIMIZER and is_user_class(str(value)):
             file, _, name = str(value).rpartition(":")
             asked[key] = f"{canonical_reference(file)}:{name}"
@@ -149,12 +162,12 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
             asked[key] = whole_number(value, known[key].annotation)
         elif is_table(key):
             asked[key] = value
-    if RESUME_CODE not in given.values:  # an answer to one resume, not to the later ones of its run
+    if RESUME_CODE not in named:  # an answer to one resume, not to the later ones of its run
         asked.pop(RESUME_CODE, None)
     rates = tuple(rate_faults(asked))
     contradicting = contradictions(sources.folder, asked)
-    schedule = schedule_keys(asked, given.values)
-    values: Flat = {
+    schedule = schedule_keys(asked, named)
+    merged: Flat = {
         **_defaults(sources.model, families),
         **schedule.defaults,
         **sources.folder.defaults,
@@ -166,8 +179,8 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         "model.preset": sources.model.preset,
         **_source_digest(families[sources.model.name], asked),
     }
-    run, invalid = _validate(of_run, values)
-    changed = tuple(_changed_file(sources, families, values))
+    run, invalid = _validate(of_run, merged)
+    changed = tuple(_changed_file(sources, families, merged))
     too_large = tuple(_size_faults(run.model))
     if too_large:
         run = run.with_values({"model": type(run.model)()})
@@ -176,7 +189,7 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
         run = run.with_values({"optim": type(run.optim)()})
     auto_mesh: Literal["file", "flag"] | None = None
     if run.mesh == AUTO_MESH:
-        auto_mesh = "flag" if "mesh" in given.values else "file"
+        auto_mesh = "flag" if "mesh" in named else "file"
         run = run.with_values({"mesh": ""})
     mesh_faults = _mesh_faults(run.mesh)
     if mesh_faults:
@@ -199,7 +212,9 @@ def try_load(argv: Sequence[str], families: Families) -> Loaded:
     return Loaded(run=run, faults=faults, auto_mesh=auto_mesh)
 
 
-def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
+def _read_sources(
+    argv: Sequence[str], families: Families, given_values: Mapping[str, Any]
+) -> _Sources:
     """File and flags, with the keys of the model left out where it is wrong or another one is
     chosen.
     """
@@ -208,7 +223,8 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
     file, file_faults = _read_file(words.loose)
     file.update(of_folder | out_of_stored(words.loose, file))
     file_faults = (*word_faults, *file_faults)
-    first = flags.first_words(words)
+    values = dict(given_values)
+    first = {**values, **flags.first_words(words)}
     for layer in (file, first):
         if is_reference(layer.get(NAME)):
             layer[NAME] = canonical_reference(layer[NAME])
@@ -226,17 +242,23 @@ def _read_sources(argv: Sequence[str], families: Families) -> _Sources:
     )
     if folder_faults or choice_faults:
         words = flags.without(words, "model.")
+        values = _without_model(values)
         folder = NO_FOLDER
     if folder_faults or choice_faults or not model.keeps_file:
-        file = {key: value for key, value in file.items() if not key.startswith("model.")}
+        file = _without_model(file)
     return _Sources(
         file=file,
+        values=values,
         words=words,
         folder=folder,
         model=model,
         faults=(*file_faults, *folder_faults, *choice_faults),
         run_folder=Path(words.loose[0]).parent if words.loose else None,
     )
+
+
+def _without_model(layer: Flat) -> Flat:
+    return {key: value for key, value in layer.items() if not key.startswith("model.")}
 
 
 def _trust_named(*layers: Flat) -> None:

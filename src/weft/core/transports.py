@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 PROCESS = "process"
+THREADS = "threads"
+"""The file of weft's own rank threads."""
 FOLDER = Path(__file__).parents[1] / "comm"
 DECLARATION = re.compile(r"^open_world\b", re.MULTILINE)
 """The line of a transport that is selectable: `open_world = ThreadWorld`, a class whose objects have

@@ -9,7 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from weft.errors import WeftError
 from weft.run.worker import end_with_parent, flush_output
@@ -17,6 +17,25 @@ from weft.run.worker import end_with_parent, flush_output
 Answer = Mapping[str, Any]
 FAILURE = "failure"
 """Key of an answer that says why there is no other."""
+
+
+class RunningAnswer(Protocol):
+    """The answer of a function, which may still compute."""
+
+    def wait(self) -> Answer:
+        """The answer, when it is there."""
+
+    def poll(self, patience_s: float = 0.0) -> Answer | None:
+        """The answer, if it is there in time."""
+
+    def end(self) -> None:
+        """End the computation, if it still runs."""
+
+
+class StartAnswer(Protocol):
+    """Starts the computation of an answer."""
+
+    def __call__(self, function: Callable[[], Answer], *, niceness: int = 0) -> RunningAnswer: ...
 
 
 class ForkedAnswer:
@@ -76,14 +95,15 @@ def _answer_and_exit(function: Callable[[], Answer], file: int) -> NoReturn:
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-        answer = _answer_of(function)
+        answer = answer_of(function)
         os.pwrite(file, json.dumps(answer).encode(), 0)
         code = 0
     finally:
         os._exit(code)
 
 
-def _answer_of(function: Callable[[], Answer]) -> Answer:
+def answer_of(function: Callable[[], Answer]) -> Answer:
+    """The answer of a function, or why there is none."""
     try:
         return function()
     except WeftError as error:

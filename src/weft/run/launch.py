@@ -365,5 +365,6 @@ def _launch_threads(
     if run.stacks:
         end_without_stuck_threads()
     if run.failures:
-        raise context.to_error(root_cause(run.failures))
+        failure = root_cause(run.failures)
+        raise context.to_error(failure) from run.errors.get(failure.rank)
     return max(run.results.values(), default=EXIT_OK)

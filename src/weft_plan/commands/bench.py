@@ -7,19 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from weft.commands.console import (
-    STANDARD_OUTPUT,
-    print_result,
-    set_openmp_policy,
-    show_help,
-    wants_help,
-)
+from weft.commands.console import STANDARD_OUTPUT, print_result, show_help, wants_help
 from weft.config import flags
 from weft.config.hardware_file import fields_to_extend
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, did_you_mean
 from weft.parallel.dp import AXIS as DP
 from weft.run.world import World, detect
+from weft.start.checked_run import set_openmp_policy
 from weft_plan.bench.bandwidth import OPERATIONS
 from weft_plan.commands.bench_options import (
     DEFAULT_MESH,

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from weft.comm.comm import Comm
-from weft.commands.console import STANDARD_OUTPUT, print_error, print_result
+from weft.commands.console import STANDARD_OUTPUT, print_result
 from weft.config.hardware import DeviceType
 from weft.config.hardware_file import next_command, write_fields
 from weft.core.mesh import Mesh
@@ -26,6 +26,7 @@ from weft.run.devices import DeviceChoice, choose_device, find_gpus
 from weft.run.launch import join, launch
 from weft.run.rank_setup import open_comm
 from weft.run.world import World, num_cores
+from weft.start.messages import print_error
 from weft.view.log_plot import log_plot
 from weft_plan.bench.bandwidth import OperationName, byte_sizes
 from weft_plan.bench.communication import (

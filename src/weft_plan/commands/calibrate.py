@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.commands.console import set_openmp_policy, show_help, wants_help
+from weft.commands.console import show_help, wants_help
 from weft.config import flags
 from weft.config.hardware import SUFFIX, find_hardware, world_faults
 from weft.errors import ConfigError, Fault
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
+from weft.start.checked_run import set_openmp_policy
 from weft_plan.commands.calibrate_options import CalibrateOptions
 from weft_plan.entries import CALIBRATE
 

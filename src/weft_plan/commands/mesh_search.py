@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weft.commands import environment
-from weft.commands.auto_mesh import ChosenMesh
 from weft.config.checks import Check
 from weft.config.hardware import GB, Figure, Hardware, hardware_of_cuda, world_faults
 from weft.config.layout_keys import LayoutKeys
@@ -18,6 +16,8 @@ from weft.config.validate import config_checks
 from weft.errors import ConfigError, Fault, PlanError, counted
 from weft.run.forked_answer import FAILURE, ForkedAnswer
 from weft.run.world import detect, num_cores
+from weft.start import environment
+from weft.start.auto_mesh import ChosenMesh
 from weft.view.quantity import memory
 from weft_plan.search.candidates import (
     Candidates,

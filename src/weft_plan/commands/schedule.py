@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from weft.commands.console import (
-    STANDARD_OUTPUT,
-    fix_of_path,
-    load_checked_run,
-    print_result,
-    show_help,
-    wants_help,
-)
+from weft.commands.console import STANDARD_OUTPUT, fix_of_path, print_result, show_help, wants_help
 from weft.config.checks import run_checks
 from weft.config.run import Run
 from weft.config.validate import config_checks
@@ -29,6 +22,7 @@ from weft.schedule.catalog import DEFAULT_MICROBATCHES, DEFAULT_RANKS, find, lin
 from weft.schedule.costs import ScheduleCosts
 from weft.schedule.simulate import peak_live, simulate
 from weft.schedule.timeline import Timeline, bubble, makespan
+from weft.start.checked_run import load_checked_run
 from weft.view.colour import paint
 from weft.view.svg import TitledTimeline, stacked_svg, svg
 from weft.view.text import draw, wrapped

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.commands.auto_mesh import ChosenMesh
-from weft.commands.console import load_checked_run
 from weft.config import flags, toml
 from weft.config.changed_runs import changes
 from weft.config.checks import as_flags, run_checks
@@ -23,6 +21,8 @@ from weft.config.validate import config_checks
 from weft.core.dimension import local_update_axes
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, UserError
+from weft.start.auto_mesh import ChosenMesh
+from weft.start.checked_run import load_checked_run
 from weft_plan.search.candidates import Candidates, Space, candidates, nearest_devices
 from weft_plan.search.layout_choice import SEARCHED, Layout, read_layout
 

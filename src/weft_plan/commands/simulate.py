@@ -6,14 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weft.commands.auto_mesh import choose_mesh
-from weft.commands.console import (
-    help_of_run,
-    load_checked_run,
-    print_result,
-    show_help,
-    wants_help,
-)
+from weft.commands.console import help_of_run, print_result, show_help, wants_help
 from weft.config import flags
 from weft.config.run import hardware_of, plan_of
 from weft.errors import EXIT_OK, ConfigError, Fault
@@ -22,6 +15,8 @@ from weft.models import model_label
 from weft.schedule.actions import Act
 from weft.schedule.simulate import UNIT_COSTS, simulate
 from weft.schedule.timeline import Timeline
+from weft.start.auto_mesh import choose_mesh
+from weft.start.checked_run import load_checked_run
 from weft.view.html import html
 from weft.view.perfetto import perfetto
 from weft.view.svg import svg

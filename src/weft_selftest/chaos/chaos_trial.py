@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.folder import checkpoints
-from weft.commands.console import load_checked_run
-from weft.commands.preflight import data_checks
-from weft.commands.run_folder import locked_out
-from weft.commands.train import train
 from weft.errors import EXIT_FAILED, EXIT_OK, WeftError
 from weft.run.launch import same_attempt
 from weft.run.worker import end_with_parent
 from weft.small_files import UnreadableFile
+from weft.start.checked_run import load_checked_run
+from weft.start.preflight import data_checks
+from weft.start.run_folder import locked_out
+from weft.start.train_run import train
 from weft.train.event_lines import read_events, step_history
 from weft.train.event_log import EVENTS
 from weft_selftest.chaos.chaos_layout import ChaosLayout

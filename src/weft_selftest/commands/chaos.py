@@ -12,17 +12,12 @@ from typing import Literal, TypeVar, get_args
 
 from pydantic import Field
 
-from weft.commands.console import (
-    print_result,
-    set_openmp_policy,
-    show_help,
-    take_flag,
-    wants_help,
-)
+from weft.commands.console import print_result, show_help, take_flag, wants_help
 from weft.config import flags
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, did_you_mean
 from weft.run.rank_status import Phase
+from weft.start.checked_run import set_openmp_policy
 from weft_selftest.chaos.chaos_layout import LAYOUTS, ChaosLayout
 from weft_selftest.chaos.chaos_report import ChaosReport, TrialResult
 from weft_selftest.chaos.fault_plan import FAULT_KINDS, FAULT_PHASES, FaultKind, deal

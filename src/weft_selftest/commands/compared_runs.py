@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from weft.commands.train import train
 from weft.errors import EXIT_OK, WeftError, first_line
+from weft.start.train_run import train
 from weft_selftest.generated_runs import OPTIONS, SIZES, Choices, GeneratedRun
 from weft_selftest.sweep import ComparedSteps
 
@@ -37,7 +37,7 @@ def train_compared(generated: GeneratedRun) -> ComparedSteps:
     run = generated.run.with_values(values)
     verdicts: dict[int, Mapping[str, Any]] = {}
 
-    def keep(event: Mapping[str, Any]) -> None:
+    def keep(event: Mapping[str, Any], _: object) -> None:
         if event["event"] == "proof":  # the same on every rank
             verdicts[event["step"]] = event
 

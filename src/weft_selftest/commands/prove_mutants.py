@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from weft.commands.console import print_result, set_openmp_policy, show_help, wants_help
+from weft.commands.console import print_result, show_help, wants_help
 from weft.config import flags
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
+from weft.start.checked_run import set_openmp_policy
 from weft_selftest.mutants.names import mutant_names
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ def test_each_kept_storage_is_counted_once():
 def test_a_step_is_equal_with_any_room_for_graphs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, most_bytes: int
 ):
-    monkeypatch.setattr("weft.commands.live_proof.is_proved", lambda run, environ: True)
+    monkeypatch.setattr("weft.start.live_proof.is_proved", lambda run, environ: True)
     monkeypatch.setattr(check, "available_bytes", lambda comm: check.SHARE_OF_GRAPHS * most_bytes)
     monkeypatch.setattr(check, "needed_bytes", lambda *args, **sizes: 0)
     num_calls = []

@@ -25,7 +25,7 @@ FLOAT64 = tuple(
 def train(monkeypatch, tmp_path):
     """Trains a tiny run whose first step is compared; the exit code."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("weft.commands.live_proof.is_proved", lambda run, environ: True)
+    monkeypatch.setattr("weft.start.live_proof.is_proved", lambda run, environ: True)
 
     def run(*words: str, steps: int = 1) -> int:
         out = str(tmp_path / "run")

@@ -11,12 +11,12 @@ import pytest
 import weft
 from tests.prove.faults import FLOAT64
 from weft.commands.prove import prove
-from weft.commands.prove_parts import named_parts, parts_of, take_what, trained_coverage
 from weft.config.load import load
 from weft.config.run import Run
 from weft.errors import UserError
 from weft.models import FAMILIES
 from weft.prove.parts.names import COVERS, PARTS, PROVES_TRAINING, TRAINING, Coverage
+from weft.start.prove_parts import named_parts, parts_of, take_what, trained_coverage
 
 
 def run_of(*words: str) -> Run:

@@ -25,7 +25,7 @@ from weft.planner.measure.roles import measure, size_problem
 from weft.planner.simulate.predict import predict_measured
 from weft.planner.simulate.site_costs import site_costs
 from weft.planner.simulate.speeds import Speeds
-from weft.run.forked_answer import Answer, ForkedAnswer
+from weft.run.forked_answer import Answer, ForkedAnswer, RunningAnswer, StartAnswer
 from weft.train.allocator_peak import AllocatorPeak
 from weft.train.training import Event
 from weft.view.quantity import memory, short_time
@@ -41,12 +41,12 @@ PATIENCE_S = 10.0
 """Time that the last step of a run waits for its prediction."""
 
 
-def start_prediction(run: Run) -> ForkedAnswer | None:
+def start_prediction(run: Run, start_answer: StartAnswer = ForkedAnswer) -> RunningAnswer | None:
     """Start the prediction of a run whose hardware is named; None where none is."""
     hardware = hardware_of(run)
     if hardware is None:
         return None
-    return ForkedAnswer(partial(predicted, run, hardware), niceness=NICENESS)
+    return start_answer(partial(predicted, run, hardware), niceness=NICENESS)
 
 
 def predicted(run: Run, hardware: Hardware) -> Answer:
@@ -87,7 +87,7 @@ class MeasuredAndPredicted:
     """
 
     utilization: Utilization | None
-    prediction: ForkedAnswer | None
+    prediction: RunningAnswer | None
     allocator: AllocatorPeak | None
     last_step: int
     step_times: list[float] = field(default_factory=list)
@@ -205,7 +205,7 @@ def comparison_of(
     *,
     adapted: AdapterFlops,
     cuda_name: str | None,
-    prediction: ForkedAnswer | None,
+    prediction: RunningAnswer | None,
     allocator: AllocatorPeak | None,
     last_step: int,
 ) -> MeasuredAndPredicted:

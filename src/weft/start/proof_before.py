@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.commands.prove import prove_config
 from weft.config.run import Run, plan_of
 from weft.config.small_runs import reduced
 from weft.errors import WeftError
@@ -17,7 +16,8 @@ from weft.prove.report import ProofReport
 from weft.prove.rows import rows_digest
 from weft.prove.small_sizes import accepts_sizes
 from weft.prove.verdicts import cache_folder, read_verdict, verdict_key, write_verdict
-from weft.run.forked_answer import FAILURE, ForkedAnswer
+from weft.run.forked_answer import FAILURE, ForkedAnswer, RunningAnswer, StartAnswer
+from weft.start.prove_run import prove_config
 
 MODE_VARIABLE = "WEFT_PROVE_BEFORE"
 """Environment variable in place of `prove.before = auto`, for machines on which nothing is proved."""
@@ -36,13 +36,13 @@ class RunningProof:
         file.
 
     Args:
-        prove: makes the verdict.
+        answer: of a function that makes the verdict.
         is_required: whether a run without a verdict is rejected.
     """
 
-    def __init__(self, prove: Callable[[], Verdict], *, is_required: bool) -> None:
+    def __init__(self, answer: RunningAnswer, *, is_required: bool) -> None:
         self.is_required = is_required
-        self._answer = ForkedAnswer(prove)
+        self._answer = answer
 
     def wait(self) -> Verdict:
         """The verdict, for the records of the run; in this process, or in one that it has forked.
@@ -82,9 +82,14 @@ def is_proved(run: Run, environ: Mapping[str, str]) -> bool:
     return mode == "always" or (mode == "auto" and not is_alone)
 
 
-def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict | None:
+def start_proof(
+    run: Run, environ: Mapping[str, str], start_answer: StartAnswer = ForkedAnswer
+) -> RunningProof | Verdict | None:
     """Start the proof of a run; its verdict where this machine has it; None where nothing is proved:
     `prove.before` says so, or the run has one rank.
+
+    Args:
+        start_answer: starts what computes the verdict.
     """
     if not is_proved(run, environ):
         return None
@@ -95,7 +100,8 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
     is_required = run.prove.before == "always"
     proof = partial(_proved, partial(prove_config, run, steps=STEPS))
     if code.digest is None:  # other code might have the same key
-        return RunningProof(partial(_unhashed, proof, code.unknown[0]), is_required=is_required)
+        unhashed = partial(_unhashed, proof, code.unknown[0])
+        return RunningProof(start_answer(unhashed), is_required=is_required)
     key = verdict_key(
         small.model_dump(mode="json"),
         plan_of(small),
@@ -105,7 +111,8 @@ def start_proof(run: Run, environ: Mapping[str, str]) -> RunningProof | Verdict 
     stored = read_verdict(folder, key)
     if stored is not None and mode == "auto":
         return {**stored, "source": "cache", "seconds": 0.0}
-    return RunningProof(partial(_kept, proof, key, folder), is_required=is_required)
+    kept = partial(_kept, proof, key, folder)
+    return RunningProof(start_answer(kept), is_required=is_required)
 
 
 def _unhashed(proof: Callable[[], Verdict], reason: str) -> Verdict:

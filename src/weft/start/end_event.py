@@ -11,10 +11,10 @@ from pathlib import Path
 
 from weft.checkpoint.folder import checkpoints, next_command
 from weft.checkpoint.remote import RemoteFolder
-from weft.commands.console import print_error
 from weft.errors import CheckpointError, DataError, RankError
 from weft.run.failure import describe_error
 from weft.run.world import World
+from weft.start.messages import print_error
 from weft.train.event_log import append_end_event, end_run_of_dead_writer, last_step
 
 

@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from weft.comm.comm import Comm
 from weft.comm.process_groups import ProcessTransport
-from weft.commands.end_event import RecordFolder
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED
 from weft.run.agent import restart_number
@@ -27,6 +26,7 @@ from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.rank_status import StatusBoard
 from weft.run.worker import OrderlyEnd
 from weft.run.world import Attempt, World
+from weft.start.end_event import RecordFolder
 from weft.train.event_log import EventLog, end_run_of_dead_writer
 
 MAX_DOUBLINGS = 6

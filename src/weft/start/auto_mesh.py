@@ -19,12 +19,12 @@ from typing import Protocol
 
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.resume import AUTO, starts_new
-from weft.commands.command import installed
 from weft.config import toml
 from weft.config.load import AUTO_MESH
 from weft.config.run import Run
 from weft.errors import ConfigError, Fault
 from weft.run.world import detect
+from weft.start.installed import installed
 
 RUN_FILE = "run.toml"
 ENTRY_POINTS = "weft.meshes"
@@ -71,7 +71,7 @@ def choose_mesh(run: Run, *, is_flag: bool, before_ranks: bool = False) -> Chose
     world = detect(os.environ)
     if world is None:
         return choose()
-    from weft.commands.shared_choice import choose_once, shared_store  # late: it imports torch
+    from weft.start.shared_choice import choose_once, shared_store  # late: it imports torch
 
     store = shared_store(world)
     if store is None:

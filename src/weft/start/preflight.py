@@ -9,10 +9,6 @@ from pathlib import Path
 
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.resume import AUTO, RESUME_KEYS, resume_faults, starts_new
-from weft.commands import environment, initial_weights, remote_folder
-from weft.commands.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
-from weft.commands.memory_bound import memory_faults
-from weft.commands.run_folder import is_started_again, out_faults, resumes_in
 from weft.config.checks import Check
 from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
@@ -28,6 +24,10 @@ from weft.errors import ConfigError, Fault, LaunchError, counted
 from weft.models.code_of_run import code_of_run
 from weft.run.agent import restart_number
 from weft.run.world import detect
+from weft.start import environment, initial_weights, remote_folder
+from weft.start.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
+from weft.start.memory_bound import memory_faults
+from weft.start.run_folder import is_started_again, out_faults, resumes_in
 
 
 def data_checks(run: Run) -> tuple[Check, ...]:

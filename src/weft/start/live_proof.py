@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from weft.comm.text import broadcast_text
-from weft.commands.proof_before import is_proved
 from weft.config.run import Run
 from weft.prove.live_step.check import Due, LiveStepCheck
 from weft.prove.subject import LiveTask
+from weft.start.proof_before import is_proved
 from weft.train.step_check import ProofRecord
 from weft.train.training import Training
 

@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from weft.commands.console import print_messages
-from weft.commands.environment import has_gpus
-from weft.commands.memory_bound import (
-    local_activations,
-    local_states,
-    machine_bytes,
-    num_local_ranks,
-)
 from weft.config.hardware import hardware_of_cuda
 from weft.config.run import Run, plan_of
 from weft.core.dimension import pipeline_axis
@@ -21,6 +13,14 @@ from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.roles import measure, size_problem
 from weft.run.devices import fork_problem, gpu_names
 from weft.run.forked_answer import FAILURE, Answer, ForkedAnswer
+from weft.start.environment import has_gpus
+from weft.start.memory_bound import (
+    local_activations,
+    local_states,
+    machine_bytes,
+    num_local_ranks,
+)
+from weft.start.messages import print_messages
 from weft.view.quantity import memory
 
 MEASURED_FROM = 0.25

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.commands.environment import has_gpus
 from weft.config.run import Run
 from weft.core.axes import data_axes, state_axes
 from weft.core.dimension import local_update_axes, pipeline_axis
@@ -19,6 +18,7 @@ from weft.errors import Fault, LaunchError, counted
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.tp import AXIS as TP
 from weft.run.world import detect
+from weft.start.environment import has_gpus
 from weft.view.quantity import memory
 
 MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")

@@ -11,10 +11,10 @@ from weft.checkpoint.remote import RemoteFolder
 from weft.checkpoint.remote_url import is_url, local_folder, url_faults
 from weft.checkpoint.resume import AUTO, resume_faults
 from weft.code.identity import CodeIdentity
-from weft.commands.environment import LOCAL_RANK_VARIABLES, is_first
-from weft.commands.run_folder import resumes_in
 from weft.config.schema import ModelSection
 from weft.errors import CheckpointError, Fault, UserError
+from weft.start.environment import LOCAL_RANK_VARIABLES, is_first
+from weft.start.run_folder import resumes_in
 
 
 def local_keys(out: str | None, remote: str | None) -> dict[str, str]:

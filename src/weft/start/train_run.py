@@ -14,16 +14,6 @@ import torch
 
 from weft.checkpoint.resume import starts_new
 from weft.comm.planned_groups import StepGroups
-from weft.commands.comparison import (
-    MeasuredAndPredicted,
-    comparison_of,
-    start_prediction,
-)
-from weft.commands.end_event import RecordFolder, end_of_joined_rank, end_of_local_ranks
-from weft.commands.joined import Watch, run_joined
-from weft.commands.live_proof import LiveProof
-from weft.commands.memory_before import check_memory
-from weft.commands.proof_before import RunningProof, Verdict, start_proof
 from weft.config.lora import adapter_flops
 from weft.config.run import Run
 from weft.core.mesh import Mesh
@@ -34,7 +24,7 @@ from weft.parallel.model.parallelize import ParallelModel
 from weft.planner.measure.rank_step import kept_bytes
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
-from weft.run.forked_answer import ForkedAnswer
+from weft.run.forked_answer import ForkedAnswer, RunningAnswer, StartAnswer
 from weft.run.launch import Supervision, ignore_board, launch, same_attempt
 from weft.run.numerics import expand_segments, numerics
 from weft.run.rank_setup import open_comm
@@ -42,6 +32,17 @@ from weft.run.signals import StopRequest
 from weft.run.worker import OrderlyEnd
 from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
+from weft.start.answer_here import AnswerHere, answer_here
+from weft.start.comparison import (
+    MeasuredAndPredicted,
+    comparison_of,
+    start_prediction,
+)
+from weft.start.end_event import RecordFolder, end_of_joined_rank, end_of_local_ranks
+from weft.start.joined import Watch, run_joined
+from weft.start.live_proof import LiveProof
+from weft.start.memory_before import check_memory
+from weft.start.proof_before import RunningProof, Verdict, start_proof
 from weft.train.allocator_peak import AllocatorPeak
 from weft.train.build import check_initial_parameters
 from weft.train.build_training import build_training, step_groups
@@ -60,8 +61,8 @@ UNRECORDED_END = "killed before it could record its end (found when the run was 
 GenerateText = Callable[[ParallelModel, str], str]
 """(the trained model, a prompt) -> text; called on every rank, equal on every rank."""
 
-OnEvent = Callable[[Mapping[str, Any]], None]
-"""Called with an event of the run, which it must not change."""
+OnEvent = Callable[[Mapping[str, Any], Training], None]
+"""Called on every rank with an event of the run, which it must not change, and the training of the rank."""
 
 
 def train(
@@ -70,6 +71,7 @@ def train(
     generate_text: GenerateText | None = None,
     adapt_attempt: Callable[[int, Attempt], Attempt] = same_attempt,
     on_event: OnEvent | None = None,
+    caller: StopRequest | None = None,
 ) -> int:
     """Train on the ranks that torchrun or Slurm has started, or on local ones started here; returns
     the exit code.
@@ -77,7 +79,9 @@ def train(
     Args:
         generate_text: called on every rank after the last step; its text is an event.
         adapt_attempt: see `Supervision`.
-        on_event: called on every rank with each event.
+        on_event: see `OnEvent`.
+        caller: of a run in the process of a script, which stops it by this request: its events are
+            not shown.
     """
     world = detect(os.environ)
     has_rank_0 = world is None or world.rank == 0
@@ -85,7 +89,8 @@ def train(
         import_modules_of_ranks(run.device_mesh)  # once, for the proof and all ranks
     if world is None:
         check_memory(run)
-    proof = start_proof(run, os.environ) if has_rank_0 else None
+    start_answer = answer_here if caller is not None and world is None else ForkedAnswer
+    proof = start_proof(run, os.environ, start_answer) if has_rank_0 else None
     with _ended(proof):
         return _train(
             run,
@@ -94,6 +99,8 @@ def train(
             generate_text=generate_text,
             adapt_attempt=adapt_attempt,
             on_event=on_event,
+            caller=caller,
+            start_answer=start_answer,
         )
 
 
@@ -105,6 +112,8 @@ def _train(
     generate_text: GenerateText | None,
     adapt_attempt: Callable[[int, Attempt], Attempt],
     on_event: OnEvent | None,
+    caller: StopRequest | None,
+    start_answer: StartAnswer,
 ) -> int:
     if starts_new(run.resume, run.out):
         check_initial_parameters(run.model)
@@ -112,9 +121,9 @@ def _train(
         proof = proof.wait()  # ranks of a launcher: rank 0 joins the others after it
     out = Path(run.out) if run.out else None
     records = RecordFolder(out, run.save.remote)
-    stop_request = StopRequest()
+    stop_request = caller or StopRequest()
     has_rank_0 = world is None or world.rank == 0
-    prediction = start_prediction(run) if has_rank_0 else None
+    prediction = start_prediction(run, start_answer) if has_rank_0 else None
     job = RankJob(
         device=run.device,
         mesh=run.device_mesh,
@@ -129,6 +138,7 @@ def _train(
         build=partial(build_training, run, makes_copies=True),
         generate_text=generate_text,
         on_event=on_event,
+        shows_events=caller is None or world is not None,
     )
     main = partial(train_rank, job, stop_request)
     expand_segments()
@@ -182,12 +192,12 @@ def data_identity(run: Run) -> DataIdentity:
 
 
 @contextmanager
-def _ended(process: ForkedAnswer | RunningProof | Verdict | None) -> Iterator[None]:
+def _ended(process: RunningAnswer | RunningProof | Verdict | None) -> Iterator[None]:
     """End the process of a prediction or proof when the ranks have ended."""
     try:
         yield
     finally:
-        if isinstance(process, ForkedAnswer | RunningProof):
+        if isinstance(process, ForkedAnswer | AnswerHere | RunningProof):
             process.end()
 
 
@@ -205,6 +215,8 @@ class RankJob:
         records: the run folder, and its URL.
         build: the training run of this rank, from its communication.
         generate_text: called after the last step; None: not.
+        on_event: called on every rank with each event; None: not.
+        shows_events: rank 0 shows the events on the terminal.
     """
 
     device: DeviceChoice
@@ -212,25 +224,27 @@ class RankJob:
     step_groups: StepGroups
     hardware: str | None
     adapted: AdapterFlops
-    prediction: ForkedAnswer | None
+    prediction: RunningAnswer | None
     proof: RunningProof | Verdict | None
     live: LiveProof
     deterministic: bool
     records: RecordFolder
     build: Callable[..., Training]
     generate_text: GenerateText | None
-    on_event: OnEvent | None = None
+    on_event: OnEvent | None
+    shows_events: bool
 
 
 @dataclass(frozen=True)
 class EventObserver:
-    """A view that calls a function with every event."""
+    """A view that calls a function with every event of a rank."""
 
     on_event: OnEvent
+    training: Training
 
     def handle(self, event: Mapping[str, Any]) -> None:
         """Call it."""
-        self.on_event(event)
+        self.on_event(event, self.training)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -266,7 +280,9 @@ def train_rank(
         ) as comm,
         _verdict_of(job.proof) as verdict,
         nullcontext() if watch is None else end_of_joined_rank(job.records, world),
-        open_event_log(job.records.out, world, has_launcher=watch is None) as log,
+        open_event_log(
+            job.records.out, world, has_launcher=watch is None, is_shown=job.shows_events
+        ) as log,
         heartbeat(log.out),
         nullcontext() if watch is None else watch(comm, log),
         _reported_error(world),
@@ -286,7 +302,7 @@ def train_rank(
         if job.generate_text is not None:
             sample = partial(_sample_event, training.step.model, job.generate_text)
         if job.on_event is not None:
-            log.views = (*log.views, EventObserver(job.on_event))
+            log.views = (*log.views, EventObserver(job.on_event, training))
         with_more = None
         if world.rank == 0:
             with_more = _comparison(job, training, device).events
@@ -348,6 +364,7 @@ def open_event_log(
     world: World,
     *,
     has_launcher: bool,
+    is_shown: bool = True,
 ) -> EventLog:
     """The run folder and the view on rank 0; an event log without outputs on other ranks.
 
@@ -356,17 +373,19 @@ def open_event_log(
     Args:
         has_launcher: whether the process that started the ranks writes the `end` event after an
             error.
+        is_shown: on the terminal.
     """
     if world.rank > 0:
         return EventLog(None)
+    views = [open_view()] if is_shown else []
     if out is None:
-        return EventLog(None, [open_view()])
+        return EventLog(None, views)
     is_restart = world.attempt is not None and world.attempt.restart is not None
     if not is_restart:
         append_missing_end_event(out, error=UNRECORDED_END)
     return EventLog(
         out,
-        [open_view()],
+        views,
         ends_on_error=world.attempt is None or not has_launcher,
     )
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from weft.checkpoint.disk import replace_file
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.resume import AUTO
-from weft.commands.environment import is_first
 from weft.config.schema import ModelSection
 from weft.errors import Fault, UserError
 from weft.run.agent import restart_number
 from weft.run.folder_lock import acquire, acquire_new, held_fault
 from weft.run.world import job_name
 from weft.small_files import UnreadableFile, read_text
+from weft.start.environment import is_first
 from weft.train.event_log import EVENTS
 
 RUNS = Path("runs")
