@@ -24,12 +24,12 @@ from weft.commands import status as commands_status
 from weft.commands.command import Command, imported, installed_command, installed_commands
 from weft.commands.console import (
     HELP,
-    STANDARD_OUTPUT,
     help_of_run,
     prepare_streams,
     print_result,
     wants_help,
 )
+from weft.config.command_options import take_options
 from weft.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -53,7 +53,6 @@ from weft.start.preflight import data_checks
 from weft.start.train_checked import train_checked
 
 CONFIG_USAGE = "[CONFIG.toml | MODEL.py] [--key value ...]"
-JSON = "--json"
 VERSION = ("--version", "-v", "-V", "version")
 MAX_FAULTS_SHOWN = 50
 INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
@@ -76,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         trusts, words = _take_switch(TRUST_FLAG, words)
         command = _command(name, words)
-        words = _with_json(command, words)
         with trusting_all() if trusts else contextlib.nullcontext():
             code = command.run(words)
         sys.stdout.flush()
@@ -135,23 +133,6 @@ def _take_switch(flag: str, words: Sequence[str]) -> tuple[bool, list[str]]:
     if value not in ("", "True", "False"):
         raise UserError(Fault(flag[2:], "wrong type", repr(value), "True or False", flag))
     return value != "False", others
-
-
-def _with_json(command: Command, words: Sequence[str]) -> list[str]:
-    """The words with `--json` as the command reads it: alone, or with the file that it writes."""
-    if not command.json_names_file:
-        is_asked, others = _take_switch(JSON, words)
-        return [*others, JSON] if is_asked else others
-    words = [
-        part for word in words for part in (word.split("=", 1) if _is(JSON, word) else (word,))
-    ]
-    place = words.index(JSON) if JSON in words else len(words)
-    after = list(words[place + 1 :])
-    if after[:1] == ["True"]:
-        after.pop(0)
-    elif place == len(words) or (after and not after[0].startswith("--")):
-        return list(words)
-    return [*words[:place], JSON, STANDARD_OUTPUT, *after]
 
 
 def _is(flag: str, word: str) -> bool:
@@ -269,7 +250,7 @@ def explain(words: Sequence[str]) -> int:
     """Print the layout of a config, the reasons for it, and what it costs."""
     if wants_help(words):
         return help_of_run(
-            "explain", COMMANDS["explain"], commands_explain.read_output(words).config_words
+            "explain", COMMANDS["explain"], take_options(words, commands_explain.ExplainOptions)[1]
         )
     return commands_explain.explain(words)
 

@@ -24,14 +24,12 @@ BENCH = Command(
     "measure collectives and kernels here, and write a hardware file",
     imported("weft_plan.commands.bench:bench"),
     purpose=PURPOSE,
-    json_names_file=True,
 )
 SCHEDULE = Command(
     "[NAME ...] [--compare | --search] [--ranks 4 ...]",
     "draw, compare or search pipeline schedules",
     imported("weft_plan.commands.schedule:schedule"),
     purpose=PURPOSE,
-    json_names_file=True,
 )
 SIMULATE = Command(
     "[CONFIG.toml | MODEL.py] [--hardware h100] [--jitter 5%] [--json] [--key value ...]",

@@ -54,7 +54,7 @@ TABLE = {
     "no prompt on a line": ((RUN, "--prompt_file", "{tmp}/bad.jsonl"), "error: prompt_file: line 2 of {tmp}/bad.jsonl is"),
     "no tokenizer": ((RUN, "--tokenizer", "{tmp}/no.json"), "error: tokenizer: cannot read the tokenizer (got '{tmp}/no"),
     "tokenizer unknown": (("{tmp}/numbers", "--prompt", "a"), "error: tokenizer: nothing says which tokenizer belongs to"),
-    "format": ((RUN, "--format", "xml"), "error: format: unknown value (got 'xml'; need one of text, json)"),
+    "json folder": ((RUN, "--json", "{tmp}/no/x.json"), "error: json: its folder does not exist (got '{tmp}/no')"),
 }  # fmt: skip
 
 

@@ -7,10 +7,11 @@ import pytest
 from tests.data.chat_files import conversations, tokenizer_folder, write_jsonl
 from tests.tiny_run import TINY
 from weft.cli import main
+from weft.config.command_options import read_options
 from weft.errors import UserError
 from weft.generate.job import make_job
 from weft.generate.model_source import find_model
-from weft.generate.request import Request, expand_json_flag
+from weft.generate.request import Request
 
 
 def trained(folder, *words):
@@ -70,5 +71,6 @@ def test_without_a_template_one_line_says_so(tmp_path):
 
 
 def test_the_flag_needs_no_value():
-    assert expand_json_flag(["--chat", "--prompt", "hi"]) == ["--chat", "True", "--prompt", "hi"]
-    assert expand_json_flag(["--chat", "False"]) == ["--chat", "False"]
+    options, places = read_options(["run", "--chat", "--prompt", "hi"], Request)
+    assert (options.chat, options.prompt, places) == (True, "hi", ["run"])
+    assert not read_options(["--chat", "False"], Request)[0].chat

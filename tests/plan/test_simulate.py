@@ -9,8 +9,9 @@ import pytest
 
 from tests.view.test_timelines import assert_valid_trace
 from weft import cli
+from weft.config.command_options import take_options
 from weft.errors import EXIT_OK, EXIT_USER
-from weft_plan.commands.simulate_options import divided, read_share, read_slow
+from weft_plan.commands.simulate_options import SimulateOptions, read_share, read_slow
 
 SMALL = (
     "--mesh pp2,dp2 --model.layers 2 --model.dim 32 --model.heads 2 --model.kv_heads 1 --model.ffn 48"
@@ -31,8 +32,8 @@ FAILURES = [
 
 def test_words_of_the_command_and_of_the_config_may_be_mixed() -> None:
     words = "--mesh pp2 dp2 --slow 0=2 1=3 run.toml --jitter=5% --optim.lr 0.1 --mtbf-hours 5"
-    own, config = divided(words.split())
-    assert own == ["--slow", "0=2", "1=3", "--jitter=5%", "--mtbf-hours", "5"]
+    own, config = take_options(words.split(), SimulateOptions)
+    assert own == SimulateOptions(slow=("0=2", "1=3"), jitter="5%", mtbf_hours=5)
     assert config == ["--mesh", "pp2", "dp2", "run.toml", "--optim.lr", "0.1"]
 
 

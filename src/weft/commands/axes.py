@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from weft.commands.console import print_result, show_help, take_flag, wants_help
-from weft.config import flags
+from weft.commands.console import print_result, show_help, wants_help
 from weft.config.checks import run_checks
+from weft.config.command_options import take_options
 from weft.config.load import load
 from weft.config.run import Run, plan_of
 from weft.config.schema import ConfigSection
@@ -45,8 +45,7 @@ def axes(words: Sequence[str]) -> int:
             f"weft axes {USAGE}",
             f"{LINE}. Any other key of `weft train`",
         )
-    check, rest = take_flag("--check", words)
-    options = flags.read_config(check, AxesOptions)
+    options, rest = take_options(words, AxesOptions)
     if not rest or not is_reference(rest[0]):
         fix = "weft axes my_model.py"
         raise UserError(

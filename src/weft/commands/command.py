@@ -25,7 +25,6 @@ class Command:
         line: what it does.
         purpose: the heading of `weft --help` under which it stands.
         modes: flags with which the command of an entry point (`prove --mutants`) gets all words.
-        json_names_file: `--json` may be followed by the file to write.
     """
 
     usage: str
@@ -33,7 +32,6 @@ class Command:
     run: Callable[[Sequence[str]], int]
     purpose: str = "others"
     modes: tuple[str, ...] = ()
-    json_names_file: bool = False
 
 
 def imported(path: str) -> Callable[[Sequence[str]], int]:

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tyro
 from pydantic import BaseModel
 
 from weft.commands.command import Command
 from weft.commands.help_text import compact
+from weft.config.command_options import STANDARD_OUTPUT, json_writer
 from weft.config.load import try_load
 from weft.config.schema import OptimGroup
 from weft.errors import EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
 
 HELP = ("-h", "--help")
-STANDARD_OUTPUT = "/dev/stdout"
-"""As the name of a file: what would be written is printed."""
 MIN_COLUMNS = 60
 """Width of help on narrower screens: below it boxes have no room for text."""
 MAX_COLUMNS = 100
@@ -121,85 +121,43 @@ def _registry_of_tables() -> tyro.constructors.ConstructorRegistry:
     return registry
 
 
-def take_flag(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flag with its value, and all other words."""
-    others = list(words)
-    if name not in others:
-        return [], others
-    start = others.index(name)
-    end = start + 2
-    flag = others[start:end]
-    del others[start:end]
-    return flag, others
-
-
-class SplitWords(NamedTuple):
-    """The words of a command's own options, and those of the run config."""
-
-    own: list[str]
-    others: list[str]
-
-
-def split_words(words: Sequence[str], options: type[BaseModel]) -> SplitWords:
-    """Divide mixed words by the flag before them; a file may follow a flag that has its value.
-
-    Args:
-        options: whose fields are the command's own flags.
-    """
-    split = SplitWords([], [])
-    target = split.others
-    for word in words:
-        is_file = word.endswith((".toml", ".py"))
-        if word.startswith("--"):
-            flag, _, _ = word[2:].partition("=")
-            name = flag.replace("-", "_")
-            target = split.own if name in options.model_fields else split.others
-        elif is_file and target is split.own:
-            wants_value = split.own[-1].startswith("--")
-            if not wants_value:
-                target = split.others
-        target.append(word)
-    return split
-
-
-def check_page_path(path: str) -> None:
-    """The file can be written: its folder exists, and it is no folder.
+def check_files(options: BaseModel, *names: str) -> None:
+    """The files that options name can be written: their folders exist, and they are no folders.
 
     Raises:
         UserError: else, before anything runs.
     """
+    faults = [
+        fault
+        for name in names
+        if (path := getattr(options, name)) not in (None, STANDARD_OUTPUT)
+        for fault in _file_faults(name, path)
+    ]
+    if faults:
+        raise UserError(*faults)
+
+
+def _file_faults(key: str, path: str) -> Iterator[Fault]:
+    """What is wrong with a file that is to be written."""
     if "\0" in path or not path:
-        raise UserError(
-            Fault("html", "is no name of a file", got=repr(path), fix="--html page.html")
-        )
+        yield Fault(key, "is no name of a file", got=repr(path), fix=f"--{key} x.{key}")
+        return
     file = Path(path)
-    folder = file.parent
     if file.is_dir():
-        raise UserError(
-            Fault(
-                "html",
-                "is a folder",
-                got=repr(path),
-                need="a file",
-                fix=f"--html {file / 'page.html'}",
-            )
-        )
-    if not folder.is_dir():
-        raise UserError(
-            Fault(
-                "html", "its folder does not exist", got=repr(str(folder)), fix=f"mkdir -p {folder}"
-            )
-        )
-    changed = file if file.exists() else folder
-    if not os.access(changed, os.W_OK):
-        raise UserError(
-            Fault(
-                "html",
-                "cannot be written",
-                got=repr(path),
-                fix="--html with a file in another folder",
-            )
-        )
+        fix = f"--{key} {file / f'x.{key}'}"
+        yield Fault(key, "is a folder", got=repr(path), need="a file", fix=fix)
+    elif not file.parent.is_dir():
+        fix = fix_of_path(path, key)
+        yield Fault(key, "its folder does not exist", got=repr(str(file.parent)), fix=fix)
+    elif not os.access(file if file.exists() else file.parent, os.W_OK):
+        fix = f"--{key} with a file in another folder"
+        yield Fault(key, "cannot be written", got=repr(path), fix=fix)
+
+
+def print_json(target: str, fields: Any) -> int:
+    """Print fields as JSON, or write them to the file that `--json` names."""
+    json_writer(target, sys.stdout.write)(f"{json.dumps(fields, indent=1)}\n")
+    return EXIT_OK
 
 
 def print_result(text: str) -> int:

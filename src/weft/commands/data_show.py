@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from weft.commands.console import print_result, show_help, wants_help
-from weft.config import flags
+from weft.config.command_options import read_options
 from weft.config.schema import ConfigSection
 from weft.data.conversations import PAIR, MaskedTokens
 from weft.data.files import find_files
@@ -63,10 +63,12 @@ def show(words: Sequence[str]) -> int:
     if wants_help(words):
         description = "print what is in a prepared folder, or records with the tokens that count"
         return show_help(ShowArguments(), f"weft data show {USAGE}", description)
-    if not words or words[0].startswith("-"):
-        raise UserError(Fault("weft data show", "names no folder", fix="weft data show FOLDER"))
-    folder = Path(os.path.expanduser(words[0]))
-    arguments = flags.read_config(words[1:], ShowArguments)
+    arguments, places = read_options(words, ShowArguments)
+    if len(places) != 1:
+        got = " ".join(places) or "nothing"
+        fix = "weft data show FOLDER"
+        raise UserError(Fault("weft data show", "takes one folder", got=got, fix=fix))
+    folder = Path(os.path.expanduser(places[0]))
     if is_prepared(folder):
         return _show_prepared(folder, arguments)
     if folder.is_file() and holds_rows(folder):

@@ -11,14 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.checkpoint.data_file import check_stored_bytes
-from weft.commands.console import show_help, wants_help
-from weft.config import flags
+from weft.commands.console import check_files, show_help, wants_help
 from weft.config.checks import run_checks
+from weft.config.command_options import STANDARD_OUTPUT, JsonOptions, json_writer, read_options
 from weft.config.run import Run
 from weft.config.schema import (
     MAX_COUNT,
     BatchConfig,
-    ConfigSection,
     DataConfig,
     EvalConfig,
     ParallelConfig,
@@ -57,7 +56,7 @@ OWN_KEYS = {
 """Keys of a run -> the arguments that this command has for them."""
 
 
-class EvalArguments(ConfigSection):
+class EvalArguments(JsonOptions):
     """What is evaluated, and how."""
 
     data: str = Field(
@@ -101,19 +100,19 @@ class EvalArguments(ConfigSection):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
     transport: TransportName = Field("process", description="what a rank is on this machine")
-    output: Literal["text", "json"] = Field("text", description="json: --json for short")
 
 
 def evaluate(words: Sequence[str]) -> int:
     """Evaluate a stored model."""
     if wants_help(words):
         return show_help(EvalArguments(), f"weft eval {USAGE}", f"compute {LINE}")
-    if not words or words[0].startswith("--"):
+    arguments, places = read_options(words, EvalArguments)
+    check_files(arguments, "json")
+    if len(places) != 1:
         fix = "for example weft eval runs/first --data texts/"
-        need = "a run, a checkpoint or a folder first"
-        raise UserError(Fault("weft eval", "no model is named", need=need, fix=fix))
-    arguments = flags.read_config(_with_output_flag(words[1:]), EvalArguments)
-    source = find_model(words[0])
+        got, need = " ".join(places) or "nothing", "a run, a checkpoint or a folder"
+        raise UserError(Fault("weft eval", "takes one model", got=got, need=need, fix=fix))
+    source = find_model(places[0])
     try:
         run = evaluation_run(source, arguments)
         _check(run, source)
@@ -130,9 +129,9 @@ def evaluate(words: Sequence[str]) -> int:
         source=source,
         run=run,
         data=data,
-        as_json=arguments.output == "json",
+        as_json=arguments.json is not None,
     )
-    return evaluate_on_ranks(job, sys.stdout.write)
+    return evaluate_on_ranks(job, json_writer(arguments.json or STANDARD_OUTPUT, sys.stdout.write))
 
 
 def evaluation_run(source: ModelSource, arguments: EvalArguments) -> Run:
@@ -244,11 +243,3 @@ def _with_own_key(fault: Fault) -> Fault:
     for key, argument in OWN_KEYS.items():
         fix = fix.replace(f"--{key} ", f"--{argument} ")
     return replace(fault, key=OWN_KEYS.get(fault.key, fault.key), fix=fix)
-
-
-def _with_output_flag(words: Sequence[str]) -> list[str]:
-    """The words with `--json` written out."""
-    written_out: list[str] = []
-    for word in words:
-        written_out.extend(("--output", "json") if word == "--json" else (word,))
-    return written_out

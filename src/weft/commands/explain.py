@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.commands.console import check_page_path, print_result, take_flag
+from pydantic import Field
+
+from weft.commands.console import check_files, print_json, print_result
+from weft.config.command_options import JsonOptions, take_options
 from weft.config.run import hardware_of, plan_of
 from weft.config.schema import SiteConfig
 from weft.data.epochs import DataSummary
-from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
+from weft.errors import EXIT_FAILED, EXIT_OK
 from weft.layout.explain import explain as explain_plan
 from weft.layout.plan import Plan
 from weft.models import model_label
@@ -24,38 +26,14 @@ if TYPE_CHECKING:
     from weft.planner.certificate.certificate import Certificate
     from weft.planner.run_costs import RunCosts
 
-JSON_FLAG = "--json"
-HTML_FLAG = "--html"
-USAGE = f"[--hardware h100] [{JSON_FLAG}] [{HTML_FLAG} FILE]"
+USAGE = "[--hardware h100] [--json] [--html FILE]"
 
 
-@dataclass(frozen=True)
-class ExplainOutput:
-    """What is printed and written.
+class ExplainOptions(JsonOptions):
+    """What `weft explain` writes, besides the keys of the run."""
 
-    Attributes:
-        config_words: all words but the command's own options.
-        html: file for a page; None: none.
-    """
-
-    config_words: tuple[str, ...]
-    is_json: bool
-    html: str | None
-
-
-def read_output(words: Sequence[str]) -> ExplainOutput:
-    """The command's own options, and the other words.
-
-    Raises:
-        ConfigError: --html without a file.
-    """
-    flag, rest = take_flag(HTML_FLAG, words)
-    if flag and (len(flag) < 2 or flag[1].startswith("--")):
-        raise ConfigError(Fault("html", "needs a file", fix=f"{HTML_FLAG} explain.html"))
-    return ExplainOutput(
-        config_words=tuple(word for word in rest if word != JSON_FLAG),
-        is_json=JSON_FLAG in rest,
-        html=flag[1] if flag else None,
+    html: str | None = Field(
+        None, title="a file name", examples=["explain.html"], description="write a page, too"
     )
 
 
@@ -64,22 +42,21 @@ def explain(words: Sequence[str]) -> int:
     role is played on the meta device. The exit code is 1 where the check of the world fails, or the
     types of a step do not agree: as after a proof that does not hold.
     """
-    output = read_output(words)
-    if output.html is not None:
-        check_page_path(output.html)
-    run = load_checked_run(output.config_words, choose_mesh=choose_mesh)
+    output, rest = take_options(words, ExplainOptions)
+    check_files(output, "html", "json")
+    run = load_checked_run(rest, choose_mesh=choose_mesh)
     hardware = hardware_of(run)
     plan = plan_of(run)
-    if not output.is_json:
+    if output.json is None:
         print_result(explain_plan(plan))
     num_read = run.steps * run.batch.global_size
     data = DataSummary.of(run.data, run.model, num_read=num_read)
-    if not output.is_json:
+    if output.json is None:
         print_result(data.text)
     from weft.planner.measure.roles import size_problem  # late: they import torch
 
     problem = size_problem(plan, fixed_order=run.deterministic)
-    if problem and not output.is_json and output.html is None:
+    if problem and output.json is None and output.html is None:
         print_result(f"memory and traffic are not measured: {problem}")
         return EXIT_OK
     from weft.planner.certificate.certificate import certify
@@ -97,7 +74,7 @@ def _explain_costs(
     certificate: Certificate,
     plan: Plan,
     site: SiteConfig,
-    output: ExplainOutput,
+    output: ExplainOptions,
     *,
     title: str,
     data: DataSummary,
@@ -125,8 +102,8 @@ def _explain_costs(
             layout=explain_plan(plan),
         )
         Path(output.html).write_text(page, encoding="utf-8")
-    if output.is_json:
-        print_result(json.dumps(fields, indent=1))
+    if output.json is not None:
+        print_json(output.json, fields)
     else:
         print_result(costs_text(costs))
         print_result("\n".join(certificate.lines))

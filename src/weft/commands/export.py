@@ -12,7 +12,7 @@ from pydantic import Field
 from weft.checkpoint.data_file import check_stored_bytes
 from weft.checkpoint.folder import FOLDER
 from weft.commands.console import print_result, show_help, wants_help
-from weft.config import flags
+from weft.config.command_options import read_options
 from weft.config.hf.write_config import unwritable
 from weft.config.schema import ConfigSection
 from weft.data.tokenizer import BYTES, FILE
@@ -51,8 +51,8 @@ def export(words: Sequence[str]) -> int:
     """Check the arguments, write the folder, compare."""
     if wants_help(words):
         return show_help(ExportOptions(), f"weft export {USAGE}", LINE)
-    places, rest = _split_places(words)
-    options = flags.read_config(rest, ExportOptions)
+    options, places = read_options(words, ExportOptions)
+    _check_places(places)
     source = find_exportable(places[0])
     folder = Path(places[1])
     reject_existing(folder)
@@ -94,25 +94,17 @@ def _check_writable(folder: Path) -> None:
         )
 
 
-def _split_places(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The two folders, and the flags."""
-    num_places = 0
-    while num_places < len(words) and not words[num_places].startswith("--"):
-        num_places += 1
-    if num_places != 2:
-        got = " ".join(words[:num_places]) or "nothing"
+def _check_places(places: Sequence[str]) -> None:
+    """Two folders are named.
+
+    Raises:
+        UserError: they are not.
+    """
+    if len(places) != 2:
+        got = " ".join(places) or "nothing"
         need = "a run or checkpoint, then the folder to make"
         fix = "for example weft export runs/first exported/first"
-        raise UserError(
-            Fault(
-                "weft export",
-                "takes two folders",
-                got=got,
-                need=need,
-                fix=fix,
-            )
-        )
-    return words[:2], words[2:]
+        raise UserError(Fault("weft export", "takes two folders", got=got, need=need, fix=fix))
 
 
 def find_exportable(word: str) -> ModelSource:

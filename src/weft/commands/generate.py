@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from weft.checkpoint.data_file import check_stored_bytes
-from weft.commands.console import show_help, wants_help
-from weft.config import flags
+from weft.commands.console import check_files, show_help, wants_help
+from weft.config.command_options import read_options
 from weft.errors import Fault, UserError, counted
 from weft.generate.job import make_job
 from weft.generate.model_source import find_model
-from weft.generate.request import Request, expand_json_flag
+from weft.generate.request import Request
 from weft.hf.folder_checks import weight_faults
 from weft.start import environment
 from weft.start.checked_run import set_openmp_policy
@@ -34,18 +34,20 @@ def generate(words: Sequence[str]) -> int:
     """Generate text with a stored model."""
     if wants_help(words):
         return show_help(Request(), f"weft generate {USAGE}", LINE)
-    if not words or words[0].startswith("--"):
+    request, places = read_options(words, Request)
+    check_files(request, "json")
+    if len(places) != 1:
         fix = 'for example weft generate runs/first --prompt "def "'
         raise UserError(
             Fault(
                 "weft generate",
-                "no model is named",
-                need="a run, a checkpoint or a folder first",
+                "takes one model",
+                got=" ".join(places) or "nothing",
+                need="a run, a checkpoint or a folder",
                 fix=fix,
             )
         )
-    request = flags.read_config(expand_json_flag(list(words[1:])), Request)
-    source = find_model(words[0])
+    source = find_model(places[0])
     job = make_job(request, source, other_faults=environment_faults(request))
     if source.kind == "checkpoint":
         check_stored_bytes(source.path)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from weft.commands.console import check_page_path, print_result, show_help, take_flag, wants_help
-from weft.config import flags
+from weft.commands.console import check_files, print_result, show_help, wants_help
+from weft.config.command_options import JsonOptions, json_writer, take_options
 from weft.config.run import Run
-from weft.config.schema import ConfigSection
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
 from weft.prove.html import page
 from weft.prove.recorded import first_config_path
@@ -44,7 +44,7 @@ MODES = ("--mutants", "--sweep")
 """Flags that test the proof itself, with commands of their own in the package weft_selftest."""
 
 
-class ProveOptions(ConfigSection):
+class ProveOptions(JsonOptions):
     """What `weft prove` compares, besides a run folder or the keys of a run."""
 
     first: int = Field(
@@ -88,8 +88,7 @@ def prove(words: Sequence[str]) -> int:
             "--mutants plants faults that proofs must report, --sweep proves generated layouts",
         )
     options, rest = _read_options(words)
-    json_flag, rest = _take_switch("--json", rest)
-    is_json = json_flag[1:] == ["True"]
+    is_json = options.json is not None
     if rest and os.path.isdir(rest[0]):
         folder = Path(rest[0])
     else:
@@ -98,8 +97,7 @@ def prove(words: Sequence[str]) -> int:
     if folder is not None and starts_anew:  # the run's own config, from its start
         rest = [str(first_config_path(folder)), *rest[1:]]
         folder = None
-    if options.html is not None:
-        check_page_path(options.html)
+    check_files(options, "html", "json")
     _check_combination(options)
     if folder is not None:
         if len(rest) > 1:
@@ -115,7 +113,10 @@ def prove(words: Sequence[str]) -> int:
         report = _prove_checked(run, options)
     if options.html is not None:
         Path(options.html).write_text(page(report), encoding="utf-8")
-    print_result(report.to_json() if is_json else "\n".join(report.lines()))
+    if options.json is not None:
+        json_writer(options.json, sys.stdout.write)(f"{report.to_json()}\n")
+    else:
+        print_result("\n".join(report.lines()))
     return EXIT_OK if report.holds else EXIT_FAILED
 
 
@@ -155,28 +156,9 @@ def _check_combination(options: ProveOptions) -> None:
 
 
 def _read_options(words: Sequence[str]) -> tuple[ProveOptions, list[str]]:
-    """The command's own options, and all other words, among them --json."""
+    """The command's own options, and all other words."""
     names, rest = take_what(words)
-    given: list[str] = []
     if WHAT in words:
         named_parts(names)  # names that are not known end here
-        given.extend((WHAT, ",".join(names)))
-    for name in ("--first", "--against", "--html", "--rows", "--to"):
-        flag, rest = take_flag(name, rest)
-        given.extend(flag)
-    flag, rest = _take_switch("--full", rest)
-    given.extend(flag)
-    return flags.read_config(given, ProveOptions), rest
-
-
-def _take_switch(name: str, words: list[str]) -> tuple[list[str], list[str]]:
-    """`--name` alone, or with True or False after it, as a flag with a value; and all other words."""
-    if name not in words:
-        return [], words
-    start = words.index(name)
-    before = words[:start]
-    after = words[start + 1 :]
-    value = "True"
-    if after and after[0] in ("True", "False"):
-        value = after.pop(0)
-    return [name, value], [*before, *after]
+        rest.append(f"{WHAT}={','.join(names)}")
+    return take_options(rest, ProveOptions)

@@ -13,7 +13,7 @@ from pydantic import Field
 from weft.checkpoint.folder import checkpoints
 from weft.checkpoint.manifest import read_manifest
 from weft.commands.console import print_result, show_help, wants_help
-from weft.config import flags
+from weft.config.command_options import read_options
 from weft.config.run import Run
 from weft.config.schema import ConfigSection, ParallelConfig, PipelineConfig
 from weft.core.axes import local_update_axis
@@ -49,10 +49,11 @@ def replay(words: Sequence[str]) -> int:
     """Repeat a step and compare it with the recorded one; exit code 1 where they differ."""
     if wants_help(words):
         return show_help(ReplayOptions(), f"{NAME} {USAGE}", LINE)
-    if not words or words[0].startswith("-"):
-        raise UserError(Fault(NAME, "no run folder is named", fix=f"{NAME} runs/x --step 8"))
-    folder = Path(words[0])
-    options = flags.read_config(words[1:], ReplayOptions)
+    options, places = read_options(words, ReplayOptions)
+    if len(places) != 1:
+        got = " ".join(places) or "nothing"
+        raise UserError(Fault(NAME, "takes one run folder", got=got, fix=f"{NAME} runs/x --step 8"))
+    folder = Path(places[0])
     step = step_to_repeat(folder, options.step)
     resume = str(step.checkpoint) if step.checkpoint else None
     run = run_to_repeat(folder, options.layout).with_values({"resume": resume})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -11,12 +10,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
-
 from weft.checkpoint.folder import next_command
-from weft.commands.console import print_result, show_help, wants_help
-from weft.config import flags, toml
-from weft.config.schema import ConfigSection
+from weft.commands.console import check_files, print_json, print_result, show_help, wants_help
+from weft.config import toml
+from weft.config.command_options import JsonOptions, read_options
 from weft.core.mesh import Mesh
 from weft.errors import Fault, UserError, WeftError, printable
 from weft.models import FAMILIES
@@ -57,12 +54,8 @@ ENDED_STATES = ("", "Z", "X")
 """States of /proc/PID/stat of a process that has ended; "": there is no such process."""
 
 
-class StatusOptions(ConfigSection):
+class StatusOptions(JsonOptions):
     """How `weft status` prints."""
-
-    format: Literal["text", "json"] = Field(
-        "text", description="json: one object; --json for short"
-    )
 
 
 @dataclass(frozen=True)
@@ -157,21 +150,17 @@ def status(words: Sequence[str]) -> int:
     """
     if wants_help(words) or not words:
         return show_help(StatusOptions(), f"weft status {USAGE}", LINE)
-    folder, *rest = words
-    option_words: list[str] = []
-    for word in rest:
-        if word == "--json":
-            option_words.extend(("--format", "json"))
-        else:
-            option_words.append(word)
-    options = flags.read_config(option_words, StatusOptions)
-    found = run_status(Path(folder), now_s=time.monotonic())
-    if options.format == "json":
-        text = json.dumps(found.to_json())
-    else:
-        lines = "\n".join(found.lines()).splitlines()
-        text = "\n".join(map(printable, lines))  # events and locks may be anyone's
-    return print_result(text)
+    options, places = read_options(words, StatusOptions)
+    check_files(options, "json")
+    if len(places) != 1:
+        got = " ".join(places) or "nothing"
+        fix = "weft status runs/x"
+        raise UserError(Fault("weft status", "takes one run folder", got=got, fix=fix))
+    found = run_status(Path(places[0]), now_s=time.monotonic())
+    if options.json is not None:
+        return print_json(options.json, found.to_json())
+    lines = "\n".join(found.lines()).splitlines()
+    return print_result("\n".join(map(printable, lines)))  # events and locks may be anyone's
 
 
 def run_status(folder: Path, *, now_s: float) -> RunStatus:

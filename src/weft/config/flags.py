@@ -36,6 +36,9 @@ JOINED = ("mesh",)
 """Keys whose text consists of several words: `--mesh dp2 tp2` needs no quotes."""
 
 
+ALONE = "alone"
+"""In the JSON schema of a field: its value where the flag stands alone."""
+
 OPEN = ("optim.groups", "optim.options")
 """Keys whose words are read by validation."""
 
@@ -109,8 +112,9 @@ def read(words: Words, known: Mapping[str, FieldInfo]) -> Flags:
         if name in OPEN and given:
             values[name] = given  # validation of the whole config reads them
             continue
-        if not given and field.annotation is bool:
-            values[name] = True
+        alone = value_alone(field)
+        if not given and alone is not None:
+            values[name] = alone
             continue
         is_joined = name in JOINED and given
         try:
@@ -121,6 +125,14 @@ def read(words: Words, known: Mapping[str, FieldInfo]) -> Flags:
             else:
                 faults.append(_unreadable(name, given, field))
     return Flags(values, tuple(faults))
+
+
+def value_alone(field: FieldInfo) -> Any:
+    """The value of a flag that stands alone; None: it needs one."""
+    if field.annotation is bool:
+        return True
+    extra = field.json_schema_extra
+    return extra.get(ALONE) if isinstance(extra, dict) else None
 
 
 def read_config(argv: Sequence[str], of: type[ConfigT]) -> ConfigT:

@@ -11,6 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from weft.checkpoint.read import Source, open_checkpoint
+from weft.config.command_options import json_writer
 from weft.config.schema import DataConfig
 from weft.core.model_config import ModelConfig
 from weft.data.prepared import tokenizer_of
@@ -86,9 +87,10 @@ def generate_rank(job: GenerationJob, world: World) -> None:
 
 def make_output(job: GenerationJob, texts: TextBatch) -> TextOutput | JsonOutput:
     """The output format that is asked for."""
-    if job.request.format == "json":
+    if job.request.json is not None:
         facts = {"model": str(job.source.path), "seed": job.request.seed}
-        return JsonOutput(texts.output_texts(), write=to_stdout, facts=facts)
+        write = json_writer(job.request.json, to_stdout)
+        return JsonOutput(texts.output_texts(), write=write, facts=facts)
     return TextOutput(
         texts.output_texts(),
         write=to_stdout,

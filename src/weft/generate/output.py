@@ -36,7 +36,7 @@ class TextOutput:
         self,
         texts: Sequence[OutputText],
         *,
-        write: Callable[[str], None],
+        write: Callable[[str], object],
         is_terminal: bool = False,
     ) -> None:
         self.texts = texts
@@ -85,7 +85,7 @@ class JsonOutput:
         self,
         texts: Sequence[OutputText],
         *,
-        write: Callable[[str], None],
+        write: Callable[[str], object],
         facts: dict[str, Any],
     ) -> None:
         self.texts = texts

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.config.schema import ConfigSection
+from weft.config.command_options import JsonOptions
 from weft.core.mesh import Mesh
 from weft.core.precision import Dtype
 from weft.core.transports import TransportName
@@ -20,7 +20,7 @@ MAX_PROMPT_BYTES = 16 * MIB
 """Size of the largest file of prompts."""
 
 
-class Request(ConfigSection):
+class Request(JsonOptions):
     """What to generate, how, and where."""
 
     prompt: str = Field("", description="text to continue; nothing: a new document")
@@ -64,31 +64,11 @@ class Request(ConfigSection):
         None,
         description="chatml, alpaca, or a Jinja file; None: the one the model was trained with",
     )
-    format: Literal["text", "json"] = Field(
-        "text", description="json: one object for each text; --json for short"
-    )
 
     @property
     def device_mesh(self) -> Mesh:
         """The mesh, parsed."""
         return Mesh.parse(self.mesh)
-
-
-def expand_json_flag(words: list[str]) -> list[str]:
-    """Command-line words with `--json` written as `--format json`, and `--chat` as `--chat True`."""
-    expanded: list[str] = []
-    for index, word in enumerate(words):
-        if index + 1 < len(words):
-            following = words[index + 1]
-        else:
-            following = "--"
-        if word == "--json":
-            expanded.extend(("--format", "json"))
-        elif word == "--chat" and following.startswith("--"):
-            expanded.extend(("--chat", "True"))
-        else:
-            expanded.append(word)
-    return expanded
 
 
 def read_prompts(request: Request) -> tuple[str, ...]:

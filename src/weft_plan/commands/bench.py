@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from weft.commands.console import STANDARD_OUTPUT, print_result, show_help, wants_help
-from weft.config import flags
+from weft.commands.console import print_result, show_help, wants_help
+from weft.config.command_options import STANDARD_OUTPUT, read_options
 from weft.config.hardware_file import fields_to_extend
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, did_you_mean
@@ -29,6 +30,7 @@ NAME = "weft bench"
 SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 MAX_SIZE = 2**34
+BenchT = TypeVar("BenchT", bound=BenchOptions)
 
 
 def bench(words: Sequence[str]) -> int:
@@ -51,6 +53,14 @@ def bench(words: Sequence[str]) -> int:
     )
 
 
+def _options(words: Sequence[str], of: type[BenchT]) -> BenchT:
+    options, places = read_options(words, of)
+    if places:
+        faults = (Fault(each, "belongs to no flag", fix=f"see {NAME} --help") for each in places)
+        raise ConfigError(*faults)
+    return options
+
+
 def _overview() -> Iterator[str]:
     yield "  weft bench comm     collectives, by axis and inside and between nodes"
     yield "  weft bench compute  matrix products, attention, memory, launches"
@@ -63,7 +73,7 @@ def comm(words: Sequence[str]) -> int:
     if wants_help(words):
         description = "measure collectives, check their results, and print their bandwidths"
         return show_help(CommOptions(), f"{NAME} comm [--mesh ...]", description)
-    options = flags.read_config(words, CommOptions)
+    options = _options(words, CommOptions)
     world = detect(os.environ)
     mesh = Mesh.parse(options.mesh or _default_mesh(world))
     faults = [*_mesh_faults(mesh, world, options.transport), *_output_faults(options)]
@@ -105,7 +115,7 @@ def compute(words: Sequence[str]) -> int:
             "measure matrix products, attention, memory and launches on every rank at once"
         )
         return show_help(ComputeOptions(), f"{NAME} compute [--ranks N]", description)
-    options = flags.read_config(words, ComputeOptions)
+    options = _options(words, ComputeOptions)
     faults = tuple(_output_faults(options))
     if faults:
         raise ConfigError(*faults)

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
-from weft.config.schema import ConfigSection
+from weft.config.command_options import JsonOptions
 from weft.core.transports import TransportName
 from weft_plan.bench.bandwidth import OPERATIONS
 
 DEFAULT_MESH = "dp2"
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", "Field name .json.")  # pydantic's deprecated method
 
-    class BenchOptions(ConfigSection):
-        """What both benchmarks have."""
+class BenchOptions(JsonOptions):
+    """What both benchmarks have."""
 
-        device: Literal["auto", "cpu", "cuda"] = Field(
-            "auto", description="where to measure; auto: GPUs if there are any"
-        )
-        json: str | None = Field(  # type: ignore[assignment]
-            None,
-            title="a file name",
-            examples=["x.json"],
-            description="every measured time as JSON, printed, or written to a file that is named",
-        )
-        write: str | None = Field(
-            None,
-            title="a file name",
-            examples=["here.toml"],
-            description="add the figures to this hardware file, for --hardware; made if missing",
-        )
-        published: str | None = Field(
-            None,
-            title="the name of a device",
-            examples=["h100"],
-            description="start a new hardware file with this device's published figures; what is measured becomes shares of them",
-        )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="where to measure; auto: GPUs if there are any"
+    )
+    write: str | None = Field(
+        None,
+        title="a file name",
+        examples=["here.toml"],
+        description="add the figures to this hardware file, for --hardware; made if missing",
+    )
+    published: str | None = Field(
+        None,
+        title="the name of a device",
+        examples=["h100"],
+        description="start a new hardware file with this device's published figures; what is measured becomes shares of them",
+    )
 
 
 class CommOptions(BenchOptions):

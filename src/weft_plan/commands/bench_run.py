@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 
 from weft.comm.comm import Comm
-from weft.commands.console import STANDARD_OUTPUT, print_result
+from weft.commands.console import print_result
+from weft.config.command_options import STANDARD_OUTPUT
 from weft.config.hardware import DeviceType
 from weft.config.hardware_file import next_command, write_fields
 from weft.core.mesh import Mesh

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.commands.console import print_result, show_help, split_words, wants_help
-from weft.config import flags
-from weft.config.schema import ConfigSection, SiteConfig
+from weft.commands.console import check_files, print_json, print_result, show_help, wants_help
+from weft.config.command_options import JsonOptions, take_options
+from weft.config.schema import SiteConfig
 from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault
 from weft.models import model_label
 from weft.view.quantity import percent
@@ -35,10 +34,9 @@ MORE_HELP = (
     "weft plan --calibrate --help: fit the constants of this machine"
 )
 ORDER_OF = {"time": "fastest first", "memory": "least memory first", "cost": "cheapest first"}
-JSON_FLAG = "--json"
 
 
-class PlanOptions(ConfigSection):
+class PlanOptions(JsonOptions):
     """What `weft plan` looks for; keys of the run that are given stay as they are."""
 
     devices: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
@@ -77,17 +75,15 @@ def plan(words: Sequence[str]) -> int:
     """Print the best layouts, why they are, and the command of the best one."""
     if wants_help(words):
         return show_help(PlanOptions(), f"weft plan {PLAN.usage}", f"{PLAN.line}. {MORE_HELP}")
-    is_json = JSON_FLAG in words
-    without_json = [word for word in words if word != JSON_FLAG]
-    own, run_words = split_words(without_json, PlanOptions)
-    options = flags.read_config(own, PlanOptions)
+    options, run_words = take_options(words, PlanOptions)
+    check_files(options, "json")
     searched = SearchedRun.read(run_words, options.devices)
     found = searched.candidates()
     named = None if options.why is None else searched.named_layout(options.why)
     faults = tuple(searched.scale_faults(options.scale))
     if faults:
         raise ConfigError(*faults)
-    return _search(searched, options, found, named, is_json=is_json)
+    return _search(searched, options, found, named)
 
 
 @dataclass(frozen=True)
@@ -112,8 +108,6 @@ def _search(
     options: PlanOptions,
     found: Candidates,
     named: Layout | None,
-    *,
-    is_json: bool,
 ) -> int:
     """Search the candidates, and print what is found.
 
@@ -150,9 +144,8 @@ def _search(
     if options.write is not None:
         _write(options.write, searched.config_text(best))
     answer = _PlanAnswer(result, best, scaled, rates, options.top)
-    if is_json:
-        print_result(json.dumps(_answer_json(answer, searched), indent=1))
-        return EXIT_OK
+    if options.json is not None:
+        return print_json(options.json, _answer_json(answer, searched))
     if named is None:
         why = []
     else:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from weft.commands.console import STANDARD_OUTPUT, fix_of_path, print_result, show_help, wants_help
+from weft.commands.console import fix_of_path, print_result, show_help, wants_help
 from weft.config.checks import run_checks
+from weft.config.command_options import STANDARD_OUTPUT
 from weft.config.run import Run
 from weft.config.validate import config_checks
 from weft.core.dimension import pipeline_axis

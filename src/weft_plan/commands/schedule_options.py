@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
-from weft.config import flags
-from weft.config.schema import ConfigSection
+from weft.config.command_options import JsonOptions, read_options
 from weft.errors import ConfigError, Fault
 from weft.schedule.catalog import SCHEDULES
 
@@ -27,83 +25,72 @@ USED_BY: dict[str, tuple[Mode, ...]] = {
 """Options that only some modes use."""
 
 
-with warnings.catch_warnings():
-    warnings.filterwarnings(
-        "ignore", "Field name .json."
-    )  # pydantic's deprecated method; the option is `--json`
+class ScheduleOptions(JsonOptions):
+    """What `weft schedule` draws, compares or searches, and what it writes."""
 
-    class ScheduleOptions(ConfigSection):
-        """What `weft schedule` draws, compares or searches, and what it writes."""
-
-        schedule: str = Field(
-            DEFAULT_NAME,
-            description=f"{', '.join(SCHEDULES)}, or a file with a table",
-        )
-        ranks: int | None = Field(
-            None,
-            ge=1,
-            title="a whole number, at least 1",
-            description="pipeline ranks; None: 4, or those of a file",
-        )
-        chunks: int | None = Field(
-            None, ge=1, description="model chunks a rank; None: the schedule's default"
-        )
-        microbatches: int | None = Field(
-            None,
-            ge=1,
-            title="a whole number, at least 1",
-            description="micro-batches a step; None: 8, or those of a file",
-        )
-        compare: bool = Field(
-            False, description="compare the named schedules, or all that take the sizes"
-        )
-        costs: tuple[str, ...] = Field(
-            (),
-            title="F=1 B=2, or F=1 I=1 W=1",
-            examples=["F=1 B=2"],
-            description="times of a rank's share of the model: F=1 B=2, F=1 I=1 W=1, or one number a stage",
-        )
-        message: str = Field("0", description="time of a message between ranks, in units of costs")
-        config: str | None = Field(
-            None,
-            title="a config file",
-            examples=["run.toml"],
-            description="compare: the sizes of this run, and its bytes",
-        )
-        search: bool = Field(False, description="search the shortest table in a memory limit")
-        memory_limit: tuple[float, ...] = Field(
-            (),
-            title="a number, or one a rank",
-            examples=["4"],
-            description="search: most micro-batches whose activations a rank holds; none: as many as ranks",
-        )
-        seconds: float = Field(
-            20.0,
-            ge=1,
-            le=3600,
-            description="search: time it may take",
-        )
-        width: int | None = Field(
-            None, ge=40, description="columns of the text picture; None: the screen's"
-        )
-        svg: str | None = Field(
-            None,
-            title="a file name",
-            examples=["x.svg"],
-            description="write the picture to this SVG file",
-        )
-        json: str | None = Field(  # type: ignore[assignment]
-            None,
-            title="a file name",
-            examples=["x.json"],
-            description="write table and timeline to this JSON file",
-        )
-        text: str | None = Field(
-            None,
-            title="a file name",
-            examples=["my.schedule"],
-            description="write the table to this schedule file",
-        )
+    schedule: str = Field(
+        DEFAULT_NAME,
+        description=f"{', '.join(SCHEDULES)}, or a file with a table",
+    )
+    ranks: int | None = Field(
+        None,
+        ge=1,
+        title="a whole number, at least 1",
+        description="pipeline ranks; None: 4, or those of a file",
+    )
+    chunks: int | None = Field(
+        None, ge=1, description="model chunks a rank; None: the schedule's default"
+    )
+    microbatches: int | None = Field(
+        None,
+        ge=1,
+        title="a whole number, at least 1",
+        description="micro-batches a step; None: 8, or those of a file",
+    )
+    compare: bool = Field(
+        False, description="compare the named schedules, or all that take the sizes"
+    )
+    costs: tuple[str, ...] = Field(
+        (),
+        title="F=1 B=2, or F=1 I=1 W=1",
+        examples=["F=1 B=2"],
+        description="times of a rank's share of the model: F=1 B=2, F=1 I=1 W=1, or one number a stage",
+    )
+    message: str = Field("0", description="time of a message between ranks, in units of costs")
+    config: str | None = Field(
+        None,
+        title="a config file",
+        examples=["run.toml"],
+        description="compare: the sizes of this run, and its bytes",
+    )
+    search: bool = Field(False, description="search the shortest table in a memory limit")
+    memory_limit: tuple[float, ...] = Field(
+        (),
+        title="a number, or one a rank",
+        examples=["4"],
+        description="search: most micro-batches whose activations a rank holds; none: as many as ranks",
+    )
+    seconds: float = Field(
+        20.0,
+        ge=1,
+        le=3600,
+        description="search: time it may take",
+    )
+    width: int | None = Field(
+        None, ge=40, description="columns of the text picture; None: the screen's"
+    )
+    svg: str | None = Field(
+        None,
+        title="a file name",
+        examples=["x.svg"],
+        description="write the picture to this SVG file",
+    )
+    text: str | None = Field(
+        None,
+        title="a file name",
+        examples=["my.schedule"],
+        description="write the table to this schedule file",
+    )
 
 
 @dataclass(frozen=True)
@@ -125,8 +112,7 @@ def read_words(words: Sequence[str]) -> ScheduleWords:
     Raises:
         ConfigError: with every fault.
     """
-    names, rest = _names(words)
-    options = flags.read_config(rest, ScheduleOptions)
+    options, names = read_options(words, ScheduleOptions)
     if options.compare and options.search:
         fix = "one of them: a search compares its table with the built-in schedules"
         raise ConfigError(Fault("compare", "is set, and so is search", fix=fix))
@@ -143,21 +129,6 @@ def read_words(words: Sequence[str]) -> ScheduleWords:
         options=options,
         mode=mode,
     )
-
-
-def _names(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of schedules, which stand first or after `--compare`, and the other words."""
-    names: list[str] = []
-    rest: list[str] = []
-    is_name = True
-    for word in words:
-        if word in MODE_FLAGS:
-            rest += [word, "True"]
-            is_name = True
-            continue
-        is_name = is_name and not word.startswith("--")
-        (names if is_name else rest).append(word)
-    return names, rest
 
 
 def _faults(

@@ -6,8 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weft.commands.console import help_of_run, print_result, show_help, wants_help
-from weft.config import flags
+from weft.commands.console import (
+    check_files,
+    help_of_run,
+    print_json,
+    print_result,
+    show_help,
+    wants_help,
+)
+from weft.config.command_options import take_options
 from weft.config.run import hardware_of, plan_of
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
@@ -24,9 +31,7 @@ from weft.view.text import wrapped
 from weft_plan.commands.schedule import MAX_DRAWN_ACTIONS, screen_columns, show, write_picture
 from weft_plan.commands.simulate_options import (
     FILES,
-    JSON_FLAG,
     SimulateOptions,
-    divided,
     file_faults,
     option_faults,
     read_share,
@@ -43,16 +48,15 @@ DEFAULT_RESTART_S = 600.0
 
 def simulate_run(words: Sequence[str]) -> int:
     """Predict the step of a config and draw it."""
-    own_words, config_words = divided(words)
+    options, config_words = take_options(words, SimulateOptions)
     if wants_help(words):
         show_help(SimulateOptions(), f"weft simulate {SIMULATE.usage}", SIMULATE.line)
         return help_of_run("simulate", SIMULATE, config_words)
-    wants_json = JSON_FLAG in words
-    options = flags.read_config(own_words, SimulateOptions)
+    check_files(options, "json")
     run = load_checked_run(config_words, choose_mesh=choose_mesh)
     hardware = hardware_of(run)
     faults = (
-        *file_faults(options, wants_json=wants_json),
+        *file_faults(options),
         *option_faults(
             options,
             run.device_mesh,
@@ -63,7 +67,7 @@ def simulate_run(words: Sequence[str]) -> int:
     if faults:
         raise ConfigError(*faults)
     if hardware is None:
-        return _simulate_in_units(plan_of(run), options, wants_json=wants_json)
+        return _simulate_in_units(plan_of(run), options)
     from weft.planner.measure.measured_run import MeasuredRun  # late: they import torch
     from weft.planner.simulate.speeds import Speeds
     from weft_plan.simulation.run_simulation import simulate_on
@@ -79,14 +83,14 @@ def simulate_run(words: Sequence[str]) -> int:
         failures=_failures(options),
     )
     title = f"a step of {model_label(run.model)} on {run.device_mesh}, {hardware.label} (predicted)"
-    return _show_simulation(simulation, options, title=title, wants_json=wants_json)
+    return _show_simulation(simulation, options, title=title)
 
 
-def _simulate_in_units(plan: Plan, options: SimulateOptions, *, wants_json: bool) -> int:
+def _simulate_in_units(plan: Plan, options: SimulateOptions) -> int:
     """Draw the schedule with costs of stages by their FLOPs; communication takes no time."""
     timeline = simulate(plan.table, lambda act: action_units(plan, act))
-    if wants_json:
-        print_result(json.dumps({"timeline": json.loads(timeline.to_json())}, indent=1))
+    if options.json is not None:
+        print_json(options.json, {"timeline": json.loads(timeline.to_json())})
     else:
         assumptions = (
             f"{plan.schedule_name}; 1 unit: the mean forward of a stage, by FLOPs; a backward takes two;"
@@ -131,7 +135,6 @@ def _show_simulation(
     options: SimulateOptions,
     *,
     title: str,
-    wants_json: bool,
 ) -> int:
     """Print what is predicted, and draw it.
 
@@ -143,8 +146,8 @@ def _show_simulation(
         simulation_lines,
     )
 
-    if wants_json:
-        print_result(json.dumps(simulation_json(simulation), indent=1))
+    if options.json is not None:
+        print_json(options.json, simulation_json(simulation))
     else:
         print_result("\n".join(simulation_lines(simulation)))
         _show(simulation.shown.timeline, options)

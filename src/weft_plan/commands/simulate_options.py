@@ -8,13 +8,13 @@ from pathlib import Path
 
 from pydantic import Field
 
-from weft.commands.console import SplitWords, fix_of_path, split_words
-from weft.config.schema import ConfigSection, SiteConfig
+from weft.commands.console import fix_of_path
+from weft.config.command_options import JsonOptions
+from weft.config.schema import SiteConfig
 from weft.core.axes import local_update_axis
 from weft.core.mesh import Mesh
 from weft.errors import Fault
 
-JSON_FLAG = "--json"
 SHARE = re.compile(r"(?P<number>\d{1,9}(?:\.\d{0,9})?|\.\d{1,9})(?P<percent>%?)")
 SLOW_RANK = re.compile(r"(?P<rank>\d{1,9})=(?P<factor>\d{1,6}(?:\.\d{0,9})?|\.\d{1,9})")
 FILES = ("svg", "html", "perfetto")
@@ -25,7 +25,7 @@ NEED_FAILURES = ("checkpoint_s", "storage_gb_s", "restart_s")
 """Options that are about failures."""
 
 
-class SimulateOptions(ConfigSection):
+class SimulateOptions(JsonOptions):
     """What `weft simulate` adds to a run and writes, besides the keys of the run."""
 
     jitter: str | None = Field(
@@ -85,23 +85,17 @@ class SimulateOptions(ConfigSection):
     )
 
 
-def divided(words: Sequence[str]) -> SplitWords:
-    """The words of `SimulateOptions`, and those of the config, without --json."""
-    others = [word for word in words if word != JSON_FLAG]
-    return split_words(others, SimulateOptions)
-
-
-def file_faults(options: SimulateOptions, *, wants_json: bool) -> Iterator[Fault]:
+def file_faults(options: SimulateOptions) -> Iterator[Fault]:
     """Files that cannot be written, before anything is computed."""
     for name in FILES:
         path = getattr(options, name)
         if path is None:
             continue
-        if wants_json:
-            fix = f"leave out {JSON_FLAG}, or --{name}"
+        if options.json is not None:
+            fix = f"leave out --json, or --{name}"
             yield Fault(
                 name,
-                f"writes a file, and {JSON_FLAG} prints",
+                "writes a file, and --json prints",
                 got=repr(path),
                 fix=fix,
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -12,9 +11,8 @@ from typing import Literal, TypeVar, get_args
 
 from pydantic import Field
 
-from weft.commands.console import print_result, show_help, take_flag, wants_help
-from weft.config import flags
-from weft.config.schema import ConfigSection
+from weft.commands.console import check_files, print_json, print_result, show_help, wants_help
+from weft.config.command_options import JsonOptions, read_options
 from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError, did_you_mean
 from weft.run.rank_status import Phase
 from weft.start.checked_run import set_openmp_policy
@@ -34,7 +32,7 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 400
 T = TypeVar("T", bound=str)
 
 
-class ChaosOptions(ConfigSection):
+class ChaosOptions(JsonOptions):
     """Which faults are injected, and where."""
 
     faults: int = Field(
@@ -45,8 +43,8 @@ class ChaosOptions(ConfigSection):
     )
     kinds: str = Field("", description=f"of {', '.join(FAULT_KINDS)}; empty: all")
     phases: str = Field("", description=f"of {', '.join(FAULT_PHASES)}; empty: all")
-    layout: str = Field(
-        "", description="mesh, with zero1 to zero3, and moe for a mixture of experts; repeatable"
+    layout: tuple[str, ...] = Field(
+        (), description="meshes, with zero1 to zero3, and moe for a mixture of experts"
     )
     seed: int = Field(
         0,
@@ -57,31 +55,22 @@ class ChaosOptions(ConfigSection):
         ",".join(CLAIMS),
         description=f"exit code 1 unless they hold (or --assert): {', '.join(CLAIMS)}",
     )
-    format: Literal["text", "json"] = Field(
-        "text", description="json: one object; --json for short"
-    )
 
 
 def chaos(words: Sequence[str]) -> int:
     """Inject faults, compare and report; exit code 1 where a claim does not hold."""
     if wants_help(words):
         return show_help(ChaosOptions(), f"{NAME} {CHAOS.usage}", CHAOS.line)
-    layout_texts, rest = _take_layouts(words)
-    if rest and rest[0].endswith(".toml"):
-        config = [rest.pop(0)]
-    else:
-        config = []
-    option_words: list[str] = []
-    for word in rest:
-        option_words += ("--format", "json") if word == "--json" else (word,)
-    option_words = ["--claims" if word == "--assert" else word for word in option_words]
-    options = flags.read_config(option_words, ChaosOptions)
+    written_out = ["--claims" if word == "--assert" else word for word in words]
+    options, config = read_options(written_out, ChaosOptions)
+    check_files(options, "json")
+    if len(config) > 1 or not all(word.endswith(".toml") for word in config):
+        got = " ".join(config)
+        raise UserError(Fault(NAME, "takes one config file", got=got, fix=f"{NAME} run.toml"))
     kinds: tuple[FaultKind, ...] = _choices("kinds", options.kinds, FAULT_KINDS)
     phases: tuple[Phase, ...] = _choices("phases", options.phases, FAULT_PHASES)
     claims: tuple[Claim, ...] = _choices("assert", options.claims, CLAIMS)
-    if options.layout:  # written as --layout=dp3
-        layout_texts.append(options.layout)
-    layouts = [ChaosLayout.parse(text) for text in layout_texts or LAYOUTS]
+    layouts = [ChaosLayout.parse(text) for text in options.layout or LAYOUTS]
     dealt = deal(
         options.faults,
         kinds=kinds,
@@ -112,32 +101,20 @@ def chaos(words: Sequence[str]) -> int:
                 source=None if config else source,
             )
             results.append(trial)
-            if options.format == "text":
+            if options.json is None:
                 print_result(trial.line())
     report = ChaosReport(
         num_faults=options.faults,
         seed=options.seed,
         trials=tuple(results),
     )
-    if options.format == "json":
-        print_result(json.dumps(report.to_json(claims)))
+    if options.json is not None:
+        print_json(options.json, report.to_json(claims))
     else:
         print_result("\n".join(report.lines(claims)))
     if all(report.holds(claim) for claim in claims):
         return EXIT_OK
     return EXIT_FAILED
-
-
-def _take_layouts(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The values of every `--layout`, and all other words."""
-    layouts: list[str] = []
-    rest = list(words)
-    while "--layout" in rest:
-        flag, rest = take_flag("--layout", rest)
-        if len(flag) < 2:
-            raise UserError(Fault("layout", "has no value", fix='--layout "dp3 zero3"'))
-        layouts.append(flag[1])
-    return layouts, rest
 
 
 def _choices(key: str, text: str, known: Sequence[T]) -> tuple[T, ...]:

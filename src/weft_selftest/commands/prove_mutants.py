@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from weft.commands.console import print_result, show_help, wants_help
-from weft.config import flags
-from weft.config.schema import ConfigSection
-from weft.errors import EXIT_FAILED, EXIT_OK, Fault, UserError
+from weft.commands.console import check_files, print_json, print_result, show_help, wants_help
+from weft.config.command_options import JsonOptions, OptionsT, read_options
+from weft.errors import EXIT_FAILED, EXIT_OK, ConfigError, Fault, UserError
 from weft.start.checked_run import set_openmp_policy
 from weft_selftest.mutants.names import mutant_names
 
@@ -23,12 +21,10 @@ if TYPE_CHECKING:
 
 MUTANTS = "--mutants"
 SWEEP = "--sweep"
-JSON = "--json"
 MAX_MINUTES = 7 * 24 * 60
-FormatName = Literal["text", "json"]
 
 
-class MutantOptions(ConfigSection):
+class MutantOptions(JsonOptions):
     """Which faults are planted."""
 
     only: str = Field("", description="names of mutants, or parts of them, separated by commas")
@@ -36,10 +32,9 @@ class MutantOptions(ConfigSection):
         "proof",
         description="proof: the first step is compared where the proof holds; each: proof, first step, types",
     )
-    format: FormatName = Field("text", description="json: one object; --json for short")
 
 
-class SweepOptions(ConfigSection):
+class SweepOptions(JsonOptions):
     """How many layouts are generated."""
 
     sweep: float = Field(1.0, gt=0, le=MAX_MINUTES, description="minutes")
@@ -55,16 +50,15 @@ class SweepOptions(ConfigSection):
             "steps compared with one device; each: both"
         ),
     )
-    format: FormatName = Field("text", description="json: one object; --json for short")
 
 
 def prove_mutants(words: Sequence[str]) -> int:
     """Plant mutants one after the other; exit code 1 if a proof does not report one of them."""
     if wants_help(words):
-        usage = f"weft prove {MUTANTS} [--only NAME] [--checks each] [{JSON}]"
+        usage = f"weft prove {MUTANTS} [--only NAME] [--checks each] [--json]"
         return show_help(MutantOptions(), usage, "plant faults, each of which a proof must report")
     rest = [word for word in words if word != MUTANTS]
-    options = flags.read_config(_without_json(rest), MutantOptions)
+    options = _options(rest, MutantOptions)
     names = _chosen_names(options.only, mutant_names())
     _prepare_threads()
     from weft_selftest.mutants.all_mutants import all_mutants  # imports torch, after all checks
@@ -77,12 +71,12 @@ def prove_mutants(words: Sequence[str]) -> int:
     types_of = mismatched_types if options.checks == "each" else None
     for result in try_mutants(chosen, types_of=types_of):
         results.append(result)
-        if options.format == "text":
+        if options.json is None:
             print_result("\n".join(result_lines(result)))
     summary = MutantSummary.of(results)
-    if options.format == "json":
+    if options.json is not None:
         found = [result.to_dict() for result in results]
-        print_result(json.dumps({**summary.to_dict(), "results": found}, indent=1))
+        print_json(options.json, {**summary.to_dict(), "results": found})
     else:
         print_result("\n".join(summary.lines()))
     return EXIT_OK if summary.holds else EXIT_FAILED
@@ -100,15 +94,14 @@ def mismatched_types(case: ProofCase) -> tuple[str, ...]:
 def prove_sweep(words: Sequence[str]) -> int:
     """Prove generated layouts for some minutes; exit code 1 if one differs from one device."""
     if wants_help(words):
-        usage = f"weft prove {SWEEP} MINUTES [--seed N] [--checks steps|each] [{JSON}]"
+        usage = f"weft prove {SWEEP} MINUTES [--seed N] [--checks steps|each] [--json]"
         return show_help(SweepOptions(), usage, "prove generated layouts of every family")
-    options = flags.read_config(_without_json(words), SweepOptions)
+    options = _options(words, SweepOptions)
     _prepare_threads()
     from weft_selftest.commands.compared_runs import CHOICES, train_compared  # they import torch
     from weft_selftest.generated_runs import Choices
     from weft_selftest.sweep import SweepResult, SweepSummary, sweep
 
-    is_text = options.format == "text"
     start = time.monotonic()
     results: list[SweepResult] = []
     for result in sweep(
@@ -119,23 +112,25 @@ def prove_sweep(words: Sequence[str]) -> int:
         train=None if options.checks == "proof" else train_compared,
     ):
         results.append(result)
-        if is_text:
+        if options.json is None:
             for message in result.messages:
                 print_result(f"NOT equal: {message}")
     summary = SweepSummary(results=results, seconds=time.monotonic() - start)
-    if is_text:
+    if options.json is None:
         print_result("\n".join(summary.lines(seed=options.seed)))
     else:
-        print_result(json.dumps(summary.to_dict(seed=options.seed), indent=1))
+        print_json(options.json, summary.to_dict(seed=options.seed))
     return EXIT_OK if summary.holds else EXIT_FAILED
 
 
-def _without_json(words: Sequence[str]) -> list[str]:
-    """The words with `--json` in its long form."""
-    long: list[str] = []
-    for word in words:
-        long += ("--format", "json") if word == JSON else (word,)
-    return long
+def _options(words: Sequence[str], of: type[OptionsT]) -> OptionsT:
+    options, places = read_options(words, of)
+    if places:
+        raise ConfigError(
+            *(Fault(each, "belongs to no flag", fix="leave it out") for each in places)
+        )
+    check_files(options, "json")
+    return options
 
 
 def _prepare_threads() -> None:
