@@ -109,7 +109,10 @@ def test_a_spike_is_repeated_on_the_batches_of_its_time(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ((), "error: weft replay: no run folder is named. Fix: weft replay runs/x --step 8"),
+        (
+            (),
+            "error: weft replay: takes one run folder (got nothing). Fix: weft replay runs/x --step 8",
+        ),
         (("nix",), "error: weft replay: no run in this folder (got 'nix' without run.toml)"),
         (("nix", "--step", "-1"), "error: step: "),
     ],

@@ -12,7 +12,7 @@ import pytest
 from weft.prove.parts.names import PARTS
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "proofs.md"
+PAGE = ROOT / "docs" / "proof-limits.md"
 TITLE = "## What a proof covers"
 ROWS = (
     *("initial values", "batches and masks", "forward", "backward", "reductions"),

@@ -18,7 +18,7 @@ LIMIT_S = 2.0
 RUN = "{tmp}/llama3"
 ASK = (RUN, "--prompt", "x")
 TABLE = {
-    "nothing named": ((), "error: weft generate: no model is named (need a run, a checkpoint or a folder first)"),
+    "nothing named": ((), "error: weft generate: takes one model (got nothing; need a run, a checkpoint or a folder)"),
     "no such run": (("{tmp}/none",), "error: model: no such folder (got '{tmp}/none'). Fix: give a run's folder"),
     "a file": (("{tmp}/bad.jsonl",), "error: model: is no folder (got '{tmp}/bad.jsonl'). Fix: give a run's folder"),
     "no model there": (

@@ -1,4 +1,4 @@
-"""Writes the table of mutants in docs/proofs.md from the results of `weft prove --mutants --checks each --json`.
+"""Writes the table of mutants in docs/proof-tests.md from the results of `weft prove --mutants --checks each --json`.
 
 PYTHONPATH=. .venv/bin/python -m tests.matrix.mutant_page runs/mutants.json
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[2] / "docs" / "proofs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "proof-tests.md"
 START = "<!-- mutants: written by tests/matrix/mutant_page.py -->\n"
 END = "<!-- end of mutants -->\n"
 CHECKS: Mapping[str, str] = {

@@ -154,7 +154,7 @@ def status(words: Sequence[str]) -> int:
     check_files(options, "json")
     if len(places) != 1:
         got = " ".join(places) or "nothing"
-        fix = "weft status runs/x"
+        fix = "name the folder that the run printed"
         raise UserError(Fault("weft status", "takes one run folder", got=got, fix=fix))
     found = run_status(Path(places[0]), now_s=time.monotonic())
     if options.json is not None:

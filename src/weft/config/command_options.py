@@ -28,8 +28,9 @@ with warnings.catch_warnings():
 
         json: str | None = Field(  # type: ignore[assignment]
             None,
-            title="a file name",
+            title="the name of a JSON file",
             examples=["x.json"],
+            pattern=r"^/dev/|\.jsonl?$",
             description="print JSON in place of text; with a name.json, write it to that file",
             json_schema_extra={flags.ALONE: STANDARD_OUTPUT},
         )

@@ -70,6 +70,8 @@ def chaos(words: Sequence[str]) -> int:
     kinds: tuple[FaultKind, ...] = _choices("kinds", options.kinds, FAULT_KINDS)
     phases: tuple[Phase, ...] = _choices("phases", options.phases, FAULT_PHASES)
     claims: tuple[Claim, ...] = _choices("assert", options.claims, CLAIMS)
+    if "layout" in options.model_fields_set and not options.layout:
+        raise UserError(Fault("layout", "has no value", fix='--layout "dp3 zero3"'))
     layouts = [ChaosLayout.parse(text) for text in options.layout or LAYOUTS]
     dealt = deal(
         options.faults,

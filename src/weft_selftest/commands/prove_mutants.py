@@ -149,7 +149,7 @@ def _chosen_names(only: str, known: Sequence[str]) -> frozenset[str]:
         if not any(word in name for name in known):
             nearest = get_close_matches(word, known, n=1, cutoff=0.3)
             hint = f"did you mean {nearest[0]}? " if nearest else ""
-            fix = f"{hint}docs/proofs.md lists all {len(known)}"
+            fix = f"{hint}docs/proof-tests.md lists all {len(known)}"
             raise UserError(
                 Fault(
                     "only",
