@@ -158,7 +158,7 @@ class Case:
                 "model": {"name": self.family, **self.fields},
                 "data": DataConfig(source="tokens.bin", seq_len=self.seq_len),
                 "batch": BatchSizes(global_size=size, micro_size=self.micro_size),
-                "optim": OptimConfig(lr=LR, warmup=0, decay="constant", clip=self.clip),
+                "optim": OptimConfig(lr=LR, warmup=0, clip=self.clip),
                 "seed": SEED,
                 "parallel": ParallelConfig(
                     sequence=self.sequence,

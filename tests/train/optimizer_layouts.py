@@ -17,8 +17,8 @@ from weft.train.step import TrainStep
 
 def check(case: Case, optim: OptimConfig) -> None:
     """Assert that a layout's numbers are those of one device."""
-    constant = {"lr": LR, "warmup": 0, "decay": "constant", "clip": case.clip}
-    subject = subject_of(case, values={"optim": optim.model_copy(update=constant)})
+    rates = {"lr": LR, "warmup": 0, "clip": case.clip}
+    subject = subject_of(case, values={"optim": optim.model_copy(update=rates)})
     check_records(subject, records_of(subject))
 
 
