@@ -20,9 +20,11 @@ from weft.models.common.batch import Batch
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.prove.bounds import Bounds
 from weft.prove.judge import Judge
+from weft.prove.localise import key_of
+from weft.prove.places import FlatPlace
 from weft.prove.proof import reference
 from weft.prove.record import RankRecord
-from weft.prove.reference_trace import ReferenceTrace
+from weft.prove.reference_trace import ReferenceTrace, TensorKey
 from weft.prove.report import PhaseBound
 from weft.prove.subject import Subject
 from weft.prove.trained_part import TrainedPart
@@ -144,19 +146,38 @@ def records_of(subject: Subject, *, transport: str = "threads") -> Sequence[Rank
         return run_ranks(subject.mesh, rank, transport=transport, timeout_s=PATIENCE_S)
 
 
+def unseen(records: Sequence[RankRecord], trace: ReferenceTrace) -> list[TensorKey]:
+    """Gradients, moments and parameters with entries that no rank has recorded."""
+    seen = {
+        key: torch.zeros(x.shape, dtype=torch.bool)
+        for key, x in trace.values.items()
+        if key.phase in ("reduce", "clip", "moments", "update") and x.dim()
+    }
+    for record in records:
+        for site, observed in record.values.items():
+            mask = seen.get(key_of(site))
+            if mask is not None:
+                assert isinstance(observed.place, FlatPlace)
+                for box in observed.place.boxes:
+                    mask[box.slices] = True
+    return [key for key, mask in seen.items() if not mask.all()]
+
+
 def check_records(
     subject: Subject, records: Sequence[RankRecord], right: Bounds | None = None
 ) -> Sequence[PhaseBound]:
     """Assert that ranks have computed what one device computes: every batch, activation, loss,
-    gradient, moment and parameter, and that every entry of a parameter lies on some rank.
+    gradient, moment and parameter, and that they have recorded all of these.
 
     Args:
         right: of one device; None: it is computed.
     """
+    right = right or one_device(subject)
+    assert not unseen(records, right.plain)
     judge = Judge(
         subject.mesh,
         records,
-        right or one_device(subject),
+        right,
         has_sharded_activations=subject.has_sharded_activations,
     )
     wrong = judge.compare()
