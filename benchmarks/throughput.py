@@ -23,6 +23,7 @@ import torch.distributed as dist
 from benchmarks.rivals.training import PlainModel, join_torch_world
 from torch import nn
 
+from tests.one_device import micro_batches, plain_model
 from weft.comm.comm import Comm
 from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
@@ -30,8 +31,6 @@ from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_batch
 from weft.models.llama3 import config as llama3
-from weft.prove.layout import micro_batches
-from weft.prove.oracle import plain_model
 from weft.run.launch import launch
 from weft.run.rank_setup import open_comm
 from weft.run.world import World

@@ -341,7 +341,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
     "train/test_optimizer_contract.py::test_a_users_elementwise_class_is_exact_on_layouts": (
         "pp2 tp2",
     ),
-    "train/test_optimizer_layouts.py::test_layout_equals_torchs_optimizer_on_one_device": (
+    "train/test_optimizer_layouts.py::test_layout_updates_as_one_device_does": (
         "dp2 ep2 tp2 zero2-muon",
         "pp2 dp2 tp2-muon",
         "dp2 tp2 zero3-lion",

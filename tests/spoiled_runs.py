@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
+from tests.one_device import GivenSamples
 from tests.tiny_run import TINY
 from weft.config.load import load
 from weft.config.run import Run
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch
-from weft.prove.oracle import one_device
+from weft.prove.proof import reference
+from weft.prove.subject import Subject
 from weft.train import build_training
 from weft.train.data_loader import samples_of, whole_batch
 from weft.train.event_lines import read_events, step_history
 from weft.train.event_log import EVENTS
-from weft.train.optim import make_optimizer
 
 MARKER = 7
 """The byte of one sample that makes a block return NaN, or a loss that is far too large."""
@@ -80,17 +80,10 @@ def bad_batch(run: Run) -> int:
 
 def one_device_losses(run: Run, numbers: Sequence[int]) -> list[float]:
     """Losses of one device that trains on these batches."""
-    traces = one_device(
-        FAMILIES[run.model.name],
-        run.model,
-        whole_batches(run, numbers),
-        seed=run.seed,
-        dtype=torch.float64,
-        optimizer=lambda params, names: make_optimizer(params, run.optim, decay_names=names),
-        clip=run.optim.clip,
-        lr=LR,
-    )
-    return [trace.loss for trace in traces]
+    samples = GivenSamples(tuple(whole_batches(run, numbers)))
+    subject = Subject(run, FAMILIES[run.model.name], samples, steps=len(numbers))
+    trace = reference(subject, records=False).run_all(subject.steps)
+    return [trace.values[step, "loss", "loss"].item() for step in range(1, subject.steps + 1)]
 
 
 def spoil(

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 from benchmarks.gpu.report import Check, Row, Settings
 
+from tests.one_device import micro_batches
 from weft.comm.comm import Comm
 from weft.comm.threads import ThreadWorld
 from weft.config.load import load
 from weft.config.run import plan_of
 from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
-from weft.prove.layout import micro_batches
 from weft.run.rank_threads import run_rank_threads
 from weft.train.build_training import build_step
 

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.one_device import micro_batches, plain_model
 from weft.comm.comm import Comm
 from weft.config.schema import OptimConfig
 from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward, token_batch
 from weft.models.llama3 import config as llama3
-from weft.prove.layout import micro_batches
-from weft.prove.oracle import plain_model
 from weft.run.world import World
 from weft.train.build import build_model
 from weft.train.optim import make_optimizer

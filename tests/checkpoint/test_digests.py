@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.saving import save
 from tests.checkpoint.states import DTYPES, bits, cut
 from tests.matrix.layouts import LR, Case, batches
+from tests.one_device import micro_batches
 from weft.checkpoint import state
 from weft.checkpoint.format import DIGEST, MANIFEST
 from weft.checkpoint.read import open_checkpoint
@@ -24,7 +25,6 @@ from weft.checkpoint.write_item import WriteItem
 from weft.comm.comm import Comm
 from weft.core.axes import Box
 from weft.errors import CheckpointError
-from weft.prove.layout import micro_batches
 from weft.python_api import prove
 from weft.testing import run_ranks
 from weft.train.build_training import build_step

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from tests.checkpoint.saving import save
 from tests.matrix.layouts import MIXTURES, Case, batches
+from tests.one_device import micro_batches
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.state import param_states
 from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.core.axes import Box
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
 from weft.train.step import TrainStep

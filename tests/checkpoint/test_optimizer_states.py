@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.checkpoint.saving import save
 from tests.matrix.layouts import LR, Case, batches
+from tests.one_device import micro_batches
 from weft.checkpoint.folder import FOLDER
 from weft.checkpoint.read import open_checkpoint
 from weft.comm.comm import Comm
 from weft.config.run import Run
 from weft.config.schema import OptimConfig, OptimGroup
 from weft.errors import CheckpointError
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
 from weft.train.optim import NamedOptimizer

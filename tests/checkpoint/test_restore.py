@@ -12,6 +12,7 @@ import torch
 
 from tests.checkpoint.saving import save
 from tests.matrix.layouts import LR, Case, batches, shallow
+from tests.one_device import micro_batches
 from weft.checkpoint.coverage import coverage_flaw
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.restore import load_model, load_parameters
@@ -22,7 +23,6 @@ from weft.config.schema import OptimConfig, PrecisionConfig
 from weft.core.axes import Box
 from weft.errors import CheckpointError
 from weft.models import FAMILIES
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build import build_model
 from weft.train.build_training import build_step

@@ -20,6 +20,7 @@ import torch
 from tests.checkpoint.saving import run_facts, save
 from tests.checkpoint.test_layouts import Entries, assemble, moments, parameters
 from tests.matrix.layouts import LR, Case, batches
+from tests.one_device import micro_batches
 from tests.tiny_run import TINY
 from weft.checkpoint import write as save_write
 from weft.checkpoint.folder import checkpoints, set_aside
@@ -35,7 +36,6 @@ from weft.core.axes import Box
 from weft.data.dataset import open_data
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.models import FAMILIES
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
 from weft.train.event_lines import read_events, step_history

@@ -8,13 +8,13 @@ import pytest
 
 from tests.checkpoint.saving import run_facts
 from tests.matrix.layouts import LR, Case, batches
+from tests.one_device import micro_batches
 from weft.checkpoint import transfer
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.read import open_checkpoint
 from weft.checkpoint.saver import Saver
 from weft.checkpoint.transfer import distribute, ranks_without_folder
 from weft.comm.comm import Comm
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
 

@@ -198,8 +198,8 @@ def test_packed_documents_train_alike_on_one_device_and_on_many(folder, words):
 def test_a_document_is_computed_as_if_it_stood_alone(folder):
     """The loss of packed documents is the loss of each piece by itself."""
     torch = pytest.importorskip("torch")
+    from tests.one_device import plain_model
     from weft.models.common.batch import Batch, chain, token_batch
-    from weft.prove.oracle import plain_model
 
     words = ["--data.source", folder, "--data.packing", "documents", "--data.seq_len", "16"]
     run = load([*MODEL, *words], FAMILIES)

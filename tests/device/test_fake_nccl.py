@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from tests.device import fake_nccl
 from tests.device.fake_nccl import FakeNccl, FakeNcclTransport, World
+from tests.one_device import micro_batches
 from weft.comm import device_groups
 from weft.comm.comm import Comm
 from weft.comm.planned_groups import StepGroups, planned_groups
@@ -20,7 +21,6 @@ from weft.core.mesh import Mesh
 from weft.errors import CommError
 from weft.models import FAMILIES
 from weft.models.common.batch import token_batch
-from weft.prove.layout import micro_batches
 from weft.train.build_training import build_step, step_groups
 
 TINY = (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.memory_source import Memory
+from tests.one_device import plain_model
 from tests.small_models import TEXT_FAMILIES, small_fields
 from weft.comm.comm import Comm
 from weft.core.mesh import Mesh
@@ -20,7 +21,6 @@ from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.models import FAMILIES
 from weft.models.common.batch import chain, token_batch
 from weft.models.common.init import named_parameters
-from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 
 T = TypeVar("T")

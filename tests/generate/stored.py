@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.generate.models import stored
+from tests.one_device import plain_model
 from weft.checkpoint.commit import commit
 from weft.checkpoint.folder import checkpoint_path, temporary_path
 from weft.checkpoint.format import Facts
@@ -18,7 +19,6 @@ from weft.config.run import Run, plan_of
 from weft.config.toml import dump
 from weft.core.axes import Box
 from weft.models import FAMILIES
-from weft.prove.oracle import plain_model
 
 STEP = 3
 TINY = ("--model.layers", "2", "--model.dim", "32")

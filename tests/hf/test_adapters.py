@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.memory_source import Memory
+from tests.one_device import plain_model
 from tests.small_models import HF_FAMILIES, small_fields
 from weft.checkpoint.format import Facts
 from weft.config.hf.write_config import config_json
@@ -29,7 +30,6 @@ from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward, token_batch, with_later_targets
 from weft.models.common.init import named_parameters
 from weft.models.common.lora import adapted
-from weft.prove.oracle import plain_model
 
 LORA = LoraConfig(rank=2, alpha=6.0)
 CONFIGS: dict[str, dict[str, Any]] = {

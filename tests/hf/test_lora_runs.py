@@ -11,6 +11,7 @@ import torch
 
 from tests.checkpoint.saving import save
 from tests.matrix.layouts import LR, Case, batches
+from tests.one_device import micro_batches
 from tests.tiny_run import TINY
 from weft.checkpoint.read import Checkpoint, open_checkpoint
 from weft.checkpoint.state import write_items
@@ -22,7 +23,6 @@ from weft.config.schema import LoraConfig, PrecisionConfig
 from weft.core.axes import Box
 from weft.errors import EXIT_OK, EXIT_USER
 from weft.hf.adapters import merge_adapters
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
 from weft.train.step import TrainStep

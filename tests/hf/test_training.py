@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tests.checkpoint.saving import save
 from tests.hf.models import CONFIGS, exported, loaded, run_of, written
+from tests.one_device import micro_batches
 from tests.oracle.hugging_face import make_batch
 from tests.sampling import sampled
 from weft.checkpoint.folder import checkpoint_path
@@ -30,7 +31,6 @@ from weft.core.axes import Box
 from weft.hf.folder import HfFolder
 from weft.models.common.batch import Batch
 from weft.prove.against.float64 import widened
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.build_training import build_step
 from weft.train.optim import learning_rate

@@ -1759,8 +1759,3 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "start": starts,
     "newer": newer_features,
 }
-
-
-def all_cases() -> list[tuple[str, Case]]:
-    """Every case with its group."""
-    return [(group, case) for group, make in GROUPS.items() for case in make()]

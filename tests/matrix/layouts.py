@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from tests.one_device import GivenSamples, check_records, micro_batches, one_device, records_of
 from tests.small_models import small_fields
 from weft.comm.comm import Comm
 from weft.config.families import run_type
@@ -30,12 +31,12 @@ from weft.layout.plan import Plan, Recompute
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import IGNORE, Batch, token_batch, with_later_targets
 from weft.parallel.model.parallelize import ParallelModel
-from weft.prove.layout import micro_batches, run_layout
-from weft.prove.oracle import one_device
-from weft.prove.trace import RankTrace, StepTrace, TensorDifference, differences, uncovered
-from weft.testing import run_ranks
-from weft.train.build import build_model
+from weft.prove.bounds import Bounds
+from weft.prove.report import PhaseBound
+from weft.prove.subject import Subject
+from weft.train.build import build_model, family_of
 from weft.train.optim import matrices
+from weft.train.size_limits import SizeLimits
 from weft.train.step import TrainStep
 
 SEQ_LEN = 8
@@ -43,10 +44,6 @@ NUM_STEPS = 3
 """Steps of a layout in the sweeps of `make matrix`."""
 QUICK_STEPS = 2
 """Steps in `make test`: the second uses the parameters and moments that the first has updated."""
-TOLERANCE = 1e-9
-"""Relative; float64 rounds at 1e-16 and three steps of AdamW amplify it by some orders."""
-PATIENCE_S = 600.0
-"""A layout of 32 ranks takes 40 s of one core, and others may use it."""
 SEED = 11
 LR = 1e-2
 CLIP = 0.1
@@ -161,7 +158,8 @@ class Case:
                 "model": {"name": self.family, **self.fields},
                 "data": DataConfig(source="tokens.bin", seq_len=self.seq_len),
                 "batch": BatchSizes(global_size=size, micro_size=self.micro_size),
-                "optim": OptimConfig(clip=self.clip),
+                "optim": OptimConfig(lr=LR, warmup=0, clip=self.clip),
+                "seed": SEED,
                 "parallel": ParallelConfig(
                     sequence=self.sequence,
                     zero=self.zero,
@@ -273,40 +271,26 @@ def own_micro_batches(case: Case, comm: Comm, *, step: int = 0) -> list[Batch]:
     return micro_batches(batch, case.plan, comm.rank)
 
 
-@cache
-def truth(case: Case, num_steps: int) -> tuple[StepTrace, ...]:
+def subject_of(
+    case: Case, *, num_steps: int = NUM_STEPS, values: Mapping[str, object] | None = None
+) -> Subject:
+    """The first steps of a case as a proof compares them; `values` of other keys of the run."""
+    run = case.run.with_values({"steps": num_steps, **(values or {})})
+    samples = GivenSamples(batches(case)[:num_steps])
+    limits = SizeLimits(bucket_bytes=case.bucket_bytes)
+    return Subject(run, family_of(run.model, run.lora), samples, num_steps, limits=limits)
+
+
+@lru_cache(maxsize=16)
+def truth(alone: Case, num_steps: int) -> Bounds:
     """One device, for every layout of the same model and batch."""
-    return one_device(
-        FAMILIES[case.family],
-        case.config,
-        batches(case)[:num_steps],
-        seed=SEED,
-        dtype=torch.float64,
-        optimizer=adamw,
-        clip=case.clip,
-        lr=LR,
-    )
-
-
-@dataclass(frozen=True)
-class RunRank:
-    """The function that every rank runs for a case; a value, so that it can be sent to processes."""
-
-    case: Case
-    num_steps: int
-
-    def __call__(self, comm: Comm) -> RankTrace:
-        plan = self.case.plan
-        return run_layout(
-            FAMILIES[self.case.family],
-            self.case.config,
-            batches(self.case)[: self.num_steps],
-            plan=plan,
-            comm=comm,
-            seed=SEED,
-            optimizer=adamw,
-            lr=LR,
-        )
+    right = one_device(subject_of(alone, num_steps=num_steps))
+    if alone.clip == CLIP:
+        factors = [
+            right.plain.values[step, "clip", "clip factor"] for step in range(1, num_steps + 1)
+        ]
+        assert max(factors) < 1, "clipping must act in this test"
+    return right
 
 
 def on_one_device(case: Case) -> Case:
@@ -323,47 +307,10 @@ def on_one_device(case: Case) -> Case:
     )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Comparison of a layout with one device: all differences, and parameters that no rank holds in
-    full.
-    """
-
-    differences: tuple[TensorDifference, ...]
-    missing: tuple[str, ...]
-
-    @property
-    def largest(self) -> TensorDifference:
-        """The largest difference."""
-        return max(self.differences, key=lambda difference: difference.relative)
-
-    @property
-    def wrong(self) -> tuple[TensorDifference, ...]:
-        """Differences that rounding does not explain, in the order in which they are computed."""
-        return tuple(
-            difference for difference in self.differences if not difference.relative <= TOLERANCE
-        )
-
-
-def compare(case: Case, *, transport: TransportName, num_steps: int) -> Verdict:
-    """Compare a layout with one device."""
-    rank = RunRank(case, num_steps)
-    ranks = run_ranks(case.mesh, rank, transport=transport, timeout_s=PATIENCE_S)
-    right = truth(on_one_device(case), num_steps)
-    assert case.clip != CLIP or all(step.grad_norm > CLIP for step in right), (
-        "clipping must act in this test"
-    )
-    return Verdict(
-        tuple(differences(right, ranks, lr=LR)), tuple(uncovered(right[0].params, ranks))
-    )
-
-
 def check(
     case: Case, *, transport: TransportName = "threads", num_steps: int = QUICK_STEPS
-) -> Verdict:
+) -> Sequence[PhaseBound]:
     """Assert that a layout computes what one device computes."""
-    verdict = compare(case, transport=transport, num_steps=num_steps)
-    assert not verdict.missing, f"no rank holds all of {verdict.missing}"
-    num_wrong = len(verdict.wrong)
-    assert not verdict.wrong, f"{case}: first of {num_wrong}: {verdict.wrong[0]}"
-    return verdict
+    subject = subject_of(case, num_steps=num_steps)
+    right = truth(on_one_device(case), num_steps)
+    return check_records(subject, records_of(subject, transport=transport), right)

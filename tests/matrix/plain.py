@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tests.matrix.layouts import CLIP, SEED, Case, adamw
+from tests.one_device import plain_model
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward
-from weft.models.common.init import init_params, named_parameters, tie
+from weft.models.common.init import named_parameters
 from weft.train.optim import matrices
 
 
@@ -109,16 +110,12 @@ class Replica:
     @staticmethod
     def make(case: Case, dtypes: Dtypes) -> Replica:
         family = FAMILIES[case.family]
-        config = case.config
-        blocks = family.blocks(config)
-        ties = family.ties(config)
-        tie(blocks, ties)
-        starts = {
-            name: param for name, param in named_parameters(blocks).items() if name not in ties
-        }
-        init_params(starts, family.init(config), seed=SEED)
+        blocks = plain_model(family, case.config, seed=SEED, dtype=torch.float32)
+        ties = family.ties(case.config)
         values = {
-            name: param.detach().to(dtypes["params"], copy=True) for name, param in starts.items()
+            name: param.detach().to(dtypes["params"], copy=True)
+            for name, param in named_parameters(blocks).items()
+            if name not in ties
         }
         low = copy.deepcopy(nn.ModuleDict(blocks)).to(dtypes["compute"])
         params = {name: param for name, param in named_parameters(low).items() if name not in ties}
@@ -141,9 +138,11 @@ def train(
     for whole in steps:
         replica.refresh()
         loss, gradients = _gradients(replica, whole, dtypes, order)
-        norm = (
-            sum(gradient.float().norm().double().square() for gradient in gradients.values()) ** 0.5
-        )
+        squares = torch.zeros((), dtype=torch.float64)
+        for gradient in gradients.values():
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            squares += gradient.to(wide).norm().double().square()
+        norm = squares**0.5
         for name, value in replica.values.items():
             factor = (CLIP / (norm + 1e-6)).clamp(max=1.0)
             value.grad = gradients[name].to(value.dtype).mul_(factor)

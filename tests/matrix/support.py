@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.matrix.layouts import CLIP, NUM_STEPS, TOLERANCE, Case
+from tests.matrix.layouts import CLIP, NUM_STEPS, Case
 from tests.matrix.sweep import every_case
+from tests.one_device import TOLERANCE
 from tests.small_models import TEXT_FAMILIES
 from weft.config.checks import run_checks
 from weft.config.load import try_load

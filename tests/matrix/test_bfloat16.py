@@ -16,13 +16,12 @@ from functools import cache
 import pytest
 import torch
 
-from tests.matrix.layouts import SEED, Case, adamw, batches
+from tests.matrix.layouts import Case, batches, make_step
 from tests.matrix.plain import MIXED, ORDERS, PLAIN, PURE, Dtypes, train
+from tests.one_device import micro_batches
 from weft.comm.comm import Comm
-from weft.models import FAMILIES
 from weft.models.common.batch import Batch
 from weft.parallel.zero.param_group import ParamGroup
-from weft.prove.layout import run_layout
 from weft.testing import run_ranks
 
 FACTOR = 1.5
@@ -59,13 +58,9 @@ def losses_of(case: Case, dtypes: Dtypes) -> list[float]:
     assert plan.global_size == SEQUENCES
 
     def rank(comm: Comm) -> list[float]:
-        steps = steps_of(case.family)
-        family = FAMILIES[case.family]
-        config = case.config
-        held = run_layout(
-            family, config, steps, plan=plan, comm=comm, seed=SEED, optimizer=adamw, lr=LR
-        )
-        return [step.loss for step in held.steps]
+        step = make_step(case, comm, plan=plan)
+        own = [micro_batches(batch, plan, comm.rank) for batch in steps_of(case.family)]
+        return [step(batches, lr=LR).loss for batches in own]
 
     first, *others = run_ranks(case.mesh, rank)
     for other in others:

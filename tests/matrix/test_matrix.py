@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.matrix.layouts import PATIENCE_S, Case
+from tests.matrix.layouts import Case
 from tests.matrix.sweep import every_case, sample
+from tests.one_device import PATIENCE_S
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.timeout(PATIENCE_S)

@@ -9,33 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from tests.matrix.layouts import (
-    LR,
-    SEED,
-    TOLERANCE,
-    Case,
-    adamw,
-    batches,
-    on_one_device,
-    shallow,
-)
-from weft.comm.comm import Comm
+from tests.matrix.layouts import Case, shallow, subject_of
+from tests.one_device import check_records, gradients, one_device, records_of
 from weft.core.attention_mask import AttentionMask
 from weft.core.model_config import ModelConfig
 from weft.models import FAMILIES
 from weft.models.common.attention import Attend
-from weft.prove.layout import run_layout
-from weft.prove.oracle import one_device
-from weft.prove.trace import RankTrace, differences, uncovered
-from weft.testing import run_ranks
 
 LLAMA = FAMILIES["llama3"]
 
 
 @dataclass(frozen=True)
 class WindowedFamily:
-    """LLaMA whose even layers have a window and sinks, whose odd ones a soft-cap and one bias per
-    head.
+    """LLaMA, under its name, whose even layers have a window and sinks, whose odd ones a soft-cap
+    and one bias per head.
     """
 
     Config: Any = LLAMA.Config
@@ -73,29 +60,6 @@ class WindowedFamily:
         return blocks
 
 
-FAMILY = WindowedFamily()
-
-
-@dataclass(frozen=True)
-class RankSteps:
-    """What one rank of a case computes."""
-
-    case: Case
-
-    def __call__(self, comm: Comm) -> RankTrace:
-        steps = batches(self.case)
-        return run_layout(
-            FAMILY,
-            self.case.config,
-            steps,
-            plan=self.case.plan,
-            comm=comm,
-            seed=SEED,
-            optimizer=adamw,
-            lr=LR,
-        )
-
-
 CASES = (
     Case("tp2", microbatches=2),
     Case("tp2", sequence=True, microbatches=2),
@@ -110,24 +74,14 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", [shallow(case) for case in CASES], ids=str)
-def test_layout_trains_a_model_with_attention_features_as_one_device_does(case: Case) -> None:
-    alone = on_one_device(case)
-    right = one_device(
-        FAMILY,
-        alone.config,
-        batches(alone),
-        seed=SEED,
-        dtype=torch.float64,
-        optimizer=adamw,
-        clip=alone.clip,
-        lr=LR,
-    )
-    ranks = run_ranks(case.mesh, RankSteps(case))
-    assert not list(uncovered(right[0].params, ranks))
-    found = differences(right, ranks, lr=LR)
-    wrong = [each for each in found if not each.relative <= TOLERANCE]
-    assert not wrong, f"{case}: first of {len(wrong)}: {wrong[0]}"
-    learned = [name for name in right[0].grads if name.endswith(("sinks", "head_bias"))]
+def test_layout_trains_a_model_with_attention_features_as_one_device_does(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES._built_in, "llama3", WindowedFamily())
+    subject = subject_of(case)
+    right = one_device(subject)
+    check_records(subject, records_of(subject), right)
+    first = gradients(right.plain, 1)
+    learned = [name for name in first if name.endswith(("sinks", "head_bias"))]
     assert len(learned) == case.config.layers
-    for name in learned:
-        assert right[0].grads[name].abs().max() > 0
+    assert all(first[name].any() for name in learned)

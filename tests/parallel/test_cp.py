@@ -16,7 +16,7 @@ from weft.core.attention_mask import AttentionMask
 from weft.core.sequence import Context
 from weft.data.dataset import open_data
 from weft.models import FAMILIES
-from weft.models.common.attention import Attend, AttentionSpec
+from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
 from weft.start.prove_run import prove_config
 from weft.testing import run_ranks
@@ -125,14 +125,6 @@ class WindowAttend(Attend):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         attend = Attend(mask=AttentionMask(window=3))
         return attend(q, k, v, batch)
-
-
-class DeclaredWindowAttend(WindowAttend):
-    """The same, declared."""
-
-    @property
-    def requirements(self) -> AttentionSpec:
-        return AttentionSpec(AttentionMask(window=3))
 
 
 @pytest.mark.parametrize("context", ["ring", "allgather", "ulysses"])

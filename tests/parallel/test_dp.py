@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from tests.matrix import layouts
 from tests.matrix.layouts import LR, Case, batches, own_micro_batches
+from tests.one_device import micro_batches
 from tests.parallel.test_tp import Log
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.models import FAMILIES
 from weft.parallel.data_parallel.ddp import DistributedDataParallel
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.step import TrainStep
 

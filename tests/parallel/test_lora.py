@@ -5,8 +5,7 @@ of A and B."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,108 +18,76 @@ from tests.matrix.layouts import (
     CLIP,
     LR,
     SEED,
-    TOLERANCE,
     Case,
-    adamw,
     batches,
     make_step,
     on_one_device,
     own_micro_batches,
+    subject_of,
 )
 from tests.matrix.sweep import sample
+from tests.one_device import check_records, gradients, one_device, plain_model, records_of
 from tests.parallel.test_traffic import sent_by_axis
 from tests.sampling import sampled
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter
 from weft.config.lora import LORA_A, LORA_B, adapted_linear, adapted_linears
-from weft.config.schema import LoraConfig, OptimConfig
+from weft.config.schema import LoraConfig
 from weft.errors import PlanError
 from weft.models import FAMILIES, Family
 from weft.models.common.batch import chain
 from weft.models.common.init import named_parameters
 from weft.models.common.lora import AdaptedFamily, LoraFactor, adapted
 from weft.parallel.zero.grouping import make_gradient_reducer
-from weft.prove.layout import run_layout
-from weft.prove.oracle import one_device, plain_model
-from weft.prove.trace import RankTrace, StepTrace, differences, uncovered
+from weft.prove.bounds import Bounds
+from weft.prove.subject import Subject
 from weft.testing import run_ranks
 from weft.train.build import build_model
-from weft.train.optim import StepOptimizer, make_optimizer
 
 LORA = LoraConfig(rank=3, alpha=5.0)
 NUM_STEPS = 2
 
 
-@dataclass(frozen=True)
-class Shaken(AdaptedFamily):
+@pytest.fixture(autouse=True)
+def shaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters whose B is not zero at the start, so that every gradient has something to say from
     the first step on.
     """
-
-    def init(self, cfg: Any) -> Any:
-        return {**super().init(cfg), f"*{LORA_B}": ("normal", 0.3)}
+    right = AdaptedFamily.init
+    rule = {f"*{LORA_B}": ("normal", 0.3)}
+    monkeypatch.setattr(AdaptedFamily, "init", lambda self, cfg: {**right(self, cfg), **rule})
 
 
 def family_of(case: Case, lora: LoraConfig = LORA) -> Family:
-    return Shaken(FAMILIES[case.family], lora)  # type: ignore[return-value]
+    return adapted(FAMILIES[case.family], lora)
 
 
-def optimizer(tensors: Mapping[str, Tensor], decayed: Collection[str]) -> StepOptimizer:
-    """torch's AdamW; of a stage that has no adapters, one that moves nothing."""
-    return adamw(tensors, decayed) if tensors else make_optimizer(tensors, OptimConfig())
+def adapted_subject(case: Case, lora: LoraConfig) -> Subject:
+    return subject_of(case, num_steps=NUM_STEPS, values={"lora": lora})
 
 
 @cache
-def truth(case: Case, lora: LoraConfig) -> tuple[StepTrace, ...]:
-    return one_device(
-        family_of(case, lora),
-        case.config,
-        batches(case)[:NUM_STEPS],
-        seed=SEED,
-        dtype=torch.float64,
-        optimizer=optimizer,
-        clip=case.clip,
-        lr=LR,
-    )
-
-
-def ranks_of(case: Case, lora: LoraConfig) -> list[RankTrace]:
-    def rank(comm: Comm) -> RankTrace:
-        return run_layout(
-            family_of(case, lora),
-            case.config,
-            batches(case)[:NUM_STEPS],
-            plan=case.plan,
-            comm=comm,
-            seed=SEED,
-            optimizer=optimizer,
-            lr=LR,
-        )
-
-    return run_ranks(case.mesh, rank)
+def truth(case: Case, lora: LoraConfig) -> Bounds:
+    return one_device(adapted_subject(case, lora))
 
 
 def check(case: Case, lora: LoraConfig = LORA) -> None:
     right = truth(on_one_device(case), lora)
-    ranks = ranks_of(case, lora)
-    assert lora != LORA or case.clip != CLIP or right[0].grad_norm > CLIP, (
-        "clipping must act in this test"
-    )
-    for rank in ranks:
-        assert {adapted_linear(name) is not None for name in rank.steps[0].grads} <= {True}, (
-            "only adapters have gradients"
-        )
-    found = differences(right, ranks, lr=LR)
-    wrong = [each for each in found if not each.relative <= TOLERANCE]
-    assert not wrong, f"{case}: first of {len(wrong)}: {wrong[0]}"
-    assert not uncovered(right[0].params, ranks)
+    is_clipped = right.plain.values[1, "clip", "clip factor"] < 1
+    assert lora != LORA or case.clip != CLIP or is_clipped, "clipping must act in this test"
+    subject = adapted_subject(case, lora)
+    records = records_of(subject)
+    check_records(subject, records, right)
     start = starting_values(case, lora)
-    for rank in ranks:
-        for name, value in rank.steps[-1].params.items():
-            own = start[name][rank.shards[name].boxes[0].slices]
-            assert torch.equal(value, own) == (adapted_linear(name) is None), (
-                f"{name}: the base stays, adapters move"
-            )
+    for record in records:
+        for site, seen in record.values.items():
+            is_adapter = adapted_linear(site.parameter) is not None
+            assert site.phase != "reduce" or is_adapter, "only adapters have gradients"
+            if (site.step, site.phase) == (NUM_STEPS, "update"):
+                own = seen.place.read(start[site.parameter])
+                assert torch.equal(seen.value, own) != is_adapter, (
+                    f"{site.parameter}: the base stays, adapters move"
+                )
 
 
 def starting_values(case: Case, lora: LoraConfig) -> dict[str, Tensor]:
@@ -227,13 +194,14 @@ def test_one_device_computes_the_gradients_of_merged_weights(name: str) -> None:
     loss.backward()
     norms = [factor.grad.norm() for factor in factors.values()]
     norm = torch.stack(norms).norm()
-    first = truth(case, LORA)[0]
-    assert first.grads.keys() == factors.keys(), "every adapter, and nothing else"
-    assert first.loss == pytest.approx(loss.item(), rel=1e-12)
-    assert first.grad_norm == pytest.approx(norm.item(), rel=1e-12)
+    trace = truth(case, LORA).plain
+    first = gradients(trace, 1)
+    assert first.keys() == factors.keys(), "every adapter, and nothing else"
+    assert trace.values[1, "loss", "loss"].item() == pytest.approx(loss.item(), rel=1e-12)
+    assert trace.values[1, "norm", "gradient norm"].item() == pytest.approx(norm.item(), rel=1e-12)
     for each, factor in factors.items():
         right = factor.grad * CLIP / (norm + 1e-6)
-        error = (first.grads[each] - right).abs().max()
+        error = (first[each] - right).abs().max()
         assert error <= 1e-12 * right.abs().max()
 
 
@@ -261,7 +229,10 @@ def test_configs_name_linears_that_are_there_with_their_sizes(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "qwen3", "qwen3-moe", "deepseek"])
-def test_an_adapter_starts_as_nothing_whatever_the_layout(name: str) -> None:
+def test_an_adapter_starts_as_nothing_whatever_the_layout(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
     family = adapted(FAMILIES[name], LORA)
     cfg = FAMILIES[name].Config()
     params = named_parameters(plain_model(family, cfg, seed=SEED, dtype=torch.float32))
@@ -360,7 +331,8 @@ def test_mixed_precision_holds_the_base_in_the_type_of_compute(reduce: str) -> N
         ranks = run_ranks(mesh, lambda comm, zero=zero: rank(comm, zero))
         losses.append(ranks[0])
     assert losses[0] == losses[1] == losses[2]
-    right = [step.loss for step in truth(on_one_device(case), LORA)]
+    trace = truth(on_one_device(case), LORA).plain
+    right = [trace.values[step, "loss", "loss"].item() for step in (1, 2)]
     assert losses[0] == pytest.approx(right, rel=2**-7), "bfloat16 rounds at 2^-8"
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.matrix.layouts import Case, batches, build_case
+from tests.one_device import micro_batches
 from tests.parallel.test_traffic import operations_by_name
 from weft.comm.comm import Comm
 from weft.comm.observe import Counter, Operation
@@ -19,7 +20,6 @@ from weft.models.common.batch import forward
 from weft.parallel.pipeline.player import Player
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from weft.parallel.zero.buckets import bucket_reducer
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 
 

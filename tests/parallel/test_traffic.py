@@ -23,6 +23,7 @@ from tests.matrix.layouts import (
 )
 from tests.matrix.plain import MIXED, Dtypes
 from tests.matrix.sweep import CONTEXTS
+from tests.one_device import micro_batches, plain_model
 from tests.sampling import sampled
 from weft.comm.comm import Comm
 from weft.comm.group import world_stages
@@ -32,8 +33,6 @@ from weft.models import FAMILIES
 from weft.models.common.batch import Batch, forward
 from weft.models.common.moe import Router, Routing
 from weft.parallel.model.parallelize import ParallelModel
-from weft.prove.layout import micro_batches
-from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 from weft.train.step_stats import NUM_FLAGS
 

@@ -65,10 +65,11 @@ def test_the_intervals_of_young_and_daly_are_near_the_best() -> None:
     """
     for ratio in (1e-6, 1e-3, 0.05, 0.5):
         model = FailureModel(1e4, 1e4 * ratio, 0.0)
-        best = model.goodput(model.best_s)
-        assert model.goodput(model.daly_s) == pytest.approx(best, rel=1e-3)
+        root = math.sqrt(ratio / 2)
+        daly_s = 2e4 * root * (1 + root / 3 + root**2 / 9) - model.checkpoint_s
+        assert model.goodput(daly_s) == pytest.approx(model.goodput(model.best_s), rel=1e-3)
     rare = FailureModel(1e9, 10.0, 0.0)
-    assert rare.young_s == pytest.approx(rare.best_s, rel=1e-3)
+    assert math.sqrt(2 * 10.0 * 1e9) == pytest.approx(rare.best_s, rel=1e-3)
 
 
 def test_the_best_number_of_steps_is_whole_and_at_least_one() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.matrix.layouts import CLIP, LR, Case, batches, build_case
+from tests.one_device import micro_batches
 from tests.spoiled_runs import events_of, words_of, write_text
 from weft.checkpoint.folder import checkpoints
 from weft.cli import main
@@ -19,7 +20,6 @@ from weft.comm.comm import Comm
 from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train import build_training
 from weft.train.digest import (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.one_device import plain_model
 from weft.cli import main
 from weft.comm.comm import Comm
 from weft.config.load import load
@@ -16,7 +17,6 @@ from weft.data.dataset import open_data, open_validation
 from weft.models import FAMILIES
 from weft.models.common.batch import IGNORE, chain
 from weft.parallel.pipeline.forward import forward_table
-from weft.prove.oracle import plain_model
 from weft.testing import run_ranks
 from weft.train.build import build_data_loader
 from weft.train.build_training import build_step

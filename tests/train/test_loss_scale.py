@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tests.matrix.layouts import CLIP, LR, Case, adamw, batches, build_case
 from tests.matrix.plain import HALF, MIXED, PURE, Dtypes
+from tests.one_device import micro_batches
 from weft.comm.comm import Comm
 from weft.core.precision import REPRESENTS, Dtype, dtype_faults
 from weft.errors import PlanError, WeftError
 from weft.layout.plan import Plan
 from weft.parallel.zero.grad_norm import squares_of
 from weft.parallel.zero.param_group import ParamGroup
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train import loss_scale
 from weft.train.loss_scale import FLOOR, GROW_EVERY, START, LossScale

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.matrix.layouts import CLIP, LR, Case, adamw, batches, build_case
 from tests.matrix.plain import HALF
+from tests.one_device import micro_batches
 from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.read import open_checkpoint
@@ -19,7 +20,6 @@ from weft.cli import main
 from weft.comm.comm import Comm
 from weft.core.axes import Box
 from weft.errors import EXIT_FAILED, NonFiniteError
-from weft.prove.layout import micro_batches
 from weft.testing import run_ranks
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS

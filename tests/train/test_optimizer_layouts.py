@@ -1,4 +1,4 @@
-"""Muon, Adafactor and Lion on every kind of layout equal torch's optimizers on one device; bytes of the exchange of matrices."""
+"""Muon, Adafactor and Lion on every kind of layout equal the plain rules on one device; bytes of the exchange of matrices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def every_pair() -> list[Any]:
 
 
 @pytest.mark.parametrize(("layout", "name"), every_pair())
-def test_layout_equals_torchs_optimizer_on_one_device(layout: str, name: str) -> None:
+def test_layout_updates_as_one_device_does(layout: str, name: str) -> None:
     check(LAYOUTS[layout], OPTIMS[name])
 
 

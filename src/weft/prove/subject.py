@@ -144,6 +144,7 @@ class Subject:
         samples: its data.
         steps: optimizer steps; the last one follows a checkpoint that is written and read back.
         first_unclipped: as of `Task`.
+        limits: of the training run of the layout.
     """
 
     run: Run
@@ -151,6 +152,7 @@ class Subject:
     samples: Samples
     steps: int
     first_unclipped: int | None = None
+    limits: SizeLimits = LIMITS
 
     @staticmethod
     def of(run: Run, *, steps: int, rows: Rows = "own") -> Subject:
@@ -322,7 +324,7 @@ class Subject:
             stop_requested=lambda: False,
             attempt=attempt,
             samples=self.samples,
-            limits=LIMITS,
+            limits=self.limits,
         )
 
     # texts of the report

@@ -27,7 +27,6 @@ pre { font: 12.5px/1.45 ui-monospace, monospace; background: #f6f8fa; padding: .
 .note { color: #57606a; font-size: 14px; } svg { max-width: 100%; height: auto; }
 summary { cursor: pointer; color: #0b57d0; } details { margin: .6em 0; }
 """
-NUMBER = "n"
 KEPT = ("params", "gradients", "optimizer", "buffers")
 MOST_CHARTS = 16
 """Roles besides the fullest one that get a chart."""

@@ -68,22 +68,6 @@ class FailureModel:
         return interval_s / self.expected_s(interval_s)
 
     @property
-    def young_s(self) -> float:
-        """Young's interval, sqrt(2 c M)."""
-        return math.sqrt(2 * self.checkpoint_s * self.mean_s)
-
-    @property
-    def daly_s(self) -> float:
-        """Daly's interval: equation 37 of his paper, which is within 0.2% of the best goodput."""
-        cost = self.checkpoint_s
-        mean = self.mean_s
-        if cost >= 2 * mean:
-            return mean
-        ratio = cost / (2 * mean)
-        correction = 1 + math.sqrt(ratio) / 3 + ratio / 9
-        return self.young_s * correction - cost
-
-    @property
     def best_s(self) -> float:
         """The interval of the largest goodput, by bisection of the equation in Note [Renewal]; 0
         if a checkpoint costs nothing.

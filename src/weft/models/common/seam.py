@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Protocol
 
 from torch import nn
 
 from weft.errors import Fault, PlanError
-
-
-class SeamModule(Protocol):
-    """A module with declared requirements: names of what an implementation in its place must
-    compute.
-    """
-
-    @property
-    def requirements(self) -> frozenset[str]: ...
 
 
 def check_replaceable(

@@ -85,16 +85,6 @@ class StepTime:
         return step_timeline(self.actions, self.phases, with_operations=True)
 
 
-def step_seconds(
-    roles: Sequence[RoleCosts],
-    speeds: Speeds,
-    *,
-    order: PipelineOrder | None = None,
-) -> float:
-    """The predicted seconds of a step of a measured run; see `step_time`."""
-    return step_time(roles, speeds, order=order).total_s
-
-
 def step_time(
     roles: Sequence[RoleCosts],
     speeds: Speeds,

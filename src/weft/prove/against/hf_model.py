@@ -21,7 +21,7 @@ from weft.config.hf.safetensors_files import list_some
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError, Fault
 from weft.prove.against.float64 import compute_in_float64
-from weft.prove.against.hf_weights import HFWeights, export
+from weft.prove.against.hf_weights import export
 
 OPTIONS = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
 SIDE_NAMES = {
@@ -176,11 +176,6 @@ def exported_model(
         folder = Path(parent) / "exported"
         export(folder, values, mapping=mapping, cfg=cfg, config=config)
         return loaded_model(folder, config, getattr(cfg, "mtp_depth", 0))
-
-
-def weights_of(hf: HFModel, mapping: HFMapping, cfg: ModelConfig) -> HFWeights:
-    """Where weft's parameters lie in a model."""
-    return HFWeights.of(mapping, cfg, hf.published)
 
 
 def _finished(model: Any, mtp_depth: int) -> HFModel:
