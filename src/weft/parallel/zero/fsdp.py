@@ -70,6 +70,7 @@ class FullyShardedDataParallel(SynchronizedModule):
     one, and the memory of this rank's entries. Any optimizer updates it, made before or after
     wrapping: one that updates each entry by itself (SGD, Adam and their like) communicates nothing;
     LARS and LAMB all-reduce norms; Muon and other optimizers of whole matrices gather what they read.
+    Attributes that the wrapper does not have are those of the module.
     Inside the forward of its block `module.weight` is the unsharded parameter; under `zero=3` it is NaN
     elsewhere. Several backwards a step add up, also under `no_sync()`, and gradients may be zeroed
     or discarded at any place. Frozen, unused and tied parameters and uneven shapes are allowed;
@@ -183,6 +184,16 @@ class FullyShardedDataParallel(SynchronizedModule):
         self._is_in_forward = False
         self._held: dict[str, HeldGradient] = {}
         self._note_shards()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper does not have is the module's: `net.config`, `net.layers`, as under FSDP2."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
 
     def _names_by_state_key(self) -> dict[str, str]:
         """Key of the module's state dict -> name of the parameter or buffer; tied parameters have
