@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weft.checkpoint.scripts import load, save
     from weft.comm.comm import Comm
     from weft.comm.transport import Work
     from weft.core.attention_mask import AttentionMask
@@ -71,8 +72,10 @@ _HOMES = {
     "clip_grad_norm_": "weft.parallel.autograd.shard_gradient",
     "init": "weft.run.init",
     "layouts": "weft.pytest_plugin",
+    "load": "weft.checkpoint.scripts",
     "parallelize": "weft.parallel.scripts.parallelize",
     "ring_attention": "weft.parallel.context.ring",
+    "save": "weft.checkpoint.scripts",
     "steps": "weft.python_api",
 }
 
@@ -107,9 +110,11 @@ __all__ = [
     "clip_grad_norm_",
     "init",
     "layouts",
+    "load",
     "parallelize",
     "prove",
     "ring_attention",
+    "save",
     "steps",
     "train",
 ]

@@ -229,7 +229,9 @@ def accumulation_by_attribute(script: Script) -> None:
                 net.set_requires_gradient_sync(micro == 2)
             script.loss(step + 10 * micro).backward()
             if script.comm is not None:
-                assert bool(net._unsynchronized) == (micro < 2), "reduced by the last backward alone"
+                assert bool(net._unsynchronized) == (micro < 2), (
+                    "reduced by the last backward alone"
+                )
         optimizer.step()
 
 
