@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from weft.parallel.pipeline.module import PipelineParallel
     from weft.parallel.scripts.parallelize import parallelize
     from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+    from weft.parallel.tensor.sequence import SequenceParallel
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
     from weft.parallel.zero.fsdp import FullyShardedDataParallel
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -62,6 +63,7 @@ _HOMES = {
     "RegionOutput": "weft.models.common.layers",
     "Result": "weft.python_api",
     "RowParallelLinear": "weft.parallel.tensor.linear",
+    "SequenceParallel": "weft.parallel.tensor.sequence",
     "ShardedOptimizer": "weft.parallel.zero.sharded_optimizer",
     "Stacked": "weft.core.shard",
     "Step": "weft.python_api",
@@ -100,6 +102,7 @@ __all__ = [
     "RegionOutput",
     "Result",
     "RowParallelLinear",
+    "SequenceParallel",
     "ShardedOptimizer",
     "Stacked",
     "Step",
