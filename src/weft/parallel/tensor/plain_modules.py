@@ -119,13 +119,16 @@ def _dims(name: str, param: Tensor, table: AxisTable) -> tuple[DimAxis, ...]:
     if not any(fnmatchcase(name, pattern) for pattern in table):
         return ()
     dims = logical_axes(name, table)
+    fix = "split stacked projections into linears, or use weft.parallelize with a plan"
+    if len(dims) != param.dim():
+        fix = "a pattern that names weights alone: a bias follows its weight"
     if len(dims) != param.dim() or any(isinstance(dim, Stacked) for dim in dims):
         fault = Fault(
             f"axes: {name}",
             "needs one name, or None, for each dim",
             got=str(list(dims)),
             need=f"{param.dim()} dims",
-            fix="split stacked projections into linears, or use weft.parallelize with a plan",
+            fix=fix,
         )
         raise PlanError(fault)
     return dims
