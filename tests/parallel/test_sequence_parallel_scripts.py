@@ -221,6 +221,8 @@ def test_what_would_train_with_other_gradients_is_one_line() -> None:
             PlanError, match=r"layers\.1\.norm1\.\w+ has another gradient on each rank"
         ):
             loss_of(net, tokens_of(0)).backward()
+        with pytest.raises(PlanError, match="names weights alone: a bias follows its weight"):
+            weft.parallelize(Net(), comm, {"layers.*.up.*": ("ffn", None)})
         with pytest.raises(
             PlanError, match=r"output\.weight: is whole, and shared with a layer that is"
         ):
