@@ -85,16 +85,24 @@ def shard_sequence(module: nn.Module, how: SequenceParallel, comm: Comm, axis: A
         if how.works_on_parts(path):
             _set_region(layer, how, is_in_region=how.is_in_region(path))
     for path in _matching(modules, how.split or ()):
-        modules[path].register_forward_pre_hook(_Split(comm, axis, how.dim), with_kwargs=True)
+        modules[path].register_forward_pre_hook(
+            _SplitSequence(comm, axis, how.dim), with_kwargs=True
+        )
     for path in _matching(modules, how.regions):
-        modules[path].register_forward_pre_hook(_Gather(comm, axis, how.dim), with_kwargs=True)
+        modules[path].register_forward_pre_hook(
+            _GatherSequence(comm, axis, how.dim), with_kwargs=True
+        )
     for path in _matching(modules, how.joined):
-        modules[path].register_forward_hook(_Join(comm, axis, how.dim))
+        modules[path].register_forward_hook(_JoinSequence(comm, axis, how.dim))
     for path, layer in modules.items():
         whole = [key for key, p in layer._parameters.items() if p is not None and not holders_of(p)]
         if whole:
             names = tuple(f"{path}.{key}".lstrip(".") for key in whole)
-            use = _Sum(comm, axis) if how.works_on_parts(path) else _Same(comm, axis, names)
+            use = (
+                _SumGradient(comm, axis)
+                if how.works_on_parts(path)
+                else _SameGradient(comm, axis, names)
+            )
             layer.forward = _ForwardWith(layer.forward, layer, tuple(whole), use)
 
 
@@ -168,7 +176,7 @@ class _Boundary:
         raise PlanError(fault)
 
 
-class _Split(_Boundary):
+class _SplitSequence(_Boundary):
     def change(self, x: Tensor) -> Tensor:
         degree = self.comm.degree(self.axis)
         if x.shape[self.dim] % degree:
@@ -183,19 +191,19 @@ class _Split(_Boundary):
         return ops.scatter_to_region(x, self.comm, self.axis, self.dim)
 
 
-class _Gather(_Boundary):
+class _GatherSequence(_Boundary):
     def change(self, x: Tensor) -> Tensor:
         return ops.all_gather(x, self.comm, self.axis, self.dim)
 
 
-class _Join(_Boundary):
+class _JoinSequence(_Boundary):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """As a hook after a forward."""
         return ops.gather_from_region(output, self.comm, self.axis, self.dim)
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _SumGradient:
     """A whole parameter's use on parts of the sequence: its gradient is summed over the ranks."""
 
     comm: Comm
@@ -206,7 +214,7 @@ class _Sum:
 
 
 @dataclass
-class _Same:
+class _SameGradient:
     """A whole parameter's use on the whole sequence: its first gradient is compared over the ranks."""
 
     comm: Comm
