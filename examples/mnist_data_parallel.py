@@ -20,7 +20,9 @@ loss
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import torch
@@ -75,6 +77,7 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 def main() -> None:
     images, labels = load(sys.argv[1:])  # once, before the ranks start: they share this memory
+    folder = tempfile.mkdtemp()
     comm = weft.init(f"dp{RANKS}", device="cpu")
     me = comm.index("dp")
     torch.manual_seed(0)
@@ -94,7 +97,18 @@ def main() -> None:
             f"DistributedDataParallel: {name}", on_ranks.get_parameter(name), param, allowed=ALLOWED
         )
 
+    weft.save(f"{folder}/trained", ddp)
+    loaded = copy.deepcopy(alone)
+    weft.load(f"{folder}/trained", loaded, comm=comm)
+    for name, param in ddp.module.named_parameters():
+        same(f"loaded: {name}", loaded.get_parameter(name), param, allowed=0)
+    say(
+        comm,
+        f"saved by {RANKS} ranks, loaded into a plain module: {accuracy(loaded, *unknown):.3f}",
+    )
+
     if comm.rank == 0:  # one process alone
+        shutil.rmtree(folder)
         dp = weft.DataParallel(on_devices, DEVICES)
         train(dp, batches(*known))
         say(

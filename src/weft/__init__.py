@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from weft.checkpoint.scripts import load, save
     from weft.comm.comm import Comm
     from weft.comm.transport import Work
     from weft.core.attention_mask import AttentionMask
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from weft.parallel.pipeline.module import PipelineParallel
     from weft.parallel.scripts.parallelize import parallelize
     from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+    from weft.parallel.tensor.sequence import SequenceParallel
     from weft.parallel.tensor.vocab import VocabParallelEmbedding
     from weft.parallel.zero.fsdp import FullyShardedDataParallel
     from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
@@ -61,6 +63,7 @@ _HOMES = {
     "RegionOutput": "weft.models.common.layers",
     "Result": "weft.python_api",
     "RowParallelLinear": "weft.parallel.tensor.linear",
+    "SequenceParallel": "weft.parallel.tensor.sequence",
     "ShardedOptimizer": "weft.parallel.zero.sharded_optimizer",
     "Stacked": "weft.core.shard",
     "Step": "weft.python_api",
@@ -71,8 +74,10 @@ _HOMES = {
     "clip_grad_norm_": "weft.parallel.autograd.shard_gradient",
     "init": "weft.run.init",
     "layouts": "weft.pytest_plugin",
+    "load": "weft.checkpoint.scripts",
     "parallelize": "weft.parallel.scripts.parallelize",
     "ring_attention": "weft.parallel.context.ring",
+    "save": "weft.checkpoint.scripts",
     "steps": "weft.python_api",
 }
 
@@ -97,6 +102,7 @@ __all__ = [
     "RegionOutput",
     "Result",
     "RowParallelLinear",
+    "SequenceParallel",
     "ShardedOptimizer",
     "Stacked",
     "Step",
@@ -107,9 +113,11 @@ __all__ = [
     "clip_grad_norm_",
     "init",
     "layouts",
+    "load",
     "parallelize",
     "prove",
     "ring_attention",
+    "save",
     "steps",
     "train",
 ]

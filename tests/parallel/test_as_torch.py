@@ -33,6 +33,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_outputs = 4
         self.first = nn.Linear(3, 5, dtype=torch.float64)
         self.norm = nn.LayerNorm(5, dtype=torch.float64)
         self.second = nn.Linear(5, 4, dtype=torch.float64)
@@ -41,6 +42,10 @@ class Net(nn.Module):
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.rand(param.shape, generator=generator, dtype=torch.float64) - 0.3)
+
+    def predict(self, batch: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            return self(batch)["y"]
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         hidden = torch.tanh(self.norm(self.first(batch["x"])))
@@ -209,6 +214,38 @@ def accumulation(script: Script) -> None:
                 script.loss(step + 10 * micro).backward()
         script.loss(step + 20).backward()
         optimizer.step()
+
+
+def accumulation_by_attribute(script: Script) -> None:
+    """As nanoGPT has it: DDP's attribute says which backwards reduce, FSDP2's method in the last step."""
+    net = script.wrapped()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        for micro in range(3):
+            if script.comm is not None and step < 2:
+                net.require_backward_grad_sync = micro == 2
+            elif script.comm is not None:
+                net.set_requires_gradient_sync(micro == 2)
+            script.loss(step + 10 * micro).backward()
+            if script.comm is not None:
+                assert bool(net._unsynchronized) == (micro < 2), (
+                    "reduced by the last backward alone"
+                )
+        optimizer.step()
+
+
+def attributes_of_the_module(script: Script) -> None:
+    """A model's config, layers and methods, by the wrapped module as under FSDP2, by `.module` under DDP's."""
+    net = script.wrapped()
+    model = net.module if isinstance(net, DistributedDataParallel) else net
+    model.second.bias.requires_grad_(model.num_outputs != 4)
+    script.train(torch.optim.SGD(net.parameters(), lr=0.5))
+    with torch.no_grad():
+        expected = net(script.batch(9))["y"]
+    torch.testing.assert_close(model.predict(script.batch(9)), expected, rtol=0, atol=0)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = net.no_such_name
 
 
 def discarding_what_was_accumulated(script: Script) -> None:
@@ -491,6 +528,8 @@ ACTIONS: list[Action] = [
     clipping,
     several_backwards,
     accumulation,
+    accumulation_by_attribute,
+    attributes_of_the_module,
     discarding,
     discarding_what_was_accumulated,
     optimizer_before_wrapping,

@@ -6,10 +6,13 @@ import os
 import subprocess
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import weft
 from tests.programs import programs
 from weft.errors import LaunchError
+from weft.testing import run_ranks
 
 SCRIPT = """
 import sys, tempfile, torch, weft
@@ -123,3 +126,23 @@ def test_after_an_operation_with_several_threads_the_start_is_an_error_and_no_ha
 def test_ranks_of_a_process_that_has_computed_nothing_use_several_threads():
     done = programs().run(AFTER_THREADS, environ=ENV)
     assert (done.returncode, done.stdout) == (0, "2.0\n2.0\n")
+
+
+def test_a_world_that_the_script_has_initialised_is_used(tmp_path):
+    """Without variables of torchrun a fork would have made a second world; with them, but without its
+    agent, rank 0 could not have listened on the port again.
+    """
+
+    def rank(comm):
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=2)
+        own = weft.init("tp2", device="cpu")
+        total = own.all_reduce(torch.ones(1), "tp").item()
+        with pytest.raises(LaunchError, match=r"mesh: differs from the world size \(got 2 ranks"):
+            weft.init("tp3", device="cpu")
+        dist.destroy_process_group()
+        return os.getpid(), own.rank, total
+
+    (first, *of_first), (second, *of_second) = run_ranks("dp2", rank, transport="processes")
+    assert first != second
+    assert (of_first, of_second) == ([0, 2.0], [1, 2.0])

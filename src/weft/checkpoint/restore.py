@@ -68,7 +68,7 @@ def restore(state: TrainState, checkpoint: OpenCheckpoint) -> None:
     raise_on_all_ranks(comm, lambda: _check_dtypes(state, manifest))
     _check_unexpected_names(state, manifest)
     found = _FoundSections(checkpoint, sections)
-    raise_on_all_ranks(comm, lambda: _load(found.of(param_states(state)), found.section))
+    raise_on_all_ranks(comm, lambda: load_entries(found.of(param_states(state)), found.section))
     check_digests(found.of(param_states(state)), manifest, comm)
     state.grads.after_optimizer_step()
 
@@ -113,7 +113,7 @@ def load_parameters(state: TrainState, source: Source) -> None:
         CheckpointError: as `restore`, but `source` may hold more tensors than are needed.
     """
     params = param_values(state.model, state.grads)
-    raise_on_all_ranks(state.model.comm, lambda: _load(params, lambda _: source))
+    raise_on_all_ranks(state.model.comm, lambda: load_entries(params, lambda _: source))
     if state.local_updates is not None:
         state.local_updates.reset()
     state.grads.after_optimizer_step()
@@ -139,11 +139,12 @@ def load_model(model: ParallelModel, source: Source) -> None:
     Raises:
         CheckpointError: as `load_parameters`.
     """
-    raise_on_all_ranks(model.comm, lambda: _load(param_values(model), lambda _: source))
+    raise_on_all_ranks(model.comm, lambda: load_entries(param_values(model), lambda _: source))
 
 
 @torch.no_grad()
-def _load(params: Iterable[ParamState], section: Callable[[str], Source]) -> None:
+def load_entries(params: Iterable[ParamState], section: Callable[[str], Source]) -> None:
+    """Read the entries of these tensors on this rank, section by section."""
     opened: dict[str, _OpenSection] = {}
 
     def opened_section(name: str) -> _OpenSection:
@@ -315,7 +316,7 @@ def open_newest_valid(
         if found.path is None:
             return None, ()
         try:
-            return _open_verified(found.path, comm, root=root), tuple(faults)
+            return open_verified(found.path, comm, root=root), tuple(faults)
         except CheckpointError as error:
             faults += error.faults
             below = _step_on_rank(root, found.path, comm)
@@ -388,8 +389,13 @@ def _find_on_rank(
     )
 
 
-def _open_verified(path: Path, comm: Comm, *, root: int) -> Checkpoint:
-    """The checkpoint, of which each rank has verified its share of all bytes."""
+def open_verified(path: Path, comm: Comm, *, root: int) -> Checkpoint:
+    """The checkpoint that rank `root` has, of which each rank has verified its share of all bytes; every
+    rank must call it.
+
+    Raises:
+        CheckpointError: on all ranks, if it is missing or damaged.
+    """
     opened: list[Checkpoint] = []
     distribute(comm, path, root=root)
 

@@ -20,7 +20,7 @@ the sites have of their own, and the state of the outer optimizer, are further s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -238,8 +238,13 @@ def digests_of(state: TrainState) -> dict[str, Tensor]:
     """Stored name -> digest of what this rank holds of it, as one whole number on its device; over
     all ranks they add up to the digest of the tensor.
     """
+    return digests_of_states(param_states(state))
+
+
+def digests_of_states(states: Iterable[ParamState]) -> dict[str, Tensor]:
+    """The same of the entries of these parameters."""
     found: dict[str, Tensor] = {}
-    for local in param_states(state):
+    for local in states:
         for part in local.digests():
             before = found.get(part.name)
             found[part.name] = part.digest if before is None else before + part.digest

@@ -7,8 +7,12 @@ import torch
 from weft.comm.comm import Comm
 from weft.comm.device_groups import policy_of
 from weft.comm.planned_groups import planned_groups
-from weft.comm.process_groups import ProcessTransport
+from weft.comm.process_groups import ProcessTransport, script_world
+from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Axis, Mesh, axis_names
+
+DP = "dp"
+"""The axis of a world without a mesh."""
 
 
 def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Comm:
@@ -29,3 +33,12 @@ def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Com
     if policy_of(device.type).connects_at_start:
         transport.connect_groups(planned_groups(mesh, transport.rank))
     return Comm(mesh, transport.rank, transport)
+
+
+def script_comm() -> Comm:
+    """Over the world that the script initialised torch.distributed with, for tensors on the CPU; without
+    one, of this process alone.
+    """
+    if script_world() is None:
+        return Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))
+    return comm_or_world(None, axis=DP, device=torch.device("cpu"))

@@ -47,6 +47,17 @@ _REDUCE_OPS: dict[Reduce, Any] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+SCRIPT_WORLD = "torch.distributed"
+"""Rendezvous: the world that the script has initialised torch.distributed with."""
+
+
+def script_world() -> tuple[int, int] | None:
+    """Rank and size of the world that the script has initialised torch.distributed with; None if it has
+    not.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.get_rank(), dist.get_world_size()
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,8 @@ class ProcessTransport:
 
     Args:
         rendezvous: a torch Store that all ranks share, or where to find one: "env://" (the
-            variables that torchrun sets), "tcp://host:port" (rank 0 listens there) or
-            "file:///path" (a file that does not exist yet).
+            variables that torchrun sets), "tcp://host:port" (rank 0 listens there),
+            "file:///path" (a file that does not exist yet) or SCRIPT_WORLD.
         device: where this rank computes. Tensors on the CPU travel over gloo, tensors on a CUDA
             device over NCCL.
         timeout_s: how long a rank waits for the others.
@@ -106,6 +117,8 @@ class ProcessTransport:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices(address)
+        if rendezvous == SCRIPT_WORLD:
+            rendezvous = dist.distributed_c10d._get_default_store()
         shared_store = find_store(rendezvous, rank, size, timeout_s=timeout_s, listener=listener)
         is_private = not isinstance(rendezvous, str) or rendezvous.startswith("file:")
         if nonce or is_private:
@@ -143,14 +156,13 @@ class ProcessTransport:
         Raises:
             LaunchError: torch.distributed is not initialised.
         """
-        if not dist.is_available() or not dist.is_initialized():
+        found = script_world()
+        if found is None:
             what = "no other ranks are known: torch.distributed is not initialised"
             fix = "pass comm=weft.init(...), or call torch.distributed.init_process_group first"
             raise LaunchError(Fault("comm", what, got="None", fix=fix))
-        store = dist.distributed_c10d._get_default_store()
-        return ProcessTransport(
-            dist.get_rank(), dist.get_world_size(), store, device=device, timeout_s=timeout_s
-        )
+        rank, size = found
+        return ProcessTransport(rank, size, SCRIPT_WORLD, device=device, timeout_s=timeout_s)
 
     @property
     def store(self) -> Store:

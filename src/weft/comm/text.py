@@ -63,9 +63,12 @@ def _largest(rows: Tensor) -> Tensor:
     return rows.amax(0)
 
 
-def raise_on_all_ranks(comm: Comm, action: Callable[[], None]) -> None:
+def raise_on_all_ranks(comm: Comm, action: Callable[[], None], *, key: str = "resume") -> None:
     """Call `action` on every rank; where it raises a CheckpointError on one rank, raise one on all
     ranks.
+
+    Args:
+        key: what failed, in the report.
 
     Raises:
         CheckpointError: this rank's own error, or a report of the error of the lowest failing rank.
@@ -82,5 +85,5 @@ def raise_on_all_ranks(comm: Comm, action: Callable[[], None]) -> None:
     for rank, text in enumerate(texts):
         if text:
             place = comm.mesh.coord_text(rank)
-            fault = Fault("resume", f"rank {rank} ({place}) failed: {text}")
+            fault = Fault(key, f"rank {rank} ({place}) failed: {text}")
             raise CheckpointError(fault)

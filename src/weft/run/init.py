@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from weft.comm.comm import Comm
+from weft.comm.process_groups import SCRIPT_WORLD, script_world
 from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, RankError
 from weft.run.devices import DeviceChoice, choose_device, devices_of_local_ranks
@@ -38,8 +39,8 @@ def init(
     port: int | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Comm:
-    """Become a rank of `mesh`: join the world that torchrun or Slurm has started, else create one
-    on this machine.
+    """Become a rank of `mesh`: of the world that the script has initialised torch.distributed with, else
+    of that which torchrun or Slurm has started, else of one that is created on this machine.
 
     A world is created by forking this process: every rank continues from here with a Comm of its
     own. The process that the user started waits for the ranks, prints the first error, and exits.
@@ -57,13 +58,31 @@ def init(
             GPUs, or this process cannot be forked any more.
     """
     shape = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    world = detect(os.environ) or _create_world(shape, device, port)
+    started = detect(os.environ)
+    world = _script_world(started) or started or _create_world(shape, device, port)
     chosen = choose_device(device, world)
     stack = ExitStack()
     atexit.register(stack.close)
     comm = stack.enter_context(open_comm(world, shape, chosen, timeout_s=timeout_s))
     prepare_rank(world.local_size)
     return comm
+
+
+def _script_world(started: World | None) -> World | None:
+    """The world of torch.distributed, if the script has initialised it; its store is used, since a second
+    one cannot listen on the same port.
+
+    Args:
+        started: by torchrun or Slurm, which know the local rank; without them all ranks are on this
+            machine.
+    """
+    found = script_world()
+    if found is None:
+        return None
+    rank, size = found
+    if started is not None:
+        return replace(started, rank=rank, size=size, rendezvous=SCRIPT_WORLD)
+    return World(rank, size, local_rank=rank, local_size=size, rendezvous=SCRIPT_WORLD)
 
 
 def _create_world(mesh: Mesh, device: DeviceChoice, port: int | None) -> World:

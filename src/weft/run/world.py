@@ -34,8 +34,8 @@ class ThreadRendezvous:
 
 
 Rendezvous = str | ThreadRendezvous
-"""`env://` (torchrun's variables), `tcp://host:port`, `file:///path`, or the memory of this
-process.
+"""`env://` (torchrun's variables), `tcp://host:port`, `file:///path`, the world of torch.distributed
+(`SCRIPT_WORLD` of process_groups.py), or the memory of this process.
 """
 
 

@@ -17,7 +17,7 @@ from weft_selftest.mutants.changes import named_argument
 from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
 
 DP = MutantLayout("dp2")
-LOAD = "weft.checkpoint.restore:_load"
+LOAD = "weft.checkpoint.restore:load_entries"
 WRITE = "weft.checkpoint.state:ParamState.write_items"
 FIRST, SECOND = "optim/exp_avg", "optim/exp_avg_sq"
 PARAMETERS = ("embed", "layer*", "head")

@@ -29,10 +29,14 @@ FINITE_CHECK = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class Holders(NamedTuple):
-    """The ranks that hold the entries of a parameter: those along `axes`."""
+    """The ranks that hold the entries of a parameter: those along `axes`, each a `span` of dim `dim`, which
+    has `length` entries in the whole parameter.
+    """
 
     comm: Comm
     axes: tuple[str, ...]
+    dim: int
+    length: int
 
 
 class ShardGradient(Tensor):
@@ -111,8 +115,9 @@ def _agree_on_finite(gradients: Iterable[Tensor], *, found: Tensor) -> None:
         _holders_of(each, "torch.amp.GradScaler checks this rank's part alone")
         for each in gradients
     ]
-    for holders in dict.fromkeys(each for each in held if each is not None):
-        holders.comm.all_reduce_(found, holders.axes, op="max")
+    groups = dict.fromkeys((each.comm, each.axes) for each in held if each is not None)
+    for comm, axes in groups:
+        comm.all_reduce_(found, axes, op="max")
 
 
 def _holders_of(gradient: Tensor, what: str) -> Holders | None:
@@ -134,28 +139,28 @@ def _holders_of(gradient: Tensor, what: str) -> Holders | None:
     return gradient.holders
 
 
-def mark_sharded(param: nn.Parameter, comm: Comm, axis: Axis) -> None:
-    """Note that other ranks along `axis` hold other entries of a parameter, and have norms of its
-    gradients be taken over them.
+def mark_sharded(param: nn.Parameter, holders: Holders) -> None:
+    """Note that other ranks hold other entries of a parameter, and have norms of its gradients be taken
+    over them.
     """
-    setattr(param, HOLDERS, Holders(comm, axis_names(axis)))
+    setattr(param, HOLDERS, holders)
     param.register_post_accumulate_grad_hook(mark_gradient)
 
 
 class MarkedLayer(nn.Module):
     """A layer of whose parameters other ranks hold other entries; those of its deep copies are marked, too."""
 
-    _marked: tuple[Sequence[str], Comm, Axis] | None = None
+    _marked: tuple[Sequence[str], Holders] | None = None
 
-    def mark(self, names: Sequence[str], comm: Comm, axis: Axis) -> None:
+    def mark(self, names: Sequence[str], holders: Holders) -> None:
         """Mark its parameters of these names; see `mark_sharded`."""
-        if comm.degree(axis) == 1:
+        if holders.comm.degree(holders.axes) == 1:
             return
-        self._marked = (names, comm, axis)
+        self._marked = (names, holders)
         for name in names:
             param = getattr(self, name)
             if param is not None:
-                mark_sharded(param, comm, axis)
+                mark_sharded(param, holders)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -163,16 +168,22 @@ class MarkedLayer(nn.Module):
             self.mark(*self._marked)
 
 
+def holders_of(param: Tensor) -> Holders | None:
+    """What `mark_sharded` has noted of a parameter; None of others."""
+    found: Holders | None = getattr(param, HOLDERS, None)
+    return found
+
+
 def mark_gradient(param: Tensor) -> None:
     """Make the gradient of a sharded parameter a `ShardGradient`, of the same memory."""
-    holders: Holders | None = getattr(param, HOLDERS, None)
+    holders = holders_of(param)
     if param.grad is not None and holders is not None:
         param.grad = part_of(param.grad, holders)
 
 
 def shard_axes_of(param: Tensor) -> tuple[str, ...]:
     """The axes of `mark_sharded`; none for others."""
-    holders: Holders | None = getattr(param, HOLDERS, None)
+    holders = holders_of(param)
     return () if holders is None else holders.axes
 
 

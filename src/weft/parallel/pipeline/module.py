@@ -241,7 +241,7 @@ class PipelineParallel(nn.Module):
 
         A loss that is a module has its entries under `loss.`.
         """
-        own = self._own_state()
+        own = self.local_tensors()
         rank_of = self._ranks_of_blocks()
         state: dict[str, Tensor] = {}
         for entry in self._state_entries:
@@ -260,11 +260,11 @@ class PipelineParallel(nn.Module):
             DataError: keys are missing or unknown.
         """
         check_state_keys(state, [entry.key for entry in self._state_entries])
-        for key, tensor in self._own_state().items():
+        for key, tensor in self.local_tensors().items():
             tensor.copy_(state[key])
 
-    def _own_state(self) -> dict[str, Tensor]:
-        """Tensors of this rank's blocks, by key of `full_state_dict`."""
+    def local_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers of this rank's blocks, by key of `full_state_dict`."""
         found: dict[str, Tensor] = {}
         for name, block in self.model.blocks.items():
             module = block.loss if isinstance(block, _LossBlock) else block.module

@@ -15,10 +15,20 @@ from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.model.parallelize import parallelize as parallelize_chain
 from weft.parallel.tensor.plain_modules import shard_modules
+from weft.parallel.tensor.sequence import SequenceParallel
 
 
 @overload
-def parallelize(model: nn.Module, plan: Comm, comm: AxisTable, /) -> nn.Module: ...
+def parallelize(
+    model: nn.Module,
+    plan: Comm,
+    comm: AxisTable,
+    /,
+    *,
+    axis: Axis = ...,
+    gathered: Sequence[str] = ...,
+    sequence: SequenceParallel | None = ...,
+) -> nn.Module: ...
 
 
 @overload
@@ -30,6 +40,7 @@ def parallelize(
     axes: AxisTable,
     axis: Axis = ...,
     gathered: Sequence[str] = ...,
+    sequence: SequenceParallel | None = ...,
 ) -> nn.Module: ...
 
 
@@ -65,8 +76,9 @@ def parallelize(
     A name of dim 0 of a linear's weight shards its outputs (`ColumnParallelLinear`), of dim 1 its
     inputs (`RowParallelLinear`, whose outputs are summed), of dim 0 of an embedding its rows. What
     lies between works on this rank's part of the features: attention on its heads. Parameters that no
-    pattern matches stay whole. The options are `axis`, the mesh axis ("tp"), and `gathered`, paths of
-    linears whose outputs are gathered.
+    pattern matches stay whole; tied ones stay tied. The options are `axis`, the mesh axis ("tp"),
+    `gathered`, paths of linears whose outputs are gathered, and `sequence`, a `SequenceParallel`: which
+    modules work on parts of the sequence.
 
     `parallelize(blocks, plan, comm)` is what `weft train` does, for every dimension. `blocks` is an
     ordered mapping of block name -> plain module, the last of which yields the summed loss; it is

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from weft.comm import ops
 from weft.comm.comm import Comm
 from weft.core.axes import span, span_sizes
-from weft.core.mesh import Axis
+from weft.core.mesh import Axis, axis_names
 from weft.models.common.lora import plus_adapter, take_adapter
-from weft.parallel.autograd.shard_gradient import MarkedLayer
+from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
 from weft.parallel.tensor.autocast import autocast
 from weft.parallel.tensor.region import DeferredWeight, Region, SharedEntries, linear
 from weft.parallel.tp import AXIS
@@ -65,7 +65,7 @@ class ColumnParallelLinear(MarkedLayer):
         self.deferred: DeferredWeight | None = None
         take_adapter(self)
         _reset(self)
-        self.mark(("weight", "bias"), comm, axis)
+        self.mark(("weight", "bias"), Holders(comm, axis_names(axis), 0, out_features))
 
     @classmethod
     def from_linear(
@@ -165,7 +165,7 @@ class RowParallelLinear(MarkedLayer):
         self.region = Region(comm, axis, sequence_parallel)
         take_adapter(self)
         _reset(self)
-        self.mark(("weight",), comm, axis)
+        self.mark(("weight",), Holders(comm, axis_names(axis), 1, in_features))
         if degree > 1 and self.bias is not None and not self.bias.is_meta:
             comm.broadcast_(self.bias.data, axis, root=0)
 

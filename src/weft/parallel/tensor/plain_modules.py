@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -14,8 +14,10 @@ from weft.core.mesh import Axis
 from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked
 from weft.errors import Fault, PlanError
+from weft.parallel.autograd.shard_gradient import holders_of
 from weft.parallel.model.chain import replace_module
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from weft.parallel.tensor.sequence import SequenceParallel, shard_sequence
 from weft.parallel.tensor.vocab import VocabParallelEmbedding
 from weft.parallel.tp import AXIS
 
@@ -29,13 +31,16 @@ def shard_modules(
     *,
     axis: Axis = AXIS,
     gathered: Sequence[str] = (),
+    sequence: SequenceParallel | None = None,
 ) -> nn.Module:
     """The module with its layers sharded over `axis`; see `weft.parallelize`."""
     if comm.degree(axis) == 1:
         return module
     found = _layers(module, axes)
+    ties: dict[int, nn.Parameter] = {}
     for path, layer, dims in found:
         sharded = _sharded(path, layer, dims, comm=comm, axis=axis, is_gathered=path in gathered)
+        _keep_ties(path, layer, sharded, ties)
         module = replace_module(module, layer, sharded)
     unknown = set(gathered) - {path for path, _, _ in found}
     if unknown:
@@ -46,7 +51,44 @@ def shard_modules(
             fix="the path of a linear whose weight is (name, None) in axes",
         )
         raise PlanError(fault)
+    _check_tied(module, ties)
+    if sequence is not None:
+        shard_sequence(module, sequence, comm, axis)
     return module
+
+
+def _keep_ties(
+    path: str, layer: nn.Module, sharded: nn.Module, ties: dict[int, nn.Parameter]
+) -> None:
+    """Have layers that share a parameter share their part of it.
+
+    Args:
+        ties: id of a whole parameter -> this rank's part.
+    """
+    for key, part in sharded.named_parameters(recurse=False):
+        first = ties.setdefault(id(layer.get_parameter(key)), part)
+        if first.shape != part.shape or holders_of(first) != holders_of(part):
+            fault = Fault(
+                f"axes: {path}.{key}",
+                "is shared with a layer that is sharded along another dim",
+                got=str(list(part.shape)),
+                need=str(list(first.shape)),
+                fix="the same axes for both",
+            )
+            raise PlanError(fault)
+        sharded.register_parameter(key, first)
+
+
+def _check_tied(module: nn.Module, ties: Collection[int]) -> None:
+    """Reject a layer that is whole, and shares a parameter with one that has become sharded."""
+    for name, param in module.named_parameters():
+        if id(param) in ties:
+            fault = Fault(
+                f"axes: {name}",
+                "is whole, and shared with a layer that is sharded",
+                fix="the same axes for both",
+            )
+            raise PlanError(fault)
 
 
 def _layers(
@@ -77,13 +119,16 @@ def _dims(name: str, param: Tensor, table: AxisTable) -> tuple[DimAxis, ...]:
     if not any(fnmatchcase(name, pattern) for pattern in table):
         return ()
     dims = logical_axes(name, table)
+    fix = "split stacked projections into linears, or use weft.parallelize with a plan"
+    if len(dims) != param.dim():
+        fix = "a pattern that names weights alone: a bias follows its weight"
     if len(dims) != param.dim() or any(isinstance(dim, Stacked) for dim in dims):
         fault = Fault(
             f"axes: {name}",
             "needs one name, or None, for each dim",
             got=str(list(dims)),
             need=f"{param.dim()} dims",
-            fix="split stacked projections into linears, or use weft.parallelize with a plan",
+            fix=fix,
         )
         raise PlanError(fault)
     return dims

@@ -68,12 +68,13 @@ class DeferredWeight:
 @dataclass(frozen=True)
 class Region:
     """A tensor-parallel region: its axis, and whether activations outside are sharded along the
-    sequence.
+    sequence, which is dim `dim`.
     """
 
     comm: Comm
     axis: Axis
     sequence_parallel: bool
+    dim: int = SEQ_DIM
 
     def enter(
         self,
@@ -105,7 +106,7 @@ class Region:
             y,
             self.comm,
             self.axis,
-            dim=SEQ_DIM,
+            dim=self.dim,
         )
 
 
@@ -220,7 +221,7 @@ class _Enter(torch.autograd.Function):
         ctx.region = region
         ctx.shape = x.shape
         if region.sequence_parallel:
-            return region.comm.all_gather(x, region.axis, dim=SEQ_DIM)
+            return region.comm.all_gather(x, region.axis, dim=region.dim)
         return x.view_as(x)
 
     @staticmethod
@@ -233,7 +234,7 @@ class _Enter(torch.autograd.Function):
             work = comm.start_reduce_scatter(
                 dx,
                 region.axis,
-                dim=SEQ_DIM,
+                dim=region.dim,
             )
         else:
             work = comm.start_all_reduce(dx, region.axis)

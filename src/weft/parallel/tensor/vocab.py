@@ -16,12 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from weft.comm.comm import Comm
 from weft.core.axes import span
-from weft.core.mesh import Axis
+from weft.core.mesh import Axis, axis_names
 from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.layers import Loss
 from weft.models.common.preference import REQUIREMENT, PreferenceLoss
 from weft.models.common.seam import check_replaceable
-from weft.parallel.autograd.shard_gradient import MarkedLayer
+from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
 from weft.parallel.tensor.region import Region
 from weft.parallel.tp import AXIS
 
@@ -60,7 +60,7 @@ class VocabParallelEmbedding(MarkedLayer):
         )
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
-        self.mark(("weight",), comm, axis)
+        self.mark(("weight",), Holders(comm, axis_names(axis), 0, num_embeddings))
 
     @classmethod
     def from_embedding(

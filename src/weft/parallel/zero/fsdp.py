@@ -70,6 +70,7 @@ class FullyShardedDataParallel(SynchronizedModule):
     one, and the memory of this rank's entries. Any optimizer updates it, made before or after
     wrapping: one that updates each entry by itself (SGD, Adam and their like) communicates nothing;
     LARS and LAMB all-reduce norms; Muon and other optimizers of whole matrices gather what they read.
+    Attributes that the wrapper does not have are those of the module.
     Inside the forward of its block `module.weight` is the unsharded parameter; under `zero=3` it is NaN
     elsewhere. Several backwards a step add up, also under `no_sync()`, and gradients may be zeroed
     or discarded at any place. Frozen, unused and tied parameters and uneven shapes are allowed;
@@ -169,7 +170,7 @@ class FullyShardedDataParallel(SynchronizedModule):
             hook = block.register_forward_pre_hook(self._cast_block_inputs, with_kwargs=True)
             self._hooks.append(hook)
         for block in chain:
-            self._hooks.append(block.register_forward_pre_hook(self._check_is_fresh))
+            self._hooks.append(block.register_forward_pre_hook(self._refresh))
         self._shard_of = make_shards(
             self._groups,
             ShardGroup(comm, how.axis),
@@ -182,7 +183,18 @@ class FullyShardedDataParallel(SynchronizedModule):
         self._is_stale = False
         self._is_in_forward = False
         self._held: dict[str, HeldGradient] = {}
+        self._refreshed: dict[str, WrappedParamState] = {}
         self._note_shards()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper does not have is the module's: `net.config`, `net.layers`, as under FSDP2."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
 
     def _names_by_state_key(self) -> dict[str, str]:
         """Key of the module's state dict -> name of the parameter or buffer; tied parameters have
@@ -429,11 +441,14 @@ class FullyShardedDataParallel(SynchronizedModule):
             shards[name].data = sharded(shards[name]).with_local(view)
 
     @not_compiled
-    def _check_is_fresh(self, block: nn.Module, args: Any) -> None:
-        """Reject a call of the module itself, or of a block, on parameters from before the last
-        optimizer step: this module's forward all-gathers the updated ones.
+    def _refresh(self, block: nn.Module, args: Any) -> None:
+        """All-gather the updated parameters where a script calls the module itself, or a block, without
+        gradients (`net.generate()`), as all ranks then do. With gradients it is rejected: they would
+        not be synchronised.
         """
-        if self.zero < 3 and self._is_stale and not self._is_in_forward:
+        if self.zero == 3 or not self._is_stale or self._is_in_forward:
+            return
+        if torch.is_grad_enabled():
             fault = Fault(
                 WRAPPER_NAME,
                 "the module inside was called, which has the values from before the last step",
@@ -441,6 +456,12 @@ class FullyShardedDataParallel(SynchronizedModule):
                 fix="call the wrapped module: net(x), not net.module(x)",
             )
             raise PlanError(fault)
+        if self._refreshed is self._noted and self._states() == self._noted:
+            return  # by the hook of the module, for all its blocks
+        self._follow_shards()
+        self._reducer.after_optimizer_step()
+        self._note_shards()
+        self._refreshed = self._noted
 
     @not_compiled
     def _cast_block_inputs(

@@ -81,6 +81,21 @@ class SynchronizedModule(nn.Module):
         finally:
             self._is_sync_enabled = before
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next forward's backward reduces gradients. Scripts set this attribute of torch's
+        DistributedDataParallel in place of `no_sync()`.
+        """
+        return self._is_sync_enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_required: bool) -> None:
+        self._is_sync_enabled = is_required
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """The same by the name of FSDP2; call it before the forward."""
+        self._is_sync_enabled = requires_gradient_sync
+
     def global_mean(self, total: Tensor, count: Tensor | float) -> Tensor:
         """The mean loss over what counts on all ranks, to call `backward()` on: a batch with padding
         counts fewer targets than that of another rank, and the mean of the ranks' means is another

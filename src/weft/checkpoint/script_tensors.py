@@ -1,0 +1,243 @@
+"""Which tensors, and which entries of them, a rank of a plain script holds: of modules, wrapped or not, and of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.checkpoint.state import MODEL, OPTIMIZER, ParamState
+from weft.comm.comm import Comm
+from weft.core.axes import Box, span
+from weft.core.mesh import axis_names
+from weft.core.shard import Shard
+from weft.errors import CheckpointError, Fault
+from weft.parallel.autograd.shard_gradient import Holders, holders_of
+from weft.parallel.model.parallelize import ParamShard
+from weft.parallel.pipeline.module import PipelineParallel
+from weft.parallel.pp import AXIS as PP
+from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
+from weft.parallel.zero.sharded_tensor import ShardedTensor
+from weft.parallel.zero.synchronized import SynchronizedModule
+
+COMPILED = "_orig_mod"
+"""Name of a module inside what torch.compile returns."""
+WRAPPED = "module"
+"""Name of a module inside weft's wrappers."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a model's parameters and buffers.
+
+    Attributes:
+        tensors: name in the unwrapped module -> parameter, shard or buffer.
+        buffers: the names of buffers: where ranks differ, those of the first replica are stored.
+        axes: mesh axes along which ranks hold other tensors: of pipelines.
+    """
+
+    tensors: Mapping[str, Tensor]
+    buffers: frozenset[str]
+    axes: tuple[str, ...] = ()
+
+
+def held_by(model: nn.Module) -> Held:
+    """The parameters and buffers of a model's state dict, by the names that they have unwrapped.
+
+    Raises:
+        CheckpointError: a state that is no tensor; a pipeline inside another module.
+    """
+    model = _unwrapped(model)
+    if isinstance(model, PipelineParallel):
+        found = model.local_tensors()
+        return Held(found, _buffers_of(found), axes=(PP,))
+    for name, inner in model.named_modules():
+        if isinstance(inner, PipelineParallel):
+            what = "is a pipeline inside another module, whose stages are on several ranks"
+            raise CheckpointError(Fault(name, what, fix="save the pipeline by itself"))
+    prefixes = [
+        (f"{name}.{_inner_name(inner)}.", f"{name}.")
+        for name, inner in model.named_modules()
+        if name and _inner_name(inner)
+    ]
+    tensors: dict[str, Tensor] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            what = "is a state that is no tensor"
+            fix = "pass it in values, and leave it out of the state dict"
+            raise CheckpointError(Fault(key, what, got=type(value).__name__, fix=fix))
+        for wrapped, plain in reversed(prefixes):
+            if key.startswith(wrapped):
+                key = plain + key.removeprefix(wrapped)
+        tensors[key] = value
+    return Held(tensors, _buffers_of(tensors))
+
+
+def _buffers_of(tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    return frozenset(
+        name
+        for name, each in tensors.items()
+        if not isinstance(each, (nn.Parameter, ShardedTensor))
+    )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    name = _inner_name(model)
+    while name:
+        model = getattr(model, name)
+        name = _inner_name(model)
+    return model
+
+
+def _inner_name(module: nn.Module) -> str:
+    if isinstance(module, SynchronizedModule):
+        return WRAPPED
+    return COMPILED if COMPILED in module._modules else ""
+
+
+def comm_of(model: nn.Module, optimizer: Optimizer | None) -> Comm | None:
+    """The communication that a wrapper, a sharded layer or a sharded optimizer has; None of plain ones."""
+    for module in model.modules():
+        if isinstance(module, (SynchronizedModule, PipelineParallel)):
+            return module.comm
+    for param in model.parameters():
+        holders = holders_of(param)
+        if holders is not None:
+            return holders.comm
+    return optimizer.comm if isinstance(optimizer, ShardedOptimizer) else None
+
+
+def model_states(held: Held, comm: Comm) -> Iterator[ParamState]:
+    """The entries of parameters and buffers on this rank."""
+    for name, tensor in held.tensors.items():
+        state = _state_of(name, tensor, comm, section=MODEL, axes=held.axes, like=tensor)
+        if name in held.buffers:
+            state = replace(state, num_replicas=1, replica=0, is_alias=state.replica > 0)
+        yield state
+
+
+def optimizer_tensors(
+    optimizer: Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
+    """(name, parameter, its state) of each parameter of an optimizer.
+
+    Args:
+        names: id of a parameter -> its name.
+
+    Raises:
+        CheckpointError: the model does not have a parameter of the optimizer.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            yield name_of(names, param), param, state_of_param(optimizer, param)
+
+
+def name_of(names: Mapping[int, str], param: Tensor) -> str:
+    name = names.get(id(param))
+    if name is None:
+        fault = Fault(
+            "optimizer",
+            "has a parameter that the model does not have",
+            got=f"one of shape {list(param.shape)}",
+            fix="pass the model whose parameters it updates",
+        )
+        raise CheckpointError(fault)
+    return name
+
+
+def names_of(held: Held) -> dict[int, str]:
+    """id of a parameter -> its first name; tied parameters have several."""
+    found: dict[int, str] = {}
+    for name, tensor in held.tensors.items():
+        found.setdefault(id(tensor), name)
+    return found
+
+
+def updated_tensor(optimizer: Optimizer, param: Tensor) -> Tensor:
+    """What is updated for a parameter: the parameter, or this rank's shard of it."""
+    return optimizer.shard_of(param) if isinstance(optimizer, ShardedOptimizer) else param
+
+
+def state_of_param(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """The state that an optimizer keeps of a parameter on this rank; empty before the first step."""
+    inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+    state: dict[str, Any] = inner.state.get(updated_tensor(optimizer, param), {})
+    return state
+
+
+def optimizer_state(
+    name: str, key: str, value: Tensor, *, param: Tensor, held: Held, comm: Comm
+) -> ParamState:
+    """The entries on this rank of one state of a parameter.
+
+    Raises:
+        CheckpointError: of a parameter of which other ranks hold other entries, and of another shape.
+    """
+    holders = holders_of(param)
+    is_alike = value.shape == param.shape and key != "step"
+    if holders is not None and not is_alike and value.numel() > 1:
+        fault = Fault(
+            f"{OPTIMIZER}/{key}/{name}",
+            "is a state of another shape than its parameter, which is sharded by its layer",
+            got=str(list(value.shape)),
+            need=str(list(param.shape)),
+            fix="leave this parameter whole, or use an optimizer such as AdamW",
+        )
+        raise CheckpointError(fault)
+    like = param if is_alike else value
+    return _state_of(name, value, comm, section=f"{OPTIMIZER}/{key}", axes=held.axes, like=like)
+
+
+def _state_of(
+    name: str, tensor: Tensor, comm: Comm, *, section: str, axes: tuple[str, ...], like: Tensor
+) -> ParamState:
+    """This rank's entries of a tensor.
+
+    Args:
+        axes: mesh axes along which ranks hold other tensors.
+        like: a tensor whose layer shards it alike.
+    """
+    local = tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach()
+    lo, hi = 0, tensor.numel()
+    shape, box, shard_axes = _whole(tuple(tensor.shape), holders_of(like))
+    if isinstance(tensor, ShardedTensor):
+        lo, hi = tensor.entries.own.start, tensor.entries.own.stop
+        shard_axes += axis_names(tensor.group.axis) if tensor.group is not None else ()
+    elif local.is_complex():
+        local = torch.view_as_real(local)
+        hi *= 2
+        shape, box = (*shape, 2), Box((*box.lo, 0), (*box.hi, 2))
+    replica_axes = tuple(axis for axis, _ in comm.mesh.axes if axis not in (*axes, *shard_axes))
+    return ParamState(
+        param=ParamShard(name, name, shape, Shard((box,)), shard_axes, reduce_axes=(), logical=()),
+        lo=lo,
+        hi=hi,
+        tensors={section: local.detach()},
+        whole={},
+        replica_axes=replica_axes,
+        num_replicas=comm.degree(replica_axes),
+        replica=comm.index(replica_axes),
+        is_alias=False,
+    )
+
+
+def _whole(
+    shape: tuple[int, ...], holders: Holders | None
+) -> tuple[tuple[int, ...], Box, tuple[str, ...]]:
+    """Shape of the whole tensor, the box of it that this rank's layer has, and the axes that shard it."""
+    if holders is None:
+        return shape, Box.whole(shape), ()
+    dim, comm, axes = holders.dim, holders.comm, holders.axes
+    bounds = [(0, length) for length in shape]
+    bounds[dim] = span(holders.length, comm.degree(axes), comm.index(axes))
+    whole = (*shape[:dim], holders.length, *shape[dim + 1 :])
+    return whole, Box.of_spans(bounds), axes
+
+
+def with_entries(states: Iterable[ParamState]) -> list[ParamState]:
+    """Those of which this rank has entries."""
+    return [each for each in states if each.lo < each.hi]
