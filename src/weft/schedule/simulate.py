@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
 from weft.schedule.actions import Act, Kind, Table
+from weft.schedule.engine import PlayOrder, play
 from weft.schedule.timeline import Span, Timeline, TimeUnit
 from weft.schedule.validate_table import linearize
 
@@ -49,21 +51,20 @@ def action_times(
     Raises:
         ScheduleError: when the table deadlocks.
     """
+    order = PlayOrder.of(table, linearize(table))
     times: dict[Act, ActionInterval] = {}
-    free_at: list[float] = [0] * table.num_ranks
-    for act in linearize(table):
-        rank = table.rank_of(act)
-        start = free_at[rank]
-        for need in table.needs(act):
-            arrival = times[need].end
-            crosses_ranks = table.rank_of(need) != rank
-            if crosses_ranks:
-                delay = hop(need, act) if callable(hop) else hop
-                arrival += delay
-            start = max(start, arrival)
-        end = start + cost(act)
-        free_at[rank] = end
-        times[act] = ActionInterval(start, end)
+
+    def run(place: int, start: float) -> float:
+        act = order.acts[place]
+        times[act] = ActionInterval(start, start + cost(act))
+        return times[act].end
+
+    def send(place: int, end: float) -> float:
+        if not callable(hop):
+            return end + hop
+        return end + hop(order.acts[place], order.acts[order.consumer_of[place]])
+
+    play(order, run, send, free_at=[0] * table.num_ranks, latest=max)
     return times
 
 
@@ -85,16 +86,10 @@ def simulate(
         ScheduleError: when the table deadlocks.
     """
     times = action_times(table, cost, hop=hop)
-    spans: list[Span] = []
-    for act, interval in times.items():
-        span = Span(
-            rank=table.rank_of(act),
-            name=str(act),
-            kind=act.kind,
-            start=interval.start,
-            end=interval.end,
-        )
-        spans.append(span)
+    spans = [
+        Span(table.rank_of(act), str(act), act.kind, interval.start, interval.end)
+        for act, interval in times.items()
+    ]
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(
         tuple(spans),
@@ -106,12 +101,7 @@ def simulate(
 
 def peak_activations(row: Iterable[Act]) -> int:
     """Most activations that a row of actions holds at once: F stores one, B or W frees it."""
-    held = 0
-    peak = 0
-    for act in row:
-        held += ACTIVATION_CHANGE[act.kind]
-        peak = max(peak, held)
-    return peak
+    return max(accumulate((ACTIVATION_CHANGE[act.kind] for act in row), initial=0))
 
 
 def peak_live(table: Table) -> tuple[int, ...]:
@@ -123,8 +113,5 @@ def peak_microbatches(table: Table) -> tuple[Fraction, ...]:
     """`peak_live` in micro-batches through all stages of the rank: with v chunks a rank, a chunk
     counts 1/v.
     """
-    peaks: list[Fraction] = []
-    for rank, peak in enumerate(peak_live(table)):
-        stages = table.stages(rank)
-        peaks.append(Fraction(peak, len(stages)))
-    return tuple(peaks)
+    peaks = enumerate(peak_live(table))
+    return tuple(Fraction(peak, len(table.stages(rank))) for rank, peak in peaks)

@@ -60,7 +60,7 @@ def pipeline_order(table: Table) -> PipelineOrder:
     Raises:
         ScheduleError: the table deadlocks.
     """
-    acts = transfer_order(table)
+    acts = transfer_order(table).acts
     places = {act: place for place, act in enumerate(acts)}
     source_of = [-1] * len(acts)
     peers: dict[Act, int] = {}

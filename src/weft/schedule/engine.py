@@ -1,0 +1,162 @@
+"""The engine that plays rows of steps, one row a rank: which rank goes on, who waits for whom, and when each action runs.
+
+Note [One engine]
+    `RankRows.advance` has no clock. Every rank goes along its row until a step lacks something; what
+    that can be, and who goes on together, is told by the reader: a table (`validate_table`), a
+    program whose transfers block (`lower.check_rendezvous`), collectives of a world (the planner).
+    A rank that could go on stays able to: nothing that another one does takes it back. So the
+    places at which ranks stop do not depend on the order in which they are tried.
+
+    `play` gives times along a known order of a table's actions. How long an action takes and when
+    its tensor arrives is told by the reader: units and hops (`simulate`), seconds of stages,
+    recorded regions, or many random draws at once (the planner).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from weft.schedule.actions import Act, Table
+
+Step = TypeVar("Step")
+Time = TypeVar("Time")
+
+
+class Passed(NamedTuple):
+    """What happens when a rank goes on behind a step.
+
+    Attributes:
+        ranks: that go on behind their steps together, this one among them.
+        event: wakes the ranks that lack it.
+    """
+
+    ranks: Sequence[int]
+    event: Hashable = None
+
+
+@dataclass(frozen=True)
+class Waiting(Generic[Step]):
+    """A rank that cannot go on.
+
+    Attributes:
+        place: of the step in the rank's row.
+        lacks: what the step waits for.
+    """
+
+    rank: int
+    place: int
+    step: Step
+    lacks: Sequence[Any]
+
+
+class RankRows(Generic[Step]):
+    """Rows of steps, and how far each rank has come.
+
+    Attributes:
+        rows: by rank.
+        places: by rank, of its next step.
+    """
+
+    def __init__(self, rows: Mapping[int, Sequence[Step]]) -> None:
+        self.rows = rows
+        self.places = dict.fromkeys(rows, 0)
+
+    def head(self, rank: int) -> Step | None:
+        """The step that a rank is at; None behind its last one."""
+        row = self.rows[rank]
+        place = self.places[rank]
+        return row[place] if place < len(row) else None
+
+    def advance(
+        self,
+        lacks: Callable[[int, Step], Sequence[Any]],
+        passes: Callable[[int, Step], Passed],
+    ) -> tuple[Waiting[Step], ...]:
+        """Let all ranks go on until each has ended or waits; the ranks that wait. () is no deadlock.
+
+        Args:
+            lacks: what a rank waits for at a step. When an event equals the first of it, the rank
+                is tried again; so it is when another rank takes it along.
+            passes: called where a step lacks nothing.
+        """
+        sleeping: dict[Hashable, list[int]] = {}
+        runnable = deque(self.rows)
+        while runnable:
+            rank = runnable.popleft()
+            while (step := self.head(rank)) is not None:
+                lacking = lacks(rank, step)
+                if lacking:
+                    sleeping.setdefault(lacking[0], []).append(rank)
+                    break
+                ranks, event = passes(rank, step)
+                for member in ranks:
+                    self.places[member] += 1
+                runnable.extend(member for member in ranks if member != rank)
+                runnable.extend(sleeping.pop(event, ()))
+        return tuple(
+            Waiting(rank, self.places[rank], step, lacks(rank, step))
+            for rank in self.rows
+            if (step := self.head(rank)) is not None
+        )
+
+
+@dataclass(frozen=True)
+class PlayOrder:
+    """Actions of a table in an order in which each comes behind those that it needs; lists by place.
+
+    Attributes:
+        ranks: of each action.
+        source_of: place of the action of another rank whose tensor it uses, or -1.
+        consumer_of: place of the action of another rank that uses its tensor, or -1.
+    """
+
+    table: Table
+    acts: tuple[Act, ...]
+    ranks: tuple[int, ...]
+    source_of: tuple[int, ...]
+    consumer_of: tuple[int, ...]
+
+    @staticmethod
+    def of(table: Table, acts: Iterable[Act]) -> PlayOrder:
+        """The order of these actions."""
+        places = {act: place for place, act in enumerate(acts)}
+        ranks = tuple(map(table.rank_of, places))
+        source_of = [-1] * len(places)
+        consumer_of = [-1] * len(places)
+        for act, place in places.items():
+            source = table.source(act)
+            if source is not None and ranks[places[source]] != ranks[place]:
+                source_of[place] = places[source]
+                consumer_of[places[source]] = place
+        return PlayOrder(table, tuple(places), ranks, tuple(source_of), tuple(consumer_of))
+
+
+def play(
+    order: PlayOrder,
+    run: Callable[[int, Time], Time],
+    send: Callable[[int, Time], Time],
+    *,
+    free_at: MutableSequence[Time],
+    latest: Callable[[Time, Time], Time],
+) -> None:
+    """Play all actions: each starts when its rank is free and the tensor that it uses has arrived.
+
+    Args:
+        run: from the place of an action and its start to its end.
+        send: from the place of an action whose tensor another rank uses, and its end, to the
+            arrival; may keep the rank longer in `free_at`.
+        free_at: by rank, when it begins; afterwards, when it is free.
+        latest: the later of two times.
+    """
+    arrivals: dict[int, Time] = {}
+    places = zip(order.ranks, order.source_of, order.consumer_of, strict=True)
+    for place, (rank, source, consumer) in enumerate(places):
+        start = free_at[rank]
+        if source >= 0:
+            start = latest(start, arrivals.pop(source))
+        end = free_at[rank] = run(place, start)
+        if consumer >= 0:
+            arrivals[place] = send(place, end)
