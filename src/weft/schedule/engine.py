@@ -15,26 +15,14 @@ Note [One engine]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from weft.schedule.actions import Act, Table
 
 Step = TypeVar("Step")
 Time = TypeVar("Time")
-
-
-class Passed(NamedTuple):
-    """What happens when a rank goes on behind a step.
-
-    Attributes:
-        ranks: that go on behind their steps together, this one among them.
-        event: wakes the ranks that lack it.
-    """
-
-    ranks: Sequence[int]
-    event: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +51,8 @@ class RankRows(Generic[Step]):
     def __init__(self, rows: Mapping[int, Sequence[Step]]) -> None:
         self.rows = rows
         self.places = dict.fromkeys(rows, 0)
+        self._runnable = deque(rows)
+        self._sleeping: dict[Hashable, list[int]] = {}
 
     def head(self, rank: int) -> Step | None:
         """The step that a rank is at; None behind its last one."""
@@ -70,37 +60,38 @@ class RankRows(Generic[Step]):
         place = self.places[rank]
         return row[place] if place < len(row) else None
 
-    def advance(
-        self,
-        lacks: Callable[[int, Step], Sequence[Any]],
-        passes: Callable[[int, Step], Passed],
-    ) -> tuple[Waiting[Step], ...]:
+    def advance(self, attempt: Callable[[int, Step], Sequence[Any]]) -> tuple[Waiting[Step], ...]:
         """Let all ranks go on until each has ended or waits; the ranks that wait. () is no deadlock.
 
         Args:
-            lacks: what a rank waits for at a step. When an event equals the first of it, the rank
-                is tried again; so it is when another rank takes it along.
-            passes: called where a step lacks nothing.
+            attempt: called with a rank and the step that it is at; does the step and gives (), or
+                gives what it lacks. The rank is tried again when the first of it happens (`wake`)
+                and when another rank takes it along.
         """
-        sleeping: dict[Hashable, list[int]] = {}
-        runnable = deque(self.rows)
-        while runnable:
-            rank = runnable.popleft()
-            while (step := self.head(rank)) is not None:
-                lacking = lacks(rank, step)
-                if lacking:
-                    sleeping.setdefault(lacking[0], []).append(rank)
+        while self._runnable:
+            rank = self._runnable.popleft()
+            row = self.rows[rank]
+            while (place := self.places[rank]) < len(row):
+                lacks = attempt(rank, row[place])
+                if lacks:
+                    self._sleeping.setdefault(lacks[0], []).append(rank)
                     break
-                ranks, event = passes(rank, step)
-                for member in ranks:
-                    self.places[member] += 1
-                runnable.extend(member for member in ranks if member != rank)
-                runnable.extend(sleeping.pop(event, ()))
+                self.places[rank] += 1
         return tuple(
-            Waiting(rank, self.places[rank], step, lacks(rank, step))
+            Waiting(rank, self.places[rank], step, attempt(rank, step))
             for rank in self.rows
             if (step := self.head(rank)) is not None
         )
+
+    def wake(self, event: Hashable) -> None:
+        """Try the ranks again that lack this."""
+        if event in self._sleeping:
+            self._runnable.extend(self._sleeping.pop(event))
+
+    def take_along(self, rank: int) -> None:
+        """Another rank goes on behind its step, too."""
+        self.places[rank] += 1
+        self._runnable.append(rank)
 
 
 @dataclass(frozen=True)
@@ -120,18 +111,30 @@ class PlayOrder:
     consumer_of: tuple[int, ...]
 
     @staticmethod
-    def of(table: Table, acts: Iterable[Act]) -> PlayOrder:
-        """The order of these actions."""
-        places = {act: place for place, act in enumerate(acts)}
-        ranks = tuple(map(table.rank_of, places))
-        source_of = [-1] * len(places)
-        consumer_of = [-1] * len(places)
-        for act, place in places.items():
-            source = table.source(act)
+    def of(table: Table, sources: Mapping[Act, Act | None]) -> PlayOrder:
+        """The order of these actions; of each, the one of another stage that it needs."""
+        ranks = tuple(map(table.rank_of, sources))
+        places = {act: place for place, act in enumerate(sources)}
+        source_of = [-1] * len(ranks)
+        consumer_of = [-1] * len(ranks)
+        for place, source in enumerate(sources.values()):
             if source is not None and ranks[places[source]] != ranks[place]:
                 source_of[place] = places[source]
                 consumer_of[places[source]] = place
-        return PlayOrder(table, tuple(places), ranks, tuple(source_of), tuple(consumer_of))
+        return PlayOrder(table, tuple(sources), ranks, tuple(source_of), tuple(consumer_of))
+
+    def sorted_by(self, keys: Sequence[Any]) -> PlayOrder:
+        """The same actions, by ascending keys; there is one for each place."""
+        before = sorted(range(len(keys)), key=keys.__getitem__)
+        place_of = {place: number for number, place in enumerate(before)}
+        place_of[-1] = -1
+        return PlayOrder(
+            table=self.table,
+            acts=tuple([self.acts[place] for place in before]),
+            ranks=tuple([self.ranks[place] for place in before]),
+            source_of=tuple([place_of[self.source_of[place]] for place in before]),
+            consumer_of=tuple([place_of[self.consumer_of[place]] for place in before]),
+        )
 
 
 def play(

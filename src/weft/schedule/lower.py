@@ -25,8 +25,9 @@ from typing import Literal, cast
 
 from weft.errors import Fault, ScheduleError
 from weft.schedule.actions import KEY, Act, Table
-from weft.schedule.engine import Passed, PlayOrder, RankRows
-from weft.schedule.simulate import action_times, unit_cost
+from weft.schedule.engine import PlayOrder, RankRows
+from weft.schedule.simulate import intervals, unit_cost
+from weft.schedule.validate_table import play_order
 
 TransferKind = Literal["activation", "gradient"]
 MAX_STUCK_SHOWN = 8
@@ -103,8 +104,9 @@ def transfer_order(table: Table) -> PlayOrder:
     Raises:
         ScheduleError: when the table deadlocks.
     """
-    times = action_times(table, unit_cost, hop=ORDERING_HOP)
-    return PlayOrder.of(table, sorted(times, key=lambda act: (times[act].end, table.rank_of(act))))
+    order = play_order(table)
+    ends = [interval.end for interval in intervals(order, unit_cost, hop=ORDERING_HOP)]
+    return order.sorted_by(list(zip(ends, order.ranks, strict=True)))
 
 
 def lower(table: Table) -> Program:
@@ -153,7 +155,7 @@ def check_rendezvous(program: Program) -> None:
             when an action runs before its inputs are there.
     """
     run = _RendezvousRun(program)
-    waiting = run.ranks.advance(run.lacks, run.passes)
+    waiting = run.ranks.advance(run.attempt)
     if waiting:
         positions = (run.position(each.rank) for each in waiting[:MAX_STUCK_SHOWN])
         raise _program_error("the program deadlocks", "; ".join(positions))
@@ -170,26 +172,28 @@ class _RendezvousRun:
     def position(self, rank: int) -> str:
         return f"rank {rank} is at {self.ranks.head(rank)}"
 
-    def lacks(self, rank: int, instruction: Instruction) -> tuple[int, ...]:
-        """The peer of a transfer that is not at it; an action never waits."""
-        if not isinstance(instruction, Act):
-            return () if self._partner_is_ready(instruction, rank) else (instruction.peer,)
-        needs = self.table.needs(instruction)
-        missing = [str(need) for need in needs if need not in self.held[rank]]
+    def attempt(self, rank: int, instruction: Instruction) -> tuple[int, ...]:
+        """An action never waits and leaves its tensor; a transfer waits for its peer and takes it
+        along, then both hold the tensor.
+        """
+        if isinstance(instruction, Act):
+            self._run(instruction, rank)
+            return ()
+        peer = instruction.peer
+        if not self._partner_is_ready(instruction, rank):
+            return (peer,)
+        self.held[rank].add(instruction.act)
+        self.held[peer].add(instruction.act)
+        self.ranks.take_along(peer)
+        return ()
+
+    def _run(self, act: Act, rank: int) -> None:
+        held = self.held[rank]
+        missing = [str(need) for need in self.table.needs(act) if need not in held]
         if missing:
             what = "an action runs before its inputs are there"
             raise _program_error(what, f"{self.position(rank)} without {missing}")
-        return ()
-
-    def passes(self, rank: int, instruction: Instruction) -> Passed:
-        """An action leaves its tensor; a transfer takes the peer along, and both hold its tensor."""
-        if isinstance(instruction, Act):
-            self.held[rank].add(instruction)
-            return Passed((rank,))
-        ranks = (rank, instruction.peer)
-        for each in ranks:
-            self.held[each].add(instruction.act)
-        return Passed(ranks)
+        held.add(act)
 
     def _partner_is_ready(self, transfer: Send | Recv, rank: int) -> bool:
         """Whether the peer is at the other end of a transfer with `rank`; without tags it takes

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from weft.schedule.actions import Act, Kind, Table
 from weft.schedule.engine import PlayOrder, play
 from weft.schedule.timeline import Span, Timeline, TimeUnit
-from weft.schedule.validate_table import linearize
+from weft.schedule.validate_table import play_order
 
 Cost = Callable[[Act], float]
 """Time that an action takes, in the unit of the timeline."""
@@ -51,21 +51,25 @@ def action_times(
     Raises:
         ScheduleError: when the table deadlocks.
     """
-    order = PlayOrder.of(table, linearize(table))
-    times: dict[Act, ActionInterval] = {}
+    order = play_order(table)
+    return dict(zip(order.acts, intervals(order, cost, hop=hop), strict=True))
+
+
+def intervals(order: PlayOrder, cost: Cost, *, hop: Hop | float = 0) -> list[ActionInterval]:
+    """`action_times` by the place of an action in an order of a table's actions."""
+    acts = order.acts
+    found: list[ActionInterval] = []
 
     def run(place: int, start: float) -> float:
-        act = order.acts[place]
-        times[act] = ActionInterval(start, start + cost(act))
-        return times[act].end
+        end = start + cost(acts[place])
+        found.append(ActionInterval(start, end))
+        return end
 
     def send(place: int, end: float) -> float:
-        if not callable(hop):
-            return end + hop
-        return end + hop(order.acts[place], order.acts[order.consumer_of[place]])
+        return end + (hop(acts[place], acts[order.consumer_of[place]]) if callable(hop) else hop)
 
-    play(order, run, send, free_at=[0] * table.num_ranks, latest=max)
-    return times
+    play(order, run, send, free_at=[0] * order.table.num_ranks, latest=max)
+    return found
 
 
 def simulate(

@@ -8,7 +8,7 @@ from itertools import product
 
 from weft.errors import Fault, ScheduleError, counted
 from weft.schedule.actions import KEY, Act, Kind, Table
-from weft.schedule.engine import Passed, RankRows, Waiting
+from weft.schedule.engine import PlayOrder, RankRows, Waiting
 
 MAX_SHOWN = 6
 MAX_STUCK_SHOWN = 8
@@ -24,19 +24,38 @@ def linearize(table: Table) -> tuple[Act, ...]:
         ScheduleError: when there is no such order, with the action at which each rank is blocked
             and what it waits for.
     """
-    done: dict[Act, None] = {}
+    return tuple(_sources(table))
 
-    def lacks(_: int, act: Act) -> Sequence[Act]:
-        return [need for need in table.needs(act) if need not in done]
 
-    def passes(rank: int, act: Act) -> Passed:
-        done[act] = None
-        return Passed((rank,), event=act)
+def play_order(table: Table) -> PlayOrder:
+    """The order of `linearize`, to be played.
 
-    waiting = RankRows(dict(enumerate(table.rows))).advance(lacks, passes)
+    Raises:
+        ScheduleError: as `linearize`.
+    """
+    return PlayOrder.of(table, _sources(table))
+
+
+def _sources(table: Table) -> dict[Act, Act | None]:
+    """Of each action, in the order of `linearize`, the one of another stage that it needs."""
+    sources: dict[Act, Act | None] = {}
+    ranks = RankRows(dict(enumerate(table.rows)))
+
+    def attempt(_: int, act: Act) -> tuple[Act, ...]:
+        source = None
+        for need in table.needs(act):
+            if need not in sources:
+                return (need,)
+            if need.stage != act.stage:
+                source = need
+        sources[act] = source
+        ranks.wake(act)
+        return ()
+
+    waiting = ranks.advance(attempt)
     if waiting:
         raise ScheduleError(_deadlock_fault(table, waiting))
-    return tuple(done)
+    return sources
 
 
 def validate(table: Table) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from weft.comm.observe import Operation
 from weft.planner.measure.recorder import Ended, Started
-from weft.schedule.engine import Passed, RankRows
+from weft.schedule.engine import RankRows
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def find_deadlock(calls: Mapping[int, Sequence[Started | Ended]]) -> tuple[Block
     Members of a group that are not among the ranks are taken to be in time.
     """
     meetings = _Meetings(calls)
-    waiting = meetings.ranks.advance(meetings.lacks, meetings.passes)
+    waiting = meetings.ranks.advance(meetings.attempt)
     return _cycle(
         {each.rank: Blocked(each.rank, each.step.op, tuple(each.lacks)) for each in waiting}
     )
@@ -84,27 +84,28 @@ class _Meetings:
         self.waited: Counter[_MessageKind] = Counter()
         self.begun: set[int] = set()
 
-    def lacks(self, _: int, event: Started | Ended) -> Sequence[int]:
-        """Members that must get somewhere before a rank can go on behind its event."""
+    def attempt(self, rank: int, event: Started | Ended) -> Sequence[int]:
+        """A collective waits for its members and takes them along; the wait for a message waits
+        for the start of its other side.
+        """
         op = event.op
-        if isinstance(event, Started):
-            return () if op.is_p2p else self._absent(op)
-        is_of_earlier_region = id(op) not in self.begun
-        if not op.is_p2p or is_of_earlier_region:  # such a wait ends at once
-            return ()
-        return self._missing_partner(op)
-
-    def passes(self, rank: int, event: Started | Ended) -> Passed:
-        """A collective takes all its members along; the start of a message wakes its other side."""
-        op = event.op
-        if isinstance(event, Started):
-            self.begun.add(id(op))
-            if not op.is_p2p:
-                return Passed(self._present(op))
+        if isinstance(event, Ended):
+            # The wait for a collective, or for a message of an earlier region, ends at once.
+            missing = self._missing_partner(op) if op.is_p2p and id(op) in self.begun else ()
+            if op.is_p2p and not missing:
+                self.waited[_MessageKind(op.group, op.op)] += 1
+            return missing
         if op.is_p2p:
-            counter = self.started if isinstance(event, Started) else self.waited
-            counter[_MessageKind(op.group, op.op)] += 1
-        return Passed((rank,), event=rank)
+            self.started[_MessageKind(op.group, op.op)] += 1
+            self.ranks.wake(rank)
+        elif absent := self._absent(op):
+            return absent
+        else:
+            for member in self._present(op):
+                if member != rank:
+                    self.ranks.take_along(member)
+        self.begun.add(id(op))
+        return ()
 
     def _missing_partner(self, op: Operation) -> Sequence[int]:
         """The other rank of a message that is waited for, if it has not started its side."""
