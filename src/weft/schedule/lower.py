@@ -27,10 +27,9 @@ from weft.errors import Fault, ScheduleError
 from weft.schedule.actions import KEY, Act, Table
 from weft.schedule.engine import PlayOrder, RankRows
 from weft.schedule.simulate import intervals, unit_cost
-from weft.schedule.validate_table import play_order
+from weft.schedule.validate_table import MAX_STUCK_SHOWN, play_order
 
 TransferKind = Literal["activation", "gradient"]
-MAX_STUCK_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from weft.planner.measure.recorder import Ended, Event, RecordedRegion, Started
 from weft.planner.measure.step_memory import boundary_bytes
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.region_time import replay
+from weft.schedule import zero_bubble
 from weft.schedule.actions import Act
 from weft.schedule.lower import Transfer
 from weft_plan.search.candidates import MICRO_SIZES
@@ -20,7 +21,7 @@ from weft_plan.search.layout_choice import DEFAULT_CONTEXT, DEFAULT_SCHEDULE, La
 from weft_plan.search.short_runs import ShortRuns
 
 LARGEST_MICRO = max(MICRO_SIZES)
-SPLIT_SCHEDULE = "zero_bubble"
+SPLIT_SCHEDULE = zero_bubble.NAME
 """Whose backwards are all split; it measures both parts."""
 
 

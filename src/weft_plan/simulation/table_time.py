@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from weft.planner.simulate.pipeline_time import ActionClass, PipelineOrder
 from weft.schedule.engine import play
+from weft.schedule.simulate import ACTIVATION_CHANGE
 
 
 class Reductions(NamedTuple):
@@ -136,7 +137,7 @@ class StageSeconds:
         return self.collectives[entry.stage].gather(entry.key.kind)
 
 
-ENDS_BACKWARD = ("B", "W")
+ENDS_BACKWARD = tuple(kind for kind, change in ACTIVATION_CHANGE.items() if change < 0)
 """Kinds of actions behind which no part of the backward of their micro-batch is left."""
 
 
