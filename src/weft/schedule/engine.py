@@ -72,6 +72,7 @@ class RankRows(Generic[Step]):
             rank = self._runnable.popleft()
             row = self.rows[rank]
             while (place := self.places[rank]) < len(row):
+                # `attempt` may wake ranks or take them along; they run when this one waits.
                 lacks = attempt(rank, row[place])
                 if lacks:
                     self._sleeping.setdefault(lacks[0], []).append(rank)
@@ -159,7 +160,9 @@ def play(
     for place, (rank, source, consumer) in enumerate(places):
         start = free_at[rank]
         if source >= 0:
+            # Nobody else uses this tensor; as columns of draws, a time is too large to be kept.
             start = latest(start, arrivals.pop(source))
         end = free_at[rank] = run(place, start)
+        # Now, not when the consumer comes: a message may begin when its receiver is free next.
         if consumer >= 0:
             arrivals[place] = send(place, end)

@@ -68,7 +68,8 @@ def intervals(order: PlayOrder, cost: Cost, *, hop: Hop | float = 0) -> list[Act
     def send(place: int, end: float) -> float:
         return end + (hop(acts[place], acts[order.consumer_of[place]]) if callable(hop) else hop)
 
-    play(order, run, send, free_at=[0] * order.table.num_ranks, latest=max)
+    free_at: list[float] = [0] * order.table.num_ranks
+    play(order, run, send, free_at=free_at, latest=max)
     return found
 
 

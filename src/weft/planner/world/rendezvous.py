@@ -48,8 +48,10 @@ def _cycle(blocked: Mapping[int, Blocked]) -> tuple[Blocked, ...]:
     """Ranks that wait for each other, from any blocked one on; a chain that ends at a rank without
     further calls is a cycle of one.
     """
+    if not blocked:
+        return ()
     chain: list[int] = []
-    rank = next(iter(blocked), None)
+    rank = next(iter(blocked))
     while rank in blocked and rank not in chain:
         chain.append(rank)
         rank = blocked[rank].waits_for[0]
