@@ -2,13 +2,13 @@
 
 Note [One engine]
     `RankRows.advance` has no clock. Every rank goes along its row until a step lacks something; what
-    that can be, and who goes on together, is told by the reader: a table (`validate_table`), a
+    that can be, and who goes on together, is the reader's to say: a table (`validate_table`), a
     program whose transfers block (`lower.check_rendezvous`), collectives of a world (the planner).
     A rank that could go on stays able to: nothing that another one does takes it back. So the
     places at which ranks stop do not depend on the order in which they are tried.
 
     `play` gives times along a known order of a table's actions. How long an action takes and when
-    its tensor arrives is told by the reader: units and hops (`simulate`), seconds of stages,
+    its tensor arrives is the reader's to say: units and hops (`simulate`), seconds of stages,
     recorded regions, or many random draws at once (the planner).
 """
 
@@ -26,7 +26,7 @@ Time = TypeVar("Time")
 
 
 @dataclass(frozen=True)
-class Waiting(Generic[Step]):
+class BlockedRank(Generic[Step]):
     """A rank that cannot go on.
 
     Attributes:
@@ -60,7 +60,9 @@ class RankRows(Generic[Step]):
         place = self.places[rank]
         return row[place] if place < len(row) else None
 
-    def advance(self, attempt: Callable[[int, Step], Sequence[Any]]) -> tuple[Waiting[Step], ...]:
+    def advance(
+        self, attempt: Callable[[int, Step], Sequence[Any]]
+    ) -> tuple[BlockedRank[Step], ...]:
         """Let all ranks go on until each has ended or waits; the ranks that wait. () is no deadlock.
 
         Args:
@@ -79,7 +81,7 @@ class RankRows(Generic[Step]):
                     break
                 self.places[rank] += 1
         return tuple(
-            Waiting(rank, self.places[rank], step, attempt(rank, step))
+            BlockedRank(rank, self.places[rank], step, attempt(rank, step))
             for rank in self.rows
             if (step := self.head(rank)) is not None
         )
@@ -160,7 +162,7 @@ def play(
     for place, (rank, source, consumer) in enumerate(places):
         start = free_at[rank]
         if source >= 0:
-            # Nobody else uses this tensor; as columns of draws, a time is too large to be kept.
+            # A tensor has one consumer; as columns of draws, its arrival is too large to be kept.
             start = latest(start, arrivals.pop(source))
         end = free_at[rank] = run(place, start)
         # Now, not when the consumer comes: a message may begin when its receiver is free next.

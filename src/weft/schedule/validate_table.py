@@ -8,7 +8,7 @@ from itertools import product
 
 from weft.errors import Fault, ScheduleError, counted
 from weft.schedule.actions import KEY, Act, Kind, Table
-from weft.schedule.engine import PlayOrder, RankRows, Waiting
+from weft.schedule.engine import BlockedRank, PlayOrder, RankRows
 
 MAX_SHOWN = 6
 MAX_STUCK_SHOWN = 8
@@ -153,7 +153,7 @@ def _expected_actions(table: Table) -> list[Act]:
     ]
 
 
-def _deadlock_fault(table: Table, waiting: Sequence[Waiting[Act]]) -> Fault:
+def _deadlock_fault(table: Table, waiting: Sequence[BlockedRank[Act]]) -> Fault:
     """For each blocked rank: the action it is at, what that waits for, and where the rank is that
     would run it.
     """
