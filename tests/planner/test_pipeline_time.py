@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.schedule.random_table import random_table
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.measure.played_actions import action_keys, played_microbatches, thinned
+from weft.planner.simulate import pipeline_time
 from weft.planner.simulate.pipeline_time import (
     ClassCosts,
     PipelineOrder,
@@ -25,6 +30,7 @@ from weft.planner.simulate.region_costs import (
 )
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import SCHEDULES, make_table
+from weft.schedule.lower import Program, Send, lower
 from weft.schedule.simulate import UNIT_COSTS, action_times
 
 SIZES = [("gpipe", 3, 1, 5), ("1f1b", 4, 1, 8), ("interleaved", 2, 3, 6), ("zero_bubble", 3, 1, 7)]
@@ -188,3 +194,70 @@ def test_few_micro_batches_are_played_of_a_long_deep_schedule() -> None:
     table = make_table("dual_pipe_v", ranks=8, microbatches=60)
     for row in (0, 1, 6, 7):
         assert len(played_microbatches(table, row)) <= 5
+
+
+def program_by_ticks(program: Program, *, message_s: int, most_sends: int) -> dict[Act, int]:
+    """Starts of actions by the rules of Note [Messages between stages], one instruction and one
+    tick of unit costs after the other.
+    """
+    starts: dict[Act, int] = {}
+    rest = [list(row) for row in program.rows]
+    free_at = [0 for _ in rest]
+    sent: list[list[Act]] = [[] for _ in rest]
+    posted: Counter[Act] = Counter()
+    arrivals: dict[Act, int] = {}
+    pairs: dict[tuple[int, int], list[Act]] = {}
+    for row, instructions in enumerate(program.rows):
+        for each in instructions:
+            if isinstance(each, Send):
+                pairs.setdefault((row, each.peer), []).append(each.act)
+
+    def goes_on(rank: int, now: int) -> bool:
+        """Whether a rank has done one more instruction at this time."""
+        waits_for = sent[rank][: max(0, len(sent[rank]) - most_sends)]
+        have_arrived = all(arrivals.get(act, now + 1) <= now for act in waits_for)
+        if not rest[rank] or free_at[rank] > now or not have_arrived:
+            return False
+        instruction = rest[rank][0]
+        if isinstance(instruction, Act):
+            source = program.table.source(instruction)
+            is_sent = source is not None and program.table.rank_of(source) != rank
+            if is_sent and arrivals.get(source, now + 1) > now:  # type: ignore[arg-type]
+                return False
+            starts[instruction] = now
+            free_at[rank] = now + UNIT_COSTS[instruction.kind]
+        else:
+            posted[instruction.act] += 1
+            if isinstance(instruction, Send):
+                sent[rank].append(instruction.act)
+        rest[rank].pop(0)
+        return True
+
+    now = 0
+    while any(rest):
+        has_changed = True
+        while has_changed:
+            has_changed = any(goes_on(rank, now) for rank in range(len(rest)))
+            for acts in pairs.values():
+                under_way = [act for act in acts if arrivals.get(act, now + 1) > now]
+                if under_way and under_way[0] not in arrivals and posted[under_way[0]] == 2:
+                    arrivals[under_way[0]] = now + message_s
+                    has_changed = True
+        now += 1
+    return starts
+
+
+@settings(max_examples=60)
+@given(st.randoms(use_true_random=False), st.integers(1, 6), st.integers(1, 3))
+def test_a_pipeline_runs_as_in_a_simulation_tick_by_tick(
+    dice: Random, message_s: int, most_sends: int
+) -> None:
+    ranks = dice.randint(1, 4)
+    stages = ranks + dice.randint(0, 2)
+    table = random_table(dice, ranks=ranks, stages=stages, microbatches=dice.randint(1, 4))
+    expected = program_by_ticks(lower(table), message_s=message_s, most_sends=most_sends)
+    order = pipeline_order(table)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_time, "MAX_SENDS", most_sends)
+        played = play(order, costs_of(order, message=float(message_s)))
+    assert dict(zip(order.acts, played.starts, strict=True)) == expected

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from weft.core.model_config import ModelConfig
 from weft.core.precision import Dtype
-from weft.schedule.catalog import SCHEDULES
+from weft.core.sequence import DEFAULT_CONTEXT, Context
+from weft.schedule.catalog import DEFAULT_SCHEDULE, SCHEDULES
 
 MAX_COUNT = 10**12
 """Steps, and other numbers of things that a run does one after the other."""
@@ -304,8 +305,8 @@ class ParallelConfig(ConfigSection):
     zero: Literal[0, 1, 2, 3] = Field(
         0, description="ZeRO stage: shards 1 optimizer states, 2 gradients too, 3 parameters too"
     )
-    context: Literal["ring", "allgather", "ulysses"] = Field(
-        "ring", description="how attention reads keys and values across cp"
+    context: Context = Field(
+        DEFAULT_CONTEXT, description="how attention reads keys and values across cp"
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations that are recomputed in the backward"
@@ -316,7 +317,8 @@ class PipelineConfig(ConfigSection):
     """Pipeline schedule and stages."""
 
     schedule: str = Field(
-        "1f1b", description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table"
+        DEFAULT_SCHEDULE,
+        description=f"order of the actions: {', '.join(SCHEDULES)}, or a file with a table",
     )
     table: tuple[str, ...] = Field(
         (), description="lines of that file, which a run records; empty: they are read from it"

@@ -18,7 +18,7 @@ from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import length_unit
 from weft.errors import UserError
-from weft.schedule.catalog import SCHEDULES, find
+from weft.schedule.catalog import DEFAULT_SCHEDULE, SCHEDULES, find
 
 MAX_STEPS = 8
 """Multiples tried on either side of a value."""
@@ -26,8 +26,6 @@ MAX_DEGREES = 32
 """Smaller degrees of an axis that are tried one by one, before its divisors."""
 MAX_DOUBLINGS = 23
 """Doublings of the micro-batch that are tried."""
-DEFAULT_SCHEDULE = "1f1b"
-"""The schedule that takes every number of micro-batches."""
 
 
 def degrees_of_axis(

@@ -48,6 +48,7 @@ Context = Literal["ring", "allgather", "ulysses"]
 """How attention crosses ranks: keys and values pass around a ring, or are gathered, or heads are
 exchanged for columns.
 """
+DEFAULT_CONTEXT: Context = "ring"
 
 DocumentRange = tuple[int, int]
 """Smallest and largest document number in a chunk of a sequence."""

@@ -24,11 +24,11 @@ from weft.core.dimension import (
 from weft.core.mesh import Mesh
 from weft.core.model_config import BlockSpec
 from weft.core.precision import Dtype, dtype_faults
-from weft.core.sequence import Context, length_unit
+from weft.core.sequence import DEFAULT_CONTEXT, Context, length_unit
 from weft.errors import Fault, PlanError, counted
 from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.actions import Table
-from weft.schedule.catalog import find, short_name
+from weft.schedule.catalog import DEFAULT_SCHEDULE, find, short_name
 from weft.schedule.lower import Program, lower
 from weft.schedule.simulate import simulate
 from weft.schedule.table_file import TableLines
@@ -79,14 +79,14 @@ class Plan(BaseModel):
     family: str
     architecture: str
     stages: tuple[Stage, ...]
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     schedule_lines: TableLines = ()
     chunks: int = 1
     microbatches: int = 1
     micro_size: int = 1
     seq_len: int = 1
     sequence_parallel: bool = False
-    context: Context = "ring"
+    context: Context = DEFAULT_CONTEXT
     rule: tuple[tuple[str, str], ...] = Field(default_factory=_default_rule)
     zero: Literal[0, 1, 2, 3] = 0
     recompute: Recompute = "none"

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 from weft.errors import Fault, ScheduleError, counted, did_you_mean
+from weft.schedule import one_f_one_b
 from weft.schedule.actions import KEY, Table
 from weft.schedule.table_file import TableLines, read_table, table_lines, table_of
 
@@ -24,6 +25,8 @@ MAX_ACTIONS = 2**18
 """Forwards and backwards of a table: planning takes about 20 us for each."""
 
 
+DEFAULT_SCHEDULE = one_f_one_b.NAME
+"""The schedule that takes every number of micro-batches."""
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
 """Sizes of a picture where none are asked for."""

@@ -18,17 +18,18 @@ Note [Order of transfers]
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import groupby
+from typing import Literal, cast
 
 from weft.errors import Fault, ScheduleError
 from weft.schedule.actions import KEY, Act, Table
-from weft.schedule.simulate import action_times, unit_cost
+from weft.schedule.engine import PlayOrder, RankRows
+from weft.schedule.simulate import intervals, unit_cost
+from weft.schedule.validate_table import MAX_STUCK_SHOWN, play_order
 
 TransferKind = Literal["activation", "gradient"]
-MAX_STUCK_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +97,15 @@ equal floats.
 """
 
 
-def transfer_order(table: Table) -> tuple[Act, ...]:
+def transfer_order(table: Table) -> PlayOrder:
     """All actions in the line of Note [Order of transfers].
 
     Raises:
         ScheduleError: when the table deadlocks.
     """
-    times = action_times(table, unit_cost, hop=ORDERING_HOP)
-
-    def place_in_line(act: Act) -> tuple[float, int]:
-        return times[act].end, table.rank_of(act)
-
-    return tuple(sorted(times, key=place_in_line))
+    order = play_order(table)
+    ends = [interval.end for interval in intervals(order, unit_cost, hop=ORDERING_HOP)]
+    return order.sorted_by(list(zip(ends, order.ranks, strict=True)))
 
 
 def lower(table: Table) -> Program:
@@ -117,23 +115,15 @@ def lower(table: Table) -> Program:
     Raises:
         ScheduleError: when the table deadlocks; `validate` finds the other faults.
     """
-    consumers: dict[Act | None, Act] = {}
-    for act in table.actions:
-        source = table.source(act)
-        consumers[source] = act
     rows: list[list[Instruction]] = [[] for _ in table.rows]
-    for act in transfer_order(table):
-        rank = table.rank_of(act)
+    order = transfer_order(table)
+    for act, rank, consumer in zip(order.acts, order.ranks, order.consumer_of, strict=True):
         rows[rank].append(act)
-        consumer = consumers.get(act)
-        if consumer is None:
-            continue
-        consumer_rank = table.rank_of(consumer)
-        if consumer_rank != rank:
-            rows[rank].append(Send(act, consumer_rank))
-            rows[consumer_rank].append(Recv(act, rank))
-    frozen_rows = tuple(map(tuple, rows))
-    return Program(table, frozen_rows)
+        if consumer >= 0:
+            receiver = order.ranks[consumer]
+            rows[rank].append(Send(act, receiver))
+            rows[receiver].append(Recv(act, rank))
+    return Program(table, tuple(map(tuple, rows)))
 
 
 def grouped_transfers(row: Sequence[Instruction]) -> tuple[Act | tuple[Transfer, ...], ...]:
@@ -144,17 +134,11 @@ def grouped_transfers(row: Sequence[Instruction]) -> tuple[Act | tuple[Transfer,
     both of its ranks have started the transfers that it is among.
     """
     parts: list[Act | tuple[Transfer, ...]] = []
-    together: list[Transfer] = []
-    for instruction in row:
-        if not isinstance(instruction, Act):
-            together.append(instruction)
-            continue
-        if together:
-            parts.append(tuple(together))
-            together = []
-        parts.append(instruction)
-    if together:
-        parts.append(tuple(together))
+    for is_act, group in groupby(row, lambda instruction: isinstance(instruction, Act)):
+        if is_act:
+            parts.extend(cast("Iterator[Act]", group))
+        else:
+            parts.append(tuple(cast("Iterator[Transfer]", group)))
     return tuple(parts)
 
 
@@ -170,15 +154,9 @@ def check_rendezvous(program: Program) -> None:
             when an action runs before its inputs are there.
     """
     run = _RendezvousRun(program)
-    ranks = range(len(program.rows))
-    runnable = deque(ranks)
-    while runnable:
-        rank = runnable.popleft()
-        unblocked = run.advance(rank)
-        runnable.extend(unblocked)
-    blocked = [rank for rank in ranks if run.current(rank) is not None]
-    if blocked:
-        positions = map(run.position, blocked[:MAX_STUCK_SHOWN])
+    waiting = run.ranks.advance(run.attempt)
+    if waiting:
+        positions = (run.position(each.rank) for each in waiting[:MAX_STUCK_SHOWN])
         raise _program_error("the program deadlocks", "; ".join(positions))
 
 
@@ -186,68 +164,49 @@ class _RendezvousRun:
     """Progress of each rank, and the tensors it holds."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
-        self.next_index = [0 for _ in program.rows]
+        self.table = program.table
+        self.ranks = RankRows(dict(enumerate(program.rows)))
         self.held: list[set[Act]] = [set() for _ in program.rows]
 
-    def current(self, rank: int) -> Instruction | None:
-        row = self.program.rows[rank]
-        index = self.next_index[rank]
-        if index == len(row):
-            return None
-        return row[index]
-
     def position(self, rank: int) -> str:
-        return f"rank {rank} is at {self.current(rank)}"
+        return f"rank {rank} is at {self.ranks.head(rank)}"
 
-    def advance(self, rank: int) -> Iterator[int]:
-        """Run `rank` until it blocks; yield the ranks that it unblocked."""
-        while True:
-            instruction = self.current(rank)
-            if instruction is None:
-                return
-            if isinstance(instruction, Act):
-                self._run(instruction, rank)
-            elif self._partner_is_ready(instruction, rank):
-                self.held[rank].add(instruction.act)
-                self.held[instruction.peer].add(instruction.act)
-                self.next_index[instruction.peer] += 1
-                yield instruction.peer
-            else:
-                return
-            self.next_index[rank] += 1
+    def attempt(self, rank: int, instruction: Instruction) -> tuple[int, ...]:
+        """An action never waits and leaves its tensor; a transfer waits for its peer and takes it
+        along, then both hold the tensor.
+        """
+        if isinstance(instruction, Act):
+            self._run(instruction, rank)
+            return ()
+        peer = instruction.peer
+        if not self._partner_is_ready(instruction, rank):
+            return (peer,)
+        self.held[rank].add(instruction.act)
+        self.held[peer].add(instruction.act)
+        self.ranks.take_along(peer)
+        return ()
 
     def _run(self, act: Act, rank: int) -> None:
         held = self.held[rank]
-        missing: list[str] = []
-        for need in self.program.table.needs(act):
-            if need not in held:
-                missing.append(str(need))
+        missing = [str(need) for need in self.table.needs(act) if need not in held]
         if missing:
             what = "an action runs before its inputs are there"
-            got = f"{self.position(rank)} without {missing}"
-            raise _program_error(what, got)
+            raise _program_error(what, f"{self.position(rank)} without {missing}")
         held.add(act)
 
     def _partner_is_ready(self, transfer: Send | Recv, rank: int) -> bool:
         """Whether the peer is at the other end of a transfer with `rank`; without tags it takes
         whatever arrives.
         """
-        partner = self.current(transfer.peer)
+        partner = self.ranks.head(transfer.peer)
         if partner is None or isinstance(partner, Act):
             return False
         if partner.peer != rank or type(partner) is type(transfer):
             return False
         sender = rank if isinstance(transfer, Send) else transfer.peer
-        is_same_tensor = transfer.act == partner.act
-        is_ready = transfer.act in self.held[sender]
-        if not (is_same_tensor and is_ready):
-            position = self.position(rank)
-            partner_position = self.position(transfer.peer)
-            raise _program_error(
-                "a receive would get another tensor",
-                f"{position}; {partner_position}",
-            )
+        if transfer.act != partner.act or transfer.act not in self.held[sender]:
+            positions = f"{self.position(rank)}; {self.position(transfer.peer)}"
+            raise _program_error("a receive would get another tensor", positions)
         return True
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
 from weft.schedule.actions import Act, Kind, Table
+from weft.schedule.engine import PlayOrder, play
 from weft.schedule.timeline import Span, Timeline, TimeUnit
-from weft.schedule.validate_table import linearize
+from weft.schedule.validate_table import play_order
 
 Cost = Callable[[Act], float]
 """Time that an action takes, in the unit of the timeline."""
@@ -49,22 +51,26 @@ def action_times(
     Raises:
         ScheduleError: when the table deadlocks.
     """
-    times: dict[Act, ActionInterval] = {}
-    free_at: list[float] = [0] * table.num_ranks
-    for act in linearize(table):
-        rank = table.rank_of(act)
-        start = free_at[rank]
-        for need in table.needs(act):
-            arrival = times[need].end
-            crosses_ranks = table.rank_of(need) != rank
-            if crosses_ranks:
-                delay = hop(need, act) if callable(hop) else hop
-                arrival += delay
-            start = max(start, arrival)
-        end = start + cost(act)
-        free_at[rank] = end
-        times[act] = ActionInterval(start, end)
-    return times
+    order = play_order(table)
+    return dict(zip(order.acts, intervals(order, cost, hop=hop), strict=True))
+
+
+def intervals(order: PlayOrder, cost: Cost, *, hop: Hop | float = 0) -> list[ActionInterval]:
+    """`action_times` by the place of an action in an order of a table's actions."""
+    acts = order.acts
+    found: list[ActionInterval] = []
+
+    def run(place: int, start: float) -> float:
+        end = start + cost(acts[place])
+        found.append(ActionInterval(start, end))
+        return end
+
+    def send(place: int, end: float) -> float:
+        return end + (hop(acts[place], acts[order.consumer_of[place]]) if callable(hop) else hop)
+
+    free_at: list[float] = [0] * order.table.num_ranks
+    play(order, run, send, free_at=free_at, latest=max)
+    return found
 
 
 def simulate(
@@ -85,16 +91,10 @@ def simulate(
         ScheduleError: when the table deadlocks.
     """
     times = action_times(table, cost, hop=hop)
-    spans: list[Span] = []
-    for act, interval in times.items():
-        span = Span(
-            rank=table.rank_of(act),
-            name=str(act),
-            kind=act.kind,
-            start=interval.start,
-            end=interval.end,
-        )
-        spans.append(span)
+    spans = [
+        Span(table.rank_of(act), str(act), act.kind, interval.start, interval.end)
+        for act, interval in times.items()
+    ]
     spans.sort(key=lambda span: (span.start, span.rank))
     return Timeline(
         tuple(spans),
@@ -106,12 +106,7 @@ def simulate(
 
 def peak_activations(row: Iterable[Act]) -> int:
     """Most activations that a row of actions holds at once: F stores one, B or W frees it."""
-    held = 0
-    peak = 0
-    for act in row:
-        held += ACTIVATION_CHANGE[act.kind]
-        peak = max(peak, held)
-    return peak
+    return max(accumulate((ACTIVATION_CHANGE[act.kind] for act in row), initial=0))
 
 
 def peak_live(table: Table) -> tuple[int, ...]:
@@ -123,8 +118,5 @@ def peak_microbatches(table: Table) -> tuple[Fraction, ...]:
     """`peak_live` in micro-batches through all stages of the rank: with v chunks a rank, a chunk
     counts 1/v.
     """
-    peaks: list[Fraction] = []
-    for rank, peak in enumerate(peak_live(table)):
-        stages = table.stages(rank)
-        peaks.append(Fraction(peak, len(stages)))
-    return tuple(peaks)
+    peaks = enumerate(peak_live(table))
+    return tuple(Fraction(peak, len(table.stages(rank))) for rank, peak in peaks)

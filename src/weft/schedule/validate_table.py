@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from itertools import product
 
 from weft.errors import Fault, ScheduleError, counted
 from weft.schedule.actions import KEY, Act, Kind, Table
+from weft.schedule.engine import BlockedRank, PlayOrder, RankRows
 
 MAX_SHOWN = 6
 MAX_STUCK_SHOWN = 8
@@ -22,28 +24,38 @@ def linearize(table: Table) -> tuple[Act, ...]:
         ScheduleError: when there is no such order, with the action at which each rank is blocked
             and what it waits for.
     """
-    done: dict[Act, None] = {}
-    next_index = [0] * table.num_ranks
-    blocked_on: dict[Act, list[int]] = {}
-    runnable = deque(range(table.num_ranks))
-    while runnable:
-        rank = runnable.popleft()
-        row = table.rows[rank]
-        while next_index[rank] < len(row):
-            act = row[next_index[rank]]
-            missing = _first_missing(table.needs(act), done)
-            if missing is not None:
-                waiting_ranks = blocked_on.setdefault(missing, [])
-                waiting_ranks.append(rank)
-                break
-            done[act] = None
-            next_index[rank] += 1
-            unblocked = blocked_on.pop(act, ())
-            runnable.extend(unblocked)
-    if blocked_on:
-        fault = _deadlock_fault(table, blocked_on, next_index)
-        raise ScheduleError(fault)
-    return tuple(done)
+    return tuple(_sources(table))
+
+
+def play_order(table: Table) -> PlayOrder:
+    """The order of `linearize`, to be played.
+
+    Raises:
+        ScheduleError: as `linearize`.
+    """
+    return PlayOrder.of(table, _sources(table))
+
+
+def _sources(table: Table) -> dict[Act, Act | None]:
+    """Of each action, in the order of `linearize`, the one of another stage that it needs."""
+    sources: dict[Act, Act | None] = {}
+    ranks = RankRows(dict(enumerate(table.rows)))
+
+    def attempt(_: int, act: Act) -> tuple[Act, ...]:
+        source = None
+        for need in table.needs(act):
+            if need not in sources:
+                return (need,)
+            if need.stage != act.stage:
+                source = need
+        sources[act] = source
+        ranks.wake(act)
+        return ()
+
+    waiting = ranks.advance(attempt)
+    if waiting:
+        raise ScheduleError(_deadlock_fault(table, waiting))
+    return sources
 
 
 def validate(table: Table) -> None:
@@ -59,13 +71,6 @@ def validate(table: Table) -> None:
     if faults:
         raise ScheduleError(*faults)
     linearize(table)
-
-
-def _first_missing(needed: Sequence[Act], done: Collection[Act]) -> Act | None:
-    for need in needed:
-        if need not in done:
-            return need
-    return None
 
 
 def _shape_faults(table: Table) -> Iterator[Fault]:
@@ -141,47 +146,27 @@ def _action_faults(table: Table) -> Iterator[Fault]:
 
 def _expected_actions(table: Table) -> list[Act]:
     """Every action that a table of these sizes must hold."""
-    expected: list[Act] = []
-    for stage in range(table.num_stages):
-        for mb in range(table.microbatches):
-            is_split = (stage, mb) in table.splits
-            kinds = SPLIT_BACKWARD if is_split else WHOLE_BACKWARD
-            for kind in kinds:
-                expected.append(Act(kind, stage, mb))
-    return expected
+    return [
+        Act(kind, stage, mb)
+        for stage, mb in product(range(table.num_stages), range(table.microbatches))
+        for kind in (SPLIT_BACKWARD if (stage, mb) in table.splits else WHOLE_BACKWARD)
+    ]
 
 
-def _deadlock_fault(
-    table: Table,
-    blocked_on: dict[Act, list[int]],
-    next_index: Sequence[int],
-) -> Fault:
+def _deadlock_fault(table: Table, waiting: Sequence[BlockedRank[Act]]) -> Fault:
     """For each blocked rank: the action it is at, what that waits for, and where the rank is that
     would run it.
     """
-    need_of_rank: dict[int, Act] = {}
-    for need, ranks in blocked_on.items():
-        need_of_rank.update(dict.fromkeys(ranks, need))
-    positions: dict[int, str] = {}
-    rank_to_run: dict[Act, int] = {}
-    for rank in need_of_rank:
-        first = next_index[rank]
-        left = table.rows[rank][first:]
-        positions[rank] = f"rank {rank} is at {left[0]}"
-        rank_to_run.update(dict.fromkeys(left, rank))
+    positions = {each.rank: f"rank {each.rank} is at {each.step}" for each in waiting}
+    rank_to_run = {
+        act: each.rank for each in waiting for act in table.rows[each.rank][each.place :]
+    }
     lines: list[str] = []
-    for rank, need in sorted(need_of_rank.items()):
-        other = "no rank runs it"
-        if need in rank_to_run:
-            other_rank = rank_to_run[need]
-            other = positions[other_rank]
-        lines.append(f"{positions[rank]} and waits for {need} ({other})")
-    return Fault(
-        KEY,
-        "the table deadlocks",
-        got="; ".join(lines[:MAX_STUCK_SHOWN]),
-        fix="reorder these rows",
-    )
+    for each in waiting[:MAX_STUCK_SHOWN]:
+        need = each.lacks[0]
+        other = positions[rank_to_run[need]] if need in rank_to_run else "no rank runs it"
+        lines.append(f"{positions[each.rank]} and waits for {need} ({other})")
+    return Fault(KEY, "the table deadlocks", got="; ".join(lines), fix="reorder these rows")
 
 
 def _shown(items: Collection[object]) -> str:

@@ -118,7 +118,11 @@ class _Candidate:
 
 
 class _GreedyTable:
-    """A table under construction: actions are placed in the order of their start."""
+    """A table under construction: actions are placed in the order of their start.
+
+    The engine plays tables that are there; here the next action of a rank is chosen. Arrivals are
+    put down as actions are placed: asking `needs` for every candidate takes twice the time.
+    """
 
     def __init__(
         self,

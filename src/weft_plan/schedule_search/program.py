@@ -28,8 +28,9 @@ from typing import Any, Literal, NamedTuple
 
 from weft.errors import Fault, ScheduleError
 from weft.schedule.actions import Act, Kind, Table
+from weft.schedule.validate_table import SPLIT_BACKWARD
 
-KINDS: tuple[Kind, ...] = ("F", "I", "W")
+KINDS = SPLIT_BACKWARD
 Answer = Literal["none exists", "not known"]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.comm.observe import Operation
+from weft.core.sequence import DEFAULT_CONTEXT
 from weft.parallel.cp import AXIS as CP
 from weft.planner.measure.kernels import KernelLaunch
 from weft.planner.measure.rank_step import RankStep
@@ -13,14 +14,16 @@ from weft.planner.measure.recorder import Ended, Event, RecordedRegion, Started
 from weft.planner.measure.step_memory import boundary_bytes
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.region_time import replay
+from weft.schedule import zero_bubble
 from weft.schedule.actions import Act
+from weft.schedule.catalog import DEFAULT_SCHEDULE
 from weft.schedule.lower import Transfer
 from weft_plan.search.candidates import MICRO_SIZES
-from weft_plan.search.layout_choice import DEFAULT_CONTEXT, DEFAULT_SCHEDULE, Layout
+from weft_plan.search.layout_choice import Layout
 from weft_plan.search.short_runs import ShortRuns
 
 LARGEST_MICRO = max(MICRO_SIZES)
-SPLIT_SCHEDULE = "zero_bubble"
+SPLIT_SCHEDULE = zero_bubble.NAME
 """Whose backwards are all split; it measures both parts."""
 
 

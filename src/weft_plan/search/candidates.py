@@ -30,8 +30,8 @@ from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
-from weft.schedule.catalog import SCHEDULES
-from weft_plan.search.layout_choice import DEFAULT_SCHEDULE, Layout
+from weft.schedule.catalog import DEFAULT_SCHEDULE, SCHEDULES
+from weft_plan.search.layout_choice import Layout
 
 Value = TypeVar("Value")
 

@@ -10,9 +10,10 @@ Note [Split backward under recomputation]
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
-from weft.schedule.actions import Act
+from weft.schedule.actions import Act, Kind
 from weft_plan.search.block_costs import BlockCosts
 from weft_plan.search.pipeline_tables import HeldActivations
 
@@ -49,6 +50,12 @@ class StageBytes:
     deferred: int
     forward: float
     backward: InFlight
+
+    @cached_property
+    def change(self) -> dict[Kind, int]:
+        """What an action adds to the level."""
+        saved, deferred = self.saved, self.deferred
+        return {"F": saved, "B": -saved, "I": deferred - saved, "W": -deferred}
 
     @staticmethod
     def of(
@@ -106,38 +113,19 @@ def replayed_in_flight(row: Sequence[Act], stages: Mapping[int, StageBytes]) -> 
     Args:
         stages: those of the rank.
     """
-    peaks = _Peaks()
-    for act in row:
-        peaks.play(act.kind, stages[act.stage])
-    return InFlight(peaks.forward, peaks.begin, peaks.backward, peaks.others)
-
-
-@dataclass
-class _Peaks:
-    """The level after each action, and the most during the actions so far."""
-
-    level: int = 0
-    forward: float = field(default=0.0)
-    begin: float = field(default=0.0)
-    backward: float = field(default=0.0)
-    others: float = field(default=0.0)
-
-    def play(self, kind: str, stage: StageBytes) -> None:
-        before = self.level
+    level = 0
+    forward = begin = backward = others = 0.0
+    for kind, number, _ in row:
+        stage = stages[number]
         if kind == "F":
-            self.forward = max(self.forward, before + stage.forward)
-            self.level += stage.saved
-            return
-        if kind == "W":
-            self.level -= stage.deferred
-            return
-        most = stage.backward
-        self.begin = max(self.begin, before + most.begin)
-        self.backward = max(self.backward, before + most.backward)
-        self.others = max(self.others, before + most.others)
-        self.level -= stage.saved
-        if kind == "I":
-            self.level += stage.deferred
+            forward = max(forward, level + stage.forward)
+        elif kind != "W":
+            during = stage.backward
+            begin = max(begin, level + during.begin)
+            backward = max(backward, level + during.backward)
+            others = max(others, level + during.others)
+        level += stage.change[kind]
+    return InFlight(forward, begin, backward, others)
 
 
 def forward_peak(before: float, blocks: Sequence[BlockCosts]) -> float:

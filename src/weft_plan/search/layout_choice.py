@@ -9,13 +9,14 @@ from typing import Any
 
 from weft.config.layout_keys import LayoutKeys
 from weft.core.mesh import Mesh
+from weft.core.sequence import DEFAULT_CONTEXT
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.site import AXIS as SITE
 from weft.parallel.tp import AXIS as TP
-from weft.schedule.catalog import SCHEDULES
+from weft.schedule.catalog import DEFAULT_SCHEDULE, SCHEDULES
 
 SEARCHED = {
     "mesh",
@@ -29,8 +30,6 @@ SEARCHED = {
     "pipeline.split",
 }
 """Keys that a search chooses, unless they are given."""
-DEFAULT_SCHEDULE = "1f1b"
-DEFAULT_CONTEXT = "ring"
 SPLIT = "split-"
 """Begins the word of a layout that names the layers of every stage: `split-3-4-4-3`."""
 

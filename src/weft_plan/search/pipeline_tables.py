@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from weft.planner.simulate.pipeline_time import PipelineOrder, pipeline_order
+from weft.schedule import gpipe
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import find
 from weft.schedule.simulate import ACTIVATION_CHANGE
 
 ROUNDS = 4
 """A table of this many micro-batches a pipeline rank stands for longer ones."""
-KEEPS_ALL = "gpipe"
+KEEPS_ALL = gpipe.NAME
 """The schedule whose activations in flight grow with every micro-batch."""
 
 

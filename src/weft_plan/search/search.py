@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from weft.core.sequence import DEFAULT_CONTEXT
 from weft_plan.search.candidates import Candidates, LayoutGroup
 from weft_plan.search.found_layouts import (
     ACTIVATIONS,
@@ -42,7 +43,7 @@ from weft_plan.search.found_layouts import (
     FoundLayouts,
     Target,
 )
-from weft_plan.search.layout_choice import DEFAULT_CONTEXT, Layout
+from weft_plan.search.layout_choice import Layout
 from weft_plan.search.layout_costs import Bound, LayoutCosts, Simulated
 from weft_plan.search.limits import (
     BOUNDING_SHARE,

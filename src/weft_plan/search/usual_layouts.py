@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from weft.core.dimension import all_axes
+from weft.core.sequence import DEFAULT_CONTEXT
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
+from weft.schedule.catalog import DEFAULT_SCHEDULE
 from weft_plan.search.candidates import Candidates, LayoutGroup
-from weft_plan.search.layout_choice import DEFAULT_CONTEXT, DEFAULT_SCHEDULE, Layout
+from weft_plan.search.layout_choice import Layout
 
 MOST_USUAL = 10
 PIPELINES = (1, 2, 4, 8)

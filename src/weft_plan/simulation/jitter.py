@@ -15,7 +15,6 @@ Note [Jitter]
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,11 +24,12 @@ from numpy.typing import NDArray
 
 from weft.core.dimension import pipeline_axis
 from weft.core.mesh import Mesh
-from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.measure.recorder import RecordedRegion, Started
 from weft.planner.measure.roles import RoleCosts
+from weft.planner.simulate.pipeline_time import StageMessages
 from weft.planner.simulate.region_time import RegionTime
 from weft.planner.simulate.step_time import StepTime
+from weft.schedule.engine import play
 
 Floats = NDArray[np.float64]
 SMALLEST_TAIL = 1e-16
@@ -252,45 +252,29 @@ class _DrawnPipelines:
         return ends
 
     def _play(self, num_draws: int) -> _PlayedColumns:
-        """The loop of `pipeline_time.play` over many draws at once."""
+        """The actions as `pipeline_time.play` plays them, with columns of draws as times."""
         played = self.step.actions
         order = played.order
         columns = num_draws * self.replicas.count
-        now = [np.full(columns, self.slowed.targets_s) for _ in range(order.table.num_ranks)]
+        free_at = [np.full(columns, self.slowed.targets_s) for _ in range(order.table.num_ranks)]
+        messages: StageMessages[Floats] = StageMessages(order, free_at, np.maximum)
         busy = np.zeros(columns)
         last_end = np.zeros(columns)
-        arrivals: dict[int, Floats] = {}
-        pair_free: dict[tuple[int, int], Floats] = {}
-        sent: list[deque[Floats]] = [deque() for _ in now]
-        for place, number in enumerate(order.class_of):
-            action_class = order.classes[number]
-            rank = action_class.rank
-            start = now[rank]
-            source = order.source_of[place]
-            if source >= 0:
-                start = np.maximum(start, arrivals.pop(source))
-            seconds = self._seconds(played.times[place], rank, num_draws)
-            end = start + seconds
-            busy += seconds
-            now[rank] = end
-            last_end = np.maximum(last_end, end)
-            peer = action_class.peer
-            if peer is None:
-                continue
-            message_start = np.maximum(end, now[peer])
-            if (rank, peer) in pair_free:
-                message_start = np.maximum(message_start, pair_free[rank, peer])
+
+        def run(place: int, start: Floats) -> Floats:
+            seconds = self._seconds(played.times[place], order.ranks[place], num_draws)
+            end: Floats = start + seconds
+            np.add(busy, seconds, out=busy)
+            np.maximum(last_end, end, out=last_end)
+            return end
+
+        def send(place: int, end: Floats) -> Floats:
             message_s = played.arrivals[place] - played.message_starts[place]
-            arrival = message_start + message_s
-            arrivals[place] = arrival
-            pair_free[rank, peer] = arrival
-            sent[rank].append(arrival)
-            if len(sent[rank]) > MAX_SENDS:
-                now[rank] = np.maximum(now[rank], sent[rank].popleft())
-        for rank, under_way in enumerate(sent):
-            for arrival in under_way:
-                now[rank] = np.maximum(now[rank], arrival)
-        return _PlayedColumns(now, last_end, busy)
+            _, arrival = messages.send(place, end, message_s)
+            return arrival
+
+        play(order, run, send, free_at=free_at, latest=np.maximum)
+        return _PlayedColumns(messages.ready_at, last_end, busy)
 
     def _seconds(self, time: RegionTime, rank: int, num_draws: int) -> Floats:
         """Seconds of an action in each column."""

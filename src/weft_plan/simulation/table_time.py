@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.planner.simulate.pipeline_time import ActionClass, PipelineOrder
+from weft.schedule.engine import play
+from weft.schedule.simulate import ACTIVATION_CHANGE
 
 
 class Reductions(NamedTuple):
@@ -135,7 +137,7 @@ class StageSeconds:
         return self.collectives[entry.stage].gather(entry.key.kind)
 
 
-ENDS_BACKWARD = ("B", "W")
+ENDS_BACKWARD = tuple(kind for kind, change in ACTIVATION_CHANGE.items() if change < 0)
 """Kinds of actions behind which no part of the backward of their micro-batch is left."""
 
 
@@ -146,30 +148,32 @@ def table_seconds(
     """When the last action of a table ends and the last reduction, if each action begins as soon as
     its rank is free and its input has arrived; see Note [Reductions behind a backward].
     """
-    ranks = [entry.rank for entry in order.classes]
     seconds = [stages.of_class(entry) for entry in order.classes]
     gathers = [stages.gather(entry) for entry in order.classes]
     reductions = [stages.reductions(entry) for entry in order.classes]
+    class_of = order.class_of
+    ranks = order.ranks
     message_s = stages.message_s
     link_free = [0.0] * order.table.num_ranks
-    now = [0.0] * order.table.num_ranks
-    ends: list[float] = []
-    for number, source in zip(order.class_of, order.source_of, strict=True):
-        rank = ranks[number]
-        start = now[rank]
-        if source >= 0:
-            arrival = ends[source] + message_s
-            if arrival > start:
-                start = arrival
+    free_at = [0.0] * order.table.num_ranks
+
+    def run(place: int, start: float) -> float:
+        number = class_of[place]
         end = start + seconds[number]
         gather_s = gathers[number]
-        if gather_s and link_free[rank] > start:
-            left = link_free[rank] - start
-            is_shorter = stages.shares_link and gather_s < left
-            end += gather_s if is_shorter else left
+        if gather_s:
+            left = link_free[ranks[place]] - start
+            if left > 0:
+                is_shorter = stages.shares_link and gather_s < left
+                end += gather_s if is_shorter else left
         own = reductions[number]
         if own is not None:
+            rank = ranks[place]
             end, link_free[rank] = own.played(start, end, link_free[rank])
-        now[rank] = end
-        ends.append(end)
-    return max(*now, *link_free)
+        return end
+
+    def send(_: int, end: float) -> float:
+        return end + message_s
+
+    play(order, run, send, free_at=free_at, latest=max)
+    return max(*free_at, *link_free)

@@ -50,14 +50,13 @@ from weft.parallel.tensor.dims import (
     whole_dims,
 )
 from weft.parallel.tensor.propagate import arguments, rule_of
+from weft.parallel.tensor.region import SEQ_DIM
 from weft.parallel.tensor.traced_op import TracedOp
 
 DECLARE_ENTRY = (
     "shard nn.Linear weights alone, whose input enters a region, or declare both ends in one module: "
     "weft.RegionInput and weft.RegionOutput; or name axes that are not sharded"
 )
-SEQ_DIM = 1
-"""Dim of the sequence in x_BSD."""
 
 
 @dataclass(frozen=True)

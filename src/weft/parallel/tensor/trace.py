@@ -20,9 +20,10 @@ from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.tensor.dims import DECLARE_AXES, DimFactor, ShardingError, whole_dim
 from weft.parallel.tensor.instrument import LocalParam, instrument, local_block
+from weft.parallel.tensor.region import SEQ_DIM
 from weft.parallel.tensor.sharded_modules import ShardedModules
 from weft.parallel.tensor.sharded_sizes import SizesOfShards
-from weft.parallel.tensor.sharding_mode import SEQ_DIM, Findings, ShardingTrace, Value
+from weft.parallel.tensor.sharding_mode import Findings, ShardingTrace, Value
 from weft.parallel.tensor.stand_ins import (
     SIZES_IN_REGION,
 )

@@ -11,11 +11,9 @@ from weft.core.shard import Stacked, sharded_over
 from weft.models.common.batch import Batch
 from weft.parallel.model.parallelize import ParallelModel, ParamShard
 from weft.parallel.tensor.dims import DimFactor, Dims, whole_dims, with_dim
+from weft.parallel.tensor.region import SEQ_DIM
 from weft.planner.certificate.axis_types import AxisType, Types, of_dims
 from weft.planner.certificate.type_mode import TypeMode
-
-SEQ_DIM = 1
-"""Dim of the columns of x_BSD."""
 
 
 def token_types(x: Tensor, axes: Sequence[str], *, column_axes: Collection[str]) -> Types:

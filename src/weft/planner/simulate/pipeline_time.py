@@ -10,15 +10,20 @@ Note [Messages between stages]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, MutableSequence, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, Generic
 
 from weft.parallel.pipeline.player import MAX_SENDS
 from weft.planner.measure.played_actions import ActionKey, action_keys
 from weft.planner.simulate.link_replay import Carried, LinkMessage, whole_ticks
 from weft.planner.simulate.region_costs import Link, RegionCosts
 from weft.planner.simulate.region_time import RegionTime, replay
-from weft.schedule.actions import Act, Table
+from weft.schedule import engine
+from weft.schedule.actions import Table
+from weft.schedule.engine import PlayOrder, Time
 from weft.schedule.lower import transfer_order
 
 
@@ -37,20 +42,16 @@ class ActionClass:
 
 
 @dataclass(frozen=True)
-class PipelineOrder:
-    """The actions of a table in the order of its lowered program; lists by the place in this order.
+class PipelineOrder(PlayOrder):
+    """The actions of a table in the order of its lowered program, with their classes.
 
     Attributes:
         classes: every class of actions.
-        class_of: place of the action's class in `classes`.
-        source_of: place of the action of another rank whose tensor it uses, or -1.
+        class_of: place of the action's class in `classes`, by place of the action.
     """
 
-    table: Table
-    acts: tuple[Act, ...]
     classes: tuple[ActionClass, ...]
     class_of: tuple[int, ...]
-    source_of: tuple[int, ...]
 
 
 def pipeline_order(table: Table) -> PipelineOrder:
@@ -60,41 +61,29 @@ def pipeline_order(table: Table) -> PipelineOrder:
     Raises:
         ScheduleError: the table deadlocks.
     """
-    acts = transfer_order(table)
-    places = {act: place for place, act in enumerate(acts)}
-    source_of = [-1] * len(acts)
-    peers: dict[Act, int] = {}
-    for place, act in enumerate(acts):
-        source = table.source(act)
-        if source is None:
-            continue
-        rank = table.rank_of(act)
-        if table.rank_of(source) != rank:
-            source_of[place] = places[source]
-            peers[source] = rank
-    class_of = [0] * len(acts)
+    order = transfer_order(table)
+    places = {act: place for place, act in enumerate(order.acts)}
+    class_of = [0] * len(places)
     classes: list[ActionClass] = []
     for row in range(table.num_ranks):
         numbers: dict[int, int] = {}
         for act, key in action_keys(table, row).items():
+            place = places[act]
             identity = id(key)  # equal keys of a row are one object
             if identity not in numbers:
                 numbers[identity] = len(classes)
-                action_class = ActionClass(
-                    row,
-                    key,
-                    act.stage,
-                    peers.get(act),
-                )
-                classes.append(action_class)
-            place = places[act]
+                consumer = order.consumer_of[place]
+                peer = order.ranks[consumer] if consumer >= 0 else None
+                classes.append(ActionClass(row, key, act.stage, peer))
             class_of[place] = numbers[identity]
     return PipelineOrder(
         table=table,
-        acts=acts,
+        acts=order.acts,
+        ranks=order.ranks,
+        source_of=order.source_of,
+        consumer_of=order.consumer_of,
         classes=tuple(classes),
         class_of=tuple(class_of),
-        source_of=tuple(source_of),
     )
 
 
@@ -106,10 +95,7 @@ class StageMessage:
     seconds: float
 
     @staticmethod
-    def of(
-        link: Link,
-        seconds: float,
-    ) -> StageMessage:
+    def of(link: Link, seconds: float) -> StageMessage:
         """A message of the nearest whole tick, see TICKS_A_SECOND."""
         return StageMessage(link, whole_ticks(seconds))
 
@@ -154,8 +140,7 @@ class PlayedActions:
     def first_start(self) -> list[float]:
         """By rank, when its first action begins."""
         found = list(self.last_end)
-        for number, start in zip(self.order.class_of, self.starts, strict=True):
-            rank = self.order.classes[number].rank
+        for rank, start in zip(self.order.ranks, self.starts, strict=True):
             found[rank] = min(found[rank], start)
         return found
 
@@ -165,11 +150,7 @@ class _RankLinks:
     they find: most of them repeat.
     """
 
-    def __init__(
-        self,
-        costs: Sequence[ClassCosts],
-        begin: float,
-    ) -> None:
+    def __init__(self, costs: Sequence[ClassCosts], begin: float) -> None:
         self.costs = costs
         self.last_end = begin
         self.carried: tuple[Carried, ...] = ()
@@ -177,12 +158,7 @@ class _RankLinks:
         self._known: dict[object, RegionTime] = {}
         self._equal: dict[tuple[Carried, ...], tuple[Carried, ...]] = {}
 
-    def time(
-        self,
-        number: int,
-        start: float,
-        on_free_lanes: RegionTime,
-    ) -> RegionTime:
+    def time(self, number: int, start: float, on_free_lanes: RegionTime) -> RegionTime:
         """The time of an action of this class that starts now."""
         region = self.costs[number].region
         last_end = self.last_end
@@ -197,35 +173,56 @@ class _RankLinks:
         key = (number, gap, id(self.carried), blocked)
         found = self._known.get(key)
         if found is None:
-            replayed = replay(
-                region,
-                gap=gap,
-                carried=self.carried,
-                blocked=blocked,
-            )
+            replayed = replay(region, gap=gap, carried=self.carried, blocked=blocked)
             equal = self._equal.setdefault(replayed.carried, replayed.carried)
             found = replace(replayed, carried=equal)
             self._known[key] = found
         return found
 
 
-@dataclass
-class _PlayedRank:
-    """Progress of a pipeline rank.
+class StageMessages(Generic[Time]):
+    """Messages of a play, see Note [Messages between stages]; times are numbers, or columns of draws.
 
     Attributes:
-        free_at: when its next action may start.
-        arrivals: of the messages that it has sent, in order.
+        free_at: by rank, that of the play.
+        under_way: by rank, arrivals of what it has sent and not waited for, the oldest first.
     """
 
-    links: _RankLinks
-    free_at: float
-    arrivals: list[float] = field(default_factory=list)
+    def __init__(
+        self,
+        order: PlayOrder,
+        free_at: MutableSequence[Time],
+        latest: Callable[[Time, Time], Time],
+    ) -> None:
+        self.order = order
+        self.free_at = free_at
+        self.latest = latest
+        self.pair_free: dict[tuple[int, int], Time] = {}
+        self.under_way: list[deque[Time]] = [deque() for _ in free_at]
+
+    def send(self, place: int, end: Time, seconds: Any) -> tuple[Time, Time]:
+        """Begin and arrival of the message of an action that has just ended.
+
+        Its rank is kept in `free_at` until the oldest of too many messages has arrived.
+        """
+        rank = self.order.ranks[place]
+        peer = self.order.ranks[self.order.consumer_of[place]]
+        start = self.latest(end, self.free_at[peer])
+        if (rank, peer) in self.pair_free:
+            start = self.latest(start, self.pair_free[rank, peer])
+        arrival: Time = start + seconds
+        self.pair_free[rank, peer] = arrival
+        under_way = self.under_way[rank]
+        under_way.append(arrival)
+        if len(under_way) > MAX_SENDS:
+            self.free_at[rank] = self.latest(end, under_way.popleft())
+        return start, arrival
 
     @property
-    def ready_at(self) -> float:
-        """When its actions have ended and its messages have been sent."""
-        return max([self.free_at, *self.arrivals])
+    def ready_at(self) -> list[Time]:
+        """By rank, when it is free and its messages have been sent."""
+        ranks = zip(self.free_at, self.under_way, strict=True)
+        return [reduce(self.latest, under_way, free) for free, under_way in ranks]
 
 
 def play(
@@ -241,53 +238,40 @@ def play(
         begin: time at which every rank starts.
     """
     on_free_lanes = [replay(cost.region) for cost in costs]
-    ranks = [
-        _PlayedRank(_RankLinks(costs, begin), free_at=begin) for _ in range(order.table.num_ranks)
-    ]
-    pair_free: dict[tuple[int, int], float] = {}
-    num_actions = len(order.acts)
-    starts = [0.0] * num_actions
-    ends = [0.0] * num_actions
-    message_starts = [0.0] * num_actions
-    arrivals = [0.0] * num_actions
+    links_of = [_RankLinks(costs, begin) for _ in range(order.table.num_ranks)]
+    free_at = [begin] * order.table.num_ranks
+    messages = StageMessages(order, free_at, max)
+    starts: list[float] = []
+    ends: list[float] = []
     times: list[RegionTime] = []
-    for place, (number, source) in enumerate(zip(order.class_of, order.source_of, strict=True)):
-        action_class = order.classes[number]
-        rank = ranks[action_class.rank]
-        links = rank.links
-        start = rank.free_at
-        if source >= 0 and arrivals[source] > start:
-            start = arrivals[source]
+    message_starts = [0.0] * len(order.acts)
+    arrivals = [0.0] * len(order.acts)
+
+    def run(place: int, start: float) -> float:
+        number = order.class_of[place]
+        links = links_of[order.ranks[place]]
         time = on_free_lanes[number]
         if links.carried or links.messages:
             time = links.time(number, start, time)
-        end = start + time.total
         links.carried = time.carried
-        links.last_end = end
-        rank.free_at = end
-        starts[place] = start
-        ends[place] = end
+        links.last_end = start + time.total
+        starts.append(start)
+        ends.append(links.last_end)
         times.append(time)
-        peer = action_class.peer
-        if peer is None:
-            continue
-        of_message = costs[number].message
-        assert of_message is not None, f"no costs of the message of {order.acts[place]}"
-        pair = (action_class.rank, peer)
-        message_start = max(
-            end,
-            ranks[peer].free_at,
-            pair_free.get(pair, begin),
+        return links.last_end
+
+    def send(place: int, end: float) -> float:
+        message = costs[order.class_of[place]].message
+        assert message is not None, f"no costs of the message of {order.acts[place]}"
+        start, arrival = messages.send(place, end, message.seconds)
+        links_of[order.ranks[place]].messages.append(
+            LinkMessage(message.link, start, message.seconds)
         )
-        arrival = message_start + of_message.seconds
-        pair_free[pair] = arrival
-        message_starts[place] = message_start
+        message_starts[place] = start
         arrivals[place] = arrival
-        links.messages.append(LinkMessage(of_message.link, message_start, of_message.seconds))
-        rank.arrivals.append(arrival)
-        if len(rank.arrivals) > MAX_SENDS:
-            oldest = rank.arrivals[-1 - MAX_SENDS]
-            rank.free_at = max(end, oldest)
+        return arrival
+
+    engine.play(order, run, send, free_at=free_at, latest=max)
     return PlayedActions(
         order=order,
         starts=starts,
@@ -295,7 +279,7 @@ def play(
         times=times,
         message_starts=message_starts,
         arrivals=arrivals,
-        ready_at=[rank.ready_at for rank in ranks],
-        last_end=[rank.links.last_end for rank in ranks],
-        carried=[rank.links.carried for rank in ranks],
+        ready_at=messages.ready_at,
+        last_end=[links.last_end for links in links_of],
+        carried=[links.carried for links in links_of],
     )

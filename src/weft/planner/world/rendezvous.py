@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from weft.comm.observe import Operation
 from weft.planner.measure.recorder import Ended, Started
+from weft.schedule.engine import RankRows
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,26 @@ def find_deadlock(calls: Mapping[int, Sequence[Started | Ended]]) -> tuple[Block
 
     Members of a group that are not among the ranks are taken to be in time.
     """
-    simulation = _Simulation(calls)
-    simulation.run()
-    return simulation.cycle()
+    meetings = _Meetings(calls)
+    waiting = meetings.ranks.advance(meetings.attempt)
+    return _cycle(
+        {each.rank: Blocked(each.rank, each.step.op, tuple(each.lacks)) for each in waiting}
+    )
+
+
+def _cycle(blocked: Mapping[int, Blocked]) -> tuple[Blocked, ...]:
+    """Ranks that wait for each other, from any blocked one on; a chain that ends at a rank without
+    further calls is a cycle of one.
+    """
+    if not blocked:
+        return ()
+    chain: list[int] = []
+    rank = next(iter(blocked))
+    while rank in blocked and rank not in chain:
+        chain.append(rank)
+        rank = blocked[rank].waits_for[0]
+    start = chain.index(rank) if rank in chain else len(chain) - 1
+    return tuple(blocked[each] for each in chain[start:])
 
 
 @dataclass(frozen=True)
@@ -53,133 +71,62 @@ class _MessageKind:
     op: str
 
 
-class _Simulation:
-    """Progress of the ranks.
+class _Meetings:
+    """Who has come to which call.
 
     Attributes:
-        position: by rank, place of its next call.
+        ranks: progress of each rank along its calls.
         started, waited: messages so far.
         begun: ids of operations that were started.
     """
 
     def __init__(self, calls: Mapping[int, Sequence[Started | Ended]]) -> None:
-        self.calls = calls
-        self.position = dict.fromkeys(calls, 0)
+        self.ranks = RankRows(calls)
         self.started: Counter[_MessageKind] = Counter()
         self.waited: Counter[_MessageKind] = Counter()
         self.begun: set[int] = set()
 
-    def run(self) -> None:
-        """Go on until every rank has ended or is blocked."""
-        has_moved = True
-        while has_moved:
-            has_moved = False
-            for rank in self.calls:
-                if self._advance(rank):
-                    has_moved = True
-
-    def cycle(self) -> tuple[Blocked, ...]:
-        """Ranks that wait for each other, from any blocked one on; a chain that ends at a rank
-        without further calls is a cycle of one.
+    def attempt(self, rank: int, event: Started | Ended) -> Sequence[int]:
+        """A collective waits for its members and takes them along; the wait for a message waits
+        for the start of its other side.
         """
-        blocked = self._blocked()
-        if not blocked:
-            return ()
-        chain: list[int] = []
-        rank = next(iter(blocked))
-        while rank in blocked and rank not in chain:
-            chain.append(rank)
-            rank = blocked[rank].waits_for[0]
-        start = chain.index(rank) if rank in chain else len(chain) - 1
-        return tuple(blocked[each] for each in chain[start:])
-
-    def _blocked(self) -> dict[int, Blocked]:
-        """The ranks that have not ended."""
-        blocked = {}
-        for rank in self.calls:
-            event = self._current(rank)
-            if event is None:
-                continue
-            missing = self._missing(event)
-            blocked[rank] = Blocked(rank, event.op, missing)
-        return blocked
-
-    def _current(self, rank: int) -> Started | Ended | None:
-        events = self.calls[rank]
-        index = self.position[rank]
-        return events[index] if index < len(events) else None
-
-    def _advance(self, rank: int) -> bool:
-        """Run a rank until it blocks; whether it moved."""
-        has_moved = False
-        while True:
-            event = self._current(rank)
-            if event is None or self._missing(event):
-                return has_moved
-            self._pass(rank, event)
-            has_moved = True
-
-    def _pass(
-        self,
-        rank: int,
-        event: Started | Ended,
-    ) -> None:
-        """Let a rank, or all members that meet in a collective, go on behind an event."""
         op = event.op
-        is_start = isinstance(event, Started)
-        members = [rank]
-        if is_start and not op.is_p2p:
-            members = self._present(op)
-        for member in members:
-            self.position[member] += 1
-        if is_start:
-            self.begun.add(id(op))
+        if isinstance(event, Ended):
+            # The wait for a collective, or for a message of an earlier region, ends at once.
+            missing = self._missing_partner(op) if op.is_p2p and id(op) in self.begun else ()
+            if op.is_p2p and not missing:
+                self.waited[_MessageKind(op.group, op.op)] += 1
+            return missing
         if op.is_p2p:
-            counter = self.started if is_start else self.waited
-            message = _MessageKind(op.group, op.op)
-            counter[message] += 1
+            self.started[_MessageKind(op.group, op.op)] += 1
+            self.ranks.wake(rank)
+        elif absent := self._absent(op):
+            return absent
+        else:
+            for member in self._present(op):
+                if member != rank:
+                    self.ranks.take_along(member)
+        self.begun.add(id(op))
+        return ()
 
-    def _missing(self, event: Started | Ended) -> tuple[int, ...]:
-        """Members that must get somewhere before a rank can go on behind its event."""
-        op = event.op
-        if isinstance(event, Started):
-            return () if op.is_p2p else self._absent(op)
-        is_of_earlier_region = id(op) not in self.begun
-        if not op.is_p2p or is_of_earlier_region:  # such a wait ends at once
-            return ()
-        return self._missing_partner(op)
-
-    def _missing_partner(self, op: Operation) -> tuple[int, ...]:
+    def _missing_partner(self, op: Operation) -> Sequence[int]:
         """The other rank of a message that is waited for, if it has not started its side."""
         source, destination = op.group
-        if op.op == "send":
-            partner, partner_op = destination, "recv"
-        else:
-            partner, partner_op = source, "send"
+        partner, partner_op = (destination, "recv") if op.op == "send" else (source, "send")
         num_started = self.started[_MessageKind(op.group, partner_op)]
         num_waited = self.waited[_MessageKind(op.group, op.op)]
-        if num_started > num_waited or partner not in self.calls:
-            return ()
-        return (partner,)
+        has_started = num_started > num_waited or partner not in self.ranks.rows
+        return () if has_started else (partner,)
 
     def _present(self, op: Operation) -> list[int]:
-        return [member for member in op.group if member in self.calls]
+        return [member for member in op.group if member in self.ranks.rows]
 
-    def _absent(self, op: Operation) -> tuple[int, ...]:
+    def _absent(self, op: Operation) -> list[int]:
         """Members that are not at a collective over this group."""
-        absent = []
-        for member in self._present(op):
-            event = self._current(member)
-            if not _is_collective_of(event, op.group):
-                absent.append(member)
-        return tuple(absent)
+        heads = {member: self.ranks.head(member) for member in self._present(op)}
+        return [member for member, head in heads.items() if not _is_collective_of(head, op.group)]
 
 
-def _is_collective_of(
-    event: Started | Ended | None,
-    group: tuple[int, ...],
-) -> bool:
+def _is_collective_of(event: Started | Ended | None, group: tuple[int, ...]) -> bool:
     """Whether a rank is at a collective over this group."""
-    if not isinstance(event, Started):
-        return False
-    return event.op.group == group and not event.op.is_p2p
+    return isinstance(event, Started) and event.op.group == group and not event.op.is_p2p
