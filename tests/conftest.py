@@ -91,9 +91,7 @@ def small_disk(tmp_path):
     where = tmp_path / "small"
     where.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where],
-        capture_output=True,
-        text=True,
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", where], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"a small tmpfs cannot be mounted here: {mounted.stderr.strip()}")

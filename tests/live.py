@@ -20,20 +20,13 @@ class Live(TorchDispatchMode):
         super().__init__()
         self._made: dict[int, StorageWeakRef] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 self._made.setdefault(
-                    storage._cdata,
-                    StorageWeakRef(storage),
+                    storage._cdata, StorageWeakRef(storage)
                 )  # no other object gets its id while it is held
         return out
 

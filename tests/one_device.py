@@ -175,10 +175,7 @@ def check_records(
     right = right or one_device(subject)
     assert not unseen(records, right.plain)
     judge = Judge(
-        subject.mesh,
-        records,
-        right,
-        has_sharded_activations=subject.has_sharded_activations,
+        subject.mesh, records, right, has_sharded_activations=subject.has_sharded_activations
     )
     wrong = judge.compare()
     texts = "\n".join(map(str, wrong[:3]))

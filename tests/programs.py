@@ -70,13 +70,7 @@ class Program:
     ended.
     """
 
-    def __init__(
-        self,
-        pid: int,
-        status: int,
-        out: IO[bytes],
-        err: IO[bytes],
-    ) -> None:
+    def __init__(self, pid: int, status: int, out: IO[bytes], err: IO[bytes]) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
@@ -196,11 +190,7 @@ class ProgramServer:
             program.close()
 
     def run(
-        self,
-        code: str = "",
-        *words: str,
-        timeout: float = 100.0,
-        **options: object,
+        self, code: str = "", *words: str, timeout: float = 100.0, **options: object
     ) -> subprocess.CompletedProcess[str]:
         """Run a program to its end; for the options see `running`."""
         with self.running(code, *words, **options) as program:  # type: ignore[arg-type]
@@ -213,12 +203,7 @@ class ProgramServer:
         self._socket.close()
         self._process.wait()
 
-    def _start(
-        self,
-        request: Request,
-        text: str,
-        terminal: int | None,
-    ) -> Program:
+    def _start(self, request: Request, text: str, terminal: int | None) -> Program:
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         status, end_of_server = os.pipe()
         with tempfile.TemporaryFile() as typed:
@@ -314,11 +299,7 @@ class Server:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 - until the process ends
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(  # noqa: SIM115
-            2,
-            "w",
-            1,
-            errors="backslashreplace",
-            closefd=False,
+            2, "w", 1, errors="backslashreplace", closefd=False
         )
         os.chdir(request.folder)
         os.environ.clear()

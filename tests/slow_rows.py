@@ -207,10 +207,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
     "parallel/test_player.py::test_a_tied_parameter_is_reduced_when_the_later_of_its_two_stages_is_done": (
         "1",
     ),
-    "parallel/test_player.py::test_any_table_computes_what_one_device_computes": (
-        "2",
-        "3",
-    ),
+    "parallel/test_player.py::test_any_table_computes_what_one_device_computes": ("2", "3"),
     "parallel/test_sharding_trace.py::test_entries_are_right_with_a_split_backward_and_several_micro_batches_in_flight": (
         "fused qkv",
     ),
@@ -290,10 +287,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
     "prove/test_preferences.py::test_layouts_of_preference_pairs_are_equal": ("cp2 tp2",),
     "prove/test_sweep.py::test_a_layout_is_proved_and_its_steps_are_compared": (),
     "run/test_folder_lock.py::test_one_of_several_processes_takes_a_stale_lock": ("no flock",),
-    "run/test_launch.py::test_a_signal_to_the_command_leaves_no_process": (
-        "sigterm",
-        "ctrl-c",
-    ),
+    "run/test_launch.py::test_a_signal_to_the_command_leaves_no_process": ("sigterm", "ctrl-c"),
     "run/test_rank_status.py::test_a_reported_run_computes_the_same_bits_and_reports_where_it_is": (
         "pp2 tp2",
     ),

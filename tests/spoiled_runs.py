@@ -60,12 +60,7 @@ def whole_batches(run: Run, numbers: Sequence[int]) -> list[Batch]:
     samples = open_data(run.data, run.model)
     batches = []
     for number in numbers:
-        chosen = samples_of(
-            samples,
-            number,
-            global_size=run.batch.global_size,
-            seed=run.seed,
-        )
+        chosen = samples_of(samples, number, global_size=run.batch.global_size, seed=run.seed)
         batches.append(whole_batch(samples, chosen, later=False))
     return batches
 
@@ -86,20 +81,11 @@ def one_device_losses(run: Run, numbers: Sequence[int]) -> list[float]:
     return [trace.values[step, "loss", "loss"].item() for step in range(1, subject.steps + 1)]
 
 
-def spoil(
-    monkeypatch: pytest.MonkeyPatch,
-    block: str,
-    factor: float,
-    token: int = MARKER,
-) -> None:
+def spoil(monkeypatch: pytest.MonkeyPatch, block: str, factor: float, token: int = MARKER) -> None:
     """Multiply what `block` returns for micro-batches with `token`, in every run from here on."""
     build_step = build_training.build_step
 
-    def hook(
-        _module: nn.Module,
-        args: tuple[Tensor, Batch],
-        output: Tensor,
-    ) -> Tensor:
+    def hook(_module: nn.Module, args: tuple[Tensor, Batch], output: Tensor) -> Tensor:
         has_token = bool((args[1].inputs == token).any())
         if has_token:
             return output * factor

@@ -44,11 +44,7 @@ def status_board(out: Path) -> StatusBoard:
         time.sleep(0.01)
 
 
-def wait_for_rank(
-    out: Path,
-    rank: int,
-    is_there: Callable[[RankSnapshot], bool],
-) -> RankSnapshot:
+def wait_for_rank(out: Path, rank: int, is_there: Callable[[RankSnapshot], bool]) -> RankSnapshot:
     """The first look at a rank that satisfies a condition."""
     board = status_board(out)
     deadline = time.monotonic() + PATIENCE_S
@@ -60,13 +56,7 @@ def wait_for_rank(
         time.sleep(0.0005)
 
 
-def send_signal(
-    out: Path,
-    rank: int,
-    number: int,
-    *,
-    step: int,
-) -> RankSnapshot:
+def send_signal(out: Path, rank: int, number: int, *, step: int) -> RankSnapshot:
     """Send a signal to a rank once it has reached a step."""
     snapshot = wait_for_rank(out, rank, lambda found: found.step >= step)
     os.kill(snapshot.pid, number)

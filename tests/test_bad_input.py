@@ -309,11 +309,7 @@ def run_weft(*words, **env):
         ("unknown key in the config", {}),
     ],
 )
-def test_invalid_input_ends_a_process_before_torch_is_imported(
-    case,
-    env,
-    place,
-):
+def test_invalid_input_ends_a_process_before_torch_is_imported(case, env, place):
     *words, line = (word.format_map(place) for word in TABLE[case])
     ran, reported, imported, seconds = run_weft("train", *words, **env)
     assert ran.returncode == EXIT_USER
@@ -346,17 +342,9 @@ flags = st.tuples(
     words=st.lists(flags.map(lambda flag: [flag[0], *flag[1]]), max_size=4),
     name=st.sampled_from(["train", "explain"]),
 )
-def test_any_words_give_a_run_or_lines_of_faults(
-    words,
-    name,
-    place,
-    capsys,
-    monkeypatch,
-):
+def test_any_words_give_a_run_or_lines_of_faults(words, name, place, capsys, monkeypatch):
     monkeypatch.setitem(
-        sys.modules,
-        "weft.start.train_run",
-        types.SimpleNamespace(train=lambda _run, **_: EXIT_OK),
+        sys.modules, "weft.start.train_run", types.SimpleNamespace(train=lambda _run, **_: EXIT_OK)
     )
     flags = [word for flag in words for word in flag]
     code = main([name, "--data.source", "text.txt", *flags])
@@ -417,13 +405,7 @@ def test_all_faults_are_reported_together(place, capsys):
         ({**TORCHRUN, "MASTER_PORT": "x"}, "error: MASTER_PORT: is no number (got 'x')"),
     ],
 )
-def test_a_world_of_another_size_than_the_mesh_is_rejected(
-    env,
-    line,
-    place,
-    capsys,
-    monkeypatch,
-):
+def test_a_world_of_another_size_than_the_mesh_is_rejected(env, line, place, capsys, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--mesh", "dp2"]) == EXIT_USER

@@ -68,11 +68,7 @@ HELP_COMMANDS = (*([name] for name in COMMANDS), ["data", "prepare"], ["data", "
 
 
 @pytest.mark.parametrize("words", HELP_COMMANDS, ids=" ".join)
-def test_help_fits_80_columns_and_prints_no_empty_default(
-    words,
-    capsys,
-    monkeypatch,
-):
+def test_help_fits_80_columns_and_prints_no_empty_default(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*words, "--help"]) == EXIT_OK
     shown = capsys.readouterr().out
@@ -82,11 +78,7 @@ def test_help_fits_80_columns_and_prints_no_empty_default(
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_the_help_of_train_shows_every_key_of_the_model_at_hand(
-    model,
-    capsys,
-    monkeypatch,
-):
+def test_the_help_of_train_shows_every_key_of_the_model_at_hand(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["train", "--model.name", model, "--help"]) == EXIT_OK
     shown = capsys.readouterr().out
@@ -253,13 +245,7 @@ def raiser(error):
         ),
     ],
 )
-def test_an_error_while_training_is_an_exit_code_and_one_line(
-    trained,
-    error,
-    code,
-    line,
-    capsys,
-):
+def test_an_error_while_training_is_an_exit_code_and_one_line(trained, error, code, line, capsys):
     trained.answer = raiser(error)
     assert main(["train", "--device", "auto"]) == code
     assert capsys.readouterr().err == line
@@ -273,12 +259,7 @@ def test_an_unexpected_error_keeps_its_traceback(trained):
 
 def test_a_pipe_that_is_closed_early_is_no_error():
     command = f"{sys.executable} -m weft train --help | head -n 1"
-    done = subprocess.run(
-        ["sh", "-c", command],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("usage: weft train")
     assert done.stderr == ""
 

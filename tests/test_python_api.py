@@ -102,12 +102,7 @@ def test_a_proof_of_wrong_gradients_names_them() -> None:
 @pytest.mark.slow
 def test_a_proof_takes_tokens_and_rejects_what_it_does_not_compute(tmp_path: Path) -> None:
     tokens = np.arange(4000) % 251
-    assert weft.prove(
-        {"mesh": "tp2", **KEYS},
-        model=MODEL,
-        data=tokens,
-        first=1,
-    ).holds
+    assert weft.prove({"mesh": "tp2", **KEYS}, model=MODEL, data=tokens, first=1).holds
     with pytest.raises(weft.WeftError, match="first: is no number of steps"):
         weft.prove({}, model=MODEL, first=0)
     with pytest.raises(weft.WeftError, match="a run folder has its own model"):

@@ -22,13 +22,7 @@ from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
 from weft.commands import status as commands_status
 from weft.commands.command import Command, imported, installed_command, installed_commands
-from weft.commands.console import (
-    HELP,
-    help_of_run,
-    prepare_streams,
-    print_result,
-    wants_help,
-)
+from weft.commands.console import HELP, help_of_run, prepare_streams, print_result, wants_help
 from weft.config.command_options import take_options
 from weft.errors import (
     EXIT_FAILED,

@@ -193,12 +193,7 @@ class RankError(WeftError):
     """
 
     def __init__(
-        self,
-        rank: int,
-        where: str,
-        message: str,
-        *,
-        kind: RankErrorKind = "failure",
+        self, rank: int, where: str, message: str, *, kind: RankErrorKind = "failure"
     ) -> None:
         self.rank, self.where, self.message, self.kind = rank, where, message, kind
         place = f"rank {rank} ({where})" if where else f"rank {rank}"
@@ -208,18 +203,8 @@ class RankError(WeftError):
         return _rank_error, (self.rank, self.where, self.message, self.kind)
 
 
-def _rank_error(
-    rank: int,
-    where: str,
-    message: str,
-    kind: RankErrorKind,
-) -> RankError:
-    return RankError(
-        rank,
-        where,
-        message,
-        kind=kind,
-    )
+def _rank_error(rank: int, where: str, message: str, kind: RankErrorKind) -> RankError:
+    return RankError(rank, where, message, kind=kind)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
@@ -230,22 +215,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     choices = sorted(known)
     word_of = {choice.lower(): choice for choice in reversed(choices)}
-    near = difflib.get_close_matches(
-        word.lower(),
-        word_of,
-        n=1,
-        cutoff=0.6,
-    )
+    near = difflib.get_close_matches(word.lower(), word_of, n=1, cutoff=0.6)
     return f"did you mean {word_of[near[0]]!r}?" if near else f"known: {', '.join(choices)}"
 
 
-def counted(
-    number: int,
-    noun: str,
-    plural: str = "",
-    *,
-    spec: str = "",
-) -> str:
+def counted(number: int, noun: str, plural: str = "", *, spec: str = "") -> str:
     """A number with its noun: `1 rank`, `2 ranks`, `3 batches` (with plural="batches").
 
     Args:

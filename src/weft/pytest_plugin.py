@@ -33,10 +33,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def layouts(
-    *meshes: str,
-    model: str | None = None,
-    transport: str = "threads",
-    **keys: Any,
+    *meshes: str, model: str | None = None, transport: str = "threads", **keys: Any
 ) -> Callable[[Test], Test]:
     """Run a test once for each mesh.
 

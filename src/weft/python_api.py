@@ -150,11 +150,7 @@ class Result:
 
 
 def train(
-    config: Config = None,
-    *,
-    model: Any = None,
-    data: Any = None,
-    on_step: OnStep | None = None,
+    config: Config = None, *, model: Any = None, data: Any = None, on_step: OnStep | None = None
 ) -> Result:
     """Train a run, as `weft train` does, and wait for its end.
 

@@ -38,13 +38,7 @@ class UnreadableFile(Exception):  # noqa: N818 - not an error of the program: wh
     """
 
     def __init__(
-        self,
-        path: Path,
-        what: str,
-        *,
-        got: str = "",
-        need: str = "",
-        is_missing: bool = False,
+        self, path: Path, what: str, *, got: str = "", need: str = "", is_missing: bool = False
     ) -> None:
         self.path, self.what, self.got, self.need = path, what, got, need
         self.is_missing = is_missing
@@ -57,13 +51,7 @@ class UnreadableFile(Exception):  # noqa: N818 - not an error of the program: wh
         what = f"{self.path}: {self.what}" if key else self.what
         if not fix:
             fix = "check the path" if self.is_missing else "check the file"
-        return Fault(
-            key or str(self.path),
-            what,
-            got=self.got,
-            need=self.need,
-            fix=fix,
-        )
+        return Fault(key or str(self.path), what, got=self.got, need=self.need, fix=fix)
 
 
 def user_folder(environ: Mapping[str, str]) -> Path:

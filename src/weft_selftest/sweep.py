@@ -138,12 +138,7 @@ class SweepSummary:
 
 
 def sweep(
-    minutes: float,
-    *,
-    seed: int,
-    choices: Choices,
-    proves: bool,
-    train: Train | None,
+    minutes: float, *, seed: int, choices: Choices, proves: bool, train: Train | None
 ) -> Iterator[SweepResult]:
     """Check generated layouts until the time is over, at least one.
 
@@ -167,8 +162,5 @@ def _proof(case: ProofCase) -> ProofReport:
         return prove(case.opened())
     except Exception as error:  # noqa: BLE001 - the sweep goes on
         return ProofReport.of_error(
-            type_and_message(error),
-            layout=case.mesh.text,
-            model=case.family_name,
-            steps=case.steps,
+            type_and_message(error), layout=case.mesh.text, model=case.family_name, steps=case.steps
         )

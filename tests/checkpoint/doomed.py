@@ -40,10 +40,7 @@ def saved(run: Path, step: int) -> None:
     tmp = temporary_path(final)
     writings = []
     for rank in range(RANKS):
-        box = Box(
-            lo=(rank * half, 0),
-            hi=((rank + 1) * half, COLUMNS),
-        )
+        box = Box(lo=(rank * half, 0), hi=((rank + 1) * half, COLUMNS))
         held = [
             WriteItem(
                 name=f"model/t{index}",

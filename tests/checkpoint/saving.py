@@ -23,11 +23,7 @@ def save(step: TrainStep, final: Path, run: Run, *, done: int = 0) -> None:
     everyone = tuple(name for name, _ in comm.mesh.axes)
     copied = snapshot_of(step.state())
     start_write(
-        tmp,
-        comm.rank,
-        copied.items,
-        digests=copied.digests,
-        before=copied.under_way.wait,
+        tmp, comm.rank, copied.items, digests=copied.digests, before=copied.under_way.wait
     ).wait()
     comm.barrier(everyone)
     if comm.rank == 0:

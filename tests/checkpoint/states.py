@@ -92,24 +92,12 @@ def held_by(state: State, *, ranks: int, seed: int) -> list[list[WriteItem]]:
     for name, tensor in state.items():
         for box in cut(Box.whole(tensor.shape), chance):
             chance.choice(hands).append(
-                WriteItem(
-                    name=name,
-                    shape=tuple(tensor.shape),
-                    box=box,
-                    tensor=tensor[box.slices],
-                )
+                WriteItem(name=name, shape=tuple(tensor.shape), box=box, tensor=tensor[box.slices])
             )
     return hands
 
 
-def save(
-    run: Path,
-    state: State,
-    *,
-    step: int = 1,
-    ranks: int = 2,
-    seed: int = 0,
-) -> Path:
+def save(run: Path, state: State, *, step: int = 1, ranks: int = 2, seed: int = 0) -> Path:
     """A checkpoint of `run`, written by `ranks` ranks."""
     final = checkpoint_path(run, step)
     tmp = temporary_path(final)

@@ -51,11 +51,7 @@ def places(path: Path, kind: str) -> list[tuple[Path, int, int]]:
     return found
 
 
-def random_bits(
-    path: Path,
-    count: int,
-    seed: int,
-) -> Iterator[tuple[str, Path, int]]:
+def random_bits(path: Path, count: int, seed: int) -> Iterator[tuple[str, Path, int]]:
     """Bits of all kinds in turn: kind, file, number of the bit."""
     chance = random.Random(seed)
     by_kind = {kind: places(path, kind) for kind in KINDS}

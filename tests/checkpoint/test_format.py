@@ -32,11 +32,7 @@ def test_every_data_file_is_a_safetensors_file_whose_names_say_the_box(tmp_path)
     for rank, held in enumerate(hands):
         loaded = safetensors.torch.load_file(path / f"rank-{rank:05d}.safetensors")
         titled = {
-            FileEntry(
-                name=piece.name,
-                box=piece.box,
-                dtype="bool",
-            ).title: piece.tensor
+            FileEntry(name=piece.name, box=piece.box, dtype="bool").title: piece.tensor
             for piece in held
             if piece.box.size
         }
@@ -47,31 +43,16 @@ def test_every_data_file_is_a_safetensors_file_whose_names_say_the_box(tmp_path)
 
 def test_a_title_is_name_and_box():
     assert (
-        FileEntry(
-            name="model/a",
-            box=Box((0, 2), (4, 3)),
-            dtype="float32",
-        ).title
+        FileEntry(name="model/a", box=Box((0, 2), (4, 3)), dtype="float32").title
         == "model/a[0:4,2:3]"
     )
-    assert (
-        FileEntry(
-            name="optim/step/a",
-            box=Box((), ()),
-            dtype="int64",
-        ).title
-        == "optim/step/a[]"
-    )
+    assert FileEntry(name="optim/step/a", box=Box((), ()), dtype="int64").title == "optim/step/a[]"
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.integers(1, 9)), max_size=12))
 def test_pieces_follow_without_a_gap_and_each_starts_at_a_multiple_of_its_entries(sizes):
     slots = [
-        FileEntry(
-            name=f"model/t{i}",
-            box=Box((0,), (length,)),
-            dtype=dtype,
-        )
+        FileEntry(name=f"model/t{i}", box=Box((0,), (length,)), dtype=dtype)
         for i, (dtype, length) in enumerate(sizes)
     ]
     slots.sort(key=write_order)
@@ -88,15 +69,7 @@ def test_pieces_follow_without_a_gap_and_each_starts_at_a_multiple_of_its_entrie
 
 
 def test_equal_checkpoints_have_equal_bytes(tmp_path):
-    first, second = (
-        save(
-            tmp_path / name,
-            small_state(),
-            ranks=2,
-            seed=1,
-        )
-        for name in "ab"
-    )
+    first, second = (save(tmp_path / name, small_state(), ranks=2, seed=1) for name in "ab")
     for file in sorted(first.iterdir()):
         assert file.read_bytes() == (second / file.name).read_bytes(), file.name
 
@@ -155,8 +128,7 @@ def test_boxes_cover_a_whole_exactly_where_counting_says_so(shape, seed):
     chance = random.Random(seed)
     whole = Box(lo=tuple(chance.randrange(3) for _ in shape), hi=())
     whole = Box(
-        lo=whole.lo,
-        hi=tuple(lo + length for lo, length in zip(whole.lo, shape, strict=True)),
+        lo=whole.lo, hi=tuple(lo + length for lo, length in zip(whole.lo, shape, strict=True))
     )
     if whole.size:
         boxes = list(cut(whole, chance))

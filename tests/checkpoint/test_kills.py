@@ -29,11 +29,7 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
     """
     command = [sys.executable, "-m", "tests.checkpoint.doomed"]
     server = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     chance = random.Random(11)
     newest = 0
@@ -42,11 +38,7 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
     try:
         for _ in range(kills):
             acknowledged, save_s = one_kill(
-                server,
-                run,
-                newest,
-                saves=chance.randrange(3),
-                after_s=chance.random() * save_s,
+                server, run, newest, saves=chance.randrange(3), after_s=chance.random() * save_s
             )
             is_torn = any(path.name.startswith(".tmp-") for path in (run / "ckpt").iterdir())
             torn += is_torn
@@ -59,12 +51,7 @@ def kill_during_saves(run: Path, kills: int) -> tuple[int, int]:
 
 
 def one_kill(
-    server: subprocess.Popen[str],
-    run: Path,
-    newest: int,
-    *,
-    saves: int,
-    after_s: float,
+    server: subprocess.Popen[str], run: Path, newest: int, *, saves: int, after_s: float
 ) -> tuple[int, float]:
     """Start a saver, hear of `saves` commits, and kill it `after_s` into the next save.
 

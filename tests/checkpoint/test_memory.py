@@ -14,13 +14,7 @@ import pytest
 from tests.tiny_run import TINY
 from weft.checkpoint import memory
 from weft.checkpoint.folder import checkpoints
-from weft.checkpoint.memory import (
-    DUE,
-    FLAG_SHIFT,
-    MAX_COST,
-    MIN_INTERVAL_S,
-    snapshots_in_folder,
-)
+from weft.checkpoint.memory import DUE, FLAG_SHIFT, MAX_COST, MIN_INTERVAL_S, snapshots_in_folder
 from weft.checkpoint.saver import StatusFlag
 from weft.comm.comm import Comm
 from weft.config.run import Run
@@ -42,35 +36,16 @@ def run(tmp_path: Path) -> Run:
     return load_checked_run([*TINY, *source, *words, "--steps", str(NUM_STEPS)])
 
 
-def attempt_of(
-    folder: Path,
-    rank: int,
-    restart: Restart | None = None,
-) -> Attempt:
+def attempt_of(folder: Path, rank: int, restart: Restart | None = None) -> Attempt:
     path = folder / f"board-{rank}-{restart is not None}"
     status = StatusBoard.create(path, 1).rank(0)
     (folder / "memory").mkdir(exist_ok=True)
-    return Attempt(
-        status=status,
-        memory_folder=folder / "memory",
-        restart=restart,
-    )
+    return Attempt(status=status, memory_folder=folder / "memory", restart=restart)
 
 
-def train(
-    comm: Comm,
-    run: Run,
-    attempt: Attempt | None,
-    *,
-    until: int = NUM_STEPS,
-) -> Any:
+def train(comm: Comm, run: Run, attempt: Attempt | None, *, until: int = NUM_STEPS) -> Any:
     """Events before the first step and of all steps; stops dead after step `until`."""
-    training = build_training(
-        run,
-        comm,
-        stop_requested=lambda: False,
-        attempt=attempt,
-    )
+    training = build_training(run, comm, stop_requested=lambda: False, attempt=attempt)
     events = list(training.opening_events)
     for event in step_events(
         training.step,
@@ -98,8 +73,7 @@ def test_ranks_that_are_started_again_go_on_from_the_newest_snapshot_bit_for_bit
     whole = run_ranks("dp3", lambda comm: train(comm, run, None))[0]
     run = with_snapshots(run, 2)
     died = run_ranks(
-        "dp3",
-        lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank), until=7),
+        "dp3", lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank), until=7)
     )[0]
     actual = [event["event"] for event in died]
     assert actual == ["run", *["step"] * 7], "snapshots are no events"
@@ -115,8 +89,7 @@ def test_ranks_that_are_started_again_go_on_from_the_newest_snapshot_bit_for_bit
         had_started=True,
     )
     again = run_ranks(
-        "dp3",
-        lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank, restart)),
+        "dp3", lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank, restart))
     )[0]
     first, *rest = again
     assert first["event"] == "restart"
@@ -166,17 +139,10 @@ def test_a_damaged_snapshot_is_passed_over_for_the_checkpoint_or_the_start(run, 
     data = next(path.glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1] + b"\0")
     restart = Restart(
-        number=1,
-        most=3,
-        rank=1,
-        reason="",
-        detected_s=0.0,
-        at_s=0.0,
-        had_started=True,
+        number=1, most=3, rank=1, reason="", detected_s=0.0, at_s=0.0, had_started=True
     )
     first, *_ = run_ranks(
-        "dp3",
-        lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank, restart), until=1),
+        "dp3", lambda comm: train(comm, run, attempt_of(tmp_path, comm.rank, restart), until=1)
     )[0]
     assert first["step"] == 0
     assert first["source"] == "start"
@@ -184,9 +150,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_checkpoint_or_the_start(run, 
 
 
 def test_no_snapshots_where_memory_is_short_and_a_warning_if_they_were_asked_for(
-    run,
-    tmp_path,
-    monkeypatch,
+    run, tmp_path, monkeypatch
 ):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage(100, 0, 100))
@@ -197,10 +161,7 @@ def test_no_snapshots_where_memory_is_short_and_a_warning_if_they_were_asked_for
         events = run_ranks(
             "dp3",
             lambda comm, asked=asked, folder=folder: train(
-                comm,
-                asked,
-                attempt_of(folder, comm.rank),
-                until=3,
+                comm, asked, attempt_of(folder, comm.rank), until=3
             ),
         )[0]
         notes = [event["text"] for event in events if event["event"] == "note"]
@@ -250,11 +211,7 @@ def test_automatic_snapshots_take_less_than_their_share_of_the_time(run, tmp_pat
 
 @pytest.mark.parametrize(("has_launcher", "separate"), [(True, ()), (False, (1,))])
 def test_ranks_of_torchrun_with_a_status_are_asked_whether_they_share_the_run_folder(
-    run,
-    tmp_path,
-    monkeypatch,
-    has_launcher,
-    separate,
+    run, tmp_path, monkeypatch, has_launcher, separate
 ):
     """Ranks of one launcher are on one machine; others may have disks of their own."""
     module = import_module("weft.train.training_parts")
@@ -263,12 +220,7 @@ def test_ranks_of_torchrun_with_a_status_are_asked_whether_they_share_the_run_fo
     def separate_ranks(comm: Comm) -> tuple[int, ...]:
         status = StatusBoard.create(tmp_path / f"board{comm.rank}", 1).rank(0)
         attempt = Attempt(status, has_launcher=has_launcher)
-        training = build_training(
-            run,
-            comm,
-            stop_requested=lambda: False,
-            attempt=attempt,
-        )
+        training = build_training(run, comm, stop_requested=lambda: False, attempt=attempt)
         return tuple(training.saver.separate)
 
     assert run_ranks("dp3", separate_ranks) == [separate] * 3

@@ -21,14 +21,7 @@ from tests.tiny_run import TINY
 from weft.checkpoint.folder import checkpoint_path, checkpoints
 from weft.checkpoint.holders import HolderShift, choose_holders
 from weft.checkpoint.node_memory import FACTS, NodeMemory, _pieces_here
-from weft.checkpoint.pieces import (
-    NO_STEP,
-    Pieces,
-    first_holders,
-    newest_whole,
-    pieces_in,
-    text_of,
-)
+from weft.checkpoint.pieces import NO_STEP, Pieces, first_holders, newest_whole, pieces_in, text_of
 from weft.checkpoint.resume import AUTO
 from weft.comm.comm import Comm
 from weft.config.run import Run
@@ -64,10 +57,7 @@ def test_the_holder_of_every_rank_is_on_another_node(mesh, nodes, holders):
     assert choose_holders(Mesh.parse(mesh), nodes) == holders
 
 
-@given(
-    degrees=st.lists(st.integers(1, 4), min_size=3, max_size=3),
-    ranks_a_node=st.integers(1, 8),
-)
+@given(degrees=st.lists(st.integers(1, 4), min_size=3, max_size=3), ranks_a_node=st.integers(1, 8))
 def test_nodes_of_equal_size_always_have_holders_on_other_nodes(degrees, ranks_a_node):
     dp, pp, tp = degrees
     mesh = Mesh.parse(f"dp{dp} pp{pp} tp{tp}")
@@ -130,11 +120,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def train_on_nodes(
-    run: Run,
-    folder: Path,
-    *,
-    nodes: tuple[str, ...] = NODES,
-    until: int = NUM_STEPS,
+    run: Run, folder: Path, *, nodes: tuple[str, ...] = NODES, until: int = NUM_STEPS
 ) -> list[dict[str, Any]]:
     """Events of ranks on nodes with a memory of their own, which stop dead after a step."""
 
@@ -144,10 +130,7 @@ def train_on_nodes(
         memory_folder.mkdir(parents=True, exist_ok=True)
         status = StatusBoard.in_memory(1).rank(0)
         attempt = Attempt(
-            status,
-            memory_folder=memory_folder,
-            node=node,
-            num_restarts=int(run.resume == AUTO),
+            status, memory_folder=memory_folder, node=node, num_restarts=int(run.resume == AUTO)
         )
         return train(comm, run, attempt, until=until)
 

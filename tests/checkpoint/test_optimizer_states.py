@@ -43,11 +43,7 @@ def advance(step: TrainStep, case: Case, number: int) -> None:
     step(micro_batches(batch, step.model.plan, step.model.comm.rank), lr=LR)
 
 
-def write(
-    folder: Path,
-    case: Case,
-    optim: OptimConfig,
-) -> list[dict[str, Tensor]]:
+def write(folder: Path, case: Case, optim: OptimConfig) -> list[dict[str, Tensor]]:
     """Save after one step; parameters after the second one."""
 
     def rank(comm: Comm) -> dict[str, Tensor]:
@@ -60,11 +56,7 @@ def write(
     return run_ranks(case.mesh, rank)
 
 
-def resume(
-    folder: Path,
-    case: Case,
-    optim: OptimConfig,
-) -> list[dict[str, Tensor]]:
+def resume(folder: Path, case: Case, optim: OptimConfig) -> list[dict[str, Tensor]]:
     def rank(comm: Comm) -> dict[str, Tensor]:
         step = build_step(run_of(case, optim), comm)
         step.restore(open_checkpoint(folder / FINAL))
@@ -90,11 +82,7 @@ def test_a_resume_on_the_same_layout_is_exact_and_on_another_one_equal(
             torch.testing.assert_close(value, whole[key], rtol=1e-9, atol=1e-12)
 
 
-def restored(
-    folder: Path,
-    case: Case,
-    optim: OptimConfig,
-) -> list[tuple[dict[str, Tensor], float]]:
+def restored(folder: Path, case: Case, optim: OptimConfig) -> list[tuple[dict[str, Tensor], float]]:
     """Parameters, and the largest entry of any state, after a start as `weft train` makes it."""
 
     def rank(comm: Comm) -> tuple[dict[str, Tensor], float]:

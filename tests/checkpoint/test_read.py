@@ -67,12 +67,7 @@ def test_a_run_folder_is_answered_with_its_newest_checkpoint(path):
 
 
 def test_a_newer_format_says_which_weft_wrote_it(path):
-    rewritten(
-        path,
-        format=FORMAT + 1,
-        versions={"weft": "9.1", "torch": "4"},
-        surprise=[1],
-    )
+    rewritten(path, format=FORMAT + 1, versions={"weft": "9.1", "torch": "4"}, surprise=[1])
     assert rejected(lambda: open_checkpoint(path)) == (
         f"{path}/manifest.json: a newer format (got format {FORMAT + 1} of weft 9.1; need {FORMAT} or older). "
         "Fix: use the newer weft that wrote it"
@@ -276,12 +271,7 @@ def test_pieces_that_the_manifest_places_wrongly_are_rejected_at_the_start(path)
         ("file", "rank-00009.safetensors", "the manifest does not list this file"),
     ],
 )
-def test_a_piece_that_cannot_be_is_rejected_at_the_start(
-    path,
-    key,
-    value,
-    what,
-):
+def test_a_piece_that_cannot_be_is_rejected_at_the_start(path, key, value, what):
     data = json.loads((path / MANIFEST).read_bytes())
     data["tensors"]["model/embed.weight"]["pieces"][0][key] = value
     rewritten(path, tensors=data["tensors"])
@@ -313,29 +303,14 @@ def test_empty_boxes_are_read_as_nothing(path):
 def test_another_model_is_rejected_by_family_and_by_field():
     facts = facts_of(1, architecture={"width": 8, "split": [2, 3]})
     where = Path("/run/ckpt/step-000001")
-    check_model(
-        where,
-        facts,
-        family="gpt2",
-        architecture={"width": 8, "split": (2, 3)},
-    )
-    text = rejected(
-        lambda: check_model(
-            where,
-            facts,
-            family="llama3",
-            architecture={},
-        )
-    )
+    check_model(where, facts, family="gpt2", architecture={"width": 8, "split": (2, 3)})
+    text = rejected(lambda: check_model(where, facts, family="llama3", architecture={}))
     assert text.startswith(
         f"{where}: a checkpoint of another model: family differs (got 'gpt2'; need 'llama3')"
     )
     text = rejected(
         lambda: check_model(
-            where,
-            facts,
-            family="gpt2",
-            architecture={"width": 16, "split": (2, 3)},
+            where, facts, family="gpt2", architecture={"width": 16, "split": (2, 3)}
         )
     )
     assert text.startswith(

@@ -74,13 +74,7 @@ def bucket(monkeypatch) -> RemoteFolder:
     BreakingFileSystem.requests.clear()
     BreakingFileSystem.break_at = None
     monkeypatch.setattr(remote_files, "PAUSE_S", 0.0)
-    return RemoteFolder(
-        RemoteFiles(
-            url=URL,
-            fs=BreakingFileSystem(),
-            root="/bucket/run",
-        )
-    )
+    return RemoteFolder(RemoteFiles(url=URL, fs=BreakingFileSystem(), root="/bucket/run"))
 
 
 def save(run_folder: Path, step: int) -> Path:
@@ -185,11 +179,7 @@ def test_old_copies_are_removed(bucket, tmp_path, monkeypatch):
     assert bucket.steps() == [4, 3]
 
 
-def test_copies_of_steps_that_are_trained_again_do_not_count(
-    bucket,
-    tmp_path,
-    monkeypatch,
-):
+def test_copies_of_steps_that_are_trained_again_do_not_count(bucket, tmp_path, monkeypatch):
     here = here_with_folder(tmp_path / "here")
     nonce = bucket.claim(here)
     for step in (1, 2, 3):
@@ -306,11 +296,7 @@ def training(tmp_path, monkeypatch) -> HostFolder:
     return HostFolder(monkeypatch.chdir, f"file://{tmp_path}/bucket/run")
 
 
-def test_a_run_whose_out_is_a_url_goes_on_on_another_host(
-    training,
-    tmp_path,
-    capsys,
-):
+def test_a_run_whose_out_is_a_url_goes_on_on_another_host(training, tmp_path, capsys):
     first = tmp_path / "first"
     second = tmp_path / "second"
     alone = tmp_path / "alone"
@@ -339,10 +325,7 @@ def test_a_run_whose_out_is_a_url_goes_on_on_another_host(
 
 
 def test_uploads_that_fail_are_told_and_end_the_run_with_an_error(
-    training,
-    tmp_path,
-    capsys,
-    monkeypatch,
+    training, tmp_path, capsys, monkeypatch
 ):
     host = tmp_path / "host"
     assert training.train(host, "--steps", "1") == EXIT_OK
@@ -396,12 +379,7 @@ def test_a_proof_that_repeats_a_run_leaves_its_url_alone(tmp_path, makes_copies)
     (tmp_path / "run").mkdir()
 
     def build(comm: Comm) -> None:
-        build_training(
-            run,
-            comm,
-            stop_requested=lambda: False,
-            makes_copies=makes_copies,
-        )
+        build_training(run, comm, stop_requested=lambda: False, makes_copies=makes_copies)
 
     run_ranks("", build)
     assert (tmp_path / "bucket").exists() == makes_copies

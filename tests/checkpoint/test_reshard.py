@@ -38,11 +38,7 @@ def check_any_cut(folder: Path, state, *, ranks: int, seed: int) -> None:
 
 
 CASES = given(
-    shapes=st.lists(
-        st.tuples(SHAPES, st.sampled_from(DTYPES)),
-        min_size=1,
-        max_size=4,
-    ),
+    shapes=st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=4),
     ranks=st.integers(1, 5),
     seed=st.integers(0, 2**32),
 )
@@ -50,11 +46,7 @@ CASES = given(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @CASES
-def test_any_cut_of_random_tensors_is_read_back_by_any_other_cut(
-    shapes,
-    ranks,
-    seed,
-):
+def test_any_cut_of_random_tensors_is_read_back_by_any_other_cut(shapes, ranks, seed):
     check_case(shapes, ranks, seed)
 
 
@@ -62,33 +54,20 @@ def test_any_cut_of_random_tensors_is_read_back_by_any_other_cut(
 @pytest.mark.timeout(600)
 @settings(max_examples=3000, suppress_health_check=[HealthCheck.too_slow])
 @CASES
-def test_many_cuts_of_random_tensors_are_read_back_by_any_other_cut(
-    shapes,
-    ranks,
-    seed,
-):
+def test_many_cuts_of_random_tensors_are_read_back_by_any_other_cut(shapes, ranks, seed):
     check_case(shapes, ranks, seed)
 
 
 def check_case(shapes, ranks, seed):
     state = {
-        f"model/t{i}": bits(
-            shape,
-            dtype=dtype,
-            seed=i,
-        )
-        for i, (shape, dtype) in enumerate(shapes)
+        f"model/t{i}": bits(shape, dtype=dtype, seed=i) for i, (shape, dtype) in enumerate(shapes)
     }
     with tempfile.TemporaryDirectory() as folder:
         check_any_cut(Path(folder), state, ranks=ranks, seed=seed)
 
 
 @pytest.mark.parametrize("block_bytes", [8, 24, 1000])
-def test_pieces_of_many_blocks_are_read_back_by_any_cut(
-    block_bytes,
-    tmp_path,
-    monkeypatch,
-):
+def test_pieces_of_many_blocks_are_read_back_by_any_cut(block_bytes, tmp_path, monkeypatch):
     for module in (write, commit):
         monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
     state = {
@@ -104,14 +83,7 @@ def test_reading_some_rows_checks_the_blocks_of_those_rows_only(tmp_path, monkey
     for module in (write, commit):
         monkeypatch.setattr(module, "BLOCK_BYTES", 64)
     rows = torch.arange(64.0).view(16, 4)  # a row has 16 bytes, a block four rows
-    checkpoint = open_checkpoint(
-        save(
-            tmp_path,
-            {"model/a": rows},
-            ranks=1,
-            seed=UNCUT,
-        )
-    )
+    checkpoint = open_checkpoint(save(tmp_path, {"model/a": rows}, ranks=1, seed=UNCUT))
     (piece,) = checkpoint.manifest.tensors["model/a"].pieces
     seen: list[int] = []
     monkeypatch.setattr(data_file.zlib, "crc32", counted(data_file.zlib.crc32, seen))

@@ -43,13 +43,7 @@ def run_of(case: Case, **updates: object) -> Run:
     return case.run.model_copy(update=updates)
 
 
-def trained(
-    run: Run,
-    case: Case,
-    comm: Comm,
-    *,
-    steps: int = 1,
-) -> TrainStep:
+def trained(run: Run, case: Case, comm: Comm, *, steps: int = 1) -> TrainStep:
     step = build_step(run, comm)
     for batch in batches(case)[:steps]:
         step(micro_batches(batch, step.model.plan, comm.rank), lr=LR)
@@ -147,12 +141,7 @@ def test_masters_are_stored_and_compute_copies_follow_them(zero, tmp_path):
 def test_the_loss_scale_comes_back(tmp_path):
     case = Case("", family="gpt2")
     run = run_of(
-        case,
-        precision=PrecisionConfig(
-            params="float32",
-            compute="float16",
-            reduce="float32",
-        ),
+        case, precision=PrecisionConfig(params="float32", compute="float16", reduce="float32")
     )
 
     def rank(comm: Comm) -> tuple[object, object]:

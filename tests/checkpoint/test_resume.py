@@ -74,10 +74,7 @@ class Stretch:
 def train(step: TrainStep, case: Case, index: int) -> tuple[float, float]:
     every = batches(case)
     batch = every[index % len(every)]
-    report = step(
-        micro_batches(batch, step.model.plan, step.model.comm.rank),
-        lr=LR / (1 + index),
-    )
+    report = step(micro_batches(batch, step.model.plan, step.model.comm.rank), lr=LR / (1 + index))
     return report.loss, report.grad_norm
 
 
@@ -198,12 +195,7 @@ def saver_of(
     )
 
 
-def play(
-    step: TrainStep,
-    case: Case,
-    saver: Saver,
-    steps: Sequence[int],
-) -> list[dict[str, Any]]:
+def play(step: TrainStep, case: Case, saver: Saver, steps: Sequence[int]) -> list[dict[str, Any]]:
     """Steps as the loop plays them."""
     events = []
     every = batches(case)
@@ -628,12 +620,7 @@ def spoilt(place):
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_resumed_is_one_line_before_the_start(
-    case,
-    spoilt,
-    capsys,
-    monkeypatch,
-):
+def test_what_cannot_be_resumed_is_one_line_before_the_start(case, spoilt, capsys, monkeypatch):
     def nothing_starts(*args: object) -> None:
         raise AssertionError("a rank was started")
 
@@ -658,10 +645,7 @@ def test_it_is_reported_before_torch_is_imported(spoilt):
     words = ["train", *TINY, *spoilt[1], "--resume", f"{spoilt[0]}/short/ckpt/step-000005"]
     program = f"import sys; from weft.cli import main; code = main({words}); sys.exit(99 if 'torch' in sys.modules else code)"
     ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     actual = (ran.returncode, len(ran.stderr.splitlines()))
     assert actual == (EXIT_USER, 1), ran.stderr

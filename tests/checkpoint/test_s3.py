@@ -46,11 +46,7 @@ class Bucket:
     environ: dict[str, str] = field(default_factory=dict)
 
     def train(
-        self,
-        host: str,
-        *words: str,
-        program: str = "",
-        **environ: str,
+        self, host: str, *words: str, program: str = "", **environ: str
     ) -> subprocess.CompletedProcess[str]:
         """`weft train` on a host with a disk of its own."""
         here = self.folder / host

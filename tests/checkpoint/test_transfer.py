@@ -56,11 +56,7 @@ def save_on_two_hosts(root: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("chunk", [1000, transfer.CHUNK_BYTES])
-def test_one_checkpoint_of_two_hosts_is_on_the_host_of_rank_0(
-    tmp_path,
-    chunk,
-    monkeypatch,
-):
+def test_one_checkpoint_of_two_hosts_is_on_the_host_of_rank_0(tmp_path, chunk, monkeypatch):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk)
     assert save_on_two_hosts(tmp_path) == [["save "], [], [], []]
     path = checkpoint_path(tmp_path / "host0", 1)

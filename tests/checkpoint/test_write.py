@@ -31,19 +31,9 @@ from weft.errors import CheckpointError
 WHOLE = Box((0, 0), (4, 6))
 
 
-def held(
-    name: str = "model/a",
-    lo=(0, 0),
-    hi=(4, 6),
-    dtype=torch.float32,
-) -> WriteItem:
+def held(name: str = "model/a", lo=(0, 0), hi=(4, 6), dtype=torch.float32) -> WriteItem:
     box = Box(tuple(lo), tuple(hi))
-    return WriteItem(
-        name=name,
-        shape=(4, 6),
-        box=box,
-        tensor=torch.zeros(box.shape, dtype=dtype),
-    )
+    return WriteItem(name=name, shape=(4, 6), box=box, tensor=torch.zeros(box.shape, dtype=dtype))
 
 
 def written(tmp: Path, *ranks: list[WriteItem]) -> None:
@@ -118,11 +108,7 @@ def test_a_rank_that_has_not_written_is_named(tmp_path):
         ),
     ],
 )
-def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(
-    tmp_path,
-    pieces,
-    words,
-):
+def test_pieces_that_do_not_make_up_a_tensor_are_no_checkpoint(tmp_path, pieces, words):
     final = checkpoint_path(tmp_path, 1)
     written(temporary_path(final), *([piece] for piece in pieces))
     with rejected(words):
@@ -161,16 +147,10 @@ def test_a_rank_with_nothing_to_write_and_strided_and_device_like_tensors_are_fi
     view = whole.t().contiguous().t()  # not in row-major order
     box = Box((0, 0), (6, 3))
     write_item = WriteItem("model/a", (6, 8), box, view[:, :3])
-    pieces = [
-        write_item,
-        WriteItem("model/a", (6, 8), Box((0, 3), (6, 8)), whole[:, 3:]),
-    ]
+    pieces = [write_item, WriteItem("model/a", (6, 8), Box((0, 3), (6, 8)), whole[:, 3:])]
     parameter = torch.nn.Parameter(torch.ones(3))
     written(
-        temporary_path(final),
-        pieces,
-        [],
-        [WriteItem("model/p", (3,), Box((0,), (3,)), parameter)],
+        temporary_path(final), pieces, [], [WriteItem("model/p", (3,), Box((0,), (3,)), parameter)]
     )
     commit(temporary_path(final), final, facts_of(), ranks=3)
     source = open_checkpoint(final).section("model")
@@ -197,12 +177,7 @@ def test_a_snapshot_of_a_device_has_the_values_from_before_the_next_change(tmp_p
     for index in range(8):
         tensors.append(torch.full((1 << 20,), float(index), device="cuda"))
     pieces = [
-        WriteItem(
-            name=f"model/t{i}",
-            shape=(1 << 20,),
-            box=Box((0,), (1 << 20,)),
-            tensor=tensor,
-        )
+        WriteItem(name=f"model/t{i}", shape=(1 << 20,), box=Box((0,), (1 << 20,)), tensor=tensor)
         for i, tensor in enumerate(tensors)
     ]
     copied = snapshot(pieces)
@@ -228,17 +203,10 @@ def test_pieces_are_written_from_where_they_lie_and_let_go_of_one_by_one(tmp_pat
 
     monkeypatch.setattr(write, "block_crcs", blocks)
     monkeypatch.setattr(
-        write.threading.Thread,
-        "start",
-        lambda self: None,
+        write.threading.Thread, "start", lambda self: None
     )  # until `writing` has its name
     pieces = [
-        WriteItem(
-            name=f"model/{name}",
-            shape=(4,),
-            box=Box((0,), (4,)),
-            tensor=torch.zeros(4),
-        )
+        WriteItem(name=f"model/{name}", shape=(4,), box=Box((0,), (4,)), tensor=torch.zeros(4))
         for name in "abc"
     ]
     writing = start_write(tmp_path / "tmp", 0, pieces)
@@ -371,8 +339,7 @@ def test_at_every_moment_of_a_save_and_a_removal_there_is_a_whole_newest_checkpo
         for name, tensor in state.items():
             section, _, parameter = name.rpartition("/")
             assert same_bits(
-                checkpoint.section(section).read(parameter, Box.whole(tensor.shape)),
-                tensor,
+                checkpoint.section(section).read(parameter, Box.whole(tensor.shape)), tensor
             )
         remove_leftovers(at)
         for path in (at / "ckpt").iterdir():
@@ -396,15 +363,7 @@ def test_an_error_in_the_background_is_kept_until_it_is_asked_for(tmp_path, monk
         raise MemoryError("no more")
 
     monkeypatch.setattr(write, "_write_rank", broken)
-    writing = start_write(
-        tmp_path / "tmp",
-        0,
-        held_by(
-            small_state(),
-            ranks=1,
-            seed=0,
-        )[0],
-    )
+    writing = start_write(tmp_path / "tmp", 0, held_by(small_state(), ranks=1, seed=0)[0])
     with pytest.raises(MemoryError, match="no more"):
         writing.wait()
     assert writing.done()

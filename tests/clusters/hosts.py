@@ -110,9 +110,7 @@ class Hosts:
         for index, name in enumerate(self.names):
             self._make_namespace(index)
             outer = f"{self.prefix}v{index}"
-            _run(
-                *f"ip link add {outer} type veth peer name eth0 netns {name}".split(),
-            )
+            _run(*f"ip link add {outer} type veth peer name eth0 netns {name}".split())
             _run("ip", "link", "set", outer, "master", bridge, "up")
             self._set_address(index)
             _run("ip", "-n", name, "route", "add", "default", "via", self.bridge_address)

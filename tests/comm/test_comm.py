@@ -62,24 +62,20 @@ INVALID_CALLS = {
         "has 5 entries, sizes [1, 2] add up to 3",
     ),
     "number of sizes": InvalidCall(
-        lambda comm, x: comm.reduce_scatter(x, "dp", sizes=[5]),
-        "must be 2 lengths, one per member",
+        lambda comm, x: comm.reduce_scatter(x, "dp", sizes=[5]), "must be 2 lengths, one per member"
     ),
     "negative size": InvalidCall(
-        lambda comm, x: comm.all_to_all(x, "dp", send_sizes=[6, -1]),
-        "none negative",
+        lambda comm, x: comm.all_to_all(x, "dp", send_sizes=[6, -1]), "none negative"
     ),
     "own size": InvalidCall(
         lambda comm, x: comm.all_gather(x, "dp", sizes=[4, 5]),
         "dim 0 has length 5 here, `sizes` say 4",
     ),
     "dimension": InvalidCall(
-        lambda comm, x: comm.all_gather(x, "dp", dim=1),
-        "dimension 1 is outside shape [5]",
+        lambda comm, x: comm.all_gather(x, "dp", dim=1), "dimension 1 is outside shape [5]"
     ),
     "scalar": InvalidCall(
-        lambda comm, x: comm.all_gather(x[0], "dp"),
-        "dimension 0 is outside shape []",
+        lambda comm, x: comm.all_gather(x[0], "dp"), "dimension 0 is outside shape []"
     ),
     "in place, two dimensions": InvalidCall(
         lambda comm, x: comm.all_gather_(x.view(1, 5), "dp"),
@@ -90,8 +86,7 @@ INVALID_CALLS = {
         "reduce_scatter in place over dp needs one contiguous dimension that 2 divides, got shape [5]",
     ),
     "root": InvalidCall(
-        lambda comm, x: comm.broadcast_(x, "dp", root=2),
-        "root 2 is outside axis 'dp' of degree 2",
+        lambda comm, x: comm.broadcast_(x, "dp", root=2), "root 2 is outside axis 'dp' of degree 2"
     ),
     "message to itself": InvalidCall(
         lambda comm, x: comm.send(x, "dp", to=0),
@@ -106,12 +101,10 @@ INVALID_CALLS = {
         "avg of torch.int64 would not be an integer",
     ),
     "number of pieces": InvalidCall(
-        lambda comm, x: comm.scatter([x], x, "dp"),
-        "the root needs 2 pieces of shape [5]",
+        lambda comm, x: comm.scatter([x], x, "dp"), "the root needs 2 pieces of shape [5]"
     ),
     "shape of a piece": InvalidCall(
-        lambda comm, x: comm.scatter([x, x[:4]], x, "dp"),
-        "the root needs 2 pieces of shape [5]",
+        lambda comm, x: comm.scatter([x, x[:4]], x, "dp"), "the root needs 2 pieces of shape [5]"
     ),
     "dtype of a piece": InvalidCall(
         lambda comm, x: comm.scatter([x.double()] * 2, x, "dp"),

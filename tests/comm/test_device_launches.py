@@ -154,14 +154,7 @@ def test_checked_calls_are_launched_at_once_behind_their_digest():
     queue = make_queue(group)
     checked = Group("dp", (0, 1, 2, 3), 1, checked=True)
     started = [queue.start(call, no_report) for call in calls_of(checked)]
-    assert group.calls == [
-        "digest",
-        "allreduce",
-        "digest",
-        "reduce_scatter",
-        "digest",
-        "allgather",
-    ]
+    assert group.calls == ["digest", "allreduce", "digest", "reduce_scatter", "digest", "allgather"]
     assert group.threads == {threading.get_ident()}
     del started
 

@@ -126,22 +126,10 @@ def test_all_to_all_turns_sequence_shards_into_head_shards():
     def to_heads_and_back(comm):
         own_SH = whole_SH.split(positions)[comm.index("cp")]
         by_heads_SH = ops.all_to_all(
-            own_SH,
-            comm,
-            "cp",
-            1,
-            join_dim=0,
-            send_sizes=heads,
-            recv_sizes=positions,
+            own_SH, comm, "cp", 1, join_dim=0, send_sizes=heads, recv_sizes=positions
         )
         back_SH = ops.all_to_all(
-            by_heads_SH,
-            comm,
-            "cp",
-            0,
-            join_dim=1,
-            send_sizes=positions,
-            recv_sizes=heads,
+            by_heads_SH, comm, "cp", 0, join_dim=1, send_sizes=positions, recv_sizes=heads
         )
         return by_heads_SH, torch.equal(back_SH, own_SH)
 

@@ -51,10 +51,7 @@ def test_closures_lambdas_and_recursive_functions_are_sent(transport):
 
     assert run_ranks(
         "dp2", lambda comm, more=1: offset + comm.rank + more + factorial(4), transport=transport
-    ) == [
-        35,
-        36,
-    ]
+    ) == [35, 36]
 
 
 def test_rank_processes_start_with_the_modules_of_this_package_that_the_caller_has_imported():

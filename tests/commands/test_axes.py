@@ -32,13 +32,10 @@ ROWS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["parallel_block", pytest.param("fused_block", marks=pytest.mark.slow)],
+    "name", ["parallel_block", pytest.param("fused_block", marks=pytest.mark.slow)]
 )
 def test_a_proposal_shards_what_its_author_shards_and_is_proven(
-    name: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (MODELS / f"{name}.py").read_text()
     path = tmp_path / f"{name}.py"

@@ -24,12 +24,7 @@ from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
-from weft.start.comparison import (
-    MeasuredAndPredicted,
-    comparison_of,
-    predicted,
-    start_prediction,
-)
+from weft.start.comparison import MeasuredAndPredicted, comparison_of, predicted, start_prediction
 
 UTILIZATION = Utilization(flops=4e12, num_devices=2, peak_tflops=10.0)
 ANSWER = {

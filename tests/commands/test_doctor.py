@@ -52,10 +52,7 @@ def test_doctor_takes_no_arguments(capsys):
 
 def test_doctor_works_without_torch_and_says_how_to_install_it():
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False
     )
     assert done.returncode == EXIT_FAILED
     assert done.stderr == ""
@@ -107,11 +104,7 @@ def test_without_any_package_each_command_says_what_is_missing(python, words, co
 def test_a_command_without_torch_says_how_to_install_it(words, tmp_path):
     program = WITHOUT_TORCH.replace('["doctor"]', repr(words))
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     last = done.stderr.splitlines()[-1]
     assert done.returncode == EXIT_USER

@@ -18,10 +18,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(
-    capsys: pytest.CaptureFixture[str],
-    out: Path,
-    *words: str,
-    code: int = EXIT_OK,
+    capsys: pytest.CaptureFixture[str], out: Path, *words: str, code: int = EXIT_OK
 ) -> list[str]:
     """Lines that the command prints."""
     capsys.readouterr()
@@ -31,10 +28,7 @@ def replay(
 
 
 def test_a_failed_step_is_repeated_with_its_block_and_samples(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = bad_batch(run_of(text))
     out = tmp_path / "run"
@@ -70,10 +64,7 @@ def test_a_failed_step_is_repeated_with_its_block_and_samples(
 
 
 def test_steps_after_a_skipped_update_are_repeated_from_the_initial_parameters(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = bad_batch(run_of(text))
     out = tmp_path / "run"
@@ -88,10 +79,7 @@ def test_steps_after_a_skipped_update_are_repeated_from_the_initial_parameters(
 
 
 def test_a_spike_is_repeated_on_the_batches_of_its_time(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = bad_batch(run_of(text))
     out = tmp_path / "run"
@@ -118,18 +106,14 @@ def test_a_spike_is_repeated_on_the_batches_of_its_time(
     ],
 )
 def test_bad_input_is_one_line(
-    words: tuple[str, ...],
-    line: str,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["replay", *words]) == EXIT_USER
     assert capsys.readouterr().err.startswith(line)
 
 
 def test_a_step_that_was_not_trained_is_rejected(
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     argv = ["train", *words_of(text, out, "--steps", "2")]

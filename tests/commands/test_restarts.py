@@ -43,11 +43,7 @@ def test_a_fresh_start_stays_one(out, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_restart_resumes_from_the_newest_checkpoint_of_its_own_folder(
-    out,
-    monkeypatch,
-    variable,
-):
+def test_a_restart_resumes_from_the_newest_checkpoint_of_its_own_folder(out, monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
     assert adapted().resume == "auto"
     assert adapted("--resume", "other/ckpt/step-000005").resume == "auto"

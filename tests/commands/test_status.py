@@ -136,11 +136,7 @@ def test_a_stuck_run_names_the_culprit(tmp_path):
     folder = write(tmp_path / "run", STEP)
     board = StatusBoard.create(board_path(tmp_path), 2)
     call = Call(
-        op="all_reduce",
-        axis="dp",
-        ranks=(0, 1),
-        index=0,
-        signature="all_reduce(sum) float32[4]",
+        op="all_reduce", axis="dp", ranks=(0, 1), index=0, signature="all_reduce(sum) float32[4]"
     )
     for rank in range(2):
         status = board.rank(rank)
@@ -184,11 +180,7 @@ def test_a_run_is_not_stuck_before_its_timeout(tmp_path):
         file.write("[run]\ntimeout_s = 60.0\n")
     board = StatusBoard.create(board_path(tmp_path), 2)
     call = Call(
-        op="all_reduce",
-        axis="dp",
-        ranks=(0, 1),
-        index=0,
-        signature="all_reduce(sum) float32[4]",
+        op="all_reduce", axis="dp", ranks=(0, 1), index=0, signature="all_reduce(sum) float32[4]"
     )
     ranks = [board.rank(0), board.rank(1)]
     for status in ranks:
@@ -268,20 +260,9 @@ def _of_another_user(place: Path) -> Path:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        _elsewhere,
-        _readable_by_all,
-        _behind_a_link,
-        _hard_link,
-        _named_otherwise,
-        _of_another_user,
-    ],
+    [_elsewhere, _readable_by_all, _behind_a_link, _hard_link, _named_otherwise, _of_another_user],
 )
-def test_a_board_that_no_launcher_of_the_owner_has_made_is_not_read(
-    tmp_path,
-    monkeypatch,
-    make,
-):
+def test_a_board_that_no_launcher_of_the_owner_has_made_is_not_read(tmp_path, monkeypatch, make):
     """A run.lock by another hand cannot make `weft status` open a file of another place."""
     folder = write(tmp_path / "run", STEP)
     path = make(tmp_path)

@@ -27,18 +27,12 @@ def read(*words: str) -> Run:
 
 
 def optimizer_keys(run: Run) -> dict[str, float]:
-    return {
-        "optim.lr": run.optim.lr,
-        "optim.weight_decay": run.optim.weight_decay,
-    }
+    return {"optim.lr": run.optim.lr, "optim.weight_decay": run.optim.weight_decay}
 
 
 def test_a_run_from_scratch_keeps_the_defaults_of_training():
     run = read()
-    assert optimizer_keys(run) == {
-        "optim.lr": 3e-3,
-        "optim.weight_decay": 0.1,
-    }
+    assert optimizer_keys(run) == {"optim.lr": 3e-3, "optim.weight_decay": 0.1}
     assert run.data.seq_len == 128
     for note in training_notes(run):
         assert "fine-tuning" not in note

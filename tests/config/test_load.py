@@ -101,8 +101,7 @@ def test_sequences_of_any_length_are_words_or_none():
 
 
 @pytest.mark.parametrize(
-    "preset",
-    [name for family in FAMILIES.values() for name in family.PRESETS],
+    "preset", [name for family in FAMILIES.values() for name in family.PRESETS]
 )
 def test_every_preset_is_a_model_table_that_explicit_fields_override(preset):
     run = read("--model.preset", preset, "--model.layers", "3")
@@ -217,10 +216,7 @@ def test_all_faults_of_file_and_flags_are_reported_together(tmp_path):
             ["--optim", "3"],
             "optim: is a section, not a value. Fix: set one of its keys: --optim.name",
         ),
-        (
-            ["--parallel.zero"],
-            "parallel.zero: has no value (got nothing after the flag; need",
-        ),
+        (["--parallel.zero"], "parallel.zero: has no value (got nothing after the flag; need"),
         (
             ["--parallel.sequence", "yes"],
             "parallel.sequence: wrong type (got 'yes'; need true or false)",
@@ -297,10 +293,7 @@ def test_a_wrong_model_does_not_hide_other_faults_or_invent_any():
     ("words", "fix"),
     [
         (["--device", "gpu"], "did you mean 'cuda'?"),
-        (
-            ["--batch_size", "8"],
-            "did you mean 'batch.global_size' or 'batch.micro_size'?",
-        ),
+        (["--batch_size", "8"], "did you mean 'batch.global_size' or 'batch.micro_size'?"),
         (["-n", "4"], "did you mean 'nproc'?"),
         (["--steps", "3", "-n", "4"], "did you mean 'nproc'?"),
         (["--learning-rate", "0.1"], "did you mean 'optim.lr'?"),

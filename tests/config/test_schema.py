@@ -37,8 +37,7 @@ def test_a_run_never_changes():
 
 
 @pytest.mark.parametrize(
-    "preset",
-    [name for family in FAMILIES.values() for name in family.PRESETS],
+    "preset", [name for family in FAMILIES.values() for name in family.PRESETS]
 )
 def test_every_preset_fits_by_default(preset):
     assert validation_faults("--model.preset", preset) == []
@@ -70,12 +69,7 @@ def test_a_run_counts_its_micro_batches_and_stages():
     groups=st.integers(1, 3),
     ffn=st.integers(1, 60),
 )
-def test_tp_is_rejected_exactly_where_it_does_not_divide(
-    degree,
-    kv_heads,
-    groups,
-    ffn,
-):
+def test_tp_is_rejected_exactly_where_it_does_not_divide(degree, kv_heads, groups, ffn):
     heads = kv_heads * groups
     words = [
         "--model.dim",
@@ -96,16 +90,8 @@ def test_a_vocabulary_that_tp_does_not_divide_is_padded_and_no_fault():
     assert validation_faults("--mesh", "tp2", "--model.vocab", "257") == []
 
 
-@given(
-    ranks=st.integers(1, 9),
-    micro=st.integers(1, 9),
-    size=st.integers(1, 99),
-)
-def test_a_batch_is_rejected_exactly_where_it_does_not_divide(
-    ranks,
-    micro,
-    size,
-):
+@given(ranks=st.integers(1, 9), micro=st.integers(1, 9), size=st.integers(1, 99))
+def test_a_batch_is_rejected_exactly_where_it_does_not_divide(ranks, micro, size):
     words = [
         "--mesh",
         f"dp{ranks}",
@@ -124,12 +110,7 @@ def test_a_sequence_is_rejected_exactly_where_its_parts_are_unequal(length, degr
     words = ["--parallel.sequence", "True", "--mesh", f"tp{degree}", "--data.seq_len", f"{length}"]
     run = read(*words)
     faults = list(
-        layout_rules.sequence_divides(
-            run.device_mesh,
-            run.model,
-            run.parallel,
-            seq_len=length,
-        )
+        layout_rules.sequence_divides(run.device_mesh, run.model, run.parallel, seq_len=length)
     )
     assert bool(faults) == bool(length % degree)
 
@@ -139,11 +120,7 @@ def test_a_sequence_is_rejected_exactly_where_its_parts_are_unequal(length, degr
     chunks=st.integers(1, 3),
     counts=st.lists(st.integers(1, 4), min_size=1, max_size=6),
 )
-def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(
-    ranks,
-    chunks,
-    counts,
-):
+def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(ranks, chunks, counts):
     layers = 12
     words = [
         "--model.layers",
@@ -156,10 +133,7 @@ def test_a_split_is_accepted_exactly_where_it_counts_all_stages_and_layers(
     run = read(*words, "--pipeline.split", *map(str, counts))
     faults = list(
         layout_rules.layers_make_stages(
-            run.device_mesh,
-            run.model,
-            run.pipeline,
-            seq_len=run.data.seq_len,
+            run.device_mesh, run.model, run.pipeline, seq_len=run.data.seq_len
         )
     )
     fits = len(counts) == ranks * chunks and sum(counts) == layers

@@ -31,10 +31,7 @@ def test_another_degree_keeps_the_number_of_micro_batches() -> None:
     smaller = with_degree(run, "dp", 1)
     assert smaller.mesh == "tp2"
     assert smaller.num_micro == run.num_micro
-    assert changes(run, smaller) == {
-        "mesh": ("dp4 tp2", "tp2"),
-        "batch.global_size": ("16", "4"),
-    }
+    assert changes(run, smaller) == {"mesh": ("dp4 tp2", "tp2"), "batch.global_size": ("16", "4")}
 
 
 def test_every_reduction_makes_another_run_the_smallest_first() -> None:

@@ -38,8 +38,7 @@ OPTIONS = {
 QUICK = (Phase.explicit, Phase.generate)
 """Each example reads several command lines: shrinking would take too long."""
 wanted = st.fixed_dictionaries(
-    dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), AXES),
-    optional=OPTIONS,
+    dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), AXES), optional=OPTIONS
 )
 
 

@@ -37,11 +37,7 @@ def test_a_file_is_imported_once_by_any_of_its_paths(
         ("raise SystemExit(3)\n", "raises on import"),
     ],
 )
-def test_a_file_that_raises_is_one_line(
-    tmp_path: Path,
-    text: str,
-    line: str,
-) -> None:
+def test_a_file_that_raises_is_one_line(tmp_path: Path, text: str, line: str) -> None:
     path = tmp_path / "broken.py"
     path.write_text(text)
     trust_named(path)

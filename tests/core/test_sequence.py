@@ -114,11 +114,7 @@ def test_blocks_hold_every_pair_within_a_document_and_skip_chunks_without_one(
     starts = data.draw(st.lists(st.booleans(), min_size=length, max_size=length))
     documents = Documents.of(starts, num_chunks)
     blocks = SequenceBlocks(
-        length,
-        degree,
-        mask,
-        documents=(tuple(documents.ranges),),
-        has_documents=True,
+        length, degree, mask, documents=(tuple(documents.ranges),), has_documents=True
     )
     found = computed_pairs(blocks)
     computed = set(found)

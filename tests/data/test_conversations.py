@@ -53,10 +53,7 @@ def test_tokens_and_masks_of_marked_templates_are_those_of_transformers(tmp_path
     found = masked_documents(opened(tmp_path, records, seq_len=128))
     for record, (tokens, mask) in zip(records, found, strict=True):
         expected = reference.apply_chat_template(
-            record["messages"],
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
+            record["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         assert tokens == expected["input_ids"]
         assert mask == expected["assistant_masks"]
@@ -77,9 +74,7 @@ def test_without_marks_answers_are_what_completion_only_masking_finds(tmp_path):
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 prompt = reference.apply_chat_template(
-                    messages[:index],
-                    add_generation_prompt=True,
-                    return_dict=True,
+                    messages[:index], add_generation_prompt=True, return_dict=True
                 )["input_ids"]
                 whole = reference.apply_chat_template(messages[: index + 1], return_dict=True)
                 start = len(prompt)
@@ -90,11 +85,7 @@ def test_without_marks_answers_are_what_completion_only_masking_finds(tmp_path):
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
-def test_prompt_and_completion_are_masked_as_trl_does(
-    tmp_path,
-    tok,
-    as_messages,
-):
+def test_prompt_and_completion_are_masked_as_trl_does(tmp_path, tok, as_messages):
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(tok)
@@ -107,17 +98,14 @@ def test_prompt_and_completion_are_masked_as_trl_does(
             answer = [{"role": "assistant", "content": answer}]
         records.append({"prompt": prompt, "completion": answer})
     for record, (tokens, mask) in zip(
-        records,
-        masked_documents(opened(tmp_path, records)),
-        strict=True,
+        records, masked_documents(opened(tmp_path, records)), strict=True
     ):
         if as_messages:
             prompt = reference.apply_chat_template(
                 record["prompt"], add_generation_prompt=True, return_dict=True
             )["input_ids"]
             whole = reference.apply_chat_template(
-                record["prompt"] + record["completion"],
-                return_dict=True,
+                record["prompt"] + record["completion"], return_dict=True
             )["input_ids"]
         else:
             prompt = reference(record["prompt"])["input_ids"]
@@ -153,10 +141,7 @@ def test_parquet_and_gzip_hold_the_same_records(tmp_path, tok):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text))
     for name in ("a.parquet", "a.jsonl.gz"):
         options = DataConfig(
-            source=str(tmp_path / name),
-            format="chat",
-            tokenizer=str(tok),
-            seq_len=96,
+            source=str(tmp_path / name), format="chat", tokenizer=str(tok), seq_len=96
         )
         assert masked_documents(open_data(options, MODEL)) == expected
 
@@ -233,11 +218,7 @@ def test_truncation_is_counted_and_reported(tmp_path, tok):
 
 
 @pytest.mark.parametrize("kind", ["chat", "preference"])
-def test_prepared_records_are_those_that_are_encoded_at_the_start(
-    tmp_path,
-    tok,
-    kind,
-):
+def test_prepared_records_are_those_that_are_encoded_at_the_start(tmp_path, tok, kind):
     records = conversations()
     if kind == "preference":
         records = [
@@ -246,10 +227,7 @@ def test_prepared_records_are_those_that_are_encoded_at_the_start(
         ]
     direct = opened(tmp_path, records)
     options = PrepareOptions(
-        (str(tmp_path / "records.jsonl"),),
-        tokenizer=str(tok),
-        valid=0,
-        format="auto",
+        (str(tmp_path / "records.jsonl"),), tokenizer=str(tok), valid=0, format="auto"
     )
     meta = prepare(options, tmp_path / "prepared")
     assert meta.format == 2
@@ -286,11 +264,7 @@ def test_a_tokenizer_that_changes_the_text_is_reported(tmp_path):
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.save(str(file))
     (tmp_path / "a.txt").write_text("the cat\n\nThe Mat\n\nA b\n")
-    options = PrepareOptions(
-        (str(tmp_path / "a.txt"),),
-        tokenizer=str(file),
-        split_on="blank",
-    )
+    options = PrepareOptions((str(tmp_path / "a.txt"),), tokenizer=str(file), split_on="blank")
     meta = prepare(options, tmp_path / "out")
     assert meta.num_changed == 2
     assert meta.first_changed == "document 2: 'The Mat\\n' becomes 'the mat\\n' at character 0"

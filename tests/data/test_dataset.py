@@ -33,8 +33,7 @@ IMAGES_MODEL = mnist.Config()
 
 def open_tokens(source, *, seq_len=4, model=BYTES_MODEL, token_dtype="uint16"):
     return open_data(
-        DataConfig(source=str(source), seq_len=seq_len, token_dtype=token_dtype),
-        model,
+        DataConfig(source=str(source), seq_len=seq_len, token_dtype=token_dtype), model
     )
 
 
@@ -92,21 +91,12 @@ def test_every_order_of_three_samples_comes_up_about_as_often():
         assert 140 < count < 260
 
 
-@given(
-    length=st.integers(1, 60),
-    size=st.integers(1, 25),
-    seed=st.integers(0, 2**63 - 1),
-)
+@given(length=st.integers(1, 60), size=st.integers(1, 25), seed=st.integers(0, 2**63 - 1))
 def test_steps_walk_through_whole_epochs_without_a_gap(length, size, seed):
     num_steps = 3 * length // size + 1
     steps = []
     for number in range(num_steps):
-        samples = samples_of_step(
-            number,
-            global_size=size,
-            num_samples=length,
-            seed=seed,
-        )
+        samples = samples_of_step(number, global_size=size, num_samples=length, seed=seed)
         steps.append(samples)
     walk = np.concatenate(steps)
     num_epochs = len(walk) // length
@@ -118,14 +108,7 @@ def test_steps_walk_through_whole_epochs_without_a_gap(length, size, seed):
 
 def test_epochs_and_seeds_differ():
     orders = {
-        tuple(
-            samples_of_step(
-                epoch,
-                global_size=50,
-                num_samples=50,
-                seed=seed,
-            ).tolist()
-        )
+        tuple(samples_of_step(epoch, global_size=50, num_samples=50, seed=seed).tolist())
         for epoch in range(4)
         for seed in range(4)
     }
@@ -152,22 +135,11 @@ def test_the_order_is_written_down():
     num_micro=st.integers(1, 6),
     step=st.integers(0, 50),
 )
-def test_every_layout_reads_the_same_samples_a_step(
-    degree,
-    micro,
-    num_micro,
-    step,
-):
+def test_every_layout_reads_the_same_samples_a_step(degree, micro, num_micro, step):
     size = degree * micro * num_micro
     samples = samples_of_step(step, global_size=size, num_samples=1000, seed=3)
     parts = [
-        layout_of(
-            samples,
-            index=index,
-            degree=degree,
-            micro_size=micro,
-        )
-        for index in range(degree)
+        layout_of(samples, index=index, degree=degree, micro_size=micro) for index in range(degree)
     ]
     for part in parts:
         assert part.shape == (num_micro, micro)
@@ -216,9 +188,7 @@ def test_a_stream_reads_across_files_as_if_they_were_one(sizes, span):
         start = sum(map(len, pieces))
         pieces.append(whole[start : start + size])
     stream = tokens.TokenStream(
-        tuple(Path(f"{i}") for i in range(len(sizes))),
-        tuple(pieces),
-        vocab=256,
+        tuple(Path(f"{i}") for i in range(len(sizes))), tuple(pieces), vocab=256
     )
     start = span[0]
     stop = min(sum(span), len(whole))
@@ -264,12 +234,7 @@ def test_bytes_of_text_in_another_encoding_are_tokens_too(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @pytest.mark.parametrize("left_from", [0, 2**20])
-def test_token_files_are_numbers_in_little_endian(
-    tmp_path,
-    monkeypatch,
-    dtype,
-    left_from,
-):
+def test_token_files_are_numbers_in_little_endian(tmp_path, monkeypatch, dtype, left_from):
     monkeypatch.setattr(tokens, "MIN_ON_DISK_BYTES", left_from)
     ids = np.arange(0, 5000, 50)
     little_endian = np.dtype(dtype).newbyteorder("<")
@@ -420,15 +385,7 @@ def idx(array):
     )
 
 
-def write_pair(
-    folder,
-    count=7,
-    *,
-    kind="train",
-    zipped=False,
-    size=28,
-    labels=None,
-):
+def write_pair(folder, count=7, *, kind="train", zipped=False, size=28, labels=None):
     random = np.random.default_rng(5)
     pictures = random.integers(0, 256, (count, size, size), dtype=np.uint8)
     if labels is None:

@@ -58,14 +58,10 @@ def complaint(source: str, **reading: Any) -> str:
 
 def test_a_source_names_path_configuration_and_split() -> None:
     assert HubDataset.parse("hf:allenai/c4") == HubDataset(
-        path="allenai/c4",
-        config=None,
-        split="train",
+        path="allenai/c4", config=None, split="train"
     )
     assert HubDataset.parse("hf:allenai/c4,en:validation") == HubDataset(
-        path="allenai/c4",
-        config="en",
-        split="validation",
+        path="allenai/c4", config="en", split="validation"
     )
     with pytest.raises(DataError, match=r"names no data set \(got 'hf::test'; need hf:PATH"):
         HubDataset.parse("hf::test")

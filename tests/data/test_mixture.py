@@ -21,10 +21,7 @@ from weft.train.event_lines import read_events
 
 
 @settings(max_examples=30)
-@given(
-    weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7),
-    size=st.integers(1, 3 * CYCLE),
-)
+@given(weights=st.lists(st.floats(0.01, 1), min_size=1, max_size=7), size=st.integers(1, 3 * CYCLE))
 def test_every_source_is_within_one_of_its_share_after_any_number_of_samples(weights, size):
     turns = make_mixture_sampler(weights)
     sources, own = turns.at(np.arange(size))
@@ -66,23 +63,12 @@ def mixed(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 121)
     (tmp_path / "b.txt").write_text("b" * 37)
     return open_data(
-        DataConfig(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4),
-        gpt2.Config(),
+        DataConfig(mix=(f"{tmp_path}/a.txt=3", f"{tmp_path}/b.txt=1"), seq_len=4), gpt2.Config()
     )
 
 
 def test_each_source_walks_through_its_own_epochs(mixed):
-    walk = np.concatenate(
-        [
-            samples_of(
-                mixed,
-                step,
-                global_size=12,
-                seed=7,
-            )
-            for step in range(12)
-        ]
-    )
+    walk = np.concatenate([samples_of(mixed, step, global_size=12, seed=7) for step in range(12)])
     first = walk[walk < 30]
     second = walk[walk >= 30] - 30
     assert len(first) == 108

@@ -49,11 +49,7 @@ def test_a_window_is_packed_as_a_look_at_every_token_says(lengths, window):
 
 
 @pytest.mark.parametrize("block", [1, 3, 512])
-def test_bounds_on_the_disk_are_found_as_in_memory(
-    tmp_path,
-    monkeypatch,
-    block,
-):
+def test_bounds_on_the_disk_are_found_as_in_memory(tmp_path, monkeypatch, block):
     monkeypatch.setattr(bounds_module, "BLOCK", block)
     inside = np.cumsum(np.random.default_rng(3).integers(0, 4, 200))
     inside.astype("<i8").tofile(tmp_path / "a.idx")
@@ -111,14 +107,7 @@ def folder(tmp_path):
 def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
     data_config = DataConfig(source=folder, seq_len=16)
     plain = open_data(data_config, gpt2.Config())
-    packed = open_data(
-        DataConfig(
-            source=folder,
-            seq_len=16,
-            packing="documents",
-        ),
-        gpt2.Config(),
-    )
+    packed = open_data(DataConfig(source=folder, seq_len=16, packing="documents"), gpt2.Config())
     numbers = np.arange(plain.num_samples)
     whole = plain.read(numbers)
     found = packed.read(numbers)
@@ -134,14 +123,7 @@ def test_samples_of_packed_documents_have_the_tokens_of_the_stream(folder):
 
 
 def test_samples_read_one_by_one_are_those_read_together(folder):
-    samples = open_data(
-        DataConfig(
-            source=folder,
-            seq_len=16,
-            packing="documents",
-        ),
-        gpt2.Config(),
-    )
+    samples = open_data(DataConfig(source=folder, seq_len=16, packing="documents"), gpt2.Config())
     together = samples.read(np.arange(20))
     for number in range(20):
         alone = samples.read(np.array([number]))
@@ -155,8 +137,7 @@ def test_text_files_are_documents_without_being_prepared(tmp_path):
     for name, text in {"a": "aaaaa", "b": "", "c": "ccc"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
     found = open_data(
-        DataConfig(source=str(tmp_path), seq_len=7, packing="documents"),
-        gpt2.Config(),
+        DataConfig(source=str(tmp_path), seq_len=7, packing="documents"), gpt2.Config()
     ).read(np.array([0]))
     assert found.documents.tolist() == [[0, 0, 0, 0, 0, 1, 1]]
     assert found.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1]]

@@ -81,11 +81,7 @@ def test_every_line_is_a_document_of_its_own(tmp_path, name):
 
 
 @pytest.mark.parametrize("num_small", [0, 2000])
-def test_a_huge_cell_of_a_parquet_file_is_rejected(
-    tmp_path,
-    monkeypatch,
-    num_small,
-):
+def test_a_huge_cell_of_a_parquet_file_is_rejected(tmp_path, monkeypatch, num_small):
     """Alone in its row group the metadata gives it away; among many its length is looked at."""
     parquet = pytest.importorskip("pyarrow.parquet")
     arrow = pytest.importorskip("pyarrow")
@@ -167,16 +163,7 @@ def test_a_bpe_is_trained_on_the_inputs(tmp_path):
 
 def test_the_same_recipe_makes_the_same_bytes(tmp_path):
     source = write_lines(tmp_path / "a.jsonl", TEXTS * 4)
-    folders = [
-        made(
-            tmp_path,
-            source,
-            tokenizer="train",
-            vocab=270,
-            valid=0.3,
-        )
-        for _ in range(2)
-    ]
+    folders = [made(tmp_path, source, tokenizer="train", vocab=270, valid=0.3) for _ in range(2)]
     for name in ("train.bin", "train.idx", "valid.bin", "valid.idx", "tokenizer.json", "meta.json"):
         data = (folders[0] / name).read_bytes()
         assert data == (folders[1] / name).read_bytes()
@@ -226,11 +213,7 @@ def test_the_tokens_of_pieces_are_those_of_the_whole(bpe, lines):
 
 
 @given(
-    words=st.lists(
-        st.sampled_from(["a", " ", "  ", "über", "42", "!?"]),
-        min_size=20,
-        max_size=60,
-    )
+    words=st.lists(st.sampled_from(["a", " ", "  ", "über", "42", "!?"]), min_size=20, max_size=60)
 )
 def test_the_tokens_of_one_long_line_are_those_of_the_whole(bpe, words):
     """Of a line with a word in every part: it can be split before that word."""
@@ -243,11 +226,7 @@ def test_the_tokens_of_one_long_line_are_those_of_the_whole(bpe, words):
 
 
 @pytest.mark.parametrize("read_bytes", [1, 5, 1000])
-def test_pieces_do_not_depend_on_how_a_file_is_read(
-    tmp_path,
-    monkeypatch,
-    read_bytes,
-):
+def test_pieces_do_not_depend_on_how_a_file_is_read(tmp_path, monkeypatch, read_bytes):
     monkeypatch.setattr(documents, "READ_BYTES", read_bytes)
     monkeypatch.setattr(split_text, "__kwdefaults__", {"limit": 16})
     text = "héllo wörld\n" * 9 + "ein langes\n\nEnde"
@@ -278,11 +257,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
 
 
 @pytest.mark.parametrize("batch_chars", [1, 100, 10**6])
-def test_the_split_is_a_function_of_seed_and_number_alone(
-    tmp_path,
-    monkeypatch,
-    batch_chars,
-):
+def test_the_split_is_a_function_of_seed_and_number_alone(tmp_path, monkeypatch, batch_chars):
     monkeypatch.setattr(prepare, "BATCH_CHARS", batch_chars)
     valid = is_valid(range(60), share=0.2, seed=3)
     assert valid == is_valid(range(30), share=0.2, seed=3) + is_valid(
@@ -298,22 +273,8 @@ def test_the_split_is_a_function_of_seed_and_number_alone(
 
 
 def test_as_many_documents_as_asked_for_are_kept_for_validation():
-    assert sum(
-        is_valid(
-            range(100_000),
-            share=0.01,
-            seed=1,
-        )
-    ) == pytest.approx(1000, rel=0.1)
-    assert is_valid(
-        range(99),
-        share=0.5,
-        seed=1,
-    ) != is_valid(
-        range(99),
-        share=0.5,
-        seed=2,
-    )
+    assert sum(is_valid(range(100_000), share=0.01, seed=1)) == pytest.approx(1000, rel=0.1)
+    assert is_valid(range(99), share=0.5, seed=1) != is_valid(range(99), share=0.5, seed=2)
     assert not is_valid([0], share=0.999, seed=1)[0]
 
 
@@ -321,12 +282,7 @@ def test_as_many_documents_as_asked_for_are_kept_for_validation():
 
 
 def test_a_prepared_folder_has_its_tokenizer_and_its_facts(tmp_path, bpe):
-    folder = made(
-        tmp_path,
-        write_lines(tmp_path / "a.jsonl"),
-        tokenizer=str(bpe),
-        valid=0.2,
-    )
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
     data = DataConfig(source=str(folder), seq_len=8)
     facts = open_data(data, gpt2.Config(vocab=VOCAB)).facts()
     part = open_prepared(folder).meta.splits["train"]
@@ -335,8 +291,7 @@ def test_a_prepared_folder_has_its_tokenizer_and_its_facts(tmp_path, bpe):
     assert facts["sha256"] == part.sha256[:12]
     assert tokenizer_of(data).name == str(folder / "tokenizer.json")
     named = open_data(
-        DataConfig(source=str(folder / "valid.bin"), seq_len=8),
-        gpt2.Config(vocab=VOCAB),
+        DataConfig(source=str(folder / "valid.bin"), seq_len=8), gpt2.Config(vocab=VOCAB)
     ).facts()
     assert named["tokens"] == open_prepared(folder).meta.splits["valid"].tokens
 
@@ -360,12 +315,7 @@ def test_small_texts_are_made_into_tokens_when_a_run_starts(tmp_path, bpe):
 
 
 def test_raw_text_mixed_with_a_prepared_folder_is_read_by_its_tokenizer(tmp_path, bpe):
-    folder = made(
-        tmp_path,
-        write_lines(tmp_path / "a.jsonl"),
-        tokenizer=str(bpe),
-        valid=0.2,
-    )
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
     sizes = ["--model.vocab", str(VOCAB), "--data.seq_len", "8"]
     mixed = load(["--data.mix", f"{folder}=1", f"{tmp_path}/a.jsonl=1", *sizes], FAMILIES)
     data_config = DataConfig(tokenizer=str(bpe))
@@ -373,8 +323,7 @@ def test_raw_text_mixed_with_a_prepared_folder_is_read_by_its_tokenizer(tmp_path
     count = len(open_data(mixed.data, mixed.model).parts[1].stream)
     assert count == len(whole)
     run = load(
-        ["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes],
-        FAMILIES,
+        ["--data.source", str(folder), "--eval.source", f"{tmp_path}/a.jsonl", *sizes], FAMILIES
     )
     count = len(open_validation(run.data, run.model, source=run.eval.source).stream)
     assert count == len(whole)
@@ -485,11 +434,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", PREPARE)
-def test_what_cannot_be_prepared_is_reported_in_one_line_and_leaves_nothing(
-    case,
-    place,
-    capsys,
-):
+def test_what_cannot_be_prepared_is_reported_in_one_line_and_leaves_nothing(case, place, capsys):
     words = [word.format(tmp=place) for word in PREPARE[case][0]]
     line = PREPARE[case][1].format(tmp=place)
     before = sorted(place.iterdir())
@@ -532,17 +477,8 @@ def test_a_folder_that_is_not_whole_is_rejected(case, tmp_path, bpe, capsys):
         assert line in rejected(words, capsys)
 
 
-def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(
-    tmp_path,
-    bpe,
-    capsys,
-):
-    folder = made(
-        tmp_path,
-        write_lines(tmp_path / "a.jsonl"),
-        tokenizer=str(bpe),
-        valid=0.2,
-    )
+def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, capsys):
+    folder = made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe), valid=0.2)
     argv = ["data", "show", str(folder), "--verify", "True", "--tokens", "5"]
     assert main(argv) == EXIT_OK
     told = capsys.readouterr().out
@@ -676,12 +612,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_what_cannot_be_trained_on_is_reported_in_one_line(
-    case,
-    tmp_path,
-    bpe,
-    capsys,
-):
+def test_what_cannot_be_trained_on_is_reported_in_one_line(case, tmp_path, bpe, capsys):
     names = {
         "tmp": tmp_path,
         "folder": made(tmp_path, write_lines(tmp_path / "a.jsonl"), tokenizer=str(bpe)),
@@ -698,16 +629,9 @@ def test_what_cannot_be_trained_on_is_reported_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)],
+    ("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 2)]
 )
-def test_what_is_cut_short_leaves_nothing(
-    tmp_path,
-    monkeypatch,
-    capsys,
-    error,
-    code,
-):
+def test_what_is_cut_short_leaves_nothing(tmp_path, monkeypatch, capsys, error, code):
     def end(_self):
         raise error
 
@@ -796,9 +720,7 @@ def lower_case(tmp_path, bpe):
 
 
 def test_texts_that_a_tokenizer_changes_are_rejected_at_the_start_of_a_run(
-    tmp_path,
-    lower_case,
-    capsys,
+    tmp_path, lower_case, capsys
 ):
     lines = write_lines(tmp_path / "a.jsonl", ["the cat", "The Mat", "A mat"])
     model = gpt2.Config(vocab=VOCAB)

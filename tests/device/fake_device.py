@@ -250,11 +250,7 @@ def counts_of(
     mesh = run.device_mesh
     streams = Streams()
     transport = RecordingTransport(
-        mesh,
-        layout.rank,
-        steps=build_training.step_groups(run),
-        device=DEVICE,
-        streams=streams,
+        mesh, layout.rank, steps=build_training.step_groups(run), device=DEVICE, streams=streams
     )
     comm = Comm(mesh, layout.rank, transport)
     with fake_mode:

@@ -89,28 +89,13 @@ class CommandServer:
         text = done.stdout + done.stderr
         return Result(done.returncode, text)
 
-    def _run_weft(
-        self,
-        command: Command,
-        folder: Path,
-    ) -> subprocess.CompletedProcess[str] | None:
+    def _run_weft(self, command: Command, folder: Path) -> subprocess.CompletedProcess[str] | None:
         words = command.words[1:]
         if command.program == "weft":
-            return self._programs.run(
-                WEFT,
-                *words,
-                folder=folder,
-                timeout=TIMEOUT_S,
-            )
+            return self._programs.run(WEFT, *words, folder=folder, timeout=TIMEOUT_S)
         if command.program == "torchrun":
             torchrun = "torch.distributed.run"
-            return self._programs.run(
-                "",
-                *words,
-                module=torchrun,
-                folder=folder,
-                timeout=TIMEOUT_S,
-            )
+            return self._programs.run("", *words, module=torchrun, folder=folder, timeout=TIMEOUT_S)
         return None
 
     def close(self) -> None:

@@ -30,12 +30,7 @@ def test_the_documentation_builds_offline_without_warnings(tmp_path: Path) -> No
         str(tmp_path / "site"),
     ]
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "site" / "api.html").stat().st_size > 0

@@ -132,11 +132,7 @@ def folder(tmp_path: Path, hugging_face_folder: Path) -> Path:
     shutil.copytree(hugging_face_folder, tmp_path / "Llama-3.2-1B")
     write_jsonl(tmp_path / "chat.jsonl", conversations(12))
     pairs = [
-        {
-            "prompt": f"{number} and {number} are",
-            "chosen": f" {2 * number}",
-            "rejected": " many",
-        }
+        {"prompt": f"{number} and {number} are", "chosen": f" {2 * number}", "rejected": " many"}
         for number in range(8)
     ]
     write_jsonl(tmp_path / "pairs.jsonl", pairs)
@@ -149,15 +145,7 @@ def has_slurm() -> bool:
     """Whether a Slurm controller answers."""
     if shutil.which("sinfo") is None:
         return False
-    return (
-        subprocess.run(
-            ["sinfo"],
-            capture_output=True,
-            check=False,
-            timeout=60,
-        ).returncode
-        == 0
-    )
+    return subprocess.run(["sinfo"], capture_output=True, check=False, timeout=60).returncode == 0
 
 
 def is_run(command: Command) -> bool:
@@ -172,11 +160,7 @@ def marked(pages: Sequence[str]) -> list[object]:
     return [pytest.param(page, marks=slow if page in SLOW_PAGES else ()) for page in pages]
 
 
-def run_page(
-    commands: Sequence[Command],
-    folder: Path,
-    server: CommandServer,
-) -> None:
+def run_page(commands: Sequence[Command], folder: Path, server: CommandServer) -> None:
     assert commands
     for command in commands:
         result = server.run(command, folder)
@@ -185,11 +169,7 @@ def run_page(
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", marked(PAGES))
-def test_commands_of_a_page_run_in_order(
-    page: str,
-    folder: Path,
-    server: CommandServer,
-) -> None:
+def test_commands_of_a_page_run_in_order(page: str, folder: Path, server: CommandServer) -> None:
     """Without those of torchrun, whose ranks import torch again, and those for `make slow`."""
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     commands = [command for command in commands if command.program != "torchrun"]
@@ -206,9 +186,7 @@ def test_commands_for_make_slow_are_those_of_the_page() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", ["README.md", "docs/faults.md", "docs/generate.md"])
 def test_commands_of_a_page_run_in_order_with_torchrun(
-    page: str,
-    folder: Path,
-    server: CommandServer,
+    page: str, folder: Path, server: CommandServer
 ) -> None:
     commands = [command for command in commands_of(ROOT / page) if is_run(command)]
     assert any(command.program == "torchrun" for command in commands)

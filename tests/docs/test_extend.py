@@ -58,30 +58,14 @@ def python() -> Iterator[ProgramServer]:
     server.close()
 
 
-def run(
-    python: ProgramServer,
-    words: list[str],
-    folder: Path,
-) -> subprocess.CompletedProcess[str]:
+def run(python: ProgramServer, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """One command of the page, with the sources below `folder`."""
     environ = {**os.environ, "PYTHONPATH": str(folder / "src"), "COLUMNS": "80"}
     if words[0] == "weft":
-        return python.run(
-            "",
-            *words[1:],
-            module="weft",
-            environ=environ,
-            folder=folder,
-        )
+        return python.run("", *words[1:], module="weft", environ=environ, folder=folder)
     assert words[0] == "python"
     script = folder / words[1]
-    return python.run(
-        "",
-        *words[2:],
-        script=script,
-        environ=environ,
-        folder=folder,
-    )
+    return python.run("", *words[2:], script=script, environ=environ, folder=folder)
 
 
 def test_the_page_has_a_section_for_each_extension() -> None:
@@ -98,9 +82,7 @@ def test_the_page_has_a_section_for_each_extension() -> None:
     ],
 )
 def test_an_extension_is_one_file_or_folder_and_its_commands_succeed(
-    title: str,
-    tmp_path: Path,
-    python: ProgramServer,
+    title: str, tmp_path: Path, python: ProgramServer
 ) -> None:
     section = sections()[title]
     shutil.copytree(SOURCES, tmp_path / "src")

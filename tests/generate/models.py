@@ -59,23 +59,11 @@ def plain(config: ModelConfig) -> dict[str, nn.Module]:
     """The plain model in float64, every weight moved far from its start, so that each one matters
     to every token.
     """
-    blocks = plain_model(
-        FAMILIES[config.family],
-        config,
-        seed=SEED,
-        dtype=torch.float64,
-    )
+    blocks = plain_model(FAMILIES[config.family], config, seed=SEED, dtype=torch.float64)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for param in {id(param): param for param in named_parameters(blocks).values()}.values():
-            param.add_(
-                torch.randn(
-                    param.shape,
-                    generator=generator,
-                    dtype=param.dtype,
-                )
-                * 0.15
-            )
+            param.add_(torch.randn(param.shape, generator=generator, dtype=param.dtype) * 0.15)
     return blocks
 
 
@@ -101,23 +89,13 @@ def plan_of(config: ModelConfig, mesh: str) -> Plan:
     )
 
 
-def on_ranks(
-    config: ModelConfig,
-    mesh: str,
-    act: Callable[[Decoder], T],
-) -> list[T]:
+def on_ranks(config: ModelConfig, mesh: str, act: Callable[[Decoder], T]) -> list[T]:
     """`act(decoder)` on every rank of a mesh that has loaded the plain model's tensors."""
     source = stored(config, plain(config))
     plan = plan_of(config, mesh)
 
     def rank(comm: Comm) -> T:
-        model = load_model(
-            FAMILIES[config.family],
-            config,
-            source,
-            plan=plan,
-            comm=comm,
-        )
+        model = load_model(FAMILIES[config.family], config, source, plan=plan, comm=comm)
         vocab = config.axis_sizes()["vocab"]
         return act(Decoder(model, vocab=vocab))
 
@@ -143,10 +121,7 @@ class Generation:
 
         rows = [TextRow(prompt, sample=number) for number, prompt in enumerate(self.prompts)]
         for _ in decode(
-            decoder,
-            rows,
-            choose=choose,
-            is_finished=lambda row: len(row.tokens) == self.num_tokens,
+            decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == self.num_tokens
         ):
             pass
         return [row.tokens for row in rows], logits

@@ -34,19 +34,11 @@ def write_run(out: Path, *words: str) -> Run:
 
 def write_checkpoint(out: Path, run: Run) -> Path:
     """The run's model as it starts, as a checkpoint in its folder."""
-    blocks = plain_model(
-        FAMILIES[run.model.name],
-        run.model,
-        seed=run.seed,
-        dtype=torch.float32,
-    )
+    blocks = plain_model(FAMILIES[run.model.name], run.model, seed=run.seed, dtype=torch.float32)
     source = stored(run.model, blocks)
     held = [
         WriteItem(
-            name=f"model/{name}",
-            shape=shape,
-            box=Box.whole(shape),
-            tensor=source.tensors[name],
+            name=f"model/{name}", shape=shape, box=Box.whole(shape), tensor=source.tensors[name]
         )
         for name, shape in source.shapes.items()
     ]

@@ -36,14 +36,9 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh", "options"),
-    [*((family, "", {}) for family in CONFIGS), *LAYOUTS],
+    ("family", "mesh", "options"), [*((family, "", {}) for family in CONFIGS), *LAYOUTS]
 )
-def test_a_model_on_its_training_layout_generates_the_plain_models_text(
-    family,
-    mesh,
-    options,
-):
+def test_a_model_on_its_training_layout_generates_the_plain_models_text(family, mesh, options):
     config = config_of(family)
     source = stored(config, plain(config))
     plan = plan_of(config, mesh).model_copy(update={"seq_len": 8, **options})
@@ -51,14 +46,7 @@ def test_a_model_on_its_training_layout_generates_the_plain_models_text(
     texts, _ = generation.reference(config)
 
     def rank(comm: Comm) -> list[list[int]]:
-        model = build_model(
-            FAMILIES[family],
-            config,
-            plan,
-            comm,
-            seed=SEED,
-            source=source,
-        )
+        model = build_model(FAMILIES[family], config, plan, comm, seed=SEED, source=source)
         decoder = Decoder(
             model,
             vocab=config.axis_sizes()["vocab"],

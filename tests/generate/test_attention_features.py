@@ -40,11 +40,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def attend_of(
-    mask: AttentionMask = CAUSAL,
-    *,
-    sinks: bool = False,
-    head_bias: bool = False,
-    **rest: Any,
+    mask: AttentionMask = CAUSAL, *, sinks: bool = False, head_bias: bool = False, **rest: Any
 ) -> Attend:
     generator = torch.Generator().manual_seed(SEED)
     values = torch.rand(2, HEADS, generator=generator, dtype=torch.float64)
@@ -83,10 +79,7 @@ def test_cached_attention_equals_whole_sequences(name: str, generation: Generati
     def rank(comm: Comm) -> None:
         axes = {**FAMILIES["llama3"].AXES, "layer*.attn.attend.*": ("norm",)}
         model = parallelize(
-            model_with(config, FEATURES[name]),
-            plan_of(config, ""),
-            comm,
-            axes=axes,
+            model_with(config, FEATURES[name]), plan_of(config, ""), comm, axes=axes
         )
         decoder = Decoder(model, vocab=config.vocab)
         ours, held = generation(decoder)
@@ -123,11 +116,7 @@ class WindowAttend(Attend):
     """Overrides `forward`, declares nothing."""
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         attend = Attend(mask=AttentionMask(window=3))
         return attend(q, k, v, batch)

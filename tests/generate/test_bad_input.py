@@ -80,11 +80,7 @@ def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_one_line_and_exit_code_2(
-    name: str,
-    tmp: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_one_line_and_exit_code_2(name: str, tmp: Path, capsys: pytest.CaptureFixture[str]):
     words, message = TABLE[name]
     code = main(["generate", *(word.format(tmp=tmp) for word in words)])
     out, err = capsys.readouterr()
@@ -99,10 +95,7 @@ def test_all_faults_are_reported_before_torch_is_imported(tmp: Path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     words = ["generate", str(tmp / "llama3"), "--mesh", "dp2 tp3"]
     done = subprocess.run(
-        [sys.executable, "-c", script, *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == EXIT_USER, done.stderr
     assert [line[:9] for line in done.stderr.splitlines()] == [
@@ -116,9 +109,7 @@ def test_all_faults_are_reported_before_torch_is_imported(tmp: Path):
 
 
 def test_another_number_of_ranks_than_the_mesh_has(
-    tmp: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch,
+    tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 ):
     for name, value in {
         "RANK": "0",
@@ -133,11 +124,7 @@ def test_another_number_of_ranks_than_the_mesh_has(
     assert message in capsys.readouterr().err
 
 
-def test_no_file_is_written(
-    tmp: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch,
-):
+def test_no_file_is_written(tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.chdir("/proc")
     assert (
         main(

@@ -87,8 +87,7 @@ def test_cache_grows_with_the_text(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh"),
-    [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")],
+    ("family", "mesh"), [("llama3", ""), ("qwen3-moe", "ep2"), ("gpt2", "pp2 tp2")]
 )
 def test_finished_rows_leave_the_batch(family: str, mesh: str):
     config = config_of(family)

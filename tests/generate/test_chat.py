@@ -32,15 +32,7 @@ def test_the_prompt_is_a_question_and_the_end_of_a_turn_stops(tmp_path):
     assert bytes(job.tokens[0]).decode() == expected
     assert job.prompts == (("hi",))
     assert job.request.stop == "<|im_end|>"
-    asked = make_job(
-        Request(
-            prompt="hi",
-            chat=True,
-            stop="x",
-            chat_template="alpaca",
-        ),
-        source,
-    )
+    asked = make_job(Request(prompt="hi", chat=True, stop="x", chat_template="alpaca"), source)
     assert bytes(asked.tokens[0]).decode() == "### Instruction:\nhi\n\n### Response:\n"
     assert asked.request.stop == "x"
 
@@ -52,9 +44,7 @@ def test_the_template_of_the_tokenizer_is_transformers(tmp_path):
     source = trained(tmp_path, "--data.tokenizer", str(folder))
     job = make_job(Request(prompt="hello to you", chat=True), source)
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
-        [{"role": "user", "content": "hello to you"}],
-        add_generation_prompt=True,
-        return_dict=True,
+        [{"role": "user", "content": "hello to you"}], add_generation_prompt=True, return_dict=True
     )
     assert list(job.tokens[0]) == expected["input_ids"]
     assert job.request.stop == "</s>"

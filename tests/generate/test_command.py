@@ -51,14 +51,10 @@ def objects(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"),
-    [("llama3", "pp2 tp2"), ("qwen3-moe", "ep2"), ("deepseek", "ep2 tp2")],
+    ("name", "mesh"), [("llama3", "pp2 tp2"), ("qwen3-moe", "ep2"), ("deepseek", "ep2 tp2")]
 )
 def test_every_layout_prints_the_same(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    mesh: str,
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, mesh: str
 ):
     asked = (folder / name, "--prompt", "def ", "--samples", "3")
     assert objects(capsys, *asked, "--mesh", mesh) == objects(capsys, *asked)
@@ -95,9 +91,7 @@ def test_a_json_object_holds_the_text_and_its_facts(
 
 
 def test_a_text_depends_on_its_own_prompt_and_sample_alone(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "prompts.jsonl"
     file.write_text('"ab"\n{"prompt": "a longer one"}\n\n')
@@ -108,9 +102,7 @@ def test_a_text_depends_on_its_own_prompt_and_sample_alone(
 
 
 def test_text_output_is_prompt_and_continuation(
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "prompt.txt").write_text("def f(x):\n    ")
     (found,) = objects(capsys, folder / "llama3", "--prompt_file", tmp_path / "prompt.txt")
@@ -129,14 +121,7 @@ def test_several_texts_are_numbered(folder: Path, capsys: pytest.CaptureFixture[
 
 def test_greedy_texts_of_one_prompt_are_equal(folder: Path, capsys: pytest.CaptureFixture[str]):
     one, other = objects(
-        capsys,
-        folder / "llama3",
-        "--prompt",
-        "a",
-        "--samples",
-        "2",
-        "--temperature",
-        "0",
+        capsys, folder / "llama3", "--prompt", "a", "--samples", "2", "--temperature", "0"
     )
     assert one["tokens"] == other["tokens"]
 

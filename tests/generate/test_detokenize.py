@@ -71,14 +71,7 @@ def test_each_piece_is_returned_as_soon_as_it_is_final():
     assert pieces_of(BYTES, "a\N{SNOWMAN}b".encode()) == ["a", "", "", "\N{SNOWMAN}", "b", ""]
 
 
-@given(
-    st.text("ab\N{SNOWMAN}", max_size=12),
-    st.text(
-        "ab\N{SNOWMAN}",
-        min_size=1,
-        max_size=3,
-    ),
-)
+@given(st.text("ab\N{SNOWMAN}", max_size=12), st.text("ab\N{SNOWMAN}", min_size=1, max_size=3))
 @example("aab", "ab")
 def test_no_part_of_the_stop_text_is_returned(text: str, stop: str):
     generated = GeneratedText(BYTES, stop=stop)

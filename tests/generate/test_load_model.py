@@ -29,8 +29,7 @@ class Counted(Memory):
 
 
 @pytest.mark.parametrize(
-    ("family", "mesh"),
-    [("qwen3", "pp2 tp2"), ("deepseek", "ep2 tp2"), ("gpt2", "tp4")],
+    ("family", "mesh"), [("qwen3", "pp2 tp2"), ("deepseek", "ep2 tp2"), ("gpt2", "tp4")]
 )
 def test_every_rank_reads_its_own_shards_only(family: str, mesh: str):
     config = config_of(family)
@@ -38,13 +37,7 @@ def test_every_rank_reads_its_own_shards_only(family: str, mesh: str):
 
     def rank(comm: Comm) -> None:
         counted = Counted(source.tensors)
-        model = load_model(
-            FAMILIES[family],
-            config,
-            counted,
-            plan=plan_of(config, mesh),
-            comm=comm,
-        )
+        model = load_model(FAMILIES[family], config, counted, plan=plan_of(config, mesh), comm=comm)
         assert sorted(counted.reads) == sorted(
             (piece.owner, piece.box.size) for piece in model.shards.values()
         )
@@ -78,10 +71,6 @@ def test_an_unfit_tensor_is_named(change, message: str):
         run_ranks(
             "tp2",
             lambda comm: load_model(
-                FAMILIES["llama3"],
-                config,
-                Memory(tensors),
-                plan=plan,
-                comm=comm,
+                FAMILIES["llama3"], config, Memory(tensors), plan=plan, comm=comm
             ),
         )

@@ -40,12 +40,7 @@ def keys_are_kept_one_cell_too_early(patch: pytest.MonkeyPatch) -> None:
     """Each new token overwrites the one before it, and its own cell stays empty."""
     right = KVCache.put
 
-    def put(
-        self: KVCache,
-        k: Tensor,
-        v: Tensor,
-        batch: DecodeBatch,
-    ) -> tuple[Tensor, Tensor]:
+    def put(self: KVCache, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         if not later(batch):
             return right(self, k, v, batch)
         earlier = tuple(position - 1 for position in batch.first_positions)
@@ -84,11 +79,7 @@ def patch_positions(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor
     """Change what blocks see of positions, not what the cache sees."""
     right = cache.decode_batch
 
-    def decode_batch(
-        tokens: Tensor,
-        first_positions: Sequence[int],
-        **rest: Any,
-    ) -> DecodeBatch:
+    def decode_batch(tokens: Tensor, first_positions: Sequence[int], **rest: Any) -> DecodeBatch:
         batch = right(tokens, first_positions, **rest)
         if later(batch):
             return replace(batch, positions=change(batch.positions))
@@ -112,12 +103,7 @@ def rows_see_each_others_cells(patch: pytest.MonkeyPatch) -> None:
 def patch_cells(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     right = KVCache.put
 
-    def put(
-        self: KVCache,
-        k: Tensor,
-        v: Tensor,
-        batch: DecodeBatch,
-    ) -> tuple[Tensor, Tensor]:
+    def put(self: KVCache, k: Tensor, v: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         keys, values = right(self, k, v, batch)
         if later(batch):
             return (change(keys), change(values))
@@ -152,9 +138,7 @@ def cells_are_lost_where_the_cache_grows(patch: pytest.MonkeyPatch) -> None:
         cache,
         "_grow",
         lambda old, new, stop: right(
-            None if old is not None and old.shape[2] < stop else old,
-            new,
-            stop,
+            None if old is not None and old.shape[2] < stop else old, new, stop
         ),
     )
 
@@ -166,12 +150,7 @@ def latent_attention_loses_its_scale_behind_the_prompt(patch: pytest.MonkeyPatch
 
     class Wrong:
         @staticmethod
-        def scaled_dot_product_attention(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            **rest: Any,
-        ) -> Tensor:
+        def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
             unscaled = {**rest, "scale": v.shape[-1] ** -0.5}
             return right(q, k, v, **unscaled)
 

@@ -15,10 +15,7 @@ from weft.generate.output import BOLD, PLAIN, JsonOutput, OutputText, TextOutput
 
 def output_text(prompt: str) -> OutputText:
     return OutputText(
-        prompt=prompt,
-        sample=0,
-        tokens=[],
-        generated=GeneratedText(ByteTokenizer(), stop="!"),
+        prompt=prompt, sample=0, tokens=[], generated=GeneratedText(ByteTokenizer(), stop="!")
     )
 
 

@@ -57,9 +57,7 @@ def test_tokens_are_sampled_by_probability_among_the_candidates(
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 1000), st.integers(0, 10**6))
 def test_uniform_numbers_depend_on_seed_sample_and_position_alone(
-    seed: int,
-    sample: int,
-    position: int,
+    seed: int, sample: int, position: int
 ):
     number = uniform(seed, TokenPosition(sample, position))
     assert 0 <= number < 1
@@ -90,16 +88,11 @@ def test_temperature_zero_takes_the_likeliest():
     st.integers(0, 99),
 )
 def test_a_candidate_is_always_sampled(
-    logits: list[float],
-    top_k: int,
-    top_p: float,
-    position: int,
+    logits: list[float], top_k: int, top_p: float, position: int
 ):
     values = torch.tensor(logits)
     token = sample_token(
-        values,
-        Sampling(temperature=0.7, top_k=top_k, top_p=top_p),
-        TokenPosition(0, position),
+        values, Sampling(temperature=0.7, top_k=top_k, top_p=top_p), TokenPosition(0, position)
     )
     assert 0 <= token < len(logits)
     assert (values > values[token]).sum() < top_k

@@ -59,11 +59,7 @@ SIGNALS = {
     signal.SIGQUIT: (EXIT_QUIT, "interrupted"),
     signal.SIGKILL: (-signal.SIGKILL, None),
 }
-QUICK = [
-    (signal.SIGHUP, "step"),
-    (signal.SIGQUIT, "save"),
-    (signal.SIGKILL, "step"),
-]
+QUICK = [(signal.SIGHUP, "step"), (signal.SIGQUIT, "save"), (signal.SIGKILL, "step")]
 ALL = [(number, moment) for number in SIGNALS for moment in MOMENTS]
 CASES = [
     pytest.param(

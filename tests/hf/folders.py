@@ -48,13 +48,7 @@ CONFIGS: dict[str, ModelConfig] = {
     "gpt2": gpt2.Config(layers=2, dim=24, heads=4, ffn=40, vocab=50, max_seq_len=16),
     "llama3": llama3.Config(layers=2, dim=32, heads=4, kv_heads=2, ffn=44, vocab=50),
     "llama3 tied": llama3.Config(
-        layers=1,
-        dim=32,
-        heads=4,
-        kv_heads=2,
-        ffn=44,
-        vocab=50,
-        tied=True,
+        layers=1, dim=32, heads=4, kv_heads=2, ffn=44, vocab=50, tied=True
     ),
     "qwen3": qwen3.Config(layers=2, dim=32, heads=4, kv_heads=2, head_size=12, ffn=44, vocab=50),
     "qwen3-moe": qwen3_moe.Config(
@@ -77,13 +71,7 @@ CONFIGS: dict[str, ModelConfig] = {
 }
 
 CONFIGS |= {
-    name: small_config(
-        name,
-        layers=2,
-        tied=False,
-    )
-    for name in HF_FAMILIES
-    if name not in CONFIGS
+    name: small_config(name, layers=2, tied=False) for name in HF_FAMILIES if name not in CONFIGS
 }
 
 
@@ -96,12 +84,7 @@ def shapes_of(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def random_values(
-    cfg: ModelConfig,
-    *,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> Memory:
+def random_values(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Memory:
     """A value for every parameter."""
     generator = torch.Generator().manual_seed(seed)
     shapes = shapes_of(cfg)
@@ -110,33 +93,14 @@ def random_values(
     )
 
 
-def write(
-    folder: Path,
-    cfg: ModelConfig,
-    values: Memory,
-    *,
-    max_shard_bytes: int = 10**9,
-) -> Path:
+def write(folder: Path, cfg: ModelConfig, values: Memory, *, max_shard_bytes: int = 10**9) -> Path:
     """The folder of a model."""
     mapping = mapping_of(cfg.family)
     ties = FAMILIES[cfg.family].ties(cfg)
-    tensors = hf_tensors(
-        mapping.weights,
-        cfg,
-        values.shapes,
-        ties=ties,
-        where=str(folder),
-    )
+    tensors = hf_tensors(mapping.weights, cfg, values.shapes, ties=ties, where=str(folder))
     typed = choose_dtypes(tensors, values, dtype=None)
     config = config_json(mapping, cfg, dtype="float32")
-    write_folder(
-        folder,
-        typed,
-        values,
-        max_shard_bytes=max_shard_bytes,
-        texts={},
-        config=config,
-    )
+    write_folder(folder, typed, values, max_shard_bytes=max_shard_bytes, texts={}, config=config)
     return folder
 
 

@@ -67,11 +67,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "llama3 tied": lambda: transformers.LlamaConfig(
         **TRUNK, intermediate_size=48, tie_word_embeddings=True
     ),
-    "qwen3": lambda: transformers.Qwen3Config(
-        **TRUNK,
-        head_dim=12,
-        intermediate_size=48,
-    ),
+    "qwen3": lambda: transformers.Qwen3Config(**TRUNK, head_dim=12, intermediate_size=48),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
         **TRUNK,
         head_dim=12,
@@ -118,11 +114,7 @@ def their_model(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def written(
-    name: str,
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    max_shard_size: str = "5GB",
+    name: str, folder: Path, *, dtype: torch.dtype = torch.float32, max_shard_size: str = "5GB"
 ) -> Path:
     """A folder as transformers writes it."""
     their_model(name, dtype).save_pretrained(folder, max_shard_size=max_shard_size)

@@ -56,10 +56,7 @@ def config_of(name: str) -> ModelConfig:
 
 
 def trained(
-    name: str,
-    lora: LoraConfig,
-    *,
-    dtype: torch.dtype = torch.float64,
+    name: str, lora: LoraConfig, *, dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, nn.Module], Memory]:
     """A model that has been somewhere: nothing is 0 or 1 any more."""
     cfg = config_of(name)
@@ -118,10 +115,7 @@ def test_the_merged_model_is_the_one_with_adapters(name: str) -> None:
                 right = (
                     right + 3.0 * source.tensors[linear + LORA_B] @ source.tensors[linear + LORA_A]
                 )
-                box = Box(
-                    lo=(1, 2),
-                    hi=(shape[0] - 1, shape[1] - 3),
-                )
+                box = Box(lo=(1, 2), hi=(shape[0] - 1, shape[1] - 3))
                 assert torch.equal(whole.read(each, box), value[box.slices]), (
                     "the same bits in every box"
                 )
@@ -137,17 +131,12 @@ def test_bits_do_not_depend_on_the_box() -> None:
     """Bands of rows are computed alike whatever part of them is asked for."""
     linear = "layer0.attn.q"
     generator = torch.Generator().manual_seed(5)
-    shapes = {
-        f"{linear}.weight": (700, 96),
-        linear + LORA_A: (8, 96),
-        linear + LORA_B: (700, 8),
-    }
+    shapes = {f"{linear}.weight": (700, 96), linear + LORA_A: (8, 96), linear + LORA_B: (700, 8)}
     source = Memory(
         {each: torch.randn(shape, generator=generator) for each, shape in shapes.items()}
     )
     whole = merge_adapters(source, LoraConfig(rank=8)).read(
-        f"{linear}.weight",
-        Box((0, 0), (700, 96)),
+        f"{linear}.weight", Box((0, 0), (700, 96))
     )
     for box in (
         Box((0, 0), (350, 96)),
@@ -185,23 +174,8 @@ def test_without_adapters_the_source_is_itself() -> None:
 
 
 def test_a_checkpoint_knows_its_adapters() -> None:
-    run = {
-        "lora": json.loads(
-            LoraConfig(
-                rank=4,
-                alpha=8.0,
-                targets=("q", "v"),
-            ).model_dump_json()
-        )
-    }
-    facts = Facts(
-        step=1,
-        seed=1,
-        family="llama3",
-        architecture={},
-        plan={},
-        run=run,
-    )
+    run = {"lora": json.loads(LoraConfig(rank=4, alpha=8.0, targets=("q", "v")).model_dump_json())}
+    facts = Facts(step=1, seed=1, family="llama3", architecture={}, plan={}, run=run)
     assert stored_lora(facts) == LoraConfig(rank=4, alpha=8.0, targets=("q", "v"))
     assert stored_lora(facts.model_copy(update={"run": {}})).rank == 0, (
         "written before there were adapters"
@@ -245,9 +219,7 @@ def test_names_and_shapes_are_those_of_pefts_layout(tmp_path: Path) -> None:
 def test_modules_are_named_by_the_shortest_ending_that_means_no_other() -> None:
     def modules(name: str, *words: str) -> list[str]:
         found: list[str] = adapter_config(
-            config_of(name),
-            LoraConfig(rank=1, targets=words),
-            base=None,
+            config_of(name), LoraConfig(rank=1, targets=words), base=None
         )["target_modules"]
         return found
 
@@ -279,9 +251,7 @@ SOME = {
     ids=str,
 )
 def test_peft_computes_the_same_with_the_adapters(
-    name: str,
-    targets: tuple[str, ...],
-    tmp_path: Path,
+    name: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The base goes to transformers, the adapters to PEFT; 1e-5 is float32 in two orders of
     summation.
@@ -295,16 +265,9 @@ def test_peft_computes_the_same_with_the_adapters(
     blocks, source = trained(name, lora, dtype=torch.float32)
     cfg = config_of(name)
     write_base(tmp_path / "base", cfg, source)
-    write_adapters(
-        tmp_path / "adapters",
-        source,
-        cfg=cfg,
-        lora=lora,
-        base=str(tmp_path / "base"),
-    )
+    write_adapters(tmp_path / "adapters", source, cfg=cfg, lora=lora, base=str(tmp_path / "base"))
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base",
-        dtype=torch.float32,
+        tmp_path / "base", dtype=torch.float32
     ).eval()
     before = model(input_ids=tokens_of(), use_cache=False).logits.detach()
     with_adapters = peft.PeftModel.from_pretrained(model, tmp_path / "adapters").eval()
@@ -331,52 +294,23 @@ def write_base(folder: Path, cfg: ModelConfig, source: Memory) -> None:
     )
     ties = FAMILIES[cfg.family].ties(cfg)
     mapping = mapping_of(cfg.family)
-    tensors = hf_tensors(
-        mapping.weights,
-        cfg,
-        base.shapes,
-        ties=ties,
-        where=str(folder),
-    )
+    tensors = hf_tensors(mapping.weights, cfg, base.shapes, ties=ties, where=str(folder))
     typed = choose_dtypes(tensors, base, dtype=None)
     config = config_json(mapping, cfg, dtype="float32")
-    write_folder(
-        folder,
-        typed,
-        base,
-        max_shard_bytes=2**30,
-        texts={},
-        config=config,
-    )
+    write_folder(folder, typed, base, max_shard_bytes=2**30, texts={}, config=config)
 
 
 def test_adapters_that_cannot_be_written_are_reported(tmp_path: Path) -> None:
     cfg = config_of("llama3")
     with pytest.raises(CheckpointError, match=r"no adapters to write.*--lora\.rank 8"):
-        write_adapters(
-            tmp_path / "a",
-            Memory({}),
-            cfg=cfg,
-            lora=LoraConfig(),
-            base=None,
-        )
+        write_adapters(tmp_path / "a", Memory({}), cfg=cfg, lora=LoraConfig(), base=None)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     with pytest.raises(CheckpointError, match="exists already"):
-        write_adapters(
-            tmp_path / "full",
-            Memory({}),
-            cfg=cfg,
-            lora=LORA,
-            base=None,
-        )
+        write_adapters(tmp_path / "full", Memory({}), cfg=cfg, lora=LORA, base=None)
     with pytest.raises(CheckpointError, match="no counterpart in transformers"):
         write_adapters(
-            tmp_path / "b",
-            Memory({}),
-            cfg=FAMILIES["mnist"].Config(),
-            lora=LORA,
-            base=None,
+            tmp_path / "b", Memory({}), cfg=FAMILIES["mnist"].Config(), lora=LORA, base=None
         )
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["full"]

@@ -101,9 +101,7 @@ def test_a_run_that_starts_from_the_folder_is_the_run_that_starts_from_its_impor
 
 
 def test_a_type_and_files_of_a_size_may_be_asked_for(
-    life: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ("--dtype", "float16", "--max_shard_bytes", "9000", "--compare", "False")
     checkpoint = str(checkpoint_path(life / "run", 2))
@@ -117,9 +115,7 @@ def test_a_type_and_files_of_a_size_may_be_asked_for(
 
 
 def test_adapters_of_a_folder_with_values_are_merged_on_export_or_written_alone(
-    life: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    life: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     run = str(tmp_path / "run")
     merged = tmp_path / "merged"
@@ -251,9 +247,7 @@ def fresh(tmp_path: Path, fast_disk: None) -> Path:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_error_is_reported_in_one_line(
-    fresh: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
+    fresh: Path, capsys: pytest.CaptureFixture[str], name: str
 ):
     harm, words, message = FAULTS[name]
     harm(fresh)
@@ -345,11 +339,7 @@ def test_errors_are_reported_within_two_seconds_and_without_torch(fresh: Path):
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == 3

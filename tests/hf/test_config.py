@@ -639,12 +639,7 @@ def test_original_keys_that_change_no_logit_are_kept():
         "transformers_version": "4.0",
         "rope_scaling": {"type": "linear"},
     }
-    written = config_json(
-        FAMILIES["llama3"].hf,
-        config,
-        dtype="float32",
-        original=kept,
-    )
+    written = config_json(FAMILIES["llama3"].hf, config, dtype="float32", original=kept)
     assert written["eos_token_id"] == 7
     assert written["hidden_size"] == config.dim
     assert written["rope_scaling"] is None
@@ -686,9 +681,7 @@ def test_from_hf_sets_the_model_and_suggests_fields_that_the_folder_does_not_dec
     ],
 )
 def test_flags_that_contradict_the_folder_are_faults(
-    tmp_path: Path,
-    words: list[str],
-    keys: list[str],
+    tmp_path: Path, words: list[str], keys: list[str]
 ):
     argv = ["--model.from_hf", str(folder_with(tmp_path, LLAMA)), *words]
     loaded = try_load(argv, FAMILIES)

@@ -53,11 +53,7 @@ def equal(source: HfFolder | Memory, values: Memory) -> bool:
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 5000], ids=["one file", "shards"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tensors_are_read_as_written_bit_by_bit(
-    tmp_path: Path,
-    name: str,
-    max_shard_bytes: int,
-):
+def test_tensors_are_read_as_written_bit_by_bit(tmp_path: Path, name: str, max_shard_bytes: int):
     cfg = CONFIGS[name]
     values = random_values(cfg)
     folder = write(tmp_path / "hf", cfg, values, max_shard_bytes=max_shard_bytes)
@@ -94,10 +90,7 @@ def test_any_box_has_the_stored_values(tmp_path_factory: pytest.TempPathFactory,
         spans = []
         for n in values.shapes[chosen]:
             spans.append(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))))
-        box = Box(
-            lo=tuple(lo for lo, _ in spans),
-            hi=tuple(hi for _, hi in spans),
-        )
+        box = Box(lo=tuple(lo for lo, _ in spans), hi=tuple(hi for _, hi in spans))
         found = source.read(chosen, box)
         assert torch.equal(found, values.tensors[chosen][box.slices])
         assert found.is_contiguous()
@@ -211,8 +204,7 @@ def test_the_layer_that_predicts_the_second_next_token_is_found_by_its_tensors_a
     HfFolder(folder, cfg).check_aliases()
     without = HfFolder(folder, DEEPSEEK)
     assert equal(
-        without,
-        Memory({n: t for n, t in values.tensors.items() if not n.startswith("mtp")}),
+        without, Memory({n: t for n, t in values.tensors.items() if not n.startswith("mtp")})
     )
     edit(
         folder,
@@ -305,13 +297,7 @@ def test_tensors_are_written_slab_by_slab(tmp_path: Path, monkeypatch: pytest.Mo
         assert equal(HfFolder(folder, cfg), values)
 
         again = Watched(values)
-        facts = Facts(
-            step=0,
-            seed=1,
-            family=cfg.family,
-            architecture=cfg.model_dump(),
-            plan={},
-        )
+        facts = Facts(step=0, seed=1, family=cfg.family, architecture=cfg.model_dump(), plan={})
         run_folder = tmp_path / f"run {name}"
         manifest = import_params(run_folder, again, facts, chunk_bytes=8192)
         assert 0 < again.most <= 8192 + 4 * 256

@@ -98,9 +98,7 @@ def test_optimizer_state_is_stored_of_adapters_alone(
 
 
 @pytest.mark.parametrize(
-    "case",
-    [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)],
-    ids=str,
+    "case", [Case("dp2", layers=2), Case("tp2", layers=2), Case("dp2", zero=3, layers=2)], ids=str
 )
 def test_new_adapters_extend_a_base_that_old_ones_were_merged_into(
     case: Case, written: tuple[Path, tuple[float, float]]
@@ -167,8 +165,7 @@ def test_commands_from_a_base_to_both_exports(
     for name, shape in first.section("model").shapes.items():
         whole = Box.whole(shape)
         assert torch.equal(
-            last.section("model").read(name, whole),
-            first.section("model").read(name, whole),
+            last.section("model").read(name, whole), first.section("model").read(name, whole)
         ), name
     for words, message in (
         (("--lora.alpha", "8"), "error: lora.alpha: differs from the checkpoint"),
@@ -188,8 +185,7 @@ def test_commands_from_a_base_to_both_exports(
     ):
         assert rejected(["train", *short, *words], capsys).startswith(message)
     assert rejected(
-        ["export", base, str(tmp_path / "none"), "--adapters", "True"],
-        capsys,
+        ["export", base, str(tmp_path / "none"), "--adapters", "True"], capsys
     ).endswith(
         "has no adapters to write. Fix: export the model itself, or train with --lora.rank 8"
     )
@@ -231,10 +227,7 @@ def rejected(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_reported_in_one_line(
-    words: tuple[str, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     actual = rejected(["train", *TINY, "--out", str(tmp_path / "out"), *words], capsys)
     assert message in actual
@@ -254,12 +247,8 @@ def test_bad_input_is_reported_in_one_line(
     ],
 )
 def test_models_without_such_linears_are_rejected(
-    words: tuple[str, ...],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert message in rejected(
-        ["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words],
-        capsys,
+        ["train", "--lora.rank", "2", "--out", str(tmp_path / "out"), *words], capsys
     )

@@ -141,12 +141,7 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
         hidden = main.model(input_ids=batch.inputs, use_cache=False).last_hidden_state
         turns = main.model.rotary_emb(hidden, batch.positions)
         joined = side(
-            main.model.embed_tokens(batch.next_inputs),
-            hidden,
-            turns,
-            None,
-            batch.positions,
-            None,
+            main.model.embed_tokens(batch.next_inputs), hidden, turns, None, batch.positions, None
         )
         theirs = _summed(main.lm_head(hidden), batch.targets) + 0.3 * _summed(
             main.lm_head(joined), batch.later_targets
@@ -156,17 +151,13 @@ def test_the_layer_that_predicts_the_second_next_token_computes_what_transformer
 
 def _renamed(name: str, heads: dict[str, str]) -> str:
     return next(
-        (new + name.removeprefix(old) for old, new in heads.items() if name.startswith(old)),
-        name,
+        (new + name.removeprefix(old) for old, new in heads.items() if name.startswith(old)), name
     )
 
 
 def _summed(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(
-        logits.flatten(0, 1),
-        targets.flatten(),
-        ignore_index=-100,
-        reduction="sum",
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
     )
 
 
@@ -177,10 +168,7 @@ def exchange_rules(family: str, first: str, second: str) -> HFMapping:
     for rule in mapping.weights.rules:
         name = rule.param.rpartition("}.")[2]
         rules[name] = rule
-    swapped = {
-        rules[first]: rules[second],
-        rules[second]: rules[first],
-    }
+    swapped = {rules[first]: rules[second], rules[second]: rules[first]}
     changed = []
     for rule in mapping.weights.rules:
         other = swapped.get(rule, rule)
@@ -212,9 +200,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_mapping_is_found_by_the_logits_both_ways(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     family, mapping = BROKEN[name]
     folder = written(family, tmp_path / "theirs")
@@ -236,9 +222,7 @@ def test_a_broken_mapping_is_found_by_the_logits_both_ways(
 
 
 def test_the_commands_report_and_fail_if_the_models_differ(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     folder = written("llama3", tmp_path / "theirs")
     run = str(tmp_path / "run")
@@ -255,8 +239,7 @@ def test_the_commands_report_and_fail_if_the_models_differ(
     assert "not compared: transformers is not installed" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setattr(
-        "weft.hf.check_logits.hf_logits",
-        lambda folder, tokens: torch.zeros(2, 32, 61),
+        "weft.hf.check_logits.hf_logits", lambda folder, tokens: torch.zeros(2, 32, 61)
     )
     assert main(["export", run, str(tmp_path / "wrong")]) == 1
 

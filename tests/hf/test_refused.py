@@ -12,15 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hf.folders import (
-    CONFIGS,
-    config_of,
-    edit,
-    edit_config,
-    random_values,
-    shapes_of,
-    write,
-)
+from tests.hf.folders import CONFIGS, config_of, edit, edit_config, random_values, shapes_of, write
 from weft.core.model_config import ModelConfig
 from weft.errors import CheckpointError
 from weft.hf.folder import HfFolder
@@ -136,8 +128,7 @@ def test_a_rule_that_is_dropped_or_doubled_is_found(tmp_path: Path):
                 match_tensors(less, cfg, listed, ties=ties, folder="hf")
             if rule.param.format_map(_First()) not in ties:
                 more = replace(
-                    mapping,
-                    rules=(*mapping.rules, replace(rule, param=f"{rule.param}.again")),
+                    mapping, rules=(*mapping.rules, replace(rule, param=f"{rule.param}.again"))
                 )
                 with pytest.raises(CheckpointError, match="not used exactly once"):
                     match_tensors(more, cfg, listed, ties=ties, folder="hf")
@@ -190,11 +181,7 @@ def damaged(folder: Path, name: str) -> None:
         ("pickled", "holds no weights.*Fix: save it as safetensors"),
     ],
 )
-def test_damage_is_reported_with_its_file(
-    tmp_path: Path,
-    name: str,
-    message: str,
-):
+def test_damage_is_reported_with_its_file(tmp_path: Path, name: str, message: str):
     folder = write(tmp_path / "hf", LLAMA, random_values(LLAMA), max_shard_bytes=5000)
     damaged(folder, name)
     with pytest.raises(CheckpointError, match=message):

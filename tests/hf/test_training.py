@@ -44,12 +44,7 @@ UNBALANCED = {
 }
 
 
-def ours_after_steps(
-    run: Run,
-    start: Path,
-    folder: Path,
-    batches: list[Batch],
-) -> Path:
+def ours_after_steps(run: Run, start: Path, folder: Path, batches: list[Batch]) -> Path:
     """The steps on the run's layout, ranks as threads, from the imported checkpoint; then the
     export.
     """
@@ -61,8 +56,7 @@ def ours_after_steps(
         load_parameters(step.state(), open_checkpoint(start).section("model"))
         for index, batch in enumerate(batches):
             step(
-                micro_batches(batch, plan, comm.rank),
-                lr=learning_rate(index, run.optim, run.steps),
+                micro_batches(batch, plan, comm.rank), lr=learning_rate(index, run.optim, run.steps)
             )
         save(step, final, run)
 
@@ -71,10 +65,7 @@ def ours_after_steps(
 
 
 def theirs_after_steps(
-    folder: Path,
-    run: Run,
-    batches: list[Batch],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, run: Run, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> nn.Module:
     """The same steps with transformers and torch.optim.AdamW on one process."""
     model = loaded(folder, torch.float64)
@@ -91,12 +82,7 @@ def theirs_after_steps(
         {"params": decayed, "weight_decay": run.optim.weight_decay},
         {"params": rest, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
-        groups,
-        lr=LR,
-        betas=run.optim.betas,
-        eps=run.optim.eps,
-    )
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=run.optim.betas, eps=run.optim.eps)
     for batch in batches:
         logits = model(input_ids=batch.inputs, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
@@ -110,9 +96,7 @@ def theirs_after_steps(
 
 @pytest.mark.parametrize("name", sampled(CONFIGS))
 def test_three_steps_on_a_layout_are_three_steps_of_transformers(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     folder = written(name, tmp_path / "theirs", dtype=torch.float64)
     wide = [

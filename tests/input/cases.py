@@ -302,10 +302,7 @@ def data_files() -> Iterator[Case]:
         change = write("data.jsonl", content)
         yield Case(f"train, {name}", ("train", "--data.source", "data.jsonl"), line, change)
         yield Case(
-            f"prepare, {name}",
-            ("data", "prepare", "data.jsonl", "--out", "new"),
-            line,
-            change,
+            f"prepare, {name}", ("data", "prepare", "data.jsonl", "--out", "new"), line, change
         )
     yield Case(
         "a line of 100 MiB",
@@ -398,10 +395,7 @@ def data_files() -> Iterator[Case]:
         "images cut", images, "m/train", _images(b"\0\0\x08\x03\0\0\xff\xff\0\0\0\x1c\0\0\0\x1c")
     )
     yield Case(
-        "images of 2^96 bytes",
-        images,
-        "is truncated",
-        _images(b"\0\0\x08\x03" + b"\xff" * 12),
+        "images of 2^96 bytes", images, "is truncated", _images(b"\0\0\x08\x03" + b"\xff" * 12)
     )
 
 
@@ -807,19 +801,13 @@ def hf_folders() -> Iterator[Case]:
         yield Case(f"{small} a link out", IMPORT, "leads out", link(f"hf/{small}", "/etc/passwd"))
         yield Case(f"{small} a pipe", IMPORT, "is no regular file", fifo(f"hf/{small}"))
         yield Case(
-            f"{small} not UTF-8",
-            IMPORT,
-            "is not UTF-8",
-            write(f"hf/{small}", b"\xff\xfe\xff"),
+            f"{small} not UTF-8", IMPORT, "is not UTF-8", write(f"hf/{small}", b"\xff\xfe\xff")
         )
     tokenizer = "hf/tokenizer.json"
     yield Case("tokenizer garbage", IMPORT, "is not a tokenizer", write(tokenizer, "{}"))
     yield Case("tokenizer nested", IMPORT, "is not a tokenizer", write(tokenizer, "[" * DEEP))
     yield Case(
-        "tokenizer too large",
-        IMPORT,
-        "has more tokens",
-        write(tokenizer, tokenizer_text(40)),
+        "tokenizer too large", IMPORT, "has more tokens", write(tokenizer, tokenizer_text(40))
     )
     yield from _weights()
     yield from _indexes()
@@ -914,11 +902,7 @@ def _weights() -> Iterator[Case]:
         yield Case(f"header, {name}", IMPORT, "", forged)
     for length in (2**60, 2**63, 26_000_000, 0):
         yield Case(
-            f"header of {length} bytes",
-            IMPORT,
-            "",
-            _file(b"{}", data, length=length),
-            faults=3,
+            f"header of {length} bytes", IMPORT, "", _file(b"{}", data, length=length), faults=3
         )
     yield Case("weights empty", IMPORT, "is no safetensors file", write(WEIGHTS, b""))
     yield Case("weights of 7 bytes", IMPORT, "is no safetensors file", write(WEIGHTS, b"1234567"))
@@ -1005,10 +989,7 @@ def checkpoints() -> Iterator[Case]:
         "a piece outside": _piece(hi=[64]),
         "a piece at -1": _piece(at=-1),
         "a piece at 10^18": _piece(at=10**18),
-        "a piece of two dims": _piece(
-            lo=[0, 0],
-            hi=[1, 1],
-        ),
+        "a piece of two dims": _piece(lo=[0, 0], hi=[1, 1]),
         "a dtype": _tensor(dtype="object"),
         "no crc": _piece(crc32=[]),
         "another crc": _piece(crc32=[1]),
@@ -1043,10 +1024,7 @@ def checkpoints() -> Iterator[Case]:
     for case, (change, line) in files.items():
         yield Case(f"resume, {case}", resume, line, change, faults=2)
         yield Case(
-            f"generate, {case}",
-            generate,
-            line if "manifest missing" not in case else "",
-            change,
+            f"generate, {case}", generate, line if "manifest missing" not in case else "", change
         )
     flipped = flip(data_file, 3000)
     export = ("export", "run", "new", "--compare", "False")

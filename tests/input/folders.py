@@ -83,13 +83,7 @@ def tensors() -> tuple[dict[str, Any], bytes]:
     return header, data
 
 
-def write_safetensors(
-    path: Path,
-    header: Any,
-    data: bytes,
-    *,
-    length: int | None = None,
-) -> None:
+def write_safetensors(path: Path, header: Any, data: bytes, *, length: int | None = None) -> None:
     if isinstance(header, bytes):
         text = header
     else:

@@ -113,12 +113,7 @@ def listing(folder: Path) -> list[tuple[str, int, int]]:
     return sorted(found)
 
 
-def problems(
-    case: Case,
-    report: dict[str, Any],
-    folder: Path,
-    start_s: float,
-) -> Iterator[str]:
+def problems(case: Case, report: dict[str, Any], folder: Path, start_s: float) -> Iterator[str]:
     """What the answer to a bad input lacks."""
     lines = report["err"].splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
@@ -183,11 +178,7 @@ def real_folder(path: str) -> str:
     ],
 )
 def test_bad_input_is_one_line(
-    group: str,
-    part: int,
-    server: Server,
-    base: Path,
-    tmp_path: Path,
+    group: str, part: int, server: Server, base: Path, tmp_path: Path
 ) -> None:
     """Every fourth case of a group; the others run with the slow tests."""
     wrong = []

@@ -168,11 +168,7 @@ def holding_the_secret(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_hostile_folder_does_no_harm(
-    name: str,
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_hostile_folder_does_no_harm(name: str, place: Path, capsys: pytest.CaptureFixture[str]):
     change, words, code = FOLDERS[name]
     change(place)
     before = listing(place.parent)

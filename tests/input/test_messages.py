@@ -44,10 +44,7 @@ FOLLOWED = {
 
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_the_answer_names_what_works(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")

@@ -147,10 +147,7 @@ CASES: dict[str, tuple[str, str, str]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_model_file_is_one_line(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, new, line = CASES[name]
     assert old in GOOD
@@ -252,10 +249,7 @@ def test_a_run_resumes_with_the_file_that_it_was_trained_with(tmp_path: Path) ->
     section = load(argv, FAMILIES).model
     run = {"model": {"digest": "0123456789abcdef"}}
     facts = SimpleNamespace(
-        run=run,
-        family=section.name,
-        architecture=section.architecture,
-        code={},
+        run=run, family=section.name, architecture=section.architecture, code={}
     )
     (fault,) = _model_changes(section, facts, path)
     assert "the model file has changed since" in str(fault)

@@ -178,13 +178,10 @@ STATES = {
     "weft schedule {} --compare": State("schedule 1f1b gpipe", is_slow=False),
     "weft axes {}, which proposes it": State("train my_model.py --mesh tp2"),
     "weft explain --hardware {}": State(
-        "bench comm --write island.toml --largest 1KB --seconds 0.0001",
-        change=island,
-        code=EXIT_OK,
+        "bench comm --write island.toml --largest 1KB --seconds 0.0001", change=island, code=EXIT_OK
     ),
     "weft bench comm --write {}, or a layout of fewer ranks": State(
-        "explain --mesh dp2 --hardware island.toml",
-        change=island,
+        "explain --mesh dp2 --hardware island.toml", change=island
     ),
     "weft data prepare {}{} --out FOLDER, then --{} FOLDER": State(
         "train --data.source words.txt --data.tokenizer tokenizer.json", max_chars=9, is_slow=False
@@ -223,10 +220,7 @@ STATES = {
     ],
 )
 def test_a_command_runs_in_the_state_in_which_it_is_printed(
-    template: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    template: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     state = STATES[template]
     state.change(folder)
@@ -252,10 +246,7 @@ def test_a_command_runs_in_the_state_in_which_it_is_printed(
     ],
 )
 def test_what_is_too_large_or_dated_is_prepared_as_the_run_reads_it(
-    words: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "dated.jinja").write_text(DATED)
     with monkeypatch.context() as context:

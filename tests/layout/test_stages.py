@@ -121,10 +121,7 @@ def test_the_first_and_the_last_stage_may_have_no_layer() -> None:
         ("layer1",),
         ("head", "loss"),
     )
-    assert split_by_counts(blocks, (2, 0)) == (
-        ("embed", "layer0", "layer1"),
-        ("head", "loss"),
-    )
+    assert split_by_counts(blocks, (2, 0)) == (("embed", "layer0", "layer1"), ("head", "loss"))
 
 
 @pytest.mark.parametrize("last", [(), (LOSS,)], ids=["layers alone", "layers and loss"])

@@ -239,11 +239,7 @@ def build_case(
 ) -> ParallelModel:
     """A rank's part of the model; `family` and `plan` replace those of the case."""
     return build_model(
-        family or FAMILIES[case.family],
-        case.config,
-        plan or case.plan,
-        comm,
-        seed=SEED,
+        family or FAMILIES[case.family], case.config, plan or case.plan, comm, seed=SEED
     )
 
 
@@ -258,11 +254,7 @@ def make_step(
     """The training step of a rank, with torch's AdamW."""
     model = build_case(case, comm, family=family, plan=plan)
     decayed = matrices(model.params)
-    return TrainStep(
-        model,
-        make_optimizer=lambda tensors: adamw(tensors, decayed),
-        clip=clip,
-    )
+    return TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, decayed), clip=clip)
 
 
 def own_micro_batches(case: Case, comm: Comm, *, step: int = 0) -> list[Batch]:

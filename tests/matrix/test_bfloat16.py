@@ -79,10 +79,7 @@ MORE_LAYOUTS = (
     (PURE, Case("dp4", microbatches=2, family="gpt2", zero=3)),
     (MIXED, Case("ep2 tp2", microbatches=4, family="qwen3-moe")),
 )
-CASES = [
-    *LAYOUTS,
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_LAYOUTS),
-]
+CASES = [*LAYOUTS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_LAYOUTS)]
 
 
 @pytest.mark.parametrize(("dtypes", "case"), CASES, ids=str)

@@ -191,9 +191,7 @@ def sum_over_dp(comm: Comm) -> float:
 
 
 @pytest.mark.parametrize("change", SUM_OF_SITE)
-def test_a_faulty_collective_changes_the_calls_of_its_site_alone(
-    change: CollectiveChange,
-) -> None:
+def test_a_faulty_collective_changes_the_calls_of_its_site_alone(change: CollectiveChange) -> None:
     fault = CollectiveFault("sum_over_dp", change, place=1 if change == "zero" else None, factor=10)
 
     def elsewhere(comm: Comm) -> float:

@@ -96,23 +96,10 @@ def test_later_targets_are_the_targets_after_and_next_inputs_the_inputs_after():
 
 
 def test_nothing_is_predicted_beyond_a_document():
-    documents = torch.tensor(
-        [
-            [0, 0, 1, 1, 1, 2],
-            [5, 5, 5, 5, 4, 4],
-        ]
-    )
-    ends = torch.tensor(
-        [
-            [2, IGNORE, 4, 5, IGNORE, 7],
-            [12, IGNORE, 14, 99, 16, IGNORE],
-        ]
-    )
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 4, 4]])
+    ends = torch.tensor([[2, IGNORE, 4, 5, IGNORE, 7], [12, IGNORE, 14, 99, 16, IGNORE]])
     batch = with_later_targets(Batch(INPUTS, ends, INPUTS, documents))
-    assert batch.next_inputs.tolist() == [
-        [2, 0, 4, 5, 0, 7],
-        [12, 13, 14, 99, 16, 0],
-    ]
+    assert batch.next_inputs.tolist() == [[2, 0, 4, 5, 0, 7], [12, 13, 14, 99, 16, 0]]
     assert batch.later_targets.tolist() == [
         [IGNORE, IGNORE, 5, IGNORE, IGNORE, IGNORE],
         [IGNORE, 14, 99, IGNORE, IGNORE, IGNORE],

@@ -51,8 +51,7 @@ def many() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("power", "moment", "variance"),
-    [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)],
+    ("power", "moment", "variance"), [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]
 )
 def test_the_moments_are_those_of_a_normal_distribution(many, power, moment, variance):
     """`variance` is that of the power of a standard normal number."""

@@ -90,13 +90,7 @@ def test_a_shard_of_several_boxes_is_their_concatenation():
     boxes = (box, Box((0, 3), (6, 5)))
     shard = Shard(boxes, dim=1)
     init_params({"a.w": whole}, table, seed=0)
-    init_params(
-        {"a.w": local},
-        table,
-        seed=0,
-        shapes={"a.w": (6, 5)},
-        shards={"a.w": shard},
-    )
+    init_params({"a.w": local}, table, seed=0, shapes={"a.w": (6, 5)}, shards={"a.w": shard})
     assert torch.equal(local, whole[:, [0, 3, 4]])
 
 

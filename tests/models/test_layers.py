@@ -64,11 +64,7 @@ def test_a_token_attends_to_itself_and_earlier_tokens_of_its_document(documents)
 
 def test_packed_documents_with_restarted_positions_equal_documents_alone():
     attention = Attention(
-        DIM,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_size=HEAD_SIZE,
-        rope=Rope(HEAD_SIZE, theta=100.0),
+        DIM, heads=HEADS, kv_heads=KV_HEADS, head_size=HEAD_SIZE, rope=Rope(HEAD_SIZE, theta=100.0)
     )
     x = torch.randn(1, 9, DIM)
     tokens = torch.zeros(1, 9, dtype=torch.int64)

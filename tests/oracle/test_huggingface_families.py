@@ -11,13 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle.hugging_face import (
-    EXACT,
-    compare_gradients,
-    make_batch,
-    near,
-    our_blocks,
-)
+from tests.oracle.hugging_face import EXACT, compare_gradients, make_batch, near, our_blocks
 from tests.small_models import HF_FAMILIES, small_config
 from weft.config.hf.safetensors_files import TensorEntry
 from weft.config.hf.write_config import config_json

@@ -77,10 +77,7 @@ may see.
 
 
 def test_a_query_that_sees_no_key_of_a_block_has_no_weight() -> None:
-    rows = [
-        [True, True, False],
-        [False, False, False],
-    ]
+    rows = [[True, True, False], [False, False, False]]
     mask = torch.tensor(rows).expand(1, 1, 2, 3)
     q = torch.ones(1, 1, 2, 4)
     k = torch.ones(1, 1, 3, 4)

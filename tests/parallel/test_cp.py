@@ -75,13 +75,7 @@ def test_the_feed_gives_each_rank_its_columns_of_the_same_sequences() -> None:
     samples = open_data(run.data, run.model)
 
     def rank(comm: Comm) -> list[Batch]:
-        loader = build_data_loader(
-            samples,
-            comm,
-            run.batch,
-            seed=run.seed,
-            later=False,
-        )
+        loader = build_data_loader(samples, comm, run.batch, seed=run.seed, later=False)
         return loader.batches(3)
 
     held = run_ranks("dp2 cp2", rank)

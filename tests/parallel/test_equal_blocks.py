@@ -147,14 +147,7 @@ def replace_child(layer: Layer) -> None:
     layer.act = nn.Softmax(-1)
 
 
-CHANGES = (
-    set_attribute,
-    replace_function,
-    add_hook,
-    add_hook_before,
-    change_class,
-    replace_child,
-)
+CHANGES = (set_attribute, replace_function, add_hook, add_hook_before, change_class, replace_child)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

@@ -173,8 +173,7 @@ def tied_on_one_rank() -> Trained:
 
 
 @pytest.mark.parametrize(
-    ("degree", "zero"),
-    [(2, 0), (4, 0), (1, 2), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)],
+    ("degree", "zero"), [(2, 0), (4, 0), (1, 2), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)]
 )
 def test_a_tied_weight_of_two_stages_of_a_rank_has_the_same_bits(degree: int, zero: int) -> None:
     found = train(f"pp2 dp{degree}", zero=zero, **TIED_ON_ONE_RANK)

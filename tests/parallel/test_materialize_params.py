@@ -21,11 +21,5 @@ def test_parameters_larger_than_the_machine_are_rejected_before_any_is_allocated
     with pytest.raises(
         PlanError, match=r"got 4,503,599,627,370,512 bytes for 1,125,899,906,842,628"
     ):
-        materialize_params(
-            model,
-            {},
-            seed=1,
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-        )
+        materialize_params(model, {}, seed=1, device=torch.device("cpu"), dtype=torch.float32)
     assert model.params["a"].is_meta

@@ -290,11 +290,7 @@ def test_parameters_that_no_rank_used_have_no_gradient(mesh: str) -> None:
         own = copy.deepcopy(blocks)
         own[0].uses_first = comm.index("dp") == 0
         pipe = PipelineParallel(
-            own,
-            comm,
-            loss=nn.functional.mse_loss,
-            example=x[:2],
-            microbatches=2,
+            own, comm, loss=nn.functional.mse_loss, example=x[:2], microbatches=2
         )
         steps = []
         for _ in range(2):
@@ -347,11 +343,7 @@ def test_a_step_of_other_shapes_is_rejected_before_anything_is_sent(
 
     def rank(comm: Comm) -> None:
         pipe = PipelineParallel(
-            copy.deepcopy(blocks),
-            comm,
-            loss=nn.functional.mse_loss,
-            example=x[:2],
-            microbatches=4,
+            copy.deepcopy(blocks), comm, loss=nn.functional.mse_loss, example=x[:2], microbatches=4
         )
         pipe.step(x[:num_inputs], y[:num_targets])
 

@@ -85,8 +85,7 @@ def test_any_table_computes_what_one_device_computes(index: int, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "chunks"),
-    [("pp2", 1), pytest.param("pp2 dp2", 2, marks=pytest.mark.slow)],
+    ("mesh", "chunks"), [("pp2", 1), pytest.param("pp2 dp2", 2, marks=pytest.mark.slow)]
 )
 def test_a_searched_table_computes_what_one_device_computes(
     mesh: str, chunks: int, tmp_path: Path
@@ -96,13 +95,7 @@ def test_a_searched_table_computes_what_one_device_computes(
         limits = (Fraction(3, 2), Fraction(3, 2))
     else:
         limits = (Fraction(1), Fraction(2))
-    request = SearchRequest(
-        ranks=2,
-        microbatches=4,
-        limits=limits,
-        chunks=(chunks,),
-        seconds=2,
-    )
+    request = SearchRequest(ranks=2, microbatches=4, limits=limits, chunks=(chunks,), seconds=2)
     table = search(request).best.table
     for act in table.actions:
         assert act.kind != "B"
@@ -277,10 +270,7 @@ def test_buckets_are_reduced_during_the_last_w(monkeypatch: pytest.MonkeyPatch) 
         )
         events: list[str] = []
         reducer = bucket_reducer(
-            model.params,
-            comm,
-            reduce_axes=dict.fromkeys(model.params, ("dp",)),
-            bucket_bytes=1,
+            model.params, comm, reduce_axes=dict.fromkeys(model.params, ("dp",)), bucket_bytes=1
         )
         for group in reducer.groups:
             events_of[id(group)] = events

@@ -74,12 +74,7 @@ STATS = H + K
 
 
 @pytest.mark.parametrize(
-    ("mode", "numbers"),
-    [
-        ("none", NONE + STATS + 2),
-        ("selective", SELECTIVE + STATS),
-        ("full", 0),
-    ],
+    ("mode", "numbers"), [("none", NONE + STATS + 2), ("selective", SELECTIVE + STATS), ("full", 0)]
 )
 def test_a_layer_saves_what_the_formula_says(mode: Recompute, numbers: int) -> None:
     assert saved_by_layer(mode, torch.float32) == 4 * B * S * numbers

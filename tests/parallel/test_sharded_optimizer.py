@@ -29,12 +29,10 @@ class OptimizerCase:
 OPTIMIZERS = {
     "AdamW": OptimizerCase(torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.3}),
     "Adam fused amsgrad": OptimizerCase(
-        torch.optim.Adam,
-        {"lr": 1e-2, "fused": True, "amsgrad": True},
+        torch.optim.Adam, {"lr": 1e-2, "fused": True, "amsgrad": True}
     ),
     "SGD with momentum": OptimizerCase(
-        torch.optim.SGD,
-        {"lr": 1e-1, "momentum": 0.9, "nesterov": True},
+        torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}
     ),
     "SGD": OptimizerCase(torch.optim.SGD, {"lr": 1e-1}),
     "NAdam": OptimizerCase(torch.optim.NAdam, {"lr": 1e-2}),

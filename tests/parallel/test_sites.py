@@ -171,10 +171,7 @@ def state_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param((), marks=pytest.mark.slow),
-        ("--site.wire", "int8", "--site.overlap", "2"),
-    ],
+    [pytest.param((), marks=pytest.mark.slow), ("--site.wire", "int8", "--site.overlap", "2")],
 )
 def test_a_resumed_run_has_the_same_bits_also_with_an_exchange_under_way(
     words: tuple[str, ...], tmp_path: Path

@@ -30,12 +30,7 @@ from weft_plan.bench.communication import (
     node_mesh,
     node_name,
 )
-from weft_plan.bench.computation import (
-    ComputeSuite,
-    ComputeTimes,
-    ComputeWork,
-    measure_computation,
-)
+from weft_plan.bench.computation import ComputeSuite, ComputeTimes, ComputeWork, measure_computation
 from weft_plan.bench.figures import MeasuredFigures, ReachedShare, comm_figures, compute_figures
 from weft_plan.bench.record import extended
 from weft_plan.bench.tables import CommTable, comm_footer, comm_panels, compute_lines

@@ -19,11 +19,7 @@ from weft_plan.simulation.table_time import (
 
 def layer(*, saved: int) -> BlockCosts:
     return BlockCosts(
-        forward_s=1.0,
-        backward_s=2.0,
-        saved_bytes=saved,
-        forward_peak=10,
-        backward_peak=40,
+        forward_s=1.0, backward_s=2.0, saved_bytes=saved, forward_peak=10, backward_peak=40
     )
 
 

@@ -130,11 +130,7 @@ def test_a_comparison_as_svg_has_one_time_scale_and_as_json_all_figures(tmp_path
 
 
 @pytest.mark.slow
-def test_a_comparison_with_a_config_has_the_bytes_of_the_run(
-    tmp_path,
-    capsys,
-    monkeypatch,
-):
+def test_a_comparison_with_a_config_has_the_bytes_of_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = Path("run.toml")
     numbers = Path("x.json")

@@ -80,10 +80,7 @@ def test_devices_that_no_layout_fills_have_neighbours_that_one_fills() -> None:
     assert not candidates(LayoutKeys.of(run), Space(7, 8)).groups
     assert nearest_devices(LayoutKeys.of(run), Space(7, 8)) == (6, 8) or nearest_devices(
         LayoutKeys.of(run), Space(7, 8)
-    ) == (
-        4,
-        8,
-    )
+    ) == (4, 8)
 
 
 @pytest.mark.slow

@@ -19,13 +19,7 @@ from weft.planner.simulate.predict import Prediction
 from weft.planner.simulate.speeds import Speeds
 from weft.schedule.catalog import SCHEDULES
 from weft_plan.search import limits
-from weft_plan.search.candidates import (
-    Candidates,
-    LayoutGroup,
-    PipelineChoice,
-    Space,
-    candidates,
-)
+from weft_plan.search.candidates import Candidates, LayoutGroup, PipelineChoice, Space, candidates
 from weft_plan.search.found_layouts import FoundLayouts
 from weft_plan.search.layout_choice import Layout
 from weft_plan.search.layout_costs import Bound, LayoutCosts, Simulated
@@ -217,9 +211,7 @@ def test_a_bound_of_memory_a_little_above_the_device_rejects_nothing(
 ) -> None:
     """Bounds from larger blocks were up to 4.6% above those from the layout's own blocks."""
     costs = GivenCosts(
-        seconds=lambda layout: 10.0,
-        least_seconds=lambda layout: 1.0,
-        num_bytes=lambda layout: 99.0,
+        seconds=lambda layout: 10.0, least_seconds=lambda layout: 1.0, num_bytes=lambda layout: 99.0
     )
     costs.least_peak = lambda layout, blocks: 104.0  # type: ignore[method-assign]
     assert [entry.layout for entry in searched(costs, groups_of(DP), monkeypatch).best] == [DP]

@@ -41,7 +41,7 @@ PLAN_PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 def test_json_holds_the_plan_and_the_costs(capsys: pytest.CaptureFixture[str]) -> None:
     fields = json.loads(explained(capsys, "--mesh", "pp2", "--json", "--hardware", "a100"))
     assert set(fields) == {
-        *("plan", "roles", "worst_routing", "world_check", "hardware", "time", "types", "data"),
+        *("plan", "roles", "worst_routing", "world_check", "hardware", "time", "types", "data")
     }
     assert set(fields["roles"][0]) == ROLE_FIELDS
     assert fields["world_check"]["holds"]

@@ -124,14 +124,7 @@ def test_kernels_hide_an_operation_until_the_rank_waits_for_it() -> None:
     """dp takes 3 s, of which kernels hide 2 and a tp of 0.5 s slows it down by 0.5."""
     dp = op(3.0, "dp")
     tp = op(0.5, "tp")
-    events = (
-        Started(dp),
-        kernel(1.0),
-        Started(tp),
-        Ended(tp),
-        kernel(1.0),
-        Ended(dp),
-    )
+    events = (Started(dp), kernel(1.0), Started(tp), Ended(tp), kernel(1.0), Ended(dp))
     time = region_time(region(*events), SPEEDS)
     assert time.total == pytest.approx(3.5)
     assert time.exposed == {"tp": pytest.approx(1.0), "dp": pytest.approx(0.5)}

@@ -87,10 +87,7 @@ def assert_equal(short: RankStep, whole: RankStep) -> None:
     assert step_traffic(short, short.row) == step_traffic(whole, whole.row)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS])
 def test_five_blocks_stand_for_all(name: str) -> None:
     num_layers, flags = LAYOUTS[name]
     run = run_of(f"{flags} --batch.global_size 16 {WIDE.format(num_layers)}")

@@ -275,11 +275,7 @@ def test_the_peak_is_that_of_the_allocator(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "pp2 1f1b",
-        "pp2 dp2 zero2 interleaved",
-        pytest.param("dp2 zero3", marks=pytest.mark.slow),
-    ],
+    ["pp2 1f1b", "pp2 dp2 zero2 interleaved", pytest.param("dp2 zero3", marks=pytest.mark.slow)],
 )
 def test_three_micro_batches_stand_for_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of eight micro-batches, of which three are played, has the levels and traffic of all

@@ -153,12 +153,7 @@ def test_orders_that_block_each_other_are_a_deadlock_with_its_cycle(world: Recor
         inserted = (Started(op), Ended(op))
         return lambda events: (*events[:num_events], *inserted, *events[num_events:])
 
-    edits = {
-        4: call_after(0, 4),
-        7: call_after(0, 7),
-        5: call_after(2, 5),
-        6: call_after(2, 6),
-    }
+    edits = {4: call_after(0, 4), 7: call_after(0, 7), 5: call_after(2, 5), 6: call_after(2, 6)}
     [problem] = check_recorded(edited(world, edits)).problems
     assert isinstance(problem, Deadlock)
     assert problem.region == "B1.1"

@@ -48,11 +48,7 @@ OPTIMS: dict[str, dict[str, Any]] = {
     "lion": {"betas": (0.8, 0.9)},
     "muon": {"options": {"adamw_lr_scale": 0.3}},
     "muon of fused weights": {
-        "options": {
-            "split_stacked": False,
-            "nesterov": False,
-            "adjust_lr_fn": "match_rms_adamw",
-        }
+        "options": {"split_stacked": False, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
     },
     "adafactor": {"options": {"d": 1.5, "beta2_decay": -0.6}},
 }

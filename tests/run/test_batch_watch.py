@@ -10,12 +10,7 @@ from weft.run.batch_watch import is_lost, main
 
 @pytest.mark.parametrize(
     ("nodes", "expected"),
-    [
-        ("node[01-03]", False),
-        ("node[02-03]", True),
-        ("", False),
-        ("(null)]", False),
-    ],
+    [("node[01-03]", False), ("node[02-03]", True), ("", False), ("(null)]", False)],
     ids=["all there", "taken out", "Slurm does not answer", "no host list"],
 )
 def test_a_node_is_lost_once_slurm_has_taken_it_out_of_the_job(nodes, expected):

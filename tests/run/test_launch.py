@@ -321,9 +321,7 @@ def test_ranks_connect_under_torchrun(tmp_path):
             "error: rank 1 (pp1): ValueError: rank 1 cannot go on [scenarios.py:",
         ),
         pytest.param(
-            "all_raise",
-            "error: rank 0 (pp0): data.source: empty on rank 0",
-            marks=pytest.mark.slow,
+            "all_raise", "error: rank 0 (pp0): data.source: empty on rank 0", marks=pytest.mark.slow
         ),
     ],
 )

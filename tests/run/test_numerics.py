@@ -6,12 +6,7 @@ import os
 
 import torch
 
-from weft.run.numerics import (
-    ALLOCATOR_SETTINGS,
-    CUBLAS_WORKSPACE,
-    expand_segments,
-    numerics,
-)
+from weft.run.numerics import ALLOCATOR_SETTINGS, CUBLAS_WORKSPACE, expand_segments, numerics
 
 
 def test_numerics_are_set_inside_the_block_and_undone(monkeypatch):

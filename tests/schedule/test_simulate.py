@@ -54,10 +54,7 @@ def test_the_start_up_costs_p_minus_1_forwards_and_backwards_whatever_their_rati
 ):
     for p, v, m in [(2, SCHEDULES[name].default_chunks, 4), (4, SCHEDULES[name].default_chunks, 8)]:
         table = SCHEDULES[name].table(p, v, m)
-        timeline = simulate(
-            table,
-            lambda act: Fraction({"F": forward, "B": backward}[act.kind]),
-        )
+        timeline = simulate(table, lambda act: Fraction({"F": forward, "B": backward}[act.kind]))
         num_slots = m * v + p - 1
         assert makespan(timeline) == num_slots * (forward + backward)
 

@@ -46,11 +46,7 @@ def report_of(*outcomes: FaultOutcome, num_unexplained: int = 0, **fields: Any):
         num_unexplained=num_unexplained,
         **{**known, **fields},
     )
-    return ChaosReport(
-        num_faults=len(outcomes),
-        seed=0,
-        trials=(trial,),
-    )
+    return ChaosReport(num_faults=len(outcomes), seed=0, trials=(trial,))
 
 
 def test_times_and_lost_steps_are_those_between_injection_detection_and_the_next_step():

@@ -44,11 +44,7 @@ def trained(out, words, losses):
         class Scripted(type(evaluation)):
             def __call__(self):
                 report = evaluate(self)
-                return type(report)(
-                    loss=next(reports),
-                    targets=report.targets,
-                    seconds=0.0,
-                )
+                return type(report)(loss=next(reports), targets=report.targets, seconds=0.0)
 
         evaluation.__class__ = Scripted
         with EventLog(out if comm.rank == 0 else None) as log:

@@ -55,10 +55,7 @@ def flip(tensor: Tensor, *, entry: int, bit: int) -> None:
     st.data(),
 )
 def test_every_flipped_bit_changes_the_digest_and_equal_bits_give_equal_digests(
-    dtype: torch.dtype,
-    length: int,
-    offset: int,
-    data: st.DataObject,
+    dtype: torch.dtype, length: int, offset: int, data: st.DataObject
 ) -> None:
     memory = torch.arange(length + offset).remainder(2).to(dtype)
     tensor = memory[offset:]
@@ -156,12 +153,7 @@ def test_replicas_of_a_correct_run_agree_and_nothing_changes_between_updates(nam
     assert run_ranks(case.mesh, faults) == expected
 
 
-def flipped(
-    prefix: str,
-    rank: int,
-    *,
-    bit: int = 0,
-) -> Callable[[StateDigests], None]:
+def flipped(prefix: str, rank: int, *, bit: int = 0) -> Callable[[StateDigests], None]:
     def spoil(digests: StateDigests) -> None:
         if digests.comm.rank == rank:
             flip(tensor_of(digests, prefix).tensor, entry=0, bit=bit)
@@ -184,9 +176,7 @@ REPLICAS = [
 
 @pytest.mark.parametrize(("name", "prefix", "ranks"), REPLICAS)
 def test_a_replica_that_differs_is_named_or_both_of_two(
-    name: str,
-    prefix: str,
-    ranks: tuple[int, ...] | None,
+    name: str, prefix: str, ranks: tuple[int, ...] | None
 ) -> None:
     case = LAYOUTS[name]
     rank = ranks[-1] if ranks else 1
@@ -252,9 +242,7 @@ def test_a_bit_that_flips_between_two_updates_is_found_without_a_replica(
 
 
 def test_a_run_whose_replicas_differ_stops_before_the_save_and_names_the_rank(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_digests = build_training.build_digests
 

@@ -67,11 +67,7 @@ def test_at_end_false_saves_nothing_after_the_last_step(tmp_path):
     ("error", "status"),
     [(RuntimeError("out of memory"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
-def test_an_exception_that_leaves_the_event_log_is_its_last_line(
-    tmp_path,
-    error,
-    status,
-):
+def test_an_exception_that_leaves_the_event_log_is_its_last_line(tmp_path, error, status):
     def step_and_fail():
         with EventLog(tmp_path) as log:
             log.emit({"event": "step", "step": 4})
@@ -103,12 +99,7 @@ def test_the_end_of_a_killed_run_is_appended_behind_the_last_complete_line(tmp_p
         '{"event":"end","status":"stopped"}\n'
         '{"event":"step","step":7,"loss":1.0,"grad_norm":1.0}\n{"event":"st'
     )
-    assert append_end_event(
-        tmp_path,
-        "failed",
-        error="rank 1 was killed",
-        seconds=2.5,
-    )
+    assert append_end_event(tmp_path, "failed", error="rank 1 was killed", seconds=2.5)
     assert events_of(tmp_path)[1:] == [
         step_event(7),
         {
@@ -151,8 +142,7 @@ def write_two_steps_and_wait(out: Path) -> None:
 
 def start_writer(out: Path) -> multiprocessing.Process:
     writer = multiprocessing.get_context("spawn").Process(
-        target=write_two_steps_and_wait,
-        args=(out,),
+        target=write_two_steps_and_wait, args=(out,)
     )
     writer.start()
     while not (out / "ready").exists():

@@ -52,18 +52,13 @@ def source(tmp_path_factory):
 def run_of(source, words, family="llama3"):
     data = ["--data.source", f"{source}/train.txt", "--eval.source", f"{source}/valid.txt"]
     return load(
-        [*data, *SIZES.split(), *FLOAT64.split(), *MODEL[family].split(), *words.split()],
-        FAMILIES,
+        [*data, *SIZES.split(), *FLOAT64.split(), *MODEL[family].split(), *words.split()], FAMILIES
     )
 
 
 def loader_of(run, comm, samples):
     return build_data_loader(
-        samples,
-        comm,
-        run.batch,
-        seed=run.seed,
-        later=run.model.reads_later_targets,
+        samples, comm, run.batch, seed=run.seed, later=run.model.reads_later_targets
     )
 
 
@@ -78,9 +73,7 @@ def losses(run):
         feed = loader_of(run, comm, samples)
         validation = open_validation(run.data, run.model, source=run.eval.source)
         evaluation = Evaluation(
-            step.model,
-            loader_of(run, comm, validation),
-            most_batches=run.eval.batches,
+            step.model, loader_of(run, comm, validation), most_batches=run.eval.batches
         )
         found = [evaluation().loss]
         for number in range(2):
@@ -134,16 +127,9 @@ def test_it_is_the_mean_over_the_whole_source_of_the_plain_model(source, family)
     samples = open_validation(run.data, run.model, source=run.eval.source)
     assert samples.num_samples % run.batch.global_size
     batch = whole_batch(
-        samples,
-        np.arange(samples.num_samples),
-        later=run.model.reads_later_targets,
+        samples, np.arange(samples.num_samples), later=run.model.reads_later_targets
     )
-    blocks = plain_model(
-        FAMILIES[family],
-        run.model,
-        seed=run.seed,
-        dtype=torch.float64,
-    )
+    blocks = plain_model(FAMILIES[family], run.model, seed=run.seed, dtype=torch.float64)
     with torch.no_grad():
         total = chain(blocks, batch.inputs, batch).x.item()
         mean = total / batch.num_targets().item()
@@ -186,21 +172,13 @@ def test_a_sample_that_is_none_has_no_targets(source):
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    ["gpipe", "1f1b", "zero_bubble", "zbv", "dual_pipe_v", "interleaved"],
+    "schedule", ["gpipe", "1f1b", "zero_bubble", "zbv", "dual_pipe_v", "interleaved"]
 )
 def test_the_forwards_of_every_schedule_are_all_there(schedule):
     from weft.schedule.catalog import make_table
     from weft.schedule.lower import check_rendezvous, lower
 
-    table = forward_table(
-        make_table(
-            schedule,
-            ranks=4,
-            microbatches=8,
-            chunks=None,
-        )
-    )
+    table = forward_table(make_table(schedule, ranks=4, microbatches=8, chunks=None))
     acts = [act for row in table.rows for act in row]
     expected = {(s, m) for s in range(table.num_stages) for m in range(8)}
     assert {(act.stage, act.mb) for act in acts} == expected

@@ -28,9 +28,7 @@ LEAVES = (
     | st.text().filter(lambda text: "N" not in text)
 )
 VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
+    LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
 )
 
 
@@ -73,11 +71,7 @@ def test_an_event_is_one_line_of_strict_json_and_reads_back_the_same(tmp_path_fa
 
 
 def test_no_numbers_are_words_that_float_reads():
-    event = {
-        "loss": math.nan,
-        "grad_norm": math.inf,
-        "deep": [{"x": -math.inf}],
-    }
+    event = {"loss": math.nan, "grad_norm": math.inf, "deep": [{"x": -math.inf}]}
     line = to_line(event)
     assert line == '{"loss":"NaN","grad_norm":"Infinity","deep":[{"x":"-Infinity"}]}\n'
     assert math.isnan(float(json.loads(line)["loss"]))
@@ -184,9 +178,7 @@ def test_an_event_is_written_by_one_call(tmp_path, monkeypatch):
     calls = []
     write = os.write
     monkeypatch.setattr(
-        os,
-        "write",
-        lambda file, data: calls.append(bytes(data)) or write(file, data),
+        os, "write", lambda file, data: calls.append(bytes(data)) or write(file, data)
     )
     with EventLog(tmp_path) as journal:
         journal.emit({"event": "step", "text": "y" * 100_000})
@@ -264,9 +256,7 @@ def _replace_until_change(folder: Path, number: int) -> None:
 
 @pytest.mark.parametrize("has_links", [True, False])
 def test_a_run_killed_while_it_replaces_its_config_has_a_whole_one(
-    tmp_path,
-    monkeypatch,
-    has_links,
+    tmp_path, monkeypatch, has_links
 ):
     def refuse(*_arguments: object, **_options: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")

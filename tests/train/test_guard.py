@@ -30,12 +30,7 @@ from weft.data.order import batch_of_step
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
 from weft.train.event_lines import step_history
 from weft.train.guard import spike_bound
-from weft.train.guard_records import (
-    WINDOW,
-    GuardState,
-    left_out_batches,
-    read_records,
-)
+from weft.train.guard_records import WINDOW, GuardState, left_out_batches, read_records
 
 LAYOUTS = {
     "one rank": (),
@@ -61,10 +56,7 @@ def test_step_k_trains_on_the_kth_batch_that_is_not_left_out(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rolled_back_run_equals_one_device_without_the_samples_also_after_a_resume(
-    layout: str,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    layout: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(text)
     bad = bad_batch(run)
@@ -92,10 +84,7 @@ def test_a_rolled_back_run_equals_one_device_without_the_samples_also_after_a_re
 
 
 def test_the_record_of_a_failed_step_names_the_samples_with_the_bad_value(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(text)
     bad = bad_batch(run)
@@ -127,9 +116,7 @@ def test_the_record_of_a_failed_step_names_the_samples_with_the_bad_value(
 
 
 def test_skip_leaves_out_the_update_alone(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(text)
     bad = bad_batch(run)
@@ -169,10 +156,7 @@ def test_a_run_that_fails_again_and_again_stops_and_saves_nothing_bad(
 
 
 def test_a_spike_is_reported_and_training_goes_on(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = bad_batch(run_of(text))
     spoil(monkeypatch, "loss", 100.0)
@@ -188,9 +172,7 @@ def test_a_spike_is_reported_and_training_goes_on(
 
 
 def test_a_rollback_from_a_spike_leaves_out_all_batches_since_the_checkpoint(
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(text)
     bad = bad_batch(run)
@@ -227,9 +209,7 @@ def test_spikes_need_a_factor_above_one(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_state_of_guards_survives_a_checkpoint() -> None:
     state = GuardState(
-        skipped_batches=(3, 9),
-        losses=tuple(float(number) for number in range(WINDOW)),
-        failures=2,
+        skipped_batches=(3, 9), losses=tuple(float(number) for number in range(WINDOW)), failures=2
     )
     position = state.position(12, global_size=4)
     assert position["samples"] == 14 * 4

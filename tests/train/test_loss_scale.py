@@ -41,9 +41,7 @@ def has_all_numbers_of(wide: str, narrow: str) -> bool:
 @pytest.mark.parametrize("compute", get_args(Dtype))
 @pytest.mark.parametrize("reduce", get_args(Dtype))
 def test_types_go_together_where_nothing_is_kept_or_summed_with_fewer_digits_than_computed(
-    params: Dtype,
-    compute: Dtype,
-    reduce: Dtype,
+    params: Dtype, compute: Dtype, reduce: Dtype
 ) -> None:
     faults = dtype_faults(params=params, compute=compute, reduce=reduce)
     keys = {fault.key for fault in faults}
@@ -98,40 +96,23 @@ def plan_of(case: Case, dtypes: Dtypes) -> Plan:
     return case.plan.model_copy(update=vars(dtypes))
 
 
-def sgd_step(
-    case: Case,
-    dtypes: Dtypes,
-    comm: Comm,
-    *,
-    clip: float,
-) -> TrainStep:
+def sgd_step(case: Case, dtypes: Dtypes, comm: Comm, *, clip: float) -> TrainStep:
     """A step whose updates are the gradients times the learning rate."""
     plan = plan_of(case, dtypes)
     model = build_case(case, comm, plan=plan)
     return TrainStep(
-        model,
-        make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0),
-        clip=clip,
+        model, make_optimizer=lambda tensors: torch.optim.SGD(tensors.values(), lr=1.0), clip=clip
     )
 
 
 def train(
-    case: Case,
-    dtypes: Dtypes,
-    comm: Comm,
-    *,
-    num_steps: int = 3,
-    clip: float = CLIP,
+    case: Case, dtypes: Dtypes, comm: Comm, *, num_steps: int = 3, clip: float = CLIP
 ) -> tuple[list[StepReport], dict[str, Tensor]]:
     """Reports of some steps, and the values after them."""
     plan = case.plan.model_copy(update=vars(dtypes))
     model = build_case(case, comm, plan=plan)
     decayed = matrices(model.params)
-    step = TrainStep(
-        model,
-        make_optimizer=lambda tensors: adamw(tensors, decayed),
-        clip=clip,
-    )
+    step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, decayed), clip=clip)
     reports = []
     for batch in batches(case)[:num_steps]:
         reports.append(step(micro_batches(batch, plan, comm.rank), lr=LR))
@@ -207,11 +188,7 @@ def test_a_scale_that_had_to_be_found_trains_bit_for_bit_as_the_right_one_would(
         def rank(comm: Comm) -> tuple[int, dict[str, Tensor]]:
             plan = case.plan.model_copy(update=vars(HALF))
             model = build_case(case, comm, plan=plan)
-            step = TrainStep(
-                model,
-                make_optimizer=lambda tensors: adamw(tensors, ()),
-                clip=CLIP,
-            )
+            step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, ()), clip=CLIP)
             batch = batches(case)[0]
             skipped = 0
             while step(micro_batches(batch, plan, comm.rank), lr=LR).skipped:
@@ -258,9 +235,7 @@ def test_sgd_updates_by_gradients_without_the_loss_scale(clip: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtypes",
-    [MIXED, HALF, Dtypes("float32", "bfloat16", "bfloat16")],
-    ids=str,
+    "dtypes", [MIXED, HALF, Dtypes("float32", "bfloat16", "bfloat16")], ids=str
 )
 def test_every_zero_stage_trains_the_same_masters(dtypes: Dtypes) -> None:
     """One micro-batch: sums of two numbers, in any order the same. Nothing is clipped: kernels add the

@@ -30,21 +30,12 @@ from weft.train.step import TrainStep
 Spoil = Callable[[TrainStep], None]
 
 
-def message_of_step(
-    case: Case,
-    spoil: Spoil,
-    comm: Comm,
-    **plan_updates: Any,
-) -> str:
+def message_of_step(case: Case, spoil: Spoil, comm: Comm, **plan_updates: Any) -> str:
     """The error of one step after `spoil`, which must leave the parameters as they are."""
     plan = case.plan.model_copy(update=plan_updates)
     model = build_case(case, comm, plan=plan)
     decay_names = matrices(model.params)
-    step = TrainStep(
-        model,
-        make_optimizer=lambda tensors: adamw(tensors, decay_names),
-        clip=CLIP,
-    )
+    step = TrainStep(model, make_optimizer=lambda tensors: adamw(tensors, decay_names), clip=CLIP)
     spoil(step)
     params = step.grads.sharded_params
     before = {name: tensor.clone() for name, tensor in params.items()}
@@ -110,8 +101,7 @@ OUTPUTS = {
 def test_a_nan_in_the_forward_names_the_first_block_and_rank_on_all_ranks(name: str) -> None:
     case, param, rank, where = OUTPUTS[name]
     messages = run_ranks(
-        case.mesh,
-        lambda comm: message_of_step(case, poison(param, rank=rank), comm),
+        case.mesh, lambda comm: message_of_step(case, poison(param, rank=rank), comm)
     )
     assert len(set(messages)) == 1, "every rank raises the same"
     assert f"first in the output of {where}" in messages[0]
@@ -152,10 +142,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow_of_the_loss_scale() -> None:
     assert "first in the output of block 'layer0' on rank 0 (dp0)" in messages[0]
 
 
-TINY_RUN = (
-    *TINY,
-    *("--optim.warmup", "0", "--optim.decay", "constant", "--optim.eps", "1e-30"),
-)
+TINY_RUN = (*TINY, *("--optim.warmup", "0", "--optim.decay", "constant", "--optim.eps", "1e-30"))
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +175,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def test_a_diverging_run_stops_with_exit_1_and_keeps_its_last_finite_checkpoint(
-    text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     events = diverge(text, out, "--optim.lr", "1e30")

@@ -21,10 +21,7 @@ FASTEST_EXACT = {"adamw": {"fused": True}, "sgd": {"foreach": False}}
 def model(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(
-        nn.Embedding(11, 6),
-        nn.LayerNorm(6),
-        nn.Linear(6, 5),
-        nn.Linear(5, 7, bias=False),
+        nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.Linear(5, 7, bias=False)
     ).to(dtype)
 
 
@@ -34,29 +31,14 @@ def gradients(of: nn.Module, step: int) -> None:
         param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
 
 
-def torchs_own(
-    of: nn.Module,
-    optim: OptimConfig,
-    **how,
-) -> torch.optim.Optimizer:
+def torchs_own(of: nn.Module, optim: OptimConfig, **how) -> torch.optim.Optimizer:
     groups = [
         {"params": [p for p in of.parameters() if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in of.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     if optim.name == "adamw":
-        return torch.optim.AdamW(
-            groups,
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            **how,
-        )
-    return torch.optim.SGD(
-        groups,
-        lr=optim.lr,
-        momentum=optim.momentum,
-        **how,
-    )
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, **how)
+    return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, **how)
 
 
 def trained(of: nn.Module, optimizer) -> list[torch.Tensor]:
@@ -103,8 +85,7 @@ def test_only_matrices_decay():
     optimizer.step()
     for name, param in params.items():
         torch.testing.assert_close(
-            param.detach(),
-            before[name] * (0.95 if param.ndim >= 2 else 1.0),
+            param.detach(), before[name] * (0.95 if param.ndim >= 2 else 1.0)
         )
 
 
@@ -112,9 +93,7 @@ def test_named_parameters_decay_where_names_are_given():
     flat = nn.Parameter(torch.ones(3))
     bias = nn.Parameter(torch.ones(3))
     optimizer = make_optimizer(
-        {"flat": flat, "bias": bias},
-        OptimConfig(lr=0.5, weight_decay=0.1),
-        decay_names={"flat"},
+        {"flat": flat, "bias": bias}, OptimConfig(lr=0.5, weight_decay=0.1), decay_names={"flat"}
     )
     for param in (flat, bias):
         param.grad = torch.zeros_like(param)

@@ -172,8 +172,7 @@ def test_a_users_elementwise_class_is_exact_on_layouts(file: Path, layout: str) 
 def test_a_users_class_of_matrices_is_exact_on_layouts(file: Path, name: str) -> None:
     groups = (OptimGroup(match="layer*.mlp.*", optimizer=f"{file}:{name}"),)
     optim = OptimConfig(
-        name=f"{file}:{name}",
-        groups=(*groups, OptimGroup(match="*", optimizer="lion")),
+        name=f"{file}:{name}", groups=(*groups, OptimGroup(match="*", optimizer="lion"))
     )
     check(Case("dp2 tp2", layers=2, microbatches=2, zero=2), optim)
 

@@ -39,9 +39,7 @@ def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_rank_is_compared_with_ranks_of_its_pipeline_stage(
-    mesh: str,
-    busy_s: list[float],
-    expected: dict[int, float],
+    mesh: str, busy_s: list[float], expected: dict[int, float]
 ) -> None:
     found = references(busy_s, Mesh.parse(mesh))
     assert found == expected
@@ -62,9 +60,7 @@ def guards_of(out: Path) -> list[dict[str, Any]]:
 
 
 def test_a_slow_rank_is_reported_once_with_its_place_host_and_ratio(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_busy_times(monkeypatch, {0: [0.02], 1: [0.02], 2: [0.1], 3: [0.02]})
     text = write_text(tmp_path)

@@ -221,12 +221,7 @@ MODELS = {
         "layer0.seen: has other values in each build",
     ),
     "a parameter that no seed decides": Deceiving(
-        (
-            (
-                "self.scale = counter()",
-                "self.q.bias.data.fill_(random.SystemRandom().random())",
-            ),
-        ),
+        (("self.scale = counter()", "self.q.bias.data.fill_(random.SystemRandom().random())"),),
         "layer0.q.bias: has other values in each build",
     ),
     "a hook on an activation": in_layer(

@@ -34,8 +34,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param("tiny-parallel", marks=pytest.mark.slow), "tiny_models_of_a_test.model"],
+    "name", [pytest.param("tiny-parallel", marks=pytest.mark.slow), "tiny_models_of_a_test.model"]
 )
 def test_a_model_of_an_installed_package_is_proved_by_its_name(name: str, installed: None) -> None:
     argv = ["--model.name", name, *SIZES.split()]

@@ -32,11 +32,7 @@ REJECTED = {
 }
 """(model, layout) -> part of the line."""
 EQUAL = [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) not in REJECTED]
-ALWAYS = (
-    ("fused_block", "tp2 sp"),
-    ("shared_layer", "tp2"),
-    ("torch_attention", "dp2 zero3"),
-)
+ALWAYS = (("fused_block", "tp2 sp"), ("shared_layer", "tp2"), ("torch_attention", "dp2 zero3"))
 """Cases that run by default; `make slow` runs all."""
 
 

@@ -110,19 +110,10 @@ class Terminal:
         self.row += len(pieces) - 1
 
 
-def live(
-    width: int,
-    height: int = 24,
-    **options,
-) -> tuple[LiveView, io.StringIO]:
+def live(width: int, height: int = 24, **options) -> tuple[LiveView, io.StringIO]:
     file = TerminalFile()
     console = Console(
-        file=file,
-        force_terminal=True,
-        width=width,
-        height=height,
-        _environ={},
-        **options,
+        file=file, force_terminal=True, width=width, height=height, _environ={}, **options
     )
     return LiveView(console, now=iter(range(10**6)).__next__), file
 
@@ -209,31 +200,14 @@ def test_an_ascii_terminal_gets_ascii():
 
 def test_the_panel_is_redrawn_at_most_once_a_frame():
     file = TerminalFile()
-    view = LiveView(
-        Console(
-            file=file,
-            force_terminal=True,
-            width=80,
-        ),
-        now=lambda: 0.0,
-    )
+    view = LiveView(Console(file=file, force_terminal=True, width=80), now=lambda: 0.0)
     show(view, RUN, *(step(k) for k in range(1, 101)))
     assert file.getvalue().count("nats") == 1, "one frame, at the end"
 
 
 def test_a_nan_loss_is_shown():
     view, file = live(80)
-    show(
-        view,
-        RUN,
-        step(1),
-        step(2, loss=float("nan")),
-        step(
-            3,
-            loss="NaN",
-            grad_norm="Infinity",
-        ),
-    )
+    show(view, RUN, step(1), step(2, loss=float("nan")), step(3, loss="NaN", grad_norm="Infinity"))
     loss_row = next(row for row in Terminal(80).read(file.getvalue()) if row.startswith(" loss"))
     assert loss_row == " loss       nan nats  ▁??"
 

@@ -49,12 +49,7 @@ def test_the_drawn_table_is_the_executed_one(schedule):
 @settings(max_examples=120)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 4), st.integers(1, 12))
 def test_any_table_is_drawn_as_it_runs(dice, ranks, more_stages, microbatches):
-    table = random_table(
-        dice,
-        ranks=ranks,
-        stages=ranks + more_stages,
-        microbatches=microbatches,
-    )
+    table = random_table(dice, ranks=ranks, stages=ranks + more_stages, microbatches=microbatches)
     timeline = simulate(table, lambda act: unit_cost(act) * dice.choice((1, 1.5, 3)), hop=0.5)
     assert read_back(draw(timeline, width=10_000), table) == table.rows
 
@@ -64,12 +59,7 @@ def test_a_picture_is_as_reviewed(file):
     name, ranks, chunks, microbatches = re.fullmatch(
         r"(.+)-p(\d+)-v(\d+)-m(\d+)", file.stem
     ).groups()
-    table = make_table(
-        name,
-        ranks=int(ranks),
-        chunks=int(chunks),
-        microbatches=int(microbatches),
-    )
+    table = make_table(name, ranks=int(ranks), chunks=int(chunks), microbatches=int(microbatches))
     assert draw(simulate(table)) == file.read_text(encoding="utf-8")
 
 
@@ -84,16 +74,7 @@ def test_pictures_of_all_three_schedules_were_reviewed():
 def test_equal_numbers_of_activations_are_one_and_long_lists_are_clipped():
     equal = draw(simulate(make_table("gpipe", ranks=4, microbatches=4)))
     assert equal.endswith("activations held at once: 4 (all ranks)\n")
-    many = draw(
-        simulate(
-            make_table(
-                "1f1b",
-                ranks=16,
-                microbatches=16,
-            )
-        ),
-        width=10_000,
-    )
+    many = draw(simulate(make_table("1f1b", ranks=16, microbatches=16)), width=10_000)
     assert many.endswith("activations held at once, by rank: 16 15 14 13 12 11 10 9 ...\n")
 
 
@@ -125,15 +106,7 @@ def test_an_empty_timeline_can_be_drawn():
 def test_ranks_are_aligned_beyond_ten():
     starts = {
         line.index("│")
-        for line in draw(
-            simulate(
-                make_table(
-                    "1f1b",
-                    ranks=11,
-                    microbatches=1,
-                )
-            )
-        ).splitlines()[:11]
+        for line in draw(simulate(make_table("1f1b", ranks=11, microbatches=1))).splitlines()[:11]
     }
     assert starts == {len("rank 10 ")}
 

@@ -42,21 +42,9 @@ def with_lanes() -> Timeline:
             lane = "pp to 1"
             name = f"{span.name} to rank 1"
             extra.append(
-                Span(
-                    rank=0,
-                    name=name,
-                    kind="send",
-                    start=span.end,
-                    end=span.end + 1e-4,
-                    lane=lane,
-                )
+                Span(rank=0, name=name, kind="send", start=span.end, end=span.end + 1e-4, lane=lane)
             )
-    return Timeline(
-        spans=(*timeline.spans, *extra),
-        num_ranks=2,
-        origin="predicted",
-        unit="s",
-    )
+    return Timeline(spans=(*timeline.spans, *extra), num_ranks=2, origin="predicted", unit="s")
 
 
 NAMES_OF_METADATA = ("process_name", "thread_name", "process_sort_index", "thread_sort_index")
@@ -129,11 +117,7 @@ def test_the_trace_keeps_the_rules_of_its_format() -> None:
 
 @settings(max_examples=20)
 @given(st.sampled_from(["gpipe", "1f1b", "zero_bubble"]), st.integers(1, 4), st.integers(1, 6))
-def test_every_schedule_makes_a_valid_trace(
-    name: str,
-    ranks: int,
-    microbatches: int,
-) -> None:
+def test_every_schedule_makes_a_valid_trace(name: str, ranks: int, microbatches: int) -> None:
     timeline = simulate(make_table(name, ranks=ranks, microbatches=microbatches))
     trace = json.loads(perfetto(timeline, title=name))
     assert_valid_trace(trace, len(timeline.spans))

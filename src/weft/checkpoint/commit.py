@@ -31,13 +31,7 @@ from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
 
 
-def commit(
-    tmp: Path,
-    final: Path,
-    facts: Facts,
-    *,
-    ranks: int,
-) -> Manifest:
+def commit(tmp: Path, final: Path, facts: Facts, *, ranks: int) -> Manifest:
     """Turn the files of `ranks` ranks in `tmp` into the checkpoint `final`; one rank calls it when
     all have written.
 
@@ -53,12 +47,7 @@ def commit(
         try:
             _publish(tmp, final, text, ranks=ranks)
         except OSError as error:
-            raise disk_error(
-                error,
-                final,
-                need_bytes=len(text),
-                free=free,
-            ) from error
+            raise disk_error(error, final, need_bytes=len(text), free=free) from error
     except BaseException:
         discard(tmp)
         raise
@@ -105,24 +94,13 @@ def _read_rank_manifest(tmp: Path, rank: int) -> RankManifest:
             length = (tmp / name).stat().st_size
             if length != file.num_bytes:
                 raise CheckpointError(
-                    Fault(
-                        str(tmp / name),
-                        "shorter than what was written",
-                        got=str(length),
-                    )
+                    Fault(str(tmp / name), "shorter than what was written", got=str(length))
                 )
     except FileNotFoundError as error:
         what = f"rank {rank} has written no file here"
         missing = Path(str(error.filename)).name
         fix = "all ranks need the same out folder: on several hosts, a shared one"
-        raise CheckpointError(
-            Fault(
-                str(tmp),
-                what,
-                need=missing,
-                fix=fix,
-            )
-        ) from None
+        raise CheckpointError(Fault(str(tmp), what, need=missing, fix=fix)) from None
     return manifest
 
 
@@ -137,13 +115,7 @@ def _check_coverage(tensors: Mapping[str, Stored]) -> None:
         raise CheckpointError(*faults)
 
 
-def _publish(
-    tmp: Path,
-    final: Path,
-    text: bytes,
-    *,
-    ranks: int,
-) -> None:
+def _publish(tmp: Path, final: Path, text: bytes, *, ranks: int) -> None:
     """Flush everything in `tmp` to the disk, then rename it: the rename is the commit."""
     for rank in range(ranks):
         (tmp / rank_manifest_name(rank)).unlink()

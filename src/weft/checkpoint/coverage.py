@@ -49,10 +49,7 @@ def coverage_flaw(whole: Box, boxes: Sequence[Box]) -> CoverageFlaw | None:
         slices = [_remaining_dims(box) for box in active]
         flaw = coverage_flaw(_remaining_dims(whole), slices)
         if flaw is not None:
-            box = Box(
-                lo=(lo, *flaw.box.lo),
-                hi=(hi, *flaw.box.hi),
-            )
+            box = Box(lo=(lo, *flaw.box.lo), hi=(hi, *flaw.box.hi))
             return CoverageFlaw(flaw.kind, box)
     return None
 

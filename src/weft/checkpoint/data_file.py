@@ -85,11 +85,7 @@ def lay_out(entries: Sequence[FileEntry]) -> FileLayout:
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     offsets = tuple(len(header) + start for start in starts)
-    return FileLayout(
-        header=header,
-        offsets=offsets,
-        num_bytes=len(header) + end,
-    )
+    return FileLayout(header=header, offsets=offsets, num_bytes=len(header) + end)
 
 
 def block_crcs(data: memoryview, *, block_bytes: int) -> Iterator[tuple[memoryview, int]]:
@@ -110,13 +106,7 @@ class MappedFile:
         CheckpointError: the file is missing, has another length, or its header is damaged.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        facts: DataFile,
-        *,
-        block_bytes: int,
-    ) -> None:
+    def __init__(self, path: Path, facts: DataFile, *, block_bytes: int) -> None:
         self.path = path
         self._block_bytes = block_bytes
         self._verified: set[tuple[int, int]] = set()
@@ -125,45 +115,18 @@ class MappedFile:
                 self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         except (OSError, ValueError, UnreadableFile) as error:
             raise CheckpointError(
-                Fault(
-                    str(path),
-                    f"cannot be read: {error}",
-                    fix=FIX_USE_ANOTHER,
-                )
+                Fault(str(path), f"cannot be read: {error}", fix=FIX_USE_ANOTHER)
             ) from None
         if len(self._bytes) != facts.num_bytes:
             got = counted(len(self._bytes), "byte")
             need = f"{facts.num_bytes}"
             what = "its length differs from the length that was written"
-            raise CheckpointError(
-                Fault(
-                    str(path),
-                    what,
-                    got=got,
-                    need=need,
-                    fix=FIX_USE_ANOTHER,
-                )
-            )
+            raise CheckpointError(Fault(str(path), what, got=got, need=need, fix=FIX_USE_ANOTHER))
         header_crc = zlib.crc32(self._bytes[: facts.header_bytes])
         if header_crc != facts.header_crc32:
-            raise CheckpointError(
-                _damage_fault(
-                    path,
-                    "the header",
-                    header_crc,
-                    facts.header_crc32,
-                )
-            )
+            raise CheckpointError(_damage_fault(path, "the header", header_crc, facts.header_crc32))
 
-    def read(
-        self,
-        name: str,
-        stored: Stored,
-        piece: Piece,
-        *,
-        start: int,
-        stop: int,
-    ) -> memoryview:
+    def read(self, name: str, stored: Stored, piece: Piece, *, start: int, stop: int) -> memoryview:
         """Bytes `start` to `stop` of a piece, after verifying the blocks that contain them.
 
         Raises:
@@ -175,14 +138,7 @@ class MappedFile:
             self.verify_block(name, stored, piece, block=block)
         return self._bytes[piece.at + start : piece.at + stop]
 
-    def verify_block(
-        self,
-        name: str,
-        stored: Stored,
-        piece: Piece,
-        *,
-        block: int,
-    ) -> None:
+    def verify_block(self, name: str, stored: Stored, piece: Piece, *, block: int) -> None:
         """Compare one block of a piece with its checksum, once.
 
         Raises:
@@ -197,12 +153,7 @@ class MappedFile:
         crc = zlib.crc32(content)
         if crc != piece.crc32[block]:
             raise CheckpointError(
-                _damage_fault(
-                    self.path,
-                    f"tensor {name!r}",
-                    crc,
-                    piece.crc32[block],
-                )
+                _damage_fault(self.path, f"tensor {name!r}", crc, piece.crc32[block])
             )
         self._verified.add(key)
 
@@ -228,19 +179,12 @@ def check_stored_bytes(path: Path, *, section: str = "model") -> None:
             if piece.file not in files:
                 facts = manifest.files[piece.file]
                 files[piece.file] = MappedFile(
-                    path / piece.file,
-                    facts,
-                    block_bytes=manifest.block_bytes,
+                    path / piece.file, facts, block_bytes=manifest.block_bytes
                 )
             files[piece.file].read(name, stored, piece, start=0, stop=num_bytes)
 
 
-def _damage_fault(
-    path: Path,
-    what: str,
-    crc: int,
-    need: int,
-) -> Fault:
+def _damage_fault(path: Path, what: str, crc: int, need: int) -> Fault:
     return Fault(
         str(path),
         f"{what} is damaged on the disk",

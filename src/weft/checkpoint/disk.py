@@ -111,23 +111,14 @@ def new_folder(folder: Path, *, need_bytes: int) -> Iterator[Path]:
         sync_folder(folder.parent)
     except OSError as error:
         raise disk_error(
-            error,
-            folder,
-            need_bytes=need_bytes,
-            free=free,
-            failure=NOT_WRITTEN,
+            error, folder, need_bytes=need_bytes, free=free, failure=NOT_WRITTEN
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def disk_error(
-    error: OSError,
-    path: Path,
-    *,
-    need_bytes: int,
-    free: int,
-    failure: Failure = NOT_SAVED,
+    error: OSError, path: Path, *, need_bytes: int, free: int, failure: Failure = NOT_SAVED
 ) -> CheckpointError:
     """The error for a disk that did not take `need_bytes` bytes; `free` as it was before they were
     written.
@@ -143,8 +134,6 @@ def disk_error(
     else:
         reason = error.strerror or str(error)
         fault = Fault(
-            str(path),
-            f"{failure}: {reason}",
-            need=f"a folder that takes {need_bytes:,} bytes",
+            str(path), f"{failure}: {reason}", need=f"a folder that takes {need_bytes:,} bytes"
         )
     return CheckpointError(fault)

@@ -95,16 +95,8 @@ def find_newest(run_folder: Path, *, below: int | None = None) -> FoundCheckpoin
             faults += error.faults
             num_broken += 1
             continue
-        return FoundCheckpoint(
-            path=path,
-            manifest=manifest,
-            faults=tuple(faults),
-        )
-    return FoundCheckpoint(
-        path=None,
-        manifest=None,
-        faults=tuple(faults),
-    )
+        return FoundCheckpoint(path=path, manifest=manifest, faults=tuple(faults))
+    return FoundCheckpoint(path=None, manifest=None, faults=tuple(faults))
 
 
 def _has_manifest(path: Path) -> bool:
@@ -137,11 +129,7 @@ def best_step(run_folder: Path) -> int | None:
     """
     path = run_folder / BEST
     try:
-        step = read_json_object(
-            path,
-            max_bytes=MAX_BEST_BYTES,
-            within=run_folder,
-        ).get("step")
+        step = read_json_object(path, max_bytes=MAX_BEST_BYTES, within=run_folder).get("step")
     except UnreadableFile:
         return None
     if type(step) is not int or step < 0 or not checkpoint_path(run_folder, step).is_dir():

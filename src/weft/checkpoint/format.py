@@ -57,19 +57,13 @@ class Record(BaseModel):
     """A part of the manifest: frozen; unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        protected_namespaces=(),
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
     )
 
     def to_json(self) -> str:
         """Canonical JSON: equal records give equal text."""
         text = json.dumps(
-            self.model_dump(mode="json"),
-            sort_keys=True,
-            separators=(",", ":"),
-            allow_nan=False,
+            self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False
         )
         return text + "\n"
 

@@ -103,9 +103,4 @@ def _start_copies(device: torch.device, pairs: Sequence[_CopyPair]) -> _DeviceEn
 
 
 def _empty_on_host(source: Tensor) -> Tensor:
-    return torch.empty(
-        source.shape,
-        dtype=source.dtype,
-        device="cpu",
-        pin_memory=source.is_cuda,
-    )
+    return torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=source.is_cuda)

@@ -57,11 +57,7 @@ def _stored_bytes(path: Path) -> tuple[bytes, bytes]:
     """The bytes of the manifest, and of its checksum file."""
     digest_path = path / DIGEST
     try:
-        text = read_bytes(
-            path / MANIFEST,
-            max_bytes=MAX_MANIFEST_BYTES,
-            within=path,
-        )
+        text = read_bytes(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES, within=path)
     except UnreadableFile as error:
         if error.is_missing:
             fault = _not_a_checkpoint(path)
@@ -73,12 +69,7 @@ def _stored_bytes(path: Path) -> tuple[bytes, bytes]:
     except UnreadableFile as error:
         what = f"the manifest's checksum cannot be read: {error.what}"
         raise CheckpointError(
-            Fault(
-                str(digest_path),
-                what,
-                got=error.got,
-                fix=FIX_USE_ANOTHER,
-            )
+            Fault(str(digest_path), what, got=error.got, fix=FIX_USE_ANOTHER)
         ) from None
     return text, digest
 
@@ -89,13 +80,7 @@ def _check_digest(path: Path, text: bytes, digest: bytes) -> None:
         what = f"{MANIFEST} and its checksum do not agree: one of the two is damaged"
         got = f"checksum {_shortened(digest)} in {DIGEST}"
         raise CheckpointError(
-            Fault(
-                str(path / MANIFEST),
-                what,
-                got=got,
-                need=_shortened(need),
-                fix=FIX_USE_ANOTHER,
-            )
+            Fault(str(path / MANIFEST), what, got=got, need=_shortened(need), fix=FIX_USE_ANOTHER)
         )
 
 
@@ -107,11 +92,7 @@ def _not_a_checkpoint(path: Path) -> Fault:
     """A fault that names the newest checkpoint below `path`, if there is one."""
     manifests = [*path.glob(f"step-*/{MANIFEST}"), *path.glob(f"ckpt/step-*/{MANIFEST}")]
     folders = [manifest.parent for manifest in manifests]
-    newest = max(
-        folders,
-        default=None,
-        key=lambda folder: (len(folder.name), folder.name),
-    )
+    newest = max(folders, default=None, key=lambda folder: (len(folder.name), folder.name))
     fix = (
         f"give one of the checkpoints in it: {newest}"
         if newest
@@ -145,13 +126,7 @@ def _parse(path: Path, text: bytes) -> Manifest:
         got = f"format {found}{_writer_version(data)}"
         fix = "use the newer weft that wrote it"
         raise CheckpointError(
-            Fault(
-                where,
-                "a newer format",
-                got=got,
-                need=f"{FORMAT} or older",
-                fix=fix,
-            )
+            Fault(where, "a newer format", got=got, need=f"{FORMAT} or older", fix=fix)
         )
     try:
         return Manifest.model_validate_json(text, strict=True)
@@ -177,17 +152,10 @@ def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
     for name, stored in manifest.tensors.items():
         for piece in stored.pieces:
             num_bytes = stored.num_bytes(piece)
-            problem = _piece_problem(
-                manifest,
-                stored,
-                piece,
-                num_bytes=num_bytes,
-            )
+            problem = _piece_problem(manifest, stored, piece, num_bytes=num_bytes)
             if problem is not None:
                 yield Fault(
-                    where,
-                    f"tensor {name!r} in {piece.file}: {problem}",
-                    fix=FIX_USE_ANOTHER,
+                    where, f"tensor {name!r} in {piece.file}: {problem}", fix=FIX_USE_ANOTHER
                 )
                 return
             ranges_of_file[piece.file].append((piece.at, piece.at + num_bytes))
@@ -205,21 +173,12 @@ def _offset_faults(path: Path, manifest: Manifest) -> Iterator[Fault]:
 
 
 def _piece_problem(
-    manifest: Manifest,
-    stored: Stored,
-    piece: Piece,
-    *,
-    num_bytes: int,
+    manifest: Manifest, stored: Stored, piece: Piece, *, num_bytes: int
 ) -> str | None:
     num_dims = len(stored.shape)
     if not len(piece.lo) == len(piece.hi) == num_dims:
         return f"a piece with {len(piece.lo)} and {len(piece.hi)} dims of a tensor with {num_dims}"
-    for lo, hi, length in zip(
-        piece.lo,
-        piece.hi,
-        stored.shape,
-        strict=True,
-    ):
+    for lo, hi, length in zip(piece.lo, piece.hi, stored.shape, strict=True):
         if not lo < hi <= length:
             return f"a piece outside the tensor, {piece.lo} to {piece.hi} of {stored.shape}"
     if piece.file not in manifest.files:

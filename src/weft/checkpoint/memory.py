@@ -165,13 +165,7 @@ def snapshots_in_folder(
 ) -> MemorySnapshots:
     """Snapshots of ranks of one launcher, in its folder in memory."""
     saver = Saver(
-        comm,
-        folder,
-        state=state,
-        facts=facts,
-        every=0,
-        keep=1,
-        stop_requested=lambda: False,
+        comm, folder, state=state, facts=facts, every=0, keep=1, stop_requested=lambda: False
     )
 
     def remove_above(step: int) -> None:

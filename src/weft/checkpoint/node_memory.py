@@ -233,10 +233,7 @@ def snapshots_on_nodes(
 
 
 def _shift_file(
-    comm: Comm,
-    shift: HolderShift,
-    folder: Path,
-    make_name: Callable[[int], str],
+    comm: Comm, shift: HolderShift, folder: Path, make_name: Callable[[int], str]
 ) -> None:
     """Send a file of this rank along the shift, chunk by chunk, and write the one that arrives."""
     group = comm.group(shift.axis)
@@ -255,12 +252,7 @@ def _shift_file(
         send_sizes[(place + shift.shift) % degree] = sent
         recv_sizes[(place - shift.shift) % degree] = received
         chunk = read_chunk(own, start, sent).to(comm.device)
-        arrived = comm.all_to_all(
-            chunk,
-            shift.axis,
-            send_sizes=send_sizes,
-            recv_sizes=recv_sizes,
-        )
+        arrived = comm.all_to_all(chunk, shift.axis, send_sizes=send_sizes, recv_sizes=recv_sizes)
         with file_errors(held), held.open("xb" if start == 0 else "ab") as file:
             file.write(arrived.cpu().numpy().data)
 
@@ -293,11 +285,7 @@ def clean_node(comm: Comm, memory: NodeMemory, *, above: int) -> None:
 
 
 def assemble(
-    comm: Comm,
-    memory: NodeMemory,
-    *,
-    above: int,
-    expects_one: bool = False,
+    comm: Comm, memory: NodeMemory, *, above: int, expects_one: bool = False
 ) -> Checkpoint | None:
     """The newest whole snapshot of more than `above` steps, opened as a checkpoint in the memory of
     every node; None if there is none. Every rank must call it.
@@ -337,11 +325,7 @@ def assemble(
 
 
 def _assemble_pieces(
-    comm: Comm,
-    memory: NodeMemory,
-    final: Path,
-    *,
-    holders: dict[int, int],
+    comm: Comm, memory: NodeMemory, final: Path, *, holders: dict[int, int]
 ) -> None:
     """Send the files of a snapshot to every node, and commit them there.
 

@@ -69,11 +69,7 @@ class Checkpoint:
 
     def section(self, name: str) -> Section:
         """The tensors below `name` as a Source, by global parameter name; empty if there are none."""
-        return Section(
-            checkpoint=self,
-            name=name,
-            stored=self.manifest.section(name),
-        )
+        return Section(checkpoint=self, name=name, stored=self.manifest.section(name))
 
     def verify(self, index: int = 0, count: int = 1) -> None:
         """Verify every byte, or share `index` of `count` shares with about as many bytes each.
@@ -90,10 +86,7 @@ class Checkpoint:
                 continue
             try:
                 self.file(file_name).verify_block(
-                    block.name,
-                    block.stored,
-                    block.piece,
-                    block=block.index,
+                    block.name, block.stored, block.piece, block=block.index
                 )
             except CheckpointError as error:
                 faults[file_name] = error.faults[0]
@@ -114,9 +107,7 @@ class Checkpoint:
         if name not in self._files:
             facts = self.manifest.files[name]
             self._files[name] = MappedFile(
-                self.path / name,
-                facts,
-                block_bytes=self.manifest.block_bytes,
+                self.path / name, facts, block_bytes=self.manifest.block_bytes
             )
         return self._files[name]
 
@@ -151,10 +142,7 @@ class Section:
         if len(box.lo) != len(stored.shape) or box & Box.whole(stored.shape) != box:
             raise CheckpointError(
                 Fault(
-                    stored_name,
-                    "has no such entries",
-                    got=str(box),
-                    need=f"within {stored.shape}",
+                    stored_name, "has no such entries", got=str(box), need=f"within {stored.shape}"
                 )
             )
         overlaps: list[tuple[Piece, Box]] = []
@@ -165,19 +153,11 @@ class Section:
         self._check_coverage(stored_name, box, overlaps)
         out = torch.empty(box.shape, dtype=torch_dtype(stored))
         for piece, overlap in overlaps:
-            out[overlap.within(box)] = self._read_piece(
-                stored_name,
-                stored,
-                piece,
-                overlap,
-            )
+            out[overlap.within(box)] = self._read_piece(stored_name, stored, piece, overlap)
         return out
 
     def _check_coverage(
-        self,
-        stored_name: str,
-        box: Box,
-        overlaps: Sequence[tuple[Piece, Box]],
+        self, stored_name: str, box: Box, overlaps: Sequence[tuple[Piece, Box]]
     ) -> None:
         flaw = coverage_flaw(box, [overlap for _, overlap in overlaps])
         if flaw is not None:
@@ -186,41 +166,22 @@ class Section:
             what = f"tensor {stored_name!r}: {flaw}; found in {files}"
             raise CheckpointError(Fault(str(self.checkpoint.path), what))
 
-    def _read_piece(
-        self,
-        stored_name: str,
-        stored: Stored,
-        piece: Piece,
-        box: Box,
-    ) -> Tensor:
+    def _read_piece(self, stored_name: str, stored: Stored, piece: Piece, box: Box) -> Tensor:
         """A view of `box`, a part of one piece, on the mapped file."""
         file = self.checkpoint.file(piece.file)
         dtype = torch_dtype(stored)
         num_bytes = stored.num_bytes(piece)
         if not piece.lo:  # a scalar
-            data = file.read(
-                stored_name,
-                stored,
-                piece,
-                start=0,
-                stop=num_bytes,
-            )
+            data = file.read(stored_name, stored, piece, start=0, stop=num_bytes)
             return torch.frombuffer(data, dtype=dtype).view(())
         num_rows = piece.hi[0] - piece.lo[0]
         row_bytes = num_bytes // max(1, num_rows)
         first_row = box.lo[0] - piece.lo[0]
         end_row = box.hi[0] - piece.lo[0]
         data = file.read(
-            stored_name,
-            stored,
-            piece,
-            start=first_row * row_bytes,
-            stop=end_row * row_bytes,
+            stored_name, stored, piece, start=first_row * row_bytes, stop=end_row * row_bytes
         )
-        rows = Box(
-            lo=(box.lo[0], *piece.lo[1:]),
-            hi=(box.hi[0], *piece.hi[1:]),
-        )
+        rows = Box(lo=(box.lo[0], *piece.lo[1:]), hi=(box.hi[0], *piece.hi[1:]))
         entries = torch.frombuffer(data, dtype=dtype).view(rows.shape)
         return entries[box.within(rows)]
 
@@ -228,13 +189,7 @@ class Section:
         if name not in self.stored:
             some_names = ", ".join(sorted(self.stored)[:3]) or "nothing"
             what = f"no tensor {name!r} in {self.name!r}"
-            raise CheckpointError(
-                Fault(
-                    str(self.checkpoint.path),
-                    what,
-                    got=f"{some_names}, ...",
-                )
-            )
+            raise CheckpointError(Fault(str(self.checkpoint.path), what, got=f"{some_names}, ..."))
         return self.stored[name]
 
 
@@ -266,22 +221,13 @@ def blocks_of(manifest: Manifest) -> Sequence[ChecksumBlock]:
     for name, stored in manifest.tensors.items():
         for piece in stored.pieces:
             blocks.extend(
-                ChecksumBlock(
-                    name=name,
-                    stored=stored,
-                    piece=piece,
-                    index=index,
-                )
+                ChecksumBlock(name=name, stored=stored, piece=piece, index=index)
                 for index in range(len(piece.crc32))
             )
     return sorted(blocks, key=lambda block: (block.piece.file, block.piece.at, block.index))
 
 
-def share_of(
-    blocks: Sequence[ChecksumBlock],
-    index: int,
-    count: int,
-) -> Iterator[ChecksumBlock]:
+def share_of(blocks: Sequence[ChecksumBlock], index: int, count: int) -> Iterator[ChecksumBlock]:
     """Share `index` of `count`: neighbouring blocks, about as many bytes in each share."""
     total_bytes = max(1, sum(block.num_bytes for block in blocks))
     bytes_before = 0

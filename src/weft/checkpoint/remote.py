@@ -101,11 +101,7 @@ class RemoteFolder:
             return None
         if not _are_whole(manifest, sizes):
             return None
-        return _StoredManifest(
-            manifest=manifest,
-            text=text,
-            digest=digest,
-        )
+        return _StoredManifest(manifest=manifest, text=text, digest=digest)
 
     def upload(self, path: Path, *, nonce: str) -> None:
         """Copy a complete checkpoint; its checksum is written last, and an earlier copy of the step
@@ -308,14 +304,7 @@ class RemoteCopies:
         CheckpointError: the URL cannot be written.
     """
 
-    def __init__(
-        self,
-        url: str,
-        run_folder: Path,
-        *,
-        keep: int,
-        num_done: int,
-    ) -> None:
+    def __init__(self, url: str, run_folder: Path, *, keep: int, num_done: int) -> None:
         self._remote = RemoteFolder.open(url)
         self._run_folder = run_folder
         self._keep = keep

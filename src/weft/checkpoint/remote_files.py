@@ -63,11 +63,7 @@ class RemoteFiles:
         core = importlib.import_module("fsspec.core")
         with _request_errors(url, "cannot be opened"):
             fs, root = core.url_to_fs(url, skip_instance_cache=True)
-        return RemoteFiles(
-            url=url.rstrip("/"),
-            fs=fs,
-            root=root.rstrip("/"),
-        )
+        return RemoteFiles(url=url.rstrip("/"), fs=fs, root=root.rstrip("/"))
 
     def path(self, *names: str) -> str:
         """A path within the file system."""

@@ -218,13 +218,7 @@ def _check_dtypes(state: TrainState, manifest: Manifest) -> None:
                 kind = "compute" if is_frozen else "params"
                 fix = f"--precision.{kind} {stored.dtype}"
                 raise CheckpointError(
-                    Fault(
-                        name,
-                        "is stored in another dtype",
-                        got=stored.dtype,
-                        need=dtype,
-                        fix=fix,
-                    )
+                    Fault(name, "is stored in another dtype", got=stored.dtype, need=dtype, fix=fix)
                 )
 
 
@@ -238,9 +232,7 @@ def _check_unexpected_names(state: TrainState, manifest: Manifest) -> None:
         section, _, owner = needed_name.rpartition("/")
         needed_here.add(f"{stored_section(section, sections)}/{owner}")
     is_needed = torch.tensor(
-        [name in needed_here for name in stored],
-        dtype=torch.int64,
-        device=comm.device,
+        [name in needed_here for name in stored], dtype=torch.int64, device=comm.device
     )
     num_users = comm.sum_world(is_needed).tolist()
     unexpected = [name for name, count in zip(stored, num_users, strict=True) if not count]
@@ -292,9 +284,7 @@ def _some_names(names: Sequence[str]) -> str:
 
 
 def open_newest_valid(
-    resume: str,
-    out: str | None,
-    comm: Comm,
+    resume: str, out: str | None, comm: Comm
 ) -> tuple[Checkpoint | None, tuple[Fault, ...]]:
     """The newest checkpoint that `resume` means whose every byte is verified, and the faults of
     newer ones.
@@ -322,13 +312,7 @@ def open_newest_valid(
             below = _step_on_rank(root, found.path, comm)
 
 
-def _rank_with_newest(
-    resume: str,
-    out: str | None,
-    comm: Comm,
-    *,
-    below: int | None,
-) -> int:
+def _rank_with_newest(resume: str, out: str | None, comm: Comm, *, below: int | None) -> int:
     """The first rank that sees the newest checkpoint: 0 with a shared folder; without one the host
     of rank 0 may have changed since the save.
     """
@@ -352,19 +336,10 @@ def _step_on_rank(root: int, path: Path, comm: Comm) -> int:
 
 
 def _find_on_rank(
-    root: int,
-    resume: str,
-    out: str | None,
-    comm: Comm,
-    *,
-    below: int | None,
+    root: int, resume: str, out: str | None, comm: Comm, *, below: int | None
 ) -> FoundCheckpoint:
     """What rank `root` finds, on every rank (without the manifest)."""
-    found = FoundCheckpoint(
-        path=None,
-        manifest=None,
-        faults=(),
-    )
+    found = FoundCheckpoint(path=None, manifest=None, faults=())
 
     def find() -> None:
         nonlocal found
@@ -372,21 +347,14 @@ def _find_on_rank(
             found = find_checkpoint(resume, out, below=below)
 
     raise_on_all_ranks(comm, find)
-    local = {
-        "path": str(found.path or ""),
-        "faults": [asdict(fault) for fault in found.faults],
-    }
+    local = {"path": str(found.path or ""), "faults": [asdict(fault) for fault in found.faults]}
     shared = json.loads(all_gather_text(comm, json.dumps(local))[root])
     if shared["path"]:
         path = Path(shared["path"])
     else:
         path = None
     faults = tuple(Fault(**fault) for fault in shared["faults"])
-    return FoundCheckpoint(
-        path=path,
-        manifest=None,
-        faults=faults,
-    )
+    return FoundCheckpoint(path=path, manifest=None, faults=faults)
 
 
 def open_verified(path: Path, comm: Comm, *, root: int) -> Checkpoint:

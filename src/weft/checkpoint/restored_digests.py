@@ -65,8 +65,7 @@ def _digests_here(states: Iterable[ParamState], manifest: Manifest) -> dict[str,
                 continue
             before = found.get(name, _Digest(0, 0))
             found[name] = _Digest(
-                before.num_entries + part.num_entries,
-                (before.digest + int(part.digest)) % MODULUS,
+                before.num_entries + part.num_entries, (before.digest + int(part.digest)) % MODULUS
             )
     return found
 

@@ -99,10 +99,7 @@ def run_folder_of(resume: str, out: str | None) -> Path | None:
 
 
 def find_checkpoint(
-    resume: str,
-    out: str | None = None,
-    *,
-    below: int | None = None,
+    resume: str, out: str | None = None, *, below: int | None = None
 ) -> FoundCheckpoint:
     """The checkpoint that `resume` means, of fewer than `below` steps; without a path if there is
     none.
@@ -114,17 +111,9 @@ def find_checkpoint(
     if folder is not None:
         return find_newest(folder, below=below)
     if below is not None:
-        return FoundCheckpoint(
-            path=None,
-            manifest=None,
-            faults=(),
-        )
+        return FoundCheckpoint(path=None, manifest=None, faults=())
     path = best_checkpoint(Path(resume)) or Path(resume)
-    return FoundCheckpoint(
-        path=path,
-        manifest=read_manifest(path),
-        faults=(),
-    )
+    return FoundCheckpoint(path=path, manifest=read_manifest(path), faults=())
 
 
 def resume_faults(
@@ -146,12 +135,7 @@ def resume_faults(
     if resume == AUTO and not out:
         fix = "--out with the folder of the run, or --resume with a checkpoint"
         return (
-            Fault(
-                KEY,
-                "auto searches the run folder, and out is not set",
-                need="out",
-                fix=fix,
-            ),
+            Fault(KEY, "auto searches the run folder, and out is not set", need="out", fix=fix),
         )
     if "\0" in resume:
         return (
@@ -178,11 +162,7 @@ def resume_faults(
     return (*model_faults, *key_faults)
 
 
-def _not_found_faults(
-    resume: str,
-    out: str | None,
-    found: FoundCheckpoint,
-) -> tuple[Fault, ...]:
+def _not_found_faults(resume: str, out: str | None, found: FoundCheckpoint) -> tuple[Fault, ...]:
     """All checkpoints are damaged, or there is none although one was named; `auto` may start a new
     run.
     """
@@ -203,10 +183,7 @@ def _not_found_faults(
 
 
 def _model_changes(
-    model: ModelSection,
-    facts: Facts,
-    path: Path,
-    code: CodeIdentity | None = NO_CODE,
+    model: ModelSection, facts: Facts, path: Path, code: CodeIdentity | None = NO_CODE
 ) -> Iterator[Fault]:
     """Code and fields of the model that differ from the checkpoint's.
 
@@ -216,22 +193,14 @@ def _model_changes(
     if code is not None:
         yield from _code_changes(model, facts, path, code)
     try:
-        check_model(
-            path,
-            facts,
-            family=model.name,
-            architecture=model.architecture,
-        )
+        check_model(path, facts, family=model.name, architecture=model.architecture)
     except CheckpointError as error:
         for fault in error.faults:
             yield _fault_of_key(fault)
 
 
 def _code_changes(
-    model: ModelSection,
-    facts: Facts,
-    path: Path,
-    code: CodeIdentity,
+    model: ModelSection, facts: Facts, path: Path, code: CodeIdentity
 ) -> Iterator[Fault]:
     """Other code of users than that of the checkpoint; checkpoints of earlier versions know the
     digest of the model file alone.
@@ -252,11 +221,7 @@ def _code_changes(
         yield Fault("model.name", what, got=str(model.digest), need=str(stored), fix=fix)
 
 
-def _optimizer_changes(
-    config: Mapping[str, Any],
-    facts: Facts,
-    path: Path,
-) -> Iterator[Fault]:
+def _optimizer_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterator[Fault]:
     """Another optimizer than that of the checkpoint, whose state would not fit."""
     if not is_other_optimizer(config, facts) or _value(config, "optim.on_change") == "fresh":
         return
@@ -274,13 +239,7 @@ def _optimizer_changes(
         need = "the same groups"
         fix = f"the groups of its run.toml, or {fresh}"
     what = f"differs from the checkpoint {path}"
-    yield Fault(
-        key,
-        what,
-        got=got,
-        need=need,
-        fix=fix,
-    )
+    yield Fault(key, what, got=got, need=need, fix=fix)
 
 
 def is_other_optimizer(config: Mapping[str, Any], facts: Facts) -> bool:
@@ -293,11 +252,7 @@ def is_other_optimizer(config: Mapping[str, Any], facts: Facts) -> bool:
     return bool(stored) and resume_values(stored) != resume_values(config["optim"])
 
 
-def _key_changes(
-    config: Mapping[str, Any],
-    facts: Facts,
-    path: Path,
-) -> Iterator[Fault]:
+def _key_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterator[Fault]:
     """Other keys that differ from the checkpoint's and must not."""
     yield from _optimizer_changes(config, facts, path)
     has_lora = bool(_value(config, "lora.rank"))
@@ -318,13 +273,7 @@ def _key_changes(
             else:
                 words = stored
             what = f"differs from the checkpoint {path}"
-            yield Fault(
-                key,
-                what,
-                got=str(current),
-                need=str(stored),
-                fix=f"--{key} {words}",
-            )
+            yield Fault(key, what, got=str(current), need=str(stored), fix=f"--{key} {words}")
 
 
 def _new_adapters(config: Mapping[str, Any], path: Path) -> Fault:
@@ -338,13 +287,7 @@ def _new_adapters(config: Mapping[str, Any], path: Path) -> Fault:
     )
 
 
-def check_model(
-    path: Path,
-    facts: Facts,
-    *,
-    family: str,
-    architecture: Mapping[str, Any],
-) -> None:
+def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[str, Any]) -> None:
     """Reject a checkpoint of another model: its family, or a field of the model config that
     determines shapes.
 
@@ -352,28 +295,14 @@ def check_model(
         CheckpointError: names every field that differs.
     """
     if family != facts.family:
-        raise CheckpointError(
-            _other_model(
-                path,
-                "family",
-                facts.family,
-                family,
-            )
-        )
+        raise CheckpointError(_other_model(path, "family", facts.family, family))
     current = {name: _json_value(value) for name, value in architecture.items()}
     stored = facts.architecture
     names = dict.fromkeys((*stored, *current))
     faults = []
     for name in names:
         if stored.get(name) != current.get(name):
-            faults.append(
-                _other_model(
-                    path,
-                    name,
-                    stored.get(name),
-                    current.get(name),
-                )
-            )
+            faults.append(_other_model(path, name, stored.get(name), current.get(name)))
     if faults:
         raise CheckpointError(*faults)
 
@@ -386,11 +315,7 @@ def data_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Itera
             fix = "resume with the data that the run was trained on, or start a new run"
             what = f"other data than the checkpoint was trained on: {key} differs"
             yield Fault(
-                "data.source",
-                what,
-                got=str(current.get(key)),
-                need=str(stored[key]),
-                fix=fix,
+                "data.source", what, got=str(current.get(key)), need=str(stored[key]), fix=fix
             )
     packing = stored.get(PACKING)
     if packing is not None and packing != current.get(PACKING, packing):
@@ -403,12 +328,7 @@ def data_changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Itera
         )
 
 
-def _other_model(
-    path: Path,
-    key: str,
-    got: Any,
-    need: Any,
-) -> Fault:
+def _other_model(path: Path, key: str, got: Any, need: Any) -> Fault:
     fix = "give the model as in the run.toml of its run"
     return Fault(
         str(path),
@@ -439,10 +359,4 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 def _fault_of_key(fault: Fault) -> Fault:
     """A fault of a file, reported for the config key that named the file."""
-    return Fault(
-        KEY,
-        f"{fault.key}: {fault.what}",
-        got=fault.got,
-        need=fault.need,
-        fix=fault.fix,
-    )
+    return Fault(KEY, f"{fault.key}: {fault.what}", got=fault.got, need=fault.need, fix=fault.fix)

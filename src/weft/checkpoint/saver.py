@@ -137,10 +137,7 @@ class Saver:
         self.stop_requested = stop_requested
         self._writing: PendingSave | None = None
         self._committing: tuple[PendingSave, Future[CommitResult]] | None = None
-        self._commit_thread = ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="commit",
-        )
+        self._commit_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="commit")
 
     def status(self) -> StatusFlag:
         """This rank's status flags for the next gather."""
@@ -155,11 +152,7 @@ class Saver:
         return status
 
     def after_step(
-        self,
-        step: int,
-        status: int,
-        *,
-        best_loss: float | None = None,
+        self, step: int, status: int, *, best_loss: float | None = None
     ) -> Iterator[Event]:
         """Continue or start saves after step `step`, in which some rank had each flag of `status`.
 
@@ -177,12 +170,7 @@ class Saver:
         """Whether a save follows step `step` while training goes on."""
         return self.every > 0 and step % self.every == 0
 
-    def save(
-        self,
-        step: int,
-        *,
-        best_loss: float | None = None,
-    ) -> Iterator[Event]:
+    def save(self, step: int, *, best_loss: float | None = None) -> Iterator[Event]:
         """Start to save; waits first for an earlier save that is not committed yet.
 
         Args:
@@ -263,12 +251,7 @@ class Saver:
             yield from self._end_writing(self._writing, exchange_errors=True)
         yield from self._poll_commit(wait=True)
 
-    def _end_writing(
-        self,
-        pending: PendingSave,
-        *,
-        exchange_errors: bool,
-    ) -> Iterator[Event]:
+    def _end_writing(self, pending: PendingSave, *, exchange_errors: bool) -> Iterator[Event]:
         """Commit or discard once all ranks have written. Without `exchange_errors` it is known that
         none failed.
         """
@@ -318,21 +301,12 @@ class Saver:
     def _commit(self, pending: PendingSave) -> CommitResult:
         tmp = temporary_path(pending.final)
         kept = kept_folder_of(pending.final)  # on an earlier attempt no disk took this step
-        manifest = commit(
-            tmp,
-            pending.final,
-            pending.facts,
-            ranks=self.comm.mesh.size,
-        )
+        manifest = commit(tmp, pending.final, pending.facts, ranks=self.comm.mesh.size)
         write_s = time.perf_counter() - pending.start_s
         prune_error = ""
         try:
             if pending.best_loss is not None:
-                write_best(
-                    self.run_folder,
-                    step=pending.step,
-                    loss=pending.best_loss,
-                )
+                write_best(self.run_folder, step=pending.step, loss=pending.best_loss)
             prune(self.run_folder, self.keep)
             if kept is not None:
                 shutil.rmtree(kept, ignore_errors=True)
@@ -391,13 +365,7 @@ class Saver:
         if result.prune_error:
             yield {"event": "note", "text": f"warning: {result.prune_error}"}
 
-    def _failure(
-        self,
-        pending: PendingSave,
-        reason: str,
-        *,
-        need_bytes: int,
-    ) -> Event:
+    def _failure(self, pending: PendingSave, reason: str, *, need_bytes: int) -> Event:
         self.error = reason
         newest = newest_path(self.run_folder)
         return {

@@ -164,12 +164,7 @@ class ParamState:
             offset = 0
             for box in self.param.shard.boxes_of_range(start, stop):
                 values = entries[offset : offset + box.size].view(box.shape)
-                yield WriteItem(
-                    name=f"{section}/{owner}",
-                    shape=shape,
-                    box=box,
-                    tensor=values,
-                )
+                yield WriteItem(name=f"{section}/{owner}", shape=shape, box=box, tensor=values)
                 offset += box.size
         if self.writes_whole:
             for section, tensor in self.whole.items():
@@ -290,11 +285,7 @@ def _of_site(state: TrainState, local: ParamState) -> ParamState:
     )
 
 
-def _outer_state(
-    state: TrainState,
-    piece: OuterPiece,
-    tensors: Mapping[str, Tensor],
-) -> ParamState:
+def _outer_state(state: TrainState, piece: OuterPiece, tensors: Mapping[str, Tensor]) -> ParamState:
     """What all sites have in common of some entries of a parameter."""
     model = state.model
     comm = state.model.comm
@@ -342,13 +333,7 @@ def param_values(
     """
     if grads is None:
         for name, param in model.params.items():
-            yield _param_state(
-                model,
-                name,
-                param,
-                lo=0,
-                hi=param.numel(),
-            )
+            yield _param_state(model, name, param, lo=0, hi=param.numel())
         return
     tensors = {**grads.sharded_params, **grads.frozen_shards}
     for name, param in model.params.items():
@@ -357,21 +342,10 @@ def param_values(
             if lo < hi:
                 sharded_axes = grads.shard_axes.get(name, ())
                 yield _param_state(
-                    model,
-                    name,
-                    tensors[name],
-                    lo=lo,
-                    hi=hi,
-                    sharded_axes=sharded_axes,
+                    model, name, tensors[name], lo=lo, hi=hi, sharded_axes=sharded_axes
                 )
         elif not param.requires_grad:
-            yield _param_state(
-                model,
-                name,
-                param,
-                lo=0,
-                hi=param.numel(),
-            )
+            yield _param_state(model, name, param, lo=0, hi=param.numel())
 
 
 def _param_state(

@@ -31,12 +31,7 @@ FINALISER = ((16, 0x05EBCA6B), (13, 0x42B2AE35))
 CHUNK_ENTRIES = 2**16
 """Entries that are multiplied at once: they stay in a processor's cache."""
 CHUNK_ENTRIES_ON_GPU = 2**22
-WORDS: dict[int, torch.dtype] = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int32,
-}
+WORDS: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """Bytes of an entry -> the whole numbers that are multiplied."""
 
 
@@ -86,11 +81,7 @@ def _num_row_dims(ranges: list[tuple[int, int]]) -> int:
 
 
 def _multipliers(
-    ranges: list[tuple[int, int]],
-    first: int,
-    stop: int,
-    *,
-    device: torch.device,
+    ranges: list[tuple[int, int]], first: int, stop: int, *, device: torch.device
 ) -> Tensor:
     """The product of the multipliers of some dims, flat, row-major."""
     product = torch.ones(1, dtype=torch.int32, device=device)

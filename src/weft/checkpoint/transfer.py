@@ -15,12 +15,7 @@ from torch import Tensor
 
 from weft.checkpoint.disk import sync_folder
 from weft.checkpoint.folder import temporary_path
-from weft.checkpoint.format import (
-    DIGEST,
-    MANIFEST,
-    data_file_name,
-    rank_manifest_name,
-)
+from weft.checkpoint.format import DIGEST, MANIFEST, data_file_name, rank_manifest_name
 from weft.checkpoint.manifest import read_manifest
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text, broadcast_text, raise_on_all_ranks
@@ -83,11 +78,7 @@ def collect(comm: Comm, tmp: Path, ranks: Sequence[int]) -> None:
             tmp.rmdir()
 
 
-def _collect_files(
-    comm: Comm,
-    own: Path | None,
-    targets: dict[int, Path],
-) -> None:
+def _collect_files(comm: Comm, own: Path | None, targets: dict[int, Path]) -> None:
     """One file of each sending rank, chunk by chunk."""
     sizes: list[int] = []
 
@@ -113,12 +104,7 @@ def _collect_files(
         raise_on_all_ranks(comm, append)
 
 
-def _append(
-    rows: Tensor,
-    targets: dict[int, Path],
-    lengths: Sequence[int],
-    start: int,
-) -> None:
+def _append(rows: Tensor, targets: dict[int, Path], lengths: Sequence[int], start: int) -> None:
     for rank, path in targets.items():
         num_bytes = min(rows.shape[1], lengths[rank] - start)
         if num_bytes <= 0:
@@ -184,13 +170,7 @@ def _is_first(copy: Path) -> bool:
     return True
 
 
-def distribute_file(
-    comm: Comm,
-    source: Path,
-    target: Path | None,
-    *,
-    root: int,
-) -> None:
+def distribute_file(comm: Comm, source: Path, target: Path | None, *, root: int) -> None:
     """One file of rank `root` to all ranks that have a target, chunk by chunk."""
     sizes: list[int] = []
 

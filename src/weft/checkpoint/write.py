@@ -60,11 +60,7 @@ class RankWrite:
         self._before = before
         self._items = deque(sorted(items, key=lambda item: write_order(_file_entry(item))))
         self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run,
-            name=f"save-rank-{rank}",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name=f"save-rank-{rank}", daemon=True)
         self._thread.start()
 
     def done(self) -> bool:
@@ -95,12 +91,7 @@ class RankWrite:
             _write_rank(self._tmp, self._rank, self._items, digests=self._digests)
         except OSError as error:
             self._remove_files()
-            self._error = disk_error(
-                error,
-                self._tmp,
-                need_bytes=self.num_bytes,
-                free=free,
-            )
+            self._error = disk_error(error, self._tmp, need_bytes=self.num_bytes, free=free)
         except BaseException as error:  # noqa: BLE001 - raised in `wait`
             self._remove_files()
             self._error = error
@@ -140,20 +131,11 @@ def start_write(
         key = (item.name, item.box)
         if key in seen:
             raise CheckpointError(
-                Fault(
-                    item.name,
-                    f"rank {rank} holds the same piece twice",
-                    got=str(item.box),
-                )
+                Fault(item.name, f"rank {rank} holds the same piece twice", got=str(item.box))
             )
         seen.add(key)
     return RankWrite(
-        tmp,
-        rank,
-        items,
-        digests=digests,
-        require_finite=require_finite,
-        before=before,
+        tmp, rank, items, digests=digests, require_finite=require_finite, before=before
     )
 
 
@@ -169,12 +151,7 @@ def merge_stored(name: str, known: Stored | None, other: Stored) -> Stored:
         got = f"{other.dtype} of shape {other.shape}"
         need = f"{known.dtype} of shape {known.shape}"
         raise CheckpointError(
-            Fault(
-                name,
-                "pieces of different tensors have the same name",
-                got=got,
-                need=need,
-            )
+            Fault(name, "pieces of different tensors have the same name", got=got, need=need)
         )
     return known.model_copy(update={"pieces": (*known.pieces, *other.pieces)})
 
@@ -194,11 +171,7 @@ def _check_finite(items: Iterable[WriteItem]) -> None:
 
 
 def _write_rank(
-    tmp: Path,
-    rank: int,
-    items: deque[WriteItem],
-    *,
-    digests: Mapping[str, Tensor],
+    tmp: Path, rank: int, items: deque[WriteItem], *, digests: Mapping[str, Tensor]
 ) -> None:
     """Write the data file of `items`, in their order, and the rank's part of the manifest."""
     tmp.mkdir(parents=True, exist_ok=True)
@@ -214,19 +187,11 @@ def _write_rank(
             if item.num_bytes:
                 crcs = _write_piece(file, item)
                 piece = Piece(
-                    file=file_name,
-                    at=next(offsets),
-                    lo=item.box.lo,
-                    hi=item.box.hi,
-                    crc32=crcs,
+                    file=file_name, at=next(offsets), lo=item.box.lo, hi=item.box.hi, crc32=crcs
                 )
                 pieces = (piece,)
             dtype = _stored_dtype(item)
-            stored = Stored.model_construct(
-                shape=item.shape,
-                dtype=dtype,
-                pieces=pieces,
-            )
+            stored = Stored.model_construct(shape=item.shape, dtype=dtype, pieces=pieces)
             name = item.name
             tensors[name] = merge_stored(name, tensors.get(name), stored)
         file.flush()
@@ -261,11 +226,7 @@ def _write_piece(file: BinaryIO, item: WriteItem) -> tuple[int, ...]:
 
 
 def _file_entry(item: WriteItem) -> FileEntry:
-    return FileEntry(
-        name=item.name,
-        box=item.box,
-        dtype=_stored_dtype(item),
-    )
+    return FileEntry(name=item.name, box=item.box, dtype=_stored_dtype(item))
 
 
 def _stored_dtype(item: WriteItem) -> StoredDtype:

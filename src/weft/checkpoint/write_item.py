@@ -59,12 +59,7 @@ class WriteItem:
         tensor_shape = tuple(self.tensor.shape)
         if tensor_shape != self.box.shape:
             what = "the piece and its box have different shapes"
-            return Fault(
-                self.name,
-                what,
-                got=str(tensor_shape),
-                need=str(self.box.shape),
-            )
+            return Fault(self.name, what, got=str(tensor_shape), need=str(self.box.shape))
         if dtype_name(self.tensor.dtype) not in DTYPES:
             return Fault(
                 self.name,

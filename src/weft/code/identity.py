@@ -66,10 +66,7 @@ class CodeIdentity:
 
 
 def identity_of(
-    values: Mapping[str, Any],
-    *,
-    module: str,
-    packages: frozenset[str] = frozenset(),
+    values: Mapping[str, Any], *, module: str, packages: frozenset[str] = frozenset()
 ) -> CodeIdentity:
     """The identity of some values and of all code and values that they reach.
 
@@ -127,10 +124,7 @@ def stored_parts(folder: Path) -> dict[str, str]:
 
 
 def changed_parts(
-    stored: Mapping[str, str],
-    current: CodeIdentity,
-    *,
-    folder: Path | None,
+    stored: Mapping[str, str], current: CodeIdentity, *, folder: Path | None
 ) -> tuple[str, ...]:
     """Names of parts of stored code that are others now, as messages name them.
 

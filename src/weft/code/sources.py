@@ -27,9 +27,7 @@ MAIN = "__main__"
 
 
 def source_digests(
-    modules: Iterable[str],
-    lazy: Iterable[tuple[str, str]],
-    packages: frozenset[str],
+    modules: Iterable[str], lazy: Iterable[tuple[str, str]], packages: frozenset[str]
 ) -> dict[str, str]:
     """Name of each module of users -> digest of its file: of these modules, and of all that their
     files import, directly or not. The file of a program (`__main__`) has no digest: it says how a

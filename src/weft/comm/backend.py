@@ -144,12 +144,7 @@ class ProcessGroupBackend:
 
         return BackendCall([work], compare)
 
-    def _compare_with_total(
-        self,
-        call: Call,
-        own: Tensor,
-        total: Tensor,
-    ) -> None:
+    def _compare_with_total(self, call: Call, own: Tensor, total: Tensor) -> None:
         """Raise MismatchError unless the digest of this member agrees with the sum of all.
 
         Every member sees the same sum, so all of them exchange texts, or none.

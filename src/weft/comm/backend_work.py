@@ -72,9 +72,7 @@ class StreamCall(BackendCall):
 
 
 def backend_call(
-    policy: BackendPolicy,
-    works: Sequence[TorchWork],
-    finish: Callable[[], object] | None = None,
+    policy: BackendPolicy, works: Sequence[TorchWork], finish: Callable[[], object] | None = None
 ) -> BackendCall:
     """The handle of a collective under this policy."""
     return (StreamCall if policy.is_stream_ordered else BackendCall)(works, finish)
@@ -91,10 +89,7 @@ class CheckedStreamCall(StreamCall):
     """
 
     def __init__(
-        self,
-        launched: BackendCall,
-        checking: TorchWork,
-        compare: Callable[[], None],
+        self, launched: BackendCall, checking: TorchWork, compare: Callable[[], None]
     ) -> None:
         super().__init__((checking, *launched.works), launched.finish)
         self._checking = checking
@@ -175,9 +170,5 @@ def _run_in_thread(function: Callable[[], None]) -> futures.Future[None]:
         else:
             result.set_result(None)
 
-    threading.Thread(
-        target=run,
-        name="weft message",
-        daemon=True,
-    ).start()
+    threading.Thread(target=run, name="weft message", daemon=True).start()
     return result

@@ -123,11 +123,7 @@ class TorchProcessGroup(Protocol):
 
     def allreduce(self, tensors: list[Tensor], op: Any) -> TorchWork: ...
     def alltoall_base(
-        self,
-        out: Tensor,
-        x: Tensor,
-        out_sizes: list[int],
-        sizes: list[int],
+        self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int]
     ) -> TorchWork: ...
     def _allgather_base(self, out: Tensor, x: Tensor) -> TorchWork: ...
     def broadcast(self, x: Tensor, root: int) -> TorchWork: ...
@@ -232,14 +228,7 @@ class NcclGroups:
             self._is_planned = False
             self._parent = None
 
-    def connect(
-        self,
-        store: Any,
-        *,
-        index: int,
-        size: int,
-        color: int,
-    ) -> Any:
+    def connect(self, store: Any, *, index: int, size: int, color: int) -> Any:
         """The process group of `size` members, of which this rank is number `index`; it blocks until
         all have come.
 

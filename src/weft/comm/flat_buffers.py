@@ -12,11 +12,7 @@ from weft.errors import CommError
 
 
 def split_sizes(
-    length: int,
-    num_pieces: int,
-    sizes: Sequence[int] | None,
-    *,
-    what: str,
+    length: int, num_pieces: int, sizes: Sequence[int] | None, *, what: str
 ) -> tuple[int, ...]:
     """`sizes`, checked to split `length` into `num_pieces`; None splits into equal pieces.
 
@@ -37,12 +33,7 @@ def split_sizes(
     return member_sizes(sizes, num_pieces, what=what)
 
 
-def member_sizes(
-    sizes: Sequence[int],
-    num_members: int,
-    *,
-    what: str,
-) -> tuple[int, ...]:
+def member_sizes(sizes: Sequence[int], num_members: int, *, what: str) -> tuple[int, ...]:
     """`sizes`, checked to hold one length >= 0 for each of `num_members`.
 
     Raises:

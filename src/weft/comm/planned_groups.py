@@ -81,10 +81,7 @@ class StepGroups:
 
 
 def planned_groups(
-    mesh: Mesh,
-    rank: int,
-    *,
-    steps: StepGroups | None = None,
+    mesh: Mesh, rank: int, *, steps: StepGroups | None = None
 ) -> tuple[PlannedGroup, ...]:
     """The groups of `rank`, in the order of Note [Order of the plan]; as many on every rank, and the
     n-th of each rank belong to one partition. () for a mesh of one rank.

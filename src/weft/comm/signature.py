@@ -28,10 +28,7 @@ _SEND_OR_RECV = re.compile(r"^(send|recv) ")
 
 @lru_cache(maxsize=1024)  # every step repeats the same few signatures
 def signature_text(
-    operation: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    variable_dim: int | None = None,
+    operation: str, dtype: torch.dtype, shape: tuple[int, ...], variable_dim: int | None = None
 ) -> str:
     """Operation, dtype and shape; a star marks the dimension whose length may differ between
     members.
@@ -121,12 +118,7 @@ def encode_signature(call: Call) -> Tensor:
     input_sizes = call.input_split_sizes or absent
     output_sizes = call.output_split_sizes or absent
     text = call.signature.encode()
-    encoded = struct.pack(
-        _format(size),
-        text[:TEXT_BYTES],
-        *input_sizes,
-        *output_sizes,
-    )
+    encoded = struct.pack(_format(size), text[:TEXT_BYTES], *input_sizes, *output_sizes)
     writable = bytearray(encoded)
     return torch.frombuffer(writable, dtype=torch.uint8)
 

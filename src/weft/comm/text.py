@@ -52,11 +52,7 @@ def _longest(comm: Comm, length: int) -> int:
 
 
 def _bytes_as_tensor(comm: Comm, content: bytes) -> Tensor:
-    return torch.tensor(
-        list(content),
-        dtype=torch.uint8,
-        device=comm.device,
-    )
+    return torch.tensor(list(content), dtype=torch.uint8, device=comm.device)
 
 
 def _largest(rows: Tensor) -> Tensor:

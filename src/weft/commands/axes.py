@@ -41,21 +41,12 @@ def axes(words: Sequence[str]) -> int:
     """Print a proposal as Python code, what it leaves undecided, and the proof."""
     if wants_help(words):
         return show_help(
-            AxesOptions(),
-            f"weft axes {USAGE}",
-            f"{LINE}. Any other key of `weft train`",
+            AxesOptions(), f"weft axes {USAGE}", f"{LINE}. Any other key of `weft train`"
         )
     options, rest = take_options(words, AxesOptions)
     if not rest or not is_reference(rest[0]):
         fix = "weft axes my_model.py"
-        raise UserError(
-            Fault(
-                KEY,
-                "names no model",
-                got=" ".join(rest[:1]),
-                fix=fix,
-            )
-        )
+        raise UserError(Fault(KEY, "names no model", got=" ".join(rest[:1]), fix=fix))
     reference = canonical_reference(rest[0])
     trust_named(reference)
     check_reference(reference, key="model.name")
@@ -89,13 +80,7 @@ def _print_proposal(proposal: Any) -> None:
         print_result(f"# undecided: {name}: {reason}")
 
 
-def _run(
-    family: Any,
-    reference: str,
-    words: Sequence[str],
-    *,
-    mesh: str,
-) -> Run:
+def _run(family: Any, reference: str, words: Sequence[str], *, mesh: str) -> Run:
     """A small run of the model with some table."""
     FAMILIES.add(family)
     run = load([reference, *SIZES, *words, "--mesh", mesh], FAMILIES)

@@ -36,18 +36,11 @@ def wants_help(words: Sequence[str]) -> bool:
     return any(word in HELP for word in words)
 
 
-def show_help(
-    defaults: BaseModel,
-    usage: str,
-    description: str,
-) -> int:
+def show_help(defaults: BaseModel, usage: str, description: str) -> int:
     """Print usage, description, and the keys of a section with descriptions and defaults."""
     columns = max(shutil.get_terminal_size().columns, MIN_COLUMNS)
     usage_lines = textwrap.wrap(
-        f"usage: {usage}",
-        columns,
-        subsequent_indent=" " * 7,
-        break_on_hyphens=False,
+        f"usage: {usage}", columns, subsequent_indent=" " * 7, break_on_hyphens=False
     )
     lines = [*usage_lines, "", *textwrap.wrap(description, columns), "", _options_text(defaults)]
     return print_result("\n".join(lines))

@@ -19,14 +19,7 @@ from weft.data.prepare import PrepareOptions, prepare
 from weft.data.prepared import TEXT, PreparedMeta
 from weft.data.record_sources import PREFERENCE
 from weft.data.round_trip import ACCEPT
-from weft.errors import (
-    ConfigError,
-    DataError,
-    Fault,
-    UserError,
-    counted,
-    did_you_mean,
-)
+from weft.errors import ConfigError, DataError, Fault, UserError, counted, did_you_mean
 from weft.view.bar import ByteProgress
 
 MAX_VOCAB = 2**31
@@ -45,12 +38,7 @@ class PrepareArguments(ConfigSection):
         "bytes",
         description="bytes, a tokenizer.json, or train: a BPE of --vocab tokens, trained on the inputs",
     )
-    vocab: int = Field(
-        8192,
-        ge=1,
-        lt=MAX_VOCAB,
-        description="tokens of a trained BPE",
-    )
+    vocab: int = Field(8192, ge=1, lt=MAX_VOCAB, description="tokens of a trained BPE")
     text_field: str = Field(
         "text", description="field of JSONL lines, column of parquet files that holds the text"
     )
@@ -67,12 +55,7 @@ class PrepareArguments(ConfigSection):
     valid: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.01, description="share of documents kept for validation, 0 to 1"
     )
-    seed: int = Field(
-        1,
-        ge=0,
-        lt=2**63,
-        description="seed of the choice of those documents",
-    )
+    seed: int = Field(1, ge=0, lt=2**63, description="seed of the choice of those documents")
 
 
 def run(words: Sequence[str]) -> int:

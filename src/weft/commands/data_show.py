@@ -77,11 +77,7 @@ def show(words: Sequence[str]) -> int:
     need = "one with meta.json, or a file of records"
     raise DataError(
         Fault(
-            "weft data show",
-            "is not a prepared folder",
-            got=repr(str(folder)),
-            need=need,
-            fix=fix,
+            "weft data show", "is not a prepared folder", got=repr(str(folder)), need=need, fix=fix
         )
     )
 
@@ -130,10 +126,7 @@ def _show_prepared(folder: Path, arguments: ShowArguments) -> int:
 
 
 def _stored_documents(
-    prepared: Prepared,
-    split: Split,
-    first: int,
-    number: int,
+    prepared: Prepared, split: Split, first: int, number: int
 ) -> Iterator[MaskedTokens]:
     """Consecutive documents of a split, from document `first` on."""
     bounds = prepared.bounds(split)
@@ -145,11 +138,7 @@ def _stored_documents(
             mask = np.ones(stop - start, dtype=np.uint8)
         else:
             mask = prepared.mask(split)[start:stop]
-        yield MaskedTokens(
-            ids=stream.read(start, stop).tolist(),
-            mask=mask,
-            has_shared_token=False,
-        )
+        yield MaskedTokens(ids=stream.read(start, stop).tolist(), mask=mask, has_shared_token=False)
 
 
 def _show_records(source: str, arguments: ShowArguments) -> int:
@@ -164,11 +153,7 @@ def _show_records(source: str, arguments: ShowArguments) -> int:
     return EXIT_OK
 
 
-def _record_text(
-    number: int,
-    documents: Sequence[MaskedTokens],
-    tokenizer: Tokenizer,
-) -> str:
+def _record_text(number: int, documents: Sequence[MaskedTokens], tokenizer: Tokenizer) -> str:
     """A record with the tokens that count, wrapped for a terminal."""
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     names = ["chosen", "rejected"] if len(documents) == PAIR else [""]
@@ -194,10 +179,7 @@ def _segments(document: MaskedTokens, tokenizer: Tokenizer) -> Iterator[TextSegm
         stop = start + len(list(run))
         tokens = document.ids[start:stop]
         start = stop
-        yield TextSegment(
-            text=tokenizer.decode(tokens),
-            counts=bool(counts),
-        )
+        yield TextSegment(text=tokenizer.decode(tokens), counts=bool(counts))
 
 
 def _first_document(prepared: Prepared, *, max_tokens: int) -> str:

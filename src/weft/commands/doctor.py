@@ -37,12 +37,7 @@ def doctor(words: Sequence[str]) -> int:
         return print_result(f"usage: weft doctor\n\n{LINE}")
     if words:
         raise UserError(
-            Fault(
-                "weft doctor",
-                "takes no arguments",
-                got=" ".join(words),
-                fix="weft doctor",
-            )
+            Fault("weft doctor", "takes no arguments", got=" ".join(words), fix="weft doctor")
         )
     findings = tuple(examine())
     print_result(report(findings, verdict=_ready()))
@@ -97,20 +92,14 @@ def _memory() -> Finding:
     try:
         psutil = import_module("psutil")
     except ImportError as error:
-        return Finding(
-            name="memory",
-            text=f"not checked: {error}",
-            fix="pip install psutil",
-        )
+        return Finding(name="memory", text=f"not checked: {error}", fix="pip install psutil")
     memory = psutil.virtual_memory()
     free_gib = memory.available / GIB
     total_gib = memory.total / GIB
     text = f"{free_gib:.1f} of {total_gib:.1f} GiB free"
     if memory.available < MIN_MEMORY_GIB * GIB:
         return Finding(
-            name="memory",
-            text=text,
-            fix=f"free memory: a small run takes {MIN_MEMORY_GIB:g} GiB",
+            name="memory", text=text, fix=f"free memory: a small run takes {MIN_MEMORY_GIB:g} GiB"
         )
     return Finding("memory", text)
 
@@ -121,11 +110,7 @@ def _shared_memory() -> Finding:
     except OSError:
         return Finding("shared memory", "there is no /dev/shm: NCCL between local ranks is slower")
     fix = "make /dev/shm larger (docker run --shm-size=1g)" if free < MIN_SHARED_GIB else ""
-    return Finding(
-        name="shared memory",
-        text=f"{free:.2f} GiB free in /dev/shm",
-        fix=fix,
-    )
+    return Finding(name="shared memory", text=f"{free:.2f} GiB free in /dev/shm", fix=fix)
 
 
 def _byte_code() -> Finding:
@@ -159,10 +144,7 @@ def _gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        yield Finding(
-            name=f"gpu {index}",
-            text=f"{torch.cuda.get_device_name(index)}, {memory}",
-        )
+        yield Finding(name=f"gpu {index}", text=f"{torch.cuda.get_device_name(index)}, {memory}")
 
 
 def _collective() -> Finding:
@@ -175,18 +157,10 @@ def _collective() -> Finding:
     except (WeftError, OSError, RuntimeError) as error:
         reason = first_line(error)
         fix = "check the firewall and GLOO_SOCKET_IFNAME"
-        return Finding(
-            name="ranks",
-            text=f"two local ranks cannot communicate: {reason}",
-            fix=fix,
-        )
+        return Finding(name="ranks", text=f"two local ranks cannot communicate: {reason}", fix=fix)
     seconds = time.perf_counter() - start
     if sums != [1.0, 1.0]:
-        return Finding(
-            name="ranks",
-            text=f"all_reduce of 0 and 1 gives {sums}",
-            fix="update torch",
-        )
+        return Finding(name="ranks", text=f"all_reduce of 0 and 1 gives {sums}", fix="update torch")
     return Finding(
         "ranks",
         f"all_reduce between two local processes: correct, {seconds:.1f} s with their start",

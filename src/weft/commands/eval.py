@@ -82,18 +82,8 @@ class EvalArguments(JsonOptions):
     batches: int = Field(
         0, ge=0, le=MAX_COUNT, description="batches that are evaluated; 0: the whole source"
     )
-    batch_size: int = Field(
-        16,
-        ge=1,
-        le=2**24,
-        description="sequences a batch, over all ranks",
-    )
-    micro_size: int = Field(
-        1,
-        ge=1,
-        le=2**24,
-        description="sequences a forward, on one rank",
-    )
+    batch_size: int = Field(16, ge=1, le=2**24, description="sequences a batch, over all ranks")
+    micro_size: int = Field(1, ge=1, le=2**24, description="sequences a forward, on one rank")
     mesh: str = Field("", description='any mesh: "dp2 tp2"; nothing: one rank')
     dtype: Dtype | None = Field(
         None, description="number type; None: as the run computes, or as the folder stores"
@@ -125,12 +115,7 @@ def evaluate(words: Sequence[str]) -> int:
     from weft.evaluation.main import evaluate as evaluate_on_ranks
 
     data = run.eval.source or f"the validation part of {run.data.source}"
-    job = EvalJob(
-        source=source,
-        run=run,
-        data=data,
-        as_json=arguments.json is not None,
-    )
+    job = EvalJob(source=source, run=run, data=data, as_json=arguments.json is not None)
     return evaluate_on_ranks(job, json_writer(arguments.json or STANDARD_OUTPUT, sys.stdout.write))
 
 
@@ -157,17 +142,12 @@ def evaluation_run(source: ModelSource, arguments: EvalArguments) -> Run:
         "transport": arguments.transport,
         "loss": "cross_entropy",
         "data": data,
-        "batch": BatchConfig(
-            global_size=arguments.batch_size,
-            micro_size=arguments.micro_size,
-        ),
+        "batch": BatchConfig(global_size=arguments.batch_size, micro_size=arguments.micro_size),
         "parallel": ParallelConfig(context=stored.parallel.context),
         "pipeline": PipelineConfig(),
         "precision": PrecisionConfig(params=dtype, compute=dtype, reduce=dtype),
         "eval": EvalConfig(
-            every=1,
-            batches=arguments.batches,
-            source=arguments.data or stored.eval.source,
+            every=1, batches=arguments.batches, source=arguments.data or stored.eval.source
         ),
     }
     return stored.with_values(values)

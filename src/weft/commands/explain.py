@@ -96,11 +96,7 @@ def _explain_costs(
     if sites is not None:
         fields["sites"] = site_json(sites)
     if output.html is not None:
-        page = explain_page(
-            fields,
-            title=title,
-            layout=explain_plan(plan),
-        )
+        page = explain_page(fields, title=title, layout=explain_plan(plan))
         Path(output.html).write_text(page, encoding="utf-8")
     if output.json is not None:
         print_json(output.json, fields)

@@ -34,11 +34,7 @@ class ExportOptions(ConfigSection):
     dtype: Literal["stored", "float64", "float32", "bfloat16", "float16"] = Field(
         "stored", description="type of the tensors; stored: as the checkpoint has them"
     )
-    max_shard_bytes: int = Field(
-        5 * 10**9,
-        ge=1,
-        description="largest file of tensors, bytes",
-    )
+    max_shard_bytes: int = Field(5 * 10**9, ge=1, description="largest file of tensors, bytes")
     adapters: bool = Field(
         False, description="adapters alone, in PEFT's layout; else they are merged into the model"
     )

@@ -50,11 +50,7 @@ def _wrapped(entry: Sequence[str]) -> Iterator[str]:
     flag, *beginning = GAP.split(inner[0], maxsplit=1)
     description = " ".join((*beginning, *inner[1:]))
     column = _column(entry, flag)
-    texts = textwrap.wrap(
-        _description(description),
-        width - column - 2,
-        break_on_hyphens=False,
-    )
+    texts = textwrap.wrap(_description(description), width - column - 2, break_on_hyphens=False)
     shown_flag = OPTIONAL.sub(_metavar, flag)
     head = f" {shown_flag}"
     indent = " " * (column - 1)

@@ -54,10 +54,7 @@ def import_folder(words: Sequence[str]) -> int:
         fix = "for example weft import Qwen3-0.6B --out runs/qwen"
         raise UserError(
             Fault(
-                "weft import",
-                "no folder is named",
-                need=f"a folder with {CONFIG} first",
-                fix=fix,
+                "weft import", "no folder is named", need=f"a folder with {CONFIG} first", fix=fix
             )
         )
     folder = words[0]
@@ -177,44 +174,18 @@ def new_folder(path: Path | None) -> Path:
     """
     if path is None:
         raise ConfigError(
-            Fault(
-                "out",
-                "no run folder is named",
-                need="a folder to make",
-                fix="--out runs/first",
-            )
+            Fault("out", "no run folder is named", need="a folder to make", fix="--out runs/first")
         )
     out = str(path)
     if os.path.exists(path) and not path.is_dir():
-        raise ConfigError(
-            Fault(
-                "out",
-                "is no folder",
-                got=repr(out),
-                fix="choose another --out",
-            )
-        )
+        raise ConfigError(Fault("out", "is no folder", got=repr(out), fix="choose another --out"))
     names = ("run.toml", EVENTS, FOLDER, SIDECAR_FOLDER)
     existing = [name for name in names if os.path.lexists(path / name)]
     if existing:
         got = f"{out!r} with {', '.join(existing)}"
-        raise ConfigError(
-            Fault(
-                "out",
-                "holds a run already",
-                got=got,
-                fix="choose another --out",
-            )
-        )
+        raise ConfigError(Fault("out", "holds a run already", got=got, fix="choose another --out"))
     problem = write_problem(path)
     if problem is not None:
         got = f"{out!r}: {problem}"
-        raise ConfigError(
-            Fault(
-                "out",
-                "cannot be written",
-                got=got,
-                fix="choose another --out",
-            )
-        )
+        raise ConfigError(Fault("out", "cannot be written", got=got, fix="choose another --out"))
     return path

@@ -146,9 +146,7 @@ def _request(words: Sequence[str]) -> _LaunchRequest:
         target = own if is_own else others
         target += [f"--{flag}" if len(flag) != 2 or flag[0] != "-" else flag, *given]
     return _LaunchRequest(
-        engine=engine,
-        options=flags.read_config(own, engine.options),
-        run_words=others,
+        engine=engine, options=flags.read_config(own, engine.options), run_words=others
     )
 
 
@@ -159,13 +157,7 @@ def _tables(engine: Engine) -> tuple[CheckTable, ...]:
     return ()
 
 
-def _job(
-    run: Run,
-    options: LaunchOptions,
-    *,
-    out: Path,
-    engine: Engine,
-) -> ClusterJob:
+def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> ClusterJob:
     """The job; its config has the folder of the run as the ranks see it, and resumes."""
     name = job_name(options, out)
     if engine.shares_folder:
@@ -198,11 +190,7 @@ def _names_code(run: Run) -> bool:
 
 
 def _option_faults(
-    job: ClusterJob,
-    out: Path,
-    *,
-    options: LaunchOptions,
-    engine: Engine,
+    job: ClusterJob, out: Path, *, options: LaunchOptions, engine: Engine
 ) -> Iterator[Fault]:
     own = [name for name in type(options).model_fields if name not in SHARED_OPTIONS]
     words = [name for name in own if isinstance(getattr(options, name), str)]
@@ -227,14 +215,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
             replace_file(folder / name, text)
     except OSError as error:
         got = f"{str(folder)!r}: {error.strerror}"
-        raise UserError(
-            Fault(
-                "out",
-                "cannot be written",
-                got=got,
-                fix="another --out",
-            )
-        ) from error
+        raise UserError(Fault("out", "cannot be written", got=got, fix="another --out")) from error
 
 
 def _submit(command: Sequence[str]) -> int:

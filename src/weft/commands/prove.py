@@ -22,11 +22,7 @@ from weft.start.auto_mesh import choose_mesh
 from weft.start.checked_run import load_checked_run, set_openmp_policy
 from weft.start.preflight import optimizer_checks
 from weft.start.prove_parts import KEY as WHAT
-from weft.start.prove_parts import (
-    named_parts,
-    prove_run_parts,
-    take_what,
-)
+from weft.start.prove_parts import named_parts, prove_run_parts, take_what
 from weft.start.prove_run import ignore_line, proof_data_checks, prove_config, prove_folder
 
 USAGE = (
@@ -132,11 +128,7 @@ def _prove_checked(run: Run, options: ProveOptions) -> ProofReport:
             to=options.to,
         )
     return prove_config(
-        run,
-        steps=options.first,
-        full=options.full,
-        against=options.against,
-        rows=options.rows,
+        run, steps=options.first, full=options.full, against=options.against, rows=options.rows
     )
 
 

@@ -74,13 +74,7 @@ class RepeatLayout:
 class Repetition:
     """Yields lines to print; `is_equal` says at the end whether the step was repeated."""
 
-    def __init__(
-        self,
-        folder: Path,
-        step: StepToRepeat,
-        *,
-        layout: RepeatLayout,
-    ) -> None:
+    def __init__(self, folder: Path, step: StepToRepeat, *, layout: RepeatLayout) -> None:
         self.folder = folder
         self.layout = layout
         self.step = step
@@ -158,10 +152,7 @@ def _repeat_on_rank(steps: RunSteps, step: StepToRepeat) -> RepeatedStep:
     learning_rate = steps.step_range.learning_rate
     state = GuardState(skipped_batches=step.skipped_batches)
     guard = StepGuard(
-        GuardConfig(nonfinite="skip"),
-        loader,
-        steps.step.model.comm.mesh,
-        state=state,
+        GuardConfig(nonfinite="skip"), loader, steps.step.model.comm.mesh, state=state
     )
     for index in range(step.num_done, step.number):
         number = index + 1
@@ -179,11 +170,7 @@ def _repeat_on_rank(steps: RunSteps, step: StepToRepeat) -> RepeatedStep:
     named = chosen if failed is None else failed.suspects
     places = tuple(steps.samples.place(sample) for sample in named[:3])
     return RepeatedStep(
-        loss=report.loss,
-        grad_norm=report.grad_norm,
-        failed=failed,
-        samples=chosen,
-        places=places,
+        loss=report.loss, grad_norm=report.grad_norm, failed=failed, samples=chosen, places=places
     )
 
 

@@ -36,9 +36,7 @@ class ReplayOptions(ConfigSection):
     """What to repeat, and where."""
 
     step: int = Field(
-        0,
-        ge=0,
-        description="the step; 0: the last one that failed, else the last one",
+        0, ge=0, description="the step; 0: the last one that failed, else the last one"
     )
     layout: str = Field(
         "", description='mesh to repeat it on, ranks as threads: "dp2 tp2"; empty: one device'
@@ -63,9 +61,7 @@ def replay(words: Sequence[str]) -> int:
     from weft.train.build_training import build_run_steps
 
     layout = RepeatLayout(
-        mesh=run.device_mesh,
-        dtype=run.precision.compute,
-        build=partial(build_run_steps, run),
+        mesh=run.device_mesh, dtype=run.precision.compute, build=partial(build_run_steps, run)
     )
     repetition = Repetition(folder, step, layout=layout)
     for line in repetition.lines():
@@ -81,18 +77,9 @@ def run_to_repeat(folder: Path, layout: str) -> Run:
     if layout:
         run = load_checked_run([file, "--mesh", layout])
     else:
-        one_device = {
-            "mesh": "",
-            "parallel": ParallelConfig(),
-            "pipeline": PipelineConfig(),
-        }
+        one_device = {"mesh": "", "parallel": ParallelConfig(), "pipeline": PipelineConfig()}
         run = run.model_copy(update=one_device)
-    without_folder = {
-        "nproc": None,
-        "sample": 0,
-        "out": None,
-        "resume": None,
-    }
+    without_folder = {"nproc": None, "sample": 0, "out": None, "resume": None}
     return run.model_copy(update=without_folder)
 
 
@@ -112,11 +99,7 @@ def _check_sites(mesh: Mesh, layout: str) -> None:
     fix = f'--layout "{mesh.text}"'
     raise UserError(
         Fault(
-            "layout",
-            what,
-            got=layout or "one device",
-            need=f"{axis}{mesh.degree(axis)}",
-            fix=fix,
+            "layout", what, got=layout or "one device", need=f"{axis}{mesh.degree(axis)}", fix=fix
         )
     )
 
@@ -138,13 +121,7 @@ def step_to_repeat(folder: Path, number: int) -> StepToRepeat:
         got = f"step {number}"
         need = f"1 to {last}"
         raise DataError(
-            Fault(
-                "step",
-                f"{folder} has no record of it",
-                got=got,
-                need=need,
-                fix=f"--step {last}",
-            )
+            Fault("step", f"{folder} has no record of it", got=got, need=need, fix=f"--step {last}")
         )
     if record is None:
         skipped = None
@@ -169,14 +146,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
     for name in (RUN_FILE, EVENTS):
         if not (folder / name).is_file():
             got = f"{str(folder)!r} without {name}"
-            raise DataError(
-                Fault(
-                    NAME,
-                    "no run in this folder",
-                    got=got,
-                    fix="name a run folder",
-                )
-            )
+            raise DataError(Fault(NAME, "no run in this folder", got=got, fix="name a run folder"))
     try:
         return list(read_run_events(folder / EVENTS))
     except (UnreadableFile, ValueError) as error:
@@ -184,9 +154,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 
 
 def _default_step(
-    folder: Path,
-    steps: Mapping[int, Any],
-    records: Sequence[Mapping[str, Any]],
+    folder: Path, steps: Mapping[int, Any], records: Sequence[Mapping[str, Any]]
 ) -> int:
     if records:
         return int(records[-1]["step"])
@@ -204,11 +172,7 @@ def _default_step(
 def _record_of(records: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any] | None:
     """The first record of a step; later ones are of the same step on other samples."""
     found = [record for record in records if record["step"] == number]
-    return min(
-        found,
-        key=lambda record: len(record.get("skipped_batches", ())),
-        default=None,
-    )
+    return min(found, key=lambda record: len(record.get("skipped_batches", ())), default=None)
 
 
 def _number(value: object) -> float | None:
@@ -262,22 +226,14 @@ def _start(
             later = left_out_batches(records, first=next_batch)
             left_out = state.without_batches(later).skipped_batches
         if _below(left_out, next_batch) == _below(state.skipped_batches, next_batch):
-            return _ReplayStart(
-                checkpoint=path,
-                num_done=step,
-                skipped_batches=left_out,
-            )
+            return _ReplayStart(checkpoint=path, num_done=step, skipped_batches=left_out)
     first = next((event for event in events if event["event"] == "run"), {})
     if first.get("start_step", 0):
         what = f"the run starts after step {first['start_step']}, and no checkpoint before step {number} is left"
         raise DataError(Fault("step", what, fix="name a later step"))
     if skipped is None:
         skipped = left_out_batches(records, first=0)
-    return _ReplayStart(
-        checkpoint=None,
-        num_done=0,
-        skipped_batches=skipped,
-    )
+    return _ReplayStart(checkpoint=None, num_done=0, skipped_batches=skipped)
 
 
 def _below(batches: Sequence[int], bound: int) -> list[int]:

@@ -238,11 +238,7 @@ def _ended(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunStatus:
     folder = Path(found.run)
     last = events[-1] if events else {}
     if last.get("event") != "end":
-        return replace(
-            found,
-            state="failed",
-            text=_joined(NO_END, next_command(folder)),
-        )
+        return replace(found, state="failed", text=_joined(NO_END, next_command(folder)))
     state = STATES.get(str(last.get("status")), "failed")
     text = str(last.get("error") or last.get("text") or "")
     if state == "interrupted":
@@ -256,11 +252,7 @@ def _joined(*texts: str) -> str:
 
 
 def _running(
-    found: RunStatus,
-    lock: FolderLock,
-    config: Mapping[str, Any],
-    *,
-    now_s: float,
+    found: RunStatus, lock: FolderLock, config: Mapping[str, Any], *, now_s: float
 ) -> RunStatus:
     """The status of a run that a process writes, with its ranks if they are on this machine."""
     holder = lock.holder
@@ -309,9 +301,7 @@ def _running(
         return found
     culprit = hang.ranks[0]
     return replace(
-        found,
-        state="stuck",
-        text=f"rank {culprit} ({lines[culprit].where}): {hang.text}",
+        found, state="stuck", text=f"rank {culprit} ({lines[culprit].where}): {hang.text}"
     )
 
 

@@ -54,11 +54,7 @@ Adaptation = Callable[[Run], Run]
 """Adapts a run to its environment."""
 
 
-def run_checks(
-    run: Run,
-    *tables: CheckTable,
-    known: Collection[Fault] = (),
-) -> tuple[Fault, ...]:
+def run_checks(run: Run, *tables: CheckTable, known: Collection[Fault] = ()) -> tuple[Fault, ...]:
     """`known` and the faults that the checks of the tables find, each once; checks that read a key
     of a known fault are skipped.
 

@@ -25,12 +25,7 @@ order.
 """
 
 
-def fit_to_ranks(
-    mesh: Mesh,
-    size: int,
-    *,
-    is_valid: Callable[[str], bool],
-) -> str | None:
+def fit_to_ranks(mesh: Mesh, size: int, *, is_valid: Callable[[str], bool]) -> str | None:
     """The best mesh of exactly `size` ranks: the given one if it has that size; None if there is
     none.
 

@@ -46,11 +46,7 @@ def default_model(families: Families) -> ModelChoice:
     return ModelChoice(_family_of(DEFAULT_PRESET, families), DEFAULT_PRESET)
 
 
-def choose_model(
-    file: Flat,
-    flags: Flat,
-    families: Families,
-) -> ModelChoice:
+def choose_model(file: Flat, flags: Flat, families: Families) -> ModelChoice:
     """The model that the file names, then the flags.
 
     Raises:
@@ -63,11 +59,7 @@ def choose_model(
     return ModelChoice(name=chosen.name, preset=chosen.preset, keeps_file=keeps_file)
 
 
-def _after(
-    before: ModelChoice,
-    layer: Flat,
-    families: Families,
-) -> ModelChoice:
+def _after(before: ModelChoice, layer: Flat, families: Families) -> ModelChoice:
     """The choice after one more layer of keys."""
     name: Any = layer.get("model.name")
     preset = layer.get("model.preset")
@@ -103,12 +95,7 @@ def _after(
 def _nearest_model(name: str, families: Families) -> str:
     """The family that an unknown name may mean, or presets where it is nearer to these: `llama-7b`."""
     presets = [preset for family in families.values() for preset in family.PRESETS]
-    (nearest, *_) = difflib.get_close_matches(
-        name,
-        [*families, *presets],
-        n=1,
-        cutoff=0.6,
-    ) or [""]
+    (nearest, *_) = difflib.get_close_matches(name, [*families, *presets], n=1, cutoff=0.6) or [""]
     if nearest in presets:
         return f"did you mean --model.preset {_nearest_presets(name, presets)}?"
     return did_you_mean(name, families)
@@ -119,12 +106,7 @@ def _nearest_presets(text: str, presets: Iterable[str]) -> str:
     llama3-3b`; empty where none is similar.
     """
     names = sorted(presets)
-    near = difflib.get_close_matches(
-        text,
-        names,
-        n=len(names),
-        cutoff=0.6,
-    )
+    near = difflib.get_close_matches(text, names, n=len(names), cutoff=0.6)
     asked = _billions(text)
     if asked:
         near.sort(key=lambda name: abs(math.log((_billions(name) or math.inf) / asked)))
@@ -158,14 +140,7 @@ def _family_of(preset: Any, families: Families) -> str:
             fix = f"did you mean {near}?"
         else:
             fix = did_you_mean(str(preset), owners)
-        raise ConfigError(
-            Fault(
-                "model.preset",
-                "unknown preset",
-                got=repr(preset),
-                fix=fix,
-            )
-        )
+        raise ConfigError(Fault("model.preset", "unknown preset", got=repr(preset), fix=fix))
     return owners[preset]
 
 
@@ -199,9 +174,7 @@ def run_type(name: str, config: type[ModelConfig]) -> type[Run]:
     description = ModelSection.model_fields["name"].description
     name_field: Any = (str, Field(name, description=description))
     model = create_model(
-        f"{Path(name).stem.title()}Model",
-        __base__=(config, ModelSection),
-        name=name_field,
+        f"{Path(name).stem.title()}Model", __base__=(config, ModelSection), name=name_field
     )
     section: Any = (model, Field(default_factory=model, description=f"the model: {name}"))
     return create_model("Run", __base__=Run, model=section)

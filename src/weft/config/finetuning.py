@@ -36,11 +36,7 @@ def finetuning_defaults(asked: Flat, folder: Flat) -> Flat:
 
 
 def defaults_note(
-    model: ModelSection,
-    optim: OptimConfig,
-    *,
-    seq_len: int,
-    lora_rank: int,
+    model: ModelSection, optim: OptimConfig, *, seq_len: int, lora_rank: int
 ) -> str | None:
     """The fine-tuning defaults that are in effect, as flags; None without any."""
     asked: Flat = {"lora.rank": lora_rank, "model.from_hf": model.from_hf}

@@ -205,19 +205,9 @@ def _plain_word(word: str, annotation: Any) -> str:
     return word
 
 
-def _unreadable(
-    name: str,
-    words: tuple[str, ...],
-    field: FieldInfo,
-) -> Fault:
+def _unreadable(name: str, words: tuple[str, ...], field: FieldInfo) -> Fault:
     what, got = "has no value", "nothing after the flag"
     if words:
         what = "wrong type"
         got = repr(" ".join(words))
-    return Fault(
-        name,
-        what,
-        got=got,
-        need=need(field),
-        fix=example(name, field),
-    )
+    return Fault(name, what, got=got, need=need(field), fix=example(name, field))

@@ -238,13 +238,7 @@ def find_hardware(name: str) -> Hardware:
     joint = " Or" if hint.endswith("?") else "; or"
     fix = f"{hint}{joint} name a file: --hardware file{SUFFIX}"
     raise ConfigError(
-        Fault(
-            "hardware",
-            "unknown device",
-            got=repr(name),
-            need=", ".join(table),
-            fix=fix,
-        )
+        Fault("hardware", "unknown device", got=repr(name), need=", ".join(table), fix=fix)
     )
 
 
@@ -292,11 +286,7 @@ def world_faults(hardware: Hardware, num_ranks: int) -> Iterator[Fault]:
     if num_ranks > 1 and hardware.node > 1 and not hardware.link_gb_s:
         need = "link_gb_s, the bandwidth between devices of a node"
         yield Fault(
-            "hardware",
-            f"{hardware.name} has no link",
-            got=f"{num_ranks} ranks",
-            need=need,
-            fix=fix,
+            "hardware", f"{hardware.name} has no link", got=f"{num_ranks} ranks", need=need, fix=fix
         )
     elif num_ranks > hardware.node and not hardware.network_gb_s:
         need = f"network_gb_s, the bandwidth between nodes of {hardware.node} devices"
@@ -385,11 +375,7 @@ def fault_of(path: str, item: Any) -> Fault:
     if is_number_of_figure:
         fix = f'{key} = {{value = {_example(item["input"])}, published = "where it stands"}}'
         return Fault(
-            "hardware",
-            f"{what} has no source",
-            got=repr(item["input"]),
-            need="a table",
-            fix=fix,
+            "hardware", f"{what} has no source", got=repr(item["input"]), need="a table", fix=fix
         )
     is_out_of_range = kind.startswith(("greater", "less", "finite", "string_too"))
     problem = "is out of range" if is_out_of_range else "has the wrong type"
@@ -397,11 +383,7 @@ def fault_of(path: str, item: Any) -> Fault:
         problem = "has an unknown value"
     need = NEEDS.get(kind) or item["msg"].removeprefix("Input should be ")
     return Fault(
-        "hardware",
-        f"{what} {problem}",
-        got=repr(item["input"]),
-        need=need,
-        fix="correct the file",
+        "hardware", f"{what} {problem}", got=repr(item["input"]), need=need, fix="correct the file"
     )
 
 

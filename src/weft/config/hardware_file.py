@@ -76,12 +76,7 @@ def _path_faults(path: str) -> Iterator[Fault]:
         )
     elif not Path(path).parent.is_dir():
         fix = f"create it: mkdir -p {Path(path).parent}"
-        yield Fault(
-            "write",
-            "is in a folder that does not exist",
-            got=repr(path),
-            fix=fix,
-        )
+        yield Fault("write", "is in a folder that does not exist", got=repr(path), fix=fix)
     elif not os.access(Path(path).parent, os.W_OK):
         yield Fault(
             "write",

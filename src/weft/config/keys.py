@@ -261,11 +261,7 @@ def _key_at(location: tuple[int | str, ...], known: Mapping[str, FieldInfo]) -> 
     return ".".join(words) or "config"
 
 
-def _fault_of(
-    key: str,
-    item: Any,
-    field: FieldInfo | None,
-) -> Fault:
+def _fault_of(key: str, item: Any, field: FieldInfo | None) -> Fault:
     kind = item["type"]
     value = item["input"]
     if field is None or kind in ("value_error", "assertion_error"):

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from weft.config.schema import (
-    BatchConfig,
-    OptimConfig,
-    ParallelConfig,
-    PipelineConfig,
-    label_of,
-)
+from weft.config.schema import BatchConfig, OptimConfig, ParallelConfig, PipelineConfig, label_of
 from weft.core.dimension import (
     LayoutOptions,
     LayoutRequest,
@@ -42,11 +36,7 @@ def axes_divide(mesh: Mesh, model: ModelConfig) -> Iterator[Fault]:
         yield from axis_divides(mesh, model, axis)
 
 
-def axis_divides(
-    mesh: Mesh,
-    model: ModelConfig,
-    mesh_axis: str,
-) -> Iterator[Fault]:
+def axis_divides(mesh: Mesh, model: ModelConfig, mesh_axis: str) -> Iterator[Fault]:
     """The logical axes that one mesh axis shards divide by its degree."""
     degree = mesh.degree(mesh_axis)
     sizes = sharded_sizes(model, mesh_axis)
@@ -76,11 +66,7 @@ def sharded_sizes(model: ModelConfig, mesh_axis: str) -> dict[str, int]:
 
 
 def dimension_faults(
-    mesh: Mesh,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    mesh_axis: str,
+    mesh: Mesh, model: ModelConfig, parallel: ParallelConfig, *, mesh_axis: str
 ) -> Iterator[Fault]:
     """What the record of a dimension rejects, where the mesh has more than one rank along it."""
     find_faults = dimensions()[mesh_axis].faults
@@ -88,11 +74,7 @@ def dimension_faults(
         yield from find_faults(layout_request(mesh, model, parallel))
 
 
-def layout_request(
-    mesh: Mesh,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-) -> LayoutRequest:
+def layout_request(mesh: Mesh, model: ModelConfig, parallel: ParallelConfig) -> LayoutRequest:
     """The layout of a run, as dimensions read it."""
     rule = default_sharding_rule()
     axis_sizes = model.axis_sizes()
@@ -111,9 +93,7 @@ def layout_request(
         local_sizes=local_sizes,
         axis_sizes=axis_sizes,
         options=LayoutOptions(
-            sequence_parallel=parallel.sequence,
-            context=parallel.context,
-            zero=parallel.zero,
+            sequence_parallel=parallel.sequence, context=parallel.context, zero=parallel.zero
         ),
     )
 
@@ -142,11 +122,7 @@ def batch_divides(mesh: Mesh, batch: BatchConfig) -> Iterator[Fault]:
 
 
 def layers_make_stages(
-    mesh: Mesh,
-    model: ModelConfig,
-    pipeline: PipelineConfig,
-    *,
-    seq_len: int,
+    mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig, *, seq_len: int
 ) -> Iterator[Fault]:
     """There is a layer for every stage but the ends, and `pipeline.split` counts all layers."""
     num_ranks = mesh.degree(pipeline_axis())
@@ -183,9 +159,7 @@ def _stage_key(pipeline: PipelineConfig) -> str:
 
 
 def schedule_takes_sizes(
-    mesh: Mesh,
-    batch: BatchConfig,
-    pipeline: PipelineConfig,
+    mesh: Mesh, batch: BatchConfig, pipeline: PipelineConfig
 ) -> Iterator[Fault]:
     """The schedule exists, and has a table for this many ranks, chunks and micro-batches."""
     name = pipeline.schedule
@@ -214,11 +188,7 @@ def schedule_takes_sizes(
 
 
 def sequence_divides(
-    mesh: Mesh,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    *,
-    seq_len: int,
+    mesh: Mesh, model: ModelConfig, parallel: ParallelConfig, *, seq_len: int
 ) -> Iterator[Fault]:
     """A sequence splits into two chunks a context rank and, under sequence parallelism, equal parts
     for the tensor ranks.
@@ -258,12 +228,7 @@ def sequence_parallel_has_sequences(
 
 
 def order_is_fixed(
-    mesh: Mesh,
-    batch: BatchConfig,
-    parallel: ParallelConfig,
-    optim: OptimConfig,
-    *,
-    is_wanted: bool,
+    mesh: Mesh, batch: BatchConfig, parallel: ParallelConfig, optim: OptimConfig, *, is_wanted: bool
 ) -> Iterator[Fault]:
     """Deterministic runs: sums over micro-batches and data ranks are one binary tree."""
     if not is_wanted or any(batch_divides(mesh, batch)):

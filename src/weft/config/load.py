@@ -20,15 +20,7 @@ from weft.config.finetuning import finetuning_defaults
 from weft.config.hf.from_hf import KEY as FROM_HF
 from weft.config.hf.from_hf import NO_FOLDER, FolderModel, contradictions, select_folder
 from weft.config.hf.mapping import ConfigFamily, Families
-from weft.config.keys import (
-    Flat,
-    faults_of,
-    keys_of,
-    nest,
-    table_key,
-    unknown_key,
-    whole_number,
-)
+from weft.config.keys import Flat, faults_of, keys_of, nest, table_key, unknown_key, whole_number
 from weft.config.optimizers import is_user_class, optimizer_faults
 from weft.config.run import Run
 from weft.config.run_files import DIGEST, is_stored, out_of_stored, unexpanded, with_run_file
@@ -54,12 +46,7 @@ RESUME_CODE = "resume_code"
 AUTO_MESH = "auto"
 """As `mesh`: a command chooses it for the devices that are there."""
 MAX_RANKS = 2**20
-MAX_COUNTS = {
-    "layers": 10_000,
-    "first_k_dense": 10_000,
-    "mtp_depth": 64,
-    "experts": 2**16,
-}
+MAX_COUNTS = {"layers": 10_000, "first_k_dense": 10_000, "mtp_depth": 64, "experts": 2**16}
 """Largest numbers of parts of a model, each of which is planned on its own."""
 MAX_SIZE = 2**31
 """Largest value of any other whole number of a model."""
@@ -234,12 +221,7 @@ def _read_sources(
     folder_name = str(first.get(FROM_HF, file.get(FROM_HF)))
     if HUB_NAME.fullmatch(folder_name) and not Path(folder_name).exists():
         folder_faults = tuple(replace(fault, fix=_download(folder_name)) for fault in folder_faults)
-    model, choice_faults = _choose_model(
-        file,
-        first,
-        folder,
-        families,
-    )
+    model, choice_faults = _choose_model(file, first, folder, families)
     if folder_faults or choice_faults:
         words = flags.without(words, "model.")
         values = _without_model(values)
@@ -324,14 +306,7 @@ def _changed_file(sources: _Sources, families: Families, values: Flat) -> Iterat
 def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
     if len(paths) > 1:
         fix = "give one; text with spaces needs quotes, and keys begin with two dashes"
-        return {}, (
-            Fault(
-                "config",
-                "more than one config file",
-                got=" ".join(paths),
-                fix=fix,
-            ),
-        )
+        return {}, (Fault("config", "more than one config file", got=" ".join(paths), fix=fix),)
     try:
         return (toml.read(paths[0]) if paths else {}), ()
     except ConfigError as error:
@@ -345,10 +320,7 @@ def _download(hub_name: str) -> str:
 
 
 def _choose_model(
-    file: Flat,
-    first: Flat,
-    folder: FolderModel,
-    families: Families,
+    file: Flat, first: Flat, folder: FolderModel, families: Families
 ) -> tuple[ModelChoice, tuple[Fault, ...]]:
     if folder.family is not None:
         return ModelChoice(folder.family, None, keeps_file=folder.keeps_file), ()
@@ -358,10 +330,7 @@ def _choose_model(
         return default_model(families), error.faults
 
 
-def _defaults(
-    model: ModelChoice,
-    families: Families,
-) -> Flat:
+def _defaults(model: ModelChoice, families: Families) -> Flat:
     """Defaults that follow from the model."""
     values: Flat = {"data.source": DEFAULT_SOURCE[families[model.name].Config.kind]}
     values.update(preset_fields(model, families))

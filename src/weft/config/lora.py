@@ -37,8 +37,7 @@ def adapter_flops(lora: LoraConfig, model: ModelConfig, seq_len: int) -> Adapter
     linears = model.linears()
     widths = [sum(linears[name]) for name in adapted_linears(lora.targets, linears)]
     return AdapterFlops(
-        frozen=weight_flops(model, seq_len),
-        adapters=linear_flops(seq_len, lora.rank * sum(widths)),
+        frozen=weight_flops(model, seq_len), adapters=linear_flops(seq_len, lora.rank * sum(widths))
     )
 
 
@@ -70,22 +69,13 @@ def targets_exist(lora: LoraConfig, model: ModelConfig) -> Iterable[Fault]:
             f"{model.family} has no attention or feed-forward projections that adapters can extend"
         )
         yield Fault(
-            "lora.rank",
-            what,
-            got=str(lora.rank),
-            need="a language model",
-            fix="--lora.rank 0",
+            "lora.rank", what, got=str(lora.rank), need="a language model", fix="--lora.rank 0"
         )
         return
     for target in lora.targets:
         if not any(matches(target, linear) for linear in linears):
             what = f"no linear of {model.family} has this name"
-            yield Fault(
-                "lora.targets",
-                what,
-                got=repr(target),
-                fix=_nearest_target(target, model),
-            )
+            yield Fault("lora.targets", what, got=repr(target), fix=_nearest_target(target, model))
 
 
 def _nearest_target(target: str, model: ModelConfig) -> str:

@@ -28,12 +28,7 @@ class MuonOptions(ConfigSection):
     ns_coefficients: tuple[float, float, float] = Field(
         (3.4445, -4.7750, 2.0315), description="a, b, c of the Newton-Schulz iteration"
     )
-    ns_steps: int = Field(
-        5,
-        ge=1,
-        le=99,
-        description="Newton-Schulz iterations",
-    )
+    ns_steps: int = Field(5, ge=1, le=99, description="Newton-Schulz iterations")
     eps: float = Field(1e-7, gt=0, description="smallest norm that a direction is divided by")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
         "original", description="factor of a matrix's rate: sqrt(max(1, A/B)), 0.2 sqrt(max(A, B))"
@@ -199,23 +194,13 @@ def unread_settings(optim: OptimConfig, *, leaves_rest_to_adamw: bool) -> Iterat
         value = getattr(optim, key)
         if key not in read and value != fields[key].default:
             what = f"is set, and {' and '.join(used)} reads no such key"
-            yield Fault(
-                f"optim.{key}",
-                what,
-                got=str(value),
-                fix=_other_key(optim.name, key),
-            )
+            yield Fault(f"optim.{key}", what, got=str(value), fix=_other_key(optim.name, key))
     for group in optim.groups:
         optimizer = group.optimizer or optim.name
         has_adamw = group.optimizer is None and leaves_rest_to_adamw
         if group.betas and not has_adamw and "betas" not in SETTINGS.get(optimizer, ()):
             what = f"betas of {group.match!r} are set, and {optimizer} reads none"
-            yield Fault(
-                "optim.groups",
-                what,
-                got=str(group.betas),
-                fix="leave betas out",
-            )
+            yield Fault("optim.groups", what, got=str(group.betas), fix="leave betas out")
 
 
 def _other_key(optimizer: str, key: str) -> str:
@@ -241,7 +226,4 @@ def resume_values(optim: Mapping[str, Any]) -> dict[str, Any]:
         optimizer = group.get("optimizer")
         if optimizer is not None:
             groups.append((group["match"], optimizer))
-    return {
-        "name": optim.get("name"),
-        "groups": groups,
-    }
+    return {"name": optim.get("name"), "groups": groups}

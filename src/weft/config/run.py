@@ -42,20 +42,11 @@ class Run(ConfigSection):
         "fastest legal one by prediction",
     )
     seed: int = Field(
-        1,
-        ge=0,
-        lt=2**63,
-        description="seed of initial weights, data order and random draws",
+        1, ge=0, lt=2**63, description="seed of initial weights, data order and random draws"
     )
-    steps: int = Field(
-        200,
-        ge=1,
-        le=MAX_COUNT,
-        description="optimizer steps to train",
-    )
+    steps: int = Field(200, ge=1, le=MAX_COUNT, description="optimizer steps to train")
     loss: Literal["cross_entropy", "dpo"] = Field(
-        "cross_entropy",
-        description="cross entropy of the targets, or dpo on preference pairs",
+        "cross_entropy", description="cross entropy of the targets, or dpo on preference pairs"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
@@ -87,10 +78,7 @@ class Run(ConfigSection):
         None, description="TCP port for the rendezvous of local ranks; None: a free one"
     )
     sample: int = Field(
-        0,
-        ge=0,
-        le=2**24,
-        description="tokens to generate after the last step; 0: none",
+        0, ge=0, le=2**24, description="tokens to generate after the last step; 0: none"
     )
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(

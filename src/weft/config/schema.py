@@ -25,11 +25,7 @@ class ConfigSection(BaseModel):
     """A section of the config: values never change, unknown keys and wrong types are faults."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
 
 
@@ -99,26 +95,15 @@ class DataConfig(ConfigSection):
     token_dtype: Literal["uint16", "uint32"] = Field(
         "uint16", description="type of the numbers in .bin token files"
     )
-    seq_len: int = Field(
-        128,
-        ge=1,
-        le=2**24,
-        description="length of one sequence, tokens",
-    )
+    seq_len: int = Field(128, ge=1, le=2**24, description="length of one sequence, tokens")
     packing: Literal["auto", "stream", "documents", "single"] = Field(
         "auto",
         description="stream of text, documents apart from each other, or single: one record; auto: stream, documents of records",
     )
     long: Literal["split", "error"] = Field(
-        "split",
-        description="documents longer than seq_len: split (records are cut), or error",
+        "split", description="documents longer than seq_len: split (records are cut), or error"
     )
-    prefetch: int = Field(
-        2,
-        ge=0,
-        le=64,
-        description="steps that are read ahead; 0: none",
-    )
+    prefetch: int = Field(2, ge=0, le=64, description="steps that are read ahead; 0: none")
 
 
 class EvalConfig(ConfigSection):
@@ -150,17 +135,9 @@ class EvalConfig(ConfigSection):
 class BatchConfig(ConfigSection):
     """Batch sizes."""
 
-    global_size: int = Field(
-        16,
-        ge=1,
-        le=2**24,
-        description="sequences a step, over all ranks",
-    )
+    global_size: int = Field(16, ge=1, le=2**24, description="sequences a step, over all ranks")
     micro_size: int = Field(
-        2,
-        ge=1,
-        le=2**24,
-        description="sequences a micro-batch, on one data rank",
+        2, ge=1, le=2**24, description="sequences a micro-batch, on one data rank"
     )
 
     def num_micro(self, num_data_ranks: int) -> int:
@@ -209,20 +186,13 @@ class OptimConfig(ConfigSection):
         le=1,
         description="learning rate at the end of the decay, as a share of lr, 0 to 1",
     )
-    warmup: int = Field(
-        20,
-        ge=0,
-        le=MAX_COUNT,
-        description="steps of linear warm-up",
-    )
+    warmup: int = Field(20, ge=0, le=MAX_COUNT, description="steps of linear warm-up")
     decay: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "cosine", description="rate after the warm-up"
     )
     cooldown: Share = Field(0.2, description="share of all steps in the final decay of wsd, 0 to 1")
     weight_decay: float = Field(
-        0.1,
-        ge=0,
-        description="weight decay of matrices, per unit of learning rate",
+        0.1, ge=0, description="weight decay of matrices, per unit of learning rate"
     )
     betas: tuple[Share, Share] = Field(
         (0.9, 0.95), description="adamw, lion: decay rates of both moments, 0 to 1"
@@ -324,10 +294,7 @@ class PipelineConfig(ConfigSection):
         (), description="lines of that file, which a run records; empty: they are read from it"
     )
     chunks: int = Field(
-        1,
-        ge=1,
-        le=256,
-        description="model chunks a pipeline rank (stages = pp x chunks)",
+        1, ge=1, le=256, description="model chunks a pipeline rank (stages = pp x chunks)"
     )
     split: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (),
@@ -339,22 +306,14 @@ class PipelineConfig(ConfigSection):
 class SiteConfig(ConfigSection):
     """Training across sites: local updates along the mesh axis site."""
 
-    every: int = Field(
-        20,
-        ge=1,
-        le=MAX_COUNT,
-        description="inner steps between two outer steps",
-    )
+    every: int = Field(20, ge=1, le=MAX_COUNT, description="inner steps between two outer steps")
     lr: float = Field(0.7, gt=0, description="learning rate of the outer Nesterov SGD")
     momentum: Share = Field(0.9, description="decay rate of the outer momentum, 0 to 1")
     wire: Literal["float32", "bfloat16", "int8"] = Field(
         "float32", description="type of outer gradients on the link between sites"
     )
     overlap: int = Field(
-        0,
-        ge=0,
-        le=MAX_COUNT,
-        description="inner steps that run beside an exchange; below every",
+        0, ge=0, le=MAX_COUNT, description="inner steps that run beside an exchange; below every"
     )
     mix: float = Field(
         0.5,
@@ -388,15 +347,10 @@ class LoraConfig(ConfigSection):
     """Low-rank adapters of linears; all other parameters are frozen."""
 
     rank: int = Field(
-        0,
-        ge=0,
-        le=2**16,
-        description="width of every adapter; 0: none, the whole model is trained",
+        0, ge=0, le=2**16, description="width of every adapter; 0: none, the whole model is trained"
     )
     alpha: float = Field(
-        16.0,
-        gt=0,
-        description="the output of an adapter is scaled by alpha / rank",
+        16.0, gt=0, description="the output of an adapter is scaled by alpha / rank"
     )
     targets: tuple[str, ...] = Field(
         (),
@@ -416,9 +370,7 @@ class GuardConfig(ConfigSection):
         description="loss, norm or gradient not finite: stop, skip the update, or go back to the newest checkpoint",
     )
     max_failures: int = Field(
-        8,
-        ge=1,
-        description="failed steps in a row after which skip and rollback stop",
+        8, ge=1, description="failed steps in a row after which skip and rollback stop"
     )
     spike: float = Field(
         0.0,
@@ -499,10 +451,7 @@ class SaveConfig(ConfigSection):
     """Checkpoints."""
 
     every: int = Field(
-        0,
-        ge=0,
-        le=MAX_COUNT,
-        description="steps between checkpoints; 0: none before the end",
+        0, ge=0, le=MAX_COUNT, description="steps between checkpoints; 0: none before the end"
     )
     memory_every: Annotated[int, Field(ge=0)] | None = Field(
         None,
@@ -516,12 +465,7 @@ class SaveConfig(ConfigSection):
         ge=0,
         description="how long the last step is saved again while its disk is full; the state is then kept in memory",
     )
-    keep: int = Field(
-        2,
-        ge=1,
-        le=MAX_COUNT,
-        description="newest checkpoints that are kept",
-    )
+    keep: int = Field(2, ge=1, le=MAX_COUNT, description="newest checkpoints that are kept")
     remote: str | None = Field(
         None,
         description="URL to which checkpoints are copied (fsspec: s3://, gs://, file://); an out that is a URL sets it",

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from weft.config.schema import (
-    DataConfig,
-    EvalConfig,
-    GuardConfig,
-    PrecisionConfig,
-    SaveConfig,
-)
+from weft.config.schema import DataConfig, EvalConfig, GuardConfig, PrecisionConfig, SaveConfig
 from weft.core.model_config import ModelConfig
 from weft.core.precision import dtype_faults
 from weft.errors import Fault
@@ -65,11 +59,7 @@ def preference_loss_fits(loss: str, model: ModelConfig) -> Iterator[Fault]:
         if value:
             what = "dpo has no extra loss: it would be weighed by pairs instead of tokens"
             yield Fault(
-                f"model.{field}",
-                what,
-                got=f"{value:g}",
-                need="0",
-                fix=f"--model.{field} 0",
+                f"model.{field}", what, got=f"{value:g}", need="0", fix=f"--model.{field} 0"
             )
 
 
@@ -78,13 +68,7 @@ def evaluations_exist(evaluation: EvalConfig, save: SaveConfig) -> Iterator[Faul
     for key, is_used in (("save.best", save.best), ("eval.patience", evaluation.patience > 0)):
         if is_used and not evaluation.every:
             what = "the run has no evaluations to compare"
-            yield Fault(
-                key,
-                what,
-                got="eval.every 0",
-                need="evaluations",
-                fix="--eval.every 100",
-            )
+            yield Fault(key, what, got="eval.every 0", need="evaluations", fix="--eval.every 100")
 
 
 def guard_factors_are_above_one(guard: GuardConfig) -> Iterator[Fault]:

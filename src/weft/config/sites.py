@@ -59,10 +59,7 @@ def _unread_keys(site: SiteConfig) -> Iterator[Fault]:
 
 
 def sites_take_options(
-    mesh: Mesh,
-    precision: PrecisionConfig,
-    *,
-    deterministic: bool,
+    mesh: Mesh, precision: PrecisionConfig, *, deterministic: bool
 ) -> Iterator[Fault]:
     """Options that are not possible where sites train apart."""
     axis = local_update_axis(mesh)
@@ -70,13 +67,7 @@ def sites_take_options(
         return
     if deterministic:
         what = f"fixes the bits for every number of data ranks, and {axis} changes the algorithm"
-        yield Fault(
-            "deterministic",
-            what,
-            got="True",
-            need="False",
-            fix="leave deterministic out",
-        )
+        yield Fault("deterministic", what, got="True", need="False", fix="leave deterministic out")
     if precision.params not in ("float32", "float64"):
         yield Fault(
             "precision.params",

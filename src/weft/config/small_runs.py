@@ -144,11 +144,7 @@ def _balanced(run: Run) -> Iterator[dict[str, Any]]:
         yield {"balance_loss": BALANCE_LOSS}
 
 
-def _multiples(
-    name: str,
-    smallest: int,
-    current: int,
-) -> Iterator[dict[str, Any]]:
+def _multiples(name: str, smallest: int, current: int) -> Iterator[dict[str, Any]]:
     for number in range(1, MOST_MULTIPLES):
         value = smallest * number
         if value < current:

@@ -28,11 +28,7 @@ MAX_DOUBLINGS = 23
 """Doublings of the micro-batch that are tried."""
 
 
-def degrees_of_axis(
-    mesh: Mesh,
-    axis: str,
-    degrees: Iterable[int],
-) -> Iterator[Suggestion]:
+def degrees_of_axis(mesh: Mesh, axis: str, degrees: Iterable[int]) -> Iterator[Suggestion]:
     """Other degrees of `axis`, nearest first: with as many ranks, the rest on the data axis, or
     with fewer ranks.
     """
@@ -107,11 +103,7 @@ def _smaller_micro_sizes(mesh: Mesh, batch: BatchConfig, largest: int) -> Iterat
             yield {"batch.micro_size": size}
 
 
-def _global_sizes(
-    mesh: Mesh,
-    batch: BatchConfig,
-    steps: Iterable[int],
-) -> Iterator[Suggestion]:
+def _global_sizes(mesh: Mesh, batch: BatchConfig, steps: Iterable[int]) -> Iterator[Suggestion]:
     """Multiples of a micro-batch on every data rank, so many steps from the present global batch."""
     unit = mesh.degree(sequence_axes()) * batch.micro_size
     for number in steps:
@@ -120,11 +112,7 @@ def _global_sizes(
                 yield {"batch.global_size": size}
 
 
-def nearest_multiples(
-    value: int,
-    unit: int,
-    number: int,
-) -> tuple[int, ...]:
+def nearest_multiples(value: int, unit: int, number: int) -> tuple[int, ...]:
     """The multiples of `unit` that are `number` further than the nearest on either side, the nearer
     first.
 
@@ -141,11 +129,7 @@ def nearest_multiples(
 
 
 def stages(
-    mesh: Mesh,
-    model: ModelConfig,
-    pipeline: PipelineConfig,
-    *,
-    seq_len: int,
+    mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig, *, seq_len: int
 ) -> Iterator[Suggestion]:
     """Fewer stages, or layers for all of them; where `pipeline.split` is set, one that adds up."""
     layers_now = _num_layers(model, seq_len)
@@ -170,9 +154,7 @@ def _num_layers(model: ModelConfig, seq_len: int) -> int:
 
 
 def _numbers_of_stages(
-    mesh: Mesh,
-    model: ModelConfig,
-    pipeline: PipelineConfig,
+    mesh: Mesh, model: ModelConfig, pipeline: PipelineConfig
 ) -> Iterator[Suggestion]:
     """Values that change the number of stages or layers, the present ones first."""
     yield {}
@@ -203,11 +185,7 @@ def default_schedule(pipeline: PipelineConfig) -> Iterator[Suggestion]:
     yield suggestion
 
 
-def schedules(
-    mesh: Mesh,
-    batch: BatchConfig,
-    pipeline: PipelineConfig,
-) -> Iterator[Suggestion]:
+def schedules(mesh: Mesh, batch: BatchConfig, pipeline: PipelineConfig) -> Iterator[Suggestion]:
     """Numbers of chunks and micro-batches that the schedule takes, then another schedule."""
     schedule = SCHEDULES.get(pipeline.schedule)
     if schedule is None:
@@ -223,9 +201,7 @@ def schedules(
 
 
 def _sizes_of_file(
-    mesh: Mesh,
-    batch: BatchConfig,
-    pipeline: PipelineConfig,
+    mesh: Mesh, batch: BatchConfig, pipeline: PipelineConfig
 ) -> Iterator[Suggestion]:
     """The sizes for which a schedule file holds a table; none for a misspelt name."""
     if not pipeline.table:
@@ -244,11 +220,7 @@ def _sizes_of_file(
 
 
 def lengths(
-    mesh: Mesh,
-    model: ModelConfig,
-    *,
-    seq_len: int,
-    sequence_parallel: bool,
+    mesh: Mesh, model: ModelConfig, *, seq_len: int, sequence_parallel: bool
 ) -> Iterator[Suggestion]:
     """Sequences of another length, or sharded over fewer ranks."""
     unit = length_unit(mesh, sequence_parallel=sequence_parallel)

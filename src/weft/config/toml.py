@@ -40,21 +40,13 @@ def read(path: str) -> Flat:
         if len(keys) <= MAX_KEYS:
             return keys
         fault = Fault(
-            "config",
-            f"{path} is not a config",
-            got=f"{len(keys)} keys",
-            need=f"at most {MAX_KEYS}",
+            "config", f"{path} is not a config", got=f"{len(keys)} keys", need=f"at most {MAX_KEYS}"
         )
     except UnreadableFile as error:
         fault = _file_fault(path, error)
     except UnicodeDecodeError as error:
         what = f"{path} is not UTF-8 text at byte {error.start}"
-        fault = Fault(
-            "config",
-            what,
-            need="a TOML file",
-            fix="save it as UTF-8",
-        )
+        fault = Fault("config", what, need="a TOML file", fix="save it as UTF-8")
     except tomllib.TOMLDecodeError as error:
         fault = Fault(
             "config",
@@ -84,24 +76,12 @@ def _with_shares(keys: Flat) -> Flat:
 def _file_fault(path: str, error: UnreadableFile) -> Fault:
     if error.is_missing:
         fix = "check the path; keys are set with two dashes: --optim.lr 0.001"
-        return Fault(
-            "config",
-            "no such file",
-            got=repr(path),
-            need="a TOML file",
-            fix=fix,
-        )
+        return Fault("config", "no such file", got=repr(path), need="a TOML file", fix=fix)
     if error.got:
         got = f"{path!r}: {error.got}"
     else:
         got = repr(path)
-    return Fault(
-        "config",
-        error.what,
-        got=got,
-        need="a TOML file",
-        fix="check the file",
-    )
+    return Fault("config", error.what, got=got, need="a TOML file", fix="check the file")
 
 
 def _syntax_hint(message: str, suffix: str) -> str:

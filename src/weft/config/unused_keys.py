@@ -85,12 +85,7 @@ def sources_are_one_or_mixed(data: DataConfig) -> Iterator[Fault]:
     """A mixture names its own sources."""
     if data.mix and data.source not in ("stdlib", "digits"):
         what = "is set, and data.mix names the sources instead"
-        yield Fault(
-            "data.source",
-            what,
-            got=repr(data.source),
-            fix="leave one of them out",
-        )
+        yield Fault("data.source", what, got=repr(data.source), fix="leave one of them out")
 
 
 def documents_are_packed(data: DataConfig) -> Iterator[Fault]:
@@ -125,11 +120,7 @@ def ranks_start_again(supervision: SupervisionConfig, save: SaveConfig) -> Itera
 
 
 def ranks_are_supervised(
-    transport: TransportName,
-    supervision: SupervisionConfig,
-    save: SaveConfig,
-    *,
-    port: int | None,
+    transport: TransportName, supervision: SupervisionConfig, save: SaveConfig, *, port: int | None
 ) -> Iterator[Fault]:
     """Ranks are started again, and take snapshots for that, only as processes: a thread cannot be
     ended from outside. Only processes meet at a port.
@@ -138,12 +129,7 @@ def ranks_are_supervised(
         return
     if port is not None:
         what = "is set, and ranks as threads need no rendezvous"
-        yield Fault(
-            "port",
-            what,
-            got=str(port),
-            fix="--transport process, or leave it out",
-        )
+        yield Fault("port", what, got=str(port), fix="--transport process, or leave it out")
     what = "is set, and ranks as threads are not started again"
     fix = "--transport process, or leave it out"
     if supervision.restarts:
@@ -161,31 +147,15 @@ def full_mesh_is_elastic(supervision: SupervisionConfig) -> Iterator[Fault]:
         Mesh.parse(supervision.full_mesh)
     except MeshError as error:
         for fault in error.faults:
-            yield Fault(
-                key,
-                fault.what,
-                got=fault.got,
-                need=fault.need,
-                fix=fault.fix,
-            )
+            yield Fault(key, fault.what, got=fault.got, need=fault.need, fix=fault.fix)
         return
     if not supervision.elastic:
         what = "is set, and run.elastic is False"
-        yield Fault(
-            key,
-            what,
-            got=repr(supervision.full_mesh),
-            fix="--run.elastic True",
-        )
+        yield Fault(key, what, got=repr(supervision.full_mesh), fix="--run.elastic True")
 
 
 def set_keys(
-    section: ConfigSection,
-    prefix: str,
-    names: Sequence[str],
-    what: str,
-    *,
-    fix: str,
+    section: ConfigSection, prefix: str, names: Sequence[str], what: str, *, fix: str
 ) -> Iterator[Fault]:
     """A fault for each of these keys that does not have its default."""
     fields = type(section).model_fields
@@ -196,9 +166,4 @@ def set_keys(
                 got = repr(value)
             else:
                 got = str(value)
-            yield Fault(
-                f"{prefix}.{name}",
-                what,
-                got=got,
-                fix=fix,
-            )
+            yield Fault(f"{prefix}.{name}", what, got=got, fix=fix)

@@ -205,14 +205,7 @@ def check_reference(reference: str, *, key: str) -> None:
 def _check_file(path: Path, *, key: str) -> None:
     if not path.is_file():
         what = "is no file" if path.exists() else "no such file"
-        raise ConfigError(
-            Fault(
-                key,
-                what,
-                got=repr(str(path)),
-                fix="check the path",
-            )
-        )
+        raise ConfigError(Fault(key, what, got=repr(str(path)), fix="check the path"))
 
 
 def _module_name(path: Path) -> str:
@@ -232,12 +225,7 @@ def _search_working_folder() -> None:
         sys.path.append(folder)
 
 
-def _import_fault(
-    reference: str,
-    error: BaseException,
-    *,
-    key: str,
-) -> ConfigError:
+def _import_fault(reference: str, error: BaseException, *, key: str) -> ConfigError:
     place = _place_of(error, reference)
     what = f"{reference} raises on import{place}: {type_and_message(error)}"
     return ConfigError(Fault(key, what, fix="run it with python to see the traceback"))

@@ -21,9 +21,7 @@ from weft.config.layout_rules import (
     sharded_sizes,
 )
 from weft.config.run import Run
-from weft.config.schema import (
-    ParallelConfig,
-)
+from weft.config.schema import ParallelConfig
 from weft.config.section_rules import (
     evaluations_exist,
     guard_factors_are_above_one,
@@ -32,10 +30,7 @@ from weft.config.section_rules import (
     sequence_fits_model,
     vocabulary_holds_bytes,
 )
-from weft.core.dimension import (
-    Dimension,
-    dimensions,
-)
+from weft.core.dimension import Dimension, dimensions
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 
@@ -52,11 +47,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
     parallel = run.parallel
     seq_len = data.seq_len
     lengths = partial(
-        suggestions.lengths,
-        mesh,
-        model,
-        seq_len=seq_len,
-        sequence_parallel=parallel.sequence,
+        suggestions.lengths, mesh, model, seq_len=seq_len, sequence_parallel=parallel.sequence
     )
     return (
         *_checks_of_dimensions(mesh, model, parallel),
@@ -110,10 +101,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(
             reads=("mesh", "precision", "deterministic"),
             find=partial(
-                sites.sites_take_options,
-                mesh,
-                run.precision,
-                deterministic=run.deterministic,
+                sites.sites_take_options, mesh, run.precision, deterministic=run.deterministic
             ),
         ),
         Check(("loss", "model"), partial(preference_loss_fits, run.loss, model)),
@@ -131,11 +119,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(
             reads=("transport", "port", "run", "save"),
             find=partial(
-                unused_keys.ranks_are_supervised,
-                run.transport,
-                run.run,
-                run.save,
-                port=run.port,
+                unused_keys.ranks_are_supervised, run.transport, run.run, run.save, port=run.port
             ),
         ),
         Check(("run",), partial(unused_keys.full_mesh_is_elastic, run.run)),
@@ -143,9 +127,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
 
 
 def _checks_of_dimensions(
-    mesh: Mesh,
-    model: ModelConfig,
-    parallel: ParallelConfig,
+    mesh: Mesh, model: ModelConfig, parallel: ParallelConfig
 ) -> Iterator[Check]:
     """The checks that follow from the records of the dimensions."""
     for dimension in dimensions().values():
@@ -169,11 +151,7 @@ def _no_suggestions() -> Iterable[Suggestion]:
     return ()
 
 
-def _dividing_degrees(
-    mesh: Mesh,
-    model: ModelConfig,
-    mesh_axis: str,
-) -> Iterator[Suggestion]:
+def _dividing_degrees(mesh: Mesh, model: ModelConfig, mesh_axis: str) -> Iterator[Suggestion]:
     """Degrees of the axis that divide the sizes it shards."""
     sizes = sharded_sizes(model, mesh_axis).values()
     yield from suggestions.degrees_of_axis(mesh, mesh_axis, divisors(*sizes))

@@ -6,14 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Feature = Literal[
-    "causal",
-    "bidirectional",
-    "window",
-    "documents",
-    "prefix",
-    "softcap",
-    "sinks",
-    "head_bias",
+    "causal", "bidirectional", "window", "documents", "prefix", "softcap", "sinks", "head_bias"
 ]
 """What a model can require of attention, as messages name it."""
 
@@ -30,10 +23,7 @@ class DistanceRange:
     @staticmethod
     def between(queries: range, keys: range) -> DistanceRange:
         """Those of any of these queries to any of these keys; both are consecutive columns."""
-        return DistanceRange(
-            smallest=queries[0] - keys[-1],
-            largest=queries[-1] - keys[0],
-        )
+        return DistanceRange(smallest=queries[0] - keys[-1], largest=queries[-1] - keys[0])
 
     @property
     def both_ways(self) -> DistanceRange:
@@ -153,9 +143,7 @@ class AttentionMask:
         if self.prefix:
             visible = visible.both_ways
         visible_queries = _narrowed(
-            queries,
-            first=keys[0] + visible.smallest,
-            last=keys[-1] + visible.largest,
+            queries, first=keys[0] + visible.smallest, last=keys[-1] + visible.largest
         )
         visible_keys = _narrowed(
             keys,
@@ -181,12 +169,7 @@ CAUSAL = AttentionMask()
 """Each query sees itself and the keys before it, of its own document."""
 
 
-def _narrowed(
-    columns: range,
-    *,
-    first: float,
-    last: float,
-) -> range:
+def _narrowed(columns: range, *, first: float, last: float) -> range:
     """Those columns that lie between two bounds, both included."""
     start = int(max(columns[0], first))
     end = int(min(columns[-1], last))

@@ -77,11 +77,7 @@ class Box:
         return Box(lo, hi)
 
 
-def boxes_of_range(
-    box: Box,
-    start: int,
-    stop: int,
-) -> tuple[Box, ...]:
+def boxes_of_range(box: Box, start: int, stop: int) -> tuple[Box, ...]:
     """Entries `start` to `stop` of a box in row-major order, as few boxes: 2 x dims - 1 at most.
 
     >>> boxes_of_range(Box((0, 0), (3, 4)), 2, 9)
@@ -109,12 +105,7 @@ def boxes_of_range(
     return tuple(found)
 
 
-def _in_rows(
-    box: Box,
-    lo: int,
-    hi: int,
-    parts: tuple[Box, ...],
-) -> tuple[Box, ...]:
+def _in_rows(box: Box, lo: int, hi: int, parts: tuple[Box, ...]) -> tuple[Box, ...]:
     """These parts of one row, in each of the rows `lo` to `hi` of a box."""
     first = box.lo[0]
     found: list[Box] = []
@@ -125,11 +116,7 @@ def _in_rows(
     return tuple(found)
 
 
-def span(
-    length: int,
-    parts: int,
-    index: int,
-) -> tuple[int, int]:
+def span(length: int, parts: int, index: int) -> tuple[int, int]:
     """Bounds of part `index` of `length` entries in `parts` parts whose lengths differ by at most
     one, longer ones first.
 
@@ -154,11 +141,7 @@ def span_sizes(length: int, parts: int) -> Ints:
     return tuple(sizes)
 
 
-def sharding_axes(
-    axes: Names,
-    rule: Rule,
-    mesh: Mesh,
-) -> Names:
+def sharding_axes(axes: Names, rule: Rule, mesh: Mesh) -> Names:
     """Mesh axes (of degree > 1) that shard a tensor with these logical axes, in the tensor's dim
     order.
     """
@@ -172,14 +155,7 @@ def sharding_axes(
     return tuple(found)
 
 
-def box_of(
-    shape: Ints,
-    axes: Names,
-    *,
-    rule: Rule,
-    mesh: Mesh,
-    rank: int,
-) -> Box:
+def box_of(shape: Ints, axes: Names, *, rule: Rule, mesh: Mesh, rank: int) -> Box:
     """The shard of a tensor that `rank` holds: each dim whose logical axis is in `rule` is sharded
     over that mesh axis.
     """
@@ -192,13 +168,7 @@ def box_of(
     return Box.of_spans(spans)
 
 
-def boxes(
-    shape: Ints,
-    axes: Names,
-    *,
-    rule: Rule,
-    mesh: Mesh,
-) -> tuple[Box, ...]:
+def boxes(shape: Ints, axes: Names, *, rule: Rule, mesh: Mesh) -> tuple[Box, ...]:
     """All different shards of a tensor: together they cover every entry exactly once."""
     spans_of_dims: list[list[tuple[int, int]]] = []
     for length, axis in zip(shape, axes, strict=True):
@@ -210,12 +180,7 @@ def boxes(
     return tuple(map(Box.of_spans, combinations))
 
 
-def gradient_axes(
-    mesh: Mesh,
-    *,
-    varies: Collection[str],
-    sharded: Collection[str],
-) -> Names:
+def gradient_axes(mesh: Mesh, *, varies: Collection[str], sharded: Collection[str]) -> Names:
     """Mesh axes over which a gradient is summed: those along which it varies, except those that
     shard the parameter.
 

@@ -21,11 +21,7 @@ class Interval:
 
     def scaled(self, factor: float) -> Interval:
         """The interval in another unit, or of `factor` times as much; factor > 0."""
-        return Interval(
-            self.low * factor,
-            self.mid * factor,
-            self.high * factor,
-        )
+        return Interval(self.low * factor, self.mid * factor, self.high * factor)
 
     def holds(self, measured: float) -> bool:
         """Whether a measured figure lies in the range."""

@@ -87,11 +87,7 @@ class Mesh:
     def coord(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank`, outermost axis first."""
         if not 0 <= rank < self.size:
-            fault = Fault(
-                "mesh",
-                f"rank {rank} is outside the mesh",
-                need=f"0 to {self.size - 1}",
-            )
+            fault = Fault("mesh", f"rank {rank} is outside the mesh", need=f"0 to {self.size - 1}")
             raise MeshError(fault)
         inner_first: list[tuple[str, int]] = []
         for name, degree in reversed(self.axes):
@@ -231,21 +227,12 @@ AXES_ELSEWHERE = {
 """Axes of other programs -> what means the same."""
 
 
-def _read_axis(
-    word: str,
-    degrees: dict[str, int],
-    text: str,
-) -> Fault | None:
+def _read_axis(word: str, degrees: dict[str, int], text: str) -> Fault | None:
     """Add the axis that `word` names to `degrees`, or say what is wrong with it."""
     match = re.fullmatch(r"([A-Za-z]+)([0-9]+)", word)
     if match is None:
         need, fix = "axis names with degrees", 'write it like "pp2 dp2 tp2"'
-        return Fault(
-            "mesh",
-            f"cannot read {word!r}",
-            need=need,
-            fix=fix,
-        )
+        return Fault("mesh", f"cannot read {word!r}", need=need, fix=fix)
     name, degree = match[1], int(match[2])
     if name not in all_axes():
         meant = AXES_ELSEWHERE.get(name.lower(), "").format(degree)
@@ -253,17 +240,11 @@ def _read_axis(
         return Fault("mesh", f"unknown axis {name!r}", got=repr(text), fix=fix)
     if name in degrees:
         return Fault(
-            "mesh",
-            f"axis {name!r} appears twice",
-            got=repr(text),
-            fix=f"keep one {name!r}",
+            "mesh", f"axis {name!r} appears twice", got=repr(text), fix=f"keep one {name!r}"
         )
     if degree < 1:
         return Fault(
-            "mesh",
-            f"axis {name!r} has degree {degree}",
-            need="at least 1",
-            fix=f"drop {word!r}",
+            "mesh", f"axis {name!r} has degree {degree}", need="at least 1", fix=f"drop {word!r}"
         )
     degrees[name] = degree
     return None

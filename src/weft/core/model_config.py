@@ -103,12 +103,7 @@ class ModelConfig(BaseModel):
         return {}
 
 
-def attention_linears(
-    dim: int,
-    *,
-    q_width: int,
-    kv_width: int,
-) -> LinearShapes:
+def attention_linears(dim: int, *, q_width: int, kv_width: int) -> LinearShapes:
     """The projections of attention with grouped heads, by their name in a layer."""
     return {
         "attn.q": (q_width, dim),
@@ -118,18 +113,9 @@ def attention_linears(
     }
 
 
-def gated_linears(
-    dim: int,
-    ffn: int,
-    *,
-    inside: str = "mlp",
-) -> LinearShapes:
+def gated_linears(dim: int, ffn: int, *, inside: str = "mlp") -> LinearShapes:
     """The projections of a gated feed-forward part, by their name in a layer."""
-    return {
-        f"{inside}.gate": (ffn, dim),
-        f"{inside}.up": (ffn, dim),
-        f"{inside}.down": (dim, ffn),
-    }
+    return {f"{inside}.gate": (ffn, dim), f"{inside}.up": (ffn, dim), f"{inside}.down": (dim, ffn)}
 
 
 def in_layers(names: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
@@ -143,12 +129,7 @@ def in_layers(names: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
     return found
 
 
-def match_row(
-    name: str,
-    table: Mapping[str, T],
-    *,
-    title: str,
-) -> T:
+def match_row(name: str, table: Mapping[str, T], *, title: str) -> T:
     """The one row of `table` whose pattern matches the global parameter name.
 
     Raises:
@@ -174,12 +155,7 @@ def logical_axes(name: str, table: AxisTable) -> tuple[DimAxis, ...]:
 
 
 def check_divides(
-    value: int,
-    parts: int,
-    *,
-    value_name: str,
-    parts_name: str,
-    multiple: int = 1,
+    value: int, parts: int, *, value_name: str, parts_name: str, multiple: int = 1
 ) -> None:
     """Reject a `value` that does not divide into `parts`, with the nearest values that do.
 

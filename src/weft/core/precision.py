@@ -32,12 +32,7 @@ NUM_BYTES: Mapping[Dtype, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "fl
 """Of a number."""
 
 
-def dtype_faults(
-    *,
-    params: Dtype,
-    compute: Dtype,
-    reduce: Dtype,
-) -> Iterator[Fault]:
+def dtype_faults(*, params: Dtype, compute: Dtype, reduce: Dtype) -> Iterator[Fault]:
     """What is wrong with three types together; see Note [Which types go together]."""
     wide: Dtype = "float64" if compute == "float64" else "float32"
     need = " or ".join(parameter_types(compute))
@@ -50,23 +45,13 @@ def dtype_faults(
     elif compute not in REPRESENTS[params]:
         what = f"does not represent every number of the {compute} that is computed in"
     if what:
-        yield Fault(
-            "precision.params",
-            what,
-            got=params,
-            need=need,
-            fix=fix,
-        )
+        yield Fault("precision.params", what, got=params, need=need, fix=fix)
     if compute not in REPRESENTS[reduce]:
         what = f"would drop digits of gradients, which are {compute}"
         if compute == "float16":
             need += " or float16"
         yield Fault(
-            "precision.reduce",
-            what,
-            got=reduce,
-            need=need,
-            fix=f"--precision.reduce {wide}",
+            "precision.reduce", what, got=reduce, need=need, fix=f"--precision.reduce {wide}"
         )
 
 

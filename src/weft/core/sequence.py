@@ -143,11 +143,7 @@ class SequenceBlocks:
         offset = 0
         for span in zigzag(self.length, self.num_ranks, index):
             size = len(span)
-            yield _Chunk(
-                number=span.start // size,
-                columns=span,
-                offset=offset,
-            )
+            yield _Chunk(number=span.start // size, columns=span, offset=offset)
             offset += size
 
     def _merged_block(self, index: int, source: int) -> BlockMask:
@@ -179,9 +175,7 @@ class SequenceBlocks:
             elif mask.is_triangle(query_columns, key_columns):
                 kind = "triangle"
         return BlockMask(
-            queries=queries.local(query_columns),
-            keys=keys.local(key_columns),
-            kind=kind,
+            queries=queries.local(query_columns), keys=keys.local(key_columns), kind=kind
         )
 
     def _shared_documents(self, one: int, other: int) -> Literal["none", "some", "all"]:
@@ -220,11 +214,7 @@ class _Chunk:
         return slice(start, stop)
 
 
-def zigzag(
-    length: int,
-    degree: int,
-    index: int,
-) -> tuple[range, ...]:
+def zigzag(length: int, degree: int, index: int) -> tuple[range, ...]:
     """Columns that rank `index` of `degree` ranks holds of a sequence, in its order; see Note
     [Zigzag].
 

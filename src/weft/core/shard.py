@@ -111,10 +111,7 @@ class Shard:
                 start = max(first - part_start, 0)
                 stop = min(last - part_start, length)
                 if start < stop:
-                    in_part = Box(
-                        (*index, start, *inner_lo),
-                        (*next_index, stop, *inner_hi),
-                    )
+                    in_part = Box((*index, start, *inner_lo), (*next_index, stop, *inner_hi))
                     yield in_part.shifted(part.lo)
                 part_start += length
 
@@ -156,23 +153,11 @@ def shard_of(
     plain_axes = first_axes(axes)
     stacked_dim = _sharded_stacked_dim(name, axes, rule, mesh)
     if stacked_dim is None:
-        box = box_of(
-            shape,
-            plain_axes,
-            rule=rule,
-            mesh=mesh,
-            rank=rank,
-        )
+        box = box_of(shape, plain_axes, rule=rule, mesh=mesh, rank=rank)
         return Shard((box,))
     stacked = axes[stacked_dim]
     assert isinstance(stacked, Stacked), f"dim {stacked_dim} was found to be Stacked"
-    sizes = _part_sizes(
-        name,
-        stacked,
-        shape[stacked_dim],
-        rule=rule,
-        mesh=mesh,
-    )
+    sizes = _part_sizes(name, stacked, shape[stacked_dim], rule=rule, mesh=mesh)
     boxes: list[Box] = []
     origin = (0,) * len(shape)
     offset = 0
@@ -191,10 +176,7 @@ def shard_of(
 
 
 def _sharded_stacked_dim(
-    name: str,
-    axes: tuple[DimAxis, ...],
-    rule: Rule,
-    mesh: Mesh,
+    name: str, axes: tuple[DimAxis, ...], rule: Rule, mesh: Mesh
 ) -> int | None:
     """The `Stacked` dim that the mesh shards, if any; errors as in `shard_of`."""
     found: list[int] = []
@@ -210,11 +192,7 @@ def _sharded_stacked_dim(
     return found[0]
 
 
-def _with(
-    values: tuple[T, ...],
-    index: int,
-    value: T,
-) -> tuple[T, ...]:
+def _with(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
     """The tuple with another value at one index."""
     changed = list(values)
     changed[index] = value
@@ -222,12 +200,7 @@ def _with(
 
 
 def _part_sizes(
-    name: str,
-    stacked: Stacked,
-    length: int,
-    *,
-    rule: Rule,
-    mesh: Mesh,
+    name: str, stacked: Stacked, length: int, *, rule: Rule, mesh: Mesh
 ) -> tuple[int, ...]:
     """Entries of each part; errors as in `shard_of`."""
     sizes = stacked.sizes(length)

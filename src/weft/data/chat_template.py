@@ -152,10 +152,7 @@ class ChatTemplate:
         return text
 
     def render_answers(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
     ) -> Rendered:
         """The text of a conversation and what the assistant wrote in it; see Note [Answers].
 
@@ -169,11 +166,7 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message.get("role") != ASSISTANT:
                 continue
-            before = self.render(
-                messages[:index],
-                tools=tools,
-                add_generation_prompt=True,
-            )
+            before = self.render(messages[:index], tools=tools, add_generation_prompt=True)
             through = self.render(messages[: index + 1], tools=tools)
             if not through.startswith(before) or not text.startswith(through):
                 raise TemplateFault(
@@ -234,10 +227,7 @@ class ChatTemplate:
 
 
 def find_template(
-    name: str | None,
-    tokenizer: Tokenizer,
-    *,
-    folder: Path | None = None,
+    name: str | None, tokenizer: Tokenizer, *, folder: Path | None = None
 ) -> ChatTemplate:
     """The template of this name, a built-in one or a file; None: the tokenizer's own.
 
@@ -293,11 +283,7 @@ def try_template(text: str, special_tokens: Mapping[str, str]) -> None:
                 raise MemoryError from None
 
 
-def template_fault(
-    template: ChatTemplate,
-    fault: TemplateFault,
-    where: str,
-) -> DataError:
+def template_fault(template: ChatTemplate, fault: TemplateFault, where: str) -> DataError:
     """The error of a record that a template does not render."""
     if fault.line is None:
         line = ""
@@ -468,9 +454,5 @@ def _to_json(
 ) -> str:
     """JSON without jinja2's escapes of HTML characters."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -63,11 +63,7 @@ def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
         length = len(prompt.ids)
         if list(ids[:length]) == list(prompt.ids):
             mask[length:] = 1
-            return MaskedTokens(
-                ids=ids,
-                mask=mask,
-                has_shared_token=False,
-            )
+            return MaskedTokens(ids=ids, mask=mask, has_shared_token=False)
     offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
     starts = offsets[:, 0]
     stops = offsets[:, 1]
@@ -78,11 +74,7 @@ def encode_answers(answer: AnswerText, tokenizer: Tokenizer) -> MaskedTokens:
             first = overlapping[0]
             last = overlapping[-1]
             mask[first : last + 1] = 1
-    return MaskedTokens(
-        ids=ids,
-        mask=mask,
-        has_shared_token=answer.prompt is not None,
-    )
+    return MaskedTokens(ids=ids, mask=mask, has_shared_token=answer.prompt is not None)
 
 
 @dataclass(frozen=True)
@@ -145,13 +137,7 @@ class _RowArrays:
             pairs=np.zeros(seq_len, dtype=np.bool_),
         )
 
-    def put(
-        self,
-        place: int,
-        number: int,
-        tokens: Ints,
-        mask: NDArray[np.uint8],
-    ) -> None:
+    def put(self, place: int, number: int, tokens: Ints, mask: NDArray[np.uint8]) -> None:
         """Put a document at a place; its last token has no target."""
         stop = place + len(tokens)
         following = tokens[1:]
@@ -205,15 +191,7 @@ class ConversationSamples:
             got = f"0 targets in the first {self.seq_len} tokens of {len(lengths)} records"
             what = f"{self.source} has nothing to train on: no target is left"
             fix = "raise data.seq_len, or repair the answers"
-            raise DataError(
-                Fault(
-                    KEY,
-                    what,
-                    got=got,
-                    need="one answer at least",
-                    fix=fix,
-                )
-            )
+            raise DataError(Fault(KEY, what, got=got, need="one answer at least", fix=fix))
         group_lengths = lengths.sum(axis=1)
         if self.packing == "single":
             rows = single_rows(len(kept_groups))
@@ -376,11 +354,7 @@ def _kept_lengths(lengths: Ints, seq_len: int) -> Ints:
     return np.stack((kept_chosen, kept_rejected), axis=1)
 
 
-def _count_targets(
-    mask: Tokens,
-    bounds: Ints,
-    lengths: Ints,
-) -> tuple[Ints, Ints]:
+def _count_targets(mask: Tokens, bounds: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     """num_targets_N of each document within its kept length, and the index of the first target; the
     mask is read in parts.
     """
@@ -404,11 +378,7 @@ def _count_targets(
     return num_targets, first_targets
 
 
-def _targets_of_part(
-    mask: NDArray[np.uint8],
-    bounds: Ints,
-    lengths: Ints,
-) -> tuple[Ints, Ints]:
+def _targets_of_part(mask: NDArray[np.uint8], bounds: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     """As `_count_targets`, of consecutive documents."""
     starts = bounds[:-1]
     num_documents = len(starts)

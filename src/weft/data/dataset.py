@@ -44,12 +44,7 @@ def open_data(data: DataConfig, model: ModelConfig) -> Samples:
     return MixtureSamples(parts=tuple(parts), sampler=make_mixture_sampler(tuple(weights.values())))
 
 
-def open_validation(
-    data: DataConfig,
-    model: ModelConfig,
-    *,
-    source: str | None,
-) -> Samples:
+def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None) -> Samples:
     """The data that a run is evaluated on.
 
     Args:
@@ -91,12 +86,7 @@ def open_validation(
         raise DataError(*faults) from None
 
 
-def _open_split(
-    data: DataConfig,
-    model: ModelConfig,
-    *,
-    split: Split,
-) -> Samples:
+def _open_split(data: DataConfig, model: ModelConfig, *, split: Split) -> Samples:
     if model.kind == "images":
         return _open_images(data, model)
     if holds_records(data.source, data):
@@ -105,22 +95,12 @@ def _open_split(
     return _open_tokens(data, model, split=split)
 
 
-def _open_tokens(
-    data: DataConfig,
-    model: ModelConfig,
-    *,
-    split: Split,
-) -> SequenceSamples:
+def _open_tokens(data: DataConfig, model: ModelConfig, *, split: Split) -> SequenceSamples:
     if data.source == "digits":
         raise DataError(
             Fault(KEY, "'digits' are images, the model reads tokens", fix="--model.name mnist")
         )
-    stream = open_source(
-        data.source,
-        data,
-        vocab=model.axis_sizes()["vocab"],
-        split=split,
-    )
+    stream = open_source(data.source, data, vocab=model.axis_sizes()["vocab"], split=split)
     if len(stream) <= data.seq_len:
         need = f"at least {data.seq_len + 1} = data.seq_len + 1"
         if len(stream) > 1:
@@ -144,31 +124,16 @@ def _open_tokens(
     if data.packing == "documents":
         _check_documents(stream, data)
         return SequenceSamples(
-            stream=stream,
-            seq_len=data.seq_len,
-            source=data.source,
-            packing="documents",
+            stream=stream, seq_len=data.seq_len, source=data.source, packing="documents"
         )
-    return SequenceSamples(
-        stream=stream,
-        seq_len=data.seq_len,
-        source=data.source,
-    )
+    return SequenceSamples(stream=stream, seq_len=data.seq_len, source=data.source)
 
 
 def _check_documents(stream: TokenStream, data: DataConfig) -> None:
     if not has_documents(stream):
         what = f"{file_names(stream.files)} does not say where documents begin"
         fix = "--data.packing stream, or prepare their texts: weft data prepare INPUT --out FOLDER"
-        raise DataError(
-            Fault(
-                "data.packing",
-                what,
-                got="documents",
-                need="stream",
-                fix=fix,
-            )
-        )
+        raise DataError(Fault("data.packing", what, got="documents", need="stream", fix=fix))
     if data.long == "error":
         number, length = longest_document(stream.document_bounds)
         if length > data.seq_len:
@@ -192,14 +157,7 @@ def _check_same_kind(sources: tuple[str, ...], parts: Sequence[Samples]) -> None
         if kind != kinds[0]:
             got = f"{kinds[0]} in {sources[0]}, {kind} in {source}"
             fix = "mix text with text, conversations with conversations, pairs with pairs"
-            raise DataError(
-                Fault(
-                    MIX_KEY,
-                    "its sources are of different kinds",
-                    got=got,
-                    fix=fix,
-                )
-            )
+            raise DataError(Fault(MIX_KEY, "its sources are of different kinds", got=got, fix=fix))
 
 
 def _kind_of(samples: Samples) -> str:
@@ -225,13 +183,7 @@ def _check_same_tokenizer(sources: tuple[str, ...]) -> None:
             name = first[2].tokenizer().name
             fix = f"weft data prepare INPUT --out FOLDER --tokenizer {name}, in place of {source}"
             raise DataError(
-                Fault(
-                    MIX_KEY,
-                    what,
-                    got=f"{first[0]} and {source}",
-                    need="one tokenizer",
-                    fix=fix,
-                )
+                Fault(MIX_KEY, what, got=f"{first[0]} and {source}", need="one tokenizer", fix=fix)
             )
 
 
@@ -243,13 +195,7 @@ def _check_validation_tokenizer(source: str, tokenizer: Tokenizer) -> None:
     what = f"{source} was prepared by another tokenizer than the training data"
     fix = f"weft data prepare INPUT --out FOLDER --tokenizer {tokenizer.name}, then --{EVAL_KEY} FOLDER"
     raise DataError(
-        Fault(
-            EVAL_KEY,
-            what,
-            got=prepared.tokenizer().name,
-            need=tokenizer.name,
-            fix=fix,
-        )
+        Fault(EVAL_KEY, what, got=prepared.tokenizer().name, need=tokenizer.name, fix=fix)
     )
 
 

@@ -176,14 +176,7 @@ def _decoded_blocks(file: Path, options: ReadOptions) -> Iterator[_DecodedBlock]
                 index = num_decoded + len(data) - len(error.object) + error.start
                 got = f"{error.object[error.start]:#04x} at byte {index}"
                 fix = "convert the file, or use the tokenizer bytes, which accepts any bytes"
-                raise DataError(
-                    Fault(
-                        KEY,
-                        f"{file} is not UTF-8 text",
-                        got=got,
-                        fix=fix,
-                    )
-                ) from None
+                raise DataError(Fault(KEY, f"{file} is not UTF-8 text", got=got, fix=fix)) from None
             num_decoded += len(data)
             if text:
                 yield _DecodedBlock(text, source.at)
@@ -211,14 +204,7 @@ def _text_of_row(row: Row, field: str) -> str:
         fix = suggest_field(field, row.fields)
         if record_format is not None:
             fix = f"--{FORMAT_KEY} {record_format}, as these are records to fine-tune on"
-        raise DataError(
-            Fault(
-                FIELD_KEY,
-                what,
-                got=repr(field),
-                fix=fix,
-            )
-        )
+        raise DataError(Fault(FIELD_KEY, what, got=repr(field), fix=fix))
     text = row.fields[field]
     if not isinstance(text, str):
         what = f"{row.where}: the field {field!r} is not text"

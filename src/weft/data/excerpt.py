@@ -192,13 +192,7 @@ def _thinned(ids: Ints, mask: Mask, length: int) -> Document:
     return Document(ids[kept], mask[kept])
 
 
-def _drawn(
-    length: int,
-    vocab: int,
-    *,
-    number: int,
-    has_mask: bool,
-) -> Document:
+def _drawn(length: int, vocab: int, *, number: int, has_mask: bool) -> Document:
     """Drawn ids; the second half of a record is its answer."""
     generator = np.random.default_rng(hash_numbers(SEED, number))
     ids = generator.integers(0, vocab, length, dtype=np.int64)
@@ -206,11 +200,7 @@ def _drawn(
     return Document(ids, is_answer.astype(np.uint8) if has_mask else None)
 
 
-def _packed(
-    pieces: Iterator[Document],
-    seq_len: int,
-    num_tokens: int,
-) -> Iterator[Document]:
+def _packed(pieces: Iterator[Document], seq_len: int, num_tokens: int) -> Iterator[Document]:
     """Documents up to a number of tokens; one ends at the end of every other sequence."""
     place = 0
     while place < num_tokens:

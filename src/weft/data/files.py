@@ -55,12 +55,7 @@ def read_fault(file: Path, error: Exception) -> Fault:
     """What is wrong with a file whose reading raised one of `READ_ERRORS`."""
     if isinstance(error, OSError) and error.errno:
         why = error.strerror or str(error)
-        return Fault(
-            KEY,
-            "cannot read the file",
-            got=repr(str(file)),
-            fix=f"{why}: check it",
-        )
+        return Fault(KEY, "cannot read the file", got=repr(str(file)), fix=f"{why}: check it")
     names = {"gz": "gzip", "zst": "zstd"}
     kind = COMPRESSED_SUFFIXES.get(file.suffix.lower(), "compressed")
     what = f"{file} is a broken {names.get(kind, kind)} file"
@@ -98,13 +93,7 @@ def find_files(source: str) -> tuple[Path, ...]:
         got = f"{num_token_files} .bin and {num_others} others"
         fix = f"choose one kind: '{source}/*.bin'"
         raise DataError(
-            Fault(
-                KEY,
-                f"{source} holds text and token files",
-                got=got,
-                need="one kind",
-                fix=fix,
-            )
+            Fault(KEY, f"{source} holds text and token files", got=got, need="one kind", fix=fix)
         )
     return files
 
@@ -132,14 +121,7 @@ def _matching_files(source: str) -> tuple[Path, ...]:
         return (path,)
     if not glob.has_magic(source):
         fix = "check the path, or name stdlib: Python's own sources"
-        raise DataError(
-            Fault(
-                KEY,
-                "no such file or folder",
-                got=repr(source),
-                fix=fix,
-            )
-        )
+        raise DataError(Fault(KEY, "no such file or folder", got=repr(source), fix=fix))
     found = map(Path, glob.glob(str(path), recursive=True))
     files = sorted(file for file in found if file.is_file())
     if not files:
@@ -197,14 +179,7 @@ def _check_in_folder(file: Path, folder: Path) -> None:
 
 def _unreadable_folder(error: OSError) -> None:
     fix = f"{error.strerror}: check its permissions"
-    raise DataError(
-        Fault(
-            KEY,
-            "cannot read the folder",
-            got=repr(error.filename),
-            fix=fix,
-        )
-    )
+    raise DataError(Fault(KEY, "cannot read the folder", got=repr(error.filename), fix=fix))
 
 
 def stdlib_files() -> Iterator[Path]:

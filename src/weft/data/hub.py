@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weft.data.documents import (
-    FIELD_KEY,
-    ReadOptions,
-    TextChunk,
-    document_chunks,
-    suggest_field,
-)
+from weft.data.documents import FIELD_KEY, ReadOptions, TextChunk, document_chunks, suggest_field
 from weft.data.files import KEY
 from weft.data.rows import MAX_ERROR_CHARS
 from weft.errors import DataError, Fault, first_line
@@ -54,11 +48,7 @@ class HubDataset:
                     fix="for example hf:allenai/c4,en:train",
                 )
             )
-        return HubDataset(
-            path=path,
-            config=config or None,
-            split=split or "train",
-        )
+        return HubDataset(path=path, config=config or None, split=split or "train")
 
     def __str__(self) -> str:
         config = f",{self.config}" if self.config else ""
@@ -83,11 +73,7 @@ class HubDataset:
                 fix = suggest_field(field, row)
                 raise DataError(
                     Fault(
-                        FIELD_KEY,
-                        f"{self} has no such column",
-                        got=repr(field),
-                        need=need,
-                        fix=fix,
+                        FIELD_KEY, f"{self} has no such column", got=repr(field), need=need, fix=fix
                     )
                 )
             text = row[field]
@@ -109,12 +95,7 @@ class HubDataset:
     def _rows(self) -> Any:
         datasets = _import_datasets()
         try:
-            return datasets.load_dataset(
-                self.path,
-                self.config,
-                split=self.split,
-                streaming=True,
-            )
+            return datasets.load_dataset(self.path, self.config, split=self.split, streaming=True)
         except Exception as error:  # noqa: BLE001 - whatever the library and its network raise concerns this data set
             raise self._unreadable(error) from None
 
@@ -127,14 +108,7 @@ class HubDataset:
     def _unreadable(self, error: Exception) -> DataError:
         why = first_line(error)[:MAX_ERROR_CHARS] or type(error).__name__
         fix = "check its name, configuration and split, and the network; or name files"
-        return DataError(
-            Fault(
-                KEY,
-                f"{self} cannot be read",
-                got=why,
-                fix=fix,
-            )
-        )
+        return DataError(Fault(KEY, f"{self} cannot be read", got=why, fix=fix))
 
 
 def _import_datasets() -> Any:

@@ -75,10 +75,7 @@ class DataIdentity:
 
     @staticmethod
     def of(
-        data: DataConfig,
-        *,
-        kind: Literal["tokens", "images"],
-        evaluated_on: str | None = None,
+        data: DataConfig, *, kind: Literal["tokens", "images"], evaluated_on: str | None = None
     ) -> DataIdentity:
         """The identity of the files of a run's data, as they are now.
 

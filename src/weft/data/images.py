@@ -66,13 +66,7 @@ class LabelledImages:
             if height != width:
                 fix = "crop or pad the images to squares"
             faults.append(
-                Fault(
-                    KEY,
-                    what,
-                    got=f"{height} x {width}",
-                    need=str(image_size),
-                    fix=fix,
-                )
+                Fault(KEY, what, got=f"{height} x {width}", need=str(image_size), fix=fix)
             )
         (out_of_range,) = np.nonzero(self.labels >= classes)
         if out_of_range.size:
@@ -121,9 +115,7 @@ def digits() -> LabelledImages:
     borders = (border, border)
     images_NHW = np.pad(bytes_NHW, ((0, 0), borders, borders))
     return LabelledImages(
-        "digits",
-        images=images_NHW[:, None],
-        labels=found.target.astype(np.uint8),
+        "digits", images=images_NHW[:, None], labels=found.target.astype(np.uint8)
     )
 
 
@@ -164,11 +156,7 @@ def read_pair(source: str) -> LabelledImages:
                 fix="download both files again",
             )
         )
-    return LabelledImages(
-        name=str(images_file),
-        images=images[:, None],
-        labels=labels,
-    )
+    return LabelledImages(name=str(images_file), images=images[:, None], labels=labels)
 
 
 def find_pair(path: Path) -> tuple[Path, Path]:
@@ -259,12 +247,7 @@ def _read_decompressed(file: Path) -> bytes:
             with gzip.open(raw) as source:
                 return source.read(MAX_IDX_BYTES + 1)
     except UnreadableFile as error:
-        fault = Fault(
-            KEY,
-            "cannot read the file",
-            got=error.what,
-            fix=repr(str(file)),
-        )
+        fault = Fault(KEY, "cannot read the file", got=error.what, fix=repr(str(file)))
         raise DataError(fault) from None
     except READ_ERRORS as error:
         raise DataError(read_fault(file, error)) from None

@@ -72,21 +72,12 @@ def check_size(samples: Samples, *, seq_len: int) -> None:
         got = f"{samples.num_samples} samples of {seq_len} positions"
         need = f"at most {MAX_ENTRIES:,} positions"
         raise DataError(
-            Fault(
-                KEY,
-                "too many reference log-probabilities",
-                got=got,
-                need=need,
-                fix="less data",
-            )
+            Fault(KEY, "too many reference log-probabilities", got=got, need=need, fix="less data")
         )
 
 
 def write_references(
-    run_folder: Path,
-    name: str,
-    logprobs: Logprobs,
-    data: Mapping[str, object],
+    run_folder: Path, name: str, logprobs: Logprobs, data: Mapping[str, object]
 ) -> None:
     """Write the file of a data source; it is complete or absent.
 
@@ -108,11 +99,7 @@ def write_references(
 
 
 def read_references(
-    run_folder: Path,
-    name: str,
-    *,
-    shape: tuple[int, int],
-    data: Mapping[str, object],
+    run_folder: Path, name: str, *, shape: tuple[int, int], data: Mapping[str, object]
 ) -> Logprobs:
     """The log-probabilities of a data source.
 
@@ -131,13 +118,7 @@ def read_references(
         if facts.get(key) != value:
             what = f"{file} holds log-probabilities of other data: {key} differs"
             raise DataError(
-                Fault(
-                    KEY,
-                    what,
-                    got=str(facts.get(key)),
-                    need=str(value),
-                    fix=_fix(folder),
-                )
+                Fault(KEY, what, got=str(facts.get(key)), need=str(value), fix=_fix(folder))
             )
     size = shape[0] * shape[1] * DTYPE.itemsize
     try:

@@ -138,13 +138,7 @@ def read_mix(words: Sequence[str]) -> Mapping[str, float]:
         elif weight is None or not 0 < weight < math.inf:
             what = f"the weight of {source} is not valid"
             faults.append(
-                Fault(
-                    KEY,
-                    what,
-                    got=repr(text),
-                    need="a number above 0",
-                    fix=f'"{source}=0.5"',
-                )
+                Fault(KEY, what, got=repr(text), need="a number above 0", fix=f'"{source}=0.5"')
             )
         elif source in weights:
             faults.append(

@@ -26,13 +26,7 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
-def samples_of_step(
-    step: int,
-    *,
-    global_size: int,
-    num_samples: int,
-    seed: int,
-) -> Ints:
+def samples_of_step(step: int, *, global_size: int, num_samples: int, seed: int) -> Ints:
     """Samples of step `step` (from 0), in the order that `layout_of` distributes.
 
     Steps follow each other without a gap: where an epoch ends inside a step, the next epoch's
@@ -84,14 +78,7 @@ def uniform_draws(numbers: Ints, *, seed: int) -> NDArray[np.float64]:
     return fractions / 2**53
 
 
-def layout_of(
-    samples: Ints,
-    *,
-    index: int,
-    degree: int,
-    micro_size: int,
-    outer: int = 1,
-) -> Ints:
+def layout_of(samples: Ints, *, index: int, degree: int, micro_size: int, outer: int = 1) -> Ints:
     """Samples of data rank `index` of `degree`, as [micro-batch, place]: j = (m * degree + index) *
     micro_size + i.
 
@@ -123,11 +110,7 @@ def permuted(places: Ints, length: int, *, key: int) -> Ints:
     return images.astype(np.int64)
 
 
-def _feistel(
-    numbers: _Words,
-    half_bits: np.uint64,
-    round_keys: list[np.uint64],
-) -> _Words:
+def _feistel(numbers: _Words, half_bits: np.uint64, round_keys: list[np.uint64]) -> _Words:
     one = np.uint64(1)
     low_mask = (one << half_bits) - one
     left = numbers >> half_bits

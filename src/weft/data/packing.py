@@ -118,6 +118,5 @@ def pack_rows(lengths: Ints, capacity: int) -> Rows:
     counts = [len(row) for row in rows]
     items = [item for row in rows for item in row]
     return Rows(
-        items=np.array(items, dtype=np.int64),
-        bounds=np.cumsum([0, *counts], dtype=np.int64),
+        items=np.array(items, dtype=np.int64), bounds=np.cumsum([0, *counts], dtype=np.int64)
     )

@@ -85,11 +85,7 @@ class PrepareOptions:
     chat_template: str | None = None
 
 
-def prepare(
-    options: PrepareOptions,
-    out: Path,
-    progress: Progress = no_progress,
-) -> PreparedMeta:
+def prepare(options: PrepareOptions, out: Path, progress: Progress = no_progress) -> PreparedMeta:
     """Write the folder `out`; returns its metadata.
 
     Raises:
@@ -125,14 +121,7 @@ def prepare(
         temporary.rename(out)
     except OSError as error:
         got = f"{str(out)!r}: {error.strerror}"
-        raise DataError(
-            Fault(
-                "out",
-                "cannot be written",
-                got=got,
-                fix="make room",
-            )
-        ) from None
+        raise DataError(Fault("out", "cannot be written", got=got, fix="make room")) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return meta
@@ -150,10 +139,7 @@ def is_valid(numbers: Iterable[int], *, share: float, seed: int) -> list[bool]:
 
 
 def _write_folder(
-    folder: Path,
-    options: PrepareOptions,
-    inputs: Sequence[Input],
-    progress: Progress,
+    folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress
 ) -> PreparedMeta:
     tokenizer = _make_tokenizer(folder, options, inputs, progress)
     round_trip = RoundTrip(tokenizer)
@@ -178,21 +164,10 @@ def _write_folder(
             writer = TokenWriter(folder / split, np.dtype(dtype), has_mask=reader is not None)
             writers[split] = stack.enter_context(writer)
         if reader is None:
-            _encode_text(
-                inputs,
-                writers,
-                round_trip,
-                options=options,
-                report=report,
-            )
+            _encode_text(inputs, writers, round_trip, options=options, report=report)
         else:
             num_shared = _encode_records(
-                inputs,
-                reader,
-                writers,
-                round_trip,
-                options=options,
-                report=report,
+                inputs, reader, writers, round_trip, options=options, report=report
             )
     _check_has_tokens(writers["train"], inputs)
     record_format = None
@@ -232,11 +207,7 @@ def _check_has_tokens(writer: TokenWriter, inputs: Sequence[Input]) -> None:
     files = counted(len(inputs), "file")
     raise DataError(
         Fault(
-            KEY,
-            "is empty",
-            got=f"no text in {files}",
-            need="some text",
-            fix="name files with text",
+            KEY, "is empty", got=f"no text in {files}", need="some text", fix="name files with text"
         )
     )
 
@@ -253,11 +224,7 @@ def _store_template(folder: Path, reader: RecordReader) -> None:
     if reader.template is None:
         return
     _write_synced(folder / TEMPLATE_FILE, reader.template.text.encode())
-    special = json.dumps(
-        dict(reader.template.special_tokens),
-        indent=1,
-        ensure_ascii=False,
-    )
+    special = json.dumps(dict(reader.template.special_tokens), indent=1, ensure_ascii=False)
     _write_synced(folder / TOKENIZER_CONFIG, f"{special}\n".encode())
 
 
@@ -281,20 +248,11 @@ def _encode_records(
         if isinstance(source, HubDataset):
             fix = "write the data set as JSONL or parquet files and name them"
             raise DataError(
-                Fault(
-                    FORMAT_KEY,
-                    "hf: is read as text alone",
-                    got=str(source),
-                    fix=fix,
-                )
+                Fault(FORMAT_KEY, "hf: is read as text alone", got=str(source), fix=fix)
             )
         for record in reader.read(source):
             encoded = encode_record(record, tokenizer)
-            (is_kept,) = is_valid(
-                [num_records],
-                share=options.valid,
-                seed=options.seed,
-            )
+            (is_kept,) = is_valid([num_records], share=options.valid, seed=options.seed)
             writer = writers["valid" if is_kept else "train"]
             for document in encoded.documents:
                 writer.add_masked(document.ids, document.mask)
@@ -343,11 +301,7 @@ def _encode_text(
         for chunk in batch:
             numbers.append(num_documents)
             num_documents += chunk.ends
-        kept_for_validation = is_valid(
-            numbers,
-            share=options.valid,
-            seed=options.seed,
-        )
+        kept_for_validation = is_valid(numbers, share=options.valid, seed=options.seed)
         for number, chunk, tokens, is_kept in zip(
             numbers, batch, encoded, kept_for_validation, strict=True
         ):
@@ -374,10 +328,7 @@ def _batches(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
 
 
 def _make_tokenizer(
-    folder: Path,
-    options: PrepareOptions,
-    inputs: Sequence[Input],
-    progress: Progress,
+    folder: Path, options: PrepareOptions, inputs: Sequence[Input], progress: Progress
 ) -> Tokenizer:
     """The tokenizer of the options, trained if they say so; its file is stored in the folder."""
     if options.tokenizer == BYTES:
@@ -392,9 +343,7 @@ def _make_tokenizer(
 
 
 def _training_texts(
-    options: PrepareOptions,
-    inputs: Sequence[Input],
-    progress: Progress,
+    options: PrepareOptions, inputs: Sequence[Input], progress: Progress
 ) -> Iterator[str]:
     """Every chunk, or a uniform sample of them where there are many; a function of the options."""
     total_bytes = max(sum(num_bytes_of(source) for source in inputs), 1)

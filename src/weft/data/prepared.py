@@ -148,10 +148,7 @@ class Prepared:
     def files(self, split: Split) -> tuple[tuple[Path, str], ...]:
         """The files of a split with the SHA-256 of each."""
         info = self.meta.splits[split]
-        hashes = {
-            ".bin": info.sha256,
-            ".idx": info.bounds_sha256,
-        }
+        hashes = {".bin": info.sha256, ".idx": info.bounds_sha256}
         if self.meta.record_format != TEXT:
             hashes[".mask"] = info.mask_sha256
         found = []
@@ -246,15 +243,7 @@ def agreed_tokenizer(prepared: Prepared, data: DataConfig) -> Tokenizer:
     if data.tokenizer != BYTES and open_tokenizer(data.tokenizer).sha256 != own.sha256:
         what = f"is not the tokenizer that prepared {prepared.folder}"
         fix = "omit data.tokenizer: a prepared folder has its own"
-        raise DataError(
-            Fault(
-                TOKENIZER_KEY,
-                what,
-                got=data.tokenizer,
-                need=own.name,
-                fix=fix,
-            )
-        )
+        raise DataError(Fault(TOKENIZER_KEY, what, got=data.tokenizer, need=own.name, fix=fix))
     return own
 
 
@@ -271,12 +260,7 @@ def _read_meta(file: Path) -> PreparedMeta:
     try:
         text = read_bytes(file, max_bytes=MAX_META_BYTES, within=file.parent)
     except UnreadableFile as error:
-        missing = Fault(
-            KEY,
-            f"{file.parent} lacks {META}",
-            got=error.what,
-            fix=PREPARE_AGAIN,
-        )
+        missing = Fault(KEY, f"{file.parent} lacks {META}", got=error.what, fix=PREPARE_AGAIN)
         if error.is_missing:
             fault = missing
         else:
@@ -288,12 +272,7 @@ def _read_meta(file: Path) -> PreparedMeta:
         first: Any = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the text"
         raise DataError(
-            Fault(
-                KEY,
-                f"{file} cannot be read",
-                got=f"{where}: {first['msg']}",
-                fix=PREPARE_AGAIN,
-            )
+            Fault(KEY, f"{file} cannot be read", got=f"{where}: {first['msg']}", fix=PREPARE_AGAIN)
         ) from None
     if meta.format > RECORDS_FORMAT or set(meta.splits) != set(SPLITS):
         need = f"format {RECORDS_FORMAT} with {' and '.join(SPLITS)}"
@@ -322,11 +301,7 @@ def _read_meta(file: Path) -> PreparedMeta:
     return meta
 
 
-def _file_faults(
-    folder: Path,
-    meta: PreparedMeta,
-    split: Split,
-) -> Iterator[Fault]:
+def _file_faults(folder: Path, meta: PreparedMeta, split: Split) -> Iterator[Fault]:
     info = meta.splits[split]
     tokens_size = info.tokens * np.dtype(meta.dtype).itemsize
     bounds_size = (info.documents + 1) * BOUND.itemsize

@@ -36,12 +36,7 @@ from weft.data.records import AnswerText, RecordFormat, RecordReader, RenderedRe
 from weft.data.round_trip import RoundTrip
 from weft.data.row_files import file_rows, holds_rows
 from weft.data.rows import FORMAT_KEY, detect_format
-from weft.data.token_sources import (
-    MAX_CHARS_IN_MEMORY,
-    check_round_trip,
-    check_vocab,
-    split_of,
-)
+from weft.data.token_sources import MAX_CHARS_IN_MEMORY, check_round_trip, check_vocab, split_of
 from weft.data.tokenizer import Tokenizer, open_tokenizer
 from weft.data.tokens import TokenStream
 from weft.errors import DataError, Fault
@@ -101,13 +96,7 @@ def _first_row_is_record(source: str, text_field: str) -> bool:
     return detect_format(row.fields) is not None or text_field not in row.fields
 
 
-def open_records(
-    source: str,
-    data: DataConfig,
-    *,
-    vocab: int,
-    split: Split,
-) -> ConversationSamples:
+def open_records(source: str, data: DataConfig, *, vocab: int, split: Split) -> ConversationSamples:
     """The records of a source as samples, for a model with `vocab` ids.
 
     Raises:
@@ -116,13 +105,7 @@ def open_records(
     """
     prepared = prepared_of(source)
     if prepared is not None:
-        conversations = _open_prepared(
-            source,
-            prepared,
-            data,
-            vocab=vocab,
-            split=split,
-        )
+        conversations = _open_prepared(source, prepared, data, vocab=vocab, split=split)
     else:
         conversations = _encode_in_memory(source, data, vocab=vocab)
     if data.packing == AUTO:
@@ -144,11 +127,7 @@ def open_records(
 
 
 def make_reader(
-    record_format: str,
-    template: str | None,
-    tokenizer: Tokenizer,
-    *,
-    folder: Path | None = None,
+    record_format: str, template: str | None, tokenizer: Tokenizer, *, folder: Path | None = None
 ) -> RecordReader:
     """A reader of records for a tokenizer and its template; a missing template is an error only of
     records that need it.
@@ -174,18 +153,11 @@ def make_reader(
     end_text = tokenizer.end_text
     if found is not None:
         end_text = found.special_tokens.get("eos_token", end_text)
-    return RecordReader(
-        format=wanted,
-        template=found,
-        end_text=end_text,
-        no_template=no_template,
-    )
+    return RecordReader(format=wanted, template=found, end_text=end_text, no_template=no_template)
 
 
 def encode_records(
-    files: Iterable[Path],
-    reader: RecordReader,
-    tokenizer: Tokenizer,
+    files: Iterable[Path], reader: RecordReader, tokenizer: Tokenizer
 ) -> Iterator[EncodedRecord]:
     """The tokens and masks of all records.
 
@@ -243,38 +215,17 @@ def _check_longest(samples: ConversationSamples, data: DataConfig) -> None:
     what = f"{samples.table.num_cut} texts of {samples.source} are longer than the sequence"
     fix = f"--data.seq_len {longest * samples.data.group}, or --data.long split, which cuts them"
     need = f"at most {data.seq_len}"
-    raise DataError(
-        Fault(
-            "data.long",
-            what,
-            got=f"up to {longest} tokens",
-            need=need,
-            fix=fix,
-        )
-    )
+    raise DataError(Fault("data.long", what, got=f"up to {longest} tokens", need=need, fix=fix))
 
 
 def _open_prepared(
-    source: str,
-    prepared: Prepared,
-    data: DataConfig,
-    *,
-    vocab: int,
-    split: Split,
+    source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
 ) -> Conversations:
     stored = prepared.meta.record_format
     if data.format not in (TEXT, AUTO, stored):
         fix = f"omit data.format: the folder holds its own, {stored}"
         what = f"is not what {prepared.folder} was prepared as"
-        raise DataError(
-            Fault(
-                FORMAT_KEY,
-                what,
-                got=data.format,
-                need=stored,
-                fix=fix,
-            )
-        )
+        raise DataError(Fault(FORMAT_KEY, what, got=data.format, need=stored, fix=fix))
     if data.chat_template is not None:
         what = f"{prepared.folder} was prepared with its own"
         fix = f"omit data.chat_template, or {PREPARE_AGAIN}"
@@ -301,12 +252,7 @@ def _open_prepared(
     )
 
 
-def _encode_in_memory(
-    source: str,
-    data: DataConfig,
-    *,
-    vocab: int,
-) -> Conversations:
+def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversations:
     tokenizer = open_tokenizer(data.tokenizer)
     check_vocab(tokenizer, vocab)
     reader = make_reader(data.format, data.chat_template, tokenizer)
@@ -346,10 +292,7 @@ def _encode_in_memory(
     )
     group = PAIR if reader.format == PREFERENCE else 1
     return Conversations(
-        stream=stream,
-        mask=np.concatenate(masks),
-        group=group,
-        num_shared=num_shared,
+        stream=stream, mask=np.concatenate(masks), group=group, num_shared=num_shared
     )
 
 

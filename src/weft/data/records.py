@@ -78,11 +78,7 @@ class RecordReader:
             for row in self._rows(file):
                 fields = cast(dict[str, Any], _without_nulls(row.fields))
                 texts = tuple(self._texts(fields, row.where))
-                yield RenderedRecord(
-                    texts=texts,
-                    where=row.where,
-                    at=row.at,
-                )
+                yield RenderedRecord(texts=texts, where=row.where, at=row.at)
 
     def _rows(self, file: Path) -> Iterator[Row]:
         if not holds_rows(file):
@@ -125,21 +121,9 @@ class RecordReader:
             fix = f"--{FORMAT_KEY} {found}, or one format a file"
         else:
             fix = "repair the record"
-        raise DataError(
-            Fault(
-                FORMAT_KEY,
-                what,
-                got=f"the fields {got}",
-                need=need,
-                fix=fix,
-            )
-        )
+        raise DataError(Fault(FORMAT_KEY, what, got=f"the fields {got}", need=need, fix=fix))
 
-    def _texts(
-        self,
-        fields: Mapping[str, Any],
-        where: str,
-    ) -> Iterator[AnswerText]:
+    def _texts(self, fields: Mapping[str, Any], where: str) -> Iterator[AnswerText]:
         self._check_fields(tuple(fields), where)
         match self.format:
             case "chat":
@@ -155,12 +139,7 @@ class RecordReader:
                 yield self._completion(fields, "chosen", where)
                 yield self._completion(fields, "rejected", where)
 
-    def _chat(
-        self,
-        value: Any,
-        fields: Mapping[str, Any],
-        where: str,
-    ) -> AnswerText:
+    def _chat(self, value: Any, fields: Mapping[str, Any], where: str) -> AnswerText:
         messages = check_messages(value, "messages", where)
         if all(message["role"] != ASSISTANT for message in messages):
             names = dict.fromkeys(str(message["role"]) for message in messages)
@@ -177,11 +156,7 @@ class RecordReader:
         return AnswerText(rendered.text, rendered.answers)
 
     def _check_roles(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[Message],
-        text: str,
-        tools: Any,
+        self, template: ChatTemplate, messages: Sequence[Message], text: str, tools: Any
     ) -> None:
         """Check, when a role is seen first, that the template does not leave its messages out.
 
@@ -203,12 +178,7 @@ class RecordReader:
             if without == text:
                 raise TemplateFault(f"it leaves out messages of the role {role!r}")
 
-    def _completion(
-        self,
-        fields: Mapping[str, Any],
-        answer_name: str,
-        where: str,
-    ) -> AnswerText:
+    def _completion(self, fields: Mapping[str, Any], answer_name: str, where: str) -> AnswerText:
         prompt = fields["prompt"]
         answer = fields[answer_name]
         if isinstance(prompt, list) and isinstance(answer, list):
@@ -218,29 +188,17 @@ class RecordReader:
         if not answer.endswith(self.end_text):
             answer += self.end_text
         span = (len(prompt), len(prompt) + len(answer))
-        return AnswerText(
-            text=prompt + answer,
-            answers=(span,),
-            prompt=prompt,
-            adds_special=True,
-        )
+        return AnswerText(text=prompt + answer, answers=(span,), prompt=prompt, adds_special=True)
 
     def _completion_messages(
-        self,
-        fields: Mapping[str, Any],
-        answer_name: str,
-        where: str,
+        self, fields: Mapping[str, Any], answer_name: str, where: str
     ) -> AnswerText:
         prompt = check_messages(fields["prompt"], "prompt", where)
         answer = check_messages(fields[answer_name], answer_name, where)
         template = self._needed_template()
         tools = fields.get("tools")
         try:
-            before = template.render(
-                prompt,
-                tools=tools,
-                add_generation_prompt=True,
-            )
+            before = template.render(prompt, tools=tools, add_generation_prompt=True)
             text = template.render([*prompt, *answer], tools=tools)
             self._check_roles(template, [*prompt, *answer], text, tools)
             if not text.startswith(before):
@@ -249,11 +207,7 @@ class RecordReader:
                 )
         except TemplateFault as error:
             raise template_fault(template, error, where) from None
-        return AnswerText(
-            text=text,
-            answers=((len(before), len(text)),),
-            prompt=before,
-        )
+        return AnswerText(text=text, answers=((len(before), len(text)),), prompt=before)
 
     def _needed_template(self) -> ChatTemplate:
         if self.template is None:
@@ -288,9 +242,7 @@ def check_messages(value: Any, name: str, where: str) -> list[Message]:
     """
     if not isinstance(value, list):
         raise _record_fault(
-            f"{where}: {name!r} is no list",
-            got=type(value).__name__,
-            need="a list of messages",
+            f"{where}: {name!r} is no list", got=type(value).__name__, need="a list of messages"
         )
     if not value:
         raise _record_fault(f"{where}: {name!r} is empty", need="one message at least")
@@ -326,11 +278,7 @@ def check_text(value: Any, name: str, where: str) -> str:
     """
     if isinstance(value, str):
         return value
-    raise _record_fault(
-        f"{where}: {name!r} is not text",
-        got=type(value).__name__,
-        need="text",
-    )
+    raise _record_fault(f"{where}: {name!r} is not text", got=type(value).__name__, need="text")
 
 
 def _instruction_messages(fields: Mapping[str, Any], where: str) -> list[Message]:
@@ -341,10 +289,7 @@ def _instruction_messages(fields: Mapping[str, Any], where: str) -> list[Message
     question = instruction
     if context:
         question = f"{instruction}\n\n{context}"
-    return [
-        {"role": "user", "content": question},
-        {"role": ASSISTANT, "content": output},
-    ]
+    return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": output}]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -364,19 +309,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _record_fault(
-    what: str,
-    *,
-    got: str = "",
-    need: str = "",
-    fix: str = "",
-) -> DataError:
+def _record_fault(what: str, *, got: str = "", need: str = "", fix: str = "") -> DataError:
     return DataError(
-        Fault(
-            FORMAT_KEY,
-            what,
-            got=got,
-            need=need,
-            fix=fix or "repair or remove the record",
-        )
+        Fault(FORMAT_KEY, what, got=got, need=need, fix=fix or "repair or remove the record")
     )

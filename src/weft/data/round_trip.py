@@ -30,12 +30,7 @@ class RoundTrip:
         self._is_exact = self.tokenizer.name == BYTES
 
     def check(
-        self,
-        text: str,
-        tokens: Sequence[int],
-        *,
-        document: int,
-        adds_special: bool = False,
+        self, text: str, tokens: Sequence[int], *, document: int, adds_special: bool = False
     ) -> None:
         """Compare a text with its tokens.
 

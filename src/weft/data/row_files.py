@@ -33,10 +33,7 @@ def holds_rows(file: Path) -> bool:
 
 
 def file_rows(
-    file: Path,
-    *,
-    check: Callable[[Any], None],
-    columns: Collection[str],
+    file: Path, *, check: Callable[[Any], None], columns: Collection[str]
 ) -> Iterator[Row]:
     """The rows of a file.
 

@@ -66,29 +66,15 @@ def jsonl_rows(file: Path) -> Iterator[Row]:
                 if not line.strip():
                     continue
                 where = f"{file}:{number}"
-                yield Row(
-                    fields=parse_object(line, where),
-                    where=where,
-                    at=source.at,
-                )
+                yield Row(fields=parse_object(line, where), where=where, at=source.at)
         except ValueError as error:
             what = f"{file}:{number + 1} is too long"
             fix = "one document a line, or plain text, which may have lines of any length"
-            raise DataError(
-                Fault(
-                    KEY,
-                    what,
-                    got=str(error),
-                    fix=fix,
-                )
-            ) from None
+            raise DataError(Fault(KEY, what, got=str(error), fix=fix)) from None
 
 
 def parquet_rows(
-    file: Path,
-    *,
-    check: Callable[[Any], None],
-    columns: Collection[str],
+    file: Path, *, check: Callable[[Any], None], columns: Collection[str]
 ) -> Iterator[Row]:
     """The rows of a parquet file, some read at a time.
 
@@ -106,14 +92,7 @@ def parquet_rows(
         except Exception as error:  # noqa: BLE001 - the library's own errors, about the file alone
             why = first_line(error)[:MAX_ERROR_CHARS]
             what = f"{file} is not a parquet file"
-            raise DataError(
-                Fault(
-                    KEY,
-                    what,
-                    got=why,
-                    fix="fetch the file again",
-                )
-            ) from None
+            raise DataError(Fault(KEY, what, got=why, fix="fetch the file again")) from None
         check(table.schema_arrow)
         read_columns = [name for name in table.schema_arrow.names if name in columns]
         num_rows = max(table.metadata.num_rows, 1)
@@ -126,18 +105,10 @@ def parquet_rows(
             for fields in batch.to_pylist():
                 num_read += 1
                 at = file_bytes * num_read // num_rows
-                yield Row(
-                    fields=fields,
-                    where=f"{file} row {num_read}",
-                    at=at,
-                )
+                yield Row(fields=fields, where=f"{file} row {num_read}", at=at)
 
 
-def _check_row_groups(
-    metadata: Any,
-    columns: Collection[str],
-    file: Path,
-) -> None:
+def _check_row_groups(metadata: Any, columns: Collection[str], file: Path) -> None:
     """Reject a file whose metadata says that some value is too long, before it is decompressed."""
     row = 0
     for index in range(metadata.num_row_groups):
@@ -188,13 +159,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
         what = f"{where} is not JSON"
         need = "one JSON object a line"
         raise DataError(
-            Fault(
-                KEY,
-                what,
-                got=str(error),
-                need=need,
-                fix="repair or remove the line",
-            )
+            Fault(KEY, what, got=str(error), need=need, fix="repair or remove the line")
         ) from None
     if not isinstance(row, dict):
         what = f"{where} is not a JSON object"

@@ -102,11 +102,7 @@ class SequenceSamples:
         if self.packing == "stream":
             columns = np.arange(self.seq_len, dtype=np.int64)
             positions = np.tile(columns, (len(tokens), 1))
-            return SampleArrays(
-                inputs=inputs,
-                targets=targets,
-                positions=positions,
-            )
+            return SampleArrays(inputs=inputs, targets=targets, positions=positions)
         packed = [pack(self.stream.document_bounds, start, self.seq_len) for start in starts]
         is_last = np.stack([window.is_last for window in packed])
         targets[is_last] = IGNORE
@@ -121,11 +117,7 @@ class SequenceSamples:
         """Its tokens as [first, last + 1] of the source."""
         start = sample * self.seq_len
         stop = start + self.seq_len + 1
-        return {
-            "sample": sample,
-            "source": self.source,
-            "tokens": [start, stop],
-        }
+        return {"sample": sample, "source": self.source, "tokens": [start, stop]}
 
     def facts(self) -> dict[str, object]:
         """Source, files, bytes, tokens, documents where they are known, sequences, packing, hash; of a
@@ -171,9 +163,7 @@ class ImageSamples:
         numbers = samples.ravel()
         labels = self.pairs.labels[numbers].astype(np.int64)
         return SampleArrays(
-            inputs=self.pairs.images[numbers],
-            targets=labels,
-            positions=np.zeros_like(labels),
+            inputs=self.pairs.images[numbers], targets=labels, positions=np.zeros_like(labels)
         )
 
     def place(self, sample: int) -> dict[str, object]:

@@ -34,11 +34,7 @@ once.
 
 
 def open_source(
-    source: str,
-    data: DataConfig,
-    *,
-    vocab: int,
-    split: Split = "train",
+    source: str, data: DataConfig, *, vocab: int, split: Split = "train"
 ) -> TokenStream:
     """The tokens of a source, for a model with `vocab` ids.
 
@@ -51,13 +47,7 @@ def open_source(
     """
     prepared = prepared_of(source)
     if prepared is not None:
-        return _open_prepared_source(
-            source,
-            prepared,
-            data,
-            vocab=vocab,
-            split=split,
-        )
+        return _open_prepared_source(source, prepared, data, vocab=vocab, split=split)
     files = find_files(source)
     formats = tuple(map(format_of, files))
     as_read = read_as(source, formats)
@@ -78,12 +68,7 @@ def has_documents(stream: TokenStream) -> bool:
 
 
 def _open_prepared_source(
-    source: str,
-    prepared: Prepared,
-    data: DataConfig,
-    *,
-    vocab: int,
-    split: Split,
+    source: str, prepared: Prepared, data: DataConfig, *, vocab: int, split: Split
 ) -> TokenStream:
     check_vocab(agreed_tokenizer(prepared, data), vocab)
     check_round_trip(prepared, data)
@@ -134,22 +119,13 @@ def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
         fix = f"--model.vocab {tokenizer.vocab}"
         raise DataError(
             Fault(
-                "model.vocab",
-                "is smaller than the tokenizer's",
-                got=str(vocab),
-                need=need,
-                fix=fix,
+                "model.vocab", "is smaller than the tokenizer's", got=str(vocab), need=need, fix=fix
             )
         )
 
 
 def _tokenize_in_memory(
-    source: str,
-    files: tuple[Path, ...],
-    data: DataConfig,
-    *,
-    tokenizer: Tokenizer,
-    vocab: int,
+    source: str, files: tuple[Path, ...], data: DataConfig, *, tokenizer: Tokenizer, vocab: int
 ) -> TokenStream:
     options = ReadOptions(text_field=data.text_field, allow_any_bytes=tokenizer.name == BYTES)
     chunks = list(_small_documents(files, options, fix=prepare_command(source, data)))

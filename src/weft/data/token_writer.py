@@ -27,13 +27,7 @@ class TokenWriter:
         has_mask: whether a mask of answers is written.
     """
 
-    def __init__(
-        self,
-        stem: Path,
-        dtype: np.dtype[Any],
-        *,
-        has_mask: bool = False,
-    ) -> None:
+    def __init__(self, stem: Path, dtype: np.dtype[Any], *, has_mask: bool = False) -> None:
         self.dtype = dtype.newbyteorder("<")
         self.num_tokens = 0
         self.num_documents = 0
@@ -44,11 +38,7 @@ class TokenWriter:
         self._mask = _HashedFile(stem.with_suffix(".mask")) if has_mask else None
         self._write_bound(0)
 
-    def add_masked(
-        self,
-        tokens: Sequence[int],
-        mask: NDArray[np.uint8],
-    ) -> None:
+    def add_masked(self, tokens: Sequence[int], mask: NDArray[np.uint8]) -> None:
         """Append a whole document with its mask."""
         assert self._mask is not None, "the writer of records has a mask"
         self.add(tokens)

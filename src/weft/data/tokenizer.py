@@ -314,13 +314,7 @@ def open_tokenizer(name: str, *, within: Path | None = None) -> Tokenizer:
         why = first_line(error)[:MAX_ERROR_CHARS]
         need = f"bytes, or the {FILE} of the library tokenizers"
         raise DataError(
-            Fault(
-                KEY,
-                f"{path} is not a tokenizer",
-                got=why,
-                need=need,
-                fix=FIX,
-            )
+            Fault(KEY, f"{path} is not a tokenizer", got=why, need=need, fix=FIX)
         ) from None
     # stored settings of an earlier use: texts would lose their ends, or get tokens of padding
     inner.no_truncation()

@@ -83,10 +83,7 @@ class TokenFile:
             got = f"{start + len(tokens)} tokens in {self.path}"
             raise DataError(
                 Fault(
-                    KEY,
-                    "a file became shorter after it was opened",
-                    got=got,
-                    need=f"{self.length}",
+                    KEY, "a file became shorter after it was opened", got=got, need=f"{self.length}"
                 )
             )
         return tokens
@@ -186,11 +183,7 @@ class TokenStream:
             low = max(start - file_start, 0)
             high = min(stop - file_start, len(part))
             if low < high:
-                yield _Segment(
-                    file=self.files[number],
-                    offset=low,
-                    tokens=part[low:high],
-                )
+                yield _Segment(file=self.files[number], offset=low, tokens=part[low:high])
 
     @cached_property
     def sha256(self) -> str:
@@ -219,11 +212,7 @@ class _Segment:
 
 
 def open_stream(
-    files: tuple[Path, ...],
-    *,
-    token_dtype: str,
-    vocab: int,
-    skipped: Sequence[int],
+    files: tuple[Path, ...], *, token_dtype: str, vocab: int, skipped: Sequence[int]
 ) -> TokenStream:
     """Text files as bytes, or token files as ids; the first ids of token files are checked.
 
@@ -238,11 +227,7 @@ def open_stream(
     dtype = np.dtype(token_dtype if holds_tokens else np.uint8).newbyteorder("<")
     marks = zip(files, skipped, strict=True)
     parts = tuple(open_tokens(file, dtype, skipped=mark) for file, mark in marks)
-    stream = TokenStream(
-        files=files,
-        parts=parts,
-        vocab=vocab,
-    )
+    stream = TokenStream(files=files, parts=parts, vocab=vocab)
     if not len(stream):
         raise empty_error("0 bytes", files)
     if holds_tokens:  # bytes are below 256 anyway
@@ -310,11 +295,6 @@ def open_tokens(file: Path, dtype: np.dtype[Any], *, skipped: int = 0) -> Tokens
         if size < MIN_ON_DISK_BYTES:
             return np.frombuffer(file.read_bytes()[skipped:], dtype)
         with file.open("rb"):  # raises now if it may not be read
-            return TokenFile(
-                path=file,
-                dtype=dtype,
-                length=size // dtype.itemsize,
-                skipped=skipped,
-            )
+            return TokenFile(path=file, dtype=dtype, length=size // dtype.itemsize, skipped=skipped)
     except OSError as error:
         raise DataError(read_fault(file, error)) from None

@@ -61,12 +61,7 @@ class HarnessModel:
     rank = 0
     world_size = 1
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        max_length: int | None = None,
-    ) -> None:
+    def __init__(self, model: str | Path, *, max_length: int | None = None) -> None:
         _register_with_harness(type(self))
         source = find_model(str(model))
         config = source.run.model
@@ -111,9 +106,7 @@ class HarnessModel:
         """Accept the harness's cache; every request is computed."""
 
     def loglikelihood(
-        self,
-        requests: Sequence[Any],
-        disable_tqdm: bool = False,
+        self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """For each (context, continuation): the log-likelihood of the continuation, nats, and whether
         it is the greedy one.
@@ -121,9 +114,7 @@ class HarnessModel:
         return [self._score_pair(*request.args) for request in requests]
 
     def loglikelihood_rolling(
-        self,
-        requests: Sequence[Any],
-        disable_tqdm: bool = False,
+        self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """For each (text,): its log-likelihood, nats; each token is scored once, after as many before
         it as fit.
@@ -132,18 +123,12 @@ class HarnessModel:
         for request in requests:
             (text,) = request.args
             windows = rolling_windows(
-                self.tokenizer.encode(text),
-                prefix=self.prefix_token,
-                length=self.max_length,
+                self.tokenizer.encode(text), prefix=self.prefix_token, length=self.max_length
             )
             results.append(sum(self._score(window)[0] for window in windows))
         return results
 
-    def generate_until(
-        self,
-        requests: Sequence[Any],
-        disable_tqdm: bool = False,
-    ) -> list[str]:
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """For each (context, options): the greedy continuation up to the first of the texts in
         `until`, or `max_gen_toks` tokens.
 
@@ -152,11 +137,7 @@ class HarnessModel:
         """
         return [self._continue(*request.args) for request in requests]
 
-    def _score_pair(
-        self,
-        context: str,
-        continuation: str,
-    ) -> tuple[float, bool]:
+    def _score_pair(self, context: str, continuation: str) -> tuple[float, bool]:
         num_spaces = len(context) - len(context.rstrip())
         if num_spaces:  # the space before a word belongs to the word's token
             continuation = context[-num_spaces:] + continuation
@@ -169,10 +150,7 @@ class HarnessModel:
             num_context = 1
         num_scored = len(tokens) - num_context
         kept = tokens[-(self.max_length + 1) :]
-        window = Window(
-            tokens=tuple(kept),
-            num_scored=min(num_scored, len(kept) - 1),
-        )
+        window = Window(tokens=tuple(kept), num_scored=min(num_scored, len(kept) - 1))
         return self._score(window)
 
     def _score(self, window: Window) -> tuple[float, bool]:
@@ -233,12 +211,7 @@ def _stop_texts(until: str | Sequence[str] | None) -> list[str]:
     return [text for text in texts if text]
 
 
-def rolling_windows(
-    tokens: Sequence[int],
-    *,
-    prefix: int,
-    length: int,
-) -> list[Window]:
+def rolling_windows(tokens: Sequence[int], *, prefix: int, length: int) -> list[Window]:
     """Windows of at most `length` inputs that score every token once; later windows begin with tokens
     that the one before has scored.
     """
@@ -250,10 +223,7 @@ def rolling_windows(
     while done < len(tokens):
         stop = min(done + length, len(tokens))
         start = stop - length - 1
-        window = Window(
-            tokens=tuple(tokens[start:stop]),
-            num_scored=stop - done,
-        )
+        window = Window(tokens=tuple(tokens[start:stop]), num_scored=stop - done)
         windows.append(window)
         done = stop
     return windows

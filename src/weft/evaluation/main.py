@@ -52,20 +52,10 @@ def evaluate(job: EvalJob, write: Callable[[str], object]) -> int:
     world = detect(os.environ)
     if world is not None:
         return join(main, world, mesh=mesh)
-    return launch(
-        main,
-        mesh.size,
-        transport=job.run.transport,
-        device=job.run.device,
-        mesh=mesh,
-    )
+    return launch(main, mesh.size, transport=job.run.transport, device=job.run.device, mesh=mesh)
 
 
-def evaluate_rank(
-    job: EvalJob,
-    write: Callable[[str], object],
-    world: World,
-) -> None:
+def evaluate_rank(job: EvalJob, write: Callable[[str], object], world: World) -> None:
     """Entry point of one rank; the first one prints the result."""
     run = job.run
     device = choose_device(run.device, world)
@@ -79,18 +69,11 @@ def evaluate_rank(
         )
         samples = open_validation(run.data, run.model, source=run.eval.source)
         loader = build_data_loader(
-            samples,
-            comm,
-            run.batch,
-            seed=run.seed,
-            later=run.model.reads_later_targets,
+            samples, comm, run.batch, seed=run.seed, later=run.model.reads_later_targets
         )
         num_bytes_V = torch.from_numpy(tokenizer_of(run.data).num_bytes()).to(comm.device)
         evaluation = Evaluation(
-            model,
-            loader,
-            most_batches=run.eval.batches,
-            num_bytes_V=num_bytes_V,
+            model, loader, most_batches=run.eval.batches, num_bytes_V=num_bytes_V
         )
         report = evaluation()
     if world.rank == 0:
@@ -114,11 +97,7 @@ def result_text(job: EvalJob, report: EvalReport, samples: Samples) -> str:
     )
 
 
-def result_facts(
-    job: EvalJob,
-    report: EvalReport,
-    samples: Samples,
-) -> dict[str, Any]:
+def result_facts(job: EvalJob, report: EvalReport, samples: Samples) -> dict[str, Any]:
     """The result with its units: loss in nats per target, bits per byte of the targets' text."""
     most = job.run.eval.batches * job.run.batch.global_size
     num_sequences = samples.num_samples

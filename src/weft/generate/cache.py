@@ -74,11 +74,7 @@ class DecodeBatch(Batch):
         if self.start is not None and self.start + 1 == self.stop:
             return None
         assert self.cells is not None, "made by decode_batch"
-        cells_T = torch.arange(
-            self.first_cell(mask),
-            self.stop,
-            device=self.cells.device,
-        )
+        cells_T = torch.arange(self.first_cell(mask), self.stop, device=self.cells.device)
         allowed_BST = visible_keys(mask, self.cells, cells_T)
         if allowed_BST is None:
             return None
@@ -86,10 +82,7 @@ class DecodeBatch(Batch):
 
 
 def decode_batch(
-    tokens_BS: Tensor,
-    first_positions: Sequence[int],
-    *,
-    max_positions: int | None = None,
+    tokens_BS: Tensor, first_positions: Sequence[int], *, max_positions: int | None = None
 ) -> DecodeBatch:
     """New tokens, the first of row b at position `first_positions[b]`.
 
@@ -98,11 +91,7 @@ def decode_batch(
             None: any number.
     """
     length = tokens_BS.shape[1]
-    starts_B = torch.tensor(
-        first_positions,
-        dtype=torch.int64,
-        device=tokens_BS.device,
-    )
+    starts_B = torch.tensor(first_positions, dtype=torch.int64, device=tokens_BS.device)
     cells_BS = starts_B.unsqueeze(1) + torch.arange(length, device=tokens_BS.device)
     positions_BS = cells_BS
     if max_positions is not None:
@@ -125,12 +114,7 @@ class KVCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def put(
-        self,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: DecodeBatch,
-    ) -> tuple[Tensor, Tensor]:
+    def put(self, k_BSGK: Tensor, v_BSGW: Tensor, batch: DecodeBatch) -> tuple[Tensor, Tensor]:
         """Store what is new; all cells up to the newest, keys_BGTK and values_BGTW."""
         self.keys = _put(self.keys, k_BSGK, batch)
         self.values = _put(self.values, v_BSGW, batch)
@@ -155,11 +139,7 @@ class KVCache:
         return sum(tensor.nbytes for tensor in stored)
 
 
-def _put(
-    cells_BGTK: Tensor | None,
-    new_BSGK: Tensor,
-    batch: DecodeBatch,
-) -> Tensor:
+def _put(cells_BGTK: Tensor | None, new_BSGK: Tensor, batch: DecodeBatch) -> Tensor:
     grown_BGTK = _grow(cells_BGTK, new_BSGK, batch.stop)
     if batch.start is not None:
         grown_BGTK[:, :, batch.start : batch.stop] = new_BSGK.transpose(1, 2)
@@ -205,12 +185,7 @@ class CachedAttention:
         self.cache = KVCache()
 
     def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
         """As `FusedAttention`, for tokens from `batch.first_positions` on."""
         assert isinstance(batch, DecodeBatch), "cached attention reads batches of decode_batch"
@@ -226,11 +201,7 @@ class CachedAttention:
         if q_BSHK.shape[1] == 1:
             q_BGRK = q_BSHK.squeeze(1).unflatten(1, (keys_BGTK.shape[1], -1))
             out_BGRW = F.scaled_dot_product_attention(
-                q_BGRK,
-                keys_BGTK,
-                values_BGTW,
-                attn_mask=allowed,
-                scale=spec.scale,
+                q_BGRK, keys_BGTK, values_BGTW, attn_mask=allowed, scale=spec.scale
             )
             return out_BGRW.flatten(1, 2).unsqueeze(1)
         out_BHSW = F.scaled_dot_product_attention(
@@ -253,11 +224,7 @@ class CachedAttention:
     ) -> Tensor:
         """Soft-cap, sinks and bias: no fused kernel computes them."""
         assert batch.cells is not None, "made by decode_batch"
-        cells_T = torch.arange(
-            batch.first_cell(spec.mask),
-            batch.stop,
-            device=batch.cells.device,
-        )
+        cells_T = torch.arange(batch.first_cell(spec.mask), batch.stop, device=batch.cells.device)
         distance_BST = batch.cells[:, :, None] - cells_T
         out_BHSW = eager_attention(
             q_BSHK.transpose(1, 2),
@@ -322,12 +289,7 @@ def share_rope(stages: Mapping[int, nn.ModuleDict]) -> None:
         modules = list(stage.named_modules())
         for path, module in modules:
             if isinstance(module, Rope):
-                kind = (
-                    type(module),
-                    module.head_size,
-                    module.theta,
-                    module.scaling,
-                )
+                kind = (type(module), module.head_size, module.theta, module.scaling)
                 last = last_by_kind.setdefault(kind, LastAngles())
                 shared = SharedRope(module, last)
                 stage.set_submodule(path, shared)

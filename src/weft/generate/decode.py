@@ -31,12 +31,7 @@ TRAINING_BLOCKS = ("loss", "mtp")
 
 
 def load_model(
-    family: Family,
-    config: ModelConfig,
-    source: Source,
-    *,
-    plan: Plan,
-    comm: Comm,
+    family: Family, config: ModelConfig, source: Source, *, plan: Plan, comm: Comm
 ) -> ParallelModel:
     """This rank's part of the stored model, in the plan's `compute`; each rank reads its own
     shards.
@@ -45,13 +40,7 @@ def load_model(
         CheckpointError: a tensor that is missing, damaged or of another shape; it names it.
     """
     blocks = lazy_blocks(family, config)
-    model = parallelize(
-        blocks,
-        plan,
-        comm,
-        axes=family.axes(config),
-        ties=family.ties(config),
-    )
+    model = parallelize(blocks, plan, comm, axes=family.axes(config), ties=family.ties(config))
     dtype: torch.dtype = getattr(torch, plan.compute)
     place_buffers(model.blocks.values(), device=comm.device, dtype=dtype)
     for param in model.params.values():
@@ -76,11 +65,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        *,
-        vocab: int,
-        max_positions: int | None = None,
+        self, model: ParallelModel, *, vocab: int, max_positions: int | None = None
     ) -> None:
         self.model = model
         self.vocab = vocab
@@ -119,17 +104,13 @@ class Decoder:
         return logits_BV
 
     def _read_from(
-        self,
-        first_positions: Sequence[int],
-        rows: Sequence[Sequence[int]],
+        self, first_positions: Sequence[int], rows: Sequence[Sequence[int]]
     ) -> Tensor | None:
         """Read tokens that stand at these positions of their rows."""
         counts = [len(row) for row in rows]
         longest = max(counts, default=1)
         batch = decode_batch(
-            self._padded(rows, length=longest),
-            first_positions,
-            max_positions=self.max_positions,
+            self._padded(rows, length=longest), first_positions, max_positions=self.max_positions
         )
         lasts = [count - 1 for count in counts]
         with (
@@ -189,11 +170,7 @@ class Decoder:
             return 1
         return self.model.comm.degree(TP)
 
-    def _forward(
-        self,
-        batch: DecodeBatch,
-        lasts: Sequence[int],
-    ) -> Tensor | None:
+    def _forward(self, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor | None:
         num_rows, length = batch.inputs.shape
         cp = self.model.comm.degree(CP)  # not used here: each of its ranks has all columns
         sizes = {"micro_size": num_rows, "seq_len": length * cp}
@@ -202,23 +179,12 @@ class Decoder:
         def play(stage: int, x: Tensor) -> Tensor:
             return self._run_stage(stage, x, batch, lasts)
 
-        x = run_stages(
-            self.model,
-            batch.inputs,
-            play=play,
-            shape_of=plan.boundary_shape,
-        )
+        x = run_stages(self.model, batch.inputs, play=play, shape_of=plan.boundary_shape)
         if not self.is_last:
             return None
         return gather_vocabulary(x, self.model, vocab=self.vocab)
 
-    def _run_stage(
-        self,
-        stage: int,
-        x: Tensor,
-        batch: DecodeBatch,
-        lasts: Sequence[int],
-    ) -> Tensor:
+    def _run_stage(self, stage: int, x: Tensor, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor:
         """x_BSD through a stage's blocks; the last stage yields logits_BV behind each row's last
         token.
         """
@@ -264,10 +230,7 @@ class TextRow:
     @property
     def next_position(self) -> TokenPosition:
         """Of the next token."""
-        return TokenPosition(
-            sample=self.sample,
-            position=len(self.prompt) + len(self.tokens),
-        )
+        return TokenPosition(sample=self.sample, position=len(self.prompt) + len(self.tokens))
 
 
 ChooseToken = Callable[[Tensor, TokenPosition], int]
@@ -278,11 +241,7 @@ IsFinished = Callable[[TextRow], bool]
 
 
 def decode(
-    decoder: Decoder,
-    rows: Sequence[TextRow],
-    *,
-    choose: ChooseToken,
-    is_finished: IsFinished,
+    decoder: Decoder, rows: Sequence[TextRow], *, choose: ChooseToken, is_finished: IsFinished
 ) -> Iterator[tuple[TextRow, ...]]:
     """Add one token after the other to each row until all are finished; yields the rows that have a
     new one.
@@ -349,11 +308,7 @@ class RowShares:
             share[:] = [row for row in share if id(row) not in finished]
 
 
-def _gather_tokens(
-    chosen: Sequence[int],
-    shares: RowShares,
-    decoder: Decoder,
-) -> list[int]:
+def _gather_tokens(chosen: Sequence[int], shares: RowShares, decoder: Decoder) -> list[int]:
     """Every rank's tokens, in the order of rows, from those that the last stage has chosen."""
     comm = decoder.model.comm
     tokens = torch.zeros(len(shares.own), dtype=torch.int64)

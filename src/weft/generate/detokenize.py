@@ -70,11 +70,7 @@ class GeneratedText:
     """
 
     def __init__(
-        self,
-        tokenizer: TokenDecoder,
-        *,
-        stop: str = "",
-        end_tokens: frozenset[int] = frozenset(),
+        self, tokenizer: TokenDecoder, *, stop: str = "", end_tokens: frozenset[int] = frozenset()
     ) -> None:
         self.text = ""
         self.finish_reason: FinishReason | None = None

@@ -101,9 +101,7 @@ class GenerationJob:
 
 
 def make_job(
-    request: Request,
-    source: ModelSource,
-    other_faults: Iterable[Fault] = (),
+    request: Request, source: ModelSource, other_faults: Iterable[Fault] = ()
 ) -> GenerationJob:
     """The job, every part of it checked.
 
@@ -165,11 +163,7 @@ def _question(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _chat_format(
-    request: Request,
-    source: ModelSource,
-    tokenizer: Tokenizer,
-) -> _ChatFormat:
+def _chat_format(request: Request, source: ModelSource, tokenizer: Tokenizer) -> _ChatFormat:
     """The template that the model was trained with, or the one that is asked for.
 
     Raises:
@@ -234,23 +228,11 @@ def _tokenizer_of(request: Request, source: ModelSource) -> Tokenizer:
         return source.tokenizer()
     except UserError as error:
         fix = "--tokenizer FILE, its tokenizer.json, or bytes"
-        faults = [
-            replace(
-                fault,
-                key="tokenizer",
-                fix=fault.fix or fix,
-            )
-            for fault in error.faults
-        ]
+        faults = [replace(fault, key="tokenizer", fix=fault.fix or fix) for fault in error.faults]
         raise ConfigError(*faults) from None
 
 
-def _encode(
-    prompt: str,
-    tokenizer: Tokenizer,
-    *,
-    vocab: int,
-) -> tuple[int, ...]:
+def _encode(prompt: str, tokenizer: Tokenizer, *, vocab: int) -> tuple[int, ...]:
     """The tokens of a prompt; an empty one begins a document, where the tokenizer has a token
     between documents.
     """
@@ -258,12 +240,7 @@ def _encode(
     if not tokens and tokenizer.end is None:
         what = f"is empty, and the tokenizer {tokenizer.name} has no token that begins a document"
         raise ConfigError(
-            Fault(
-                "prompt",
-                what,
-                need="one token at least",
-                fix='for example --prompt "def "',
-            )
+            Fault("prompt", what, need="one token at least", fix='for example --prompt "def "')
         )
     tokens = tokens or (tokenizer.end or 0,)
     if max(tokens) >= vocab:

@@ -44,11 +44,7 @@ def generate(job: GenerationJob) -> int:
     if world is not None:
         return join(main, world, mesh=mesh)
     return launch(
-        main,
-        mesh.size,
-        transport=job.request.transport,
-        device=job.request.device,
-        mesh=mesh,
+        main, mesh.size, transport=job.request.transport, device=job.request.device, mesh=mesh
     )
 
 
@@ -58,24 +54,14 @@ def generate_rank(job: GenerationJob, world: World) -> None:
     with open_comm(world, job.request.device_mesh, device) as comm:
         stored = open_source(job.source)
         family = family_of(job.config, job.source.run.lora)
-        model = load_model(
-            family,
-            job.config,
-            stored,
-            plan=job.plan,
-            comm=comm,
-        )
+        model = load_model(family, job.config, stored, plan=job.plan, comm=comm)
         vocab = job.config.axis_sizes()["vocab"]
         texts = TextBatch(job)
         if world.rank == 0:
             output = make_output(job, texts)
         else:
             output = None
-        decoder = Decoder(
-            model,
-            vocab=vocab,
-            max_positions=job.max_positions,
-        )
+        decoder = Decoder(model, vocab=vocab, max_positions=job.max_positions)
         for _ in texts.generate(decoder):
             if output is not None:
                 output.update()
@@ -91,11 +77,7 @@ def make_output(job: GenerationJob, texts: TextBatch) -> TextOutput | JsonOutput
         facts = {"model": str(job.source.path), "seed": job.request.seed}
         write = json_writer(job.request.json, to_stdout)
         return JsonOutput(texts.output_texts(), write=write, facts=facts)
-    return TextOutput(
-        texts.output_texts(),
-        write=to_stdout,
-        is_terminal=sys.stdout.isatty(),
-    )
+    return TextOutput(texts.output_texts(), write=to_stdout, is_terminal=sys.stdout.isatty())
 
 
 def open_source(source: ModelSource) -> Source:
@@ -123,19 +105,12 @@ class TextBatch:
 
     def _add_row(self, prompt: str, row: TextRow) -> None:
         text = GeneratedText(
-            self.job.tokenizer,
-            stop=self.job.request.stop,
-            end_tokens=self.job.end_tokens,
+            self.job.tokenizer, stop=self.job.request.stop, end_tokens=self.job.end_tokens
         )
         self.rows.append(row)
         self.texts[id(row)] = text
         self.outputs.append(
-            OutputText(
-                prompt=prompt,
-                sample=row.sample,
-                tokens=row.tokens,
-                generated=text,
-            )
+            OutputText(prompt=prompt, sample=row.sample, tokens=row.tokens, generated=text)
         )
 
     def output_texts(self) -> list[OutputText]:
@@ -154,12 +129,7 @@ class TextBatch:
         choose = partial(_sample_with, sampling)
         started = time.perf_counter()
         first_token = started
-        steps = decode(
-            decoder,
-            self.rows,
-            choose=choose,
-            is_finished=self._take_newest,
-        )
+        steps = decode(decoder, self.rows, choose=choose, is_finished=self._take_newest)
         for _ in steps:
             if not self.first_token_s:
                 first_token = time.perf_counter()
@@ -208,11 +178,7 @@ class TextBatch:
             yield f"note: the stop text came in {num_stopped} of {num_texts} texts"
 
 
-def _sample_with(
-    sampling: Sampling,
-    logits_V: Tensor,
-    at: TokenPosition,
-) -> int:
+def _sample_with(sampling: Sampling, logits_V: Tensor, at: TokenPosition) -> int:
     return sample_token(logits_V, sampling, at)
 
 
@@ -240,16 +206,9 @@ def sample_trained(
         return len(row.tokens) == num_tokens or num_positions == limit
 
     sampling = Sampling(TRAINING_TEMPERATURE, seed=seed)
-    decoder = Decoder(
-        model,
-        vocab=config.axis_sizes()["vocab"],
-        max_positions=limit,
-    )
+    decoder = Decoder(model, vocab=config.axis_sizes()["vocab"], max_positions=limit)
     for _ in decode(
-        decoder,
-        [row],
-        choose=partial(_sample_with, sampling),
-        is_finished=is_finished,
+        decoder, [row], choose=partial(_sample_with, sampling), is_finished=is_finished
     ):
         pass
     return tokenizer.decode(row.tokens)

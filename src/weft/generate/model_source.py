@@ -74,13 +74,7 @@ class ModelSource:
             what = f"nothing says which tokenizer belongs to {self.path}"
             if self.kind == "hf":
                 what = f"{self.path} has no {FILE}"
-            raise DataError(
-                Fault(
-                    KEY,
-                    what,
-                    fix="--tokenizer FILE, its tokenizer.json, or bytes",
-                )
-            )
+            raise DataError(Fault(KEY, what, fix="--tokenizer FILE, its tokenizer.json, or bytes"))
         return found
 
 
@@ -150,23 +144,14 @@ def _read_run(path: Path) -> ModelSource:
             raise CheckpointError(*found.faults)
         fix = "train with --save.every 100, which keeps checkpoints in the run's folder"
         raise CheckpointError(
-            Fault(
-                str(path),
-                "the run has no checkpoint",
-                got=f"nothing in {FOLDER}/",
-                fix=fix,
-            )
+            Fault(str(path), "the run has no checkpoint", got=f"nothing in {FOLDER}/", fix=fix)
         )
     facts = found.manifest.facts
     model = run.model
     check_model(found.path, facts, family=model.name, architecture=model.architecture)
     notes = tuple(f"{fault}; taking {found.path}" for fault in found.faults)
     return ModelSource(
-        path=found.path,
-        kind="checkpoint",
-        run=run,
-        dtype=run.precision.compute,
-        notes=notes,
+        path=found.path, kind="checkpoint", run=run, dtype=run.precision.compute, notes=notes
     )
 
 
@@ -174,12 +159,7 @@ def _read_checkpoint(path: Path) -> ModelSource:
     facts = read_manifest(path).facts
     _check_is_language_model(path, facts.family)
     run = _run_of_checkpoint(path, facts)
-    return ModelSource(
-        path=path,
-        kind="checkpoint",
-        run=run,
-        dtype=run.precision.compute,
-    )
+    return ModelSource(path=path, kind="checkpoint", run=run, dtype=run.precision.compute)
 
 
 def _run_of_checkpoint(path: Path, facts: Facts) -> Run:
@@ -188,12 +168,7 @@ def _run_of_checkpoint(path: Path, facts: Facts) -> Run:
         run = run_type(facts.family, FAMILIES[facts.family].Config).model_validate_json(
             json.dumps(stored)
         )
-        check_model(
-            path,
-            facts,
-            family=run.model.name,
-            architecture=run.model.architecture,
-        )
+        check_model(path, facts, family=run.model.name, architecture=run.model.architecture)
         return run
     except ValidationError as error:
         first = error.errors()[0]
@@ -210,11 +185,7 @@ def _read_hf_folder(path: Path) -> ModelSource:
         {"model": nest(fields)}
     )
     return ModelSource(
-        path=path,
-        kind="hf",
-        run=run,
-        dtype=_most_stored_dtype(path),
-        end_tokens=_end_tokens(path),
+        path=path, kind="hf", run=run, dtype=_most_stored_dtype(path), end_tokens=_end_tokens(path)
     )
 
 
@@ -234,11 +205,7 @@ def _most_stored_dtype(path: Path) -> Dtype:
 def _end_tokens(path: Path) -> frozenset[int]:
     for name in END_TOKEN_FILES:
         try:
-            file = read_json_object(
-                path / name,
-                max_bytes=MAX_CONFIG_BYTES,
-                within=path,
-            )
+            file = read_json_object(path / name, max_bytes=MAX_CONFIG_BYTES, within=path)
         except UnreadableFile as error:
             if error.is_missing:
                 continue

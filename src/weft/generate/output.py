@@ -82,11 +82,7 @@ class JsonOutput:
     """
 
     def __init__(
-        self,
-        texts: Sequence[OutputText],
-        *,
-        write: Callable[[str], object],
-        facts: dict[str, Any],
+        self, texts: Sequence[OutputText], *, write: Callable[[str], object], facts: dict[str, Any]
     ) -> None:
         self.texts = texts
         self.write = write

@@ -30,25 +30,15 @@ class Request(JsonOptions):
     tokens: int = Field(200, ge=1, le=2**24, description="most tokens of each text")
     samples: int = Field(1, ge=1, le=2**16, description="texts for each prompt")
     stop: str = Field("", description="text before which a text ends; nothing: none")
-    temperature: float = Field(
-        0.8,
-        ge=0,
-        description="0: the likeliest token; higher: more random",
-    )
+    temperature: float = Field(0.8, ge=0, description="0: the likeliest token; higher: more random")
     top_k: Annotated[int, Field(ge=1)] | None = Field(
         None, description="sample from so many likeliest tokens; None: all"
     )
     top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="sample from the likeliest tokens of this probability together",
+        1.0, gt=0, le=1, description="sample from the likeliest tokens of this probability together"
     )
     seed: int = Field(
-        1,
-        ge=0,
-        lt=2**63,
-        description="seed of the sampling; sample and position are mixed in",
+        1, ge=0, lt=2**63, description="seed of the sampling; sample and position are mixed in"
     )
     mesh: str = Field("", description='any of pp, ep, tp: "tp2", "pp2 tp2"; nothing: one rank')
     dtype: Dtype | None = Field(

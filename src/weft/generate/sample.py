@@ -36,11 +36,7 @@ class TokenPosition(NamedTuple):
     position: int
 
 
-def sample_token(
-    logits_V: Tensor,
-    sampling: Sampling,
-    at: TokenPosition,
-) -> int:
+def sample_token(logits_V: Tensor, sampling: Sampling, at: TokenPosition) -> int:
     """A token by its probability; equal arguments give equal tokens.
 
     Raises:
@@ -69,10 +65,7 @@ def _candidates(logits_V: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """
     if sampling.top_k is None and sampling.top_p >= 1:
         return torch.arange(len(logits_V)), logits_V.softmax(0)
-    by_likelihood = logits_V.argsort(
-        descending=True,
-        stable=True,
-    )
+    by_likelihood = logits_V.argsort(descending=True, stable=True)
     tokens = by_likelihood[: sampling.top_k]
     probabilities = logits_V[tokens].softmax(0)
     probability_before = probabilities.cumsum(0) - probabilities

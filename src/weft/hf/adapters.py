@@ -98,10 +98,7 @@ class MergedSource:
         """One band of whole rows of B A."""
         name = linear + LORA_B
         height, rank = self._source.shapes[name]
-        band = Box(
-            lo=(start, 0),
-            hi=(min(start + BAND, height), rank),
-        )
+        band = Box(lo=(start, 0), hi=(min(start + BAND, height), rank))
         b = self._source.read(name, band)
         dtype = torch.promote_types(b.dtype, torch.float32)
         wide_a = a.to(dtype)
@@ -110,12 +107,7 @@ class MergedSource:
 
 
 def write_adapters(
-    folder: Path,
-    source: Source,
-    *,
-    cfg: ModelConfig,
-    lora: LoraConfig,
-    base: str | None,
+    folder: Path, source: Source, *, cfg: ModelConfig, lora: LoraConfig, base: str | None
 ) -> None:
     """Write the adapters of a model alone; `PeftModel.from_pretrained(model, folder)` loads them.
 
@@ -133,33 +125,14 @@ def write_adapters(
         raise CheckpointError(Fault(str(folder), "the model has no adapters to write", fix=fix))
     mapping_of(cfg.family)
     reject_existing(folder)
-    weights = save(
-        adapter_tensors(
-            source,
-            cfg=cfg,
-            lora=lora,
-        ),
-        metadata={"format": "pt"},
-    )
-    config = (
-        json.dumps(
-            adapter_config(cfg, lora, base=base),
-            indent=2,
-            sort_keys=True,
-        )
-        + "\n"
-    )
+    weights = save(adapter_tensors(source, cfg=cfg, lora=lora), metadata={"format": "pt"})
+    config = json.dumps(adapter_config(cfg, lora, base=base), indent=2, sort_keys=True) + "\n"
     with new_folder(folder, need_bytes=len(weights)) as unfinished:
         write_whole(unfinished / WEIGHTS, weights)
         write_whole(unfinished / CONFIG, config.encode())
 
 
-def adapter_tensors(
-    source: Source,
-    *,
-    cfg: ModelConfig,
-    lora: LoraConfig,
-) -> dict[str, Tensor]:
+def adapter_tensors(source: Source, *, cfg: ModelConfig, lora: LoraConfig) -> dict[str, Tensor]:
     """All adapters, by the names that PEFT gives their tensors."""
     found: dict[str, Tensor] = {}
     for target in adapter_targets(cfg, lora):

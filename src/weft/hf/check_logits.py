@@ -60,11 +60,7 @@ NOT_COMPARED = LogitsComparison(reason="as asked")
 
 
 def compare_logits(
-    folder: Path,
-    source: Source,
-    cfg: ModelConfig,
-    *,
-    dtypes: Dtypes | None = None,
+    folder: Path, source: Source, cfg: ModelConfig, *, dtypes: Dtypes | None = None
 ) -> LogitsComparison:
     """Logits of the folder in transformers and of `source` in weft.
 
@@ -90,10 +86,7 @@ def compare_logits(
         expected = hf_logits(folder, tokens)
         found = weft_logits(source, cfg, tokens, dtypes=dtypes or {})
     difference = (found - expected).abs().max()
-    return LogitsComparison(
-        difference=difference.item(),
-        largest=expected.abs().max().item(),
-    )
+    return LogitsComparison(difference=difference.item(), largest=expected.abs().max().item())
 
 
 def hf_logits(folder: Path, tokens: Tensor) -> Tensor:
@@ -105,24 +98,14 @@ def hf_logits(folder: Path, tokens: Tensor) -> Tensor:
     log.disable_progress_bar()
     auto_model: Any = transformers.AutoModelForCausalLM
     try:
-        model: Any = auto_model.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-        )
+        model: Any = auto_model.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     except Exception as error:
         raise WeftError(f"{folder}: transformers cannot load it: {error}") from error
     logits: Tensor = model.eval()(input_ids=tokens, use_cache=False).logits
     return logits
 
 
-def weft_logits(
-    source: Source,
-    cfg: ModelConfig,
-    tokens: Tensor,
-    *,
-    dtypes: Dtypes,
-) -> Tensor:
+def weft_logits(source: Source, cfg: ModelConfig, tokens: Tensor, *, dtypes: Dtypes) -> Tensor:
     """Logits of weft's model with the stored values, float32."""
     blocks = load_model(source, cfg, dtypes=dtypes)
     del blocks["loss"]
@@ -132,12 +115,7 @@ def weft_logits(
     return forward(blocks, batch)
 
 
-def load_model(
-    source: Source,
-    cfg: ModelConfig,
-    *,
-    dtypes: Dtypes,
-) -> dict[str, nn.Module]:
+def load_model(source: Source, cfg: ModelConfig, *, dtypes: Dtypes) -> dict[str, nn.Module]:
     """The whole model on the CPU, float32, with stored values."""
     family = FAMILIES[cfg.family]
     with torch.device("meta"):

@@ -70,23 +70,10 @@ def export_hf(
         raise CheckpointError(*faults)
     mapping = mapping_of(cfg.family)
     ties = FAMILIES[cfg.family].ties(cfg)
-    tensors = hf_tensors(
-        mapping.weights,
-        cfg,
-        source.shapes,
-        ties=ties,
-        where=str(folder),
-    )
+    tensors = hf_tensors(mapping.weights, cfg, source.shapes, ties=ties, where=str(folder))
     typed = choose_dtypes(tensors, source, dtype=getattr(torch, dtype) if dtype else None)
     config = config_json(mapping, cfg, dtype=main_dtype(typed), original=original)
-    write_folder(
-        folder,
-        typed,
-        source,
-        max_shard_bytes=max_shard_bytes,
-        texts=texts,
-        config=config,
-    )
+    write_folder(folder, typed, source, max_shard_bytes=max_shard_bytes, texts=texts, config=config)
     comparison = NOT_COMPARED
     if compares:
         dtypes = {
@@ -112,13 +99,7 @@ def export_adapters(checkpoint: Path, folder: Path, *, base: str | None) -> str:
     model = _open_model(checkpoint)
     lora = stored_lora(model.facts)
     stored = open_checkpoint(checkpoint).section("model")
-    write_adapters(
-        folder,
-        stored,
-        cfg=model.cfg,
-        lora=lora,
-        base=base,
-    )
+    write_adapters(folder, stored, cfg=model.cfg, lora=lora, base=base)
     num_linears = len(adapted_linears(lora.targets, model.cfg.linears()))
     report = f"{folder}: adapters of rank {lora.rank} on {counted(num_linears, 'linear')}"
     unexpected = unexpected_keys(model.cfg, lora)
@@ -136,8 +117,4 @@ def _open_model(path: Path) -> _StoredModel:
     config_type = FAMILIES[facts.family].Config
     cfg = config_type.model_validate_json(json.dumps(facts.architecture))
     source = merge_adapters(checkpoint.section("model"), stored_lora(facts))
-    return _StoredModel(
-        source=source,
-        cfg=cfg,
-        facts=facts,
-    )
+    return _StoredModel(source=source, cfg=cfg, facts=facts)

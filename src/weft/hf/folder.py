@@ -41,12 +41,7 @@ class MappedFiles:
         if not box.size:
             return torch.empty(box.shape, dtype=dtype)
         count = (entry.stop - entry.start) // dtype.itemsize
-        flat = torch.frombuffer(
-            self._map(entry.file),
-            dtype=dtype,
-            count=count,
-            offset=entry.start,
-        )
+        flat = torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start)
         return flat.view(entry.shape)[box.slices]
 
     def _map(self, file: Path) -> mmap.mmap:
@@ -131,12 +126,7 @@ class HfFolder:
             if name in stored and stored[name] != shape:
                 what = f"{self.sources[name].rule.tensor}: config.json makes another shape of it"
                 faults.append(
-                    Fault(
-                        where,
-                        what,
-                        got=str(list(stored[name])),
-                        need=str(list(shape)),
-                    )
+                    Fault(where, what, got=str(list(stored[name])), need=str(list(shape)))
                 )
             elif name not in stored:
                 faults.append(Fault(where, f"nothing holds {name}"))
@@ -203,10 +193,7 @@ def slabs(shape: tuple[int, ...]) -> Iterator[Box]:
     for first in range(0, shape[0], step):
         last = min(first + step, shape[0])
         for below in inner_boxes:
-            yield Box(
-                lo=(first, *below.lo),
-                hi=(last, *below.hi),
-            )
+            yield Box(lo=(first, *below.lo), hi=(last, *below.hi))
 
 
 def _map_file(file: Path) -> mmap.mmap:

@@ -60,18 +60,10 @@ def import_faults(folder: Path, cfg: ModelConfig) -> Iterator[Fault]:
         yield from error.faults
     except DataError as error:
         for fault in error.faults:
-            yield replace(
-                fault,
-                key=str(folder / FILE),
-                fix="remove it, or download it again",
-            )
+            yield replace(fault, key=str(folder / FILE), fix="remove it, or download it again")
 
 
-def _shape_faults(
-    folder: Path,
-    matched: MatchedFolder,
-    cfg: ModelConfig,
-) -> Iterator[Fault]:
+def _shape_faults(folder: Path, matched: MatchedFolder, cfg: ModelConfig) -> Iterator[Fault]:
     """Weights of linears and of the embedding of another shape than config.json makes of them."""
     expected: dict[str, tuple[int, ...]] = {}
     for linear, sides in cfg.linears().items():

@@ -95,11 +95,7 @@ def import_hf(
 
 
 def import_params(
-    run_folder: Path,
-    source: Source,
-    facts: Facts,
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
+    run_folder: Path, source: Source, facts: Facts, *, chunk_bytes: int = CHUNK_BYTES
 ) -> Manifest:
     """Write the checkpoint of step `facts.step`, with the section `model` alone.
 
@@ -134,10 +130,7 @@ def _chunks(source: Source, chunk_bytes: int) -> Iterator[list[WriteItem]]:
     for name, shape in source.shapes.items():
         for box in slabs(shape):
             item = WriteItem(
-                name=f"model/{name}",
-                shape=shape,
-                box=box,
-                tensor=source.read(name, box),
+                name=f"model/{name}", shape=shape, box=box, tensor=source.read(name, box)
             )
             if chunk and filled + item.num_bytes > chunk_bytes:
                 yield chunk

@@ -95,11 +95,7 @@ def match_tensors(
     for rule in rules:
         if rule.param in ties and rule.tensor in entries:
             alias_rules.append(rule)
-    matching = _Matching(
-        entries=entries,
-        cfg=cfg,
-        folder=folder,
-    )
+    matching = _Matching(entries=entries, cfg=cfg, folder=folder)
     params = matching.find_sources(owner_rules)
     aliases = matching.find_sources(alias_rules)
     ignored = (*mapping.ignored, *mapping.unused(cfg))
@@ -107,18 +103,10 @@ def match_tensors(
     matching.faults.extend(_slice_faults(params.values(), folder))
     if matching.faults:
         raise CheckpointError(*matching.faults)
-    return MatchedFolder(
-        entries=entries,
-        params=params,
-        aliases=aliases,
-    )
+    return MatchedFolder(entries=entries, params=params, aliases=aliases)
 
 
-def _check_size(
-    cfg: Any,
-    entries: Mapping[str, TensorEntry],
-    folder: str,
-) -> None:
+def _check_size(cfg: Any, entries: Mapping[str, TensorEntry], folder: str) -> None:
     """Check that there are as many tensors as layers and experts, before their names are made.
 
     Raises:
@@ -160,11 +148,7 @@ class _Matching:
             self.faults.append(_missing_fault(missing, self.folder))
         return found
 
-    def check_all_used(
-        self,
-        sources: Iterable[ParamSource],
-        ignored: Iterable[str],
-    ) -> None:
+    def check_all_used(self, sources: Iterable[ParamSource], ignored: Iterable[str]) -> None:
         """Add a fault for tensors that no parameter uses."""
         used = {tensor for source in sources for tensor in source.tensors}
         patterns = tuple(ignored)
@@ -212,9 +196,7 @@ def add_prefix(
 
 
 def _select_rules(
-    mapping: WeightMapping,
-    cfg: Any,
-    entries: Mapping[str, TensorEntry],
+    mapping: WeightMapping, cfg: Any, entries: Mapping[str, TensorEntry]
 ) -> list[WeightRule]:
     """One rule a parameter: the packed one where its tensor is in the files, else the published
     one.
@@ -240,11 +222,7 @@ def _missing_fault(missing: Collection[str], folder: str) -> Fault:
     )
 
 
-def _misfit(
-    rule: WeightRule,
-    entries: list[TensorEntry],
-    names: tuple[str, ...],
-) -> Fault | None:
+def _misfit(rule: WeightRule, entries: list[TensorEntry], names: tuple[str, ...]) -> Fault | None:
     """Why these tensors cannot be the parameter of the rule."""
     first = entries[0]
     for entry, name in zip(entries, names, strict=True):
@@ -256,22 +234,13 @@ def _misfit(
         if entry.shape != first.shape or entry.dtype != first.dtype:
             got = f"{entry.dtype} {list(entry.shape)}"
             need = f"{first.dtype} {list(first.shape)}"
-            return Fault(
-                where,
-                f"{name} differs from {names[0]}",
-                got=got,
-                need=need,
-            )
+            return Fault(where, f"{name} differs from {names[0]}", got=got, need=need)
     where = str(first.file)
     got = str(list(first.shape))
     if rule.transposed and len(first.shape) != 2:
         return Fault(where, f"{names[0]} is no matrix", got=got)
     if rule.slice is not None and not _divides(first.shape, rule.slice):
-        return Fault(
-            where,
-            f"{names[0]} does not divide by {rule.slice.count}",
-            got=got,
-        )
+        return Fault(where, f"{names[0]} does not divide by {rule.slice.count}", got=got)
     return None
 
 
@@ -297,8 +266,5 @@ def _slice_faults(sources: Iterable[ParamSource], folder: str) -> Iterator[Fault
         if indices != list(range(count)):
             params = ", ".join(rule.param for rule in rules)
             yield Fault(
-                folder,
-                f"{tensor} is not used exactly once",
-                got=params,
-                need=f"{count} parts",
+                folder, f"{tensor} is not used exactly once", got=params, need=f"{count} parts"
             )

@@ -92,12 +92,7 @@ def _part_index(rule: WeightRule) -> int:
     return 0
 
 
-def adapter_config(
-    cfg: ModelConfig,
-    lora: LoraConfig,
-    *,
-    base: str | None,
-) -> dict[str, Any]:
+def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> dict[str, Any]:
     """adapter_config.json; `base` is the name or folder of the base model in transformers."""
     targets = adapter_targets(cfg, lora)
     modules = [target.module for target in targets]

@@ -172,11 +172,7 @@ class HFTensor:
                 )
 
 
-def param_source(
-    rule: WeightRule,
-    tensors: tuple[str, ...],
-    tensor_shape: Shape,
-) -> ParamSource:
+def param_source(rule: WeightRule, tensors: tuple[str, ...], tensor_shape: Shape) -> ParamSource:
     """The source of a parameter whose tensors all have one shape."""
     is_stacked = EXPERT in rule.tensor
     placements = []
@@ -240,11 +236,7 @@ def hf_tensors(
 
 
 def _check_params(
-    rules: list[WeightRule],
-    shapes: Mapping[str, Shape],
-    *,
-    ties: Mapping[str, str],
-    where: str,
+    rules: list[WeightRule], shapes: Mapping[str, Shape], *, ties: Mapping[str, str], where: str
 ) -> None:
     mapped = {rule.param for rule in rules if rule.param not in ties}
     missing = sorted(mapped - set(shapes))
@@ -258,11 +250,7 @@ def _check_params(
         raise CheckpointError(Fault(where, what, got=list_some(unmapped)))
 
 
-def _placements(
-    rule: WeightRule,
-    owner: str,
-    shape: Shape,
-) -> Iterator[Placement]:
+def _placements(rule: WeightRule, owner: str, shape: Shape) -> Iterator[Placement]:
     """The HF tensors that a parameter of this shape is written to."""
     is_stacked = EXPERT in rule.tensor
     tensor_shape = _tensor_shape(shape[1:] if is_stacked else shape, rule)
@@ -304,7 +292,4 @@ def shift(box: Box, offset: Shape) -> Box:
 def _transpose(box: Box, transposed: bool) -> Box:
     if not transposed:
         return box
-    return Box(
-        lo=box.lo[::-1],
-        hi=box.hi[::-1],
-    )
+    return Box(lo=box.lo[::-1], hi=box.hi[::-1])

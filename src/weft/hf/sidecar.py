@@ -40,11 +40,7 @@ def read_sidecars(folders: Iterable[Path]) -> dict[str, str]:
             if name in found:
                 continue
             try:
-                found[name] = read_text(
-                    folder / name,
-                    max_bytes=MAX_SIDECAR_BYTES,
-                    within=folder,
-                )
+                found[name] = read_text(folder / name, max_bytes=MAX_SIDECAR_BYTES, within=folder)
             except UnreadableFile as error:
                 if not error.is_missing:
                     faults.append(error.fault(fix="remove it, or replace it by a copy"))
@@ -74,10 +70,5 @@ def reject_existing(folder: Path) -> None:
     if not is_empty:
         fix = "choose another folder, or move it away"
         raise CheckpointError(
-            Fault(
-                str(folder),
-                "exists already",
-                need="an empty folder, or none",
-                fix=fix,
-            )
+            Fault(str(folder), "exists already", need="an empty folder, or none", fix=fix)
         )

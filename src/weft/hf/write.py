@@ -46,10 +46,7 @@ class TypedTensor:
 
 
 def choose_dtypes(
-    tensors: Sequence[HFTensor],
-    source: Source,
-    *,
-    dtype: torch.dtype | None,
+    tensors: Sequence[HFTensor], source: Source, *, dtype: torch.dtype | None
 ) -> tuple[TypedTensor, ...]:
     """Types of all tensors: `dtype`, or as they are stored; `keep_float32` tensors keep 32 bits."""
     typed = []
@@ -59,11 +56,7 @@ def choose_dtypes(
     return tuple(typed)
 
 
-def _file_dtype(
-    tensor: HFTensor,
-    stored: torch.dtype,
-    asked: torch.dtype | None,
-) -> torch.dtype:
+def _file_dtype(tensor: HFTensor, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     if asked is None:
         return stored
     if not tensor.keep_float32:
@@ -126,11 +119,7 @@ def write_folder(
 
 
 def _write_weights(
-    folder: Path,
-    typed: Sequence[TypedTensor],
-    source: Source,
-    *,
-    max_shard_bytes: int,
+    folder: Path, typed: Sequence[TypedTensor], source: Source, *, max_shard_bytes: int
 ) -> None:
     files = split_files(typed, max_bytes=max_shard_bytes)
     file_of: dict[str, str] = {}
@@ -151,14 +140,9 @@ def _write_weights(
         write_whole(folder / INDEX, _json_bytes(index))
 
 
-def _write_file(
-    file: BinaryIO,
-    tensors: Sequence[TypedTensor],
-    source: Source,
-) -> None:
+def _write_file(file: BinaryIO, tensors: Sequence[TypedTensor], source: Source) -> None:
     ordered = sorted(
-        tensors,
-        key=lambda each: -each.dtype.itemsize,
+        tensors, key=lambda each: -each.dtype.itemsize
     )  # so that each lies at a multiple of its width
     file.write(_header(ordered))
     for each in ordered:

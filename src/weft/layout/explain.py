@@ -39,12 +39,7 @@ def explain(plan: Plan) -> str:
 def _wrapped(line: str) -> list[str]:
     num_spaces = len(line) - len(line.lstrip())
     indent = " " * (num_spaces + 2)
-    return textwrap.wrap(
-        line,
-        WIDTH,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _batch_lines(plan: Plan) -> list[str]:

@@ -109,9 +109,7 @@ class Plan(BaseModel):
     def options(self) -> LayoutOptions:
         """What the layout says besides the mesh, as dimensions read it."""
         return LayoutOptions(
-            sequence_parallel=self.sequence_parallel,
-            context=self.context,
-            zero=self.zero,
+            sequence_parallel=self.sequence_parallel, context=self.context, zero=self.zero
         )
 
     @property
@@ -138,11 +136,7 @@ class Plan(BaseModel):
     def table(self) -> Table:
         """The schedule's table: what each pipeline rank computes, in order."""
         schedule = find(self.schedule, self.schedule_lines)
-        return schedule.table(
-            self.pipeline_size,
-            self.chunks,
-            self.microbatches,
-        )
+        return schedule.table(self.pipeline_size, self.chunks, self.microbatches)
 
     @cached_property
     def program(self) -> Program:
@@ -161,10 +155,7 @@ class Plan(BaseModel):
         num_shards = self.mesh.degree(position_axes())
         if self.sequence_parallel:
             num_shards *= self.mesh.degree(activation_axes())
-        sizes = {
-            "batch": self.micro_size,
-            "seq": self.seq_len // num_shards,
-        }
+        sizes = {"batch": self.micro_size, "seq": self.seq_len // num_shards}
         shape: list[int] = []
         for entry in self.stages[stage].out:
             size = sizes[entry] if isinstance(entry, str) else entry
@@ -184,11 +175,7 @@ class Plan(BaseModel):
 
     def to_json(self) -> str:
         """Canonical JSON: equal plans give equal text."""
-        return json.dumps(
-            self.model_dump(mode="json"),
-            sort_keys=True,
-            indent=1,
-        )
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -206,10 +193,7 @@ class Plan(BaseModel):
 
 
 def make_stages(
-    blocks: Sequence[BlockSpec],
-    num_stages: int,
-    *,
-    split: Sequence[int] | None = None,
+    blocks: Sequence[BlockSpec], num_stages: int, *, split: Sequence[int] | None = None
 ) -> tuple[Stage, ...]:
     """Split `blocks` into stages: by cost, or by the layer counts of `split`.
 
@@ -221,13 +205,7 @@ def make_stages(
     stages = []
     for names in names_of_stages:
         flops = sum(specs[name].flops for name in names)
-        stages.append(
-            Stage(
-                blocks=names,
-                out=specs[names[-1]].out,
-                flops=flops,
-            )
-        )
+        stages.append(Stage(blocks=names, out=specs[names[-1]].out, flops=flops))
     return tuple(stages)
 
 
@@ -239,26 +217,13 @@ def canonical_json(architecture: Mapping[str, Any]) -> str:
 def _faults(plan: Plan) -> Iterator[Fault]:
     ranks = plan.pipeline_size
     schedule = find(plan.schedule, plan.schedule_lines)
-    yield from schedule.faults(
-        ranks=ranks,
-        chunks=plan.chunks,
-        microbatches=plan.microbatches,
-    )
+    yield from schedule.faults(ranks=ranks, chunks=plan.chunks, microbatches=plan.microbatches)
     yield from _stage_faults(plan)
     unit = length_unit(plan.mesh, sequence_parallel=plan.sequence_parallel)
     if plan.seq_len % unit:
         what = "does not divide over the ranks that share a sequence"
-        yield Fault(
-            "seq_len",
-            what,
-            got=str(plan.seq_len),
-            need=f"a multiple of {unit}",
-        )
-    yield from dtype_faults(
-        params=plan.params,
-        compute=plan.compute,
-        reduce=plan.reduce,
-    )
+        yield Fault("seq_len", what, got=str(plan.seq_len), need=f"a multiple of {unit}")
+    yield from dtype_faults(params=plan.params, compute=plan.compute, reduce=plan.reduce)
     unknown = [axis for _, axis in plan.rule if axis not in all_axes()]
     if unknown:
         what = f"shards over axes that no mesh has: {', '.join(unknown)}"
@@ -292,7 +257,5 @@ def _stage_faults(plan: Plan) -> Iterator[Fault]:
         )
     if empty:
         yield Fault(
-            "stages",
-            f"stages without blocks: {', '.join(empty)}",
-            need="at least one block each",
+            "stages", f"stages without blocks: {', '.join(empty)}", need="at least one block each"
         )

@@ -14,10 +14,7 @@ MAX_STAGES = 512
 """Pipeline stages of a model."""
 
 
-def split_by_cost(
-    blocks: Sequence[BlockSpec],
-    num_stages: int,
-) -> tuple[tuple[str, ...], ...]:
+def split_by_cost(blocks: Sequence[BlockSpec], num_stages: int) -> tuple[tuple[str, ...], ...]:
     """Names of consecutive blocks for each stage, so that the cost of the slowest stage is
     smallest.
 
@@ -48,10 +45,7 @@ def check_stage_limit(num_stages: int) -> None:
     """
     if num_stages > MAX_STAGES:
         fault = Fault(
-            "mesh",
-            "too many stages",
-            got=f"{num_stages} stages",
-            need=f"at most {MAX_STAGES}",
+            "mesh", "too many stages", got=f"{num_stages} stages", need=f"at most {MAX_STAGES}"
         )
         raise PlanError(fault)
 
@@ -81,8 +75,7 @@ def check_number_of_stages(blocks: Sequence[BlockSpec], num_stages: int) -> None
 
 
 def split_by_counts(
-    blocks: Sequence[BlockSpec],
-    counts: Sequence[int],
+    blocks: Sequence[BlockSpec], counts: Sequence[int]
 ) -> tuple[tuple[str, ...], ...]:
     """Names of blocks for each stage, where `counts` says how many layers each stage gets.
 
@@ -164,16 +157,11 @@ def _layered(blocks: Sequence[BlockSpec]) -> _LayeredChain:
     for start, stop in itertools.pairwise([*places, end]):
         layers.append(tuple(blocks[start:stop]))
     return _LayeredChain(
-        before=tuple(blocks[:first]),
-        layers=tuple(layers),
-        after=tuple(blocks[end:]),
+        before=tuple(blocks[:first]), layers=tuple(layers), after=tuple(blocks[end:])
     )
 
 
-def _names_by_counts(
-    chain: _LayeredChain,
-    counts: Sequence[int],
-) -> tuple[tuple[str, ...], ...]:
+def _names_by_counts(chain: _LayeredChain, counts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     """Names of the blocks of every stage with so many layers."""
     stages: list[list[str]] = []
     layers = iter(chain.layers)
@@ -274,13 +262,7 @@ def _balanced_bounds(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _possible_starts(
-    prefix: tuple[int, ...],
-    part: int,
-    parts: int,
-    *,
-    most: int,
-) -> range:
+def _possible_starts(prefix: tuple[int, ...], part: int, parts: int, *, most: int) -> range:
     """Where run `part` may start, so that the runs before it and those from it on can keep below
     `most`, each with one entry at least.
     """
@@ -301,11 +283,7 @@ class _BestRun(NamedTuple):
 
 
 def _best_stops(
-    prefix: tuple[int, ...],
-    starts: range,
-    squares: dict[int, int],
-    *,
-    most: int,
+    prefix: tuple[int, ...], starts: range, squares: dict[int, int], *, most: int
 ) -> dict[int, _BestRun]:
     """The best run of at most `most` from each start; `squares` are those from each stop on."""
     found: dict[int, _BestRun] = {}

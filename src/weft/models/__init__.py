@@ -249,11 +249,7 @@ def preset(name: str) -> ModelConfig:
     if name in PRESETS:
         return PRESETS[name]
     raise ConfigError(
-        Fault(
-            "model.preset",
-            f"unknown preset {name!r}",
-            fix=did_you_mean(name, PRESETS),
-        )
+        Fault("model.preset", f"unknown preset {name!r}", fix=did_you_mean(name, PRESETS))
     )
 
 

@@ -147,11 +147,7 @@ def parameters_on_meta() -> Iterator[None]:
     copies = _Copies(_on_meta)
     thread = threading.get_ident()
 
-    def replace(
-        module: nn.Module,
-        name: str,
-        param: nn.Parameter | None,
-    ) -> Any:
+    def replace(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         is_own = threading.get_ident() == thread
         return copies.of(param) if is_own and param is not None and not param.is_meta else None
 
@@ -214,10 +210,7 @@ def _has_memory(value: object) -> bool:
 
 
 def _replace_values(
-    holder: dict[str, Any],
-    copies: _Copies,
-    *,
-    only: Callable[[object], bool],
+    holder: dict[str, Any], copies: _Copies, *, only: Callable[[object], bool]
 ) -> None:
     for name, value in holder.items():
         if only(value):

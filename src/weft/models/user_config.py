@@ -86,11 +86,7 @@ def config_type(model: Model, parts: ModelParts) -> type[UserModelConfig]:
     OwnConfig.kind = model.kind
     try:
         fields = _pydantic_fields(model.Config, names)
-        made: Any = create_model(
-            "Config",
-            __base__=OwnConfig,
-            **fields,
-        )
+        made: Any = create_model("Config", __base__=OwnConfig, **fields)
         made()
     except Exception as error:
         first_line = " ".join(str(error).split())

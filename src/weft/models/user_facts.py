@@ -40,12 +40,7 @@ class ModelFacts:
     embedding_rows: int
 
 
-def facts_of(
-    blocks: Mapping[str, nn.Module],
-    ties: Mapping[str, str],
-    *,
-    label: str,
-) -> ModelFacts:
+def facts_of(blocks: Mapping[str, nn.Module], ties: Mapping[str, str], *, label: str) -> ModelFacts:
     """The facts of a chain.
 
     Args:
@@ -68,12 +63,7 @@ def facts_of(
         owner = owners.setdefault(id(param), name)
         if owner != name:
             all_ties.setdefault(name, owner)
-    return ModelFacts(
-        shapes,
-        all_ties,
-        _linears_of_layers(blocks),
-        _rows_of_embedding(blocks),
-    )
+    return ModelFacts(shapes, all_ties, _linears_of_layers(blocks), _rows_of_embedding(blocks))
 
 
 def _linears_of_layers(blocks: Mapping[str, nn.Module]) -> LinearShapes:
@@ -151,18 +141,10 @@ def _missing_fault(missing: list[str], shapes: Shapes) -> Fault:
     what = f"misses parameter {first}"
     if others:
         what += f" and {counted(len(others), 'other')}"
-    return Fault(
-        "AXES",
-        what,
-        fix=f"add rows, such as {first!r}: {row}",
-    )
+    return Fault("AXES", what, fix=f"add rows, such as {first!r}: {row}")
 
 
-def units_of_axes(
-    shapes: Shapes,
-    table: AxisTable,
-    config: Any,
-) -> dict[str, int]:
+def units_of_axes(shapes: Shapes, table: AxisTable, config: Any) -> dict[str, int]:
     """Units of the axes that some mesh axis may shard: a field of the config of that name, else the
     greatest common divisor of the lengths of all dims with this axis.
     """

@@ -31,21 +31,10 @@ from weft.models.common.init import named_parameters, tie
 from weft.models.common.layers import Loss
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.models.runs_without_memory import run_without_memory
-from weft.models.user_chain import (
-    META,
-    chain_of,
-    has_meta_values,
-    move_to_meta,
-    parameters_on_meta,
-)
+from weft.models.user_chain import META, chain_of, has_meta_values, move_to_meta, parameters_on_meta
 from weft.models.user_config import UserModelConfig, config_type
 from weft.models.user_facts import ModelFacts, facts_of, is_numbered, rows_of, units_of_axes
-from weft.models.user_model import (
-    KEY,
-    Model,
-    no_axes,
-    table_of,
-)
+from weft.models.user_model import KEY, Model, no_axes, table_of
 from weft.models.user_specs import MeasuredBlock, measure_blocks, output_dims
 
 LOSS = "loss"
@@ -267,12 +256,7 @@ def _random_state() -> tuple[object, ...]:
     python_state = random.getstate()
     _, numpy_keys, numpy_position, *_ = np.random.get_state(legacy=True)
     torch_state = torch.get_rng_state()
-    return (
-        python_state,
-        tuple(numpy_keys),
-        numpy_position,
-        tuple(torch_state.tolist()),
-    )
+    return (python_state, tuple(numpy_keys), numpy_position, tuple(torch_state.tolist()))
 
 
 @contextmanager
@@ -314,11 +298,7 @@ def meta_blocks(family: UserFamily, cfg: Any) -> dict[str, nn.Module]:
 
 
 @functools.lru_cache(maxsize=64)
-def _specs_of(
-    family: UserFamily,
-    text: str,
-    seq_len: int,
-) -> tuple[BlockSpec, ...]:
+def _specs_of(family: UserFamily, text: str, seq_len: int) -> tuple[BlockSpec, ...]:
     """FLOPs and output dims of every block, from two batches of different sizes: dims that differ
     are those of the batch and the sequence.
     """
@@ -345,24 +325,14 @@ def _specs_of(
         layers = [name for name in blocks if name != LOSS]
     specs: list[BlockSpec] = []
     for name in blocks:
-        out = output_dims(
-            first[name].shape,
-            second[name].shape,
-            lengths=(seq_len, second_len),
-        )
+        out = output_dims(first[name].shape, second[name].shape, lengths=(seq_len, second_len))
         flops = first[name].flops / 2
         spec = BlockSpec(name, flops, out, is_layer=name in layers)
         specs.append(spec)
     return tuple(specs)
 
 
-def example(
-    family: UserFamily,
-    cfg: Any,
-    *,
-    rows: int,
-    seq_len: int,
-) -> Batch:
+def example(family: UserFamily, cfg: Any, *, rows: int, seq_len: int) -> Batch:
     """A batch on the meta device."""
     if family.model.kind == "images":
         return image_example(rows, cfg.image_size)

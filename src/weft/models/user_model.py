@@ -215,21 +215,13 @@ def _faults(found: Mapping[str, Any], name: str) -> Iterator[Fault]:
         yield _no_blocks(name)
     config = found["Config"]
     if not isinstance(config, type) or not dataclasses.is_dataclass(config):
-        yield Fault(
-            KEY,
-            f"{name}: Config is not a dataclass",
-            fix="@dataclass above class Config",
-        )
+        yield Fault(KEY, f"{name}: Config is not a dataclass", fix="@dataclass above class Config")
         return
     yield from _field_faults(config, name)
     yield from _input_faults(config, found.get("INPUTS"), name)
 
 
-def _input_faults(
-    config: type,
-    inputs: Any,
-    name: str,
-) -> Iterator[Fault]:
+def _input_faults(config: type, inputs: Any, name: str) -> Iterator[Fault]:
     """INPUTS is unknown, or fields that a model of images needs are missing."""
     if inputs not in (None, "tokens", "images"):
         yield Fault(

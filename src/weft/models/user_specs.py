@@ -44,21 +44,12 @@ class FlopCount(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         count = flop_registry.get(func.overloadpacket)
         if count is not None:
-            self.total += float(
-                count(
-                    *args,
-                    **(kwargs or {}),
-                    out_val=out,
-                )
-            )
+            self.total += float(count(*args, **(kwargs or {}), out_val=out))
         return out
 
 
 def measure_blocks(
-    blocks: Mapping[str, nn.Module],
-    batch: Batch,
-    *,
-    name: str,
+    blocks: Mapping[str, nn.Module], batch: Batch, *, name: str
 ) -> dict[str, MeasuredBlock]:
     """Run the chain on the meta device; output shape and FLOPs of each block.
 
@@ -90,10 +81,7 @@ def measure_blocks(
 
 
 def output_dims(
-    first: Sequence[int],
-    second: Sequence[int],
-    *,
-    lengths: tuple[int, int],
+    first: Sequence[int], second: Sequence[int], *, lengths: tuple[int, int]
 ) -> tuple[str | int, ...]:
     """The shape that a block hands on: dims that change with the batch and its length are named."""
     first_length, second_length = lengths

@@ -26,12 +26,7 @@ def faults(request: LayoutRequest) -> Iterable[Fault]:
     degree = request.degrees[AXIS]
     if request.model_kind != "tokens":
         what = f"cp shards sequences, and {request.model_name} reads {request.model_kind}"
-        yield Fault(
-            "mesh",
-            what,
-            got=f"cp{degree}",
-            need="no cp",
-        )
+        yield Fault("mesh", what, got=f"cp{degree}", need="no cp")
         return
     if request.options.context == "ulysses":
         yield from _head_faults(request)

@@ -41,10 +41,7 @@ def costs_text(costs: RunCosts) -> str:
     return "\n".join(lines)
 
 
-def time_lines(
-    roles: Sequence[RoleCosts],
-    speeds: Speeds,
-) -> list[str]:
+def time_lines(roles: Sequence[RoleCosts], speeds: Speeds) -> list[str]:
     """The predicted step of a measured run."""
     return prediction_lines(predict_measured(roles, speeds))
 
@@ -95,10 +92,7 @@ def _use_of_devices(prediction: Prediction) -> list[str]:
     mfu = percent(prediction.mfu)
     used = percent(replace(utilization, flops=step.flops).mfu(step.total_s))
     recomputed = "" if used == mfu else f"; with recomputation {used}"
-    return [
-        f"  {tokens} tokens/s a device",
-        f"  MFU {mfu} ({utilization.text}){recomputed}",
-    ]
+    return [f"  {tokens} tokens/s a device", f"  MFU {mfu} ({utilization.text}){recomputed}"]
 
 
 def _wrapped(lines: Iterable[str]) -> list[str]:
@@ -107,11 +101,7 @@ def _wrapped(lines: Iterable[str]) -> list[str]:
     for line in lines:
         num_spaces = len(line) - len(line.lstrip())
         indent = " " * (num_spaces + 2)
-        parts = textwrap.wrap(
-            line,
-            WIDTH,
-            subsequent_indent=indent,
-        )
+        parts = textwrap.wrap(line, WIDTH, subsequent_indent=indent)
         result.extend(parts or [""])
     return result
 
@@ -154,18 +144,11 @@ def _memory_lines(roles: Sequence[RoleCosts]) -> list[str]:
     return lines
 
 
-def _memory_line(
-    row: tuple[str, ...],
-    widths: Sequence[int],
-) -> str:
+def _memory_line(row: tuple[str, ...], widths: Sequence[int]) -> str:
     """A row of the table: the name at the left, sizes at the right of their columns."""
     name, *sizes, action = row
     cells = [name.ljust(widths[0])]
-    for size, width in zip(
-        sizes,
-        widths[1:-1],
-        strict=True,
-    ):
+    for size, width in zip(sizes, widths[1:-1], strict=True):
         cells.append(size.rjust(width))
     cells.append(action)
     line = "  ".join(cells)
@@ -260,10 +243,7 @@ def _routing_lines(costs: RunCosts) -> list[str]:
     return lines
 
 
-def _routing_line(
-    name: str,
-    roles: Sequence[RoleCosts],
-) -> str:
+def _routing_line(name: str, roles: Sequence[RoleCosts]) -> str:
     peak = memory_text(fullest(roles).memory.peak)
     most_sent = max(routed_bytes(role) for role in roles)
     sent = memory_text(most_sent)
@@ -291,13 +271,7 @@ def _traffic_lines(roles: Sequence[RoleCosts]) -> list[str]:
         name = f"{_short_axis(axis):<9} {op:<14}"
         hidden = overlap_text(busiest.overlap[key])
         line = f"  {name} {_traffic_cells(total)}  {hidden}"
-        lines.extend(
-            textwrap.wrap(
-                line,
-                WIDTH,
-                subsequent_indent=" " * 53,
-            )
-        )
+        lines.extend(textwrap.wrap(line, WIDTH, subsequent_indent=" " * 53))
     return lines
 
 

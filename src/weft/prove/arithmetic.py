@@ -31,10 +31,7 @@ class NumberTypes:
     def of(precision: PrecisionConfig, *, inner: torch.dtype | None = None) -> NumberTypes:
         """Those of a run."""
         return NumberTypes(
-            _dtype(precision.params),
-            _dtype(precision.compute),
-            _dtype(precision.reduce),
-            inner,
+            _dtype(precision.params), _dtype(precision.compute), _dtype(precision.reduce), inner
         )
 
     @cached_property
@@ -100,10 +97,7 @@ def has_jumps(optim: OptimConfig) -> bool:
 
 
 def perturbations(
-    types: NumberTypes,
-    optim: OptimConfig,
-    *,
-    micro_size: int,
+    types: NumberTypes, optim: OptimConfig, *, micro_size: int
 ) -> Sequence[Perturbation]:
     """What bounds are derived from; none where everything is float64 and updates are proportional
     to gradients, or are damped where these are rounding noise.
@@ -116,9 +110,5 @@ def perturbations(
     other_size = 1 if micro_size > 1 else 2
     return (
         Perturbation(noise_seed=1, is_reversed=True),
-        Perturbation(
-            noise_seed=2,
-            is_inside_blocks=True,
-            micro_size=other_size,
-        ),
+        Perturbation(noise_seed=2, is_inside_blocks=True, micro_size=other_size),
     )

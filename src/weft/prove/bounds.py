@@ -129,12 +129,7 @@ class Bounds:
         of_kind = self._kind_scale.get(_Kind.of(key), 0.0)
         return is_wide(self.bound(key), scale=self.scale(key), own=own, of_kind=of_kind)
 
-    def relative(
-        self,
-        value: Tensor,
-        expected: Tensor,
-        key: TensorKey,
-    ) -> float:
+    def relative(self, value: Tensor, expected: Tensor, key: TensorKey) -> float:
         """Largest difference of two tensors of this kind, relative to its scale."""
         return largest_difference(value, expected) / self.scale(key)
 

@@ -57,11 +57,7 @@ def is_between_steps(records: Sequence[RankRecord]) -> bool:
 
 
 def difference_of_error(
-    error: BaseException,
-    records: Sequence[RankRecord],
-    *,
-    mesh: Mesh,
-    blocks: Sequence[str],
+    error: BaseException, records: Sequence[RankRecord], *, mesh: Mesh, blocks: Sequence[str]
 ) -> Difference:
     """Where the run of a layout ended.
 
@@ -92,11 +88,7 @@ def difference_of_error(
     )
 
 
-def _named(
-    text: str,
-    records: Sequence[RankRecord],
-    blocks: Sequence[str],
-) -> tuple[str, str]:
+def _named(text: str, records: Sequence[RankRecord], blocks: Sequence[str]) -> tuple[str, str]:
     """The first parameter, and its block, in a message; else the first block; "" where none is."""
     owners: set[str] = set()
     for record in records:

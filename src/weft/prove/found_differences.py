@@ -86,11 +86,7 @@ class FoundDifferences:
             if stats is None:
                 continue
             bound = PhaseBound(
-                phase,
-                stats.compared,
-                stats.largest,
-                stats.bound,
-                closest=max(stats.closest, 0.0),
+                phase, stats.compared, stats.largest, stats.bound, closest=max(stats.closest, 0.0)
             )
             found.append(bound)
         return tuple(found)
@@ -105,12 +101,7 @@ class FoundDifferences:
         return site.step in self.bounds.plain.skipped and site.phase in PHASE_OF_GRADIENTS
 
     def check(
-        self,
-        site: Site,
-        rank: int,
-        observed: Observed,
-        expected: Tensor,
-        key: TensorKey,
+        self, site: Site, rank: int, observed: Observed, expected: Tensor, key: TensorKey
     ) -> None:
         """Compare a tensor of a rank with the entries of the reference that it should hold."""
         bound = self.bounds.bound(key)
@@ -132,14 +123,7 @@ class FoundDifferences:
         if not is_within:
             self._failures_at(site)[rank] = failure
 
-    def _count(
-        self,
-        site: Site,
-        relative: float,
-        bound: float,
-        *,
-        is_wide: bool = False,
-    ) -> None:
+    def _count(self, site: Site, relative: float, bound: float, *, is_wide: bool = False) -> None:
         stats = self.stats.setdefault(site.phase, PhaseStats())
         stats.add(relative, bound, is_wide=is_wide)
 
@@ -147,11 +131,7 @@ class FoundDifferences:
         return self.failures.setdefault(site, {})
 
     def _determined_relative(
-        self,
-        site: Site,
-        observed: Observed,
-        expected: Tensor,
-        key: TensorKey,
+        self, site: Site, observed: Observed, expected: Tensor, key: TensorKey
     ) -> float:
         """Of the entries of a parameter that differ by more than rounding of their own gradients
         explains; infinite where that is not known.
@@ -176,13 +156,7 @@ class FoundDifferences:
         largest = float(rest.max()) if rest.numel() else 0.0
         return largest / self.bounds.scale(key)
 
-    def _partial_relative(
-        self,
-        site: Site,
-        rank: int,
-        expected: Tensor,
-        key: TensorKey,
-    ) -> float:
+    def _partial_relative(self, site: Site, rank: int, expected: Tensor, key: TensorKey) -> float:
         """Of a gradient whose parts are summed over tensor-parallel ranks only later."""
         parts = []
         for member in self.mesh.group(rank, activation_axes()):
@@ -201,12 +175,7 @@ class FoundDifferences:
         self._count(site, failure.measured, failure.bound)
         self._failures_at(site).setdefault(failure.rank, failure)
 
-    def number(
-        self,
-        record: RankRecord,
-        site: Site,
-        value: float,
-    ) -> None:
+    def number(self, record: RankRecord, site: Site, value: float) -> None:
         """Compare a number of a rank with that of the reference, if that has it."""
         key = TensorKey(site.step, site.phase, site.tensor)
         expected = self.reference.get(key)

@@ -25,12 +25,7 @@ class GradientSums:
     records: Sequence[RankRecord]
     bounds: Bounds
 
-    def right_axes(
-        self,
-        step: int,
-        name: str,
-        rank: int,
-    ) -> tuple[str, ...] | None:
+    def right_axes(self, step: int, name: str, rank: int) -> tuple[str, ...] | None:
         """The axes over which the ranks' own gradients add up to the right one; None: there are none."""
         param = self.records[rank].shards[name]
         key = TensorKey.of_gradient(step, "backward", param.owner)
@@ -56,13 +51,7 @@ class GradientSums:
             found.extend(itertools.combinations(axes, number))
         return found
 
-    def sum_over(
-        self,
-        step: int,
-        name: str,
-        rank: int,
-        axes: tuple[str, ...],
-    ) -> Tensor | None:
+    def sum_over(self, step: int, name: str, rank: int, axes: tuple[str, ...]) -> Tensor | None:
         """The sum of the ranks' own gradients over these axes; None where they have none of one
         shape.
         """

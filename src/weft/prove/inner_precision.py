@@ -72,11 +72,7 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def inner_precision(
-    family: Family,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    seq_len: int,
+    family: Family, config: ModelConfig, *, dtype: torch.dtype, seq_len: int
 ) -> InnerPrecision:
     """The casts of a user's model in a number type; none of weft's own families, which compute in
     any.
@@ -93,11 +89,7 @@ def inner_precision(
 
 
 def _run(
-    family: UserFamily,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    seq_len: int,
+    family: UserFamily, config: ModelConfig, *, dtype: torch.dtype, seq_len: int
 ) -> InnerPrecision:
     """Run the chain without memory."""
 

@@ -93,12 +93,7 @@ class SiteProof:
             if measured > TOLERANCE:
                 differences.append(self._difference(name, measured))
         bound = PhaseBound("update", len(expected), largest, TOLERANCE, largest / TOLERANCE)
-        return Pass(
-            "float64, local updates",
-            f"{TOLERANCE:.0e}",
-            (bound,),
-            tuple(differences),
-        )
+        return Pass("float64, local updates", f"{TOLERANCE:.0e}", (bound,), tuple(differences))
 
     def _difference(self, name: str, measured: float) -> Difference:
         parameter = name.rpartition("/")[2]
@@ -126,36 +121,14 @@ class SiteProof:
             out = Path(folder) / "run"
 
             def rank(comm: Comm) -> None:
-                self._train_rank(
-                    comm,
-                    out,
-                    resume=None,
-                    total=STEPS_BEFORE_RESUME,
-                )
-                self._train_rank(
-                    comm,
-                    out,
-                    resume="auto",
-                    total=STEPS,
-                )
+                self._train_rank(comm, out, resume=None, total=STEPS_BEFORE_RESUME)
+                self._train_rank(comm, out, resume="auto", total=STEPS)
 
-            run_ranks(
-                self.subject.mesh,
-                rank,
-                timeout_s=TIMEOUT_S,
-                takes_turns=True,
-            )
+            run_ranks(self.subject.mesh, rank, timeout_s=TIMEOUT_S, takes_turns=True)
             _, path = next(iter(checkpoints(out)))
             return self._stored(path)
 
-    def _train_rank(
-        self,
-        comm: Comm,
-        out: Path,
-        *,
-        resume: str | None,
-        total: int,
-    ) -> None:
+    def _train_rank(self, comm: Comm, out: Path, *, resume: str | None, total: int) -> None:
         training = self.subject.build_training(comm, out=str(out), resume=resume)
         training = shortened(training, total=total, saves=True)
         run_training(training, EventLog(None, []))
@@ -204,11 +177,7 @@ class SiteProof:
 
     def _plain_site(self, index: int) -> PlainSite:
         task = self.subject.inside_site().task()
-        return PlainSite(
-            task,
-            index=index,
-            num_sites=self.num_sites,
-        )
+        return PlainSite(task, index=index, num_sites=self.num_sites)
 
 
 class PlainSite(Reference):
@@ -218,13 +187,7 @@ class PlainSite(Reference):
         task: of one site.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        *,
-        index: int,
-        num_sites: int,
-    ) -> None:
+    def __init__(self, task: Task, *, index: int, num_sites: int) -> None:
         super().__init__(task, records=False)
         self.index = index
         self.num_sites = num_sites

@@ -81,9 +81,7 @@ class Localisation:
         """
         place = self._places.get(site.parameter, 0)
         in_blocks = execution_order(
-            site,
-            self.bounds.plain.blocks,
-            num_micro_batches=self._num_micro_batches,
+            site, self.bounds.plain.blocks, num_micro_batches=self._num_micro_batches
         )
         return (*in_blocks, place if site.phase == "forward" else -place)
 
@@ -207,13 +205,7 @@ class Localisation:
                     return axis
         return ""
 
-    def _differs_along(
-        self,
-        axis: str,
-        rank: int,
-        site: Site,
-        own: Observed,
-    ) -> bool:
+    def _differs_along(self, axis: str, rank: int, site: Site, own: Observed) -> bool:
         """Whether another rank along the axis holds other values of the same entries."""
         key = key_of(site)
         for other_rank in self.mesh.group(rank, axis):
@@ -283,12 +275,7 @@ class Localisation:
             found.update(self._other_shards(site, failure, whole))
         return found
 
-    def _other_shards(
-        self,
-        site: Site,
-        failure: Failure,
-        whole: Tensor,
-    ) -> dict[str, Tensor]:
+    def _other_shards(self, site: Site, failure: Failure, whole: Tensor) -> dict[str, Tensor]:
         """What other ranks hold of the tensor, where it has the same shape."""
         found: dict[str, Tensor] = {}
         for record in self.records:
@@ -329,10 +316,7 @@ class _WrongSum:
 
 
 def execution_order(
-    site: Site,
-    blocks: Sequence[str],
-    *,
-    num_micro_batches: int,
+    site: Site, blocks: Sequence[str], *, num_micro_batches: int
 ) -> tuple[float, ...]:
     """Sort key of the order of execution: step, phase, then block and micro-batch as the phase runs
     them.
@@ -399,11 +383,7 @@ def _close(value: Tensor, expected: Tensor) -> float:
     return 1e-3 * max(largest_value, largest_expected)
 
 
-def _local_entries(
-    total: Tensor,
-    observed: Observed,
-    param: ParamShard,
-) -> Tensor | None:
+def _local_entries(total: Tensor, observed: Observed, param: ParamShard) -> Tensor | None:
     """The entries of a local gradient that an observed tensor holds."""
     shard = param.shard
     whole = torch.zeros(param.shape, dtype=total.dtype)

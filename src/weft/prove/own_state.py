@@ -44,13 +44,7 @@ class OwnState:
             site = Site.of_parameter(1, "forward", key.tensor, f"{key.tensor} as used")
             nothing = Observed(torch.zeros(0), Whole(), None)
             failures = self.found.failures.setdefault(site, {})
-            failures[0] = Failure(
-                0,
-                nothing,
-                whole,
-                measured=math.inf,
-                bound=0.0,
-            )
+            failures[0] = Failure(0, nothing, whole, measured=math.inf, bound=0.0)
 
     def _held_entries(self) -> dict[str, int]:
         """Number of entries of each parameter that some rank holds; replicas count once."""
@@ -81,11 +75,7 @@ class OwnState:
                     self._check_use(record.rank, site, observed, state)
 
     def _join(
-        self,
-        states: dict[_Updated, Tensor],
-        rank: int,
-        site: Site,
-        observed: Observed,
+        self, states: dict[_Updated, Tensor], rank: int, site: Site, observed: Observed
     ) -> None:
         """Write the entries of a rank into the logical tensor; those of a replica must be there."""
         assert isinstance(observed.place, FlatPlace), "updated values are recorded flat"
@@ -111,13 +101,7 @@ class OwnState:
             failure = Failure(rank, observed, expected, relative, bound=0.0)
             self.found.fail(site, failure)
 
-    def _check_use(
-        self,
-        rank: int,
-        site: Site,
-        observed: Observed,
-        state: Tensor,
-    ) -> None:
+    def _check_use(self, rank: int, site: Site, observed: Observed, state: Tensor) -> None:
         local = observed.place.read(state)
         if local is None or bool(torch.isnan(local).any()):
             return

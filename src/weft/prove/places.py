@@ -149,11 +149,7 @@ class RankPlaces:
         return tuple(columns)
 
     def micro_batch(
-        self,
-        number: int,
-        local_shape: Sequence[int],
-        *,
-        whole_columns: bool = False,
+        self, number: int, local_shape: Sequence[int], *, whole_columns: bool = False
     ) -> MicroBatchPlace:
         """The place of an activation, or a field of the batch, of this shape."""
         return MicroBatchPlace(

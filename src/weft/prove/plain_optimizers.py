@@ -41,10 +41,7 @@ class PlainOptimizer:
     """
 
     def __init__(
-        self,
-        params: Mapping[str, Tensor],
-        optim: OptimConfig,
-        axes: AxisTable | None = None,
+        self, params: Mapping[str, Tensor], optim: OptimConfig, axes: AxisTable | None = None
     ) -> None:
         self.params = params
         self.optim = optim
@@ -77,12 +74,7 @@ class PlainOptimizer:
             self.rules[name] = plain_rule(name, self.optim)
         return self.rules[name]
 
-    def _settings(
-        self,
-        name: str,
-        param: Tensor,
-        axes: tuple[DimAxis, ...],
-    ) -> ParameterSettings:
+    def _settings(self, name: str, param: Tensor, axes: tuple[DimAxis, ...]) -> ParameterSettings:
         """The first group whose pattern matches decides; what it leaves out is that of the run."""
         optim = self.optim
         group = self._group(name)
@@ -103,13 +95,7 @@ class PlainOptimizer:
             lr_scale=lr_scale,
             decay=decay,
             betas=group.betas or optim.betas,
-            matrices=tuple(
-                _matrices(
-                    param,
-                    axes,
-                    splits=splits,
-                )
-            ),
+            matrices=tuple(_matrices(param, axes, splits=splits)),
         )
 
     def _group(self, name: str) -> OptimGroup:
@@ -151,12 +137,7 @@ def plain_rule(name: str, optim: OptimConfig) -> PlainRule:
     return WholeUserRule(make_user_optimizer(name, options))
 
 
-def _matrices(
-    param: Tensor,
-    axes: tuple[DimAxis, ...],
-    *,
-    splits: bool,
-) -> Iterator[Index]:
+def _matrices(param: Tensor, axes: tuple[DimAxis, ...], *, splits: bool) -> Iterator[Index]:
     """Places of the logical matrices: each expert, and each projection of a fused weight."""
     if param.dim() not in (2, 3):
         return
@@ -185,11 +166,7 @@ def _projections(size: int, axis: Stacked) -> Iterator[slice]:
         units_before = units_after
 
 
-def plain_learning_rate(
-    step: int,
-    optim: OptimConfig,
-    total: int,
-) -> float:
+def plain_learning_rate(step: int, optim: OptimConfig, total: int) -> float:
     """Rate of step `step` (from 0) of `total`: linear warm-up to `lr`, then the decay to the
     share `min_lr` of it."""
     if step < optim.warmup:

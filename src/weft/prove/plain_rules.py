@@ -165,11 +165,7 @@ class PlainAdafactor:
         given.param.sub_(relative_step / clipping * change)
 
     def _variance(
-        self,
-        gradient: Tensor,
-        state: TensorState,
-        count: float,
-        smallest: float,
+        self, gradient: Tensor, state: TensorState, count: float, smallest: float
     ) -> Tensor:
         """The second moment of each entry, of which matrices store means of rows and columns."""
         weight = count**self.options.beta2_decay
@@ -185,11 +181,7 @@ class PlainAdafactor:
         return rows * columns / mean_of_rows.clamp(min=smallest)
 
 
-def _average(
-    kept: Tensor,
-    new: Tensor,
-    weight: float,
-) -> None:
+def _average(kept: Tensor, new: Tensor, weight: float) -> None:
     kept.copy_(kept + weight * (new - kept))
 
 
@@ -234,13 +226,7 @@ class PlainMuon:
         x = x / norm
         for _ in range(self.options.ns_steps):
             gram = x @ x.mT
-            polynomial = torch.addmm(
-                gram,
-                gram,
-                gram,
-                beta=b,
-                alpha=c,
-            )
+            polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.addmm(x, polynomial, x, beta=a)
         return x.mT if is_tall else x
 

@@ -146,10 +146,7 @@ class Failed:
 
     @staticmethod
     def of(
-        train: Callable[[], object],
-        records: Sequence[RankRecord],
-        *,
-        subject: Subject,
+        train: Callable[[], object], records: Sequence[RankRecord], *, subject: Subject
     ) -> Failed | None:
         """Train on the layout; where an error ended that, None where it ran.
 
@@ -183,11 +180,7 @@ class Judged:
 
     @staticmethod
     def of(
-        subject: Subject,
-        records: Sequence[RankRecord],
-        bounds: Bounds,
-        *,
-        what: str = "",
+        subject: Subject, records: Sequence[RankRecord], bounds: Bounds, *, what: str = ""
     ) -> Judged:
         """Compare all that ranks have recorded.
 
@@ -195,10 +188,7 @@ class Judged:
             what: they have trained, for the report: ", from a checkpoint".
         """
         judge = Judge(
-            subject.mesh,
-            records,
-            bounds,
-            has_sharded_activations=subject.has_sharded_activations,
+            subject.mesh, records, bounds, has_sharded_activations=subject.has_sharded_activations
         )
         differences = judge.compare()
         result = Pass(
@@ -252,20 +242,10 @@ def run_layout(subject: Subject, records: Sequence[RankRecord]) -> None:
                 record.error = error
                 raise
 
-        run_ranks(
-            subject.mesh,
-            rank,
-            timeout_s=TIMEOUT_S,
-            takes_turns=True,
-        )
+        run_ranks(subject.mesh, rank, timeout_s=TIMEOUT_S, takes_turns=True)
 
 
-def _train_rank(
-    subject: Subject,
-    comm: Comm,
-    record: RankRecord,
-    out: str,
-) -> None:
+def _train_rank(subject: Subject, comm: Comm, record: RankRecord, out: str) -> None:
     num_before = subject.steps - STEPS_AFTER_RESUME
     last = TrainedPart(out, subject.steps, evaluates=True)
     if num_before < 1:
@@ -298,11 +278,7 @@ def reference_bounds(subject: Subject, *, skipped: frozenset[int]) -> Bounds:
     """
     perturbed = []
     for perturbation in subject.perturbations():
-        each = reference(
-            subject,
-            perturbation=perturbation,
-            skipped=skipped,
-        )
+        each = reference(subject, perturbation=perturbation, skipped=skipped)
         perturbed.append(each.run_all(subject.steps))
     whole = reference(subject, skipped=skipped)
     has_zero_matrices = whole.has_zero_matrices
@@ -315,11 +291,7 @@ def reference_bounds(subject: Subject, *, skipped: frozenset[int]) -> Bounds:
     if whole.types.is_exact or not has_zero_matrices:
         return bounds
     drawn = Perturbation(noise_seed=DRAWN_SIGNS_SEED, free_signs=bounds.small_gradient)
-    with_drawn_signs = reference(
-        subject,
-        perturbation=drawn,
-        skipped=skipped,
-    )
+    with_drawn_signs = reference(subject, perturbation=drawn, skipped=skipped)
     trace = with_drawn_signs.run_all(subject.steps)
     return replace(bounds, perturbed=(*perturbed, trace))
 
@@ -332,12 +304,7 @@ def reference(
     skipped: frozenset[int] | None = None,
 ) -> Reference:
     """The one-device reference of a subject."""
-    return Reference(
-        subject.task(),
-        perturbation=perturbation,
-        records=records,
-        skipped=skipped,
-    )
+    return Reference(subject.task(), perturbation=perturbation, records=records, skipped=skipped)
 
 
 def bounds_text(types: NumberTypes, *, is_perturbed: bool = False) -> str:

@@ -103,10 +103,7 @@ class RankSums:
         return tuple(found)
 
     def _compare_partial_group(
-        self,
-        step: int,
-        owner: str,
-        members: Sequence[_RankGradient],
+        self, step: int, owner: str, members: Sequence[_RankGradient]
     ) -> None:
         site = Site.of_parameter(step, "backward", owner, f"{owner} gradient")
         key = TensorKey.of_gradient(step, "backward", owner)
@@ -194,14 +191,7 @@ class RankSums:
                     site = Site.of_number(step, "loss", "loss")
                     self._fail_number(record, site, difference, text=text)
 
-    def _fail_number(
-        self,
-        record: RankRecord,
-        site: Site,
-        measured: float,
-        *,
-        text: str,
-    ) -> None:
+    def _fail_number(self, record: RankRecord, site: Site, measured: float, *, text: str) -> None:
         right = self.found.reference[TensorKey(site.step, site.phase, site.tensor)]
         observed = Observed(right, Whole(), None)
         failure = Failure(record.rank, observed, right, measured, bound=0.0, text=text)

@@ -57,13 +57,7 @@ class RankValues:
             return
         key = key_of(site)
         relative = self.found.bounds.relative(observed.value, saved.value, key)
-        failure = Failure(
-            record.rank,
-            observed,
-            expected=saved.value,
-            measured=relative,
-            bound=0.0,
-        )
+        failure = Failure(record.rank, observed, expected=saved.value, measured=relative, bound=0.0)
         at_site = self.found.failures.setdefault(site, {})
         at_site[record.rank] = failure
 

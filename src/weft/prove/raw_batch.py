@@ -107,20 +107,10 @@ class _Sequence:
     documents: list[int] = field(default_factory=list)
 
 
-def samples_of_step(
-    samples: Samples,
-    step: int,
-    *,
-    global_size: int,
-    seed: int,
-) -> Ints:
+def samples_of_step(samples: Samples, step: int, *, global_size: int, seed: int) -> Ints:
     """The samples of step `step` (from 0) over all ranks, in their order."""
     first = step * global_size
-    places = np.arange(
-        first,
-        first + global_size,
-        dtype=np.int64,
-    )
+    places = np.arange(first, first + global_size, dtype=np.int64)
     return samples.at(places, seed=seed)
 
 
@@ -134,12 +124,7 @@ def evaluated_samples(samples: Samples, global_size: int) -> list[Ints]:
     return found
 
 
-def batch_of(
-    samples: Samples,
-    numbers: Ints,
-    *,
-    later: bool,
-) -> Batch:
+def batch_of(samples: Samples, numbers: Ints, *, later: bool) -> Batch:
     """The batch of these samples, with whole sequences."""
     raw = samples.samples if isinstance(samples, MaskedSamples) else samples
     if isinstance(raw, ConversationSamples):
@@ -189,11 +174,7 @@ def _sequence(samples: SequenceSamples, number: int) -> _Sequence:
     return found
 
 
-def _document_starts(
-    samples: SequenceSamples,
-    start: int,
-    length: int,
-) -> set[int]:
+def _document_starts(samples: SequenceSamples, start: int, length: int) -> set[int]:
     """Columns of a window but its first, its end included, at which a document begins."""
     all_bounds = samples.stream.document_bounds
     bounds = all_bounds[0 : len(all_bounds)]

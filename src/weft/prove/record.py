@@ -29,21 +29,12 @@ class Site:
     micro_batch: int | None = None
 
     @staticmethod
-    def of_number(
-        step: int,
-        phase: Phase,
-        name: str,
-    ) -> Site:
+    def of_number(step: int, phase: Phase, name: str) -> Site:
         """A number of a whole step, which belongs to no block."""
         return Site(step, phase, block="", tensor=name)
 
     @staticmethod
-    def of_parameter(
-        step: int,
-        phase: Phase,
-        parameter: str,
-        tensor: str,
-    ) -> Site:
+    def of_parameter(step: int, phase: Phase, parameter: str, tensor: str) -> Site:
         """A parameter, or a tensor of its shape: a gradient, a moment."""
         block = block_of(parameter)
         return Site(step, phase, block, tensor, parameter)

@@ -78,12 +78,7 @@ class GrowingBound:
         self._norm_rounding = norm_rounding(most_entries, types)
         self._spread: dict[Number, float] = {"loss": 0.0, "norm": 0.0}
 
-    def add(
-        self,
-        number: Number,
-        plain: float,
-        perturbed: Sequence[float],
-    ) -> None:
+    def add(self, number: Number, plain: float, perturbed: Sequence[float]) -> None:
         """Take the numbers of one step."""
         for other in perturbed:
             spread = relative_difference(other, plain)
@@ -143,30 +138,18 @@ def prove_recorded(
 
 
 def _compare(
-    subject: Subject,
-    recorded: Sequence[Mapping[str, Any]],
+    subject: Subject, recorded: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[StepComparison, StepComparison]]:
     """Yields the comparisons of the loss and of the gradient norm of each step."""
     skipped = skipped_steps(recorded)
     plain = reference(subject, records=False, skipped=skipped)
     others = []
     for perturbation in subject.perturbations():
-        others.append(
-            reference(
-                subject,
-                perturbation=perturbation,
-                records=False,
-                skipped=skipped,
-            )
-        )
+        others.append(reference(subject, perturbation=perturbation, records=False, skipped=skipped))
     most_entries = max(param.numel() for param in plain.trained.values())
     bound = GrowingBound(plain.types, most_entries=most_entries)
 
-    def compared(
-        step: int,
-        number: Number,
-        found: float,
-    ) -> StepComparison:
+    def compared(step: int, number: Number, found: float) -> StepComparison:
         alone = _number(plain, step, number)
         bound.add(number, alone, [_number(other, step, number) for other in others])
         return StepComparison(
@@ -186,11 +169,7 @@ def _compare(
         yield loss, norm
 
 
-def _number(
-    each: Reference,
-    step: int,
-    number: Number,
-) -> float:
+def _number(each: Reference, step: int, number: Number) -> float:
     key = TensorKey(step, number, NAMES[number])
     return float(each.trace.values[key])
 
@@ -208,13 +187,7 @@ def _phase_bounds(comparisons: Sequence[StepComparison]) -> list[PhaseBound]:
         own = [each for each in comparisons if each.number == number]
         largest = max(own, key=lambda each: each.relative)
         closest = max(each.relative / each.bound for each in own)
-        bound = PhaseBound(
-            number,
-            len(own),
-            largest.relative,
-            largest.bound,
-            closest,
-        )
+        bound = PhaseBound(number, len(own), largest.relative, largest.bound, closest)
         found.append(bound)
     return found
 

@@ -125,10 +125,7 @@ class Recorder:
             num_runs = plan.mesh.degree(data_axis())
         samples_are_images = hasattr(training.loader.samples, "pairs")
         return RankPlaces(
-            plan,
-            self.model.comm.rank,
-            has_columns=not samples_are_images,
-            num_runs=num_runs,
+            plan, self.model.comm.rank, has_columns=not samples_are_images, num_runs=num_runs
         )
 
     def attach(self, training: Training) -> Training:
@@ -174,24 +171,10 @@ class Recorder:
                 if tensor is not None:
                     self._keep_input(index + 1, number, name, tensor)
 
-    def _keep_input(
-        self,
-        step: int,
-        micro_batch: int,
-        name: str,
-        tensor: Tensor,
-    ) -> None:
-        site = Site(
-            step,
-            "batch",
-            block="",
-            tensor=name,
-            micro_batch=micro_batch,
-        )
+    def _keep_input(self, step: int, micro_batch: int, name: str, tensor: Tensor) -> None:
+        site = Site(step, "batch", block="", tensor=name, micro_batch=micro_batch)
         place = self.places.micro_batch(
-            micro_batch,
-            tensor.shape,
-            whole_columns=name == "whole_documents",
+            micro_batch, tensor.shape, whole_columns=name == "whole_documents"
         )
         self._keep(site, tensor, place, None)
 
@@ -230,20 +213,11 @@ class Recorder:
                 continue
             shard = self.model.shards[name]
             site = Site(
-                step,
-                "forward",
-                block,
-                tensor=f"{shard.owner} as used",
-                parameter=shard.owner,
+                step, "forward", block, tensor=f"{shard.owner} as used", parameter=shard.owner
             )
             self._keep(site, param, ShardPlace(shard.shard), self.trace.gather())
 
-    def _after_forward(
-        self,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        output: Any,
-    ) -> None:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.record.progress.block = ""
         if self._current is None:
             return
@@ -260,20 +234,11 @@ class Recorder:
         else:
             self._keep_output(self._current, block, x)
 
-    def _keep_output(
-        self,
-        current: _MicroBatch,
-        block: str,
-        x: Tensor,
-    ) -> None:
+    def _keep_output(self, current: _MicroBatch, block: str, x: Tensor) -> None:
         """Record the output of a block, and its gradient once that is computed."""
         place = self.places.micro_batch(current.number, x.shape)
         site = Site(
-            current.step,
-            "forward",
-            block,
-            tensor=f"{block}.output",
-            micro_batch=current.number,
+            current.step, "forward", block, tensor=f"{block}.output", micro_batch=current.number
         )
         self._keep(site, x, place, self.trace.newest)
         if not x.requires_grad:
@@ -286,13 +251,7 @@ class Recorder:
 
         x.register_hook(keep)
 
-    def _add_sum(
-        self,
-        step: int,
-        block: str,
-        name: str,
-        value: Tensor | None,
-    ) -> None:
+    def _add_sum(self, step: int, block: str, name: str, value: Tensor | None) -> None:
         if value is None:
             return
         key = BlockNumber(step, block, name)
@@ -302,12 +261,7 @@ class Recorder:
         self.record.sum_types[key] = value.dtype
         self.record.sum_operations[key] = self.trace.newest
 
-    def _add_load(
-        self,
-        step: int,
-        block: str,
-        load: Tensor | None,
-    ) -> None:
+    def _add_load(self, step: int, block: str, load: Tensor | None) -> None:
         if load is None:
             return
         key = BlockLoad(step, block)
@@ -322,11 +276,7 @@ class Recorder:
         if before is not None:
             value = before.value + value
         shard = self.model.shards[name]
-        self.record.partial_gradients[key] = PartialGradient(
-            shard,
-            value,
-            self.trace.newest,
-        )
+        self.record.partial_gradients[key] = PartialGradient(shard, value, self.trace.newest)
 
     # between backward and the next step
 
@@ -345,11 +295,7 @@ class Recorder:
         elif phase == "end" and number not in self._ended:
             self._ended.add(number)
             self._record_gradients("clip", scale=1.0)
-            self.record_state(
-                number,
-                moments="moments",
-                params="update",
-            )
+            self.record_state(number, moments="moments", params="update")
 
     def _record_gradients(self, phase: Phase, *, scale: float) -> None:
         """Record the reduced gradients, before or after clipping."""
@@ -386,13 +332,7 @@ class Recorder:
             found.update(dict.fromkeys(group.params, dtype))
         return found
 
-    def record_state(
-        self,
-        number: int,
-        *,
-        moments: Phase,
-        params: Phase,
-    ) -> None:
+    def record_state(self, number: int, *, moments: Phase, params: Phase) -> None:
         """Record parameters and optimizer state after step `number`."""
         for local in param_states(self.step.state()):
             owner = local.param.owner
@@ -408,32 +348,16 @@ class Recorder:
                 all_entries = Box.whole(tuple(tensor.shape))
                 self._keep_flat(site, tensor, FlatPlace((all_entries,)))
 
-    def _keep_flat(
-        self,
-        site: Site,
-        tensor: Tensor,
-        place: FlatPlace,
-    ) -> None:
+    def _keep_flat(self, site: Site, tensor: Tensor, place: FlatPlace) -> None:
         flat = tensor.detach().reshape(-1)
         self._keep(site, flat, place, self.trace.newest)
 
-    def _keep(
-        self,
-        site: Site,
-        value: Tensor,
-        place: Place,
-        operation: Operation | None,
-    ) -> None:
+    def _keep(self, site: Site, value: Tensor, place: Place, operation: Operation | None) -> None:
         copy = value.detach().clone()
         self.record.values[site] = Observed(copy, place, operation, value.dtype)
 
 
-def _moment_site(
-    step: int,
-    phase: Phase,
-    parameter: str,
-    section: str,
-) -> Site:
+def _moment_site(step: int, phase: Phase, parameter: str, section: str) -> Site:
     """The site of an optimizer state, whose section of a checkpoint is `optim/KEY`."""
     key = section.partition("/")[2]
     return Site.of_parameter(step, phase, parameter, f"{parameter} {key}")

@@ -92,9 +92,7 @@ class Reference:
         if task.beta is not None:
             self.blocks[LOSS] = PlainPreferenceLoss(task.beta)
             self.reference_model = ReferenceModel(
-                self.blocks,
-                stored=None,
-                perturbed=self.perturbed,
+                self.blocks, stored=None, perturbed=self.perturbed
             )
         axes = family.axes(task.model)
         self.optimizer = PlainOptimizer(self.trained, task.optim, axes)
@@ -113,11 +111,7 @@ class Reference:
     def _perturb_modules(self) -> None:
         """Add noise to the outputs of all modules that consist of no others."""
 
-        def perturb(
-            module: nn.Module,
-            args: tuple[Any, ...],
-            output: Any,
-        ) -> Any:
+        def perturb(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             if isinstance(output, Tensor) and output.dim() > 0:
                 return self.perturbed(output)
             return output
@@ -143,11 +137,7 @@ class Reference:
             else:
                 values[name] = torch.empty(param.shape, dtype=self.types.params)
                 drawn[name] = values[name]
-        init_params(
-            drawn,
-            family.init(self.task.model),
-            seed=self.task.seed,
-        )
+        init_params(drawn, family.init(self.task.model), seed=self.task.seed)
         return values
 
     def _module_dtype(self, name: str) -> torch.dtype:
@@ -223,10 +213,7 @@ class Reference:
         """The whole batch of step `step` (the first is 1)."""
         task = self.task
         numbers = samples_of_step(
-            task.samples,
-            step - 1,
-            global_size=task.batch.global_size,
-            seed=task.seed,
+            task.samples, step - 1, global_size=task.batch.global_size, seed=task.seed
         )
         return self.batch_of(numbers)
 
@@ -257,12 +244,7 @@ class Reference:
             self._rebalance(computed.forward.loads)
         self._keep_state(step)
 
-    def _gradients_as_on_layout(
-        self,
-        step: int,
-        batch: Batch,
-        num_targets: int,
-    ) -> _StepGradients:
+    def _gradients_as_on_layout(self, step: int, batch: Batch, num_targets: int) -> _StepGradients:
         """The gradients of a step; in a borderline case of float16 with the loss scale at which they
         overflow, or not, as on the layout.
         """
@@ -273,12 +255,7 @@ class Reference:
         other = self._gradients(batch, num_targets, self.scale * margin)
         return computed if other.overflows == computed.overflows else other
 
-    def _keep_inputs(
-        self,
-        step: int,
-        batch: Batch,
-        num_targets: int,
-    ) -> None:
+    def _keep_inputs(self, step: int, batch: Batch, num_targets: int) -> None:
         """Keep the batch of a step, and the parameters as its forward uses them."""
         for name, tensor in vars(batch).items():
             if tensor is not None:
@@ -289,12 +266,7 @@ class Reference:
             self.trace.keep(step, "forward", f"{name} as used", param)
         self.trace.keep_number(step, "batch", "number of targets", num_targets)
 
-    def _gradients(
-        self,
-        batch: Batch,
-        num_targets: int,
-        scale: float,
-    ) -> _StepGradients:
+    def _gradients(self, batch: Batch, num_targets: int, scale: float) -> _StepGradients:
         """Forward and backward of a batch with a loss scale."""
         trained = {name: self.params[name] for name in self.trained}
         forward = ReferencePass(
@@ -316,11 +288,7 @@ class Reference:
             squares.append(float(gradient.double().square().sum()))
         norm = math.sqrt(sum(squares)) / scale
         return _StepGradients(
-            forward,
-            gradients,
-            scale,
-            norm,
-            overflows=self.is_scaled and not math.isfinite(norm),
+            forward, gradients, scale, norm, overflows=self.is_scaled and not math.isfinite(norm)
         )
 
     def _overflows_elsewhere(self, step: int, computed: _StepGradients) -> bool:
@@ -329,12 +297,7 @@ class Reference:
             return False
         return computed.overflows != (step in self.skipped)
 
-    def _keep_gradients(
-        self,
-        step: int,
-        computed: _StepGradients,
-        num_targets: int,
-    ) -> None:
+    def _keep_gradients(self, step: int, computed: _StepGradients, num_targets: int) -> None:
         forward = computed.forward
         forward.keep_in(self.trace, step)
         self.trace.keep_number(step, "loss", "loss", forward.loss / num_targets)
@@ -345,13 +308,7 @@ class Reference:
             self.trace.keep(step, "backward", title, unscaled)
             self.trace.keep(step, "reduce", title, unscaled)
 
-    def _update(
-        self,
-        step: int,
-        computed: _StepGradients,
-        *,
-        lr: float,
-    ) -> None:
+    def _update(self, step: int, computed: _StepGradients, *, lr: float) -> None:
         factor = _clip_factor(computed.norm, self.task.clip_of(step))
         self.trace.keep_number(step, "clip", "clip factor", factor)
         factor_of_scaled = factor / computed.scale
@@ -376,12 +333,7 @@ class Reference:
             is_free = free_signs(name, step)
             if is_free is None:
                 continue
-            bits = torch.randint(
-                0,
-                2,
-                gradient.shape,
-                generator=self._generator,
-            )
+            bits = torch.randint(0, 2, gradient.shape, generator=self._generator)
             signs = 2 * bits - 1
             drawn[name] = torch.where(is_free, gradient * signs, gradient)
         return drawn
@@ -429,19 +381,13 @@ class Reference:
         if self.perturbation.noise_seed is None or not x.dtype.is_floating_point:
             return x
         eps = self.types.noise_of(x.dtype)
-        signs = torch.randint(
-            -1,
-            2,
-            x.shape,
-            generator=self._generator,
-        )
+        signs = torch.randint(-1, 2, x.shape, generator=self._generator)
         factors = (1 + eps * signs.double()).to(x.dtype)
         return x * factors
 
 
 def _owned_parameters(
-    blocks: Mapping[str, nn.Module],
-    ties: Mapping[str, str],
+    blocks: Mapping[str, nn.Module], ties: Mapping[str, str]
 ) -> dict[str, nn.Parameter]:
     """Parameters by global name; one that is shared is there once, under its first name."""
     found: dict[str, nn.Parameter] = {}

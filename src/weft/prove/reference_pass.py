@@ -127,12 +127,7 @@ class ReferencePass:
         self.sum_types[name] = value.dtype
         self.loss += number
 
-    def _take_output(
-        self,
-        name: str,
-        rows: range,
-        x: Tensor,
-    ) -> Tensor:
+    def _take_output(self, name: str, rows: range, x: Tensor) -> Tensor:
         """Keep the output of a block and its gradient; what the next block gets."""
         if not self.keeps_tensors:
             return self.perturbed(x)

@@ -19,11 +19,7 @@ class TensorKey(NamedTuple):
     tensor: str
 
     @staticmethod
-    def of_gradient(
-        step: int,
-        phase: Phase,
-        parameter: str,
-    ) -> TensorKey:
+    def of_gradient(step: int, phase: Phase, parameter: str) -> TensorKey:
         """The gradient of a parameter, before ("backward") or after ("reduce") its reduction."""
         return TensorKey(step, phase, f"{parameter} gradient")
 
@@ -53,24 +49,12 @@ class ReferenceTrace:
     lrs: dict[int, float] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
 
-    def keep(
-        self,
-        step: int,
-        phase: Phase,
-        name: str,
-        tensor: Tensor,
-    ) -> None:
+    def keep(self, step: int, phase: Phase, name: str, tensor: Tensor) -> None:
         """Keep a copy of a tensor."""
         if self.keeps_tensors:
             self.values[TensorKey(step, phase, name)] = tensor.detach().clone()
 
-    def keep_number(
-        self,
-        step: int,
-        phase: Phase,
-        name: str,
-        value: float,
-    ) -> None:
+    def keep_number(self, step: int, phase: Phase, name: str, value: float) -> None:
         """Keep a number."""
         number = torch.tensor(float(value), dtype=torch.float64)
         self.values[TensorKey(step, phase, name)] = number

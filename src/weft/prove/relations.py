@@ -120,11 +120,7 @@ def _factor_text(factor: float) -> str:
     return str(near) if distance < FRACTION_CLOSE else f"{factor:.6g}"
 
 
-def _is_close(
-    measured: Tensor,
-    candidate: Tensor,
-    expected: Tensor,
-) -> bool:
+def _is_close(measured: Tensor, candidate: Tensor, expected: Tensor) -> bool:
     """Whether the measured tensor is the candidate, and much nearer to it than to the right one."""
     distance = float((measured - candidate).norm())
     to_right = float((measured - expected).norm())
@@ -144,11 +140,7 @@ def _is_equal_up_to_order(measured: Tensor, expected: Tensor) -> bool:
     return distance <= CLOSE * size and distance <= SHARE_OF_DISTANCE * unsorted
 
 
-def _update_relation(
-    measured: Tensor,
-    expected: Tensor,
-    before: Tensor,
-) -> str:
+def _update_relation(measured: Tensor, expected: Tensor, before: Tensor) -> str:
     right = expected - before
     update = measured - before
     if not bool(update.any()):
@@ -178,12 +170,7 @@ def _rearrangement(measured: Tensor, expected: Tensor) -> str:
     return ""
 
 
-def _matches_inside(
-    measured: Tensor,
-    shifted: Tensor,
-    dim: int,
-    shift: int,
-) -> bool:
+def _matches_inside(measured: Tensor, shifted: Tensor, dim: int, shift: int) -> bool:
     """Whether all but the entry that wraps around agree."""
     length = measured.shape[dim] - 1
     start = 1 if shift > 0 else 0
@@ -193,14 +180,7 @@ def _matches_inside(
     is_constant = bool((right == first).all())
     if is_constant or not bool(right.any()):
         return False
-    return bool(
-        torch.allclose(
-            own,
-            right,
-            rtol=CLOSE,
-            atol=0.0,
-        )
-    )
+    return bool(torch.allclose(own, right, rtol=CLOSE, atol=0.0))
 
 
 def _partly(measured: Tensor, expected: Tensor) -> str:

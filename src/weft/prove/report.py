@@ -189,22 +189,9 @@ class ProofReport:
     uncovered: tuple[str, ...] = ()
 
     @staticmethod
-    def of_error(
-        error: str,
-        *,
-        layout: str,
-        model: str,
-        steps: int,
-    ) -> ProofReport:
+    def of_error(error: str, *, layout: str, model: str, steps: int) -> ProofReport:
         """The report of a proof that an error has ended."""
-        return ProofReport(
-            layout,
-            model,
-            ranks=0,
-            steps=steps,
-            passes=(),
-            error=error,
-        )
+        return ProofReport(layout, model, ranks=0, steps=steps, passes=(), error=error)
 
     @property
     def verdict(self) -> VerdictWord:

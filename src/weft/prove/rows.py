@@ -14,11 +14,7 @@ Rows = Literal["own", "short"]
 
 
 def open_rows(
-    data: DataConfig,
-    model: ModelSection,
-    *,
-    rows: Rows,
-    num_samples: int = 0,
+    data: DataConfig, model: ModelSection, *, rows: Rows, num_samples: int = 0
 ) -> Samples:
     """The sequences of a run.
 

@@ -14,10 +14,7 @@ MAX_SECONDS = 60.0
 
 
 def smallest_case(
-    case: ProofCase,
-    report: ProofReport,
-    *,
-    seconds: float = MAX_SECONDS,
+    case: ProofCase, report: ProofReport, *, seconds: float = MAX_SECONDS
 ) -> ProofReport:
     """The report of the smallest case that still fails, found greedily within some time."""
     failing = _FailingCase(case, report, time.monotonic() + seconds)

@@ -18,11 +18,7 @@ SUFFIX = " as stored"
 """Ends the name of a tensor that was read whole."""
 
 
-def record_stored(
-    record: RankRecord,
-    run_folder: Path,
-    step: int,
-) -> None:
+def record_stored(record: RankRecord, run_folder: Path, step: int) -> None:
     """Record all tensors of the newest checkpoint, which was saved after `step`. A fault in writing
     that the same ranks undo when they read is a difference here.
     """

@@ -290,19 +290,10 @@ class Subject:
 
     def perturbations(self) -> Sequence[Perturbation]:
         """The perturbed versions of its reference, from which bounds are derived."""
-        return perturbations(
-            self.types,
-            self.run.optim,
-            micro_size=self.run.batch.micro_size,
-        )
+        return perturbations(self.types, self.run.optim, micro_size=self.run.batch.micro_size)
 
     def build_training(
-        self,
-        comm: Comm,
-        *,
-        out: str,
-        resume: str | None,
-        attempt: Attempt | None = None,
+        self, comm: Comm, *, out: str, resume: str | None, attempt: Attempt | None = None
     ) -> Training:
         """The training run of one rank of the layout; every rank must call it.
 
@@ -440,11 +431,7 @@ def _changed_options(section: str, values: ParallelConfig | PipelineConfig) -> l
 
 
 def shortened(
-    training: Training,
-    *,
-    total: int,
-    saves: bool,
-    evaluator: Evaluator | None = None,
+    training: Training, *, total: int, saves: bool, evaluator: Evaluator | None = None
 ) -> Training:
     """A training run up to step `total`, without what only watches it.
 

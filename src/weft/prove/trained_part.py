@@ -50,18 +50,13 @@ class TrainedPart:
         observers = comm.observers
         record.progress.is_restoring = self.restores
         training = subject.build_training(
-            comm,
-            out=self.out,
-            resume=self.resume,
-            attempt=self.attempt,
+            comm, out=self.out, resume=self.resume, attempt=self.attempt
         )
         recorder = Recorder(record, training)
         training = recorder.attach(training)
         if self.restores:
             recorder.record_state(
-                training.step_range.start,
-                moments="checkpoint",
-                params="checkpoint",
+                training.step_range.start, moments="checkpoint", params="checkpoint"
             )
             record.progress.is_restoring = False
         between = None
@@ -85,7 +80,5 @@ def _evaluation(training: Training, *, most_batches: int) -> Evaluation:
     loader = training.loader
     first = FirstSamples.of(loader.samples, global_size=loader.global_size)
     return Evaluation(
-        training.step.model,
-        replace(loader, samples=first),
-        most_batches=most_batches,
+        training.step.model, replace(loader, samples=first), most_batches=most_batches
     )

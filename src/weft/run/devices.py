@@ -68,12 +68,7 @@ class Assignment:
 
 
 def assign_device(
-    choice: DeviceChoice,
-    gpus: GpuInventory,
-    *,
-    local_rank: int,
-    local_size: int,
-    starter: Starter,
+    choice: DeviceChoice, gpus: GpuInventory, *, local_rank: int, local_size: int, starter: Starter
 ) -> Assignment:
     """The device of one rank: see Note [Assignment of GPUs].
 
@@ -231,9 +226,7 @@ def choose_device(choice: DeviceChoice, world: World) -> torch.device:
 
 
 def devices_of_local_ranks(
-    choice: DeviceChoice,
-    num_ranks: int,
-    starter: Starter,
+    choice: DeviceChoice, num_ranks: int, starter: Starter
 ) -> list[torch.device]:
     """The devices of ranks to be started on this machine; prints what was chosen.
 
@@ -244,11 +237,7 @@ def devices_of_local_ranks(
     devices = []
     for rank in range(num_ranks):
         assignment = assign_device(
-            choice,
-            gpus,
-            local_rank=rank,
-            local_size=num_ranks,
-            starter=starter,
+            choice, gpus, local_rank=rank, local_size=num_ranks, starter=starter
         )
         devices.append(torch.device(assignment.device))
     announce(assignment.note)

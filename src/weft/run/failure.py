@@ -93,12 +93,7 @@ class ErrorContext:
             kind = "user"
         elif failure.kind in NO_LOCATION_KINDS:
             kind = "all ranks"
-        return RankError(
-            failure.rank,
-            self._coordinates(failure.rank),
-            "\n".join(lines),
-            kind=kind,
-        )
+        return RankError(failure.rank, self._coordinates(failure.rank), "\n".join(lines), kind=kind)
 
     def lost_rank(self, lost: int, failure: RankFailure) -> RankError:
         """The error about a rank that another one has found missing: it begins with the lost one."""

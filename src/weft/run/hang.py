@@ -279,10 +279,7 @@ class _Diagnosis:
             return self._deadlock(path[path.index(snapshot) :])
         if snapshot.waiting is None:
             limit_s = busy_limit_s(
-                snapshot.phase,
-                step_s=self.step_s,
-                timeout_s=self.timeout_s,
-                patience=self.patience,
+                snapshot.phase, step_s=self.step_s, timeout_s=self.timeout_s, patience=self.patience
             )
             if stalled_s < limit_s:
                 return None

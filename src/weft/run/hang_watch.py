@@ -46,9 +46,7 @@ class HangWatch:
         return max(snapshot.step for snapshot in self._snapshots())
 
     def check(
-        self,
-        running: Collection[int],
-        state_of: Callable[[int], ProcessState],
+        self, running: Collection[int], state_of: Callable[[int], ProcessState]
     ) -> Hang | None:
         """The hang, if there is one; looks every CHECK_S only.
 

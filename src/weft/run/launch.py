@@ -243,12 +243,7 @@ def open_listener(port: int | None) -> Iterator[socket.socket | None]:
 
 
 def local_world(
-    rank: int,
-    size: int,
-    *,
-    folder: Path,
-    nonce: str,
-    listener: socket.socket | None = None,
+    rank: int, size: int, *, folder: Path, nonce: str, listener: socket.socket | None = None
 ) -> World:
     """The world of one of `size` local ranks; called in that rank.
 
@@ -280,11 +275,7 @@ def no_restart(end: SupervisedEnd) -> bool:
 
 
 def wait_for_workers(
-    group: WorkerGroup,
-    signals: SignalQueue,
-    board: StatusBoard,
-    *,
-    context: ErrorContext,
+    group: WorkerGroup, signals: SignalQueue, board: StatusBoard, *, context: ErrorContext
 ) -> int:
     """Supervise a group to its end; the exit code. Raises as `launch`."""
     supervisor = Supervisor(group, signals, board, mesh=context.mesh)

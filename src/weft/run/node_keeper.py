@@ -20,12 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
-from weft.run.node_folder import (
-    KEEPER_VARIABLE,
-    folder_path,
-    has_keeper,
-    is_own_folder,
-)
+from weft.run.node_folder import KEEPER_VARIABLE, folder_path, has_keeper, is_own_folder
 from weft.run.private_folder import MEMORY_FOLDER, PREFIX
 
 LOCK = "keeper.lock"

@@ -118,11 +118,7 @@ class PeerDiagnosis:
         return HungPeer(rank, text, call)
 
     def _check_arrival(
-        self,
-        call: WaitingCall,
-        answers: Mapping[int, Answer],
-        *,
-        asked_by: int,
+        self, call: WaitingCall, answers: Mapping[int, Answer], *, asked_by: int
     ) -> HungPeer | None:
         """A finding on a call that all members have joined, if one of them is hung elsewhere, or if
         no data has arrived for longer than the limit.

@@ -116,10 +116,7 @@ def run_rank_threads(
     threads: dict[int, threading.Thread] = {}
     for rank in range(world.size):
         threads[rank] = threading.Thread(
-            target=run_rank,
-            args=(rank,),
-            name=f"rank {rank}",
-            daemon=True,
+            target=run_rank, args=(rank,), name=f"rank {rank}", daemon=True
         )
     for thread in threads.values():
         thread.start()

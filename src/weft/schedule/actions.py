@@ -54,10 +54,7 @@ class Act(NamedTuple):
 
 
 def needs(
-    act: Act,
-    *,
-    num_stages: int,
-    splits: Container[StageAndMicrobatch] = (),
+    act: Act, *, num_stages: int, splits: Container[StageAndMicrobatch] = ()
 ) -> tuple[Act, ...]:
     """Actions whose results `act` uses: it can start when all of them are done.
 
@@ -101,10 +98,7 @@ class Table:
 
     @staticmethod
     def of_rows(
-        rows: Iterable[Iterable[Act]],
-        *,
-        stage_to_rank: Iterable[int],
-        microbatches: int,
+        rows: Iterable[Iterable[Act]], *, stage_to_rank: Iterable[int], microbatches: int
     ) -> Table:
         """The table of these rows, in rank order."""
         return Table(
@@ -152,11 +146,7 @@ class Table:
 
     def needs(self, act: Act) -> tuple[Act, ...]:
         """`needs` with this table's number of stages and splits."""
-        return needs(
-            act,
-            num_stages=self.num_stages,
-            splits=self.splits,
-        )
+        return needs(act, num_stages=self.num_stages, splits=self.splits)
 
     def source(self, act: Act) -> Act | None:
         """The action of a neighbouring stage whose tensor is the input of `act`, if there is one."""
@@ -169,10 +159,7 @@ class Table:
     def text(self) -> str:
         """The text that `parse` reads back."""
         owners = " ".join(map(str, self.stage_to_rank))
-        lines = [
-            f"microbatches {self.microbatches}",
-            f"stage_to_rank {owners}",
-        ]
+        lines = [f"microbatches {self.microbatches}", f"stage_to_rank {owners}"]
         for rank, row in enumerate(self.rows):
             lines.append(f"rank {rank}: {row_text(row)}")
         text = "\n".join(lines)

@@ -57,13 +57,7 @@ class Schedule:
         """Chunks a rank holds by default."""
         return self.chunks[0]
 
-    def faults(
-        self,
-        *,
-        ranks: int,
-        chunks: int,
-        microbatches: int,
-    ) -> tuple[Fault, ...]:
+    def faults(self, *, ranks: int, chunks: int, microbatches: int) -> tuple[Fault, ...]:
         """Why these sizes do not work; empty when `table` can be made."""
         found = list(self._range_faults(ranks, chunks, microbatches))
         if not found:
@@ -73,41 +67,22 @@ class Schedule:
         return tuple(found)
 
     def sizes(
-        self,
-        *,
-        ranks: int,
-        chunks: int,
-        microbatches: int,
+        self, *, ranks: int, chunks: int, microbatches: int
     ) -> Iterator[tuple[int, int, int]]:
         """Every (ranks, chunks, microbatches) up to these that it accepts, for tests and sweeps."""
         candidates = itertools.product(
-            range(1, ranks + 1),
-            range(1, chunks + 1),
-            range(1, microbatches + 1),
+            range(1, ranks + 1), range(1, chunks + 1), range(1, microbatches + 1)
         )
         for p, v, m in candidates:
             if not self.faults(ranks=p, chunks=v, microbatches=m):
                 yield p, v, m
 
-    def _range_faults(
-        self,
-        ranks: int,
-        chunks: int,
-        microbatches: int,
-    ) -> Iterator[Fault]:
+    def _range_faults(self, ranks: int, chunks: int, microbatches: int) -> Iterator[Fault]:
         if ranks < 1:
-            yield Fault(
-                "mesh",
-                f"a pipeline of {counted(ranks, 'rank')}",
-                need="pp at least 1",
-            )
+            yield Fault("mesh", f"a pipeline of {counted(ranks, 'rank')}", need="pp at least 1")
         if microbatches < 1:
             micro_batches = counted(microbatches, "micro-batch", "micro-batches")
-            yield Fault(
-                "batch",
-                f"a pipeline step of {micro_batches}",
-                need="at least 1",
-            )
+            yield Fault("batch", f"a pipeline step of {micro_batches}", need="at least 1")
         num_actions = 2 * ranks * chunks * microbatches
         if num_actions > MAX_ACTIONS:
             yield Fault(
@@ -128,11 +103,7 @@ class Schedule:
             )
 
 
-def _accept_any_size(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> None:
+def _accept_any_size(ranks: int, chunks: int, microbatches: int) -> None:
     return None
 
 
@@ -179,11 +150,7 @@ def find(name: str, lines: TableLines = ()) -> Schedule:
     if lines:
         return _of_table(table_of(lines), name)
     if not os.path.exists(name):
-        fault = Fault(
-            KEY,
-            f"no schedule or table file {name!r}",
-            fix=did_you_mean(name, SCHEDULES),
-        )
+        fault = Fault(KEY, f"no schedule or table file {name!r}", fix=did_you_mean(name, SCHEDULES))
         raise ScheduleError(fault)
     table = read_table(Path(name))
     return _of_table(table, name)
@@ -200,11 +167,7 @@ def lines_of(name: str) -> TableLines:
 
 
 def _of_table(table: Table, path: str) -> Schedule:
-    def check(
-        ranks: int,
-        chunks: int,
-        microbatches: int,
-    ) -> Fault | None:
+    def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
         if (ranks, microbatches) == (table.num_ranks, table.microbatches):
             return None
         return Fault(
@@ -253,11 +216,7 @@ def make_table(
         microbatches = DEFAULT_MICROBATCHES if file_table is None else file_table.microbatches
     if chunks is None:
         chunks = schedule.default_chunks
-    faults = schedule.faults(
-        ranks=ranks,
-        chunks=chunks,
-        microbatches=microbatches,
-    )
+    faults = schedule.faults(ranks=ranks, chunks=chunks, microbatches=microbatches)
     if faults:
         raise ScheduleError(*faults)
     return schedule.table(ranks, chunks, microbatches)

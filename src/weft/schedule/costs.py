@@ -52,37 +52,17 @@ class ScheduleCosts:
             for number in numbers.split(","):
                 times_of_stages.append(_time(number, word))
             times[letter] = tuple(times_of_stages)
-        hop = _time(
-            message,
-            message,
-            key="message",
-            may_be_zero=True,
-        )
+        hop = _time(message, message, key="message", may_be_zero=True)
         letters = "".join(sorted(times))
         if not letters:
             return ScheduleCosts(message=hop)
         if letters == "BF":
             half = tuple(time / 2 for time in times["B"])
-            return ScheduleCosts(
-                times["F"],
-                half,
-                half,
-                hop,
-            )
+            return ScheduleCosts(times["F"], half, half, hop)
         if letters == "FIW":
-            return ScheduleCosts(
-                times["F"],
-                times["I"],
-                times["W"],
-                hop,
-            )
+            return ScheduleCosts(times["F"], times["I"], times["W"], hop)
         if letters == "BFW":
-            return ScheduleCosts(
-                times["F"],
-                times["B"],
-                times["W"],
-                hop,
-            )
+            return ScheduleCosts(times["F"], times["B"], times["W"], hop)
         raise _unreadable(" ".join(words))
 
     def of_stages(self, *, num_stages: int, chunks: int) -> StageCosts:
@@ -141,11 +121,7 @@ class StageCosts:
         return total
 
 
-def _of_stages(
-    times: Times,
-    num_stages: int,
-    chunks: int,
-) -> Times:
+def _of_stages(times: Times, num_stages: int, chunks: int) -> Times:
     if len(times) == 1:
         (of_rank,) = times
         of_chunk = of_rank / chunks
@@ -161,25 +137,12 @@ def _of_stages(
     raise ScheduleError(fault)
 
 
-def _time(
-    text: str,
-    word: str,
-    *,
-    key: str = KEY,
-    may_be_zero: bool = False,
-) -> Fraction:
+def _time(text: str, word: str, *, key: str = KEY, may_be_zero: bool = False) -> Fraction:
     if _NUMBER.fullmatch(text) is None:
         raise _unreadable(word, key)
     time = Fraction(text)
     if time == 0 and not may_be_zero:
-        raise ScheduleError(
-            Fault(
-                key,
-                "a time of 0",
-                got=word,
-                need="above 0",
-            )
-        )
+        raise ScheduleError(Fault(key, "a time of 0", got=word, need="above 0"))
     return time
 
 
@@ -187,14 +150,7 @@ def _unreadable(word: str, key: str = KEY) -> ScheduleError:
     need = "F=1 B=2, F=1 I=1 W=1, or one number a stage: F=1,1,2,1 ..."
     if key != KEY:
         need = "a number, at least 0, with at most 6 digits before and after the point"
-    return ScheduleError(
-        Fault(
-            key,
-            "cannot read",
-            got=repr(word),
-            need=need,
-        )
-    )
+    return ScheduleError(Fault(key, "cannot read", got=repr(word), need=need))
 
 
 def _shown(times: Times) -> str:

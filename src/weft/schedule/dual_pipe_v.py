@@ -22,19 +22,13 @@ NAME = "dual_pipe_v"
 CHUNKS = range(2, 3)
 
 
-def table(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Table:
+def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """Two chunks a rank, in a V. Below 2 `ranks` micro-batches a row is that of 2 `ranks`, less
     those that are not there.
     """
     total = max(microbatches, 2 * ranks)
     return v_shaped_table(
-        lambda rank: _row(rank, ranks, total),
-        ranks=ranks,
-        microbatches=microbatches,
+        lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches
     )
 
 

@@ -19,11 +19,7 @@ NAME = "gpipe"
 CHUNKS = range(1, 2)
 
 
-def table(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Table:
+def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; backwards run last in, first out, so that the newest activation is freed
     first.
     """

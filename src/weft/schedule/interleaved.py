@@ -21,11 +21,7 @@ NAME = "interleaved"
 CHUNKS = range(2, 1024)
 
 
-def check(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Fault | None:
+def check(ranks: int, chunks: int, microbatches: int) -> Fault | None:
     """Micro-batches travel in groups of `ranks`, so the ranks must divide their number."""
     if microbatches % ranks == 0:
         return None
@@ -41,11 +37,7 @@ def check(
     )
 
 
-def table(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Table:
+def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """`chunks` stages a rank: stage s is on rank s % ranks. `check` must have passed."""
     return Table.of_rows(
         [_row(rank, ranks, chunks, microbatches) for rank in range(ranks)],
@@ -54,12 +46,7 @@ def table(
     )
 
 
-def _row(
-    rank: int,
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Iterator[Act]:
+def _row(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Act]:
     """1F1B over the rank's forwards and backwards, which are listed in their order first."""
     forwards: list[Act] = []
     backwards: list[Act] = []

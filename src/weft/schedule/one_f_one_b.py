@@ -19,11 +19,7 @@ NAME = "1f1b"
 CHUNKS = range(1, 2)
 
 
-def table(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Table:
+def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; rank r holds at most `ranks - r` micro-batches."""
     return Table.of_rows(
         [_row(rank, ranks - 1 - rank, microbatches) for rank in range(ranks)],
@@ -32,11 +28,7 @@ def table(
     )
 
 
-def _row(
-    rank: int,
-    ranks_behind: int,
-    microbatches: int,
-) -> Iterator[Act]:
+def _row(rank: int, ranks_behind: int, microbatches: int) -> Iterator[Act]:
     warmup = min(ranks_behind, microbatches)
     for mb in range(warmup):
         yield Act("F", rank, mb)

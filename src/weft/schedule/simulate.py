@@ -37,12 +37,7 @@ def unit_cost(act: Act) -> float:
     return UNIT_COSTS[act.kind]
 
 
-def action_times(
-    table: Table,
-    cost: Cost,
-    *,
-    hop: Hop | float = 0,
-) -> dict[Act, ActionInterval]:
+def action_times(table: Table, cost: Cost, *, hop: Hop | float = 0) -> dict[Act, ActionInterval]:
     """When each action runs: it starts when its rank is free and everything it needs has arrived.
 
     A hop delays and never queues: links have unlimited bandwidth. Only +, - and max are used, so
@@ -74,11 +69,7 @@ def intervals(order: PlayOrder, cost: Cost, *, hop: Hop | float = 0) -> list[Act
 
 
 def simulate(
-    table: Table,
-    cost: Cost = unit_cost,
-    *,
-    hop: Hop | float = 0,
-    unit: TimeUnit = "units",
+    table: Table, cost: Cost = unit_cost, *, hop: Hop | float = 0, unit: TimeUnit = "units"
 ) -> Timeline:
     """The predicted timeline of `table`; spans are ordered by start.
 
@@ -96,12 +87,7 @@ def simulate(
         for act, interval in times.items()
     ]
     spans.sort(key=lambda span: (span.start, span.rank))
-    return Timeline(
-        tuple(spans),
-        num_ranks=table.num_ranks,
-        origin="predicted",
-        unit=unit,
-    )
+    return Timeline(tuple(spans), num_ranks=table.num_ranks, origin="predicted", unit=unit)
 
 
 def peak_activations(row: Iterable[Act]) -> int:

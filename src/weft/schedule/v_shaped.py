@@ -22,12 +22,7 @@ Phases = Iterable[tuple[str, int]]
 """Words, and how many times they are repeated."""
 
 
-def v_shaped_table(
-    row_words: RowWords,
-    *,
-    ranks: int,
-    microbatches: int,
-) -> Table:
+def v_shaped_table(row_words: RowWords, *, ranks: int, microbatches: int) -> Table:
     """The V-shaped table with these rows; actions of micro-batches that do not exist are left out."""
     downwards = range(ranks)
     rows: list[list[Act]] = []
@@ -38,9 +33,7 @@ def v_shaped_table(
         row = [act for act in _actions(words, stages) if act.mb < microbatches]
         rows.append(row)
     return Table.of_rows(
-        rows,
-        stage_to_rank=(*downwards, *reversed(downwards)),
-        microbatches=microbatches,
+        rows, stage_to_rank=(*downwards, *reversed(downwards)), microbatches=microbatches
     )
 
 

@@ -76,10 +76,7 @@ def validate(table: Table) -> None:
 def _shape_faults(table: Table) -> Iterator[Fault]:
     if not table.rows:
         yield Fault(
-            KEY,
-            "the table has no ranks",
-            need="at least 1",
-            fix="add a line 'rank 0: F0.0 B0.0'",
+            KEY, "the table has no ranks", need="at least 1", fix="add a line 'rank 0: F0.0 B0.0'"
         )
     if table.microbatches < 1:
         what = f"the table has {table.microbatches} micro-batches"

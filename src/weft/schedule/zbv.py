@@ -21,19 +21,13 @@ NAME = "zbv"
 CHUNKS = range(2, 3)
 
 
-def table(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Table:
+def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """Two chunks a rank, in a V. Below 2 `ranks` - 1 micro-batches a row is that of 2 `ranks` - 1,
     less those not there.
     """
     total = max(microbatches, 2 * ranks - 1)
     return v_shaped_table(
-        lambda rank: _row(rank, ranks, total),
-        ranks=ranks,
-        microbatches=microbatches,
+        lambda rank: _row(rank, ranks, total), ranks=ranks, microbatches=microbatches
     )
 
 

@@ -21,31 +21,17 @@ NAME = "zero_bubble"
 CHUNKS = range(1, 2)
 
 
-def table(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Table:
+def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; rank r runs `ranks - r` forwards before its first backward and delays r
     weight gradients.
     """
     rows: list[Iterator[Act]] = []
     for rank in range(ranks):
         rows.append(delayed_row(rank, microbatches, warmup=ranks - rank, lag=rank))
-    return Table.of_rows(
-        rows,
-        stage_to_rank=range(ranks),
-        microbatches=microbatches,
-    )
+    return Table.of_rows(rows, stage_to_rank=range(ranks), microbatches=microbatches)
 
 
-def delayed_row(
-    stage: int,
-    microbatches: int,
-    *,
-    warmup: int,
-    lag: int,
-) -> Iterator[Act]:
+def delayed_row(stage: int, microbatches: int, *, warmup: int, lag: int) -> Iterator[Act]:
     """`warmup` forwards; then input gradients, each followed by the weight gradient of `lag`
     micro-batches before and by the next forward. At most `warmup + lag` micro-batches are held."""
     for mb in range(min(warmup, microbatches)):

@@ -23,11 +23,7 @@ NAME = "zero_bubble_h2"
 CHUNKS = range(1, 2)
 
 
-def table(
-    ranks: int,
-    chunks: int,
-    microbatches: int,
-) -> Table:
+def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; rank r runs 2 (ranks - r) - 1 forwards before its first backward, 2r weight
     gradients are delayed.
     """
@@ -35,8 +31,4 @@ def table(
     for rank in range(ranks):
         warmup = 2 * (ranks - rank) - 1
         rows.append(delayed_row(rank, microbatches, warmup=warmup, lag=2 * rank))
-    return Table.of_rows(
-        rows,
-        stage_to_rank=range(ranks),
-        microbatches=microbatches,
-    )
+    return Table.of_rows(rows, stage_to_rank=range(ranks), microbatches=microbatches)

@@ -57,12 +57,7 @@ def load_checked_run(
         note = chosen.note
     if adapt is not None and not loaded.faults:
         run = adapt(run)
-    faults = run_checks(
-        run,
-        config_checks,
-        *tables,
-        known=loaded.faults,
-    )
+    faults = run_checks(run, config_checks, *tables, known=loaded.faults)
     if faults:
         raise UserError(*faults)
     if note and is_first(os.environ):
@@ -72,11 +67,7 @@ def load_checked_run(
     return run
 
 
-def _check_without_mesh(
-    loaded: Loaded,
-    *tables: CheckTable,
-    adapt: Adaptation | None,
-) -> None:
+def _check_without_mesh(loaded: Loaded, *tables: CheckTable, adapt: Adaptation | None) -> None:
     """The checks that read no mesh, before one is chosen.
 
     Raises:
@@ -86,12 +77,7 @@ def _check_without_mesh(
     if adapt is not None and not loaded.faults:
         run = adapt(run)
     not_chosen = Fault("mesh", "is not chosen yet")
-    found = run_checks(
-        run,
-        config_checks,
-        *tables,
-        known=(*loaded.faults, not_chosen),
-    )
+    found = run_checks(run, config_checks, *tables, known=(*loaded.faults, not_chosen))
     faults = [fault for fault in found if fault != not_chosen]
     if faults:
         raise UserError(*faults)

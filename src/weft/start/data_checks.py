@@ -28,10 +28,7 @@ READ_KEYS = (
 
 
 def source_faults(
-    data: DataConfig,
-    model: ModelSection,
-    *,
-    loss: str = CROSS_ENTROPY,
+    data: DataConfig, model: ModelSection, *, loss: str = CROSS_ENTROPY
 ) -> Iterator[Fault]:
     """Faults of the training data; the digits, which take a second to load, are only checked for
     existence.
@@ -57,13 +54,7 @@ def kind_faults(samples: Samples, loss: str) -> Iterator[Fault]:
     if not has_pairs and loss != CROSS_ENTROPY:
         need = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
         fix = "--data.format preference, or --loss cross_entropy"
-        yield Fault(
-            "loss",
-            "dpo needs preference pairs",
-            got="other data",
-            need=need,
-            fix=fix,
-        )
+        yield Fault("loss", "dpo needs preference pairs", got="other data", need=need, fix=fix)
 
 
 def _with_possible_fix(fault: Fault, *, from_hf: str | None) -> Fault:
@@ -86,11 +77,7 @@ def _content_faults(sources: Iterable[str], split: Split = "train") -> Iterator[
             yield from content_faults(prepared, split_of(source, split))
 
 
-def sample_faults(
-    data: DataConfig,
-    model: ModelSection,
-    sample: int,
-) -> Iterator[Fault]:
+def sample_faults(data: DataConfig, model: ModelSection, sample: int) -> Iterator[Fault]:
     """Text after the last step needs the tokenizer of the data, which token files do not name."""
     if not sample or model.kind != "tokens":
         return
@@ -108,11 +95,7 @@ def sample_faults(
 
 
 def validation_faults(
-    data: DataConfig,
-    model: ModelSection,
-    evaluation: EvalConfig,
-    *,
-    loss: str = CROSS_ENTROPY,
+    data: DataConfig, model: ModelSection, evaluation: EvalConfig, *, loss: str = CROSS_ENTROPY
 ) -> Iterator[Fault]:
     """Faults of the validation data, where the run has evaluations."""
     if not evaluation.every:

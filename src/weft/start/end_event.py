@@ -64,12 +64,7 @@ def end_of_local_ranks(folder: RecordFolder) -> Iterator[None]:
         raise
     except RankError as error:
         advised = _with_next_command(error, out)
-        append_end_event(
-            out,
-            "failed",
-            error=str(advised),
-            seconds=time.perf_counter() - start_s,
-        )
+        append_end_event(out, "failed", error=str(advised), seconds=time.perf_counter() - start_s)
         folder.copy()
         raise advised from error.__cause__
     except DataError as error:
@@ -96,12 +91,7 @@ def _with_next_command(error: RankError, out: Path) -> RankError:
     command = next_command(out)
     if error.kind != "failure" or not command:
         return error
-    return RankError(
-        error.rank,
-        error.where,
-        f"{error.message}\n  {command}",
-        kind=error.kind,
-    )
+    return RankError(error.rank, error.where, f"{error.message}\n  {command}", kind=error.kind)
 
 
 @contextmanager

@@ -40,12 +40,7 @@ def is_joining(env: Mapping[str, str]) -> bool:
         return True
 
 
-def world_faults(
-    mesh: Mesh,
-    nproc: int | None,
-    *,
-    is_elastic: bool = False,
-) -> Iterator[Fault]:
+def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> Iterator[Fault]:
     """The number of ranks, started or requested, must be the size of the mesh."""
     size = mesh.size
     if mesh.text:
@@ -69,38 +64,20 @@ def world_faults(
         fix = f"start {ranks}, or choose a mesh of {started} such as --mesh dp{started}"
         if started.isdecimal() and int(started) < size and not is_elastic:
             fix += f", or {ELASTIC_FIX}"
-        yield Fault(
-            "mesh",
-            "differs from the world size",
-            got=got,
-            need=need,
-            fix=fix,
-        )
+        yield Fault("mesh", "differs from the world size", got=got, need=need, fix=fix)
     is_shrunk = world is not None and is_elastic
     if nproc is not None and nproc != size and not is_shrunk:
         fix = f"--nproc {size}, or a mesh of {nproc} such as --mesh dp{nproc}"
         if nproc < size and not is_elastic and world is None:
             fix += f", or {ELASTIC_FIX}"
-        yield Fault(
-            "nproc",
-            "differs from the mesh",
-            got=f"{nproc}",
-            need=need,
-            fix=fix,
-        )
+        yield Fault("nproc", "differs from the mesh", got=f"{nproc}", need=need, fix=fix)
 
 
 def transport_faults(transport: str) -> Iterator[Fault]:
     """Ranks that torchrun or Slurm has started are processes."""
     if transport != "process" and is_joining(os.environ):
         what = "ranks as threads cannot be started by torchrun or Slurm"
-        yield Fault(
-            "transport",
-            what,
-            got=transport,
-            need="process",
-            fix="--transport process",
-        )
+        yield Fault("transport", what, got=transport, need="process", fix="--transport process")
 
 
 def port_faults(port: int | None) -> Iterator[Fault]:
@@ -133,20 +110,10 @@ def _no_gpu_faults() -> Iterator[Fault]:
     """Why ranks cannot have a GPU."""
     fix = "--device cpu, or auto"
     if importlib.metadata.version("torch").endswith("+cpu"):
-        yield Fault(
-            "device",
-            "this torch is built without CUDA",
-            got="cuda",
-            need="cpu",
-            fix=fix,
-        )
+        yield Fault("device", "this torch is built without CUDA", got="cuda", need="cpu", fix=fix)
     elif os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         yield Fault(
-            "device",
-            "CUDA_VISIBLE_DEVICES hides all GPUs",
-            got="cuda",
-            need="cpu",
-            fix=fix,
+            "device", "CUDA_VISIBLE_DEVICES hides all GPUs", got="cuda", need="cpu", fix=fix
         )
     elif not any(glob.glob(pattern) for pattern in GPU_FILES):
         yield Fault("device", "there is no GPU", got="cuda", need="cpu", fix=fix)
@@ -158,10 +125,7 @@ def has_gpus(device: str) -> bool:
 
 
 def launcher_notes(
-    port: int | None,
-    memory_every: int | None,
-    *,
-    restarts: int | None,
+    port: int | None, memory_every: int | None, *, restarts: int | None
 ) -> Iterator[str]:
     """Keys without effect on ranks that torchrun or Slurm has started; the job files of `weft
     launch` start them again as often as `restarts` says.

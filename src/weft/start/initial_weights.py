@@ -13,10 +13,7 @@ from weft.hf.folder_checks import weight_faults
 
 
 def from_hf_faults(
-    model: ModelSection,
-    *,
-    resume: str | None = None,
-    out: str | None = None,
+    model: ModelSection, *, resume: str | None = None, out: str | None = None
 ) -> Iterator[Fault]:
     """The Hugging Face folder that a new run starts from must hold the model's tensors, judged by
     their names.
@@ -27,10 +24,7 @@ def from_hf_faults(
         yield replace(fault, key="model.from_hf", what=f"{fault.key}: {fault.what}")
 
 
-def lora_base_faults(
-    lora: LoraConfig,
-    model: ModelSection,
-) -> Iterator[Fault]:
+def lora_base_faults(lora: LoraConfig, model: ModelSection) -> Iterator[Fault]:
     """The checkpoint that `lora.base` means must exist and be of this model, judged by its
     manifest.
 
@@ -49,12 +43,7 @@ def lora_base_faults(
         return
     if model.from_hf is not None:
         what = "the model has initial parameters already"
-        yield Fault(
-            key,
-            what,
-            got=f"model.from_hf {model.from_hf!r}",
-            fix="name one of them",
-        )
+        yield Fault(key, what, got=f"model.from_hf {model.from_hf!r}", fix="name one of them")
         return
     if "\0" in base:
         yield Fault(
@@ -75,21 +64,12 @@ def lora_base_faults(
         found = find_checkpoint(base)
         if found.path is not None and found.manifest is not None:
             facts = found.manifest.facts
-            check_model(
-                found.path,
-                facts,
-                family=model.name,
-                architecture=model.architecture,
-            )
+            check_model(found.path, facts, family=model.name, architecture=model.architecture)
             return
     except CheckpointError as error:
         for fault in error.faults:
             yield Fault(
-                key,
-                f"{fault.key}: {fault.what}",
-                got=fault.got,
-                need=fault.need,
-                fix=fault.fix,
+                key, f"{fault.key}: {fault.what}", got=fault.got, need=fault.need, fix=fault.fix
             )
         return
     if found.faults:

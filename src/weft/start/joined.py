@@ -16,12 +16,7 @@ from weft.core.mesh import Mesh
 from weft.errors import EXIT_FAILED
 from weft.run.agent import restart_number
 from weft.run.launch import join
-from weft.run.node_folder import (
-    has_node_folder,
-    node_name,
-    open_node_folder,
-    remove_node_folder,
-)
+from weft.run.node_folder import has_node_folder, node_name, open_node_folder, remove_node_folder
 from weft.run.peer_watch import PeerFailure, PeerWatch
 from weft.run.rank_status import StatusBoard
 from weft.run.worker import OrderlyEnd
@@ -90,12 +85,7 @@ def run_joined(
     return code
 
 
-def end_rank(
-    records: RecordFolder,
-    log: EventLog,
-    verdict: PeerFailure,
-    is_own: bool,
-) -> NoReturn:
+def end_rank(records: RecordFolder, log: EventLog, verdict: PeerFailure, is_own: bool) -> NoReturn:
     """End this process because a rank is hung. The rank that has found it prints the error; the
     `end` event is written, and copied, by rank 0, or if rank 0 is the one that hangs, after its
     death.

@@ -14,12 +14,7 @@ from weft.planner.measure.roles import measure, size_problem
 from weft.run.devices import fork_problem, gpu_names
 from weft.run.forked_answer import FAILURE, Answer, ForkedAnswer
 from weft.start.environment import has_gpus
-from weft.start.memory_bound import (
-    local_activations,
-    local_states,
-    machine_bytes,
-    num_local_ranks,
-)
+from weft.start.memory_bound import local_activations, local_states, machine_bytes, num_local_ranks
 from weft.start.messages import print_messages
 from weft.view.quantity import memory
 

@@ -33,23 +33,11 @@ from weft.start.run_folder import is_started_again, out_faults, resumes_in
 def data_checks(run: Run) -> tuple[Check, ...]:
     """The checks of training and validation data, bound to the sections of a run."""
     training = Check(
-        reads=READ_KEYS,
-        find=partial(
-            source_faults,
-            run.data,
-            run.model,
-            loss=run.loss,
-        ),
+        reads=READ_KEYS, find=partial(source_faults, run.data, run.model, loss=run.loss)
     )
     validation = Check(
         reads=(*READ_KEYS, "eval"),
-        find=partial(
-            validation_faults,
-            run.data,
-            run.model,
-            run.eval,
-            loss=run.loss,
-        ),
+        find=partial(validation_faults, run.data, run.model, run.eval, loss=run.loss),
     )
     return training, validation
 
@@ -58,10 +46,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
     """The checks of a training run that read files, ports and devices, bound to its sections."""
     starts_from = {"resume": run.resume, "out": run.out}
     has_ranks = partial(
-        environment.world_faults,
-        run.device_mesh,
-        run.nproc,
-        is_elastic=run.run.elastic,
+        environment.world_faults, run.device_mesh, run.nproc, is_elastic=run.run.elastic
     )
     has_base = partial(initial_weights.lora_base_faults, run.lora, run.model)
     resumes = partial(_resume_faults, run)
@@ -133,11 +118,7 @@ def folder_checks(run: Run) -> tuple[Check, ...]:
     return (Check(("out", "resume"), partial(out_faults, run.out, run.resume)),)
 
 
-def _optimizer_faults(
-    optim: OptimConfig,
-    model: ModelSection,
-    lora: LoraConfig,
-) -> Iterable[Fault]:
+def _optimizer_faults(optim: OptimConfig, model: ModelSection, lora: LoraConfig) -> Iterable[Fault]:
     """What is wrong with a user's optimizer class, or with groups of parameters; torch is imported
     only for these.
     """
@@ -152,10 +133,7 @@ def _optimizer_faults(
 
 
 def _order_of_sums_faults(
-    optim: OptimConfig,
-    *,
-    zero: int,
-    is_deterministic: bool,
+    optim: OptimConfig, *, zero: int, is_deterministic: bool
 ) -> Iterator[Fault]:
     """Under ZeRO, sums of a user's class are added over data ranks, in no fixed order."""
     if not is_deterministic or not zero or not is_user_class(optim.name):
@@ -226,10 +204,7 @@ def with_local_folder(run: Run) -> Run:
 
 
 def _elastic_layout(
-    full_mesh: str,
-    nproc: int | None,
-    *,
-    is_valid: Callable[[str], bool],
+    full_mesh: str, nproc: int | None, *, is_valid: Callable[[str], bool]
 ) -> Mapping[str, str]:
     """The keys that choose the best layout for the ranks that there are, at most the full one;
     nothing where none fits.
@@ -257,11 +232,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
         *environment.notes(run.device_mesh, run.device),
         *_elastic_notes(run.device_mesh, run.run.full_mesh),
         *_remote_notes(run.save.remote, run.out),
-        *environment.launcher_notes(
-            run.port,
-            run.save.memory_every,
-            restarts=run.run.restarts,
-        ),
+        *environment.launcher_notes(run.port, run.save.memory_every, restarts=run.run.restarts),
     ]
     unused_keys = switched_off(
         evaluation=run.eval,
@@ -282,10 +253,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
     if starts_new(run.resume, run.out):
         found.extend(_random_base_notes(run.model, run.lora))
         defaults = defaults_note(
-            run.model,
-            run.optim,
-            seq_len=run.data.seq_len,
-            lora_rank=run.lora.rank,
+            run.model, run.optim, seq_len=run.data.seq_len, lora_rank=run.lora.rank
         )
         if defaults is not None:
             found.append(defaults)

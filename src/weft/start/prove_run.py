@@ -143,10 +143,7 @@ def ignore_line(line: str) -> int:
 
 
 def prove_folder(
-    folder: Path,
-    *,
-    first: int,
-    show: Callable[[str], int] = ignore_line,
+    folder: Path, *, first: int, show: Callable[[str], int] = ignore_line
 ) -> ProofReport:
     """Compare the recorded steps of a run folder.
 

@@ -22,10 +22,7 @@ def local_keys(out: str | None, remote: str | None) -> dict[str, str]:
     if not out or not is_url(out) or remote is not None:
         return {}
     folder = local_folder(out)
-    return {
-        "out": str(folder),
-        "save.remote": out,
-    }
+    return {"out": str(folder), "save.remote": out}
 
 
 def has_copy(remote: str | None) -> bool:
@@ -37,11 +34,7 @@ def has_copy(remote: str | None) -> bool:
     return remote is not None and RemoteFolder.open(remote).newest() is not None
 
 
-def remote_faults(
-    remote: str | None,
-    out: str | None,
-    resume: str | None,
-) -> Iterator[Fault]:
+def remote_faults(remote: str | None, out: str | None, resume: str | None) -> Iterator[Fault]:
     """The URL for checkpoints can be read, and holds no other run; one process of a machine asks."""
     if out and is_url(out):
         what = "is a URL, and save.remote names one too"

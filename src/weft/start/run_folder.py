@@ -40,11 +40,7 @@ def new_run_folder(model: ModelSection, now: datetime) -> Path:
 
 @contextlib.contextmanager
 def locked_out(
-    model: ModelSection,
-    out: str | None,
-    resume: str | None,
-    *,
-    now: datetime,
+    model: ModelSection, out: str | None, resume: str | None, *, now: datetime
 ) -> Iterator[str]:
     """The run folder, a new one where `out` is None; it is locked while open by the process that
     starts or is the first rank.

@@ -76,11 +76,7 @@ def train_checked(
         from weft.start.train_run import train
 
         generate_text = partial(
-            sample_trained,
-            data=run.data,
-            config=run.model,
-            num_tokens=run.sample,
-            seed=run.seed,
+            sample_trained, data=run.data, config=run.model, num_tokens=run.sample, seed=run.seed
         )
         code = train(
             run,

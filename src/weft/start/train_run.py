@@ -33,11 +33,7 @@ from weft.run.worker import OrderlyEnd
 from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
 from weft.start.answer_here import AnswerHere, answer_here
-from weft.start.comparison import (
-    MeasuredAndPredicted,
-    comparison_of,
-    start_prediction,
-)
+from weft.start.comparison import MeasuredAndPredicted, comparison_of, start_prediction
 from weft.start.end_event import RecordFolder, end_of_joined_rank, end_of_local_ranks
 from weft.start.joined import Watch, run_joined
 from weft.start.live_proof import LiveProof
@@ -185,9 +181,7 @@ def _train(
 def data_identity(run: Run) -> DataIdentity:
     """The identity of the data files that the checks before the start have verified."""
     return DataIdentity.of(
-        run.data,
-        kind=run.model.kind,
-        evaluated_on=run.eval.source if run.eval.every else None,
+        run.data, kind=run.model.kind, evaluated_on=run.eval.source if run.eval.every else None
     )
 
 
@@ -251,11 +245,7 @@ class EventObserver:
 
 
 def train_rank(
-    job: RankJob,
-    stop_request: StopRequest,
-    world: World,
-    *,
-    watch: Watch | None = None,
+    job: RankJob, stop_request: StopRequest, world: World, *, watch: Watch | None = None
 ) -> None:
     """Entry point of one rank.
 
@@ -272,11 +262,7 @@ def train_rank(
     with (
         stop_request,
         open_comm(
-            world,
-            job.mesh,
-            device,
-            deterministic=job.deterministic,
-            steps=job.step_groups,
+            world, job.mesh, device, deterministic=job.deterministic, steps=job.step_groups
         ) as comm,
         _verdict_of(job.proof) as verdict,
         nullcontext() if watch is None else end_of_joined_rank(job.records, world),
@@ -329,11 +315,7 @@ def _verdict_of(proof: RunningProof | Verdict | None) -> Iterator[Verdict | None
     yield verdict
 
 
-def _comparison(
-    job: RankJob,
-    training: Training,
-    device: torch.device,
-) -> MeasuredAndPredicted:
+def _comparison(job: RankJob, training: Training, device: torch.device) -> MeasuredAndPredicted:
     """What rank 0 adds to the events of its run."""
     is_cuda = device.type == "cuda"
     kept = partial(kept_bytes, training.step)
@@ -360,11 +342,7 @@ def _reported_error(world: World) -> Iterator[None]:
 
 
 def open_event_log(
-    out: Path | None,
-    world: World,
-    *,
-    has_launcher: bool,
-    is_shown: bool = True,
+    out: Path | None, world: World, *, has_launcher: bool, is_shown: bool = True
 ) -> EventLog:
     """The run folder and the view on rank 0; an event log without outputs on other ranks.
 
@@ -383,11 +361,7 @@ def open_event_log(
     is_restart = world.attempt is not None and world.attempt.restart is not None
     if not is_restart:
         append_missing_end_event(out, error=UNRECORDED_END)
-    return EventLog(
-        out,
-        views,
-        ends_on_error=world.attempt is None or not has_launcher,
-    )
+    return EventLog(out, views, ends_on_error=world.attempt is None or not has_launcher)
 
 
 def _sample_event(model: ParallelModel, generate_text: GenerateText) -> Event:

@@ -36,11 +36,7 @@ class ResultCheck(NamedTuple):
 
 def is_true(what: str, condition: bool) -> ResultCheck:
     """The comparison that a condition holds."""
-    return ResultCheck(
-        what,
-        torch.tensor(condition),
-        torch.tensor(True),
-    )
+    return ResultCheck(what, torch.tensor(condition), torch.tensor(True))
 
 
 @dataclass(frozen=True)
@@ -62,11 +58,7 @@ class GroupInputs:
     def index(self) -> int:
         return self.comm.index(self.axis)
 
-    def inputs(
-        self,
-        *shape: int,
-        dtype: torch.dtype = torch.float32,
-    ) -> list[Tensor]:
+    def inputs(self, *shape: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """One input for each member, on the CPU."""
         found: list[Tensor] = []
         for rank in self.ranks:
@@ -79,22 +71,13 @@ class GroupInputs:
         own = tensors[self.index]
         return own.to(self.comm.device, copy=True)
 
-    def compare(
-        self,
-        what: str,
-        got: Tensor,
-        expected: Tensor,
-    ) -> ResultCheck:
+    def compare(self, what: str, got: Tensor, expected: Tensor) -> ResultCheck:
         """A comparison whose text names the axis, too."""
         text = f"{what} {self.axis}"
         return ResultCheck(text, got, expected)
 
 
-def make_input(
-    rank: int,
-    *shape: int,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
+def make_input(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The input of `rank`: values 1, 2, -1, -2 drawn with the rank as seed."""
     generator = torch.Generator().manual_seed(rank)
     indices = torch.randint(4, shape, generator=generator)

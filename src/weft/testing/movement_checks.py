@@ -34,27 +34,14 @@ def all_gathers(comm: Comm) -> Iterator[ResultCheck]:
                 yield _uneven_all_gather(group, dim, rows=LARGE // 5)
 
 
-def _even_all_gather(
-    group: GroupInputs,
-    dim: int,
-    dtype: torch.dtype,
-) -> ResultCheck:
+def _even_all_gather(group: GroupInputs, dim: int, dtype: torch.dtype) -> ResultCheck:
     shards = group.inputs(2, 3, 4, dtype=dtype)
     local = group.local(shards)
     got = group.comm.all_gather(local, group.axis, dim=dim)
-    return group.compare(
-        f"all_gather {dtype} dim {dim}",
-        got,
-        torch.cat(shards, dim),
-    )
+    return group.compare(f"all_gather {dtype} dim {dim}", got, torch.cat(shards, dim))
 
 
-def _uneven_all_gather(
-    group: GroupInputs,
-    dim: int,
-    *,
-    rows: int,
-) -> ResultCheck:
+def _uneven_all_gather(group: GroupInputs, dim: int, *, rows: int) -> ResultCheck:
     """Member i has i * `rows` rows."""
     shards: list[Tensor] = []
     sizes: list[int] = []
@@ -63,17 +50,8 @@ def _uneven_all_gather(
         shard = make_input(rank, size, 5).movedim(0, dim)
         sizes.append(size)
         shards.append(shard)
-    got = group.comm.all_gather(
-        group.local(shards),
-        group.axis,
-        dim=dim,
-        sizes=sizes,
-    )
-    return group.compare(
-        f"uneven all_gather x{rows} dim {dim}",
-        got,
-        torch.cat(shards, dim),
-    )
+    got = group.comm.all_gather(group.local(shards), group.axis, dim=dim, sizes=sizes)
+    return group.compare(f"uneven all_gather x{rows} dim {dim}", got, torch.cat(shards, dim))
 
 
 def all_to_alls(comm: Comm) -> Iterator[ResultCheck]:
@@ -90,11 +68,7 @@ def _even_all_to_all(group: GroupInputs, dtype: torch.dtype) -> ResultCheck:
     got = group.comm.all_to_all(x, group.axis)
     first_row = 2 * group.index
     received = [x.narrow(0, first_row, 2) for x in inputs]
-    return group.compare(
-        f"all_to_all {dtype}",
-        got,
-        torch.cat(received),
-    )
+    return group.compare(f"all_to_all {dtype}", got, torch.cat(received))
 
 
 def _uneven_all_to_all(group: GroupInputs, dtype: torch.dtype) -> ResultCheck:
@@ -112,16 +86,9 @@ def _uneven_all_to_all(group: GroupInputs, dtype: torch.dtype) -> ResultCheck:
         recv_sizes.append(sizes[own])
         received.append(parts[own])
     got = group.comm.all_to_all(
-        group.local(inputs),
-        group.axis,
-        send_sizes=send_sizes[own],
-        recv_sizes=recv_sizes,
+        group.local(inputs), group.axis, send_sizes=send_sizes[own], recv_sizes=recv_sizes
     )
-    return group.compare(
-        f"uneven all_to_all {dtype}",
-        got,
-        torch.cat(received),
-    )
+    return group.compare(f"uneven all_to_all {dtype}", got, torch.cat(received))
 
 
 def one_to_many(comm: Comm) -> Iterator[ResultCheck]:
@@ -134,11 +101,7 @@ def one_to_many(comm: Comm) -> Iterator[ResultCheck]:
                 yield _broadcast(group, dtype, root)
 
 
-def _gather(
-    group: GroupInputs,
-    dtype: torch.dtype,
-    root: int,
-) -> Iterator[ResultCheck]:
+def _gather(group: GroupInputs, dtype: torch.dtype, root: int) -> Iterator[ResultCheck]:
     inputs = group.inputs(2, 3, dtype=dtype)
     x = group.local(inputs)
     gathered = group.comm.gather(x, group.axis, root=root)
@@ -150,11 +113,7 @@ def _gather(
             yield group.compare(f"gather {root} {dtype}", got, expected)
 
 
-def _scatter(
-    group: GroupInputs,
-    dtype: torch.dtype,
-    root: int,
-) -> ResultCheck:
+def _scatter(group: GroupInputs, dtype: torch.dtype, root: int) -> ResultCheck:
     comm = group.comm
     shards: list[Tensor] = []
     for rank in group.ranks:
@@ -165,27 +124,15 @@ def _scatter(
         sent = [shard.to(comm.device) for shard in shards]
     out = torch.empty(2, 3, dtype=dtype, device=comm.device)
     got = comm.scatter(sent, out, group.axis, root=root)
-    return group.compare(
-        f"scatter {root} {dtype}",
-        got,
-        shards[group.index],
-    )
+    return group.compare(f"scatter {root} {dtype}", got, shards[group.index])
 
 
-def _broadcast(
-    group: GroupInputs,
-    dtype: torch.dtype,
-    root: int,
-) -> ResultCheck:
+def _broadcast(group: GroupInputs, dtype: torch.dtype, root: int) -> ResultCheck:
     """Of a non-contiguous view."""
     inputs = group.inputs(2, 3, dtype=dtype)
     x = group.local(inputs)
     group.comm.broadcast_(x.T, group.axis, root=root)
-    return group.compare(
-        f"broadcast_ {root} {dtype}",
-        x,
-        inputs[root],
-    )
+    return group.compare(f"broadcast_ {root} {dtype}", x, inputs[root])
 
 
 def messages(comm: Comm) -> Iterator[ResultCheck]:

@@ -33,11 +33,7 @@ def all_reduces(comm: Comm) -> Iterator[ResultCheck]:
                     yield from _all_reduce(group, dtype, op)
 
 
-def _all_reduce(
-    group: GroupInputs,
-    dtype: torch.dtype,
-    op: Reduce,
-) -> Iterator[ResultCheck]:
+def _all_reduce(group: GroupInputs, dtype: torch.dtype, op: Reduce) -> Iterator[ResultCheck]:
     comm = group.comm
     inputs = group.inputs(3, 4, dtype=dtype)
     own_input = inputs[group.index]
@@ -62,17 +58,9 @@ def _small_all_reduces(group: GroupInputs) -> Iterator[ResultCheck]:
     comm = group.comm
     scalar = torch.tensor(float(comm.rank), device=comm.device)
     total = float(sum(group.ranks))
-    yield group.compare(
-        "scalar",
-        comm.all_reduce(scalar, group.axis),
-        torch.tensor(total),
-    )
+    yield group.compare("scalar", comm.all_reduce(scalar, group.axis), torch.tensor(total))
     empty = torch.empty(0, 3, device=comm.device)
-    yield group.compare(
-        "empty",
-        comm.all_reduce(empty, group.axis),
-        torch.empty(0, 3),
-    )
+    yield group.compare("empty", comm.all_reduce(empty, group.axis), torch.empty(0, 3))
 
 
 def _all_reduces_of_views(group: GroupInputs) -> Iterator[ResultCheck]:
@@ -112,36 +100,18 @@ def reduce_scatters(comm: Comm) -> Iterator[ResultCheck]:
             for dtype in DTYPES:
                 for op in SUMS:
                     if supports(op, dtype):
-                        yield _even_reduce_scatter(
-                            group,
-                            dim,
-                            dtype=dtype,
-                            op=op,
-                        )
+                        yield _even_reduce_scatter(group, dim, dtype=dtype, op=op)
             yield _uneven_reduce_scatter(group, dim)
 
 
 def _even_reduce_scatter(
-    group: GroupInputs,
-    dim: int,
-    *,
-    dtype: torch.dtype,
-    op: Reduce,
+    group: GroupInputs, dim: int, *, dtype: torch.dtype, op: Reduce
 ) -> ResultCheck:
     drawn = group.inputs(2 * group.size, 3, dtype=dtype)
     inputs = [x.movedim(0, dim) for x in drawn]
-    got = group.comm.reduce_scatter(
-        group.local(inputs),
-        group.axis,
-        dim=dim,
-        op=op,
-    )
+    got = group.comm.reduce_scatter(group.local(inputs), group.axis, dim=dim, op=op)
     shards = reduce(inputs, op).split(2, dim)
-    return group.compare(
-        f"reduce_scatter {op} {dtype} dim {dim}",
-        got,
-        shards[group.index],
-    )
+    return group.compare(f"reduce_scatter {op} {dtype} dim {dim}", got, shards[group.index])
 
 
 def _uneven_reduce_scatter(group: GroupInputs, dim: int) -> ResultCheck:
@@ -149,19 +119,10 @@ def _uneven_reduce_scatter(group: GroupInputs, dim: int) -> ResultCheck:
     sizes = list(range(group.size))
     drawn = group.inputs(sum(sizes), 3)
     inputs = [x.movedim(0, dim) for x in drawn]
-    got = group.comm.reduce_scatter(
-        group.local(inputs),
-        group.axis,
-        dim=dim,
-        sizes=sizes,
-    )
+    got = group.comm.reduce_scatter(group.local(inputs), group.axis, dim=dim, sizes=sizes)
     total = reduce(inputs, "sum")
     shards = total.split(sizes, dim)
-    return group.compare(
-        f"uneven reduce_scatter dim {dim}",
-        got,
-        shards[group.index],
-    )
+    return group.compare(f"uneven reduce_scatter dim {dim}", got, shards[group.index])
 
 
 def in_place(comm: Comm) -> Iterator[ResultCheck]:
@@ -175,28 +136,15 @@ def in_place(comm: Comm) -> Iterator[ResultCheck]:
         yield from _in_place(group, torch.float32, LARGE)
 
 
-def _in_place(
-    group: GroupInputs,
-    dtype: torch.dtype,
-    length: int,
-) -> Iterator[ResultCheck]:
+def _in_place(group: GroupInputs, dtype: torch.dtype, length: int) -> Iterator[ResultCheck]:
     buffers = group.inputs(group.size * length, dtype=dtype)
     yield _gather_in_place(group, buffers, length)
     for op in SUMS:
         if op == "sum" or dtype.is_floating_point:
-            yield from _reduce_scatter_in_place(
-                group,
-                buffers,
-                length,
-                op=op,
-            )
+            yield from _reduce_scatter_in_place(group, buffers, length, op=op)
 
 
-def _gather_in_place(
-    group: GroupInputs,
-    buffers: list[Tensor],
-    length: int,
-) -> ResultCheck:
+def _gather_in_place(group: GroupInputs, buffers: list[Tensor], length: int) -> ResultCheck:
     shards: list[Tensor] = []
     for index, member_buffer in enumerate(buffers):
         start = index * length
@@ -204,19 +152,11 @@ def _gather_in_place(
         shards.append(shard)
     buffer = group.local(buffers)
     got = group.comm.all_gather_(buffer, group.axis)
-    return group.compare(
-        f"all_gather_ {length} {buffer.dtype}",
-        got,
-        torch.cat(shards),
-    )
+    return group.compare(f"all_gather_ {length} {buffer.dtype}", got, torch.cat(shards))
 
 
 def _reduce_scatter_in_place(
-    group: GroupInputs,
-    buffers: list[Tensor],
-    length: int,
-    *,
-    op: Reduce,
+    group: GroupInputs, buffers: list[Tensor], length: int, *, op: Reduce
 ) -> Iterator[ResultCheck]:
     start = group.index * length
     own = slice(start, start + length)

@@ -80,13 +80,7 @@ class EvalHistory:
         return f"{text}; the lowest was {best.loss:.4f} nats after step {best.step}"
 
 
-def recorded_history(
-    comm: Comm,
-    run_folder: Path,
-    *,
-    start: int,
-    patience: int,
-) -> EvalHistory:
+def recorded_history(comm: Comm, run_folder: Path, *, start: int, patience: int) -> EvalHistory:
     """The evaluations that the events of a run record up to step `start`; every rank must call it."""
     losses: dict[int, float] = {}
     if comm.rank == 0 and start:
@@ -94,8 +88,7 @@ def recorded_history(
     pairs = [[step, loss] for step, loss in losses.items() if step <= start]
     received = json.loads(broadcast_text(comm, json.dumps(pairs)))
     return EvalHistory(
-        patience=patience,
-        losses={int(step): float(loss) for step, loss in received},
+        patience=patience, losses={int(step): float(loss) for step, loss in received}
     )
 
 

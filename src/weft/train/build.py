@@ -71,12 +71,7 @@ def build_model(
     else:
         example = None
     model = parallelize(
-        blocks,
-        plan,
-        comm,
-        axes=family.axes(config),
-        ties=family.ties(config),
-        example=example,
+        blocks, plan, comm, axes=family.axes(config), ties=family.ties(config), example=example
     )
     compute: torch.dtype = getattr(torch, plan.compute)
     place_buffers(model.blocks.values(), device=comm.device, dtype=compute)
@@ -91,21 +86,10 @@ def build_model(
             is_stored = model.shards[name].owner in stored
             (stored_names if is_stored else drawn_names).append(name)
         materialize_params(
-            model,
-            table,
-            seed=seed,
-            device=comm.device,
-            dtype=dtype,
-            names=drawn_names,
+            model, table, seed=seed, device=comm.device, dtype=dtype, names=drawn_names
         )
         if source:
-            initialize_from(
-                source,
-                model,
-                stored_names,
-                device=comm.device,
-                dtype=dtype,
-            )
+            initialize_from(source, model, stored_names, device=comm.device, dtype=dtype)
 
     if plan.zero < 3:
         initialize(tuple(model.params))
@@ -166,12 +150,7 @@ class StepConfig:
 def build_configured_step(config: StepConfig, plan: Plan, comm: Comm) -> TrainStep:
     """The training step of this rank under a plan, with initial parameters."""
     model = build_model(
-        config.family,
-        config.model,
-        plan,
-        comm,
-        seed=config.seed,
-        source=config.source,
+        config.family, config.model, plan, comm, seed=config.seed, source=config.source
     )
     decay_names = matrices(model.params)
 
@@ -245,13 +224,7 @@ def build_data_loader(
     )
 
 
-def build_step_range(
-    optim: OptimConfig,
-    *,
-    start: int = 0,
-    total: int,
-    prefetch: int,
-) -> StepRange:
+def build_step_range(optim: OptimConfig, *, start: int = 0, total: int, prefetch: int) -> StepRange:
     """Steps, learning rates and prefetching of a run of `total` steps that has done `start`."""
     return StepRange(
         start=start,

@@ -135,12 +135,7 @@ def build_run_steps(
     """
     if samples is None:
         samples = open_data(run.data, run.model)
-    start = find_start(
-        comm,
-        out=run.out,
-        resume=run.resume,
-        attempt=attempt,
-    )
+    start = find_start(comm, out=run.out, resume=run.resume, attempt=attempt)
     start.check_data(samples)
     if start.checkpoint is None:
         resume = None
@@ -169,10 +164,7 @@ def build_run_steps(
         samples = references.add_to(samples, name="train")
     loader = load(samples)
     step_range = build_step_range(
-        run.optim,
-        start=start.num_done,
-        total=run.steps,
-        prefetch=run.data.prefetch,
+        run.optim, start=start.num_done, total=run.steps, prefetch=run.data.prefetch
     )
     return RunSteps(
         samples=samples,
@@ -218,24 +210,14 @@ def build_training(
     run = run.with_values({"out": out, "resume": resume or None})
     run_folder = Path(out)
     steps = build_run_steps(
-        run,
-        comm,
-        attempt=attempt,
-        samples=samples,
-        writes_references=True,
-        limits=limits,
+        run, comm, attempt=attempt, samples=samples, writes_references=True, limits=limits
     )
     step = steps.step
     start = steps.start
     if attempt is not None:
         report_blocks(step.model.blocks, attempt.status.on_block)
     set_aside_paths = clean_folder(run_folder, comm, above=start.num_done)
-    guard = build_guard(
-        run.guard,
-        steps,
-        run_folder=run_folder,
-        optim=run.optim,
-    )
+    guard = build_guard(run.guard, steps, run_folder=run_folder, optim=run.optim)
     config = run.model_dump(mode="json")
     facts = facts_of(
         run.model,
@@ -248,12 +230,7 @@ def build_training(
     )
     snapshots = Snapshots()
     if attempt is not None:
-        snapshots = build_snapshots(
-            steps,
-            attempt,
-            facts=facts,
-            every=run.save.memory_every,
-        )
+        snapshots = build_snapshots(steps, attempt, facts=facts, every=run.save.memory_every)
     remote = None
     if makes_copies:
         remote = open_remote(run.save, comm, run_folder, num_done=start.num_done)

@@ -51,12 +51,7 @@ class DataLoader:
         """Micro-batches of step `step` (from 0), in the order of the schedule's micro-batch
         numbers.
         """
-        chosen = samples_of(
-            self.samples,
-            step,
-            global_size=self.global_size,
-            seed=self.seed,
-        )
+        chosen = samples_of(self.samples, step, global_size=self.global_size, seed=self.seed)
         return self.micro_batches(chosen)
 
     def micro_batches(self, chosen: Ints) -> list[Batch]:
@@ -80,13 +75,7 @@ class DataLoader:
         return tensor.to(self.device)
 
 
-def samples_of(
-    samples: Samples,
-    step: int,
-    *,
-    global_size: int,
-    seed: int,
-) -> Ints:
+def samples_of(samples: Samples, step: int, *, global_size: int, seed: int) -> Ints:
     """Numbers of the samples of step `step` (from 0), the same on every rank."""
     return samples.at(places_of_step(step, global_size), seed=seed)
 
@@ -107,12 +96,7 @@ def whole_batch(samples: Samples, chosen: Ints, *, later: bool) -> Batch:
 
 
 @contextmanager
-def prefetch(
-    read: Callable[[int], T],
-    steps: Iterable[int],
-    *,
-    most: int,
-) -> Iterator[Iterator[T]]:
+def prefetch(read: Callable[[int], T], steps: Iterable[int], *, most: int) -> Iterator[Iterator[T]]:
     """Yield an iterator over `read(step)` in the order of `steps`; up to `most` results wait in a
     queue, 0 reads lazily.
 
@@ -143,24 +127,14 @@ class _Prefetcher(Generic[T]):
     stopped it.
     """
 
-    def __init__(
-        self,
-        read: Callable[[int], T],
-        steps: Iterable[int],
-        *,
-        most: int,
-    ) -> None:
+    def __init__(self, read: Callable[[int], T], steps: Iterable[int], *, most: int) -> None:
         self._read = read
         self._steps = steps
         self._queue: queue.Queue[_PrefetchResult[T] | BaseException | None] = queue.Queue(
             maxsize=most
         )
         self._stopped = threading.Event()
-        self.thread = threading.Thread(
-            target=self._run,
-            name="prefetch",
-            daemon=True,
-        )
+        self.thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
 
     def _run(self) -> None:
         try:

@@ -196,11 +196,7 @@ class StateDigests:
             f"step {step}: {where}: {_tensors_text(found)} changed between two updates: "
             f"a bit flipped in memory"
         )
-        return StateFault(
-            ranks=ranks,
-            tensors=found,
-            text=text,
-        )
+        return StateFault(ranks=ranks, tensors=found, text=text)
 
     def _tensors(self) -> Iterator[ReplicatedTensor]:
         model = self.state.model
@@ -208,30 +204,18 @@ class StateDigests:
             tensors = {**local.tensors, **local.whole}
             for section, tensor in tensors.items():
                 name = f"{section}/{local.param.name}"
-                yield ReplicatedTensor(
-                    name=name,
-                    axes=local.replica_axes,
-                    tensor=tensor,
-                )
+                yield ReplicatedTensor(name=name, axes=local.replica_axes, tensor=tensor)
         plan = model.plan
         holds_copies = plan.zero in (1, 2) or plan.params != plan.compute
         if holds_copies and plan.zero < 3:
             for name, param in model.params.items():
                 axes = self._axes_without(model.shards[name].shard_axes)
-                yield ReplicatedTensor(
-                    name=f"compute/{name}",
-                    axes=axes,
-                    tensor=param,
-                )
+                yield ReplicatedTensor(name=f"compute/{name}", axes=axes, tensor=param)
         sharded = {axis for shard in model.shards.values() for axis in shard.shard_axes}
         axes = self._axes_without(tuple(sharded))
         for block_name, block in model.blocks.items():
             for path, buffer in block.named_buffers():
-                yield ReplicatedTensor(
-                    name=f"buffer/{block_name}.{path}",
-                    axes=axes,
-                    tensor=buffer,
-                )
+                yield ReplicatedTensor(name=f"buffer/{block_name}.{path}", axes=axes, tensor=buffer)
 
     def _axes_without(self, axes: Sequence[str]) -> tuple[str, ...]:
         excluded = (pipeline_axis(), *local_update_axes(), *axes)
@@ -243,17 +227,9 @@ class StateDigests:
         digests = [digest(each.tensor, self._weights) for each in tensors]
         return torch.stack(digests)
 
-    def _class_digests(
-        self,
-        tensors: Sequence[ReplicatedTensor],
-        digests: Tensor,
-    ) -> Tensor:
+    def _class_digests(self, tensors: Sequence[ReplicatedTensor], digests: Tensor) -> Tensor:
         """One number for all tensors that have replicas along the same axes."""
-        row = torch.zeros(
-            len(self._classes),
-            dtype=torch.int64,
-            device=self.comm.device,
-        )
+        row = torch.zeros(len(self._classes), dtype=torch.int64, device=self.comm.device)
         places = {axes: place for place, axes in enumerate(self._classes)}
         for each, value in zip(tensors, digests, strict=True):
             place = places.get(_present(each.axes, self.comm.mesh))
@@ -263,10 +239,7 @@ class StateDigests:
         return row
 
     def _find_fault(
-        self,
-        step: int,
-        tensors: Sequence[ReplicatedTensor],
-        digests: Tensor,
+        self, step: int, tensors: Sequence[ReplicatedTensor], digests: Tensor
     ) -> StateFault:
         """Exchange the digests of all tensors; the first group of replicas that differs, by rank."""
         local: dict[str, Any] = {}
@@ -291,11 +264,7 @@ class StateDigests:
         is_known = len(ranks) == 1
         verb = "differs from its replicas" if is_known else "differ, and one of them is wrong"
         text = f"step {step}: {where} {verb}: {_tensors_text(names)}"
-        return StateFault(
-            ranks=ranks,
-            tensors=tuple(names),
-            text=text,
-        )
+        return StateFault(ranks=ranks, tensors=tuple(names), text=text)
 
 
 def _minority(values: dict[int, int]) -> tuple[int, ...]:

@@ -22,12 +22,7 @@ NON_FINITE_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.in
 
 def to_line(event: Mapping[str, Any]) -> str:
     """One event as one line of JSON."""
-    text = json.dumps(
-        _to_json(event),
-        ensure_ascii=False,
-        allow_nan=False,
-        separators=(",", ":"),
-    )
+    text = json.dumps(_to_json(event), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"{text}\n"
 
 

@@ -53,12 +53,7 @@ from typing import Any
 from weft.checkpoint.disk import DISK_FULL_ERRNOS, replace_file
 from weft.errors import Fault, LaunchError, WeftError
 from weft.small_files import MIB, UnreadableFile, read_text
-from weft.train.event_lines import (
-    STEP_COUNTING,
-    read_events,
-    read_run_events,
-    to_line,
-)
+from weft.train.event_lines import STEP_COUNTING, read_events, read_run_events, to_line
 from weft.view.progress import Event, View
 
 EVENTS = "events.jsonl"
@@ -86,11 +81,7 @@ class EventLog:
     """
 
     def __init__(
-        self,
-        out: Path | None,
-        views: Sequence[View] = (),
-        *,
-        ends_on_error: bool = True,
+        self, out: Path | None, views: Sequence[View] = (), *, ends_on_error: bool = True
     ) -> None:
         self.out = out
         self.views = tuple(views)
@@ -156,16 +147,7 @@ class EventLog:
         except OSError as error:
             got = f"{str(self.out / name)!r}: {error.strerror}"
             fix = "free disk space, or choose another out"
-            raise WeftError(
-                str(
-                    Fault(
-                        "out",
-                        "cannot write a file",
-                        got=got,
-                        fix=fix,
-                    )
-                )
-            ) from error
+            raise WeftError(str(Fault("out", "cannot write a file", got=got, fix=fix))) from error
 
     def close(self) -> None:
         """Close the file and the views; may be called twice."""
@@ -244,22 +226,11 @@ def create_run_folder(out: Path) -> Path:
     except OSError as error:
         got = f"{str(out)!r}: {error.strerror}"
         raise LaunchError(
-            Fault(
-                "out",
-                "cannot write to the run folder",
-                got=got,
-                fix="choose another out",
-            )
+            Fault("out", "cannot write to the run folder", got=got, fix="choose another out")
         ) from error
 
 
-def append_end_event(
-    out: Path,
-    status: str,
-    *,
-    error: str = "",
-    seconds: float = 0.0,
-) -> bool:
+def append_end_event(out: Path, status: str, *, error: str = "", seconds: float = 0.0) -> bool:
     """Append an `end` event, behind the last complete line, for a run that was killed; False if it
     has one already.
 
@@ -311,12 +282,7 @@ def _last_step_of(events: Iterable[Event]) -> int:
     return num_steps
 
 
-def end_run_of_dead_writer(
-    out: Path,
-    *,
-    error: str,
-    wait_s: float = DEAD_AFTER_S,
-) -> bool:
+def end_run_of_dead_writer(out: Path, *, error: str, wait_s: float = DEAD_AFTER_S) -> bool:
     """Append an `end` event for the process that wrote the events, if it has died without one.
 
     The writer is dead once its lock on the file is gone; a living one is given `wait_s` seconds to

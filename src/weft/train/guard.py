@@ -184,9 +184,7 @@ class StepGuard:
         most = self.config.max_failures
         if failed.action != "stop" and num_failures > most:
             failed = replace(
-                failed,
-                action="stop",
-                reason=f"{failed.reason}; {most} failed before it in a row",
+                failed, action="stop", reason=f"{failed.reason}; {most} failed before it in a row"
             )
         if failed.action != "rollback":
             self._record(failed, skipped_before=self.state.skipped_batches)
@@ -217,11 +215,7 @@ class StepGuard:
         if report.nonfinite is not None:
             reason = nonfinite_text(report.loss, report.grad_norm, report.nonfinite)
             return self._failed_step(
-                "nonfinite",
-                self.config.nonfinite,
-                step,
-                report,
-                reason=reason,
+                "nonfinite", self.config.nonfinite, step, report, reason=reason
             )
         losses = self.state.losses
         if not self.config.spike or len(losses) < MIN_LOSSES:
@@ -237,22 +231,10 @@ class StepGuard:
             f"the loss is {report.loss:.4g}, {times}the median "
             f"{median:.4g} of the last {len(losses)} steps"
         )
-        return self._failed_step(
-            "spike",
-            self.config.on_spike,
-            step,
-            report,
-            reason=reason,
-        )
+        return self._failed_step("spike", self.config.on_spike, step, report, reason=reason)
 
     def _failed_step(
-        self,
-        kind: Kind,
-        action: Action,
-        step: int,
-        report: StepReport,
-        *,
-        reason: str,
+        self, kind: Kind, action: Action, step: int, report: StepReport, *, reason: str
     ) -> FailedStep:
         samples = self.samples_of(step)
         suspects = samples
@@ -281,11 +263,7 @@ class StepGuard:
         )
 
     def _record(
-        self,
-        failed: FailedStep,
-        *,
-        skipped_before: Sequence[int],
-        left_out: Sequence[int] = (),
+        self, failed: FailedStep, *, skipped_before: Sequence[int], left_out: Sequence[int] = ()
     ) -> None:
         """Write the record of a failed step, on the first rank.
 

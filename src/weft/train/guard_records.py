@@ -65,10 +65,7 @@ class GuardState:
         differs from a run in which nothing failed.
         """
         next_batch = batch_of_step(num_steps, self.skipped_batches)
-        position: dict[str, Any] = {
-            "steps": num_steps,
-            "samples": next_batch * global_size,
-        }
+        position: dict[str, Any] = {"steps": num_steps, "samples": next_batch * global_size}
         for key, value in asdict(self).items():
             if value:
                 position[key] = value

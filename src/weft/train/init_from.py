@@ -62,12 +62,7 @@ def lazy_blocks(family: Family, config: ModelConfig) -> Mapping[str, nn.Module]:
     return LazyBlocks(builders, meta_modules)
 
 
-def place_buffers(
-    blocks: Iterable[nn.Module],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
+def place_buffers(blocks: Iterable[nn.Module], *, device: torch.device, dtype: torch.dtype) -> None:
     """Move the buffers of a user's modules to the device of a rank, and floating-point ones to the
     dtype of compute; weft's own models have none.
     """
@@ -138,12 +133,7 @@ def initialize_from(
         if shapes[owner] != shape:
             what = "is stored with another shape"
             raise CheckpointError(
-                Fault(
-                    owner,
-                    what,
-                    got=str(list(shapes[owner])),
-                    need=str(list(shape)),
-                )
+                Fault(owner, what, got=str(list(shapes[owner])), need=str(list(shape)))
             )
         stored = read_shard(partial(source.read, owner), model.shards[name].shard)
         value = stored.to(device=device, dtype=dtype)

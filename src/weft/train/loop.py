@@ -19,11 +19,7 @@ from weft.train.event_lines import STEP_COUNTING
 from weft.train.event_log import EventLog
 from weft.train.guard import StepGuard
 from weft.train.last_save import LastSave
-from weft.train.loop_texts import (
-    non_finite_advice,
-    restart_note,
-    stop_note,
-)
+from weft.train.loop_texts import non_finite_advice, restart_note, stop_note
 from weft.train.step import TrainStep
 from weft.train.step_check import StepCheck
 from weft.train.step_loop import StepLoop, ignore_phase
@@ -76,12 +72,7 @@ def run_training(
     elif num_done < num_steps:
         text = history.stop_text(num_done)
         fields["reason"] = "early_stop"
-    log.end(
-        outcome,
-        checkpoint=str(newest) if newest else None,
-        text=text,
-        **fields,
-    )
+    log.end(outcome, checkpoint=str(newest) if newest else None, text=text, **fields)
     problem = training.saver.copy_run_files()
     if problem:
         log.note_after_end(f"warning: the events of the end are here only: {problem}")
@@ -89,9 +80,7 @@ def run_training(
 
 
 def _run_steps(
-    training: Training,
-    log: EventLog,
-    with_more: Callable[[Event], Iterable[Event]] | None,
+    training: Training, log: EventLog, with_more: Callable[[Event], Iterable[Event]] | None
 ) -> int:
     """Train, and log the events; the number of steps that are done.
 
@@ -144,12 +133,7 @@ def _with_advice(error: GuardError, training: Training, num_done: int) -> GuardE
     return error
 
 
-def _save_last(
-    training: Training,
-    log: EventLog,
-    num_done: int,
-    outcome: Outcome,
-) -> None:
+def _save_last(training: Training, log: EventLog, num_done: int, outcome: Outcome) -> None:
     """Save the last step, where the run does or was asked to stop.
 
     Raises:

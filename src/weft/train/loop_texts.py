@@ -14,13 +14,7 @@ MAX_ADVISED_LR = 1e-3
 """Largest learning rate that the advice after a non-finite step names."""
 
 
-def step_event(
-    number: int,
-    report: StepReport,
-    *,
-    lr: float,
-    elapsed_s: float,
-) -> dict[str, Any]:
+def step_event(number: int, report: StepReport, *, lr: float, elapsed_s: float) -> dict[str, Any]:
     """The `step` event of events.jsonl: loss and norm at full precision; `tokens` counts targets
     over all ranks.
     """
@@ -61,12 +55,7 @@ def stop_note(num_done: int, run_folder: Path) -> str:
     return f"stopped after step {num_done} and saved. Resume: {resume_command(run_folder)}"
 
 
-def non_finite_advice(
-    run_folder: Path,
-    num_done: int,
-    *,
-    peak_lr: float,
-) -> str:
+def non_finite_advice(run_folder: Path, num_done: int, *, peak_lr: float) -> str:
     """How to go on after the step that follows `num_done` steps had a non-finite loss or norm.
 
     A checkpoint of exactly `num_done` steps holds the parameters of the failed step, so the step

@@ -78,13 +78,7 @@ class Pure:
     ids: NamedIds
     packages: frozenset[str] = frozenset()
 
-    def __call__(
-        self,
-        name: str,
-        block: nn.Module,
-        x: Any,
-        batch: Batch,
-    ) -> Any:
+    def __call__(self, name: str, block: nn.Module, x: Any, batch: Batch) -> Any:
         """The block's output.
 
         Raises:
@@ -107,13 +101,7 @@ class Pure:
             raise PlanError(Fault(f"{self.label}: {changed}", CHANGES, fix=NO_CHANGES))
         return out
 
-    def _drawing_module(
-        self,
-        name: str,
-        block: nn.Module,
-        x: Any,
-        batch: Batch,
-    ) -> str:
+    def _drawing_module(self, name: str, block: nn.Module, x: Any, batch: Batch) -> str:
         """The innermost module whose forward changes a generator."""
         found: list[str] = []
         before: list[dict[str, Any]] = []
@@ -220,11 +208,7 @@ def _draws(func: Any, args: tuple[Any, ...]) -> bool:
     return "dropout" not in func.overloadpacket.__name__ and "attention" not in str(func)
 
 
-def _written(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Iterator[Tensor]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors to which an operation writes."""
     for place in WRITES_WITHOUT_SCHEMA.get(func.overloadpacket.__name__, ()):
         if place < len(args) and isinstance(args[place], Tensor):

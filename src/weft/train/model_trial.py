@@ -26,13 +26,7 @@ from torch import Tensor, nn
 
 from weft.core.model_config import ModelConfig
 from weft.errors import Fault, PlanError, type_and_message
-from weft.models.common.batch import (
-    IGNORE,
-    Batch,
-    activation_of,
-    image_batch,
-    token_batch,
-)
+from weft.models.common.batch import IGNORE, Batch, activation_of, image_batch, token_batch
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_family import UserFamily, meta_blocks
 from weft.parallel.autograd.tree import map_leaves

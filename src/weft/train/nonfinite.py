@@ -64,11 +64,7 @@ class NonFiniteValue:
 
 
 def locate(
-    model: ParallelModel,
-    grads: GradientReducer,
-    batches: Sequence[Batch],
-    *,
-    loss: Tensor,
+    model: ParallelModel, grads: GradientReducer, batches: Sequence[Batch], *, loss: Tensor
 ) -> NonFiniteValue:
     """The first non-finite value of a step; every rank must call it before the update.
 
@@ -88,11 +84,7 @@ def locate(
     return _first(reports, model.plan, model.comm.mesh)
 
 
-def _first(
-    reports: Sequence[Mapping[str, BlocksFound]],
-    plan: Plan,
-    mesh: Mesh,
-) -> NonFiniteValue:
+def _first(reports: Sequence[Mapping[str, BlocksFound]], plan: Plan, mesh: Mesh) -> NonFiniteValue:
     forward_order = [name for stage in plan.stages for name in stage.blocks]
     backward_order = list(reversed(forward_order))
     for block in forward_order:

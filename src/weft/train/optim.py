@@ -125,26 +125,14 @@ class NamedOptimizer:
         if decay_names is None:
             decay_names = [name for name, shape in shapes.items() if len(shape) >= 2]
         found = []
-        groups = group_names(
-            self.optim,
-            shapes,
-            decay_names=decay_names,
-            owners=self.owners,
-        )
+        groups = group_names(self.optim, shapes, decay_names=decay_names, owners=self.owners)
         for settings, names in groups.items():
             rule = make_rule(self.optim, settings, fixed_order=self.fixed_order)
             if rule.kind == "whole_matrix":
                 exchanges = self._exchanges_of(names)
             else:
                 exchanges = ()
-            found.append(
-                RuleGroup(
-                    settings=settings,
-                    names=names,
-                    rule=rule,
-                    exchanges=exchanges,
-                )
-            )
+            found.append(RuleGroup(settings=settings, names=names, rule=rule, exchanges=exchanges))
         return tuple(found)
 
     @cached_property
@@ -255,12 +243,7 @@ class NamedOptimizer:
                 grads[name] = param.grad
         return grads
 
-    def _update(
-        self,
-        group: RuleGroup,
-        settings: Mapping[str, float],
-        skip: Tensor | None,
-    ) -> None:
+    def _update(self, group: RuleGroup, settings: Mapping[str, float], skip: Tensor | None) -> None:
         grads = self._grads(group.names)
         if not grads:
             return
@@ -276,10 +259,7 @@ class NamedOptimizer:
         )
 
     def _update_matrices(
-        self,
-        rule: Optimizer,
-        exchange: MatrixExchange,
-        settings: Mapping[str, float],
+        self, rule: Optimizer, exchange: MatrixExchange, settings: Mapping[str, float]
     ) -> None:
         dtype = self._gather_dtype(rule)
         like = self._like.new_zeros(0, dtype=dtype)
@@ -302,11 +282,7 @@ class NamedOptimizer:
                     shape=each.matrix.shape,
                 )
 
-    def _update_with_sums(
-        self,
-        group: RuleGroup,
-        settings: Mapping[str, float],
-    ) -> None:
+    def _update_with_sums(self, group: RuleGroup, settings: Mapping[str, float]) -> None:
         grads = self._grads(group.names)
         by_axes: dict[tuple[str, ...], list[str]] = {}
         for name in group.names:
@@ -338,9 +314,7 @@ class NamedOptimizer:
         return self._absent[name]
 
     def _add_sums(
-        self,
-        axes: tuple[str, ...],
-        sums: Sequence[Sequence[Tensor]],
+        self, axes: tuple[str, ...], sums: Sequence[Sequence[Tensor]]
     ) -> Sequence[Sequence[Tensor]]:
         """Add the partial sums of all ranks along some axes, in one all-reduce."""
         if self.comm is None or not axes:
@@ -378,12 +352,7 @@ def make_optimizer(
     """The optimizer that `optim` describes; weight decay applies to `decay_names` (default: the
     matrices).
     """
-    return NamedOptimizer(
-        params,
-        optim,
-        decay_names=decay_names,
-        logical_axes=logical_axes,
-    )
+    return NamedOptimizer(params, optim, decay_names=decay_names, logical_axes=logical_axes)
 
 
 def matrices(params: Mapping[str, Tensor]) -> frozenset[str]:

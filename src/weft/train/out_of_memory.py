@@ -89,11 +89,7 @@ def _new_bytes(tensors: list[Tensor], seen: set[int]) -> int:
     return total
 
 
-def out_of_memory_fault(
-    where: str,
-    memory: AllocatedMemory,
-    held: dict[str, int],
-) -> Fault:
+def out_of_memory_fault(where: str, memory: AllocatedMemory, held: dict[str, int]) -> Fault:
     """The fault of a rank that ran out of memory.
 
     Args:

@@ -166,13 +166,7 @@ class UseTrace(TorchDispatchMode):
         if not sources or sources & NOT_LINEARS:
             return False
         roles = {one: dict(self.uses.roles.get(one, {})) for one in sources}
-        self.uses.groups.append(
-            LinearRegion(
-                columns=tuple(sorted(sources)),
-                row=name,
-                roles=roles,
-            )
-        )
+        self.uses.groups.append(LinearRegion(columns=tuple(sorted(sources)), row=name, roles=roles))
         return True
 
 
@@ -208,13 +202,7 @@ def trace_uses(family: UserFamily, config: ModelConfig, plan: Plan) -> Uses:
     return trace.uses
 
 
-def _note_outputs(
-    trace: UseTrace,
-    name: str,
-    x: Any,
-    *,
-    is_last: bool,
-) -> None:
+def _note_outputs(trace: UseTrace, name: str, x: Any, *, is_last: bool) -> None:
     """The output of a block is of the residual stream; of the last block, of its own linears."""
     for tensor in tensors_in(x):
         sources = frozenset({STREAM})
@@ -284,12 +272,7 @@ def _whole_row(name: str, shape: tuple[int, ...]) -> tuple[DimAxis | None, ...]:
     return (None,) * len(shape)
 
 
-def _rejection(
-    family: UserFamily,
-    config: ModelConfig,
-    plan: Plan,
-    table: Table,
-) -> str:
+def _rejection(family: UserFamily, config: ModelConfig, plan: Plan, table: Table) -> str:
     """Why the transforms reject a table; empty where they accept it."""
     tried = replace(family, model=replace(family.model, AXES=table))
     try:
@@ -337,15 +320,7 @@ def _merged(forms: Sequence[Table]) -> Table:
 def _forms(group: LinearRegion, shapes: Shapes) -> list[Table]:
     """The ways to shard a group: fused weights in parts, then as one."""
     width = shapes[f"{group.row}.weight"][1]
-    return [
-        _form(
-            group,
-            shapes,
-            width=width,
-            fused=fused,
-        )
-        for fused in (True, False)
-    ]
+    return [_form(group, shapes, width=width, fused=fused) for fused in (True, False)]
 
 
 def _form(group: LinearRegion, shapes: Shapes, *, width: int, fused: bool) -> Table:
@@ -362,12 +337,7 @@ def _form(group: LinearRegion, shapes: Shapes, *, width: int, fused: bool) -> Ta
 
 
 def _out_axis(
-    roles: Mapping[str, int],
-    length: int,
-    width: int,
-    axis: str,
-    *,
-    fused: bool,
+    roles: Mapping[str, int], length: int, width: int, axis: str, *, fused: bool
 ) -> DimAxis:
     """Logical axis of a column-parallel linear's features."""
     if fused and len(roles) > 1:
@@ -389,12 +359,7 @@ def _pattern(name: str) -> str:
     return " ".join(re.sub(r"^(\w*?)\d+(?=\.|$)", r"\1*", word) for word in name.split(" "))
 
 
-def _with_patterns(
-    table: Table,
-    names: Sequence[str],
-    *,
-    all_names: Sequence[str],
-) -> Table:
+def _with_patterns(table: Table, names: Sequence[str], *, all_names: Sequence[str]) -> Table:
     """Rows of equal axes under the pattern of their numbered blocks, where that matches no other
     parameter.
     """

@@ -74,12 +74,7 @@ class References:
             write_references(self.run_folder, name, logprobs, samples.facts())
         return ReferencedSamples(samples, logprobs)
 
-    def _read(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        data: Mapping[str, object],
-    ) -> Logprobs:
+    def _read(self, name: str, shape: tuple[int, int], data: Mapping[str, object]) -> Logprobs:
         """The stored log-probabilities; rank 0 reads them, as other hosts may not have the folder.
 
         Raises:
@@ -90,12 +85,7 @@ class References:
         fault = Fault("", "")
         if comm.rank == 0:
             try:
-                logprobs = read_references(
-                    self.source_folder,
-                    name,
-                    shape=shape,
-                    data=data,
-                )
+                logprobs = read_references(self.source_folder, name, shape=shape, data=data)
             except DataError as error:
                 fault = error.faults[0]
         fields = [fault.key, fault.what, fault.got, fault.need, fault.fix]
@@ -162,12 +152,7 @@ class _LogprobRecorder:
         finally:
             if self.loss is not None:
                 self.loss.on_token_losses = None
-        table = torch.zeros(
-            loader.global_size,
-            seq_len,
-            dtype=torch.float64,
-            device=comm.device,
-        )
+        table = torch.zeros(loader.global_size, seq_len, dtype=torch.float64, device=comm.device)
         if self.counts_here:
             for number, batch in enumerate(micro_batches):
                 start = number * loader.micro_size

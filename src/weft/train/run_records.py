@@ -76,11 +76,7 @@ def facts_of(
 
 
 def run_event(
-    config: Mapping[str, Any],
-    step: TrainStep,
-    samples: Samples,
-    *,
-    optimizer: str,
+    config: Mapping[str, Any], step: TrainStep, samples: Samples, *, optimizer: str
 ) -> Event:
     """The `run` event of events.jsonl: model, data and layout.
 
@@ -110,11 +106,7 @@ def run_event(
     }
 
 
-def optimizer_text(
-    optim: OptimConfig,
-    lora: LoraConfig,
-    model: ModelConfig,
-) -> str:
+def optimizer_text(optim: OptimConfig, lora: LoraConfig, model: ModelConfig) -> str:
     """Optimizer and learning rate schedule on one line, and what is trained of a model with adapters."""
     warmup = counted(optim.warmup, "step")
     last = f" to {optim.min_lr:g} x lr = {optim.last_lr:g}"

@@ -98,11 +98,7 @@ class StartState:
         if changes:
             raise DataError(*changes)
 
-    def restore(
-        self,
-        step: TrainStep,
-        optim: Mapping[str, Any] | None = None,
-    ) -> None:
+    def restore(self, step: TrainStep, optim: Mapping[str, Any] | None = None) -> None:
         """Load the checkpoint, if any, into the step; of an import the parameters only. Every rank
         must call it.
 
@@ -147,11 +143,7 @@ class StartState:
 
 
 def find_start(
-    comm: Comm,
-    *,
-    out: str | None,
-    resume: str | None,
-    attempt: Attempt | None = None,
+    comm: Comm, *, out: str | None, resume: str | None, attempt: Attempt | None = None
 ) -> StartState:
     """The state that a run starts from: the checkpoint that `resume` means, if there is one, or
     after a restart the newest snapshot or checkpoint; every rank must call it.
@@ -177,17 +169,11 @@ def find_start(
     passed_over = tuple(str(fault) for fault in faults)
     if checkpoint is None:
         return StartState(passed_over=passed_over)
-    return StartState(
-        checkpoint=checkpoint,
-        passed_over=passed_over,
-        source=source,
-    )
+    return StartState(checkpoint=checkpoint, passed_over=passed_over, source=source)
 
 
 def _open_newer_snapshot(
-    comm: Comm,
-    attempt: Attempt,
-    run_folder: Path,
+    comm: Comm, attempt: Attempt, run_folder: Path
 ) -> tuple[Checkpoint | None, Sequence[Fault]]:
     """The newest whole snapshot in the memory of the nodes, if it is newer than all checkpoints of
     the run; every rank must call it.
@@ -201,10 +187,7 @@ def _open_newer_snapshot(
         return None, ()
     try:
         checkpoint = assemble(
-            comm,
-            memory,
-            above=newest_on_disk,
-            expects_one=attempt.num_restarts > 0,
+            comm, memory, above=newest_on_disk, expects_one=attempt.num_restarts > 0
         )
     except CheckpointError as error:  # on all ranks
         return None, error.faults
@@ -231,21 +214,13 @@ def _state_folders(run_folder: Path, attempt: Attempt) -> list[_StateFolder]:
     for source, folder in candidates:
         newest = next(checkpoints(folder), None)
         if newest is not None:
-            folders.append(
-                _StateFolder(
-                    newest_step=newest[0],
-                    source=source,
-                    path=folder,
-                )
-            )
+            folders.append(_StateFolder(newest_step=newest[0], source=source, path=folder))
     folders.sort(key=lambda folder: folder.newest_step, reverse=True)
     return folders
 
 
 def restore_newest(
-    step: TrainStep,
-    run_folder: Path,
-    optim: Mapping[str, Any] | None = None,
+    step: TrainStep, run_folder: Path, optim: Mapping[str, Any] | None = None
 ) -> Restored:
     """Load the newest valid checkpoint of the run folder into a training step; every rank must call
     it.

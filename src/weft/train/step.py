@@ -104,9 +104,7 @@ def no_status() -> int:
 
 
 def _local_updates(
-    model: ParallelModel,
-    grads: GradientReducer,
-    settings: OuterSettings | None,
+    model: ParallelModel, grads: GradientReducer, settings: OuterSettings | None
 ) -> LocalUpdates | None:
     """The outer optimizer, of a mesh with an axis of local updates."""
     axis = local_update_axis(model.comm.mesh)
@@ -115,12 +113,7 @@ def _local_updates(
     if settings is None:
         what = f"replicas along {axis} train apart, and no outer optimizer joins them"
         raise PlanError(
-            Fault(
-                "mesh",
-                what,
-                got=str(model.comm.mesh),
-                need="settings of the outer step",
-            )
+            Fault("mesh", what, got=str(model.comm.mesh), need="settings of the outer step")
         )
     return LocalUpdates(model, grads, settings)
 
@@ -168,18 +161,11 @@ class TrainStep:
         if isinstance(self.optimizer, NamedOptimizer):
             entries = param_entries(model, self.grads)
             owners = {name: model.shards[name].owner for name in entries}
-            self.optimizer.attach(
-                entries,
-                model.comm,
-                owners=owners,
-                fixed_order=fixed_order,
-            )
+            self.optimizer.attach(entries, model.comm, owners=owners, fixed_order=fixed_order)
         self.local_updates = _local_updates(model, self.grads, outer)
         self.loss_scale = LossScale.of(model.plan)
         self.player = Player(
-            model,
-            before_last_backward=self.grads.set_requires_gradient_sync,
-            on_action=on_action,
+            model, before_last_backward=self.grads.set_requires_gradient_sync, on_action=on_action
         )
 
     @property
@@ -235,10 +221,7 @@ class TrainStep:
         restore.restore_parameters(self.state(), checkpoint)
 
     def restore(
-        self,
-        checkpoint: restore.OpenCheckpoint,
-        *,
-        may_reset_optimizer: bool = False,
+        self, checkpoint: restore.OpenCheckpoint, *, may_reset_optimizer: bool = False
     ) -> None:
         """Load parameters, optimizer state and loss scale; every rank must call it.
 
@@ -258,9 +241,7 @@ class TrainStep:
         stored = checkpoint.manifest.facts.loss_scale
         if stored and self.loss_scale.is_dynamic:
             self.loss_scale = LossScale(
-                stored["value"],
-                is_dynamic=True,
-                good_steps=stored["good_steps"],
+                stored["value"], is_dynamic=True, good_steps=stored["good_steps"]
             )
 
     def _reset_optimizer(self) -> None:
@@ -314,12 +295,7 @@ class TrainStep:
         is_overflow = self.loss_scale.skips(is_finite=is_finite)
         skipped = is_overflow or nonfinite is not None
         if not skipped:
-            grad_norm.clip(
-                self.grads,
-                totals.grad_norm_tensor / scale,
-                most=self.clip,
-                scale=scale,
-            )
+            grad_norm.clip(self.grads, totals.grad_norm_tensor / scale, most=self.clip, scale=scale)
             self.update(lr)
             rebalance_routers(self.model.blocks, computed.loads)
         outer = self._join_sites(report_phase)
@@ -361,19 +337,14 @@ class TrainStep:
         targets = self._count_targets(batches)
         self.grads.zero_grad()
         played = self.player.play(
-            batches,
-            scale / targets,
-            before_action=self._before_action(on_phase),
+            batches, scale / targets, before_action=self._before_action(on_phase)
         )
         report_phase("reduce")
         self.grads.finish()
         grad_norm.sum_tied_gradients(self.model, self.grads)
         loads = sum_loads(played.loads, self.model.comm)
         totals = self._total_stats(
-            played,
-            targets,
-            expert_load=imbalance(loads, self.model.comm.device),
-            status=status(),
+            played, targets, expert_load=imbalance(loads, self.model.comm.device), status=status()
         )
         return ComputedStep(start_s, scale, played, loads, totals)
 
@@ -399,12 +370,7 @@ class TrainStep:
         return before
 
     def _find_nonfinite(
-        self,
-        loss: float,
-        norm: float,
-        batches: Sequence[Batch],
-        *,
-        own_loss: Tensor,
+        self, loss: float, norm: float, batches: Sequence[Batch], *, own_loss: Tensor
     ) -> NonFiniteValue | None:
         """Where the step is not finite: its loss, or its gradient norm without a dynamic loss
         scale; the same on all ranks.
@@ -441,12 +407,7 @@ class TrainStep:
         return total.clamp(min=LEAST_TARGETS)
 
     def _total_stats(
-        self,
-        played: PlayResult,
-        targets: Tensor,
-        *,
-        expert_load: Tensor,
-        status: int,
+        self, played: PlayResult, targets: Tensor, *, expert_load: Tensor, status: int
     ) -> PendingTotals:
         comm = self.model.comm
         is_first_copy = comm.index(replicated_axes()) == 0  # the others hold copies of the loss

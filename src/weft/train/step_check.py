@@ -22,10 +22,7 @@ class StepCheck(Protocol):
         """Whether step `number` (the first is 1) is checked."""
 
     def watch(
-        self,
-        number: int,
-        batch_number: int,
-        batches: Sequence[Batch],
+        self, number: int, batch_number: int, batches: Sequence[Batch]
     ) -> AbstractContextManager[OnGradients]:
         """Observe a step while the block is open.
 

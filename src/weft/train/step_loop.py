@@ -17,9 +17,7 @@ from weft.train.digest import StateDigests, StateFault
 from weft.train.evaluate import eval_event
 from weft.train.guard import FailedStep, StepGuard
 from weft.train.late_report import LateReports, LaunchedStep, reports_late
-from weft.train.loop_texts import (
-    step_event,
-)
+from weft.train.loop_texts import step_event
 from weft.train.step import StepReport, TrainStep
 from weft.train.step_check import OnGradients, StepCheck
 from weft.train.straggler import StragglerWatch
@@ -102,11 +100,7 @@ class StepLoop:
                     is_first or clock.has_experts or self._is_checked(number)
                 ):
                     launched = late.launch(
-                        number,
-                        batch,
-                        lr=lr,
-                        status=self._status,
-                        on_phase=self._phase_of(number),
+                        number, batch, lr=lr, status=self._status, on_phase=self._phase_of(number)
                     )
                 if late is not None and waiting is not None:
                     left, is_repeated = yield from self._read_late(late, waiting, clock)
@@ -201,12 +195,7 @@ class StepLoop:
                 return _Left((yield from self._roll_back(failed)))
         now = time.perf_counter()
         report_phase(number, "end")
-        yield step_event(
-            number,
-            report,
-            lr=lr,
-            elapsed_s=now - clock.last_s,
-        )
+        yield step_event(number, report, lr=lr, elapsed_s=now - clock.last_s)
         clock.last_s = now
         if self.check is not None:
             yield from map(dict, self.check.take_events())
@@ -230,11 +219,7 @@ class StepLoop:
             return _Left(None)
         return None
 
-    def _evaluate(
-        self,
-        number: int,
-        evaluator: Evaluator,
-    ) -> Generator[Event, None, float | None]:
+    def _evaluate(self, number: int, evaluator: Evaluator) -> Generator[Event, None, float | None]:
         """Evaluate after a step; returns the loss where it is to be saved as the lowest so far."""
         report = evaluator.evaluation()
         yield eval_event(number, report)
@@ -255,11 +240,7 @@ class StepLoop:
             return int(status)
         return int(status) | self.snapshots.status()
 
-    def _check_unchanged(
-        self,
-        number: int,
-        report: StepReport,
-    ) -> Iterator[Event]:
+    def _check_unchanged(self, number: int, report: StepReport) -> Iterator[Event]:
         """Stop if the state of a rank changed since the last comparison of replicas.
 
         Raises:
@@ -269,11 +250,7 @@ class StepLoop:
             yield from _stop_at(number, self.digests.changed_fault(number))
 
     def _compare_replicas(
-        self,
-        number: int,
-        report: StepReport,
-        *,
-        is_best: bool,
+        self, number: int, report: StepReport, *, is_best: bool
     ) -> Iterator[Event]:
         """Compare replicas, where that is due, and before every save and snapshot.
 

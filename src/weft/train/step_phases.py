@@ -23,21 +23,12 @@ def report_blocks(blocks: Mapping[str, nn.Module], on_block: OnBlock) -> None:
         block.register_forward_hook(before_backward)
 
 
-def _report_forward(
-    on_block: OnBlock,
-    name: str,
-    module: nn.Module,
-    args: object,
-) -> None:
+def _report_forward(on_block: OnBlock, name: str, module: nn.Module, args: object) -> None:
     on_block(name)
 
 
 def _report_backward(
-    on_block: OnBlock,
-    name: str,
-    module: nn.Module,
-    args: object,
-    output: object,
+    on_block: OnBlock, name: str, module: nn.Module, args: object, output: object
 ) -> None:
     x = activation_of(output)
     if isinstance(x, Tensor) and x.requires_grad:

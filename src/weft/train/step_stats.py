@@ -78,12 +78,7 @@ class PendingTotals:
         grad_norm_tensor: the norm of this rank's replica, float64 scalar.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        numbers: Tensor,
-        grad_norm_tensor: Tensor,
-    ) -> None:
+    def __init__(self, comm: Comm, numbers: Tensor, grad_norm_tensor: Tensor) -> None:
         self.grad_norm_tensor = grad_norm_tensor
         self._comm = comm
         self._numbers: Tensor | None = numbers
@@ -137,11 +132,7 @@ def total_stats(comm: Comm, local: RankStats, targets: Tensor) -> PendingTotals:
     Args:
         targets: target tokens over all ranks of this rank's replica, float64 scalar.
     """
-    maxima = torch.zeros(
-        1 + NUM_FLAGS + comm.degree(PP),
-        dtype=torch.float64,
-        device=comm.device,
-    )
+    maxima = torch.zeros(1 + NUM_FLAGS + comm.degree(PP), dtype=torch.float64, device=comm.device)
     maxima[0].copy_(local.expert_load)
     for bit in range(NUM_FLAGS):
         if local.status >> bit & 1:
@@ -191,10 +182,7 @@ def _means(comm: Comm, sums: Tensor, targets: Tensor) -> _Means:
         loss_sum, grad_sq_norm = sums.unbind()
         grad_norm = grad_sq_norm.sqrt()
         return _Means(
-            loss=loss_sum / targets,
-            targets=targets,
-            grad_norm=grad_norm,
-            own_grad_norm=grad_norm,
+            loss=loss_sum / targets, targets=targets, grad_norm=grad_norm, own_grad_norm=grad_norm
         )
     table = sums.view(num_replicas, NUM_REPLICA_SUMS)
     loss_sums, grad_sq_norms, targets_of = table.unbind(1)

@@ -77,11 +77,7 @@ class StragglerWatch:
             if hosts.count(hosts[rank]) > int(cores):
                 continue  # its ranks take turns on the cores, which says nothing of any of them
             yield self._event(
-                step,
-                rank,
-                host=host,
-                busy_s=medians_s[rank],
-                reference_s=reference_s,
+                step, rank, host=host, busy_s=medians_s[rank], reference_s=reference_s
             )
 
     def _busy_since_last(self) -> float:
@@ -113,13 +109,7 @@ class StragglerWatch:
         return slow
 
     def _event(
-        self,
-        step: int,
-        rank: int,
-        *,
-        host: str,
-        busy_s: float,
-        reference_s: float,
+        self, step: int, rank: int, *, host: str, busy_s: float, reference_s: float
     ) -> dict[str, Any]:
         ratio = busy_s / reference_s
         coordinates = self.comm.mesh.coord_text(rank)

@@ -15,9 +15,7 @@ from weft.train.data_loader import DataLoader
 from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
 from weft.train.guard import StepGuard
-from weft.train.loop_texts import (
-    MAX_ADVISED_LR,
-)
+from weft.train.loop_texts import MAX_ADVISED_LR
 from weft.train.step import TrainStep
 from weft.train.step_check import StepCheck
 from weft.train.straggler import StragglerWatch

@@ -36,10 +36,7 @@ from weft.train.evaluate import Evaluation
 from weft.train.guard import StepGuard
 from weft.train.guard_records import FOLDER as GUARD_FOLDER
 from weft.train.guard_records import left_out_batches, read_records
-from weft.train.run_records import (
-    note_event,
-    opening_notes,
-)
+from weft.train.run_records import note_event, opening_notes
 from weft.train.run_start import restore_newest
 from weft.train.step import TrainStep
 from weft.train.straggler import StragglerWatch
@@ -50,10 +47,7 @@ def truncation_events(samples: Samples, *, seq_len: int) -> Iterator[Event]:
     """A note on texts that are cut."""
     truncation = truncation_note(samples.facts(), seq_len=seq_len)
     if truncation is not None:
-        yield {
-            **note_event(truncation),
-            "kind": "truncation",
-        }
+        yield {**note_event(truncation), "kind": "truncation"}
 
 
 def epoch_events(samples: Samples, *, num_steps: int, batch_size: int) -> Iterator[Event]:
@@ -71,20 +65,11 @@ def elastic_events(mesh: str, full_mesh: str) -> Iterator[Event]:
     """
     if full_mesh:
         text = elastic_note(Mesh.parse(mesh), Mesh.parse(full_mesh))
-        yield {
-            **note_event(text),
-            "kind": "elastic",
-            "mesh": mesh,
-        }
+        yield {**note_event(text), "kind": "elastic", "mesh": mesh}
 
 
 def build_evaluator(
-    config: EvalConfig,
-    steps: RunSteps,
-    validation: Samples,
-    *,
-    run_folder: Path,
-    saves_best: bool,
+    config: EvalConfig, steps: RunSteps, validation: Samples, *, run_folder: Path, saves_best: bool
 ) -> Evaluator:
     """The evaluations of a run on validation data, with the results that its folder records; every
     rank must call it.
@@ -92,15 +77,10 @@ def build_evaluator(
     if steps.references is not None:
         validation = steps.references.add_to(validation, name="valid")
     evaluation = Evaluation(
-        steps.step.model,
-        replace(steps.loader, samples=validation),
-        most_batches=config.batches,
+        steps.step.model, replace(steps.loader, samples=validation), most_batches=config.batches
     )
     history = recorded_history(
-        steps.step.model.comm,
-        run_folder,
-        start=steps.start.num_done,
-        patience=config.patience,
+        steps.step.model.comm, run_folder, start=steps.start.num_done, patience=config.patience
     )
     return Evaluator(
         evaluation=evaluation,
@@ -154,12 +134,7 @@ def start_events(
     return events
 
 
-def separate_ranks(
-    comm: Comm,
-    run_folder: Path,
-    *,
-    attempt: Attempt | None,
-) -> tuple[int, ...]:
+def separate_ranks(comm: Comm, run_folder: Path, *, attempt: Attempt | None) -> tuple[int, ...]:
     """Ranks that do not share the run folder with rank 0; every rank must call it."""
     if attempt is not None and attempt.has_launcher:
         return ()
@@ -167,11 +142,7 @@ def separate_ranks(
 
 
 def open_remote(
-    save: SaveConfig,
-    comm: Comm,
-    run_folder: Path,
-    *,
-    num_done: int,
+    save: SaveConfig, comm: Comm, run_folder: Path, *, num_done: int
 ) -> RemoteCopies | None:
     """On rank 0 the copies of checkpoints at `save.remote`; every rank must call it.
 
@@ -185,14 +156,7 @@ def open_remote(
 
     def open_on_rank_0() -> None:
         if comm.rank == 0:
-            opened.append(
-                RemoteCopies(
-                    url,
-                    run_folder,
-                    keep=save.keep,
-                    num_done=num_done,
-                )
-            )
+            opened.append(RemoteCopies(url, run_folder, keep=save.keep, num_done=num_done))
 
     raise_on_all_ranks(comm, open_on_rank_0)
     return opened[0] if opened else None
@@ -207,11 +171,7 @@ class Snapshots:
 
 
 def build_snapshots(
-    steps: RunSteps,
-    attempt: Attempt,
-    *,
-    facts: Callable[[int], Facts],
-    every: int | None,
+    steps: RunSteps, attempt: Attempt, *, facts: Callable[[int], Facts], every: int | None
 ) -> Snapshots:
     """Snapshots in memory, if there is room for them, without those of later steps; every rank must
     call it.
@@ -228,22 +188,12 @@ def build_snapshots(
     problem = room_problem(comm, folder, step.state())
     if problem:
         return _no_snapshots(problem if every else "")
-    taker = snapshots_in_folder(
-        comm,
-        folder,
-        state=step.state,
-        facts=facts,
-        every=every,
-    )
+    taker = snapshots_in_folder(comm, folder, state=step.state, facts=facts, every=every)
     return Snapshots(taker)
 
 
 def _build_node_snapshots(
-    steps: RunSteps,
-    attempt: Attempt,
-    *,
-    facts: Callable[[int], Facts],
-    every: int | None,
+    steps: RunSteps, attempt: Attempt, *, facts: Callable[[int], Facts], every: int | None
 ) -> Snapshots:
     """Snapshots in the memory of several nodes, as `build_snapshots`."""
     step = steps.step
@@ -255,13 +205,7 @@ def _build_node_snapshots(
     problem = room_problem(comm, memory.folder, step.state())
     if problem:
         return _no_snapshots(problem)
-    taker = snapshots_on_nodes(
-        comm,
-        memory,
-        state=step.state,
-        facts=facts,
-        every=every,
-    )
+    taker = snapshots_on_nodes(comm, memory, state=step.state, facts=facts, every=every)
     if not memory.problem:
         return Snapshots(taker)
     note = note_event(f"warning: save.memory_every: {memory.problem}")
@@ -277,11 +221,7 @@ def _no_snapshots(problem: str) -> Snapshots:
 
 
 def build_guard(
-    config: GuardConfig,
-    steps: RunSteps,
-    *,
-    run_folder: Path,
-    optim: OptimConfig,
+    config: GuardConfig, steps: RunSteps, *, run_folder: Path, optim: OptimConfig
 ) -> StepGuard:
     """The guard of this run's steps, with what its run folder records; every rank must call it."""
     start = steps.start
@@ -298,12 +238,7 @@ def build_guard(
         steps.loader,
         comm.mesh,
         state=start.guard.without_batches(found["left_out"]),
-        restore=partial(
-            restore_newest,
-            steps.step,
-            run_folder,
-            optim.model_dump(mode="json"),
-        ),
+        restore=partial(restore_newest, steps.step, run_folder, optim.model_dump(mode="json")),
         needs_first_save=not found["has_checkpoint"],
         record_folder=run_folder / GUARD_FOLDER if comm.rank == 0 else None,
         start={"start_step": start.num_done, "checkpoint": start.path},
@@ -327,12 +262,7 @@ def build_straggler_watch(config: GuardConfig, comm: Comm) -> StragglerWatch | N
     return None
 
 
-def clean_folder(
-    run_folder: Path,
-    comm: Comm,
-    *,
-    above: int,
-) -> tuple[Path, ...]:
+def clean_folder(run_folder: Path, comm: Comm, *, above: int) -> tuple[Path, ...]:
     """Remove leftovers and set later checkpoints aside (on rank 0); returns the renamed ones. Every
     rank must call it.
     """

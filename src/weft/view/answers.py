@@ -22,12 +22,7 @@ class TextSegment:
     counts: bool
 
 
-def marked_text(
-    segments: Iterable[TextSegment],
-    *,
-    columns: int,
-    in_colour: bool,
-) -> str:
+def marked_text(segments: Iterable[TextSegment], *, columns: int, in_colour: bool) -> str:
     """The text of the segments with those that count marked; no line is longer than `columns`."""
     text = Text()
     for segment in segments:

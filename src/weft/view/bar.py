@@ -46,13 +46,7 @@ class ByteProgress:
         elif total >= MIN_BYTES_FOR_LINES:
             self._print_line(what, done, total)
 
-    def _update_bar(
-        self,
-        bars: Progress,
-        what: str,
-        done: int,
-        total: int,
-    ) -> None:
+    def _update_bar(self, bars: Progress, what: str, done: int, total: int) -> None:
         if what not in self._tasks:
             self._tasks[what] = bars.add_task(what, total=total)
         task = self._tasks[what]

@@ -109,12 +109,7 @@ def _problem(problem: Fields) -> str:
         axis = problem["axis"]
         position = problem["position"]
         lines = [f"over {axis}, call {position} in {region} differs:"]
-        members = zip(
-            problem["ranks"],
-            problem["coordinates"],
-            problem["calls"],
-            strict=True,
-        )
+        members = zip(problem["ranks"], problem["coordinates"], problem["calls"], strict=True)
         for rank, place, call in members:
             lines.append(f"  rank {rank} ({place}): {call}")
     text = "\n".join(lines)
@@ -201,12 +196,7 @@ def _routing_cells(name: str, roles: Sequence[Fields]) -> list[str]:
     most = fullest(roles)
     routed_bytes = max(_routed_bytes(role) for role in roles)
     flops = max(role["flops"] for role in roles)
-    return [
-        name,
-        memory_text(most["peak_bytes"]),
-        memory_text(routed_bytes),
-        f"{flops:.4g}",
-    ]
+    return [name, memory_text(most["peak_bytes"]), memory_text(routed_bytes), f"{flops:.4g}"]
 
 
 def _routed_bytes(role: Fields) -> int:
@@ -316,12 +306,7 @@ def _table(
     return f"<table>{lines}</table>"
 
 
-def _row(
-    tag: str,
-    cells: Sequence[str],
-    numbers: Sequence[int],
-    attributes: str = "",
-) -> str:
+def _row(tag: str, cells: Sequence[str], numbers: Sequence[int], attributes: str = "") -> str:
     text = ""
     for column, cell in enumerate(cells):
         kind = ' class="n"' if column in numbers else ""

@@ -41,11 +41,7 @@ def _fields(timeline: Timeline) -> dict[str, object]:
     for rank in range(timeline.num_ranks):
         for lane in lanes_of(timeline, rank):
             row_of[rank, lane] = len(rows)
-            row = {
-                "rank": rank,
-                "lane": lane,
-                "main": lane == KERNELS,
-            }
+            row = {"rank": rank, "lane": lane, "main": lane == KERNELS}
             rows.append(row)
     colours = _colours(timeline)
     kinds = list(colours)

@@ -64,12 +64,7 @@ class LiveView:
         now: a clock in seconds; frames are at least `FRAME_S` apart.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        *,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
         self.progress = Progress()
         self._region = LiveRegion(console)
         self._now = now
@@ -198,12 +193,7 @@ def summary_panel(run: Event, glyphs: Glyphs, *, width: int) -> Panel:
     )
 
 
-def progress_lines(
-    progress: Progress,
-    glyphs: Glyphs,
-    *,
-    width: int,
-) -> list[Text]:
+def progress_lines(progress: Progress, glyphs: Glyphs, *, width: int) -> list[Text]:
     """The lines that follow the run, the most important first."""
     lines = [_bar_line(progress, glyphs, width=width)]
     if not progress.step:
@@ -251,11 +241,7 @@ def _status(progress: Progress) -> str:
 def _loss_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
     loss = float(progress.step["loss"])
     style = "bold" if math.isfinite(loss) else "bold red"
-    line = _line(
-        "loss",
-        (f"{loss:.4f}", style),
-        (" nats  ", "dim"),
-    )
+    line = _line("loss", (f"{loss:.4f}", style), (" nats  ", "dim"))
     room = max(width - line.cell_len - 2, 0)
     curve = sparkline(progress.losses, room, blocks=glyphs.blocks)
     return line.append(curve, "cyan")
@@ -264,13 +250,7 @@ def _loss_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
 def _gradient_line(progress: Progress) -> Text:
     norm = float(progress.step["grad_norm"])
     lr = progress.step["lr"]
-    return _line(
-        "gradient",
-        ("norm ", "dim"),
-        f"{norm:.3f}".ljust(10),
-        ("lr ", "dim"),
-        f"{lr:.2e}",
-    )
+    return _line("gradient", ("norm ", "dim"), f"{norm:.3f}".ljust(10), ("lr ", "dim"), f"{lr:.2e}")
 
 
 def _speed_line(progress: Progress) -> Text:
@@ -285,8 +265,4 @@ def _speed_line(progress: Progress) -> Text:
 
 def _line(label: str, *parts: str | tuple[str, str]) -> Text:
     padded_label = label.ljust(LABEL_WIDTH)
-    return Text.assemble(
-        " ",
-        (padded_label, "dim"),
-        *parts,
-    )
+    return Text.assemble(" ", (padded_label, "dim"), *parts)

@@ -56,13 +56,7 @@ class LogAxis:
         return self.start + share * length
 
 
-def log_plot(
-    panels: Sequence[Panel],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-) -> str:
+def log_plot(panels: Sequence[Panel], *, title: str, x_label: str, y_label: str) -> str:
     """The panels as one SVG document; x in bytes, and the same axes for every panel."""
     x_values: set[float] = set()
     y_values: set[float] = set()
@@ -70,12 +64,7 @@ def log_plot(
         for series in panel.series:
             x_values.update(x for x, _ in series.points)
             y_values.update(y for _, y in series.points)
-    x_axis = LogAxis(
-        low=min(x_values),
-        high=max(x_values),
-        start=LEFT,
-        end=WIDTH - RIGHT,
-    )
+    x_axis = LogAxis(low=min(x_values), high=max(x_values), start=LEFT, end=WIDTH - RIGHT)
     height_of_panel = PANEL_HEIGHT + AXIS_HEIGHT + TITLE_HEIGHT
     height = TITLE_HEIGHT + len(panels) * height_of_panel
     parts = list(_heading(title, height))
@@ -89,25 +78,11 @@ def log_plot(
             end=top + TITLE_HEIGHT,
         )
         parts.append(text_element(panel.title, x=LEFT, y=top + 20))
-        parts.extend(
-            _x_ticks(
-                sorted(x_values),
-                x_axis,
-                y_axis,
-                x_label,
-            )
-        )
+        parts.extend(_x_ticks(sorted(x_values), x_axis, y_axis, x_label))
         parts.extend(_y_ticks(y_axis, y_label))
         for number, series in enumerate(panel.series):
             colour = COLOURS[number % len(COLOURS)]
-            parts.extend(
-                _line(
-                    series,
-                    x_axis,
-                    y_axis,
-                    colour,
-                )
-            )
+            parts.extend(_line(series, x_axis, y_axis, colour))
             line_y = y_axis.end + 10 + LINE_HEIGHT * number
             parts.extend(_legend(series.name, colour, line_y))
         top = bottom + AXIS_HEIGHT
@@ -128,61 +103,24 @@ def _power_of_ten_above(value: float) -> float:
 
 
 def _heading(title: str, height: int) -> Iterator[str]:
-    yield document_start(
-        WIDTH,
-        height,
-        font_family="sans-serif",
-        font_size=12,
-        fill="#202124",
-    )
-    yield element(
-        "rect",
-        width=WIDTH,
-        height=height,
-        fill="white",
-    )
-    yield text_element(
-        title,
-        x=12,
-        y=20,
-        font_size=14,
-        font_weight="bold",
-    )
+    yield document_start(WIDTH, height, font_family="sans-serif", font_size=12, fill="#202124")
+    yield element("rect", width=WIDTH, height=height, fill="white")
+    yield text_element(title, x=12, y=20, font_size=14, font_weight="bold")
 
 
-def _x_ticks(
-    values: Sequence[float],
-    axis: LogAxis,
-    y_axis: LogAxis,
-    label: str,
-) -> Iterator[str]:
+def _x_ticks(values: Sequence[float], axis: LogAxis, y_axis: LogAxis, label: str) -> Iterator[str]:
     """A grid line at each value, labelled where there is room, and the label of the axis."""
     last_end = 0.0
     for value in values:
         x = axis.at(value)
-        yield _rule(
-            x,
-            y_axis.end,
-            x,
-            y_axis.start,
-        )
+        yield _rule(x, y_axis.end, x, y_axis.start)
         text = memory(value)
         half_width = HALF_CHARACTER_WIDTH * len(text)
         if x - half_width > last_end:
             last_end = x + half_width + LABEL_GAP
-            yield text_element(
-                text,
-                x=px(x),
-                y=px(y_axis.start + 16),
-                text_anchor="middle",
-            )
+            yield text_element(text, x=px(x), y=px(y_axis.start + 16), text_anchor="middle")
     middle = (LEFT + WIDTH - RIGHT) / 2
-    yield text_element(
-        label,
-        x=middle,
-        y=px(y_axis.start + 34),
-        text_anchor="middle",
-    )
+    yield text_element(label, x=middle, y=px(y_axis.start + 34), text_anchor="middle")
 
 
 def _y_ticks(axis: LogAxis, label: str) -> Iterator[str]:
@@ -192,48 +130,19 @@ def _y_ticks(axis: LogAxis, label: str) -> Iterator[str]:
     for exponent in range(lowest, highest + 1):
         value = 10.0**exponent
         y = axis.at(value)
-        yield _rule(
-            LEFT,
-            y,
-            WIDTH - RIGHT,
-            y,
-        )
-        yield text_element(
-            f"{value:g}",
-            x=LEFT - 6,
-            y=px(y + 4),
-            text_anchor="end",
-        )
+        yield _rule(LEFT, y, WIDTH - RIGHT, y)
+        yield text_element(f"{value:g}", x=LEFT - 6, y=px(y + 4), text_anchor="end")
     middle = (axis.start + axis.end) / 2
     yield text_element(
-        label,
-        transform=f"translate(16 {px(middle)}) rotate(-90)",
-        text_anchor="middle",
+        label, transform=f"translate(16 {px(middle)}) rotate(-90)", text_anchor="middle"
     )
 
 
-def _rule(
-    x1: float,
-    y1: float,
-    x2: float,
-    y2: float,
-) -> str:
-    return element(
-        "line",
-        x1=px(x1),
-        y1=px(y1),
-        x2=px(x2),
-        y2=px(y2),
-        stroke=GRID_COLOUR,
-    )
+def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
+    return element("line", x1=px(x1), y1=px(y1), x2=px(x2), y2=px(y2), stroke=GRID_COLOUR)
 
 
-def _line(
-    series: Series,
-    x_axis: LogAxis,
-    y_axis: LogAxis,
-    colour: str,
-) -> list[str]:
+def _line(series: Series, x_axis: LogAxis, y_axis: LogAxis, colour: str) -> list[str]:
     """The line of a series, and a dot with a tooltip at each of its points."""
     corners = []
     dots = []
@@ -241,37 +150,16 @@ def _line(
         x = px(x_axis.at(size))
         y = px(y_axis.at(value))
         corners.append(f"{x},{y}")
-        dot = element(
-            "circle",
-            cx=x,
-            cy=y,
-            r=3,
-            fill=colour,
-        )
+        dot = element("circle", cx=x, cy=y, r=3, fill=colour)
         tooltip = f"{series.name}, {memory(size)}: {value:.4g}"
         dots.append(with_tooltip(dot, tooltip))
     line = element(
-        "polyline",
-        points=" ".join(corners),
-        fill="none",
-        stroke=colour,
-        stroke_width=1.6,
+        "polyline", points=" ".join(corners), fill="none", stroke=colour, stroke_width=1.6
     )
     return [line, *dots]
 
 
-def _legend(
-    name: str,
-    colour: str,
-    y: float,
-) -> Iterator[str]:
+def _legend(name: str, colour: str, y: float) -> Iterator[str]:
     x = WIDTH - RIGHT + 14
-    yield element(
-        "rect",
-        x=x,
-        y=px(y - 5),
-        width=14,
-        height=4,
-        fill=colour,
-    )
+    yield element("rect", x=x, y=px(y - 5), width=14, height=4, fill=colour)
     yield text_element(name, x=x + 20, y=px(y + 1))

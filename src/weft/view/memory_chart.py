@@ -85,10 +85,7 @@ def memory_chart(role: Mapping[str, Any], *, limit_bytes: int | None) -> str:
     largest = max(peak, 1)
     if limit_bytes and limit_bytes < 2 * peak:
         largest = max(largest, limit_bytes)
-    scale = _ChartScale(
-        num_points=len(points),
-        top_bytes=ROOM_ABOVE_PEAK * largest,
-    )
+    scale = _ChartScale(num_points=len(points), top_bytes=ROOM_ABOVE_PEAK * largest)
     peak_text = f"peak {memory_text(peak)} at {role['peak_at']}"
     parts = [
         _chart_start(WIDTH, HEIGHT, font_size=12),
@@ -119,9 +116,7 @@ def _thinned(points: Sequence[_Point]) -> list[_Point]:
         group = points[start : start + size]
         fullest = max(group, key=_most_of)
         summary = _Point(
-            name=fullest.name,
-            held=max(point.held for point in group),
-            most=fullest.most,
+            name=fullest.name, held=max(point.held for point in group), most=fullest.most
         )
         thinned.append(summary)
     return thinned
@@ -143,20 +138,9 @@ def _ticks(scale: _ChartScale) -> Iterator[str]:
     size = 0.0
     while size <= scale.top_bytes:
         y = scale.y(size)
-        rule = element(
-            "line",
-            x1=LEFT,
-            x2=WIDTH - RIGHT,
-            y1=px(y),
-            y2=px(y),
-            stroke=GRID,
-        )
+        rule = element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=px(y), y2=px(y), stroke=GRID)
         label = text_element(
-            memory_text(size),
-            x=LEFT - 8,
-            y=px(y + 4),
-            text_anchor="end",
-            fill=LABEL,
+            memory_text(size), x=LEFT - 8, y=px(y + 4), text_anchor="end", fill=LABEL
         )
         yield rule + label
         size += step
@@ -181,11 +165,7 @@ def _bands(role: Mapping[str, Any], scale: _ChartScale) -> Iterator[str]:
             )
 
 
-def _levels(
-    role: Mapping[str, Any],
-    points: Sequence[_Point],
-    scale: _ChartScale,
-) -> Iterator[str]:
+def _levels(role: Mapping[str, Any], points: Sequence[_Point], scale: _ChartScale) -> Iterator[str]:
     """Above the bands: what each instruction holds, as an area, and most during it, as a line."""
     kept = sum(int(role[f"{kind}_bytes"]) for kind in KEPT_KINDS)
     base = px(scale.y(kept))
@@ -196,13 +176,7 @@ def _levels(
         fill=COLOURS["activations and messages"],
     )
     most = _steps([point.most for point in points], scale)
-    yield element(
-        "path",
-        d=f"M{most}",
-        fill="none",
-        stroke=INK,
-        stroke_width=1.2,
-    )
+    yield element("path", d=f"M{most}", fill="none", stroke=INK, stroke_width=1.2)
 
 
 def _steps(sizes: Sequence[int], scale: _ChartScale) -> str:
@@ -222,25 +196,12 @@ def _legend(role: Mapping[str, Any]) -> list[str]:
     for name, colour in COLOURS.items():
         if name == "buffers" and not role["buffers_bytes"]:
             continue
-        square = element(
-            "rect",
-            x=f"{x:.0f}",
-            y=8,
-            width=12,
-            height=12,
-            fill=colour,
-        )
+        square = element("rect", x=f"{x:.0f}", y=8, width=12, height=12, fill=colour)
         label = text_element(name, x=f"{x + 17:.0f}", y=18)
         items.append(square + label)
         x += 34 + CHARACTER_WIDTH * len(name)
     stroke = element(
-        "line",
-        x1=f"{x:.0f}",
-        x2=f"{x + 14:.0f}",
-        y1=14,
-        y2=14,
-        stroke=INK,
-        stroke_width=1.5,
+        "line", x1=f"{x:.0f}", x2=f"{x + 14:.0f}", y1=14, y2=14, stroke=INK, stroke_width=1.5
     )
     label = text_element("most during each action", x=f"{x + 19:.0f}", y=18)
     items.append(stroke + label)
@@ -253,13 +214,7 @@ def _peak_mark(points: Sequence[_Point], scale: _ChartScale, text: str) -> str:
     peak = max(sizes)
     x = scale.x(sizes.index(peak) + 0.5)
     y = scale.y(peak)
-    dot = element(
-        "circle",
-        cx=px(x),
-        cy=px(y),
-        r=4.5,
-        fill=PEAK,
-    )
+    dot = element("circle", cx=px(x), cy=px(y), r=4.5, fill=PEAK)
     is_right = x > WIDTH / 2
     label = text_element(
         text,
@@ -276,20 +231,9 @@ def _limit_mark(limit_bytes: int, scale: _ChartScale) -> str:
     """A dashed line at the memory of the device."""
     y = scale.y(limit_bytes)
     rule = element(
-        "line",
-        x1=LEFT,
-        x2=WIDTH - RIGHT,
-        y1=px(y),
-        y2=px(y),
-        stroke=PEAK,
-        stroke_dasharray="6 4",
+        "line", x1=LEFT, x2=WIDTH - RIGHT, y1=px(y), y2=px(y), stroke=PEAK, stroke_dasharray="6 4"
     )
-    label = text_element(
-        f"device: {memory_text(limit_bytes)}",
-        x=LEFT + 6,
-        y=px(y - 5),
-        fill=PEAK,
-    )
+    label = text_element(f"device: {memory_text(limit_bytes)}", x=LEFT + 6, y=px(y - 5), fill=PEAK)
     return rule + label
 
 
@@ -299,11 +243,7 @@ def _names(points: Sequence[_Point], scale: _ChartScale) -> Iterator[str]:
     for index in range(0, len(points), every):
         x = scale.x(index + 0.5)
         yield text_element(
-            points[index].name,
-            x=px(x),
-            y=HEIGHT - BOTTOM + 18,
-            text_anchor="middle",
-            fill=LABEL,
+            points[index].name, x=px(x), y=HEIGHT - BOTTOM + 18, text_anchor="middle", fill=LABEL
         )
 
 
@@ -316,45 +256,16 @@ def bars(sizes: Mapping[str, float], *, text: Callable[[float], str]) -> str:
     top = 2
     for name, size in sizes.items():
         width = max(1.0, room * size / largest)
-        bar = _bar(
-            name,
-            text(size),
-            top=top,
-            width=width,
-        )
+        bar = _bar(name, text(size), top=top, width=width)
         lines.append(bar)
         top += BAR_HEIGHT
     lines.append("</svg>")
     return "\n".join(lines)
 
 
-def _bar(
-    name: str,
-    size: str,
-    *,
-    top: int,
-    width: float,
-) -> str:
+def _bar(name: str, size: str, *, top: int, width: float) -> str:
     baseline = top + 14
-    name_label = text_element(
-        name,
-        x=BAR_LEFT - 8,
-        y=baseline,
-        text_anchor="end",
-    )
-    bar = element(
-        "rect",
-        x=BAR_LEFT,
-        y=top,
-        width=px(width),
-        height=BAR_HEIGHT - 5,
-        rx=2,
-        fill=BAR,
-    )
-    size_label = text_element(
-        size,
-        x=px(BAR_LEFT + width + 7),
-        y=baseline,
-        fill=LABEL,
-    )
+    name_label = text_element(name, x=BAR_LEFT - 8, y=baseline, text_anchor="end")
+    bar = element("rect", x=BAR_LEFT, y=top, width=px(width), height=BAR_HEIGHT - 5, rx=2, fill=BAR)
+    size_label = text_element(size, x=px(BAR_LEFT + width + 7), y=baseline, fill=LABEL)
     return name_label + bar + size_label

@@ -68,13 +68,7 @@ def _names(timeline: Timeline, threads: Threads) -> Iterator[TraceEvent]:
 
 
 def _metadata(name: str, lane: _Lane, /, **args: object) -> TraceEvent:
-    return {
-        "ph": "M",
-        "name": name,
-        "pid": lane.process,
-        "tid": lane.thread,
-        "args": args,
-    }
+    return {"ph": "M", "name": name, "pid": lane.process, "tid": lane.thread, "args": args}
 
 
 def _span_event(span: Span, threads: Threads) -> TraceEvent:

@@ -58,11 +58,7 @@ class Progress:
             case "run":
                 self.run = event
             case "restart":
-                self.run = {
-                    "start_step": event["step"],
-                    **self.run,
-                    "steps": event["steps"],
-                }
+                self.run = {"start_step": event["step"], **self.run, "steps": event["steps"]}
             case "end":
                 self.end = event
             case "step":
@@ -302,12 +298,7 @@ def _save_text(event: Event) -> str:
     size = memory(event["bytes"])
     stall = short_time(event["stall_s"])
     write = short_time(event["write_s"])
-    parts = [
-        f"saved step {step}: {path}",
-        size,
-        f"training stalled {stall}",
-        f"written in {write}",
-    ]
+    parts = [f"saved step {step}: {path}", size, f"training stalled {stall}", f"written in {write}"]
     return ", ".join(parts)
 
 

@@ -17,18 +17,8 @@ class Scale:
     size: float
 
 
-COUNT_SCALES = (
-    Scale("T", 1e12),
-    Scale("B", 1e9),
-    Scale("M", 1e6),
-    Scale("k", 1e3),
-)
-MEMORY_SCALES = (
-    Scale("GiB", 2**30),
-    Scale("MiB", 2**20),
-    Scale("KiB", 2**10),
-    Scale("B", 1),
-)
+COUNT_SCALES = (Scale("T", 1e12), Scale("B", 1e9), Scale("M", 1e6), Scale("k", 1e3))
+MEMORY_SCALES = (Scale("GiB", 2**30), Scale("MiB", 2**20), Scale("KiB", 2**10), Scale("B", 1))
 
 
 def count(number: float) -> str:
@@ -111,12 +101,7 @@ def _column_means(values: list[float], num_columns: int) -> list[float]:
     return means
 
 
-def _block(
-    value: float,
-    low: float,
-    high: float,
-    blocks: str,
-) -> str:
+def _block(value: float, low: float, high: float, blocks: str) -> str:
     if not math.isfinite(value):
         return "?"
     if high <= low:

@@ -40,13 +40,7 @@ class TitledTimeline:
     timeline: Timeline
 
 
-def svg(
-    timeline: Timeline,
-    *,
-    title: str,
-    width: int = 960,
-    lanes: bool = False,
-) -> str:
+def svg(timeline: Timeline, *, title: str, width: int = 960, lanes: bool = False) -> str:
     """The actions of all ranks as an SVG document of this width in px.
 
     Args:
@@ -55,12 +49,7 @@ def svg(
     return stacked_svg([TitledTimeline(title, timeline)], width=width, lanes=lanes)
 
 
-def stacked_svg(
-    titled: Sequence[TitledTimeline],
-    *,
-    width: int = 960,
-    lanes: bool = False,
-) -> str:
+def stacked_svg(titled: Sequence[TitledTimeline], *, width: int = 960, lanes: bool = False) -> str:
     """Timelines below each other on one time scale, as an SVG document; see `svg`."""
     drawn = [_drawn(each.timeline, lanes) for each in titled]
     lengths = [float(makespan(timeline)) for timeline in drawn]
@@ -70,13 +59,7 @@ def stacked_svg(
     parts: list[str] = []
     height = 0
     for each, timeline in zip(titled, drawn, strict=True):
-        picture, height = _timeline_parts(
-            each,
-            timeline,
-            top=height,
-            width=width,
-            scale=scale,
-        )
+        picture, height = _timeline_parts(each, timeline, top=height, width=width, scale=scale)
         parts.extend(picture)
     start = document_start(width, height, font_family="monospace", font_size=12)
     background = element("rect", width=width, height=height, fill="white")
@@ -130,12 +113,7 @@ class _TimeScale:
 
 
 def _timeline_parts(
-    titled: TitledTimeline,
-    drawn: Timeline,
-    *,
-    top: int,
-    width: int,
-    scale: float,
+    titled: TitledTimeline, drawn: Timeline, *, top: int, width: int, scale: float
 ) -> tuple[list[str], int]:
     """One picture whose upper end is at `top`, and its lower end."""
     computed = titled.timeline.only(kinds=COMPUTE)
@@ -168,12 +146,7 @@ def _timeline_parts(
         for span in row.spans:
             label = "" if row.is_thin else labels.get(span.name, span.name)
             parts.append(_box(span, label, row=row, times=times))
-    axis = _axis(
-        float(makespan(drawn)),
-        unit=drawn.unit,
-        top=axis_top,
-        scale=scale,
-    )
+    axis = _axis(float(makespan(drawn)), unit=drawn.unit, top=axis_top, scale=scale)
     parts.extend(axis)
     parts.extend(_lines(footer, top=footer_top))
     return parts, footer_top + footer_height + MARGIN
@@ -200,21 +173,10 @@ def _rows(timeline: Timeline, top: int) -> tuple[list[_BoxRow], int]:
 def _row_title(row: _BoxRow) -> str:
     if not row.is_thin:
         return text_element(row.title, x=MARGIN, y=row.top + 14)
-    return text_element(
-        row.title,
-        x=MARGIN + 6,
-        y=row.top + LANE_HEIGHT - 1,
-        font_size=SMALL_FONT,
-    )
+    return text_element(row.title, x=MARGIN + 6, y=row.top + LANE_HEIGHT - 1, font_size=SMALL_FONT)
 
 
-def _box(
-    span: Span,
-    label: str,
-    *,
-    row: _BoxRow,
-    times: _TimeScale,
-) -> str:
+def _box(span: Span, label: str, *, row: _BoxRow, times: _TimeScale) -> str:
     """A box with a tooltip, and its label where it fits."""
     start = float(span.start)
     end = float(span.end)
@@ -234,31 +196,16 @@ def _box(
     middle = f"{left + width / 2:.2f}"
     text = ""
     if label and len(label) * CHARACTER_WIDTH <= width:
-        text = text_element(
-            label,
-            x=middle,
-            y=row.top + 14,
-            text_anchor="middle",
-        )
+        text = text_element(label, x=middle, y=row.top + 14, text_anchor="middle")
     elif label and len(label) * SMALL_CHARACTER_WIDTH <= width:
         text = text_element(
-            label,
-            x=middle,
-            y=row.top + 13,
-            text_anchor="middle",
-            font_size=SMALL_FONT,
+            label, x=middle, y=row.top + 13, text_anchor="middle", font_size=SMALL_FONT
         )
     tooltip = f"{span.name}: {start:g} to {end:g}"
     return with_tooltip(box + text, tooltip)
 
 
-def _axis(
-    length: float,
-    *,
-    unit: str,
-    top: int,
-    scale: float,
-) -> list[str]:
+def _axis(length: float, *, unit: str, top: int, scale: float) -> list[str]:
     """Ticks at round times, and the makespan with the unit at the end."""
     end_label = f"{length:.4g} {unit}"
     end_label_width = len(end_label) * CHARACTER_WIDTH
@@ -276,28 +223,10 @@ def _axis(
     return parts
 
 
-def _tick(
-    x: float,
-    label: str,
-    *,
-    top: int,
-    anchor: str,
-) -> Iterator[str]:
+def _tick(x: float, label: str, *, top: int, anchor: str) -> Iterator[str]:
     place = f"{x:.2f}"
-    yield element(
-        "line",
-        x1=place,
-        y1=top,
-        x2=place,
-        y2=top + 4,
-        stroke=TICK_COLOUR,
-    )
-    yield text_element(
-        label,
-        x=place,
-        y=top + 16,
-        text_anchor=anchor,
-    )
+    yield element("line", x1=place, y1=top, x2=place, y2=top + 4, stroke=TICK_COLOUR)
+    yield text_element(label, x=place, y=top + 16, text_anchor=anchor)
 
 
 def _round_step(least: float) -> float:
@@ -317,11 +246,7 @@ def _lines(lines: list[str], *, top: int, weight: str = "normal") -> list[str]:
     parts = []
     for number, line in enumerate(lines):
         part = text_element(
-            line,
-            x=MARGIN,
-            y=top + LINE_HEIGHT * number + 12,
-            font_weight=weight,
-            **keeps_spaces,
+            line, x=MARGIN, y=top + LINE_HEIGHT * number + 12, font_weight=weight, **keeps_spaces
         )
         parts.append(part)
     return parts

@@ -122,18 +122,14 @@ def picture(timeline: Timeline, *, width: int = 240) -> Picture:
     first_start = min(starts, default=0)
     fitting_time = _fitting_column_time(computed.spans, labels)
     columns = _Columns(
-        first_start=first_start,
-        column_time=float(max(fitting_time, length / width)),
+        first_start=first_start, column_time=float(max(fitting_time, length / width))
     )
     num_columns = columns.at(first_start + length)
     rows: list[tuple[Cell, ...]] = []
     for spans in computed.by_rank:
         cells = _row_cells(spans, labels, columns, num_columns)
         rows.append(tuple(cell for cell in cells if cell.text))
-    return Picture(
-        rows=tuple(rows),
-        footer=(legend(actions), figures(computed)),
-    )
+    return Picture(rows=tuple(rows), footer=(legend(actions), figures(computed)))
 
 
 def action_labels(rows: Sequence[Sequence[Act]]) -> dict[str, str]:
@@ -246,10 +242,7 @@ class _Columns:
 
 
 def _row_cells(
-    spans: Sequence[Span],
-    labels: dict[str, str],
-    columns: _Columns,
-    num_columns: int,
+    spans: Sequence[Span], labels: dict[str, str], columns: _Columns, num_columns: int
 ) -> Iterator[Cell]:
     """The row of a rank: its actions, and the idle time between them; some cells are empty."""
     reached = 0
@@ -258,10 +251,7 @@ def _row_cells(
         end = max(columns.at(span.end), start)
         yield _idle(start - reached)
         label = labels[span.name]
-        yield Cell(
-            text=_filled(label, end - start, "─"),
-            kind=span.kind,
-        )
+        yield Cell(text=_filled(label, end - start, "─"), kind=span.kind)
         reached = end
     yield _idle(num_columns - reached)
 

@@ -89,12 +89,7 @@ class GroupTimes:
         return self.bus_gb_s / members_a_node
 
 
-def byte_sizes(
-    smallest: int,
-    largest: int,
-    *,
-    factor: int,
-) -> Iterator[int]:
+def byte_sizes(smallest: int, largest: int, *, factor: int) -> Iterator[int]:
     """Sizes from `smallest` to `largest`, each `factor` times the one before it."""
     size = smallest
     while size <= largest:

@@ -35,11 +35,7 @@ def num_iterations(one_s: float, budget_s: float) -> int:
     return min(max(wanted, MIN_ITERATIONS), MAX_ITERATIONS)
 
 
-def timed(
-    work: Callable[[], object],
-    iterations: int,
-    device: torch.device,
-) -> Times:
+def timed(work: Callable[[], object], iterations: int, device: torch.device) -> Times:
     """Run `work` one time after the other."""
     if device.type == "cuda":
         return _timed_on_stream(work, iterations, device)
@@ -51,11 +47,7 @@ def timed(
     return Times(tuple(seconds))
 
 
-def _timed_on_stream(
-    work: Callable[[], object],
-    iterations: int,
-    device: torch.device,
-) -> Times:
+def _timed_on_stream(work: Callable[[], object], iterations: int, device: torch.device) -> Times:
     stream = torch.cuda.current_stream(device)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
     events[0].record(stream)
@@ -67,16 +59,8 @@ def _timed_on_stream(
     return Times(tuple(duration / 1e3 for duration in milliseconds))
 
 
-def timed_for(
-    work: Callable[[], object],
-    budget_s: float,
-    device: torch.device,
-) -> Times:
+def timed_for(work: Callable[[], object], budget_s: float, device: torch.device) -> Times:
     """Run `work` twice, then for about `budget_s`."""
     timed(work, 1, device)
     warm = timed(work, 1, device)
-    return timed(
-        work,
-        num_iterations(warm.median_s, budget_s),
-        device,
-    )
+    return timed(work, num_iterations(warm.median_s, budget_s), device)

@@ -112,22 +112,10 @@ def measure_communication(
     num_checked = 0
     for axis in measured_axes(comm, nodes):
         for name, size in itertools.product(workload.operations, workload.sizes):
-            operation = known_operation(
-                name,
-                axis.comm,
-                axis.axis,
-                size,
-            )
+            operation = known_operation(name, axis.comm, axis.axis, size)
             timing = _time_operation(axis, operation, workload.budget_s)
             num_checked += timing.num_checked
-            found = tuple(
-                _rows(
-                    axis,
-                    operation,
-                    timing.seconds,
-                    nodes,
-                )
-            )
+            found = tuple(_rows(axis, operation, timing.seconds, nodes))
             on_rows(axis, found)
             rows.extend(found)
     total = comm.sum_world(torch.tensor([float(num_checked)], device=comm.device))
@@ -174,11 +162,7 @@ class _Timing:
     num_checked: int
 
 
-def _time_operation(
-    axis: MeasuredAxis,
-    operation: KnownOperation,
-    budget_s: float,
-) -> _Timing:
+def _time_operation(axis: MeasuredAxis, operation: KnownOperation, budget_s: float) -> _Timing:
     """Barriers stand before the iterations, and none between them; the first and the last result are
     checked.
     """
@@ -202,18 +186,11 @@ def _time_operation(
 
 
 def _row(comm: Comm, times: Times) -> Tensor:
-    return torch.tensor(
-        times.seconds,
-        dtype=torch.float64,
-        device=comm.device,
-    )
+    return torch.tensor(times.seconds, dtype=torch.float64, device=comm.device)
 
 
 def _rows(
-    axis: MeasuredAxis,
-    operation: KnownOperation,
-    times: Tensor,
-    nodes: Sequence[str],
+    axis: MeasuredAxis, operation: KnownOperation, times: Tensor, nodes: Sequence[str]
 ) -> Iterator[GroupTimes]:
     """One row a group; an iteration takes as long as that of its slowest member."""
     for ranks in axis.groups:

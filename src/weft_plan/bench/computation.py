@@ -104,10 +104,7 @@ SUITES = {
 
 
 def measure_computation(
-    comm: Comm,
-    suite: ComputeSuite,
-    *,
-    budget_s: float,
+    comm: Comm, suite: ComputeSuite, *, budget_s: float
 ) -> tuple[ComputeTimes, ...]:
     """Time a suite on all ranks at once; every rank must call it, and gets the same.
 
@@ -118,36 +115,20 @@ def measure_computation(
     own_times: list[tuple[float, float]] = []
     for work, run in _pieces(suite, comm.device):
         comm.barrier_world()
-        times = _timed_in(
-            work.dtype,
-            run,
-            budget_s,
-            comm.device,
-        )
+        times = _timed_in(work.dtype, run, budget_s, comm.device)
         num_runs = NUM_LAUNCHES if work.kind == "launch" else 1
         works.append(work)
         own_times.append((times.min_s / num_runs, times.median_s / num_runs))
-    rows = torch.tensor(
-        [own_times],
-        dtype=torch.float64,
-        device=comm.device,
-    )
+    rows = torch.tensor([own_times], dtype=torch.float64, device=comm.device)
     middle = comm.all_gather_world(rows).median(dim=0).values.cpu()
     return tuple(
-        ComputeTimes(
-            work,
-            min_s=float(min_s),
-            median_s=float(median_s),
-        )
+        ComputeTimes(work, min_s=float(min_s), median_s=float(median_s))
         for work, (min_s, median_s) in zip(works, middle, strict=True)
     )
 
 
 def _timed_in(
-    dtype: str,
-    run: Callable[[], object],
-    budget_s: float,
-    device: torch.device,
+    dtype: str, run: Callable[[], object], budget_s: float, device: torch.device
 ) -> Times:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == TF32 else "highest")
@@ -178,24 +159,10 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _gemm(
-    shape: GemmShape,
-    dtype: str,
-    device: torch.device,
-) -> Piece:
+def _gemm(shape: GemmShape, dtype: str, device: torch.device) -> Piece:
     rows, columns, inner = shape
-    left = torch.ones(
-        rows,
-        inner,
-        dtype=torch_dtype(dtype),
-        device=device,
-    )
-    right = torch.ones(
-        inner,
-        columns,
-        dtype=torch_dtype(dtype),
-        device=device,
-    )
+    left = torch.ones(rows, inner, dtype=torch_dtype(dtype), device=device)
+    right = torch.ones(inner, columns, dtype=torch_dtype(dtype), device=device)
     out = left.new_empty(rows, columns)
     num_elements = left.numel() + right.numel() + out.numel()
     work = ComputeWork(
@@ -210,9 +177,7 @@ def _gemm(
 
 
 def _attention_inputs(
-    sizes: AttentionShape,
-    dtype: str,
-    device: torch.device,
+    sizes: AttentionShape, dtype: str, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator(device="cpu").manual_seed(0)
     numbers = torch.randn((3, *sizes), generator=generator)
@@ -220,12 +185,7 @@ def _attention_inputs(
     return q, k, v
 
 
-def _attention_work(
-    sizes: AttentionShape,
-    dtype: str,
-    name: str,
-    products: int,
-) -> ComputeWork:
+def _attention_work(sizes: AttentionShape, dtype: str, name: str, products: int) -> ComputeWork:
     """`products` matrix products over the attended pairs; see `weft.planner.measure.kernels`."""
     batch, heads, tokens, head_size = sizes
     pairs = attended_pairs(tokens, tokens, causal=True)
@@ -241,51 +201,23 @@ def _attention_work(
     )
 
 
-def _attention(
-    sizes: AttentionShape,
-    dtype: str,
-    device: torch.device,
-) -> Piece:
+def _attention(sizes: AttentionShape, dtype: str, device: torch.device) -> Piece:
     q, k, v = _attention_inputs(sizes, dtype, device)
-    work = _attention_work(
-        sizes,
-        dtype,
-        "forward",
-        products=2,
-    )
-    return work, lambda: scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=True,
-    )
+    work = _attention_work(sizes, dtype, "forward", products=2)
+    return work, lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _attention_with_backward(
-    sizes: AttentionShape,
-    dtype: str,
-    device: torch.device,
-) -> Piece:
+def _attention_with_backward(sizes: AttentionShape, dtype: str, device: torch.device) -> Piece:
     q, k, v = _attention_inputs(sizes, dtype, device)
     for x in (q, k, v):
         x.requires_grad_()
     grad = torch.ones_like(q)
 
     def run() -> object:
-        out = scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            is_causal=True,
-        )
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
         return torch.autograd.grad(out, (q, k, v), grad)
 
-    return _attention_work(
-        sizes,
-        dtype,
-        "both ways",
-        products=7,
-    ), run
+    return _attention_work(sizes, dtype, "both ways", products=7), run
 
 
 def _memory(num_bytes: int, device: torch.device) -> Iterator[Piece]:
@@ -293,19 +225,9 @@ def _memory(num_bytes: int, device: torch.device) -> Iterator[Piece]:
     y = torch.ones_like(x)
     out = torch.empty_like(x)
     size = f"{num_bytes >> 20} MiB"
-    copied = ComputeWork(
-        "memory",
-        f"copy {size}",
-        "float32",
-        num_bytes=2 * num_bytes,
-    )
+    copied = ComputeWork("memory", f"copy {size}", "float32", num_bytes=2 * num_bytes)
     yield copied, lambda: out.copy_(x)
-    added = ComputeWork(
-        "memory",
-        f"add {size}",
-        "float32",
-        num_bytes=3 * num_bytes,
-    )
+    added = ComputeWork("memory", f"add {size}", "float32", num_bytes=3 * num_bytes)
     yield added, lambda: torch.add(x, y, out=out)
 
 

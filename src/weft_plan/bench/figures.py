@@ -50,12 +50,7 @@ class MeasuredFigures:
 
 
 def compute_figures(
-    times: Sequence[ComputeTimes],
-    *,
-    device: DeviceType,
-    label: str,
-    node: int,
-    memory_bytes: float,
+    times: Sequence[ComputeTimes], *, device: DeviceType, label: str, node: int, memory_bytes: float
 ) -> MeasuredFigures:
     """Peaks are the best measured; shares are medians of the shapes."""
     figures = {"memory_gb": memory_bytes / GB}
@@ -73,15 +68,7 @@ def compute_figures(
     kinds: tuple[WorkKind, ...] = ("gemm", "attention")
     for kind in kinds:
         rows = of_kind(times, kind, main)
-        reached = [
-            arithmetic_share(
-                row,
-                figures,
-                peak,
-                launch_s,
-            )
-            for row in rows
-        ]
+        reached = [arithmetic_share(row, figures, peak, launch_s) for row in rows]
         shares[kind] = ReachedShare(peak, median(reached))
     return MeasuredFigures(
         program="weft bench compute",
@@ -95,9 +82,7 @@ def compute_figures(
 
 
 def of_kind(
-    times: Sequence[ComputeTimes],
-    kind: WorkKind,
-    dtype: str | None = None,
+    times: Sequence[ComputeTimes], kind: WorkKind, dtype: str | None = None
 ) -> list[ComputeTimes]:
     """The times of one kind of work, of one type or of all."""
     found = []
@@ -109,10 +94,7 @@ def of_kind(
 
 
 def arithmetic_share(
-    row: ComputeTimes,
-    figures: Mapping[str, float],
-    peak: str,
-    launch_s: float,
+    row: ComputeTimes, figures: Mapping[str, float], peak: str, launch_s: float
 ) -> float:
     """ReachedShare of the peak that the arithmetic reaches, in the time that launch and memory leave; at
     least half of the time is arithmetic's, as small operands stay in caches.
@@ -126,11 +108,7 @@ def arithmetic_share(
 
 
 def comm_figures(
-    rows: Sequence[GroupTimes],
-    *,
-    device: DeviceType,
-    label: str,
-    node: int,
+    rows: Sequence[GroupTimes], *, device: DeviceType, label: str, node: int
 ) -> MeasuredFigures:
     """The bandwidth of a rank inside and between nodes is that of the best operation of the largest
     size (small ones pass through buffers at any rate); the share is what rings of that size reach,
@@ -172,12 +150,7 @@ def slowest_groups(rows: Iterable[GroupTimes]) -> list[GroupTimes]:
     """Of groups that did the same at the same time, the slowest."""
     slowest: dict[object, GroupTimes] = {}
     for row in rows:
-        key = (
-            row.axis,
-            row.operation,
-            row.size_bytes,
-            row.placement,
-        )
+        key = (row.axis, row.operation, row.size_bytes, row.placement)
         other = slowest.setdefault(key, row)
         if row.median_s > other.median_s:
             slowest[key] = row

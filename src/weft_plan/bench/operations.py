@@ -32,12 +32,7 @@ class KnownOperation:
     expected: Tensor | None
     size_bytes: int
 
-    def check(
-        self,
-        result: Tensor | None,
-        comm: Comm,
-        axis: str,
-    ) -> int:
+    def check(self, result: Tensor | None, comm: Comm, axis: str) -> int:
         """Compare every element of what `run` has returned; the number of elements.
 
         Raises:
@@ -61,12 +56,7 @@ class _ExpectedCall:
     expected: Tensor | None
 
 
-def known_operation(
-    name: OperationName,
-    comm: Comm,
-    axis: str,
-    size_bytes: int,
-) -> KnownOperation:
+def known_operation(name: OperationName, comm: Comm, axis: str, size_bytes: int) -> KnownOperation:
     """The collective of this size over an axis, rounded up to one element for each member."""
     members = comm.degree(axis)
     piece_bytes = size_bytes // members
@@ -74,10 +64,7 @@ def known_operation(
     inputs = _Inputs(comm, axis, piece)
     call = _MAKERS[name](inputs)
     return KnownOperation(
-        name=name,
-        run=call.run,
-        expected=call.expected,
-        size_bytes=piece * members * DTYPE.itemsize,
+        name=name, run=call.run, expected=call.expected, size_bytes=piece * members * DTYPE.itemsize
     )
 
 
@@ -100,11 +87,7 @@ class _Inputs:
     def counted(self, num_pieces: int, offset: int) -> Tensor:
         """0, 1, ..., 6, 0, ..., each plus `offset`."""
         numel = num_pieces * self.piece
-        numbers = torch.arange(
-            numel,
-            dtype=DTYPE,
-            device=self.comm.device,
-        )
+        numbers = torch.arange(numel, dtype=DTYPE, device=self.comm.device)
         return numbers % PERIOD + offset
 
     def whole(self, offset: int) -> Tensor:
@@ -127,8 +110,7 @@ class _Inputs:
 def _all_reduce(inputs: _Inputs) -> _ExpectedCall:
     x = inputs.whole(inputs.index)
     return _ExpectedCall(
-        run=lambda: inputs.comm.all_reduce(x, inputs.axis),
-        expected=inputs.summed(),
+        run=lambda: inputs.comm.all_reduce(x, inputs.axis), expected=inputs.summed()
     )
 
 
@@ -136,8 +118,7 @@ def _all_gather(inputs: _Inputs) -> _ExpectedCall:
     x = inputs.own(inputs.index)
     members = range(inputs.members)
     return _ExpectedCall(
-        run=lambda: inputs.comm.all_gather(x, inputs.axis),
-        expected=inputs.joined(members),
+        run=lambda: inputs.comm.all_gather(x, inputs.axis), expected=inputs.joined(members)
     )
 
 
@@ -146,8 +127,7 @@ def _reduce_scatter(inputs: _Inputs) -> _ExpectedCall:
     shards = inputs.summed().chunk(inputs.members)
     own_shard = shards[inputs.index]
     return _ExpectedCall(
-        run=lambda: inputs.comm.reduce_scatter(x, inputs.axis),
-        expected=own_shard.clone(),
+        run=lambda: inputs.comm.reduce_scatter(x, inputs.axis), expected=own_shard.clone()
     )
 
 
@@ -156,15 +136,10 @@ def _all_to_all(inputs: _Inputs) -> _ExpectedCall:
     members = inputs.members
     first_sent = inputs.index * members
     sent = range(first_sent, first_sent + members)
-    received = range(
-        inputs.index,
-        members * members,
-        members,
-    )
+    received = range(inputs.index, members * members, members)
     x = inputs.joined(sent)
     return _ExpectedCall(
-        run=lambda: inputs.comm.all_to_all(x, inputs.axis),
-        expected=inputs.joined(received),
+        run=lambda: inputs.comm.all_to_all(x, inputs.axis), expected=inputs.joined(received)
     )
 
 
@@ -172,10 +147,7 @@ def _broadcast(inputs: _Inputs) -> _ExpectedCall:
     sent = inputs.whole(1)
     is_root = inputs.index == 0
     x = sent if is_root else torch.zeros_like(sent)
-    return _ExpectedCall(
-        run=lambda: inputs.comm.broadcast_(x, inputs.axis),
-        expected=sent.clone(),
-    )
+    return _ExpectedCall(run=lambda: inputs.comm.broadcast_(x, inputs.axis), expected=sent.clone())
 
 
 def _gather(inputs: _Inputs) -> _ExpectedCall:
@@ -198,10 +170,7 @@ def _scatter(inputs: _Inputs) -> _ExpectedCall:
         pieces = [inputs.own(member) for member in range(inputs.members)]
     own = inputs.own(inputs.index)
     out = torch.zeros_like(own)
-    return _ExpectedCall(
-        run=lambda: inputs.comm.scatter(pieces, out, inputs.axis),
-        expected=own,
-    )
+    return _ExpectedCall(run=lambda: inputs.comm.scatter(pieces, out, inputs.axis), expected=own)
 
 
 def _send_recv(inputs: _Inputs) -> _ExpectedCall:
@@ -214,16 +183,8 @@ def _send_recv(inputs: _Inputs) -> _ExpectedCall:
 
     def run() -> Tensor:
         with comm.grouped_messages():
-            received = comm.start_recv(
-                out,
-                inputs.axis,
-                source=before,
-            )
-            sent = comm.start_send(
-                x,
-                inputs.axis,
-                to=behind,
-            )
+            received = comm.start_recv(out, inputs.axis, source=before)
+            sent = comm.start_send(x, inputs.axis, to=behind)
         received.wait()
         sent.wait()
         return out

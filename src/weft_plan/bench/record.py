@@ -19,11 +19,7 @@ DIGITS = 4
 
 
 def extended(
-    fields: Mapping[str, Any],
-    measured: MeasuredFigures,
-    *,
-    day: date,
-    versions: str,
+    fields: Mapping[str, Any], measured: MeasuredFigures, *, day: date, versions: str
 ) -> dict[str, Any]:
     """The fields of a hardware file with measured figures; the measured ones of before are replaced."""
     result: dict[str, Any] = {
@@ -36,21 +32,14 @@ def extended(
         if is_published(fields, name):
             continue
         figure = Figure(
-            value=rounded(value),
-            measured=measured.program,
-            date=day.isoformat(),
-            versions=versions,
+            value=rounded(value), measured=measured.program, date=day.isoformat(), versions=versions
         )
         result[name] = fields_of(figure)
     result[EFFICIENCY] = _efficiency(result, measured, day)
     return result
 
 
-def _efficiency(
-    fields: Mapping[str, Any],
-    measured: MeasuredFigures,
-    day: date,
-) -> dict[str, Any]:
+def _efficiency(fields: Mapping[str, Any], measured: MeasuredFigures, day: date) -> dict[str, Any]:
     """The efficiency of a hardware file, with the measured shares and costs."""
     result = dict(fields.get(EFFICIENCY, {}))
     for name, share in measured.shares.items():

@@ -21,12 +21,7 @@ HEADINGS: dict[WorkKind, str] = {
     "memory": "memory",
     "launch": "launches",
 }
-UNITS = {
-    "memory_gb": "GB",
-    "hbm_tb_s": "TB/s",
-    "link_gb_s": "GB/s",
-    "network_gb_s": "GB/s",
-}
+UNITS = {"memory_gb": "GB", "hbm_tb_s": "TB/s", "link_gb_s": "GB/s", "network_gb_s": "GB/s"}
 
 
 COMM_COLUMNS = (
@@ -125,11 +120,7 @@ def comm_json(report: CommReport) -> dict[str, Any]:
         fields["algorithm_gb_s"] = row.algorithm_gb_s
         fields["bus_gb_s"] = row.bus_gb_s
         rows.append(fields)
-    return {
-        "nodes": report.nodes,
-        "elements_checked": report.num_checked,
-        "rows": rows,
-    }
+    return {"nodes": report.nodes, "elements_checked": report.num_checked, "rows": rows}
 
 
 def compute_lines(times: Sequence[ComputeTimes]) -> Iterator[str]:
@@ -189,11 +180,7 @@ def figure_lines(measured: MeasuredFigures) -> Iterator[str]:
 
 
 def with_origin(
-    fields: Mapping[str, Any],
-    *,
-    day: str,
-    versions: str,
-    device: str,
+    fields: Mapping[str, Any], *, day: str, versions: str, device: str
 ) -> dict[str, Any]:
     """JSON fields with the date, the versions and the device of the measurement."""
     return {"date": day, "versions": versions, "device": device, **fields}

@@ -40,12 +40,7 @@ class Condenser:
         phases = {}
         for name, region in role.step.phases.items():
             phases[name] = self.region(region)
-        step = replace(
-            role.step,
-            actions=actions,
-            phases=phases,
-            regions=(),
-        )
+        step = replace(role.step, actions=actions, phases=phases, regions=())
         return replace(role, step=step)
 
     def region(self, region: RecordedRegion) -> RecordedRegion:
@@ -54,11 +49,7 @@ class Condenser:
         if known is not None:
             return known.condensed
         events = self._events(region.events)
-        condensed = replace(
-            region,
-            events=events,
-            segments=[],
-        )
+        condensed = replace(region, events=events, segments=[])
         self._regions[id(region)] = _CondensedRegion(region, condensed)
         return condensed
 

@@ -43,14 +43,7 @@ def bench(words: Sequence[str]) -> int:
         return print_result("\n".join(lines))
     what = f"unknown benchmark {name!r}" if name else "no benchmark is named"
     hint = did_you_mean(name, BENCHMARKS)
-    raise ConfigError(
-        Fault(
-            NAME,
-            what,
-            need=", ".join(BENCHMARKS),
-            fix=hint,
-        )
-    )
+    raise ConfigError(Fault(NAME, what, need=", ".join(BENCHMARKS), fix=hint))
 
 
 def _options(words: Sequence[str], of: type[BenchT]) -> BenchT:
@@ -99,12 +92,7 @@ def comm(words: Sequence[str]) -> int:
     from weft_plan.commands.bench_run import run_comm  # late: imports torch, after all checks
 
     return run_comm(
-        options,
-        mesh=mesh,
-        world=world,
-        operations=operations,
-        sizes=sizes,
-        fields=fields,
+        options, mesh=mesh, world=world, operations=operations, sizes=sizes, fields=fields
     )
 
 
@@ -141,13 +129,7 @@ def _mesh_faults(mesh: Mesh, world: World | None, transport: str) -> Iterator[Fa
     if world.size != mesh.size:
         got = f"{world.size} ranks of the launcher"
         fix = f"--mesh dp{world.size}"
-        yield Fault(
-            "mesh",
-            "differs from the world size",
-            got,
-            f"{mesh.size} for {mesh}",
-            fix,
-        )
+        yield Fault("mesh", "differs from the world size", got, f"{mesh.size} for {mesh}", fix)
     if transport == "threads":
         what = "ranks as threads cannot be started by a launcher"
         yield Fault("transport", what, fix="--transport process")

@@ -46,17 +46,9 @@ class CommOptions(BenchOptions):
     operations: str = Field(",".join(OPERATIONS), description="names, separated by commas")
     smallest: str = Field("1KB", description="first size of the large tensor: 1KB, 64MB, 1GB")
     largest: str | None = Field(None, description="last size; None: 16MB on the CPU, 1GB on GPUs")
-    factor: int = Field(
-        4,
-        ge=2,
-        le=2**20,
-        description="from one size to the next",
-    )
+    factor: int = Field(4, ge=2, le=2**20, description="from one size to the next")
     seconds: float = Field(
-        0.05,
-        gt=0,
-        le=60,
-        description="time for one size of one operation; 3 to 1000 times",
+        0.05, gt=0, le=60, description="time for one size of one operation; 3 to 1000 times"
     )
     svg: str | None = Field(
         None,
@@ -75,12 +67,7 @@ class ComputeOptions(BenchOptions):
         le=1024,
         description="ranks that measure at the same time; None: one a core, or one GPU",
     )
-    seconds: float = Field(
-        0.05,
-        gt=0,
-        le=60,
-        description="time for one shape; 3 to 1000 times",
-    )
+    seconds: float = Field(0.05, gt=0, le=60, description="time for one shape; 3 to 1000 times")
 
 
 @dataclass(frozen=True)

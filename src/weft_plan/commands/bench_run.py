@@ -30,12 +30,7 @@ from weft.run.world import World, num_cores
 from weft.start.messages import print_error
 from weft.view.log_plot import log_plot
 from weft_plan.bench.bandwidth import OperationName, byte_sizes
-from weft_plan.bench.communication import (
-    CommReport,
-    Workload,
-    ignore_rows,
-    measure_communication,
-)
+from weft_plan.bench.communication import CommReport, Workload, ignore_rows, measure_communication
 from weft_plan.bench.computation import SUITES, ComputeTimes, measure_computation
 from weft_plan.bench.figures import (
     MeasuredFigures,
@@ -95,24 +90,12 @@ def run_comm(
         on_rows = CommTable(partial(print_at_once, options)).add if comm.rank == 0 else ignore_rows
         report = measure_communication(comm, workload, on_rows=on_rows)
         if comm.rank == 0:
-            _report_comm(
-                options,
-                report,
-                comm.device,
-                own.local_size,
-                fields,
-            )
+            _report_comm(options, report, comm.device, own.local_size, fields)
 
     main = partial(_on_rank, measure, mesh, options.device)
     if world is not None:
         return join(main, world, mesh=mesh)
-    return launch(
-        main,
-        mesh.size,
-        transport=options.transport,
-        device=options.device,
-        mesh=mesh,
-    )
+    return launch(main, mesh.size, transport=options.transport, device=options.device, mesh=mesh)
 
 
 def run_compute(options: ComputeOptions, *, fields: Fields | None) -> int:
@@ -125,28 +108,14 @@ def run_compute(options: ComputeOptions, *, fields: Fields | None) -> int:
         suite = SUITES[comm.device.type]
         times = measure_computation(comm, suite, budget_s=options.seconds)
         if comm.rank == 0:
-            _report_compute(
-                options,
-                times,
-                comm.device,
-                num_ranks,
-                fields,
-            )
+            _report_compute(options, times, comm.device, num_ranks, fields)
 
     main = partial(_on_rank, measure, mesh, options.device)
-    return launch(
-        main,
-        num_ranks,
-        device=options.device,
-        mesh=mesh,
-    )
+    return launch(main, num_ranks, device=options.device, mesh=mesh)
 
 
 def _on_rank(
-    measure: Callable[[Comm, World], None],
-    mesh: Mesh,
-    device: DeviceChoice,
-    world: World,
+    measure: Callable[[Comm, World], None], mesh: Mesh, device: DeviceChoice, world: World
 ) -> None:
     """Entry point of one rank."""
     chosen = choose_device(device, world)
@@ -163,10 +132,7 @@ def _report_comm(
     fields: Fields | None,
 ) -> None:
     figures = comm_figures(
-        report.rows,
-        device=_type_of(device),
-        label=device_label(device),
-        node=local_size,
+        report.rows, device=_type_of(device), label=device_label(device), node=local_size
     )
     _publish(
         options,
@@ -245,10 +211,7 @@ def _publish(
     print_at_once(options, "\n".join([*results.lines, *figure_lines(results.figures)]))
     if options.json is not None:
         content = with_origin(
-            results.json_fields,
-            day=day.isoformat(),
-            versions=versions,
-            device=device_label(device),
+            results.json_fields, day=day.isoformat(), versions=versions, device=device_label(device)
         )
         text = json.dumps(content, indent=1)
         if options.json == STANDARD_OUTPUT:
@@ -256,15 +219,7 @@ def _publish(
         else:
             _write(options, options.json, f"{text}\n")
     if options.write is not None and fields is not None:
-        write_fields(
-            options.write,
-            extended(
-                fields,
-                results.figures,
-                day=day,
-                versions=versions,
-            ),
-        )
+        write_fields(options.write, extended(fields, results.figures, day=day, versions=versions))
         print_at_once(options, f"wrote {options.write}: {next_command(options.write)}")
 
 

@@ -79,9 +79,7 @@ cores that compute.
 
 
 def run_calibration(
-    path: str,
-    words_of_runs: Sequence[Sequence[str]],
-    options: CalibrateOptions,
+    path: str, words_of_runs: Sequence[Sequence[str]], options: CalibrateOptions
 ) -> int:
     """Time every run, fit, print and write; the exit code."""
     runs = []
@@ -193,11 +191,7 @@ class TimedRuns:
     seconds: tuple[float, ...] = ()
 
 
-def timed_runs(
-    runs: Sequence[MeasuredRun],
-    options: CalibrateOptions,
-    folder: Path,
-) -> TimedRuns:
+def timed_runs(runs: Sequence[MeasuredRun], options: CalibrateOptions, folder: Path) -> TimedRuns:
     """Time the runs in their order; those of one mesh in a row have one launch."""
     times: list[float] = []
     path = folder / "times.json"
@@ -212,11 +206,7 @@ def timed_runs(
 
 
 def _rank(
-    runs: Sequence[MeasuredRun],
-    device: DeviceChoice,
-    num_steps: int,
-    path: Path,
-    world: World,
+    runs: Sequence[MeasuredRun], device: DeviceChoice, num_steps: int, path: Path, world: World
 ) -> None:
     """Entry point of one rank."""
     chosen = choose_device(device, world)

@@ -104,10 +104,7 @@ class _PlanAnswer:
 
 
 def _search(
-    searched: SearchedRun,
-    options: PlanOptions,
-    found: Candidates,
-    named: Layout | None,
+    searched: SearchedRun, options: PlanOptions, found: Candidates, named: Layout | None
 ) -> int:
     """Search the candidates, and print what is found.
 
@@ -121,10 +118,7 @@ def _search(
 
     hardware = searched.hardware
     costs = searched.costs()
-    rates = Rates(
-        options.price_usd_h or hardware.price_usd_h,
-        options.power_w or hardware.power_w,
-    )
+    rates = Rates(options.price_usd_h or hardware.price_usd_h, options.power_w or hardware.power_w)
     capacity = (1 - options.headroom) * hardware.memory_bytes
     limits = SearchLimits(capacity, options.measured, options.seconds)
     progress = _show_progress if sys.stderr.isatty() else None

@@ -72,19 +72,12 @@ def schedule(words: Sequence[str]) -> int:
 def _draw(name: str, options: ScheduleOptions) -> int:
     """Draw one schedule; without costs a forward of a stage takes 1 unit, a backward 2."""
     table = make_table(
-        name,
-        ranks=options.ranks,
-        microbatches=options.microbatches,
-        chunks=options.chunks,
+        name, ranks=options.ranks, microbatches=options.microbatches, chunks=options.chunks
     )
     check_picture(table)
     found = find(name)
     if options.costs or options.message != "0":
-        timeline = ScheduleFigures(
-            name=name,
-            table=table,
-            costs=_costs(options),
-        ).timeline
+        timeline = ScheduleFigures(name=name, table=table, costs=_costs(options)).timeline
     else:
         timeline = simulate(table)
     summary = found.doc.strip().splitlines()[0]
@@ -171,13 +164,7 @@ def _search_request(options: ScheduleOptions) -> SearchRequest:
         placements = [f"{chunks}: {text}" for chunks, text in PLACEMENTS.items()]
         need = ", or ".join(placements)
         raise ConfigError(
-            Fault(
-                "chunks",
-                "is not searched",
-                got=str(options.chunks),
-                need=need,
-                fix="--chunks 1",
-            )
+            Fault("chunks", "is not searched", got=str(options.chunks), need=need, fix="--chunks 1")
         )
     request = SearchRequest(
         ranks=ranks,
@@ -367,11 +354,6 @@ def write_picture(key: str, path: str, text: str) -> None:
     except OSError as error:
         fix = fix_of_path(path, key)
         raise ConfigError(
-            Fault(
-                key,
-                f"cannot write the file: {error.strerror}",
-                got=repr(path),
-                fix=fix,
-            )
+            Fault(key, f"cannot write the file: {error.strerror}", got=repr(path), fix=fix)
         ) from None
     print_result(f"wrote {path}")

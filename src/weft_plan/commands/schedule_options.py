@@ -29,8 +29,7 @@ class ScheduleOptions(JsonOptions):
     """What `weft schedule` draws, compares or searches, and what it writes."""
 
     schedule: str = Field(
-        DEFAULT_NAME,
-        description=f"{', '.join(SCHEDULES)}, or a file with a table",
+        DEFAULT_NAME, description=f"{', '.join(SCHEDULES)}, or a file with a table"
     )
     ranks: int | None = Field(
         None,
@@ -70,12 +69,7 @@ class ScheduleOptions(JsonOptions):
         examples=["4"],
         description="search: most micro-batches whose activations a rank holds; none: as many as ranks",
     )
-    seconds: float = Field(
-        20.0,
-        ge=1,
-        le=3600,
-        description="search: time it may take",
-    )
+    seconds: float = Field(20.0, ge=1, le=3600, description="search: time it may take")
     width: int | None = Field(
         None, ge=40, description="columns of the text picture; None: the screen's"
     )
@@ -124,38 +118,20 @@ def read_words(words: Sequence[str]) -> ScheduleWords:
         raise ConfigError(*faults)
     if not names and ("schedule" in options.model_fields_set or mode == "picture"):
         names = [options.schedule]
-    return ScheduleWords(
-        names=tuple(names),
-        options=options,
-        mode=mode,
-    )
+    return ScheduleWords(names=tuple(names), options=options, mode=mode)
 
 
-def _faults(
-    names: Sequence[str],
-    options: ScheduleOptions,
-    mode: Mode,
-) -> Iterator[Fault]:
+def _faults(names: Sequence[str], options: ScheduleOptions, mode: Mode) -> Iterator[Fault]:
     asked = options.model_fields_set
     if mode == "picture" and len(names) > 1:
         shown = " ".join(names)
         fix = f"weft schedule {shown} --compare"
         yield Fault("schedule", "takes one name, or --compare", got=shown, fix=fix)
     if names and "schedule" in asked:
-        yield Fault(
-            "schedule",
-            "is set, and a name is given",
-            got=" ".join(names),
-            fix="give one",
-        )
+        yield Fault("schedule", "is set, and a name is given", got=" ".join(names), fix="give one")
     if mode == "search" and (names or "schedule" in asked):
         got = " ".join(names) or options.schedule
-        yield Fault(
-            "schedule",
-            "is not used by --search",
-            got=got,
-            fix="leave it out",
-        )
+        yield Fault("schedule", "is not used by --search", got=got, fix="leave it out")
     for name, modes in USED_BY.items():
         if name in asked and mode not in modes:
             need = " or ".join(f"--{other}" for other in modes if other != "picture")

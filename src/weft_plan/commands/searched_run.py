@@ -74,9 +74,7 @@ class SearchedRun:
         else:
             searched_values = {"batch.micro_size": 1}  # divides any batch
         run = load_checked_run(
-            words,
-            adapt=lambda run: run.with_values(searched_values),
-            choose_mesh=one_rank,
+            words, adapt=lambda run: run.with_values(searched_values), choose_mesh=one_rank
         )
         hardware = hardware_of(run)
         if hardware is None:
@@ -134,10 +132,7 @@ class SearchedRun:
             fixes.insert(0, "name the model that is planned: --model.preset llama3-8b")
         fix = ", or ".join(fixes)
         return Fault(
-            "devices",
-            f"no layout fills {space.num_devices}",
-            got="; ".join(reasons),
-            fix=fix,
+            "devices", f"no layout fills {space.num_devices}", got="; ".join(reasons), fix=fix
         )
 
     def scale_faults(self, sizes: Collection[int]) -> Iterator[Fault]:

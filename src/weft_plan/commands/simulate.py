@@ -57,12 +57,7 @@ def simulate_run(words: Sequence[str]) -> int:
     hardware = hardware_of(run)
     faults = (
         *file_faults(options),
-        *option_faults(
-            options,
-            run.device_mesh,
-            run.site,
-            has_hardware=hardware is not None,
-        ),
+        *option_faults(options, run.device_mesh, run.site, has_hardware=hardware is not None),
     )
     if faults:
         raise ConfigError(*faults)
@@ -130,12 +125,7 @@ def _failures(options: SimulateOptions) -> Failures | None:
     )
 
 
-def _show_simulation(
-    simulation: RunSimulation,
-    options: SimulateOptions,
-    *,
-    title: str,
-) -> int:
+def _show_simulation(simulation: RunSimulation, options: SimulateOptions, *, title: str) -> int:
     """Print what is predicted, and draw it.
 
     Args:
@@ -171,24 +161,8 @@ def _write_files(timeline: Timeline, options: SimulateOptions, *, title: str) ->
         if len(timeline.spans) > MAX_SVG_SPANS:
             got = f"{len(timeline.spans):,} actions and operations"
             need = f"at most {MAX_SVG_SPANS:,}"
-            raise ConfigError(
-                Fault(
-                    "svg",
-                    "too large for an SVG",
-                    got,
-                    need,
-                    "--html x.html",
-                )
-            )
-        write_picture(
-            "svg",
-            options.svg,
-            svg(
-                timeline,
-                title=title,
-                lanes=True,
-            ),
-        )
+            raise ConfigError(Fault("svg", "too large for an SVG", got, need, "--html x.html"))
+        write_picture("svg", options.svg, svg(timeline, title=title, lanes=True))
     if options.html is not None:
         write_picture("html", options.html, html(timeline, title=title))
     if options.perfetto is not None:

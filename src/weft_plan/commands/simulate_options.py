@@ -34,42 +34,24 @@ class SimulateOptions(JsonOptions):
         examples=["5%"],
         description="standard deviation of an action's time: 5% or 0.05",
     )
-    draws: int = Field(
-        200,
-        ge=1,
-        le=10_000,
-        description="steps that are drawn with jitter",
-    )
+    draws: int = Field(200, ge=1, le=10_000, description="steps that are drawn with jitter")
     slow: tuple[str, ...] = Field(
-        (),
-        examples=["3=1.3"],
-        description="slow ranks: 3=1.3 takes 1.3 times as long",
+        (), examples=["3=1.3"], description="slow ranks: 3=1.3 takes 1.3 times as long"
     )
     mtbf_hours: float | None = Field(
-        None,
-        gt=0,
-        description="mean time between failures of one device, hours",
+        None, gt=0, description="mean time between failures of one device, hours"
     )
     checkpoint_s: float | None = Field(
-        None,
-        ge=0,
-        description="seconds for which a checkpoint stops training",
+        None, ge=0, description="seconds for which a checkpoint stops training"
     )
     storage_gb_s: float | None = Field(
-        None,
-        gt=0,
-        description="or bandwidth of the storage for all ranks, 10^9 bytes/s",
+        None, gt=0, description="or bandwidth of the storage for all ranks, 10^9 bytes/s"
     )
     restart_s: float | None = Field(
-        None,
-        ge=0,
-        description="seconds from a failure to the first step; None: 600",
+        None, ge=0, description="seconds from a failure to the first step; None: 600"
     )
     svg: str | None = Field(
-        None,
-        title="a file name",
-        examples=["x.svg"],
-        description="write this SVG picture",
+        None, title="a file name", examples=["x.svg"], description="write this SVG picture"
     )
     html: str | None = Field(
         None,
@@ -93,29 +75,14 @@ def file_faults(options: SimulateOptions) -> Iterator[Fault]:
             continue
         if options.json is not None:
             fix = f"leave out --json, or --{name}"
-            yield Fault(
-                name,
-                "writes a file, and --json prints",
-                got=repr(path),
-                fix=fix,
-            )
+            yield Fault(name, "writes a file, and --json prints", got=repr(path), fix=fix)
         elif Path(path).is_dir() or not Path(path).parent.is_dir():
             fix = fix_of_path(path, name)
-            yield Fault(
-                name,
-                "cannot write the file",
-                repr(path),
-                "a file in a folder",
-                fix,
-            )
+            yield Fault(name, "cannot write the file", repr(path), "a file in a folder", fix)
 
 
 def option_faults(
-    options: SimulateOptions,
-    mesh: Mesh,
-    site: SiteConfig,
-    *,
-    has_hardware: bool,
+    options: SimulateOptions, mesh: Mesh, site: SiteConfig, *, has_hardware: bool
 ) -> Iterator[Fault]:
     """What is wrong with the options for a run on this mesh."""
     if has_hardware:
@@ -173,22 +140,10 @@ def _slow_faults(words: Sequence[str], num_ranks: int) -> Iterator[Fault]:
         slow = read_slow(word)
         if slow is None:
             need = "RANK=FACTOR, a factor above 0"
-            yield Fault(
-                "slow",
-                "cannot be read",
-                repr(word),
-                need,
-                "--slow 0=1.3",
-            )
+            yield Fault("slow", "cannot be read", repr(word), need, "--slow 0=1.3")
         elif slow[0] >= num_ranks:
             need = f"a rank from 0 to {num_ranks - 1}"
-            yield Fault(
-                "slow",
-                "there is no such rank",
-                repr(word),
-                need,
-                f"--slow 0={slow[1]:g}",
-            )
+            yield Fault("slow", "there is no such rank", repr(word), need, f"--slow 0={slow[1]:g}")
 
 
 def read_share(text: str) -> float | None:

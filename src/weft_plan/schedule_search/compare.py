@@ -116,13 +116,7 @@ def compare(
     faults: list[Fault] = []
     for name, schedule in schedules.items():
         number = chunks_for(schedule, chunks)
-        faults.extend(
-            schedule.faults(
-                ranks=p,
-                chunks=number,
-                microbatches=m,
-            )
-        )
+        faults.extend(schedule.faults(ranks=p, chunks=number, microbatches=m))
         if not faults:
             table = schedule.table(p, number, m)
             figures.append(ScheduleFigures(name, table, costs))
@@ -142,9 +136,5 @@ def accepting(*, ranks: int, microbatches: int) -> Iterator[str]:
     """Names of the built-in schedules that accept these sizes with their default chunks."""
     for name, schedule in SCHEDULES.items():
         chunks = schedule.default_chunks
-        if not schedule.faults(
-            ranks=ranks,
-            chunks=chunks,
-            microbatches=microbatches,
-        ):
+        if not schedule.faults(ranks=ranks, chunks=chunks, microbatches=microbatches):
             yield name

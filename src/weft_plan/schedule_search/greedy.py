@@ -80,26 +80,12 @@ WAITS: tuple[frozenset[Kind], ...] = (frozenset(), frozenset({"W"}), frozenset({
 ORDERS: tuple[tuple[Kind, ...], ...] = (("I", "F", "W"), ("F", "I", "W"))
 CAPS = ("limit", "falling", "double")
 RULES: tuple[Rule, ...] = tuple(
-    Rule(
-        waits,
-        order,
-        cap,
-        deep_first,
-    )
-    for waits, order, cap, deep_first in itertools.product(
-        WAITS,
-        ORDERS,
-        CAPS,
-        (True, False),
-    )
+    Rule(waits, order, cap, deep_first)
+    for waits, order, cap, deep_first in itertools.product(WAITS, ORDERS, CAPS, (True, False))
 )
 
 
-def greedy_tables(
-    problem: SchedulingProblem,
-    *,
-    deadline_s: float,
-) -> Iterator[Table]:
+def greedy_tables(problem: SchedulingProblem, *, deadline_s: float) -> Iterator[Table]:
     """A table within the limits by each rule, until the deadline (`time.monotonic`); at least one."""
     is_first = True
     for rule in RULES:
@@ -124,11 +110,7 @@ class _GreedyTable:
     put down as actions are placed: asking `needs` for every candidate takes twice the time.
     """
 
-    def __init__(
-        self,
-        problem: SchedulingProblem,
-        rule: Rule,
-    ) -> None:
+    def __init__(self, problem: SchedulingProblem, rule: Rule) -> None:
         self.problem = problem
         self.rule = rule
         self.ranks: list[_RankProgress] = []
@@ -144,10 +126,7 @@ class _GreedyTable:
     def _new_rank(self, rank: int) -> _RankProgress:
         stages = self.problem.stages(rank)
         ranks_behind = self.problem.num_ranks - rank
-        most_of_rule = {
-            "falling": ranks_behind,
-            "double": 2 * ranks_behind - 1,
-        }
+        most_of_rule = {"falling": ranks_behind, "double": 2 * ranks_behind - 1}
         cap = self.problem.limits[rank]
         most = most_of_rule.get(self.rule.cap)
         if most is not None:
@@ -188,11 +167,7 @@ class _GreedyTable:
             arrives_before_end = first_start < other.start < end
             if arrives_before_end and self._urgency(other) < self._urgency(best):
                 urgent.append(other)
-        return min(
-            urgent,
-            key=lambda other: other.start,
-            default=best,
-        )
+        return min(urgent, key=lambda other: other.start, default=best)
 
     def _urgency(self, candidate: _Candidate) -> tuple[int, int]:
         return self.rule.urgency(candidate.act)
@@ -209,10 +184,7 @@ class _GreedyTable:
                 if kind == "F" and not rank.has_room(stage):
                     continue
                 start = max(rank.free_at, progress.arrivals[mb])
-                yield _Candidate(
-                    Act(kind, stage, mb),
-                    start,
-                )
+                yield _Candidate(Act(kind, stage, mb), start)
 
     def _duration(self, act: Act) -> int:
         return self.problem.durations[act.kind][act.stage]
@@ -227,31 +199,15 @@ class _GreedyTable:
         self.progress[act.kind][stage].started += 1
         if act.kind == "F":
             rank.held += 1
-            self._arrive(
-                "F",
-                stage,
-                stage + 1,
-                end,
-            )
+            self._arrive("F", stage, stage + 1, end)
         elif act.kind == "I":
             weight_grads = self.progress["W"][stage]
             weight_grads.arrivals.append(end)
-            self._arrive(
-                "I",
-                stage,
-                stage - 1,
-                end,
-            )
+            self._arrive("I", stage, stage - 1, end)
         else:
             rank.held -= 1
 
-    def _arrive(
-        self,
-        kind: Kind,
-        stage: int,
-        other: int,
-        end: int,
-    ) -> None:
+    def _arrive(self, kind: Kind, stage: int, other: int, end: int) -> None:
         """Note when the output of a stage arrives at the next one; behind the last stage the
         backward begins.
         """

@@ -65,11 +65,7 @@ class SchedulingProblem:
         """Stages of a rank."""
         return tuple(stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank)
 
-    def hop(
-        self,
-        stage: int,
-        other: int,
-    ) -> int:
+    def hop(self, stage: int, other: int) -> int:
         """Time of a message between two stages; 0 on one rank."""
         is_local = self.stage_to_rank[stage] == self.stage_to_rank[other]
         return 0 if is_local else self.message
@@ -145,11 +141,7 @@ class SchedulingProblem:
                 least = max(least, first + waits)
         return least
 
-    def _round_trips(
-        self,
-        rank: int,
-        stage: int,
-    ) -> int:
+    def _round_trips(self, rank: int, stage: int) -> int:
         """Time of the only stage of a rank from its first forward to the end of its last backward,
         as its memory limit allows.
         """
@@ -165,12 +157,7 @@ class SchedulingProblem:
         return sum(times)
 
 
-def solve(
-    problem: SchedulingProblem,
-    makespan: int,
-    *,
-    seconds: float,
-) -> Table | Answer:
+def solve(problem: SchedulingProblem, makespan: int, *, seconds: float) -> Table | Answer:
     """A table of at most this makespan, or what is known about it.
 
     Raises:
@@ -196,17 +183,10 @@ class _Count(NamedTuple):
 
     def before(self, duration: int) -> _Count:
         """The same a duration earlier."""
-        return _Count(
-            self.kind,
-            self.stage,
-            self.time - duration,
-        )
+        return _Count(self.kind, self.stage, self.time - duration)
 
 
-def num_variables(
-    problem: SchedulingProblem,
-    makespan: int,
-) -> int:
+def num_variables(problem: SchedulingProblem, makespan: int) -> int:
     """Size of the program."""
     return len(KINDS) * problem.num_stages * makespan
 
@@ -228,13 +208,7 @@ def import_scipy(name: str) -> ModuleType:
     except ImportError:
         what = "the search needs scipy, which is not installed"
         fix = "pip install 'weft-train[plan]'"
-        raise ScheduleError(
-            Fault(
-                "search",
-                what,
-                fix=fix,
-            )
-        ) from None
+        raise ScheduleError(Fault("search", what, fix=fix)) from None
 
 
 class _Term(NamedTuple):
@@ -268,12 +242,7 @@ class _CountProgram:
             heads = self.problem.heads(kind)
             tails = self.problem.tails(kind)
             durations = self.problem.durations[kind]
-            for first, tail, duration in zip(
-                heads,
-                tails,
-                durations,
-                strict=True,
-            ):
+            for first, tail, duration in zip(heads, tails, durations, strict=True):
                 last = self.makespan - tail
                 self._add_bounds(first, last, duration)
 
@@ -315,17 +284,10 @@ class _CountProgram:
             rank = problem.stage_to_rank[act.stage]
             rows[rank].append(act)
         return Table.of_rows(
-            rows,
-            stage_to_rank=problem.stage_to_rank,
-            microbatches=problem.microbatches,
+            rows, stage_to_rank=problem.stage_to_rank, microbatches=problem.microbatches
         )
 
-    def _start_times(
-        self,
-        values: Sequence[float],
-        kind: Kind,
-        stage: int,
-    ) -> Iterator[int]:
+    def _start_times(self, values: Sequence[float], kind: Kind, stage: int) -> Iterator[int]:
         """Times at which the actions of a kind and stage start, in order."""
         started = 0
         for time in range(self.makespan):
@@ -339,12 +301,7 @@ class _CountProgram:
         block = KINDS.index(count.kind) * self.problem.num_stages + count.stage
         return block * self.makespan + count.time
 
-    def _add_bounds(
-        self,
-        first: int,
-        last: int,
-        duration: int,
-    ) -> None:
+    def _add_bounds(self, first: int, last: int, duration: int) -> None:
         """Bounds of the numbers of one kind and stage: starts lie between `first` and `last`, at
         least `duration` apart.
         """
@@ -367,11 +324,7 @@ class _CountProgram:
                 self._add_capacity(rank, time)
                 self._add_memory(rank, time)
 
-    def _add_row(
-        self,
-        terms: Sequence[_Term],
-        most: int,
-    ) -> None:
+    def _add_row(self, terms: Sequence[_Term], most: int) -> None:
         """The sum of the terms is at most `most`; n before time 0 is 0."""
         row = len(self.most)
         for term in terms:
@@ -382,20 +335,12 @@ class _CountProgram:
             self.values.append(term.factor)
         self.most.append(most)
 
-    def _add_at_most(
-        self,
-        count: _Count,
-        other: _Count,
-    ) -> None:
+    def _add_at_most(self, count: _Count, other: _Count) -> None:
         """A count is at most another one."""
         terms = [_Term(1, count), _Term(-1, other)]
         self._add_row(terms, 0)
 
-    def _add_dependencies(
-        self,
-        stage: int,
-        time: int,
-    ) -> None:
+    def _add_dependencies(self, stage: int, time: int) -> None:
         """Numbers never fall, and an action starts after those that it needs have ended."""
         forward = _Count("F", stage, time)
         input_grad = _Count("I", stage, time)
@@ -404,22 +349,14 @@ class _CountProgram:
             for count in (forward, input_grad, weight_grad):
                 self._add_at_most(count.before(1), count)
         if stage > 0:
-            before = _Count(
-                "F",
-                stage - 1,
-                time,
-            )
+            before = _Count("F", stage - 1, time)
             self._add_at_most(forward, self._arrived(before, stage))
         is_last = stage + 1 == self.problem.num_stages
         if is_last:
             loss = self._ended(forward)
             self._add_at_most(input_grad, loss)
         else:
-            behind = _Count(
-                "I",
-                stage + 1,
-                time,
-            )
+            behind = _Count("I", stage + 1, time)
             self._add_at_most(input_grad, self._arrived(behind, stage))
         self._add_at_most(weight_grad, self._ended(input_grad))
 
@@ -428,20 +365,12 @@ class _CountProgram:
         duration = self.problem.durations[count.kind][count.stage]
         return count.before(duration)
 
-    def _arrived(
-        self,
-        count: _Count,
-        receiver: int,
-    ) -> _Count:
+    def _arrived(self, count: _Count, receiver: int) -> _Count:
         """Number of actions whose output has arrived at another stage."""
         hop = self.problem.hop(count.stage, receiver)
         return self._ended(count).before(hop)
 
-    def _add_capacity(
-        self,
-        rank: int,
-        time: int,
-    ) -> None:
+    def _add_capacity(self, rank: int, time: int) -> None:
         """A rank runs one action at a time."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):
@@ -451,11 +380,7 @@ class _CountProgram:
                 terms.append(_Term(-1, self._ended(started)))
         self._add_row(terms, 1)
 
-    def _add_memory(
-        self,
-        rank: int,
-        time: int,
-    ) -> None:
+    def _add_memory(self, rank: int, time: int) -> None:
         """A rank holds at most its limit: a forward takes, the end of a W frees."""
         terms: list[_Term] = []
         for stage in self.problem.stages(rank):

@@ -175,12 +175,7 @@ def search(request: SearchRequest) -> SearchResult:
     allowed = [figures for figures in built_in if _is_allowed(figures, request)]
     results: list[PlacementResult] = []
     for chunks in _placements(request):
-        result = _greedy(
-            request,
-            chunks,
-            allowed,
-            deadline_s,
-        )
+        result = _greedy(request, chunks, allowed, deadline_s)
         results.append(result)
     for index, result in enumerate(results):
         num_left = len(results) - index
@@ -188,12 +183,7 @@ def search(request: SearchRequest) -> SearchResult:
         share_s = max(deadline_s - now_s, 0.0) / num_left
         known = [other.figures.makespan for other in results]
         known.extend(figures.makespan for figures in allowed)
-        results[index] = _solve(
-            request,
-            result,
-            min(known),
-            deadline_s=now_s + share_s,
-        )
+        results[index] = _solve(request, result, min(known), deadline_s=now_s + share_s)
     found = [_FoundTable(result.figures, result.origin) for result in results]
     found.extend(_FoundTable.built_in(figures) for figures in allowed)
     best = min(found, key=lambda table: table.order)
@@ -242,21 +232,14 @@ def _placements(request: SearchRequest) -> tuple[int, ...]:
 
 def _stage_costs(request: SearchRequest, chunks: int) -> StageCosts:
     num_stages = request.ranks * chunks
-    return request.costs.of_stages(
-        num_stages=num_stages,
-        chunks=chunks,
-    )
+    return request.costs.of_stages(num_stages=num_stages, chunks=chunks)
 
 
 def _built_in(request: SearchRequest) -> tuple[ScheduleFigures, ...]:
     """The built-in schedules that accept the sizes, and for whose stages there are costs."""
     found: list[ScheduleFigures] = []
     sizes = {"ranks": request.ranks, "microbatches": request.microbatches}
-    for figures in compare(
-        accepting(**sizes),
-        request.costs,
-        **sizes,
-    ):
+    for figures in compare(accepting(**sizes), request.costs, **sizes):
         try:
             _stage_costs(request, figures.chunks)
         except ScheduleError:
@@ -265,10 +248,7 @@ def _built_in(request: SearchRequest) -> tuple[ScheduleFigures, ...]:
     return tuple(found)
 
 
-def _stage_to_rank(
-    ranks: int,
-    chunks: int,
-) -> tuple[int, ...]:
+def _stage_to_rank(ranks: int, chunks: int) -> tuple[int, ...]:
     """The placements of `PLACEMENTS`."""
     straight = tuple(range(ranks))
     if chunks == 1:
@@ -317,10 +297,7 @@ def _common_unit(times: Sequence[Fraction]) -> Fraction:
 
 
 def _greedy(
-    request: SearchRequest,
-    chunks: int,
-    allowed: Iterable[ScheduleFigures],
-    deadline_s: float,
+    request: SearchRequest, chunks: int, allowed: Iterable[ScheduleFigures], deadline_s: float
 ) -> PlacementResult:
     """The best of the greedy tables and of the built-in schedules of this placement."""
     scaled = _scaled(request, chunks)
@@ -335,12 +312,7 @@ def _greedy(
             found.append(_FoundTable.built_in(figures))
     best = min(found, key=lambda table: table.order)
     bound = scaled.problem.least_makespan() * scaled.unit
-    return PlacementResult(
-        chunks,
-        figures=best.figures,
-        bound=bound,
-        origin=best.origin,
-    )
+    return PlacementResult(chunks, figures=best.figures, bound=bound, origin=best.origin)
 
 
 def _figures(table: Table, costs: ScheduleCosts) -> ScheduleFigures:
@@ -348,11 +320,7 @@ def _figures(table: Table, costs: ScheduleCosts) -> ScheduleFigures:
 
 
 def _solve(
-    request: SearchRequest,
-    start: PlacementResult,
-    known: Fraction,
-    *,
-    deadline_s: float,
+    request: SearchRequest, start: PlacementResult, known: Fraction, *, deadline_s: float
 ) -> PlacementResult:
     """The result of a placement after the integer programs for makespans below `known`."""
     scaled = _scaled(request, start.chunks)
@@ -365,12 +333,7 @@ def _solve(
         variables = counted(size, "variable")
         note = f"integer program of {variables}: at most {MAX_VARIABLES} are tried"
         return replace(start, note=note)
-    bisection = _Bisection(
-        scaled.problem,
-        low,
-        high,
-        deadline_s,
-    )
+    bisection = _Bisection(scaled.problem, low, high, deadline_s)
     bisection.run()
     bound = min(bisection.proven * scaled.unit, known)
     note = ""
@@ -439,11 +402,7 @@ class _Bisection:
     def _ask(self, makespan: int, seconds: float) -> bool:
         """Solve one program; whether it was decided."""
         limit_s = max(seconds, MIN_SECONDS)
-        answer = solve(
-            self.problem,
-            makespan,
-            seconds=limit_s,
-        )
+        answer = solve(self.problem, makespan, seconds=limit_s)
         if answer == "none exists":
             self.proven = makespan + 1
         elif isinstance(answer, Table):
@@ -458,11 +417,7 @@ class _Bisection:
         def duration(act: Act) -> int:
             return durations[act.kind][act.stage]
 
-        intervals = action_times(
-            table,
-            duration,
-            hop=self.problem.message,
-        )
+        intervals = action_times(table, duration, hop=self.problem.message)
         last_end = max(interval.end for interval in intervals.values())
         return int(last_end)
 

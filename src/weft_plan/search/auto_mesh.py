@@ -37,10 +37,7 @@ class MeshRanking:
 
 
 def rank_meshes(
-    run: MeasuredRun,
-    found: Candidates,
-    speeds: Speeds,
-    memory_bytes: float,
+    run: MeasuredRun, found: Candidates, speeds: Speeds, memory_bytes: float
 ) -> MeshRanking:
     """The fastest candidates that fit.
 
@@ -75,10 +72,7 @@ def _are_few_and_small(run: MeasuredRun, layouts: list[Layout]) -> bool:
 
 
 def _rank_all(
-    run: MeasuredRun,
-    layouts: list[Layout],
-    speeds: Speeds,
-    memory_bytes: float,
+    run: MeasuredRun, layouts: list[Layout], speeds: Speeds, memory_bytes: float
 ) -> MeshRanking:
     entries: list[Found] = []
     for layout in layouts:

@@ -89,11 +89,7 @@ class BlockSegments:
 class BlockMeasurements:
     """Costs of blocks, each sharding measured once."""
 
-    def __init__(
-        self,
-        runs: ShortRuns,
-        table: CostTable,
-    ) -> None:
+    def __init__(self, runs: ShortRuns, table: CostTable) -> None:
         self._runs = runs
         self._table = table
         self._measured: dict[Layout, _MeasuredBlocks] = {}
@@ -119,12 +115,7 @@ class BlockMeasurements:
         """Bytes of the output of a stage for one micro-batch."""
         return self._measure(layout).boundary_bytes
 
-    def bounds(
-        self,
-        layout: Layout,
-        *,
-        has_own_recompute: bool = False,
-    ) -> CostsByKind:
+    def bounds(self, layout: Layout, *, has_own_recompute: bool = False) -> CostsByKind:
         """What each kind of block costs at least, from larger blocks: no part of a sequence or a
         batch costs less than its share of the whole, and selective recomputation adds to the time.
 
@@ -142,11 +133,7 @@ class BlockMeasurements:
             self._bounds[key] = known
         return known
 
-    def _scaled_bounds(
-        self,
-        layout: Layout,
-        recompute: str,
-    ) -> CostsByKind:
+    def _scaled_bounds(self, layout: Layout, recompute: str) -> CostsByKind:
         """Shares of the costs of blocks without context parallelism and of the largest micro-batch,
         measured with this recomputation.
         """
@@ -177,10 +164,7 @@ class BlockMeasurements:
         if known is None:
             step = self._runs.measure(sharding)
             regions = first_regions(step)
-            first_output = Transfer(
-                Act("F", 0, 0),
-                0,
-            )
+            first_output = Transfer(Act("F", 0, 0), 0)
             known = _MeasuredBlocks(
                 names=step.plan.stages[0].blocks,
                 forward=regions["F"],
@@ -190,11 +174,7 @@ class BlockMeasurements:
             self._measured[sharding] = known
         return known
 
-    def _costs_of(
-        self,
-        measured: _MeasuredBlocks,
-        strides: Mapping[str, int],
-    ) -> CostsByKind:
+    def _costs_of(self, measured: _MeasuredBlocks, strides: Mapping[str, int]) -> CostsByKind:
         forwards = block_segments(_placed(measured.forward, strides))
         backwards = block_segments(_placed(measured.backward, strides))
         found = {}
@@ -210,11 +190,7 @@ class BlockMeasurements:
             )
         return found
 
-    def _seconds(
-        self,
-        region: RecordedRegion,
-        segments: BlockSegments,
-    ) -> float:
+    def _seconds(self, region: RecordedRegion, segments: BlockSegments) -> float:
         """Seconds of a block in a region."""
         seconds = 0.0
         for events in segments.events:
@@ -230,10 +206,7 @@ class BlockMeasurements:
         if known is None:
             whole = self._backward_seconds(layout, DEFAULT_SCHEDULE)
             split = self._backward_seconds(layout, SPLIT_SCHEDULE)
-            known = SplitShares(
-                inputs=split["I"] / whole["B"],
-                weights=split["W"] / whole["B"],
-            )
+            known = SplitShares(inputs=split["I"] / whole["B"], weights=split["W"] / whole["B"])
             self._splits[key] = known
         return known
 
@@ -261,11 +234,7 @@ class BlockMeasurements:
             self._splits_measured[sharding] = known
         return known
 
-    def _backward_seconds(
-        self,
-        layout: Layout,
-        schedule: str,
-    ) -> dict[str, float]:
+    def _backward_seconds(self, layout: Layout, schedule: str) -> dict[str, float]:
         """Seconds of an action of each kind, without the reduction of gradients."""
         if schedule == SPLIT_SCHEDULE:
             regions = self._split_regions(layout.sharding)
@@ -288,10 +257,7 @@ def first_regions(step: RankStep) -> dict[str, RecordedRegion]:
     return regions
 
 
-def _placed(
-    region: RecordedRegion,
-    strides: Mapping[str, int],
-) -> RecordedRegion:
+def _placed(region: RecordedRegion, strides: Mapping[str, int]) -> RecordedRegion:
     """The region with the groups of some axes at other distances."""
     moved: dict[int, Operation] = {}
     events: list[Event] = []
@@ -308,10 +274,7 @@ def _placed(
     return replace(region, events=events)
 
 
-def _strided(
-    op: Operation,
-    stride: int,
-) -> Operation:
+def _strided(op: Operation, stride: int) -> Operation:
     """The operation over as many ranks, at this distance from each other."""
     places = range(len(op.group))
     group = tuple(place * stride for place in places)

@@ -24,12 +24,7 @@ from weft.planner.simulate.region_costs import link_of
 from weft.planner.simulate.speeds import Speeds
 from weft_plan.search.layout_choice import Layout
 from weft_plan.search.layout_stages import BlockParams
-from weft_plan.search.zero_costs import (
-    ParamCost,
-    Part,
-    ZeroCosts,
-    ZeroMeasurements,
-)
+from weft_plan.search.zero_costs import ParamCost, Part, ZeroCosts, ZeroMeasurements
 from weft_plan.simulation.table_time import NO_REDUCTIONS, Reductions, StageCollectives
 
 
@@ -157,14 +152,7 @@ class DataCosts:
         return max(sent)
 
     def _sent_of(self, layout: Layout, part: Part, params: BlockParams) -> SentSeconds:
-        key = (
-            part,
-            layout.zero,
-            layout.degrees,
-            params.total,
-            params.experts,
-            params.num_blocks,
-        )
+        key = (part, layout.zero, layout.degrees, params.total, params.experts, params.num_blocks)
         if key not in self._sent:
             zero = self.zero(layout)
             dense_s = zero.sent_s(

@@ -134,11 +134,7 @@ class PeakRatios:
     def _key(layout: Layout) -> tuple[object, ...]:
         return layout.degree(PP), layout.schedule, layout.chunks, layout.recompute
 
-    def note(
-        self,
-        simulated: Simulated,
-        measured_bytes: float,
-    ) -> None:
+    def note(self, simulated: Simulated, measured_bytes: float) -> None:
         """A layout with this simulation was measured."""
         key = self._key(simulated.layout)
         ratio = measured_bytes / simulated.peak_bytes
@@ -148,11 +144,7 @@ class PeakRatios:
         """The peak to expect of a simulated layout: larger where one like it was larger."""
         return entry.peak_bytes * self._ratios.get(self._key(entry.layout), 1.0)
 
-    def first_that_fits(
-        self,
-        entries: Sequence[Simulated],
-        memory_bytes: float,
-    ) -> Simulated:
+    def first_that_fits(self, entries: Sequence[Simulated], memory_bytes: float) -> Simulated:
         """The first entry whose expected peak is within these bytes, or the first of all."""
         for entry in entries:
             if self.expected_bytes(entry) <= memory_bytes:
@@ -172,10 +164,7 @@ def pareto_front(entries: Iterable[Entry]) -> list[Entry]:
     return front
 
 
-def thinned_front(
-    front: Sequence[Simulated],
-    most: int,
-) -> list[Simulated]:
+def thinned_front(front: Sequence[Simulated], most: int) -> list[Simulated]:
     """So many entries of a front, at equal steps of memory between its ends."""
     if len(front) <= most:
         return list(front)

@@ -59,10 +59,7 @@ class StageBytes:
 
     @staticmethod
     def of(
-        blocks: Sequence[BlockCosts],
-        *,
-        has_params: Sequence[bool],
-        deferred: Sequence[int],
+        blocks: Sequence[BlockCosts], *, has_params: Sequence[bool], deferred: Sequence[int]
     ) -> StageBytes:
         """Of a stage's blocks in order.
 
@@ -139,10 +136,7 @@ def forward_peak(before: float, blocks: Sequence[BlockCosts]) -> float:
 
 
 def backward_peak(
-    before: float,
-    blocks: Sequence[BlockCosts],
-    counted: Sequence[bool],
-    kept: Sequence[int],
+    before: float, blocks: Sequence[BlockCosts], counted: Sequence[bool], kept: Sequence[int]
 ) -> float:
     """Most bytes during some blocks of the backward of a stage that begins with so many.
 

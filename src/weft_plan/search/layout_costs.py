@@ -42,10 +42,7 @@ from weft_plan.search.layout_stages import BlockParams, LayoutStages
 from weft_plan.search.pipeline_tables import PipelineTables, SizedTable
 from weft_plan.search.short_runs import ShortRuns
 from weft_plan.search.stage_costs import LayoutStageCosts, StageWork
-from weft_plan.search.zero_costs import (
-    LIVE_GRADIENTS,
-    ZeroMeasurements,
-)
+from weft_plan.search.zero_costs import LIVE_GRADIENTS, ZeroMeasurements
 from weft_plan.simulation.table_time import StageCollectives, StageSeconds, table_seconds
 
 MOST_BLOCKS_IN_FULL = 12
@@ -166,9 +163,7 @@ class LayoutCosts:
     def has_stages(self, layout: Layout) -> bool:
         """Whether the model has a block for every stage, and the schedule takes the sizes."""
         faults = find(layout.schedule).faults(
-            ranks=layout.degree(PP),
-            chunks=layout.chunks,
-            microbatches=self._num_micro(layout),
+            ranks=layout.degree(PP), chunks=layout.chunks, microbatches=self._num_micro(layout)
         )
         return self.stages.are_possible(layout) and not faults
 
@@ -190,11 +185,7 @@ class LayoutCosts:
         return played_s + more_s + self._data.after_s(layout, by_rank)
 
     def _seconds_of_more(
-        self,
-        layout: Layout,
-        table: SizedTable,
-        stages: StageSeconds,
-        played_s: float,
+        self, layout: Layout, table: SizedTable, stages: StageSeconds, played_s: float
     ) -> float:
         """Seconds of the micro-batches that a shortened table leaves out: each adds as much as one
         of its last round, of a micro-batch for each pipeline rank, adds to a table without that.
@@ -205,21 +196,12 @@ class LayoutCosts:
             return 0.0
         ranks = layout.degree(PP)
         shorter = self._tables.table(
-            layout.schedule,
-            ranks=ranks,
-            chunks=layout.chunks,
-            num_micro=num_played - ranks,
+            layout.schedule, ranks=ranks, chunks=layout.chunks, num_micro=num_played - ranks
         )
         round_s = played_s - table_seconds(shorter.order, stages)
         return num_more * round_s / ranks
 
-    def _stage_seconds(
-        self,
-        layout: Layout,
-        costs: CostsByKind,
-        *,
-        is_split: bool,
-    ) -> StageSeconds:
+    def _stage_seconds(self, layout: Layout, costs: CostsByKind, *, is_split: bool) -> StageSeconds:
         shares = self._blocks.split_shares(layout) if is_split else NO_SPLIT
         work = self.stage_costs.work(layout, costs)
         params = self.stages.params(layout)
@@ -375,9 +357,7 @@ class LayoutCosts:
             costs: `blocks` or `larger_blocks` of the layout.
         """
         return Bound(
-            self._busiest_s(layout, costs),
-            self.least_peak(layout, costs),
-            self.state_bytes(layout),
+            self._busiest_s(layout, costs), self.least_peak(layout, costs), self.state_bytes(layout)
         )
 
     def least_peak(self, layout: Layout, costs: CostsByKind) -> float:

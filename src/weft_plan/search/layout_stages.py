@@ -79,10 +79,7 @@ class LayoutStages:
     """Stages of the layouts of one model."""
 
     def __init__(
-        self,
-        specs: Sequence[BlockSpec],
-        kinds: Mapping[str, str],
-        sizes_of_kinds: SizesOfKinds,
+        self, specs: Sequence[BlockSpec], kinds: Mapping[str, str], sizes_of_kinds: SizesOfKinds
     ) -> None:
         self._specs = specs
         self._kinds = kinds

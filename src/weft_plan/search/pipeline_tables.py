@@ -69,14 +69,7 @@ class PipelineTables:
     def __init__(self) -> None:
         self._tables: dict[object, SizedTable] = {}
 
-    def table(
-        self,
-        schedule: str,
-        *,
-        ranks: int,
-        chunks: int,
-        num_micro: int,
-    ) -> SizedTable:
+    def table(self, schedule: str, *, ranks: int, chunks: int, num_micro: int) -> SizedTable:
         """The schedule's table, or a shorter one with as many activations in flight."""
         key = schedule, ranks, chunks, num_micro
         known = self._tables.get(key)

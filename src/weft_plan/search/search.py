@@ -151,11 +151,7 @@ class _LayoutSearch:
         if self.limits.splits:
             self._search_splits()
         measurements = LayoutMeasurements(
-            self.costs,
-            self.limits,
-            self.clock,
-            self.result,
-            report=self._report,
+            self.costs, self.limits, self.clock, self.result, report=self._report
         )
         measurements.measure_best(self.simulated)
         if self.limits.has_front:

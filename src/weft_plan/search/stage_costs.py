@@ -90,12 +90,7 @@ class LayoutStageCosts:
         names_of_stages = split_by_cost(timed, num_stages)
         return self._stages.num_layers(names_of_stages)
 
-    def in_flight(
-        self,
-        layout: Layout,
-        table: SizedTable,
-        costs: CostsByKind,
-    ) -> list[InFlight]:
+    def in_flight(self, layout: Layout, table: SizedTable, costs: CostsByKind) -> list[InFlight]:
         """Of every pipeline rank, under the table of the layout."""
         key = table, layout.split, id(costs)
         known = self._in_flight.get(key)
@@ -106,10 +101,7 @@ class LayoutStageCosts:
         return known
 
     def _activations(
-        self,
-        layout: Layout,
-        table: SizedTable,
-        costs: CostsByKind,
+        self, layout: Layout, table: SizedTable, costs: CostsByKind
     ) -> Iterator[InFlight]:
         is_recomputed = layout.recompute != "none"
         is_measured = costs is self._blocks.of(layout)

@@ -13,11 +13,7 @@ MIN_GAIN = 0.003
 """Share of the step that another split must spare, to be taken instead of the default one."""
 
 
-def best_split(
-    entry: Simulated,
-    costs: LayoutCosts,
-    memory_bytes: float,
-) -> Simulated | None:
+def best_split(entry: Simulated, costs: LayoutCosts, memory_bytes: float) -> Simulated | None:
     """The layout with the fastest layers a stage that fit, found from its own split by moving one
     layer at a time to another stage; None where none is faster.
 
@@ -40,11 +36,7 @@ def best_split(
     return best if is_needed or gain >= MIN_GAIN else None
 
 
-def _descended(
-    start: Simulated,
-    costs: LayoutCosts,
-    memory_bytes: float,
-) -> Simulated:
+def _descended(start: Simulated, costs: LayoutCosts, memory_bytes: float) -> Simulated:
     """The last of a row of splits, each of them better than the one before."""
     best = start
     for _ in range(MOST_MOVES):
@@ -55,11 +47,7 @@ def _descended(
     return best
 
 
-def _first_better(
-    entry: Simulated,
-    costs: LayoutCosts,
-    memory_bytes: float,
-) -> Simulated | None:
+def _first_better(entry: Simulated, costs: LayoutCosts, memory_bytes: float) -> Simulated | None:
     """The first split by one move that is better; None if none is."""
     layout = entry.layout
     seconds = costs.stage_costs.seconds(layout)
@@ -71,11 +59,7 @@ def _first_better(
     return None
 
 
-def _is_better(
-    one: Simulated,
-    other: Simulated,
-    memory_bytes: float,
-) -> bool:
+def _is_better(one: Simulated, other: Simulated, memory_bytes: float) -> bool:
     """Whether one fits better, or is faster."""
     over = max(0.0, one.peak_bytes - memory_bytes)
     other_over = max(0.0, other.peak_bytes - memory_bytes)
@@ -83,9 +67,7 @@ def _is_better(
 
 
 def moves(
-    split: Sequence[int],
-    work: Sequence[float],
-    least: Sequence[int],
+    split: Sequence[int], work: Sequence[float], least: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
     """The splits with one layer moved from the first, the last or the busiest stage to another one,
     the least busy first.
@@ -111,11 +93,7 @@ MOST_TARGETS = 4
 """Stages to which a layer is moved, those with the least work."""
 
 
-def _moved(
-    split: Sequence[int],
-    source: int,
-    target: int,
-) -> tuple[int, ...]:
+def _moved(split: Sequence[int], source: int, target: int) -> tuple[int, ...]:
     counts = list(split)
     counts[source] -= 1
     counts[target] += 1

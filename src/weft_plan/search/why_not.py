@@ -17,22 +17,13 @@ from weft_plan.search.plan_report import Rates, found_lines, reason, wrapped
 
 
 def why_lines(
-    named: Layout,
-    result: FoundLayouts,
-    costs: LayoutCosts,
-    capacity: float,
-    rates: Rates,
+    named: Layout, result: FoundLayouts, costs: LayoutCosts, capacity: float, rates: Rates
 ) -> list[str]:
     """What is wrong with a named layout, which is legal."""
     lines = too_large_lines(named, costs, capacity)
     if not lines:
         entry = Found(named, costs.predict(named))
-        lines = _measured_lines(
-            entry,
-            result,
-            capacity,
-            rates,
-        )
+        lines = _measured_lines(entry, result, capacity, rates)
     lines.extend(rule_lines(named, costs))
     return _all_wrapped(lines)
 
@@ -45,12 +36,7 @@ def _all_wrapped(lines: Iterable[str]) -> list[str]:
     return result
 
 
-def _measured_lines(
-    entry: Found,
-    result: FoundLayouts,
-    capacity: float,
-    rates: Rates,
-) -> list[str]:
+def _measured_lines(entry: Found, result: FoundLayouts, capacity: float, rates: Rates) -> list[str]:
     """What a layout takes, and what is wrong with it."""
     lines = [f"why not {entry.layout.text}:"]
     for line in found_lines(entry, rates):
@@ -70,11 +56,7 @@ def _measured_lines(
     return lines
 
 
-def too_large_lines(
-    named: Layout,
-    costs: LayoutCosts,
-    capacity: float,
-) -> list[str]:
+def too_large_lines(named: Layout, costs: LayoutCosts, capacity: float) -> list[str]:
     """By how much a named layout does not fit, and what would; [] if it may fit."""
     bound = costs.bound(named, costs.blocks(named))
     if bound.peak_bytes <= capacity:
@@ -124,11 +106,7 @@ class SmallerLayout:
     num_bytes: float
 
 
-def smaller_change(
-    named: Layout,
-    costs: LayoutCosts,
-    memory_bytes: float,
-) -> SmallerLayout:
+def smaller_change(named: Layout, costs: LayoutCosts, memory_bytes: float) -> SmallerLayout:
     """The layout with the fewest changes of a named one that may fit; the one with the least bytes
     where none fits.
 
@@ -156,12 +134,7 @@ def _changes(named: Layout) -> Iterator[Layout]:
         for sequence in dict.fromkeys(flags):
             for recompute in dict.fromkeys((named.recompute, "selective", "full")):
                 for zero in range(named.zero, 4):
-                    yield replace(
-                        layout,
-                        sequence=sequence,
-                        recompute=recompute,
-                        zero=zero,
-                    )
+                    yield replace(layout, sequence=sequence, recompute=recompute, zero=zero)
 
 
 def _with_twice_the_stages(named: Layout) -> Layout:

@@ -43,11 +43,7 @@ class ParamCost:
     whole: float
     shared: float = 0.0
 
-    def of(
-        self,
-        params: float,
-        num_data: int,
-    ) -> float:
+    def of(self, params: float, num_data: int) -> float:
         """Of so many parameters, where so many data ranks share them."""
         return params * (self.whole + self.shared / num_data)
 
@@ -78,19 +74,10 @@ class ZeroCosts:
     operations: Mapping[Part, Counter[Operation]]
     params: float
     num_blocks: int
-    known_seconds: dict[object, float] = field(
-        default_factory=dict,
-        compare=False,
-    )
+    known_seconds: dict[object, float] = field(default_factory=dict, compare=False)
 
     def sent_s(
-        self,
-        part: Part,
-        speeds: Speeds,
-        group: tuple[int, ...],
-        *,
-        params: float,
-        num_blocks: int,
+        self, part: Part, speeds: Speeds, group: tuple[int, ...], *, params: float, num_blocks: int
     ) -> float:
         """Seconds of the collectives of a part over a group of ranks.
 
@@ -110,11 +97,7 @@ class ZeroCosts:
         seconds = 0.0
         for op, count in self.operations[part].items():
             sent_bytes = round(sent * op.sent_bytes)
-            resized = replace(
-                op,
-                group=group,
-                sent_bytes=sent_bytes,
-            )
+            resized = replace(op, group=group, sent_bytes=sent_bytes)
             seconds += count * speeds.operation_s(resized)
         total = repeats * seconds
         self.known_seconds[key] = total
@@ -128,11 +111,7 @@ class _ShortStep:
     step: RankStep
     zero: int
 
-    def region(
-        self,
-        kind: str,
-        place: str,
-    ) -> RecordedRegion:
+    def region(self, kind: str, place: str) -> RecordedRegion:
         for key, region in self.step.actions.items():
             if key.kind == kind and key.place == place:
                 return region
@@ -161,20 +140,12 @@ class _ShortStep:
     def state_bytes(self) -> int:
         return self.step.kept.total + self.left_bytes
 
-    def peak(
-        self,
-        kind: str,
-        block: str,
-    ) -> int:
+    def peak(self, kind: str, block: str) -> int:
         """Bytes during a block of the last micro-batch, without gradients that stay."""
         segment = self._segment(kind, "last", block)
         return segment.peak_bytes - self.base_bytes
 
-    def peak_of_first(
-        self,
-        kind: str,
-        block: str,
-    ) -> int:
+    def peak_of_first(self, kind: str, block: str) -> int:
         """The level at which a block of the last micro-batch begins, and above it the peak of the
         block in the first one, whose gradients are new.
         """
@@ -183,12 +154,7 @@ class _ShortStep:
         begin = last.entry_bytes - self.base_bytes
         return begin + first.peak_bytes - first.entry_bytes
 
-    def _segment(
-        self,
-        kind: str,
-        place: str,
-        block: str,
-    ) -> BlockSegment:
+    def _segment(self, kind: str, place: str, block: str) -> BlockSegment:
         segments = self.region(kind, place).segments
         own = [segment for segment in segments if segment.block == block]
         return max(own, key=lambda segment: segment.peak_bytes)
@@ -202,11 +168,7 @@ class _ShortStep:
         place = "first" if part == "backward" else "last"
         return self.region("B", place).events
 
-    def kernels_s(
-        self,
-        part: Part,
-        table: CostTable,
-    ) -> float:
+    def kernels_s(self, part: Part, table: CostTable) -> float:
         seconds = 0.0
         for event in self.events(part):
             if isinstance(event, KernelLaunch):
@@ -260,33 +222,20 @@ class _Comparison:
 class ZeroMeasurements:
     """Costs of the ZeRO stages, each measured once."""
 
-    def __init__(
-        self,
-        runs: ShortRuns,
-        table: CostTable,
-    ) -> None:
+    def __init__(self, runs: ShortRuns, table: CostTable) -> None:
         self._runs = runs
         self._table = table
         self._steps: dict[tuple[int, int], _ShortStep] = {}
         self._costs: dict[tuple[int, bool], ZeroCosts] = {}
 
-    def of(
-        self,
-        zero: int,
-        *,
-        num_data: int,
-    ) -> ZeroCosts:
+    def of(self, zero: int, *, num_data: int) -> ZeroCosts:
         """The costs of a ZeRO stage on so many data ranks."""
         key = zero, num_data > 1
         if key not in self._costs:
             self._costs[key] = self._shared(zero) if num_data > 1 else self._alone(zero)
         return self._costs[key]
 
-    def _step(
-        self,
-        zero: int,
-        num_data: int,
-    ) -> _ShortStep:
+    def _step(self, zero: int, num_data: int) -> _ShortStep:
         key = zero, num_data
         if key not in self._steps:
             degrees = ((DP, num_data),) if num_data > 1 else ()
@@ -300,11 +249,7 @@ class ZeroMeasurements:
     def _shared(self, zero: int) -> ZeroCosts:
         return self._costs_of(self._step(zero, 2), self._step(zero, 4))
 
-    def _costs_of(
-        self,
-        first: _ShortStep,
-        second: _ShortStep | None,
-    ) -> ZeroCosts:
+    def _costs_of(self, first: _ShortStep, second: _ShortStep | None) -> ZeroCosts:
         """From steps on two and on four data ranks, or on one."""
         steps = (first,) if second is None else (first, second)
         blocks = first.step.plan.stages[0].blocks
@@ -316,11 +261,7 @@ class ZeroMeasurements:
         before_equal = equal[max(0, len(equal) - LIVE_GRADIENTS)]
         sizes_behind = sizes[blocks.index(before_equal) :]
         live = [size for size in sizes_behind if size][:LIVE_GRADIENTS]
-        comparison = _Comparison(
-            self._step(0, 1),
-            steps,
-            self._table,
-        )
+        comparison = _Comparison(self._step(0, 1), steps, self._table)
         kernels = {}
         operations = {}
         for part in PARTS:
@@ -334,10 +275,7 @@ class ZeroMeasurements:
             carried=_fitted(carried, sum(sizes_above_0[:MAX_UNDER_WAY])),
             states=_fitted(states, params),
             forward_peak=_fitted(above_carried, self._num_params(middle)),
-            backward_peak=_fitted(
-                comparison.peaks("B", before_equal),
-                sum(live) / LIVE_GRADIENTS,
-            ),
+            backward_peak=_fitted(comparison.peaks("B", before_equal), sum(live) / LIVE_GRADIENTS),
             kernels=kernels,
             operations=operations,
             params=params,
@@ -346,10 +284,7 @@ class ZeroMeasurements:
 
     def _num_params(self, block: str) -> float:
         """Parameters of a block, without tensor and expert parallelism."""
-        by_kind = self._runs.sizes_of_kinds(
-            tp=1,
-            ep=1,
-        )
+        by_kind = self._runs.sizes_of_kinds(tp=1, ep=1)
         kind = self._runs.kinds[block]
         return by_kind[kind].total
 
@@ -367,10 +302,7 @@ class ZeroMeasurements:
         return max(members.values(), key=preference)
 
 
-def _fitted(
-    values: Sequence[float],
-    params: float,
-) -> ParamCost:
+def _fitted(values: Sequence[float], params: float) -> ParamCost:
     """From the values on two and on four data ranks, or on one alone; 0 without parameters."""
     if not params:
         return ParamCost(0.0)

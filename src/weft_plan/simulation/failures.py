@@ -39,11 +39,7 @@ class FailureModel:
 
     @staticmethod
     def of_devices(
-        num_devices: int,
-        *,
-        mtbf_hours: float,
-        checkpoint_s: float,
-        restart_s: float,
+        num_devices: int, *, mtbf_hours: float, checkpoint_s: float, restart_s: float
     ) -> FailureModel:
         """A job that fails when one of its devices does.
 
@@ -111,12 +107,7 @@ class Goodput:
         return DAY_S / self.model.mean_s
 
 
-def goodput_at(
-    model: FailureModel,
-    *,
-    step_s: float,
-    interval_steps: int,
-) -> Goodput:
+def goodput_at(model: FailureModel, *, step_s: float, interval_steps: int) -> Goodput:
     """The account of a run with a checkpoint every `interval_steps` steps."""
     interval_s = interval_steps * step_s
     expected = model.expected_s(interval_s)

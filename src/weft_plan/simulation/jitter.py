@@ -170,13 +170,7 @@ def step_distribution(
     for rank, factor in (slow or {}).items():
         replica = replicas.of_rank(rank)
         slow_rows.setdefault(replica, []).append(factor)
-    pipelines = _DrawnPipelines(
-        step,
-        slowed or step,
-        replicas,
-        factors,
-        slow=slow_rows,
-    )
+    pipelines = _DrawnPipelines(step, slowed or step, replicas, factors, slow=slow_rows)
     most_at_once = max(1, MOST_COLUMNS // replicas.count)
     drawn = []
     for first in range(0, draws, most_at_once):

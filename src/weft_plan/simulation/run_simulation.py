@@ -127,12 +127,7 @@ def simulate_on(
     slow = slow or {}
     slowed = None
     if slow:
-        slowed = _slowest_replica(
-            roles,
-            speeds,
-            replicas,
-            slow,
-        )
+        slowed = _slowest_replica(roles, speeds, replicas, slow)
     inner_s = (slowed or step).total_s
     distribution = None
     if jitter is not None:
@@ -146,11 +141,7 @@ def simulate_on(
             slowed=slowed,
         )
         inner_s = distribution.mean
-    sites = site_costs(
-        roles,
-        site,
-        step_s=inner_s,
-    )
+    sites = site_costs(roles, site, step_s=inner_s)
     step_s = _with_exchange(inner_s, sites)
     num_devices = run.plan.mesh.size
     checkpoint_bytes = sum(role.step.checkpoint_bytes * role.num_ranks for role in roles)
@@ -160,11 +151,7 @@ def simulate_on(
         model = _failure_model(failures, num_devices, checkpoint_bytes)
         best = best_goodput(model, step_s=step_s)
         if save_every:
-            of_run = goodput_at(
-                model,
-                step_s=step_s,
-                interval_steps=save_every,
-            )
+            of_run = goodput_at(model, step_s=step_s, interval_steps=save_every)
     return RunSimulation(
         num_devices=num_devices,
         num_steps=num_steps,
@@ -192,10 +179,7 @@ def _with_exchange(inner_s: float, sites: SiteCosts | None) -> float:
 
 
 def _slowest_replica(
-    roles: Sequence[RoleCosts],
-    speeds: Speeds,
-    replicas: Replicas,
-    slow: Mapping[int, float],
+    roles: Sequence[RoleCosts], speeds: Speeds, replicas: Replicas, slow: Mapping[int, float]
 ) -> StepTime:
     """The step of the replica of the pipeline that its slow ranks delay most."""
     rows_by_replica: dict[int, dict[int, float]] = {}
@@ -206,20 +190,12 @@ def _slowest_replica(
         rows[place.row] = max(factor, others)
     steps = []
     for rows in rows_by_replica.values():
-        step = step_time(
-            roles,
-            speeds,
-            slow=rows,
-        )
+        step = step_time(roles, speeds, slow=rows)
         steps.append(step)
     return max(steps, key=lambda step: step.total_s)
 
 
-def _failure_model(
-    failures: Failures,
-    num_devices: int,
-    checkpoint_bytes: float,
-) -> FailureModel:
+def _failure_model(failures: Failures, num_devices: int, checkpoint_bytes: float) -> FailureModel:
     checkpoint_s = failures.checkpoint_s
     if checkpoint_s is None:
         assert failures.storage_gb_s is not None, "a checkpoint has a time or a bandwidth"

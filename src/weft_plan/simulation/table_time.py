@@ -97,11 +97,7 @@ class StageSeconds:
     collectives: Sequence[StageCollectives] = ()
     shares_link: bool = False
 
-    def of(
-        self,
-        kind: str,
-        stage: int,
-    ) -> float:
+    def of(self, kind: str, stage: int) -> float:
         """Seconds of an action that is not the last one of its stage."""
         if kind == "F":
             return self.forward[stage]
@@ -141,10 +137,7 @@ ENDS_BACKWARD = tuple(kind for kind, change in ACTIVATION_CHANGE.items() if chan
 """Kinds of actions behind which no part of the backward of their micro-batch is left."""
 
 
-def table_seconds(
-    order: PipelineOrder,
-    stages: StageSeconds,
-) -> float:
+def table_seconds(order: PipelineOrder, stages: StageSeconds) -> float:
     """When the last action of a table ends and the last reduction, if each action begins as soon as
     its rank is free and its input has arrived; see Note [Reductions behind a backward].
     """

@@ -65,10 +65,7 @@ class ChaosLayout:
             else:
                 axes.append(word)
         return ChaosLayout(
-            text=text,
-            mesh=Mesh.parse(" ".join(axes)),
-            zero=zero,
-            is_mixture=is_mixture,
+            text=text, mesh=Mesh.parse(" ".join(axes)), zero=zero, is_mixture=is_mixture
         )
 
     @property
@@ -90,13 +87,7 @@ class ChaosLayout:
         """Axes over which gradients are reduced."""
         return token_axes()
 
-    def words(
-        self,
-        out: Path,
-        *,
-        config: Sequence[str],
-        source: Path,
-    ) -> list[str]:
+    def words(self, out: Path, *, config: Sequence[str], source: Path) -> list[str]:
         """The command line of a run into `out`, without its faults.
 
         Args:

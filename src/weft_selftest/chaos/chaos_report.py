@@ -50,11 +50,7 @@ class FaultOutcome:
 
 
 def outcomes_of(
-    faults: Sequence[PlannedFault],
-    ledger: Sequence[Line],
-    events: Sequence[Line],
-    *,
-    end: str,
+    faults: Sequence[PlannedFault], ledger: Sequence[Line], events: Sequence[Line], *, end: str
 ) -> tuple[FaultOutcome, ...]:
     """The outcome of every planned fault.
 
@@ -98,11 +94,7 @@ class _Records:
             return FaultOutcome(fault)
         attempt = line["attempt"]
         has_resumed = any(number > attempt for number in self.resumes)
-        known = FaultOutcome(
-            fault,
-            is_injected=True,
-            is_survived=self.is_finished or has_resumed,
-        )
+        known = FaultOutcome(fault, is_injected=True, is_survived=self.is_finished or has_resumed)
         start = self.starts.get(attempt + 1)
         if start is None or self.causes[attempt] != fault.number:
             return known

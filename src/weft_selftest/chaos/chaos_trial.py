@@ -129,12 +129,7 @@ def _wait(process: BaseProcess, out: Path) -> bool:
     return False
 
 
-def _train_in_child(
-    words: Sequence[str],
-    out: Path,
-    plan: FaultPlan | None,
-    parent: int,
-) -> None:
+def _train_in_child(words: Sequence[str], out: Path, plan: FaultPlan | None, parent: int) -> None:
     """Train until the end of the run or of the parent; errors go to a file of the run folder."""
     end_with_parent(parent)
     _redirect(out)
@@ -185,12 +180,7 @@ def record_of(out: Path) -> tuple[list[Any], dict[str, str]]:
     """
     steps: list[Any] = []
     for event in step_history(_events(out)):
-        numbers = (
-            event["step"],
-            event["loss"],
-            event["grad_norm"],
-            event["lr"],
-        )
+        numbers = (event["step"], event["loss"], event["grad_norm"], event["lr"])
         steps.append(numbers)
     hashes: dict[str, str] = {}
     for _, newest in checkpoints(out):

@@ -220,13 +220,7 @@ class _Injector:
     def _record_fault(self, fault: PlannedFault, step: int, phase: Phase) -> None:
         has_updated = phase in ("evaluate", "save", "end")
         num_done = step if has_updated else max(0, step - 1)
-        self.record(
-            {
-                "fault": fault.number,
-                "at_s": time.monotonic(),
-                "num_done": num_done,
-            }
-        )
+        self.record({"fault": fault.number, "at_s": time.monotonic(), "num_done": num_done})
 
     def kill(self, step: int) -> None:
         """SIGKILL, as by the kernel when memory is used up."""

@@ -35,22 +35,13 @@ T = TypeVar("T", bound=str)
 class ChaosOptions(JsonOptions):
     """Which faults are injected, and where."""
 
-    faults: int = Field(
-        24,
-        ge=1,
-        le=100_000,
-        description="number of faults over all layouts",
-    )
+    faults: int = Field(24, ge=1, le=100_000, description="number of faults over all layouts")
     kinds: str = Field("", description=f"of {', '.join(FAULT_KINDS)}; empty: all")
     phases: str = Field("", description=f"of {', '.join(FAULT_PHASES)}; empty: all")
     layout: tuple[str, ...] = Field(
         (), description="meshes, with zero1 to zero3, and moe for a mixture of experts"
     )
-    seed: int = Field(
-        0,
-        ge=0,
-        description="of the choice of faults, ranks and order",
-    )
+    seed: int = Field(0, ge=0, description="of the choice of faults, ranks and order")
     claims: str = Field(
         ",".join(CLAIMS),
         description=f"exit code 1 unless they hold (or --assert): {', '.join(CLAIMS)}",
@@ -105,11 +96,7 @@ def chaos(words: Sequence[str]) -> int:
             results.append(trial)
             if options.json is None:
                 print_result(trial.line())
-    report = ChaosReport(
-        num_faults=options.faults,
-        seed=options.seed,
-        trials=tuple(results),
-    )
+    report = ChaosReport(num_faults=options.faults, seed=options.seed, trials=tuple(results))
     if options.json is not None:
         print_json(options.json, report.to_json(claims))
     else:

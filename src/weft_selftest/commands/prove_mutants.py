@@ -38,11 +38,7 @@ class SweepOptions(JsonOptions):
     """How many layouts are generated."""
 
     sweep: float = Field(1.0, gt=0, le=MAX_MINUTES, description="minutes")
-    seed: int = Field(
-        0,
-        ge=0,
-        description="of the choice of layouts, families and options",
-    )
+    seed: int = Field(0, ge=0, description="of the choice of layouts, families and options")
     checks: Literal["proof", "steps", "each"] = Field(
         "proof",
         description=(
@@ -150,14 +146,7 @@ def _chosen_names(only: str, known: Sequence[str]) -> frozenset[str]:
             nearest = get_close_matches(word, known, n=1, cutoff=0.3)
             hint = f"did you mean {nearest[0]}? " if nearest else ""
             fix = f"{hint}docs/proof-tests.md lists all {len(known)}"
-            raise UserError(
-                Fault(
-                    "only",
-                    "no such mutant",
-                    got=repr(word),
-                    fix=fix,
-                )
-            )
+            raise UserError(Fault("only", "no such mutant", got=repr(word), fix=fix))
     if not words:
         return frozenset(known)
     chosen: set[str] = set()

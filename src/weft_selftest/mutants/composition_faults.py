@@ -64,12 +64,7 @@ MUTANTS = (
         "the_gradient_of_gathered_activations_is_sliced",
         "heads and features of other ranks are missing from the gradient of each rank's tokens",
         MutantLayout("tp2", options="--parallel.sequence True"),
-        (
-            FunctionFault(
-                "weft.parallel.tensor.region:_Enter.backward",
-                own_slice_of_the_gradient,
-            ),
-        ),
+        (FunctionFault("weft.parallel.tensor.region:_Enter.backward", own_slice_of_the_gradient),),
         axes=AXIS,
         blocks=("head", "loss", "layer*"),
         reference=references.MEGATRON_COMPOSITION,

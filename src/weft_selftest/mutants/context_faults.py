@@ -13,12 +13,7 @@ from weft.models.common.batch import Batch, with_later_targets
 from weft.parallel.cp import AXIS as CP_AXIS
 from weft_selftest.mutants import references
 from weft_selftest.mutants.changes import nothing, returns
-from weft_selftest.mutants.fault import (
-    CollectiveFault,
-    FunctionFault,
-    Mutant,
-    MutantLayout,
-)
+from weft_selftest.mutants.fault import CollectiveFault, FunctionFault, Mutant, MutantLayout
 
 RING = MutantLayout("cp2")
 ALL_GATHER = MutantLayout("cp2", options="--parallel.context allgather")

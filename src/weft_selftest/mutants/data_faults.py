@@ -215,8 +215,7 @@ MUTANTS = (
         MutantLayout("dp2", options="--parallel.recompute full"),
         (
             FunctionFault(
-                "weft.parallel.recompute.blocks:RecomputedBlock.forward",
-                OtherInputWhenRecomputed(),
+                "weft.parallel.recompute.blocks:RecomputedBlock.forward", OtherInputWhenRecomputed()
             ),
         ),
         axes=ANY_AXIS,

@@ -79,9 +79,7 @@ def trained_numbers(case: ProofCase, folder: Path) -> TrainedNumbers:
 
 
 def _trained_and_stored(
-    build: Callable[[Comm], Training],
-    mesh: Mesh,
-    out: Path,
+    build: Callable[[Comm], Training], mesh: Mesh, out: Path
 ) -> Iterator[tuple[str, Tensor]]:
     """What all ranks compute in a run, then what its checkpoints hold, by name."""
     found_by_rank = run_ranks(mesh, RankRun(build), timeout_s=TIMEOUT_S)
@@ -157,10 +155,7 @@ def _change(value: Tensor, right: Tensor) -> float:
 
 
 def layout_words(
-    layout: MutantLayout,
-    folder: Path,
-    *,
-    types: Literal["float64", "own"] = "float64",
+    layout: MutantLayout, folder: Path, *, types: Literal["float64", "own"] = "float64"
 ) -> tuple[str, ...]:
     """Arguments for the layout, with data files in `folder`."""
     stream, documents = str(folder / STREAM), str(folder / DOCUMENTS)
@@ -201,10 +196,7 @@ def write_texts(folder: Path) -> None:
 
 def _chat(question: str, answer: str) -> str:
     """A line with two turns."""
-    turns = [
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": answer},
-    ]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return json.dumps({"messages": turns}) + "\n"
 
 

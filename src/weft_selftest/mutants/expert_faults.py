@@ -186,8 +186,7 @@ MUTANTS = (
         MutantLayout("tp2", family="qwen3-moe"),
         (
             FunctionFault(
-                "weft.parallel.tensor.transform:_every_name",
-                partial_without("router.proj.weight"),
+                "weft.parallel.tensor.transform:_every_name", partial_without("router.proj.weight")
             ),
         ),
         axes=(TP_AXIS,),

@@ -125,11 +125,7 @@ class MutantLayout:
     rows: RowsKind = "text"
 
     def words(
-        self,
-        *,
-        stream: str,
-        documents: str,
-        types: Literal["float64", "own"] = "float64",
+        self, *, stream: str, documents: str, types: Literal["float64", "own"] = "float64"
     ) -> tuple[str, ...]:
         """Arguments of `weft train` for a run that is small enough to train, in which the fault must
         have an effect.

@@ -8,16 +8,8 @@ from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.zero.param_group import ParamGroup
 from weft_selftest.mutants import references
 from weft_selftest.mutants.changes import nothing
-from weft_selftest.mutants.fault import (
-    CollectiveFault,
-    FunctionFault,
-    Mutant,
-    MutantLayout,
-)
-from weft_selftest.mutants.gradient_faults import (
-    ZERO1,
-    ZERO3,
-)
+from weft_selftest.mutants.fault import CollectiveFault, FunctionFault, Mutant, MutantLayout
+from weft_selftest.mutants.gradient_faults import ZERO1, ZERO3
 
 
 def stay_allocated(reshard: Callable[..., None], group: ParamGroup) -> None:
@@ -32,8 +24,7 @@ MUTANTS = (
         MutantLayout("dp2 tp2", options="--parallel.zero 1"),
         (
             FunctionFault(
-                "weft.parallel.zero.gradient_reducer:GradientReducer.after_optimizer_step",
-                nothing,
+                "weft.parallel.zero.gradient_reducer:GradientReducer.after_optimizer_step", nothing
             ),
         ),
         axes=(DP_AXIS,),

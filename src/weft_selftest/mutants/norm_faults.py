@@ -23,19 +23,8 @@ from weft.train.step import TrainStep
 from weft.train.step_stats import PendingTotals, StepTotals
 from weft_selftest.mutants import references
 from weft_selftest.mutants.changes import ChangedTotals, returns
-from weft_selftest.mutants.fault import (
-    CollectiveFault,
-    FunctionFault,
-    Mutant,
-    MutantLayout,
-)
-from weft_selftest.mutants.gradient_faults import (
-    DP,
-    LOSS,
-    STEP,
-    ZERO1,
-    ZERO2,
-)
+from weft_selftest.mutants.fault import CollectiveFault, FunctionFault, Mutant, MutantLayout
+from weft_selftest.mutants.gradient_faults import DP, LOSS, STEP, ZERO1, ZERO2
 
 
 def local_targets(

@@ -93,10 +93,7 @@ def _calling(function: Callable[..., Any], change: FunctionChange) -> Callable[.
 
 
 def _with_faulty_module(
-    fault: ModuleFault,
-    parallelize: Callable[..., ParallelModel],
-    *args: Any,
-    **kwargs: Any,
+    fault: ModuleFault, parallelize: Callable[..., ParallelModel], *args: Any, **kwargs: Any
 ) -> ParallelModel:
     model = parallelize(*args, **kwargs)
     comm = model.comm

@@ -30,12 +30,7 @@ from weft_selftest.mutants.effect import (
 )
 from weft_selftest.mutants.fault import Mutant, MutantLayout
 from weft_selftest.mutants.plant import planted
-from weft_selftest.mutants.sightings import (
-    Sighting,
-    TypesOf,
-    seen_by_types,
-    seen_in_first_step,
-)
+from weft_selftest.mutants.sightings import Sighting, TypesOf, seen_by_types, seen_in_first_step
 
 STEPS_OF_HEALTHY = 3
 STEPS_AS_STARTED = 2
@@ -198,10 +193,7 @@ def _proof(case: ProofCase) -> ProofReport:
             report = report.with_smallest(_on_fewest_axes(case, report))
     except Exception as error:  # noqa: BLE001 - a mutant may fail in any way
         return ProofReport.of_error(
-            type_and_message(error),
-            layout=str(case.mesh),
-            model=case.family_name,
-            steps=case.steps,
+            type_and_message(error), layout=str(case.mesh), model=case.family_name, steps=case.steps
         )
     return report
 
@@ -276,12 +268,7 @@ class MutantTrials:
         if self.types_of is not None:
             types = seen_by_types(mutant, self.run_as_started(mutant.layout), self.types_of)
         return MutantResult(
-            mutant,
-            effect,
-            report,
-            time.perf_counter() - start,
-            first_step=first_step,
-            types=types,
+            mutant, effect, report, time.perf_counter() - start, first_step=first_step, types=types
         )
 
     def run_as_started(self, layout: MutantLayout) -> ProofCase:

@@ -67,8 +67,7 @@ def test_a_run_on_one_rank_has_no_nodes_and_no_elastic_mesh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "elastic"),
-    [("dp4 tp2", "dp3 tp2"), ("tp2", "dp1"), ("pp2 dp2", "pp2")],
+    ("mesh", "elastic"), [("dp4 tp2", "dp3 tp2"), ("tp2", "dp1"), ("pp2 dp2", "pp2")]
 )
 def test_an_elastic_mesh_has_the_most_ranks_that_are_left(mesh: str, elastic: str) -> None:
     run = small_run(f"--mesh '{mesh}'").with_values({"batch.global_size": 24})

@@ -42,9 +42,7 @@ NO_FOLDER = FolderModel()
 
 
 def select_folder(
-    file: Flat,
-    flags: Flat,
-    families: Families,
+    file: Flat, flags: Flat, families: Families
 ) -> tuple[FolderModel, tuple[Fault, ...]]:
     """The model of the folder that file or flags name, and what is wrong with it.
 
@@ -61,12 +59,7 @@ def select_folder(
         if _sets_all_fields(asked, families):
             return FolderModel(folder, str(asked["model.name"]), decided={"model.preset": None}), ()
         faults = [
-            replace(
-                fault,
-                key=KEY,
-                what=f"{fault.key}: {fault.what}",
-            )
-            for fault in error.faults
+            replace(fault, key=KEY, what=f"{fault.key}: {fault.what}") for fault in error.faults
         ]
         return NO_FOLDER, tuple(faults)
     keeps_file = flags.get(KEY, folder) == file.get(KEY, folder)
@@ -103,12 +96,7 @@ def contradictions(model: FolderModel, asked: Mapping[str, object]) -> Iterator[
             )
 
 
-def _folder_model(
-    folder: str,
-    found: DescribedModel,
-    *,
-    keeps_file: bool,
-) -> FolderModel:
+def _folder_model(folder: str, found: DescribedModel, *, keeps_file: bool) -> FolderModel:
     fields = {f"model.{name}": value for name, value in found.fields.items()}
     suggested = {f"model.{name}": value for name, value in found.suggested.items()}
     tokenizer = Path(folder) / TOKENIZER

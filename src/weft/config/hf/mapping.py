@@ -293,9 +293,7 @@ Families = Mapping[str, ConfigFamily]
 
 
 def name_rules(
-    param_prefix: str,
-    tensor_prefix: str,
-    names: Mapping[str, str],
+    param_prefix: str, tensor_prefix: str, names: Mapping[str, str]
 ) -> tuple[WeightRule, ...]:
     """Rules below two prefixes: name of the parameter -> name of the tensor."""
     return tuple(

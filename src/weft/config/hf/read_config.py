@@ -78,12 +78,7 @@ def hf_mappings(families: Families) -> dict[str, HFMapping]:
     return {name: family.hf for name, family in families.items() if family.hf is not None}
 
 
-def find_family(
-    config: Json,
-    families: Families,
-    *,
-    key: str,
-) -> tuple[ConfigFamily, HFMapping]:
+def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFamily, HFMapping]:
     """The family of this config.json, by its architecture, or by its model_type where it names no
     architecture.
 
@@ -121,12 +116,7 @@ def _architecture(config: Json) -> Any:
     return names[0]
 
 
-def config_faults(
-    config: Json,
-    mapping: ConfigMapping,
-    *,
-    key: str,
-) -> Iterator[Fault]:
+def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator[Fault]:
     """Keys that are missing, that weft computes differently, or that it does not know."""
     fixed = (*mapping.fixed, *FIXED_EVERYWHERE)
     for row in mapping.keys:
@@ -142,12 +132,7 @@ def config_faults(
     for name, value in config.items():
         if name not in known and not name.startswith("_") and value is not None:
             fix = f"remove it from {CONFIG} if it changes no logit"
-            yield Fault(
-                key,
-                f"{name}: unknown key",
-                got=_short(value),
-                fix=fix,
-            )
+            yield Fault(key, f"{name}: unknown key", got=_short(value), fix=fix)
 
 
 def _read_fields(config: Json, mapping: ConfigMapping) -> Flat:
@@ -185,10 +170,7 @@ def _key_faults(row: Key, config: Json, *, key: str) -> Iterator[Fault]:
         )
     elif row.field == "layers" and value > MAX_LAYERS:
         yield Fault(
-            key,
-            f"{row.hf_key}: out of range",
-            got=_short(value),
-            need=f"at most {MAX_LAYERS}",
+            key, f"{row.hf_key}: out of range", got=_short(value), need=f"at most {MAX_LAYERS}"
         )
 
 
@@ -199,12 +181,7 @@ def _fixed_faults(rule: Fixed, config: Json, *, key: str) -> Iterator[Fault]:
         return
     words = [json.dumps(each) for each in allowed]
     need = " or ".join(words) or "nothing"
-    yield Fault(
-        key,
-        f"{rule.hf_key}: not what weft computes",
-        got=_short(value),
-        need=need,
-    )
+    yield Fault(key, f"{rule.hf_key}: not what weft computes", got=_short(value), need=need)
 
 
 def _short(value: Any) -> str:

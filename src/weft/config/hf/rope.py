@@ -143,12 +143,7 @@ class ScaledRope:
         if (mscale, mscale_all_dim) != (1.0, 0.0):
             got = f"mscale {mscale}, mscale_all_dim {mscale_all_dim}"
             what = "transformers has no such pair of mscales"
-            yield Fault(
-                "model.rope_scaling_mscale",
-                what,
-                got=got,
-                need="both above 0, or 1 and 0",
-            )
+            yield Fault("model.rope_scaling_mscale", what, got=got, need="both above 0, or 1 and 0")
 
 
 def rope_parameters(config: Json) -> dict[str, Any]:
@@ -171,46 +166,22 @@ def rope_parameters(config: Json) -> dict[str, Any]:
     return found
 
 
-def _value_faults(
-    name: str,
-    value: Any,
-    kind: str,
-    *,
-    key: str,
-) -> Iterator[Fault]:
+def _value_faults(name: str, value: Any, kind: str, *, key: str) -> Iterator[Fault]:
     """Faults of one setting."""
     if not isinstance(value, int | float):
         yield Fault(key, f"rope: {name} is no number", got=repr(value))
     elif not 0 <= value < math.inf or (name in ("rope_theta", ORIGINAL_CONTEXT) and not value):
-        yield Fault(
-            key,
-            f"rope: {name}: out of range",
-            got=repr(value),
-            need="a number above 0",
-        )
+        yield Fault(key, f"rope: {name}: out of range", got=repr(value), need="a number above 0")
     elif name == PARTIAL:
         if value != 1:
-            yield Fault(
-                key,
-                f"rope: {name}: weft rotates whole heads",
-                got=repr(value),
-                need="1",
-            )
+            yield Fault(key, f"rope: {name}: weft rotates whole heads", got=repr(value), need="1")
     elif name not in ("rope_theta", ORIGINAL_CONTEXT, *_KNOWN_KEYS[kind]):
         yield Fault(
-            key,
-            f"rope: {name}: unknown for type {kind!r}",
-            got=repr(value),
-            need="no such key",
+            key, f"rope: {name}: unknown for type {kind!r}", got=repr(value), need="no such key"
         )
 
 
-def _yarn_faults(
-    found: Mapping[str, Any],
-    config: Json,
-    *,
-    key: str,
-) -> Iterator[Fault]:
+def _yarn_faults(found: Mapping[str, Any], config: Json, *, key: str) -> Iterator[Fault]:
     factor = found.get("attention_factor")
     if factor is not None:
         yield Fault(

@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from weft.errors import CheckpointError, Fault, counted
-from weft.small_files import (
-    MIB,
-    UnreadableFile,
-    open_regular,
-    parse_json,
-    read_json_object,
-)
+from weft.small_files import MIB, UnreadableFile, open_regular, parse_json, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -75,13 +69,7 @@ def list_tensors(folder: Path) -> dict[str, TensorEntry]:
     for name, file in file_of.items():
         if name not in found or found[name].file.name != file:
             fix = "download the folder again: a file is not the one that the index was written for"
-            raise CheckpointError(
-                Fault(
-                    str(folder / INDEX),
-                    f"{name} is not in {file}",
-                    fix=fix,
-                )
-            )
+            raise CheckpointError(Fault(str(folder / INDEX), f"{name} is not in {file}", fix=fix))
     return found
 
 
@@ -114,14 +102,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     if missing:
         got = f"{len(missing)} of {len(files)} files are missing"
         fix = "download the folder again, with all files"
-        raise CheckpointError(
-            Fault(
-                str(folder / missing[0]),
-                "missing shard",
-                got=got,
-                fix=fix,
-            )
-        )
+        raise CheckpointError(Fault(str(folder / missing[0]), "missing shard", got=got, fix=fix))
     return file_of
 
 
@@ -135,14 +116,7 @@ def _check_single_file(folder: Path) -> None:
         else ""
     )
     need = f"{SINGLE_FILE}, or {INDEX} and its files"
-    raise CheckpointError(
-        Fault(
-            str(folder),
-            "holds no weights",
-            need=need,
-            fix=fix,
-        )
-    )
+    raise CheckpointError(Fault(str(folder), "holds no weights", need=need, fix=fix))
 
 
 def _is_weight_map(value: Any) -> TypeGuard[dict[str, str]]:
@@ -221,12 +195,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any
         raise CheckpointError(error.fault(fix=fix)) from None
 
 
-def _parse_header(
-    path: Path,
-    header: Any,
-    *,
-    data_start: int,
-) -> dict[str, TensorEntry]:
+def _parse_header(path: Path, header: Any, *, data_start: int) -> dict[str, TensorEntry]:
     entries = {}
     for name, fields in header.items():
         if name == "__metadata__":
@@ -283,12 +252,7 @@ def _check_entry(name: str, entry: TensorEntry, size: int) -> None:
     if not 0 <= entry.start <= entry.stop <= size:
         got = f"{counted(size, 'byte')}; {name} ends at byte {entry.stop}"
         raise CheckpointError(
-            Fault(
-                str(entry.file),
-                "is cut short",
-                got=got,
-                fix="download the file again",
-            )
+            Fault(str(entry.file), "is cut short", got=got, fix="download the file again")
         )
     if entry.dtype not in DTYPES:
         return

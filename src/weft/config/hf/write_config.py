@@ -15,11 +15,7 @@ REWRITTEN = frozenset(("dtype", "transformers_version"))
 
 
 def config_json(
-    mapping: HFMapping,
-    cfg: ModelConfig,
-    *,
-    dtype: str,
-    original: Json | None = None,
+    mapping: HFMapping, cfg: ModelConfig, *, dtype: str, original: Json | None = None
 ) -> dict[str, Any]:
     """config.json of a model without `unwritable` faults.
 

@@ -90,12 +90,7 @@ class AttentionImplementation(Protocol):
     alternative: str
 
     def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
         """This rank's tokens -> out_BSHW."""
         ...
@@ -114,12 +109,7 @@ class FusedAttention:
     alternative = ""
 
     def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
         width = v_BSGW.shape[-1]
         missing = k_BSGK.shape[-1] - width
@@ -155,9 +145,7 @@ class FusedAttention:
 
 
 def _allowed_keys(
-    mask: AttentionMask,
-    q_BHSK: Tensor,
-    documents_BS: Tensor | None,
+    mask: AttentionMask, q_BHSK: Tensor, documents_BS: Tensor | None
 ) -> Tensor | None:
     """True where a query of whole sequences sees a key, broadcastable to [B, H, S, S]; None: all
     see all.
@@ -207,29 +195,13 @@ class Attend(nn.Module):
     @property
     def requirements(self) -> AttentionSpec:
         """What this attention computes, for every implementation of it."""
-        return AttentionSpec(
-            self.mask,
-            self.scale,
-            self.softcap,
-            self.sinks,
-            self.head_bias,
-        )
+        return AttentionSpec(self.mask, self.scale, self.softcap, self.sinks, self.head_bias)
 
-    def forward(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-    ) -> Tensor:
+    def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch) -> Tensor:
         return self.implementation(q_BSHK, k_BSGK, v_BSGW, batch, self.requirements)
 
 
-def visible_keys(
-    mask: AttentionMask,
-    queries: Tensor,
-    keys_T: Tensor,
-) -> Tensor | None:
+def visible_keys(mask: AttentionMask, queries: Tensor, keys_T: Tensor) -> Tensor | None:
     """True where the query at a column of queries_[...]S sees the key at a column of keys_T: [...,
     S, T]; None: all see all.
     """
@@ -295,10 +267,7 @@ DECLARE_ATTENTION = (
 
 
 def set_implementations(
-    block: nn.Module,
-    make: Callable[[], Implementation],
-    *,
-    name: str,
+    block: nn.Module, make: Callable[[], Implementation], *, name: str
 ) -> list[Implementation]:
     """Let each `Attend` below `block` be computed by what `make` returns; the implementations, in
     the order of modules.
@@ -317,13 +286,7 @@ def set_implementations(
         implementation = make()
         key = f"{name}.{path}" if path else name
         name_of_kind = f"{implementation.name} attention"
-        check_declared(
-            attend,
-            Attend,
-            name=name_of_kind,
-            key=key,
-            fix=DECLARE_ATTENTION,
-        )
+        check_declared(attend, Attend, name=name_of_kind, key=key, fix=DECLARE_ATTENTION)
         check_supported(
             attend.requirements.features,
             implementation.supports,

@@ -94,22 +94,14 @@ def token_batch(inputs_BS: Tensor, targets_BS: Tensor) -> Batch:
 
 def token_example(num: int, seq_len: int) -> Batch:
     """A batch of token ids on the meta device, with the fields that multi-token prediction reads."""
-    tokens_BS = torch.zeros(
-        (num, seq_len),
-        dtype=torch.int64,
-        device="meta",
-    )
+    tokens_BS = torch.zeros((num, seq_len), dtype=torch.int64, device="meta")
     batch = token_batch(tokens_BS, tokens_BS)
     return with_later_targets(batch)
 
 
 def image_example(num: int, size: int) -> Batch:
     """A batch of square grey images on the meta device."""
-    images_B1HW = torch.zeros(
-        (num, 1, size, size),
-        dtype=torch.uint8,
-        device="meta",
-    )
+    images_B1HW = torch.zeros((num, 1, size, size), dtype=torch.uint8, device="meta")
     targets_B = torch.zeros(num, dtype=torch.int64, device="meta")
     return image_batch(images_B1HW, targets_B)
 
@@ -179,11 +171,7 @@ class Chained(NamedTuple):
     loads: dict[str, Tensor]
 
 
-def chain(
-    blocks: Mapping[str, nn.Module] | nn.ModuleDict,
-    x: Tensor,
-    batch: Batch,
-) -> Chained:
+def chain(blocks: Mapping[str, nn.Module] | nn.ModuleDict, x: Tensor, batch: Batch) -> Chained:
     """Run consecutive blocks on the output of the block before them."""
     total: Tensor | None = None
     loads: dict[str, Tensor] = {}

@@ -46,12 +46,7 @@ _MULTIPLIER_32_2 = 0x846CA68B - 2**32
 
 
 def normal_entries(
-    key: int,
-    shape: tuple[int, ...],
-    box: Box,
-    *,
-    std: float,
-    device: torch.device,
+    key: int, shape: tuple[int, ...], box: Box, *, std: float, device: torch.device
 ) -> Tensor:
     """The entries of one box of a tensor of normal numbers with mean 0.
 
@@ -67,13 +62,7 @@ def normal_entries(
     if device.type == "meta":
         return torch.empty(box.shape, dtype=torch.float32, device=device)
     if not shape:
-        entries = normal_entries(
-            key,
-            (1,),
-            Box.whole((1,)),
-            std=std,
-            device=device,
-        )
+        entries = normal_entries(key, (1,), Box.whole((1,)), std=std, device=device)
         return entries.reshape(())
     first_column = box.lo[-1]
     num_columns = box.hi[-1] - first_column
@@ -84,12 +73,7 @@ def normal_entries(
     scale = torch.tensor(std, dtype=torch.float32, device=device)
     row_keys = _row_keys(rows, key)
     for chosen_rows, columns in _chunks(num_rows, num_columns, device):
-        numbers = torch.arange(
-            columns.start,
-            columns.stop,
-            dtype=torch.int64,
-            device=device,
-        )
+        numbers = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device)
         keys = row_keys[:, chosen_rows, None]
         bits = _hash_columns(numbers + first_column, keys)
         normal = _sum_of_quantiles(bits, table)
@@ -97,30 +81,17 @@ def normal_entries(
     return values.reshape(box.shape)
 
 
-def _row_numbers(
-    shape: tuple[int, ...],
-    box: Box,
-    device: torch.device,
-) -> Tensor:
+def _row_numbers(shape: tuple[int, ...], box: Box, device: torch.device) -> Tensor:
     """Number of each row of a box within the whole tensor, in order, int64."""
     numbers = torch.zeros(1, dtype=torch.int64, device=device)
     for dim, length in enumerate(shape[:-1]):
-        places = torch.arange(
-            box.lo[dim],
-            box.hi[dim],
-            dtype=torch.int64,
-            device=device,
-        )
+        places = torch.arange(box.lo[dim], box.hi[dim], dtype=torch.int64, device=device)
         first_of_outer = numbers[:, None] * length
         numbers = (first_of_outer + places).flatten()
     return numbers
 
 
-def _chunks(
-    num_rows: int,
-    num_columns: int,
-    device: torch.device,
-) -> Iterator[tuple[slice, slice]]:
+def _chunks(num_rows: int, num_columns: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
     """Rows and columns of the pieces in which a box is drawn."""
     if num_rows == 0 or num_columns == 0:
         return
@@ -146,11 +117,7 @@ def _row_keys(rows: Tensor, key: int) -> Tensor:
     halves = torch.stack([first_word, second_word]).view(torch.int32)
     words = halves.view(2, -1, 2)
     first_words, second_words = words
-    keys = [
-        first_words[:, 0],
-        first_words[:, 1],
-        second_words[:, 0],
-    ]
+    keys = [first_words[:, 0], first_words[:, 1], second_words[:, 0]]
     return torch.stack(keys)
 
 

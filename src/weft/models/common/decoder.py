@@ -51,10 +51,7 @@ def attention(
 def dense_layer(cfg: DenseConfig, attn: nn.Module) -> DecoderLayer:
     """One layer with a SwiGLU feed-forward part."""
     return DecoderLayer(
-        attn_norm=rms_norm(cfg),
-        attn=attn,
-        mlp_norm=rms_norm(cfg),
-        mlp=SwiGLU(cfg.dim, cfg.ffn),
+        attn_norm=rms_norm(cfg), attn=attn, mlp_norm=rms_norm(cfg), mlp=SwiGLU(cfg.dim, cfg.ffn)
     )
 
 
@@ -93,11 +90,7 @@ def decoder_builders(
 
 
 def chain_builders(
-    embed: Builder,
-    layers: Sequence[Builder],
-    head: Builder,
-    *,
-    side_blocks: Builders | None = None,
+    embed: Builder, layers: Sequence[Builder], head: Builder, *, side_blocks: Builders | None = None
 ) -> Builders:
     """Builders by name, in the order of `chain_blocks`."""
     builders: dict[str, Builder] = {"embed": embed}

@@ -36,11 +36,7 @@ ContextLength = Annotated[
 ]
 HeadSize = Annotated[
     int,
-    Field(
-        ge=2,
-        multiple_of=2,
-        description="width of a head; heads x head_size need not be dim",
-    ),
+    Field(ge=2, multiple_of=2, description="width of a head; heads x head_size need not be dim"),
 ]
 RopeTheta = Annotated[float, Field(gt=0, description="base of RoPE's wavelengths")]
 
@@ -51,28 +47,14 @@ class DecoderConfig(ModelConfig):
     kind: ClassVar[Literal["tokens", "images"]] = "tokens"
 
     layers: int = Field(4, ge=1, description="transformer layers")
-    dim: int = Field(
-        128,
-        ge=1,
-        description="width of the residual stream",
-    )
+    dim: int = Field(128, ge=1, description="width of the residual stream")
     heads: int = Field(4, ge=1, description="query heads")
     kv_heads: int = Field(
-        2,
-        ge=1,
-        description="key/value heads, shared by heads / kv_heads query heads each",
+        2, ge=1, description="key/value heads, shared by heads / kv_heads query heads each"
     )
-    vocab: int = Field(
-        256,
-        ge=1,
-        description="entries of the vocabulary; 256 for bytes",
-    )
+    vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
     max_seq_len: ContextLength = 8192
-    norm_eps: float = Field(
-        1e-6,
-        gt=0,
-        description="added to the mean square in RMSNorm",
-    )
+    norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
     tied: bool = Field(False, description="the head projects with the token embedding")
     rope_theta: RopeTheta = 10_000.0
 
@@ -86,12 +68,7 @@ class DecoderConfig(ModelConfig):
     @classmethod
     def _kv_heads_divide_heads(cls, kv_heads: int, info: ValidationInfo) -> int:
         if "heads" in info.data:
-            check_divides(
-                info.data["heads"],
-                kv_heads,
-                value_name="heads",
-                parts_name="kv_heads",
-            )
+            check_divides(info.data["heads"], kv_heads, value_name="heads", parts_name="kv_heads")
         return kv_heads
 
     @abstractmethod
@@ -121,26 +98,14 @@ class DecoderConfig(ModelConfig):
         q_width = self.heads * self.head_size
         kv_width = self.kv_heads * self.head_size
         linears = linear_flops(
-            seq_len,
-            2 * self.dim * q_width,
-            2 * self.dim * kv_width,
-            self.feed_forward_weights(),
+            seq_len, 2 * self.dim * q_width, 2 * self.dim * kv_width, self.feed_forward_weights()
         )
         window = self.window_of(layer)
-        return linears + attention_flops(
-            seq_len,
-            q_width,
-            window=window,
-        )
+        return linears + attention_flops(seq_len, q_width, window=window)
 
     def block_specs(self, seq_len: int) -> tuple[BlockSpec, ...]:
         layers = [self.layer_flops(layer, seq_len) for layer in range(self.layers)]
-        return decoder_specs(
-            dim=self.dim,
-            vocab=self.vocab,
-            seq_len=seq_len,
-            layer_flops=layers,
-        )
+        return decoder_specs(dim=self.dim, vocab=self.vocab, seq_len=seq_len, layer_flops=layers)
 
     def linears(self) -> LinearShapes:
         widths = {
@@ -153,11 +118,7 @@ class DecoderConfig(ModelConfig):
 class DenseConfig(DecoderConfig):
     """A decoder with a gated MLP in each layer."""
 
-    ffn: int = Field(
-        352,
-        ge=1,
-        description="width of the feed-forward layer",
-    )
+    ffn: int = Field(352, ge=1, description="width of the feed-forward layer")
 
     def feed_forward_axes(self) -> dict[str, int]:
         return {"ffn": self.ffn}
@@ -181,13 +142,7 @@ class FullWidthConfig(DenseConfig):
         dim = info.data.get("dim")
         if dim is None:
             return heads
-        check_divides(
-            dim,
-            heads,
-            value_name="dim",
-            parts_name="heads",
-            multiple=2,
-        )
+        check_divides(dim, heads, value_name="dim", parts_name="heads", multiple=2)
         head_size = dim // heads
         if head_size % 2:
             raise ValueError(
@@ -200,12 +155,7 @@ class FullWidthConfig(DenseConfig):
         return self.dim // self.heads
 
 
-def check_at_most(
-    value: int,
-    most: int,
-    *,
-    of: str,
-) -> int:
+def check_at_most(value: int, most: int, *, of: str) -> int:
     """`value` if it is at most `most`.
 
     Raises:
@@ -216,12 +166,7 @@ def check_at_most(
     return value
 
 
-def attention_flops(
-    seq_len: int,
-    width: int,
-    *,
-    window: int | None,
-) -> float:
+def attention_flops(seq_len: int, width: int, *, window: int | None) -> float:
     """FLOPs of q k^T and of p v, `width` = heads x head size, for the pairs inside the causal mask
     and the window.
     """
@@ -244,12 +189,7 @@ def decoder_specs(
     logits = ("batch", "seq", vocab)
     specs = [BlockSpec("embed", 0.0, hidden, is_layer=False)]
     for layer, flops in enumerate(layer_flops):
-        layer_spec = BlockSpec(
-            f"layer{layer}",
-            flops,
-            hidden,
-            is_layer=True,
-        )
+        layer_spec = BlockSpec(f"layer{layer}", flops, hidden, is_layer=True)
         specs.append(layer_spec)
     for name, flops in (side_flops or {}).items():
         side_spec = BlockSpec(name, flops, hidden, is_layer=False)

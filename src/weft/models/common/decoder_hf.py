@@ -100,23 +100,7 @@ def packed_experts(layer: str, hf_layer: str) -> tuple[WeightRule, ...]:
     """
     gate_up = f"{hf_layer}.mlp.experts.gate_up_proj"
     return (
-        WeightRule(
-            f"{layer}.mlp.experts.gate",
-            gate_up,
-            Slice(
-                0,
-                2,
-                dim=1,
-            ),
-        ),
-        WeightRule(
-            f"{layer}.mlp.experts.up",
-            gate_up,
-            Slice(
-                1,
-                2,
-                dim=1,
-            ),
-        ),
+        WeightRule(f"{layer}.mlp.experts.gate", gate_up, Slice(0, 2, dim=1)),
+        WeightRule(f"{layer}.mlp.experts.up", gate_up, Slice(1, 2, dim=1)),
         WeightRule(f"{layer}.mlp.experts.down", f"{hf_layer}.mlp.experts.down_proj"),
     )

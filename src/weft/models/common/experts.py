@@ -20,13 +20,7 @@ class Experts(nn.Module):
     work unchanged.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        ffn: int,
-        *,
-        num_experts: int,
-    ) -> None:
+    def __init__(self, dim: int, ffn: int, *, num_experts: int) -> None:
         super().__init__()
         inward = (num_experts, ffn, dim)
         outward = (num_experts, dim, ffn)
@@ -45,13 +39,7 @@ class Experts(nn.Module):
         """
         num_tokens = len(x_ND)
         runs = x_ND.split(_lengths(counts_E, num_tokens))
-        experts = zip(
-            runs,
-            self.gate.unbind(),
-            self.up.unbind(),
-            self.down.unbind(),
-            strict=True,
-        )
+        experts = zip(runs, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
         outputs: list[Tensor] = []
         for run, gate, up, down in experts:
             is_skipped = len(run) == 0 and num_tokens > 0
@@ -92,11 +80,7 @@ class Sorting:
 
     def collect(self, rows: Tensor, weights_NK: Tensor) -> Tensor:
         """The weighted sum over each token's slots, from rows in order -> y_ND of the rows' dtype."""
-        slots = _gather(
-            rows,
-            self.places.flatten(),
-            users_NK=self.slots.unsqueeze(1),
-        )
+        slots = _gather(rows, self.places.flatten(), users_NK=self.slots.unsqueeze(1))
         slots_NKD = slots.unflatten(0, self.places.shape)
         weights_NK1 = weights_NK.unsqueeze(-1)
         y_ND: Tensor = (slots_NKD * weights_NK1).sum(1)
@@ -111,19 +95,10 @@ def sort_by_expert(experts_NK: Tensor, num_experts: int) -> Sorting:
     places = torch.empty_like(slots)
     places.scatter_(0, slots, order)
     counts_1E = count_experts(experts.unsqueeze(0), num_experts)
-    return Sorting(
-        slots,
-        places.view_as(experts_NK),
-        counts_1E[0],
-    )
+    return Sorting(slots, places.view_as(experts_NK), counts_1E[0])
 
 
-def _gather(
-    x: Tensor,
-    index: Tensor,
-    *,
-    users_NK: Tensor,
-) -> Tensor:
+def _gather(x: Tensor, index: Tensor, *, users_NK: Tensor) -> Tensor:
     """x[index], where row n of x goes to the places users_NK[n]; its backward is a gather too, in
     fixed order.
 
@@ -135,12 +110,7 @@ def _gather(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        index: Tensor,
-        users_NK: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, index: Tensor, users_NK: Tensor) -> Tensor:
         ctx.save_for_backward(users_NK)
         return x.index_select(0, index)
 
@@ -170,11 +140,7 @@ class Dispatch(nn.Module):
         return frozenset({"dropless"})
 
     def forward(
-        self,
-        x_ND: Tensor,
-        experts_NK: Tensor,
-        weights_NK: Tensor,
-        experts: nn.Module,
+        self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
     ) -> Tensor:
         """x_ND -> y_ND; `experts(x, counts)` takes tokens in the order of their experts and keeps
         that order. The counts are int64 on any device: on the CPU reading them costs no wait.

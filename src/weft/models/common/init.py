@@ -78,14 +78,7 @@ def init_params(
         shard = shards[name] if shards else whole
         parts: list[Tensor] = []
         for box in shard.boxes:
-            part = draw(
-                owner,
-                shape,
-                rule,
-                seed=seed,
-                box=box,
-                device=param.device,
-            )
+            part = draw(owner, shape, rule, seed=seed, box=box, device=param.device)
             parts.append(part)
         value = parts[0]
         if len(parts) > 1:
@@ -109,24 +102,14 @@ def draw(
     box = box or Box.whole(shape)
     device = torch.device(device)
     if rule[0] == "ones":
-        return torch.ones(
-            box.shape,
-            dtype=torch.float32,
-            device=device,
-        )
+        return torch.ones(box.shape, dtype=torch.float32, device=device)
     if rule[0] == "zeros":
         return torch.zeros(box.shape, dtype=torch.float32, device=device)
     if rule[0] == "own":
         whole: Tensor = rule[1](name, seed)
         entries = whole[box.slices]
         return entries.to(device)
-    return normal_entries(
-        name_key(name, seed),
-        shape,
-        box,
-        std=rule[1],
-        device=device,
-    )
+    return normal_entries(name_key(name, seed), shape, box, std=rule[1], device=device)
 
 
 def name_key(name: str, seed: int) -> int:

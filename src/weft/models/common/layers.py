@@ -90,12 +90,7 @@ class Layer(nn.Module):
     """The parts of a layer: attention and a feed-forward part, each with its norm."""
 
     def __init__(
-        self,
-        *,
-        attn_norm: nn.Module,
-        attn: nn.Module,
-        mlp_norm: nn.Module,
-        mlp: nn.Module,
+        self, *, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
     ) -> None:
         super().__init__()
         self.attn_norm = attn_norm
@@ -189,8 +184,5 @@ class Loss(nn.Module):
         wide = torch.promote_types(logits.dtype, torch.float32)
         logits = logits.to(wide)
         return F.cross_entropy(
-            logits.flatten(0, -2),
-            batch.targets.flatten(),
-            ignore_index=IGNORE,
-            reduction="sum",
+            logits.flatten(0, -2), batch.targets.flatten(), ignore_index=IGNORE, reduction="sum"
         )

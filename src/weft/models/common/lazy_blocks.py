@@ -31,11 +31,7 @@ class LazyBlocks(Mapping[str, nn.Module]):
         call: calls a builder, for example on the meta device.
     """
 
-    def __init__(
-        self,
-        builders: Builders,
-        call: Callable[[Builder], nn.Module],
-    ) -> None:
+    def __init__(self, builders: Builders, call: Callable[[Builder], nn.Module]) -> None:
         self._builders = builders
         self._call = call
         self._built: dict[str, nn.Module] = {}

@@ -34,13 +34,7 @@ class LoraFactor(nn.Module):
     not as one of its own.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        scale: float = 1.0,
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, scale: float = 1.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.scale = scale
@@ -68,11 +62,7 @@ class LoraLinear(nn.Linear):
         self.bias = linear.bias
         scale = lora.alpha / lora.rank
         self.lora_a = LoraFactor(linear.in_features, lora.rank)
-        self.lora_b = LoraFactor(
-            lora.rank,
-            linear.out_features,
-            scale=scale,
-        )
+        self.lora_b = LoraFactor(lora.rank, linear.out_features, scale=scale)
         return self
 
     def forward(self, input: Tensor) -> Tensor:
@@ -86,11 +76,7 @@ def take_adapter(module: nn.Module, source: nn.Module | None = None) -> None:
         module.register_module(name, factor)
 
 
-def plus_adapter(
-    module: nn.Module,
-    x: Tensor,
-    y: Tensor,
-) -> Tensor:
+def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """y plus the adapter's output for x, where `module` has an adapter."""
     name_a, name_b = FACTORS
     lora_a = getattr(module, name_a)
@@ -101,12 +87,7 @@ def plus_adapter(
     return y + product
 
 
-def add_product(
-    weight: Tensor,
-    product: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def add_product(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:
     """W + scale B A from W and B A, computed in the wider type, in the type of W."""
     wide = torch.promote_types(weight.dtype, product.dtype)
     change = scale * product.to(wide)
@@ -203,22 +184,12 @@ class AdaptedFamily:
             block_paths.append(path)
         return {name: tuple(block_paths) for name, block_paths in paths.items()}
 
-    def _build_adapted(
-        self,
-        name: str,
-        build: Builder,
-        paths: Sequence[str],
-    ) -> nn.Module:
+    def _build_adapted(self, name: str, build: Builder, paths: Sequence[str]) -> nn.Module:
         block = build()
         self._adapt(name, block, paths)
         return block
 
-    def _adapt(
-        self,
-        name: str,
-        block: nn.Module,
-        paths: Sequence[str],
-    ) -> None:
+    def _adapt(self, name: str, block: nn.Module, paths: Sequence[str]) -> None:
         """Freeze a block and give the linears at these paths adapters."""
         freeze(block)
         for path in paths:

@@ -84,23 +84,14 @@ class Router(nn.Module):
     The bias gets no gradient: once a step it becomes `rebalance(bias, load, rate=router.rate)`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        choice: Choice,
-        *,
-        rate: float = 0.0,
-    ) -> None:
+    def __init__(self, dim: int, choice: Choice, *, rate: float = 0.0) -> None:
         super().__init__()
         self.choice = choice
         self.rate = rate
         self.proj = nn.Linear(dim, choice.num_experts, bias=False)
         self.bias: nn.Parameter | None = None
         if choice.scoring == "sigmoid":
-            self.bias = nn.Parameter(
-                torch.zeros(choice.num_experts),
-                requires_grad=False,
-            )
+            self.bias = nn.Parameter(torch.zeros(choice.num_experts), requires_grad=False)
 
     def forward(self, x_BSD: Tensor) -> Routing:
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
@@ -118,12 +109,7 @@ class Router(nn.Module):
         return Routing(experts_BSK, weights_BSK, scores_BSE)
 
 
-def rebalance(
-    bias_E: Tensor,
-    load_E: Tensor,
-    *,
-    rate: float,
-) -> Tensor:
+def rebalance(bias_E: Tensor, load_E: Tensor, *, rate: float) -> Tensor:
     """The bias after a step: up by `rate` where the load of all ranks was under the mean, down
     where it was over it.
 
@@ -225,11 +211,7 @@ class MoE(nn.Module):
         balance_loss = self.balance(routing.scores, batch)
         num_experts = self.router.choice.num_experts
         load_BE = count_experts(routing.experts.flatten(1), num_experts)
-        return Extra(
-            self.region_output(y_BSD),
-            loss=balance_loss,
-            load=load_BE.sum(0),
-        )
+        return Extra(self.region_output(y_BSD), loss=balance_loss, load=load_BE.sum(0))
 
 
 class MoELayer(Layer):

@@ -65,10 +65,7 @@ class PreferenceLoss(Loss):
         """losses_BS: -log p of each target, 0 where it does not count; float32, or float64."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(
-            wide.flatten(0, -2),
-            targets.flatten(),
-            ignore_index=IGNORE,
-            reduction="none",
+            wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none"
         )
         return losses.view(targets.shape)
 
@@ -100,11 +97,7 @@ class PreferenceLoss(Loss):
         return pair_losses.sum() / position_sum.num_ranks
 
 
-def _sum_by_document(
-    values: Tensor,
-    documents_BS: Tensor,
-    num_slots: int,
-) -> Tensor:
+def _sum_by_document(values: Tensor, documents_BS: Tensor, num_slots: int) -> Tensor:
     """values_NBS -> sums_NBD over the tokens of each document."""
     num, rows, _ = values.shape
     index = documents_BS.clamp(max=num_slots - 1).expand_as(values)

@@ -104,11 +104,7 @@ class Rope(nn.Module):
     """
 
     def __init__(
-        self,
-        head_size: int,
-        *,
-        theta: float,
-        scaling: Llama3Scaling | YarnScaling | None = None,
+        self, head_size: int, *, theta: float, scaling: Llama3Scaling | YarnScaling | None = None
     ) -> None:
         super().__init__()
         self.head_size = head_size
@@ -131,22 +127,13 @@ class Rope(nn.Module):
         """Radians per token of each pair of features, [K/2] float32, from the fastest to the
         slowest.
         """
-        frequencies = 1.0 / periods(
-            self.head_size,
-            theta=self.theta,
-            device=device,
-        )
+        frequencies = 1.0 / periods(self.head_size, theta=self.theta, device=device)
         if self.scaling is None:
             return frequencies
         return self.scaling(frequencies)
 
 
-def periods(
-    head_size: int,
-    *,
-    theta: float,
-    device: torch.device,
-) -> Tensor:
+def periods(head_size: int, *, theta: float, device: torch.device) -> Tensor:
     """Tokens per radian of each pair of features, unscaled, [K/2] float32."""
     even_features = torch.arange(0, head_size, 2, device=device)
     exponents = even_features.float() / head_size

@@ -10,12 +10,7 @@ from weft.errors import Fault, PlanError
 
 
 def check_replaceable(
-    module: nn.Module,
-    base: type[nn.Module],
-    *,
-    name: str,
-    supports: frozenset[str],
-    key: str,
+    module: nn.Module, base: type[nn.Module], *, name: str, supports: frozenset[str], key: str
 ) -> None:
     """Reject a seam that the implementation `name` cannot stand for.
 
@@ -28,24 +23,13 @@ def check_replaceable(
         PlanError: a subclass that overrides `forward` without declaring `requirements`, or one that
             requires more.
     """
-    check_declared(
-        module,
-        base,
-        name=name,
-        key=key,
-        fix=f"use {base.__name__}",
-    )
+    check_declared(module, base, name=name, key=key, fix=f"use {base.__name__}")
     requirements: frozenset[str] = module.requirements  # type: ignore[assignment]
     check_supported(requirements, supports, name=name, key=key)
 
 
 def check_declared(
-    module: nn.Module,
-    base: type[nn.Module],
-    *,
-    name: str,
-    key: str,
-    fix: str,
+    module: nn.Module, base: type[nn.Module], *, name: str, key: str, fix: str
 ) -> None:
     """Reject a seam whose `forward` computes what no `requirements` declare.
 
@@ -59,12 +43,7 @@ def check_declared(
 
 
 def check_supported(
-    requirements: Set[str],
-    supports: Set[str],
-    *,
-    name: str,
-    key: str,
-    fix: str = "",
+    requirements: Set[str], supports: Set[str], *, name: str, key: str, fix: str = ""
 ) -> None:
     """Reject requirements that the implementation `name` does not compute.
 

@@ -34,25 +34,16 @@ class Config(ModelConfig):
     dim: int = Field(128, ge=1, description="width of the residual stream")
     heads: int = Field(4, ge=1, description="attention heads")
     q_lora_rank: int = Field(
-        64,
-        ge=0,
-        description="width of the vector that queries come from; 0 for x itself",
+        64, ge=0, description="width of the vector that queries come from; 0 for x itself"
     )
     kv_lora_rank: int = Field(
-        32,
-        ge=1,
-        description="width of the vector that keys and values come from",
+        32, ge=1, description="width of the vector that keys and values come from"
     )
     qk_nope_head_dim: int = Field(
-        32,
-        ge=1,
-        description="part of a head of q and k that is not rotated",
+        32, ge=1, description="part of a head of q and k that is not rotated"
     )
     qk_rope_head_dim: int = Field(
-        16,
-        ge=2,
-        multiple_of=2,
-        description="part of a head of q and k that is rotated",
+        16, ge=2, multiple_of=2, description="part of a head of q and k that is rotated"
     )
     v_head_dim: int = Field(32, ge=1, description="width of a head of v")
     ffn: int = Field(384, ge=1, description="width of the feed-forward part of a dense layer")
@@ -61,66 +52,45 @@ class Config(ModelConfig):
     expert_ffn: int = Field(64, ge=1, description="width of an expert")
     shared_experts: int = Field(1, ge=0, description="experts that every token visits")
     scoring: Literal["sigmoid", "softmax"] = Field(
-        "sigmoid",
-        description="of experts: with a balancing bias, or without",
+        "sigmoid", description="of experts: with a balancing bias, or without"
     )
     n_group: int = Field(1, ge=1, description="groups of experts; divides experts")
     topk_group: int = Field(1, ge=1, description="groups that a token's experts may be in")
     norm_topk_prob: bool = Field(
-        True,
-        description="weights of a token's experts sum to 1 before scaling",
+        True, description="weights of a token's experts sum to 1 before scaling"
     )
     routed_scaling_factor: float = Field(1.0, gt=0, description="factor of those weights")
     balance_rate: float = Field(1e-3, ge=0, description="step of the balancing bias")
     balance_loss: float = Field(
-        1e-4,
-        ge=0,
-        description="weight of the sequence-wise balance loss; 0 for none",
+        1e-4, ge=0, description="weight of the sequence-wise balance loss; 0 for none"
     )
     mtp_depth: int = Field(
-        0,
-        ge=0,
-        le=1,
-        description="1 to predict the token after the next one, too",
+        0, ge=0, le=1, description="1 to predict the token after the next one, too"
     )
     mtp_loss: float = Field(0.3, ge=0, description="weight of that prediction's loss")
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
     max_seq_len: int = Field(
-        4096,
-        ge=1,
-        description="context length of the published model; informational",
+        4096, ge=1, description="context length of the published model; informational"
     )
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square in RMSNorm")
     rope_theta: float = Field(10_000.0, gt=1, description="base of RoPE's wavelengths")
     rope_scaling_factor: float = Field(
-        1.0,
-        ge=1,
-        description="YaRN: long wavelengths grow by this; 1 turns it off",
+        1.0, ge=1, description="YaRN: long wavelengths grow by this; 1 turns it off"
     )
     rope_scaling_original_context: int = Field(
-        4096,
-        ge=1,
-        description="context before scaling, in tokens",
+        4096, ge=1, description="context before scaling, in tokens"
     )
     rope_scaling_beta_fast: float = Field(
-        32.0,
-        gt=0,
-        description="features that turn so often in that context stay",
+        32.0, gt=0, description="features that turn so often in that context stay"
     )
     rope_scaling_beta_slow: float = Field(
-        1.0,
-        gt=0,
-        description="features that turn so often or less are scaled",
+        1.0, gt=0, description="features that turn so often or less are scaled"
     )
     rope_scaling_mscale: float = Field(
-        1.0,
-        ge=0,
-        description="growth of the rotated part with log(factor)",
+        1.0, ge=0, description="growth of the rotated part with log(factor)"
     )
     rope_scaling_mscale_all_dim: float = Field(
-        1.0,
-        ge=0,
-        description="growth of all scores with log(factor)",
+        1.0, ge=0, description="growth of all scores with log(factor)"
     )
 
     @field_validator("first_k_dense")
@@ -137,12 +107,7 @@ class Config(ModelConfig):
     @classmethod
     def _groups_divide_experts(cls, n_group: int, info: ValidationInfo) -> int:
         if "experts" in info.data:
-            check_divides(
-                info.data["experts"],
-                n_group,
-                value_name="experts",
-                parts_name="n_group",
-            )
+            check_divides(info.data["experts"], n_group, value_name="experts", parts_name="n_group")
         return n_group
 
     @field_validator("topk_group")
@@ -227,8 +192,7 @@ class Config(ModelConfig):
         if self.shared_experts:
             found.update(
                 in_layers(
-                    gated_linears(self.dim, self.shared_ffn, inside="mlp.shared"),
-                    mixed_layers,
+                    gated_linears(self.dim, self.shared_ffn, inside="mlp.shared"), mixed_layers
                 )
             )
         return found
@@ -265,12 +229,7 @@ def _published(**own: Any) -> Config:
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
     }
-    return Config(
-        **heads,
-        max_seq_len=163_840,
-        rope_scaling_factor=40.0,
-        **own,
-    )
+    return Config(**heads, max_seq_len=163_840, rope_scaling_factor=40.0, **own)
 
 
 PRESETS = {

@@ -77,12 +77,7 @@ def _index_sets(cfg: Any) -> IndexSets:
     return sets
 
 
-def _layer_sets(
-    cfg: Any,
-    layers: IndexPairs,
-    *,
-    mixed: IndexPairs,
-) -> dict[str, IndexPairs]:
+def _layer_sets(cfg: Any, layers: IndexPairs, *, mixed: IndexPairs) -> dict[str, IndexPairs]:
     return {
         "layer": layers,
         "full_rank_q": () if cfg.q_lora_rank else layers,

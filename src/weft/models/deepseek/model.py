@@ -89,11 +89,7 @@ class LatentAttention(nn.Module):
         rotated = rotate(to_rotate, turn, pairs="neighbours")
         return torch.cat((nope, rotated), dim=-1)
 
-    def _keys_and_values(
-        self,
-        x_BSD: Tensor,
-        turn: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, x_BSD: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         compressed = self.kv_a(x_BSD)
         sizes = (self.kv_lora_rank, self.rope_size)
         latent, to_rotate = compressed.split(sizes, dim=-1)
@@ -120,13 +116,7 @@ class SecondNext(nn.Module):
     """
 
     def __init__(
-        self,
-        layer: nn.Module,
-        *,
-        vocab: int,
-        dim: int,
-        norm_eps: float,
-        weight: float,
+        self, layer: nn.Module, *, vocab: int, dim: int, norm_eps: float, weight: float
     ) -> None:
         super().__init__()
         self.weight = weight
@@ -169,10 +159,7 @@ def builders(cfg: Config) -> Builders:
         layers.append(dense if index < cfg.first_k_dense else mixed)
     side_blocks = {f"mtp{i}": partial(_second_next, cfg) for i in range(cfg.mtp_depth)}
     return chain_builders(
-        partial(Embed, cfg.vocab, cfg.dim),
-        layers,
-        partial(_head, cfg),
-        side_blocks=side_blocks,
+        partial(Embed, cfg.vocab, cfg.dim), layers, partial(_head, cfg), side_blocks=side_blocks
     )
 
 
@@ -200,20 +187,13 @@ def _dense_layer(cfg: Config) -> DecoderLayer:
 
 def _mixed_layer(cfg: Config) -> MoELayer:
     return MoELayer(
-        attn_norm=_norm(cfg),
-        attn=_attention(cfg),
-        mlp_norm=_norm(cfg),
-        mlp=_mixture(cfg),
+        attn_norm=_norm(cfg), attn=_attention(cfg), mlp_norm=_norm(cfg), mlp=_mixture(cfg)
     )
 
 
 def _second_next(cfg: Config) -> SecondNext:
     return SecondNext(
-        _mixed_layer(cfg),
-        vocab=cfg.vocab,
-        dim=cfg.dim,
-        norm_eps=cfg.norm_eps,
-        weight=cfg.mtp_loss,
+        _mixed_layer(cfg), vocab=cfg.vocab, dim=cfg.dim, norm_eps=cfg.norm_eps, weight=cfg.mtp_loss
     )
 
 
@@ -228,9 +208,7 @@ def _attention(cfg: Config) -> LatentAttention:
         mscale_all_dim=cfg.rope_scaling_mscale_all_dim,
     )
     rope = Rope(
-        cfg.qk_rope_head_dim,
-        theta=cfg.rope_theta,
-        scaling=None if yarn.factor == 1 else yarn,
+        cfg.qk_rope_head_dim, theta=cfg.rope_theta, scaling=None if yarn.factor == 1 else yarn
     )
     return LatentAttention(
         cfg.dim,

@@ -28,14 +28,10 @@ class Config(DenseConfig):
     max_seq_len: ContextLength = 32_768
     tied: bool = Field(True, description="the head projects with the token embedding")
     rope_theta: float = Field(
-        1_000_000.0,
-        gt=0,
-        description="base of RoPE's wavelengths in layers without a window",
+        1_000_000.0, gt=0, description="base of RoPE's wavelengths in layers without a window"
     )
     rope_local_theta: float = Field(
-        10_000.0,
-        gt=0,
-        description="base of RoPE's wavelengths in layers with a window",
+        10_000.0, gt=0, description="base of RoPE's wavelengths in layers with a window"
     )
     window: int = Field(64, ge=1, description="keys that a query attends to, its own among them")
     global_every: int = Field(2, ge=1, description="every n-th layer has no window")

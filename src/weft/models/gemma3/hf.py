@@ -134,7 +134,6 @@ HF = HFMapping(
         ignored=frozenset(("cache_implementation",)),
     ),
     weights=WeightMapping(
-        rules=decoder_rules(_NORMS, ATTENTION, QK_NORMS, MLP),
-        ignored=ROTARY_BUFFERS,
+        rules=decoder_rules(_NORMS, ATTENTION, QK_NORMS, MLP), ignored=ROTARY_BUFFERS
     ),
 )

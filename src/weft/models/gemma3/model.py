@@ -24,12 +24,7 @@ class OffsetRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = 1 + self.weight.to(wide)
-        normed = F.rms_norm(
-            x.to(wide),
-            self.normalized_shape,
-            scale,
-            self.eps,
-        )
+        normed = F.rms_norm(x.to(wide), self.normalized_shape, scale, self.eps)
         return normed.to(x.dtype)
 
 

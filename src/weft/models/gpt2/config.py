@@ -41,12 +41,7 @@ class Config(ModelConfig):
     @classmethod
     def _heads_divide_dim(cls, heads: int, info: ValidationInfo) -> int:
         if "dim" in info.data:
-            check_divides(
-                info.data["dim"],
-                heads,
-                value_name="dim",
-                parts_name="heads",
-            )
+            check_divides(info.data["dim"], heads, value_name="dim", parts_name="heads")
         return heads
 
     def axis_sizes(self) -> dict[str, int]:
@@ -56,10 +51,7 @@ class Config(ModelConfig):
         linears = linear_flops(seq_len, 4 * self.dim * self.dim, 2 * self.dim * self.ffn)
         layer = linears + causal_attention_flops(seq_len, self.dim)
         return decoder_specs(
-            dim=self.dim,
-            vocab=self.vocab,
-            seq_len=seq_len,
-            layer_flops=[layer] * self.layers,
+            dim=self.dim, vocab=self.vocab, seq_len=seq_len, layer_flops=[layer] * self.layers
         )
 
     def linears(self) -> LinearShapes:
@@ -79,20 +71,8 @@ class Config(ModelConfig):
         )
 
 
-def _published(
-    *,
-    layers: int,
-    dim: int,
-    heads: int,
-) -> Config:
-    return Config(
-        layers=layers,
-        dim=dim,
-        heads=heads,
-        ffn=4 * dim,
-        vocab=50_257,
-        max_seq_len=1024,
-    )
+def _published(*, layers: int, dim: int, heads: int) -> Config:
+    return Config(layers=layers, dim=dim, heads=heads, ffn=4 * dim, vocab=50_257, max_seq_len=1024)
 
 
 PRESETS = {

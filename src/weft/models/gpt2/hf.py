@@ -29,17 +29,12 @@ def _layer_rules() -> Iterator[WeightRule]:
     for index, name in enumerate(("q", "k", "v")):
         linear = f"{_LAYER}.attn.{name}"
         yield WeightRule(
-            f"{linear}.weight",
-            f"{fused}.weight",
-            Slice(index, 3, dim=1),
-            transposed=True,
+            f"{linear}.weight", f"{fused}.weight", Slice(index, 3, dim=1), transposed=True
         )
         yield WeightRule(f"{linear}.bias", f"{fused}.bias", Slice(index, 3, dim=0))
     for linear, hf_linear in _LINEARS.items():
         yield WeightRule(
-            f"{_LAYER}.{linear}.weight",
-            f"{_HF_LAYER}.{hf_linear}.weight",
-            transposed=True,
+            f"{_LAYER}.{linear}.weight", f"{_HF_LAYER}.{hf_linear}.weight", transposed=True
         )
         yield WeightRule(f"{_LAYER}.{linear}.bias", f"{_HF_LAYER}.{hf_linear}.bias")
     for norm, hf_norm in _NORMS.items():

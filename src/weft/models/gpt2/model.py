@@ -17,13 +17,7 @@ from weft.models.gpt2.config import Config
 class EmbedWithPositions(nn.Module):
     """Tokens to vectors, plus a learned vector for each position."""
 
-    def __init__(
-        self,
-        vocab: int,
-        dim: int,
-        *,
-        max_seq_len: int,
-    ) -> None:
+    def __init__(self, vocab: int, dim: int, *, max_seq_len: int) -> None:
         super().__init__()
         self.tok = nn.Embedding(vocab, dim)
         self.pos = nn.Embedding(max_seq_len, dim)
@@ -77,10 +71,7 @@ def _layer(cfg: Config) -> DecoderLayer:
         out_bias=True,
     )
     return DecoderLayer(
-        attn_norm=_norm(cfg),
-        attn=attn,
-        mlp_norm=_norm(cfg),
-        mlp=GeluMLP(cfg.dim, cfg.ffn),
+        attn_norm=_norm(cfg), attn=attn, mlp_norm=_norm(cfg), mlp=GeluMLP(cfg.dim, cfg.ffn)
     )
 
 

@@ -24,24 +24,16 @@ class Config(FullWidthConfig):
 
     norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     rope_scaling_factor: float = Field(
-        1.0,
-        gt=0,
-        description="long wavelengths grow by this; 1 turns scaling off",
+        1.0, gt=0, description="long wavelengths grow by this; 1 turns scaling off"
     )
     rope_scaling_low_freq_factor: float = Field(
-        1.0,
-        gt=0,
-        description="waves over original context / this are long",
+        1.0, gt=0, description="waves over original context / this are long"
     )
     rope_scaling_high_freq_factor: float = Field(
-        4.0,
-        gt=0,
-        description="waves under original context / this stay",
+        4.0, gt=0, description="waves under original context / this stay"
     )
     rope_scaling_original_context: int = Field(
-        8192,
-        ge=1,
-        description="context before scaling, in tokens",
+        8192, ge=1, description="context before scaling, in tokens"
     )
 
     @field_validator("rope_scaling_high_freq_factor")
@@ -56,13 +48,7 @@ class Config(FullWidthConfig):
 
 
 def _published(
-    *,
-    layers: int,
-    dim: int,
-    heads: int,
-    ffn: int,
-    scaling: float,
-    tied: bool = False,
+    *, layers: int, dim: int, heads: int, ffn: int, scaling: float, tied: bool = False
 ) -> Config:
     """The fields that LLaMA 3.1 and 3.2 share: vocabulary, context, 8 key/value heads, RoPE's base
     and ramp.
@@ -83,31 +69,11 @@ def _published(
 
 PRESETS = {
     "llama3-tiny": Config(),
-    "llama3-1b": _published(
-        layers=16,
-        dim=2048,
-        heads=32,
-        ffn=8192,
-        scaling=32.0,
-        tied=True,
-    ),
-    "llama3-3b": _published(
-        layers=28,
-        dim=3072,
-        heads=24,
-        ffn=8192,
-        scaling=32.0,
-        tied=True,
-    ),
+    "llama3-1b": _published(layers=16, dim=2048, heads=32, ffn=8192, scaling=32.0, tied=True),
+    "llama3-3b": _published(layers=28, dim=3072, heads=24, ffn=8192, scaling=32.0, tied=True),
     "llama3-8b": _published(layers=32, dim=4096, heads=32, ffn=14336, scaling=8.0),
     "llama3-70b": _published(layers=80, dim=8192, heads=64, ffn=28672, scaling=8.0),
-    "llama3-405b": _published(
-        layers=126,
-        dim=16384,
-        heads=128,
-        ffn=53248,
-        scaling=8.0,
-    ),
+    "llama3-405b": _published(layers=126, dim=16384, heads=128, ffn=53248, scaling=8.0),
 }
 
 AXES: AxisTable = {**DECODER_AXES, **GATED_MLP_AXES}

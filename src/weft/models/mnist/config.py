@@ -18,14 +18,11 @@ class Config(ModelConfig):
     kind: ClassVar[Literal["tokens", "images"]] = "images"
 
     arch: Literal["mlp", "conv"] = Field(
-        "mlp",
-        description="fully connected layers, or convolutions",
+        "mlp", description="fully connected layers, or convolutions"
     )
     layers: int = Field(2, ge=0, description="hidden layers between the first and the head")
     dim: int = Field(
-        128,
-        ge=1,
-        description="width of the hidden layers; channels of the convolutions",
+        128, ge=1, description="width of the hidden layers; channels of the convolutions"
     )
     ffn: int = Field(
         256,
@@ -94,15 +91,7 @@ class _Costs:
     hidden: tuple[str | int, ...]
 
 
-PRESETS = {
-    "mnist-mlp": Config(),
-    "mnist-conv": Config(
-        arch="conv",
-        layers=1,
-        dim=16,
-        ffn=128,
-    ),
-}
+PRESETS = {"mnist-mlp": Config(), "mnist-conv": Config(arch="conv", layers=1, dim=16, ffn=128)}
 
 AXES: AxisTable = {
     "embed.proj.weight": ("embed", "pixels"),

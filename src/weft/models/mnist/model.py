@@ -88,13 +88,7 @@ class ConvLayer(nn.Module):
 class ConvHead(nn.Module):
     """Halves the resolution, then two linears to one logit a class."""
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        ffn: int,
-        classes: int,
-    ) -> None:
+    def __init__(self, num_features: int, *, ffn: int, classes: int) -> None:
         super().__init__()
         self.up = nn.Linear(num_features, ffn)
         self.down = nn.Linear(ffn, classes)

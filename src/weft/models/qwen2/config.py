@@ -29,22 +29,9 @@ class Config(FullWidthConfig):
 PRESETS = {
     "qwen2-tiny": Config(),
     "qwen2-0.5b": Config(
-        layers=24,
-        dim=896,
-        heads=14,
-        kv_heads=2,
-        ffn=4864,
-        vocab=151_936,
-        tied=True,
+        layers=24, dim=896, heads=14, kv_heads=2, ffn=4864, vocab=151_936, tied=True
     ),
-    "qwen2-7b": Config(
-        layers=28,
-        dim=3584,
-        heads=28,
-        kv_heads=4,
-        ffn=18_944,
-        vocab=152_064,
-    ),
+    "qwen2-7b": Config(layers=28, dim=3584, heads=28, kv_heads=4, ffn=18_944, vocab=152_064),
 }
 
 AXES: AxisTable = {**DECODER_AXES, **QKV_BIAS_AXES, **GATED_MLP_AXES}

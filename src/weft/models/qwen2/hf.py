@@ -39,7 +39,6 @@ HF = HFMapping(
         ),  # read under use_sliding_window alone
     ),
     weights=WeightMapping(
-        rules=decoder_rules(NORMS, ATTENTION, QKV_BIAS, MLP),
-        ignored=ROTARY_BUFFERS,
+        rules=decoder_rules(NORMS, ATTENTION, QKV_BIAS, MLP), ignored=ROTARY_BUFFERS
     ),
 )

@@ -28,14 +28,7 @@ class Config(DenseConfig):
     rope_theta: RopeTheta = 1_000_000.0
 
 
-def _published(
-    *,
-    layers: int,
-    dim: int,
-    heads: int,
-    ffn: int,
-    tied: bool = False,
-) -> Config:
+def _published(*, layers: int, dim: int, heads: int, ffn: int, tied: bool = False) -> Config:
     """The fields that the dense models share: 8 key/value heads, head size, vocabulary."""
     return Config(
         layers=layers,

@@ -41,7 +41,6 @@ HF = HFMapping(
         ignored=IGNORED,
     ),
     weights=WeightMapping(
-        rules=decoder_rules(NORMS, ATTENTION, QK_NORMS, MLP),
-        ignored=ROTARY_BUFFERS,
+        rules=decoder_rules(NORMS, ATTENTION, QK_NORMS, MLP), ignored=ROTARY_BUFFERS
     ),
 )

@@ -36,9 +36,7 @@ class Config(DecoderConfig):
     expert_ffn: int = Field(64, ge=1, description="width of an expert")
     norm_topk_prob: bool = Field(True, description="weights of a token's experts sum to 1")
     balance_loss: float = Field(
-        0.0,
-        ge=0,
-        description="weight of the sequence-wise balance loss; 0 for none",
+        0.0, ge=0, description="weight of the sequence-wise balance loss; 0 for none"
     )
 
     @field_validator("top_k")

@@ -16,13 +16,7 @@ HOLDERS = "_weft_holders"
 """Attribute of a parameter of a tensor-parallel layer: the `Holders` of its entries."""
 FOREACH_NORM = torch._foreach_norm
 NORMS = frozenset(
-    {
-        FOREACH_NORM,
-        torch.linalg.vector_norm,
-        torch.linalg.norm,
-        torch.norm,
-        Tensor.norm,
-    }
+    {FOREACH_NORM, torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm}
 )
 FINITE_CHECK = torch._amp_foreach_non_finite_check_and_unscale_
 """What torch.amp.GradScaler calls: whether an entry is not finite, for the tensors it gets."""
@@ -188,10 +182,7 @@ def shard_axes_of(param: Tensor) -> tuple[str, ...]:
 
 
 def total_norm(
-    comm: Comm,
-    gradients: Iterable[tuple[Tensor, tuple[str, ...]]],
-    *,
-    over: Axis = (),
+    comm: Comm, gradients: Iterable[tuple[Tensor, tuple[str, ...]]], *, over: Axis = ()
 ) -> Tensor:
     """The norm of gradients over all ranks, float64; a collective.
 
@@ -220,11 +211,7 @@ def clip_to(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
         gradient.mul_(factor)
 
 
-def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    comm: Comm,
-) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, comm: Comm) -> Tensor:
     """Scale gradients so that the norm of the whole model's is at most `max_norm`, where tensor-parallel
     layers hold a part of their parameters on each rank, plain or in a `DistributedDataParallel`. A
     collective over the axes of these layers: every rank calls it. torch's `clip_grad_norm_` does the

@@ -43,10 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from weft.errors import Fault, PlanError
 from weft.parallel.autograd.tree import map_leaves, tensors_in
@@ -65,14 +62,7 @@ is made of: deferred to W.
 """
 
 IN_PLACE = frozenset(
-    {
-        "__setitem__",
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ipow__",
-    }
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 )
 """Functions that write into their first argument and whose name does not end in one underscore."""
 
@@ -222,10 +212,7 @@ class SplitBackward(TorchFunctionMode):
         return proxy
 
     def _product(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Run a product on inputs cut off from the outer graph, with one node in the outer graph in
         its place.
@@ -244,11 +231,7 @@ class SplitBackward(TorchFunctionMode):
         inner_args = map_leaves(args, Tensor, cut)
         inner_kwargs = map_leaves(kwargs, Tensor, cut)
         out: Tensor = func(*inner_args, **inner_kwargs)
-        inner = _InnerGraph(
-            self,
-            get_gradient_edge(out),
-            inputs=tuple(inner_inputs),
-        )
+        inner = _InnerGraph(self, get_gradient_edge(out), inputs=tuple(inner_inputs))
         return _outer_output(inner, out, self._grad_root, *outer_inputs)
 
 
@@ -295,12 +278,7 @@ class _InnerGraph:
         return gradients
 
 
-def _outer_output(
-    inner: _InnerGraph,
-    out: Tensor,
-    grad_root: Tensor,
-    *inputs: Tensor,
-) -> Tensor:
+def _outer_output(inner: _InnerGraph, out: Tensor, grad_root: Tensor, *inputs: Tensor) -> Tensor:
     """`out` as the output of a node of the outer graph that has `inputs`; `grad_root` makes sure
     that there is a node.
     """
@@ -314,11 +292,7 @@ class _InnerInput(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        grad_root: Tensor,
-        x: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, grad_root: Tensor, x: Tensor) -> Tensor:
         return x.detach()
 
 
@@ -329,11 +303,7 @@ class _OuterNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        inner: _InnerGraph,
-        out: Tensor,
-        grad_root: Tensor,
-        *inputs: Tensor,
+        ctx: Any, inner: _InnerGraph, out: Tensor, grad_root: Tensor, *inputs: Tensor
     ) -> Tensor:
         ctx.inner = inner
         return out.detach()  # not a view to autograd, so that it may be written into

@@ -38,11 +38,7 @@ def is_data_object(tree: Any) -> bool:
     return hasattr(type(tree), "__dataclass_fields__")
 
 
-def map_leaves(
-    tree: Any,
-    kind: type[T],
-    act: Callable[[T], Any],
-) -> Any:
+def map_leaves(tree: Any, kind: type[T], act: Callable[[T], Any]) -> Any:
     """The same tree with `act` applied to each leaf of this kind."""
     if isinstance(tree, kind):
         return act(tree)

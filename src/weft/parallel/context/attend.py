@@ -39,12 +39,7 @@ class BlockwiseAttention:
         self._last_blocks: dict[AttentionMask, SequenceBlocks] = {}
 
     def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
         """This rank's columns of q, k and v -> its out_BSHW."""
         whole_documents = self._whole_documents(batch, spec)
@@ -56,12 +51,7 @@ class BlockwiseAttention:
     def _whole_documents(self, batch: Batch, spec: AttentionSpec) -> Tensor | None:
         return whole_documents_of(batch) if spec.mask.documents else None
 
-    def _blocks(
-        self,
-        length: int,
-        mask: AttentionMask,
-        documents: Tensor | None,
-    ) -> SequenceBlocks:
+    def _blocks(self, length: int, mask: AttentionMask, documents: Tensor | None) -> SequenceBlocks:
         """Computed once for all layers that attend alike within the same documents."""
         known = self._last_blocks.get(mask)
         if known is not None and known.length == length and documents is self._last_documents:
@@ -98,11 +88,7 @@ VARIANTS: Mapping[Context, Callable[[Comm], AttentionImplementation]] = {
 
 
 def transform(
-    blocks: dict[str, nn.Module],
-    *,
-    plan: Plan,
-    comm: Comm,
-    **_unused: object,
+    blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, **_unused: object
 ) -> tuple[str, ...]:
     """The transform of the dimension cp: attention reads the keys and values of every rank along
     it.
@@ -119,11 +105,7 @@ def transform(
     return ()
 
 
-def _check_stages(
-    blocks: Mapping[str, nn.Module],
-    plan: Plan,
-    comm: Comm,
-) -> None:
+def _check_stages(blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm) -> None:
     """Reject blocks of this rank that mix tokens in another way than by `Attend`."""
     here = comm.index(pipeline_axis())
     vocab = _vocab(plan)
@@ -151,12 +133,7 @@ def _vocab(plan: Plan) -> int | None:
     return config.axis_sizes().get("vocab")
 
 
-def apply(
-    blocks: Mapping[str, nn.Module],
-    *,
-    comm: Comm,
-    variant: Context,
-) -> None:
+def apply(blocks: Mapping[str, nn.Module], *, comm: Comm, variant: Context) -> None:
     """Let the attention in these named blocks reach the keys of every rank along cp.
 
     Raises:

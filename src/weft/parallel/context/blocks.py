@@ -32,20 +32,10 @@ class BlockAttention:
     blocks: SequenceBlocks
     documents: Tensor | None = None
 
-    def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-    ) -> Tensor:
+    def __call__(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor) -> Tensor:
         """This rank's q, k and v -> its out_BSHW; differentiable."""
         out = _BlockAttentionFunction.apply(  # type: ignore[no-untyped-call]
-            q_BSHK,
-            k_BSGK,
-            v_BSGW,
-            self.spec.sinks,
-            self.spec.head_bias,
-            self,
+            q_BSHK, k_BSGK, v_BSGW, self.spec.sinks, self.spec.head_bias, self
         )
         return cast(Tensor, out)
 
@@ -53,12 +43,7 @@ class BlockAttention:
         """Blocks of this rank's queries against the keys of rank `source`."""
         return self.blocks.block_masks(self.exchange.index, source)
 
-    def scores(
-        self,
-        block: BlockMask,
-        source: int,
-        q_BHSK: Tensor,
-    ) -> Scores:
+    def scores(self, block: BlockMask, source: int, q_BHSK: Tensor) -> Scores:
         """How the scores of a block are computed."""
         distance = None
         if self.spec.head_bias is not None:
@@ -73,12 +58,7 @@ class BlockAttention:
             distance=distance,
         )
 
-    def _mask(
-        self,
-        block: BlockMask,
-        source: int,
-        device: torch.device,
-    ) -> Tensor | None:
+    def _mask(self, block: BlockMask, source: int, device: torch.device) -> Tensor | None:
         """True where a query attends to a key, [B or 1, 1, Sq, Sk]."""
         queries, keys = self._columns(block, source, device)
         allowed = visible_keys(self.spec.mask, queries, keys)
@@ -94,10 +74,7 @@ class BlockAttention:
         return is_same & allowed
 
     def _columns(
-        self,
-        block: BlockMask,
-        source: int,
-        device: torch.device,
+        self, block: BlockMask, source: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Columns of the block's queries and of its keys in the whole sequence."""
         own_columns = self._columns_of(self.exchange.index, device)
@@ -177,12 +154,7 @@ class _BackwardPass:
     """
 
     def __init__(
-        self,
-        attention: BlockAttention,
-        q_BHSK: Tensor,
-        grad: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        self, attention: BlockAttention, q_BHSK: Tensor, grad: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         self.attention = attention
         self.q_BHSK = q_BHSK
@@ -200,20 +172,11 @@ class _BackwardPass:
             self.dq[:, :, block.queries] += found.q
             if found.head_bias is not None:
                 self._add_head_bias(found.head_bias)
-            gradient = KVGradient(
-                block.keys,
-                dk=_swap_heads(found.k),
-                dv=_swap_heads(found.v),
-            )
+            gradient = KVGradient(block.keys, dk=_swap_heads(found.k), dv=_swap_heads(found.v))
             gradients.append(gradient)
         return gradients
 
-    def _run_block(
-        self,
-        block: BlockMask,
-        source: int,
-        received: KeyValue,
-    ) -> BlockGradients:
+    def _run_block(self, block: BlockMask, source: int, received: KeyValue) -> BlockGradients:
         queries = block.queries
         q = self.q_BHSK[:, :, queries]
         inputs = kernels.Block(
@@ -222,9 +185,7 @@ class _BackwardPass:
             _swap_heads(received.values[:, block.keys]),
         )
         output = kernels.BlockOutput(
-            self.grad[:, :, queries],
-            self.out[:, :, queries],
-            self.lse[:, :, queries],
+            self.grad[:, :, queries], self.out[:, :, queries], self.lse[:, :, queries]
         )
         scores = self.attention.scores(block, source, q)
         return kernels.attend_backward(inputs, output, scores)
@@ -252,22 +213,14 @@ class _ReceivedBlock(NamedTuple):
     v: Tensor
 
 
-def _received_blocks(
-    attention: BlockAttention,
-    own: KeyValue,
-) -> Iterator[_ReceivedBlock]:
+def _received_blocks(attention: BlockAttention, own: KeyValue) -> Iterator[_ReceivedBlock]:
     """The blocks of all sources, as their keys and values arrive."""
     turns = attention.blocks.ring_turns
     for source, received in attention.exchange.receive(own, turns):
         for block in attention.blocks_of(source):
             keys = received.keys[:, block.keys]
             values = received.values[:, block.keys]
-            yield _ReceivedBlock(
-                block,
-                source,
-                k=_swap_heads(keys),
-                v=_swap_heads(values),
-            )
+            yield _ReceivedBlock(block, source, k=_swap_heads(keys), v=_swap_heads(values))
 
 
 class _MergedBlocks:
@@ -285,12 +238,7 @@ class _MergedBlocks:
         self.dtype = wide_dtype(q_BHSK.dtype)
         self.is_empty = True
 
-    def add(
-        self,
-        queries: slice,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
+    def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the results of a block, of some queries."""
         num_queries = self.q_BHSK.shape[2]
         out = out.to(self.dtype)
@@ -325,12 +273,7 @@ class _MergedBlocks:
         self.lse = lse
 
 
-def _sinks_gradient(
-    sinks_H: Tensor,
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> Tensor:
+def _sinks_gradient(sinks_H: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """The softmax's gradient for a key whose value is 0: minus its weight times grad . out, summed
     over the queries.
     """

@@ -15,11 +15,7 @@ OWN_DOCUMENTS = "are other ones than those of the batch: under cp a rank sees it
 DOCUMENTS_OF_BATCH = "attend with the batch as it is (--data.packing documents gives its documents), or a mesh without cp"
 
 
-def gather_documents(
-    own_BS: Tensor,
-    comm: Comm,
-    axis: Axis,
-) -> Tensor:
+def gather_documents(own_BS: Tensor, comm: Comm, axis: Axis) -> Tensor:
     """documents_BT of whole sequences from those of each rank's columns: a small all-gather."""
     by_rank = comm.all_gather(own_BS, axis, dim=1)
     return in_sequence_order(by_rank, comm.degree(axis))
@@ -60,8 +56,7 @@ def chunk_numbers(num_ranks: int) -> list[int]:
 
 
 def document_ranges(
-    whole_BT: Tensor,
-    num_ranks: int,
+    whole_BT: Tensor, num_ranks: int
 ) -> tuple[tuple[DocumentRange, ...], ...] | None:
     """Smallest and largest document of each chunk of each sequence, [row][chunk]; None on the meta
     device.

@@ -70,11 +70,7 @@ class Block(NamedTuple):
 
     def padded(self, size: int) -> Block:
         """With zeros behind each head, up to a head size: they change no score."""
-        return Block(
-            _pad(self.q, size),
-            _pad(self.k, size),
-            _pad(self.v, size),
-        )
+        return Block(_pad(self.q, size), _pad(self.k, size), _pad(self.v, size))
 
 
 class BlockOutput(NamedTuple):
@@ -102,12 +98,7 @@ class Kernel(NamedTuple):
     head_unit: int = 1
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Scores,
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """q_BHSK, k_BGTK, v_BGTW (T keys, G divides H) -> out_BHSW and lse_BHS, float32 at least.
 
     A query that attends to no key has output 0 and lse -inf.
@@ -125,19 +116,11 @@ def attend(
     return out, lse
 
 
-def attend_backward(
-    block: Block,
-    output: BlockOutput,
-    scores: Scores,
-) -> BlockGradients:
+def attend_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     """The block's part of the gradients, from the output over all blocks."""
     kernel = _choose_kernel(block.q, scores)
     size = _padded_head_size(kernel, block)
-    padded_output = BlockOutput(
-        _pad(output.grad, size),
-        _pad(output.out, size),
-        output.lse,
-    )
+    padded_output = BlockOutput(_pad(output.grad, size), _pad(output.out, size), output.lse)
     padded = kernel.backward(block.padded(size), padded_output, scores)
     return BlockGradients(
         _unpad(padded.q, block.q),
@@ -198,11 +181,7 @@ def _cpu_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _cpu_backward(
-    block: Block,
-    output: BlockOutput,
-    scores: Scores,
-) -> BlockGradients:
+def _cpu_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         output.grad,
         *block,
@@ -218,20 +197,12 @@ def _cpu_backward(
 
 def _flash_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     out, lse, *_ = aten._scaled_dot_product_flash_attention(
-        *block,
-        0.0,
-        scores.causal,
-        False,
-        scale=scores.scale,
+        *block, 0.0, scores.causal, False, scale=scores.scale
     )
     return out, lse
 
 
-def _flash_backward(
-    block: Block,
-    output: BlockOutput,
-    scores: Scores,
-) -> BlockGradients:
+def _flash_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     no_dropout_state = torch.zeros(2, dtype=torch.uint64, device=block.q.device)  # as forward's
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         output.grad,
@@ -257,11 +228,7 @@ EFFICIENT_BIAS = 16
 """The memory-efficient kernel reads a bias whose rows lie a multiple of this apart."""
 
 
-def _efficient_bias(
-    q: Tensor,
-    k: Tensor,
-    scores: Scores,
-) -> Tensor | None:
+def _efficient_bias(q: Tensor, k: Tensor, scores: Scores) -> Tensor | None:
     bias = _mask_as_bias(scores, q.dtype)
     if bias is None:
         return None
@@ -298,11 +265,7 @@ def _efficient_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse[..., : q.shape[2]]
 
 
-def _efficient_backward(
-    block: Block,
-    output: BlockOutput,
-    scores: Scores,
-) -> BlockGradients:
+def _efficient_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     q, k, v = block
     missing_rows = -output.lse.shape[-1] % EFFICIENT_ROWS
     padded_lse = F.pad(output.lse, (0, missing_rows))
@@ -325,11 +288,7 @@ def _efficient_backward(
     return BlockGradients(dq, _sum_heads(dk, k), _sum_heads(dv, k))
 
 
-def _raw_scores(
-    q: Tensor,
-    k: Tensor,
-    scores: Scores,
-) -> Tensor:
+def _raw_scores(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     """Before soft-cap, bias and mask: [B, H, Sq, Sk]."""
     k_per_query = _repeat_heads(k, q)
     dots = q @ k_per_query.transpose(-1, -2)
@@ -364,11 +323,7 @@ def _plain_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _plain_backward(
-    block: Block,
-    output: BlockOutput,
-    scores: Scores,
-) -> BlockGradients:
+def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockGradients:
     q, k, v = block
     grad, out, lse = output
     wide = lse.dtype
@@ -395,12 +350,7 @@ def _plain_backward(
     dk_per_query = dscaled.transpose(-1, -2) @ q
     narrow_weights = weights.to(q.dtype)
     dv_per_query = narrow_weights.transpose(-1, -2) @ grad
-    return BlockGradients(
-        dq,
-        _sum_heads(dk_per_query, k),
-        _sum_heads(dv_per_query, v),
-        dhead_bias,
-    )
+    return BlockGradients(dq, _sum_heads(dk_per_query, k), _sum_heads(dv_per_query, v), dhead_bias)
 
 
 CPU = Kernel(_cpu_forward, _cpu_backward)

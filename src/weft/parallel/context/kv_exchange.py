@@ -34,9 +34,7 @@ class KeyValue:
         flat_keys = k_BSGK.reshape(-1)
         flat_values = v_BSGW.reshape(-1)
         return KeyValue(
-            torch.cat((flat_keys, flat_values)),
-            tuple(k_BSGK.shape),
-            tuple(v_BSGW.shape),
+            torch.cat((flat_keys, flat_values)), tuple(k_BSGK.shape), tuple(v_BSGW.shape)
         )
 
     @cached_property
@@ -104,11 +102,7 @@ class KVExchange(Protocol):
         """Ranks that share a sequence."""
         ...
 
-    def receive(
-        self,
-        own: KeyValue,
-        turns: Sequence[int],
-    ) -> Iterator[tuple[int, KeyValue]]:
+    def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
         """(source, its keys and values), this rank's own first; the next ones are sent while these
         are used.
 
@@ -118,10 +112,7 @@ class KVExchange(Protocol):
         ...
 
     def accumulator(
-        self,
-        own: KeyValue,
-        turns: Sequence[int],
-        dtype: torch.dtype,
+        self, own: KeyValue, turns: Sequence[int], dtype: torch.dtype
     ) -> KVGradAccumulator:
         """Sums in this type, at zero, for keys and values shaped like `own`."""
         ...
@@ -154,11 +145,7 @@ class AllGatherExchange(AxisExchange):
     Source: Grattafiori et al. 2024 (LLaMA 3), section 3.3.2.
     """
 
-    def receive(
-        self,
-        own: KeyValue,
-        turns: Sequence[int],
-    ) -> Iterator[tuple[int, KeyValue]]:
+    def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
         """Own keys and values while the others' are sent."""
         if len(turns) == 1:
             yield self.index, own
@@ -171,10 +158,7 @@ class AllGatherExchange(AxisExchange):
                 yield source, own.with_buffer(buffers[source])
 
     def accumulator(
-        self,
-        own: KeyValue,
-        turns: Sequence[int],
-        dtype: torch.dtype,
+        self, own: KeyValue, turns: Sequence[int], dtype: torch.dtype
     ) -> ReduceScatterAccumulator:
         """Gradients of all ranks' keys and values side by side."""
         return ReduceScatterAccumulator(self, own, dtype, is_local=len(turns) == 1)
@@ -186,12 +170,7 @@ class ReduceScatterAccumulator:
     """
 
     def __init__(
-        self,
-        exchange: AllGatherExchange,
-        own: KeyValue,
-        dtype: torch.dtype,
-        *,
-        is_local: bool,
+        self, exchange: AllGatherExchange, own: KeyValue, dtype: torch.dtype, *, is_local: bool
     ) -> None:
         self.exchange = exchange
         self.own = own

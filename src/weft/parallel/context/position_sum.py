@@ -33,12 +33,7 @@ class ContextPositionSum(PositionSum):
 
 class _SharedSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        sums: Tensor,
-        comm: Comm,
-        axis: Axis,
-    ) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, comm: Comm, axis: Axis) -> Tensor:
         ctx.num_ranks = comm.degree(axis)
         return comm.all_reduce(sums.contiguous(), axis)
 
@@ -47,11 +42,7 @@ class _SharedSum(torch.autograd.Function):
         return gradient * ctx.num_ranks, None, None
 
 
-def replace_position_sums(
-    blocks: Mapping[str, nn.Module],
-    comm: Comm,
-    axis: Axis,
-) -> None:
+def replace_position_sums(blocks: Mapping[str, nn.Module], comm: Comm, axis: Axis) -> None:
     """Let losses of documents in these blocks see whole sequences."""
     for block in blocks.values():
         for module in block.modules():

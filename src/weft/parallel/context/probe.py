@@ -37,11 +37,7 @@ from weft.parallel.context.probe_columns import (
     columns_of,
     compare_columns,
 )
-from weft.parallel.model.block_values import (
-    MOST_TABLE_ENTRIES,
-    kind_of,
-    num_computed_entries,
-)
+from weft.parallel.model.block_values import MOST_TABLE_ENTRIES, kind_of, num_computed_entries
 from weft.parallel.model.executed_code import ExecutedCode, packages_of
 from weft.parallel.model.fingerprint import TensorSpec, fingerprint
 from weft.parallel.model.token_ids import NamedIds, NotesIds, draw_ids
@@ -282,9 +278,7 @@ def _answer(question: _Question) -> _ColumnAnswer:
 
 
 def _inputs(
-    question: _Question,
-    sizes: ProbeSizes,
-    named: Mapping[int, None] | tuple[()],
+    question: _Question, sizes: ProbeSizes, named: Mapping[int, None] | tuple[()]
 ) -> tuple[Activation, Batch]:
     """What the block is called with."""
     ids_BS = draw_ids(sizes.rows, sizes.length + 1, vocab=sizes.vocab, named=named)

@@ -28,12 +28,7 @@ class _OwnValues:
         self._attended = attended
 
     def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
         if spec.mask.documents:
             self._attended.append(batch)
@@ -116,12 +111,7 @@ class ProbeBlock:
         return self._run(on_meta, meta_x, batch.map(lambda field: field.to("meta")))
 
     @torch.no_grad()
-    def _run(
-        self,
-        values: dict[str, Tensor],
-        x: Activation,
-        batch: Batch,
-    ) -> Activation:
+    def _run(self, values: dict[str, Tensor], x: Activation, batch: Batch) -> Activation:
         self.attended.clear()
         block = _FunctionalBlock(self.block, values)
         out: Activation = activation_of(block(x, batch))

@@ -52,12 +52,7 @@ class MixesTokensError(Exception):
         self.what, self.got, self.need, self.fix = what, got, need, fix
 
 
-def columns_of(
-    x: Activation,
-    batch: Batch,
-    index: int,
-    degree: int,
-) -> tuple[Activation, Batch]:
+def columns_of(x: Activation, batch: Batch, index: int, degree: int) -> tuple[Activation, Batch]:
     """What one rank holds of a batch."""
     own_batch = batch.columns(index=index, degree=degree)
     columns = own_batch.positions[0]
@@ -103,11 +98,7 @@ def _difference(own: Tensor, expected: Tensor, whole: Tensor) -> float:
     return float(error / largest.clamp(min=1e-30))
 
 
-def _check_documents(
-    of_whole: list[Batch],
-    of_rank: list[Batch],
-    columns: Tensor,
-) -> None:
+def _check_documents(of_whole: list[Batch], of_rank: list[Batch], columns: Tensor) -> None:
     """`Attend` on a rank is given the documents of the whole sequences, and its columns of them."""
     for whole, own in zip(of_whole, of_rank, strict=True):
         expected = whole.documents

@@ -40,11 +40,7 @@ from weft.parallel.cp import AXIS as CP
 class RingExchange(AxisExchange):
     """Keys and values around the ring of one axis."""
 
-    def receive(
-        self,
-        own: KeyValue,
-        turns: Sequence[int],
-    ) -> Iterator[tuple[int, KeyValue]]:
+    def receive(self, own: KeyValue, turns: Sequence[int]) -> Iterator[tuple[int, KeyValue]]:
         """Own keys and values, then those of the ranks before, at each turn with work."""
         held = own
         for turn, next_turn in itertools.zip_longest(turns, turns[1:]):
@@ -57,10 +53,7 @@ class RingExchange(AxisExchange):
                 held = hop.wait()
 
     def accumulator(
-        self,
-        own: KeyValue,
-        turns: Sequence[int],
-        dtype: torch.dtype,
+        self, own: KeyValue, turns: Sequence[int], dtype: torch.dtype
     ) -> RingAccumulator:
         """Gradients that follow the keys and values around the ring."""
         return RingAccumulator(self, own, turns, dtype)
@@ -74,13 +67,7 @@ class Hop:
     wait until the other side is ready to receive.
     """
 
-    def __init__(
-        self,
-        ring: RingExchange,
-        sent: KeyValue,
-        *,
-        step: int = 1,
-    ) -> None:
+    def __init__(self, ring: RingExchange, sent: KeyValue, *, step: int = 1) -> None:
         self.sent = sent
         if ring.num_ranks == 2:
             self.works = _start_exchange(ring, sent)
@@ -96,20 +83,11 @@ class Hop:
 def _start_exchange(ring: RingExchange, sent: KeyValue) -> tuple[Work, ...]:
     num_entries = sent.buffer.numel()
     sizes = (0, num_entries) if ring.index == 0 else (num_entries, 0)
-    work = ring.comm.start_all_to_all(
-        sent.buffer,
-        ring.axis,
-        send_sizes=sizes,
-        recv_sizes=sizes,
-    )
+    work = ring.comm.start_all_to_all(sent.buffer, ring.axis, send_sizes=sizes, recv_sizes=sizes)
     return (work,)
 
 
-def _start_messages(
-    ring: RingExchange,
-    sent: KeyValue,
-    step: int,
-) -> tuple[Work, ...]:
+def _start_messages(ring: RingExchange, sent: KeyValue, step: int) -> tuple[Work, ...]:
     """Neighbours in opposite order: nothing deadlocks where both directions of a pair share one
     connection without tags.
     """
@@ -130,11 +108,7 @@ def _start_messages(
     return sending, receiving
 
 
-def _place_in_cycle(
-    index: int,
-    step: int,
-    num_ranks: int,
-) -> int:
+def _place_in_cycle(index: int, step: int, num_ranks: int) -> int:
     """Hops of `step` from the smallest rank of the cycle that `index` lies on; `index` itself where
     step is 1.
     """
@@ -150,11 +124,7 @@ class RingAccumulator:
     """Gradients that follow their keys and values, see Note [Two rings]."""
 
     def __init__(
-        self,
-        ring: RingExchange,
-        own: KeyValue,
-        turns: Sequence[int],
-        dtype: torch.dtype,
+        self, ring: RingExchange, own: KeyValue, turns: Sequence[int], dtype: torch.dtype
     ) -> None:
         self.ring = ring
         self.own = own.zeros(dtype)
@@ -250,11 +220,7 @@ def ring_attention(
     return attention(q_BSHK, k_BSGK, v_BSGW)
 
 
-def _check_shapes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     got = _shapes_text(q, k, v)
     num_dims = {x.dim() for x in (q, k, v)}
     batches_and_columns = {x.shape[:2] for x in (q, k, v)}
@@ -280,11 +246,7 @@ def _check_shapes(
         raise PlanError(fault)
 
 
-def _shapes_text(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> str:
+def _shapes_text(q: Tensor, k: Tensor, v: Tensor) -> str:
     words: list[str] = []
     for name, x in {"q": q, "k": k, "v": v}.items():
         words.append(f"{name}{list(x.shape)}")

@@ -36,12 +36,7 @@ class UlyssesAttention:
         self.inner = FusedAttention()
 
     def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
         """This rank's columns of q, k and v -> its out_BSHW."""
         q = self._whole_sequences(q_BSHK)
@@ -64,9 +59,5 @@ class UlyssesAttention:
         chunks = x.chunk(len(numbers), COLUMNS)
         in_rank_order = [chunks[number] for number in numbers]
         return ops.all_to_all(
-            torch.cat(in_rank_order, COLUMNS),
-            self.comm,
-            AXIS,
-            COLUMNS,
-            join_dim=HEADS,
+            torch.cat(in_rank_order, COLUMNS), self.comm, AXIS, COLUMNS, join_dim=HEADS
         )

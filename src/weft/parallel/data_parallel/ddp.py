@@ -228,11 +228,7 @@ class DistributedDataParallel(SynchronizedModule):
 
 
 @torch.no_grad()
-def broadcast_module(
-    module: nn.Module,
-    comm: Comm,
-    axis: Axis,
-) -> None:
+def broadcast_module(module: nn.Module, comm: Comm, axis: Axis) -> None:
     """Give every rank the first rank's parameters and buffers."""
     for tensor in (*module.parameters(), *module.buffers()):
         comm.broadcast_(tensor, axis, root=0)

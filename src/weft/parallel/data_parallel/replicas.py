@@ -39,10 +39,7 @@ class DataParallel(nn.Module):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        devices: Sequence[torch.device | str],
-        dim: int = 0,
+        self, module: nn.Module, devices: Sequence[torch.device | str], dim: int = 0
     ) -> None:
         super().__init__()
         if not devices:
@@ -88,12 +85,7 @@ class _ReplicaCall(threading.Thread):
     that makes it.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: Any,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, module: nn.Module, inputs: Any, device: torch.device) -> None:
         super().__init__(name=f"replica on {device}", daemon=True)
         self.module = module
         self.inputs = inputs
@@ -114,12 +106,7 @@ class _ReplicaCall(threading.Thread):
         on_device = torch.cuda.device(self.device) if is_cuda else nullcontext()
         inference = torch.inference_mode(self.is_inference)
         try:
-            with (
-                on_device,
-                inference,
-                torch.set_grad_enabled(self.is_grad_enabled),
-                self.autocast,
-            ):
+            with on_device, inference, torch.set_grad_enabled(self.is_grad_enabled), self.autocast:
                 self._result = self.module(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - raised again by `result`
             self._error = error
@@ -141,11 +128,7 @@ class _CopyToDevices(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        devices: Sequence[torch.device],
-        *params: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, devices: Sequence[torch.device], *params: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # a parameter that no replica uses has no gradient
         ctx.param_devices = [param.device for param in params]
         copies: list[Tensor] = []
@@ -169,10 +152,7 @@ class _CopyToDevices(torch.autograd.Function):
         return None, *sums
 
 
-def _replicas(
-    module: nn.Module,
-    devices: Sequence[torch.device],
-) -> list[nn.Module]:
+def _replicas(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """The module itself, and one replica for each further device."""
     other_devices = devices[1:]
     params = [param for param in module.parameters() if param.requires_grad]
@@ -234,11 +214,7 @@ class _ReplicaMaker:
         return self.copies[key]
 
 
-def _scatter(
-    inputs: Any,
-    devices: Sequence[torch.device],
-    dim: int,
-) -> list[Any]:
+def _scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
     """The arguments of each replica; no more of them than there are samples.
 
     Raises:
@@ -250,33 +226,18 @@ def _scatter(
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors_in(inputs))
         raise PlanError(
             Fault(
-                "DataParallel",
-                f"inputs differ in their number of samples, dim {dim}",
-                got=shapes,
+                "DataParallel", f"inputs differ in their number of samples, dim {dim}", got=shapes
             )
         )
     num_parts = max(1, min(len(devices), *lengths)) if lengths else 1
     parts = []
     for number in range(num_parts):
-        part = _part(
-            inputs,
-            number,
-            num_parts=num_parts,
-            device=devices[number],
-            dim=dim,
-        )
+        part = _part(inputs, number, num_parts=num_parts, device=devices[number], dim=dim)
         parts.append(part)
     return parts
 
 
-def _part(
-    inputs: Any,
-    number: int,
-    *,
-    num_parts: int,
-    device: torch.device,
-    dim: int,
-) -> Any:
+def _part(inputs: Any, number: int, *, num_parts: int, device: torch.device, dim: int) -> Any:
     """Part `number` of the arguments, on its device."""
 
     def split(tensor: Tensor) -> Tensor:
@@ -288,11 +249,7 @@ def _part(
     return map_leaves(inputs, Tensor, split)
 
 
-def _gather(
-    outputs: Sequence[Any],
-    device: torch.device,
-    dim: int,
-) -> Any:
+def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     """Outputs of the replicas as one: tensors joined, other values of the first replica."""
     tensors_of_replica = [iter(list(tensors_in(output))) for output in outputs]
 

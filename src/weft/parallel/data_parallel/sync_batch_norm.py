@@ -33,12 +33,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     def __init__(
-        self,
-        num_features: int,
-        comm: Comm | None = None,
-        *,
-        axis: Axis = DP,
-        **options: Any,
+        self, num_features: int, comm: Comm | None = None, *, axis: Axis = DP, **options: Any
     ) -> None:
         super().__init__(num_features, **options)
         self.comm = comm_or_world(

@@ -40,11 +40,7 @@ device, where a router chooses nothing.
 """
 
 
-def even_load(
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-) -> Sequence[int]:
+def even_load(num_tokens: int, top_k: int, num_experts: int) -> Sequence[int]:
     """As many tokens for each expert: what balanced routers come to."""
     return span_sizes(num_tokens * top_k, num_experts)
 
@@ -54,11 +50,7 @@ def first_rank_load(num_ranks: int) -> ExpertLoad:
     visits, to all of these and to the next ones.
     """
 
-    def load(
-        num_tokens: int,
-        top_k: int,
-        num_experts: int,
-    ) -> Sequence[int]:
+    def load(num_tokens: int, top_k: int, num_experts: int) -> Sequence[int]:
         _, num_local = span(num_experts, num_ranks, 0)
         num_first = min(top_k, num_local)
         num_next = top_k - num_first
@@ -99,13 +91,7 @@ class ExpertParallelDispatch(nn.Module):
 
     supports = frozenset({"dropless"})
 
-    def __init__(
-        self,
-        num_experts: int,
-        *,
-        comm: Comm,
-        axis: Axis = EP,
-    ) -> None:
+    def __init__(self, num_experts: int, *, comm: Comm, axis: Axis = EP) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.comm = comm
@@ -113,11 +99,7 @@ class ExpertParallelDispatch(nn.Module):
         self.meta_load: ExpertLoad = even_load
 
     def forward(
-        self,
-        x_ND: Tensor,
-        experts_NK: Tensor,
-        weights_NK: Tensor,
-        experts: nn.Module,
+        self, x_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, experts: nn.Module
     ) -> Tensor:
         """x_ND -> y_ND, as `Dispatch`; `experts` holds this rank's ones."""
         comm = self.comm
@@ -142,11 +124,7 @@ class ExpertParallelDispatch(nn.Module):
         recv_sizes = [sum(row[lo:hi]) for row in host_counts]
         expert_counts = [sum(column) for column in zip(*host_counts, strict=True)]
         received = ops.all_to_all(
-            sorting.spread(x_ND),
-            comm,
-            axis,
-            send_sizes=send_sizes,
-            recv_sizes=recv_sizes,
+            sorting.spread(x_ND), comm, axis, send_sizes=send_sizes, recv_sizes=recv_sizes
         )
         by_expert = _by_expert(local_counts_RE, num_rows=sum(recv_sizes))
         rows = by_expert.spread(received)
@@ -166,10 +144,7 @@ def _by_expert(counts_RE: Tensor, *, num_rows: int) -> Sorting:
     num_ranks, num_experts = counts_RE.shape
     experts_E = torch.arange(num_experts, device=counts_RE.device)
     experts_of_ranks = experts_E.repeat(num_ranks)
-    expert_of_row = experts_of_ranks.repeat_interleave(
-        counts_RE.flatten(),
-        output_size=num_rows,
-    )
+    expert_of_row = experts_of_ranks.repeat_interleave(counts_RE.flatten(), output_size=num_rows)
     return sort_by_expert(expert_of_row.unsqueeze(1), num_experts)
 
 
@@ -185,14 +160,7 @@ class ShardedBalance(Balance):
 
     supports = frozenset({"sequence_balance"})
 
-    def __init__(
-        self,
-        plain: Balance,
-        *,
-        comm: Comm,
-        axis: Axis,
-        counts: bool,
-    ) -> None:
+    def __init__(self, plain: Balance, *, comm: Comm, axis: Axis, counts: bool) -> None:
         super().__init__(top_k=plain.top_k, weight=plain.weight)
         self.comm = comm
         self.axis = axis
@@ -215,12 +183,7 @@ class ShardedBalance(Balance):
 
 
 def transform(
-    blocks: dict[str, nn.Module],
-    *,
-    plan: Plan,
-    comm: Comm,
-    axes: AxisTable,
-    **_unused: object,
+    blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, axes: AxisTable, **_unused: object
 ) -> tuple[str, ...]:
     """The transform of the dimension ep, which also serves mixtures whose sequences are sharded
     over cp or tp.
@@ -240,11 +203,7 @@ def transform(
     return ()
 
 
-def _make_parallel(
-    key: str,
-    mixture: MoE,
-    comm: Comm,
-) -> None:
+def _make_parallel(key: str, mixture: MoE, comm: Comm) -> None:
     if comm.degree(EP) > 1:
         check_replaceable(
             mixture.dispatch,
@@ -254,10 +213,7 @@ def _make_parallel(
             key=f"{key}.dispatch",
         )
         num_experts = mixture.dispatch.num_experts
-        mixture.dispatch = ExpertParallelDispatch(
-            num_experts,
-            comm=comm,
-        )  # type: ignore[assignment]
+        mixture.dispatch = ExpertParallelDispatch(num_experts, comm=comm)  # type: ignore[assignment]
     if comm.degree((CP, TP)) > 1:
         check_replaceable(
             mixture.balance,
@@ -267,20 +223,12 @@ def _make_parallel(
             key=f"{key}.balance",
         )
         mixture.balance = ShardedBalance(
-            mixture.balance,
-            comm=comm,
-            axis=CP,
-            counts=comm.index(TP) == 0,
+            mixture.balance, comm=comm, axis=CP, counts=comm.index(TP) == 0
         )
 
 
 def _check_experts(
-    name: str,
-    block: nn.Module,
-    mixtures: dict[str, MoE],
-    plan: Plan,
-    *,
-    axes: AxisTable,
+    name: str, block: nn.Module, mixtures: dict[str, MoE], plan: Plan, *, axes: AxisTable
 ) -> None:
     """Parameters sharded over ep must be experts that a `Dispatch` sends tokens to."""
     rule = plan.sharding_rule

@@ -89,12 +89,7 @@ class OuterShard:
         for axes in sorted(shapes_by_axes):  # the same order on all ranks
             num_replicas = self.comm.degree(axes)
             layout = FlatLayout.of(shapes_by_axes[axes], num_replicas)
-            group = _ReplicaGroup(
-                axes,
-                layout,
-                index=self.comm.index(axes),
-                start=start,
-            )
+            group = _ReplicaGroup(axes, layout, index=self.comm.index(axes), start=start)
             groups.append(group)
             start += layout.shard_length
         return tuple(groups)
@@ -137,21 +132,14 @@ class OuterShard:
         parts = []
         for group in self._groups:
             part = group.layout.pack_shard(
-                self._params,
-                group.index,
-                dtype=self.dtype,
-                device=self.comm.device,
+                self._params, group.index, dtype=self.dtype, device=self.comm.device
             )
             parts.append(part)
         return torch.cat(parts) if parts else self.zeros()
 
     def zeros(self) -> Tensor:
         """A flat tensor of zeros."""
-        return torch.zeros(
-            self.length,
-            dtype=self.dtype,
-            device=self.comm.device,
-        )
+        return torch.zeros(self.length, dtype=self.dtype, device=self.comm.device)
 
     @torch.no_grad()
     def write(self, flat: Tensor, *, local_share: float) -> None:

@@ -92,10 +92,7 @@ class LocalUpdates:
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        reducer: GradientReducer,
-        settings: OuterSettings,
+        self, model: ParallelModel, reducer: GradientReducer, settings: OuterSettings
     ) -> None:
         axis = local_update_axis(model.comm.mesh)
         assert axis is not None, "the mesh names an axis of local updates"
@@ -123,10 +120,7 @@ class LocalUpdates:
         """Take the present parameters as the outer ones, if there are none yet."""
         if self._state is not None:
             return
-        self._state = _OuterState(
-            params=self.shard.values(),
-            momentum=self.shard.zeros(),
-        )
+        self._state = _OuterState(params=self.shard.values(), momentum=self.shard.zeros())
 
     def reset(self) -> None:
         """Forget outer parameters and momentum: the next step begins with the present parameters."""
@@ -138,10 +132,7 @@ class LocalUpdates:
         """Allocate what a checkpoint of so many steps is read into."""
         self.wait()
         self.num_steps = num_steps
-        self._state = _OuterState(
-            params=self.shard.zeros(),
-            momentum=self.shard.zeros(),
-        )
+        self._state = _OuterState(params=self.shard.zeros(), momentum=self.shard.zeros())
         self._exchange = None
         if has_exchange:
             self._exchange = _Exchange(None, mean=self.shard.zeros())

@@ -144,16 +144,8 @@ class Int8Wire:
         """Scales as bytes, then entries; every rank of the site must call it."""
         scales_of_stage = self._scales(gradient)
         device = self.comm.device
-        scales = torch.empty(
-            self._num_scales,
-            dtype=torch.float32,
-            device=device,
-        )
-        entries_int8 = torch.zeros(
-            self.shard.length,
-            dtype=torch.int8,
-            device=device,
-        )
+        scales = torch.empty(self._num_scales, dtype=torch.float32, device=device)
+        entries_int8 = torch.zeros(self.shard.length, dtype=torch.int8, device=device)
         for each in self._boxes:
             rows = each.rows(scales_of_stage).reshape(-1)
             scales[each.in_message] = rows
@@ -193,11 +185,7 @@ class Int8Wire:
         return gradient
 
 
-def wire_format(
-    name: WireName,
-    shard: OuterShard,
-    reducer: GradientReducer,
-) -> WireFormat:
+def wire_format(name: WireName, shard: OuterShard, reducer: GradientReducer) -> WireFormat:
     """The format of this name for the entries that a rank exchanges."""
     if name == "int8":
         return Int8Wire(shard, reducer)

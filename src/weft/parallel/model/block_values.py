@@ -70,12 +70,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def fill(
-    block: nn.Module,
-    *,
-    dtype: torch.dtype,
-    known: Mapping[str, Tensor],
-) -> None:
+def fill(block: nn.Module, *, dtype: torch.dtype, known: Mapping[str, Tensor]) -> None:
     """Give the parameters of a block that are on the meta device values; what is one parameter stays
     one. Other floating-point tensors are cast.
 

@@ -45,10 +45,7 @@ class ChainSnapshot:
 
     @classmethod
     def of(
-        cls,
-        model: Mapping[str, nn.Module],
-        batch: Batch,
-        repeats: Mapping[str, str] | None = None,
+        cls, model: Mapping[str, nn.Module], batch: Batch, repeats: Mapping[str, str] | None = None
     ) -> ChainSnapshot:
         """A snapshot of all blocks, without the values of their tensors."""
         repeats = repeats or {}
@@ -80,10 +77,7 @@ def _deep_copy(model: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
                 copies[id(tensor)] = torch.empty_like(tensor, device=META)
         for param in block.parameters():
             values = torch.empty_like(param, device=META)
-            copies[id(param)] = nn.Parameter(
-                values,
-                requires_grad=param.requires_grad,
-            )
+            copies[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
     copied: dict[str, nn.Module] = {}
     for name, block in model.items():
         copied[name] = copy.deepcopy(block, memo=copies)
@@ -98,11 +92,7 @@ def _plain_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers(recurse=False)
 
 
-def replace_module(
-    block: nn.Module,
-    old: nn.Module,
-    new: nn.Module,
-) -> nn.Module:
+def replace_module(block: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
     """The block with `new` in place of `old`, under every name that it has."""
     if block is old:
         new._forward_pre_hooks.update(old._forward_pre_hooks)  # they decide what it is called with

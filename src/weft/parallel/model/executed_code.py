@@ -43,12 +43,7 @@ class ExecutedCode:
     def __exit__(self, *_error: object) -> None:
         sys.settrace(self._before)
 
-    def _enter_function(
-        self,
-        frame: FrameType,
-        event: str,
-        arg: object,
-    ) -> Any:
+    def _enter_function(self, frame: FrameType, event: str, arg: object) -> Any:
         """Called by Python for every function; what is not a user's is not followed."""
         code = frame.f_code
         if not is_users_file(code.co_filename, self.packages):
@@ -58,12 +53,7 @@ class ExecutedCode:
         frame.f_trace_lines = False
         return self._note_instruction
 
-    def _note_instruction(
-        self,
-        frame: FrameType,
-        event: str,
-        arg: object,
-    ) -> Any:
+    def _note_instruction(self, frame: FrameType, event: str, arg: object) -> Any:
         if event == "opcode":
             self.instructions.add((id(frame.f_code), frame.f_lasti))
         return self._note_instruction

@@ -86,12 +86,7 @@ class TensorSpec:
 
     def on_meta(self) -> Tensor:
         """A tensor of this spec on the meta device."""
-        data = torch.empty_strided(
-            self.shape,
-            self.stride,
-            dtype=self.dtype,
-            device=META,
-        )
+        data = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
         if not self.is_parameter:
             return data
         return nn.Parameter(data, requires_grad=self.requires_grad)
@@ -155,12 +150,7 @@ class _Writer(pickle.Pickler):
             raise pickle.PicklingError(f"{kind.__name__} cannot be compared")
         return None
 
-    def _number(
-        self,
-        obj: Any,
-        kind: str,
-        place: int,
-    ) -> tuple[str, int]:
+    def _number(self, obj: Any, kind: str, place: int) -> tuple[str, int]:
         self._kept.append(obj)  # so that its id stays its own
         number = (kind, place)
         self._numbers[id(obj)] = number
@@ -171,10 +161,7 @@ class _Reader(pickle.Unpickler):
     """Reads what a `_Writer` wrote."""
 
     def __init__(
-        self,
-        stream: io.BytesIO,
-        tensors: Sequence[Tensor],
-        identities: Sequence[Hashable],
+        self, stream: io.BytesIO, tensors: Sequence[Tensor], identities: Sequence[Hashable]
     ) -> None:
         super().__init__(stream)
         self._tensors = tensors

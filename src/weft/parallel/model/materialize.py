@@ -48,13 +48,7 @@ def materialize_params(
         params[spec.owner] = param
         shapes[spec.owner] = spec.shape
         shards[spec.owner] = spec.shard
-    init_params(
-        params,
-        table,
-        seed=seed,
-        shapes=shapes,
-        shards=shards,
-    )
+    init_params(params, table, seed=seed, shapes=shapes, shards=shards)
 
 
 def _check_room(num_entries: int, dtype: torch.dtype) -> None:

@@ -243,10 +243,7 @@ def _ranks_of_blocks(plan: Plan) -> dict[str, int]:
 
 
 def _stages_of(
-    blocks: Mapping[str, nn.Module],
-    plan: Plan,
-    *,
-    rank: int,
+    blocks: Mapping[str, nn.Module], plan: Plan, *, rank: int
 ) -> dict[int, nn.ModuleDict]:
     """The stages of a pipeline rank, with recomputation around their blocks."""
     stages: dict[int, nn.ModuleDict] = {}
@@ -261,10 +258,7 @@ def _stages_of(
 
 
 def _plain_chain(
-    whole: _WholeModel,
-    plan: Plan,
-    comm: Comm,
-    example: Batch | None,
+    whole: _WholeModel, plan: Plan, comm: Comm, example: Batch | None
 ) -> ChainSnapshot | None:
     """The model before it is sharded, for a trace; None where no axis shards activations."""
     degree = comm.degree(activation_axes())
@@ -286,11 +280,7 @@ def read_shard(read: Callable[[Box], Tensor], shard: Shard) -> Tensor:
 
 
 def _shard_parameters(
-    blocks: Mapping[str, nn.Module],
-    plan: Plan,
-    comm: Comm,
-    *,
-    axes: AxisTable,
+    blocks: Mapping[str, nn.Module], plan: Plan, comm: Comm, *, axes: AxisTable
 ) -> None:
     """Replace each parameter by this rank's shard of it; one that is shared between modules stays
     shared.
@@ -315,24 +305,12 @@ def _shard_parameters(
 
 
 def _sharded(
-    name: str,
-    param: nn.Parameter,
-    plan: Plan,
-    comm: Comm,
-    *,
-    axes: AxisTable,
+    name: str, param: nn.Parameter, plan: Plan, comm: Comm, *, axes: AxisTable
 ) -> nn.Parameter:
     """This rank's shard of a parameter; the parameter itself where it is whole."""
     logical = logical_axes(name, axes)
     shape = tuple(param.shape)
-    shard = shard_of(
-        name,
-        shape,
-        logical,
-        rule=plan.sharding_rule,
-        mesh=plan.mesh,
-        rank=comm.rank,
-    )
+    shard = shard_of(name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank)
     if shard.shape == shape:
         return param
     whole = param.detach()
@@ -357,12 +335,7 @@ def _apply_transforms(
         transform = dimension.load_transform()
         if transform is not None:
             names = transform(
-                blocks,
-                plan=plan,
-                comm=comm,
-                axes=axes,
-                axis_sizes=sizes,
-                chain=chain,
+                blocks, plan=plan, comm=comm, axes=axes, axis_sizes=sizes, chain=chain
             )
             partial[axis] = frozenset(names)
     return partial
@@ -388,10 +361,7 @@ def _known_axes(plan: Plan, params: Mapping[str, nn.Parameter]) -> AxisTable:
     return table
 
 
-def _axis_lengths(
-    shapes: Mapping[str, tuple[int, ...]],
-    axes: AxisTable,
-) -> dict[str, int]:
+def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dict[str, int]:
     """Length of each logical axis, as the parameters have it."""
     lengths: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -420,18 +390,9 @@ def _shard(
         owner=owner,
         shape=shape,
         shard=shard_of(
-            name,
-            shape,
-            logical,
-            rule=plan.sharding_rule,
-            mesh=plan.mesh,
-            rank=comm.rank,
+            name, shape, logical, rule=plan.sharding_rule, mesh=plan.mesh, rank=comm.rank
         ),
         shard_axes=cut,
-        reduce_axes=gradient_axes(
-            plan.mesh,
-            varies=varies,
-            sharded=cut,
-        ),
+        reduce_axes=gradient_axes(plan.mesh, varies=varies, sharded=cut),
         logical=logical,
     )

@@ -32,10 +32,7 @@ def block_of(param_name: str) -> str:
     return param_name.partition(".")[0]
 
 
-def ties_on_rank(
-    ties: Mapping[str, str],
-    blocks: Mapping[str, nn.Module],
-) -> dict[str, str]:
+def ties_on_rank(ties: Mapping[str, str], blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     """Alias -> the name under which a rank with these blocks holds the parameter: the owner's, or
     that of the first alias here where the owner lives elsewhere.
     """
@@ -54,8 +51,7 @@ def ties_on_rank(
 
 
 def own_named_parameters(
-    blocks: Mapping[str, nn.Module],
-    ties_here: Mapping[str, str],
+    blocks: Mapping[str, nn.Module], ties_here: Mapping[str, str]
 ) -> dict[str, nn.Parameter]:
     """Parameters by global name; a tied one under the one name that `ties_on_rank` gives it."""
     params: dict[str, nn.Parameter] = {}
@@ -66,8 +62,7 @@ def own_named_parameters(
 
 
 def shared_parameters(
-    model: Mapping[str, nn.Module] | nn.ModuleDict,
-    repeats: Mapping[str, str],
+    model: Mapping[str, nn.Module] | nn.ModuleDict, repeats: Mapping[str, str]
 ) -> dict[str, str]:
     """Alias -> owner of parameters that are one object: a layer that is used twice, or weights tied
     by hand.
@@ -88,9 +83,7 @@ def shared_parameters(
 
 
 def completing_stages(
-    stages: Mapping[int, nn.ModuleDict],
-    params: Mapping[str, nn.Parameter],
-    row: Sequence[Act],
+    stages: Mapping[int, nn.ModuleDict], params: Mapping[str, nn.Parameter], row: Sequence[Act]
 ) -> dict[str, int]:
     """For each parameter, of the stages that use it the one whose last action in `row` is latest;
     several stages may use a tied one.

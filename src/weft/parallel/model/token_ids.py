@@ -78,13 +78,7 @@ class NotesIds(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def draw_ids(
-    num: int,
-    length: int,
-    *,
-    vocab: int,
-    named: Iterable[int] = (),
-) -> Tensor:
+def draw_ids(num: int, length: int, *, vocab: int, named: Iterable[int] = ()) -> Tensor:
     """ids [num, length] of the whole vocabulary; as many of the named ids as fit in half of the
     places are among them, in drawn places.
     """

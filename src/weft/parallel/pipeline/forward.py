@@ -41,11 +41,7 @@ def run_stages(
             continue
         source = stage_to_rank[stage - 1] if stage > 0 else here
         if source != here:
-            x = torch.empty(
-                shape_of(stage - 1),
-                dtype=dtype,
-                device=comm.device,
-            )
+            x = torch.empty(shape_of(stage - 1), dtype=dtype, device=comm.device)
             if x.numel():
                 x = comm.recv(x, PP, source=source)
         x = play(stage, x)
@@ -55,12 +51,7 @@ def run_stages(
     return x
 
 
-def gather_vocabulary(
-    logits: Tensor,
-    model: ParallelModel,
-    *,
-    vocab: int,
-) -> Tensor:
+def gather_vocabulary(logits: Tensor, model: ParallelModel, *, vocab: int) -> Tensor:
     """Gather logits[..., vocab] from logits[..., vocab shard], on all ranks along tp."""
     comm = model.comm
     if "vocab" not in model.plan.sharding_rule:
@@ -75,22 +66,13 @@ def forward_table(table: Table) -> Table:
     for row in table.rows:
         forwards = [act for act in row if act.kind == "F"]
         rows.append(forwards)
-    return Table.of_rows(
-        rows,
-        stage_to_rank=table.stage_to_rank,
-        microbatches=table.microbatches,
-    )
+    return Table.of_rows(rows, stage_to_rank=table.stage_to_rank, microbatches=table.microbatches)
 
 
 class ForwardPlayer(Player):
     """Executes the forwards of this rank's row."""
 
-    def __init__(
-        self,
-        model: ParallelModel,
-        *,
-        on_action: ActionCallback | None = None,
-    ) -> None:
+    def __init__(self, model: ParallelModel, *, on_action: ActionCallback | None = None) -> None:
         super().__init__(
             model,
             before_last_backward=lambda stage: None,

@@ -17,12 +17,7 @@ from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan, Stage
 from weft.models.common.batch import Batch
 from weft.models.common.uncompiled import keep_compiler_unimported
-from weft.parallel.autograd.shard_gradient import (
-    clip_to,
-    part_of,
-    shard_axes_of,
-    total_norm,
-)
+from weft.parallel.autograd.shard_gradient import clip_to, part_of, shard_axes_of, total_norm
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.buffers import broadcast_buffers
 from weft.parallel.model.parallelize import ParallelModel, parallelize
@@ -134,10 +129,7 @@ class PipelineParallel(nn.Module):
         self._reducer = self._make_reducer()
         mark_wrapped(self.model.params.values(), self)
         self._start_alike()
-        self._player = Player(
-            self.model,
-            before_last_backward=self._reduce_in_backward,
-        )
+        self._player = Player(self.model, before_last_backward=self._reduce_in_backward)
 
     def _make_reducer(self) -> GradientReducer:
         """Buckets of the parameters that are trained now."""
@@ -376,11 +368,7 @@ class _UserBlock(nn.Module):
     """A module of the user's with the signature of a block."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        *,
-        unpacking: Packing | None,
-        packing: Packing | None,
+        self, module: nn.Module, *, unpacking: Packing | None, packing: Packing | None
     ) -> None:
         super().__init__()
         self.module = module
@@ -439,14 +427,7 @@ def _check_one_replica(mesh: Mesh) -> None:
     axis = local_update_axis(mesh)
     if axis is not None:
         what = f"replicas along {axis} train apart, and this module has no outer optimizer"
-        raise PlanError(
-            Fault(
-                "mesh",
-                what,
-                got=str(mesh),
-                fix="`weft train`, which has one",
-            )
-        )
+        raise PlanError(Fault("mesh", what, got=str(mesh), fix="`weft train`, which has one"))
 
 
 def _check_gradients_enabled() -> None:
@@ -487,10 +468,7 @@ def _check_enough_blocks(blocks: Sequence[nn.Module], num_stages: int) -> None:
         )
 
 
-def _block_outputs(
-    blocks: Sequence[nn.Module],
-    example: Tensor,
-) -> list[_Output]:
+def _block_outputs(blocks: Sequence[nn.Module], example: Tensor) -> list[_Output]:
     """What each block returns on the meta device."""
     keep_compiler_unimported()
     x: Any = torch.empty_like(example, device="meta")
@@ -539,11 +517,7 @@ def _stages(outputs: Sequence[_Output], *, num_stages: int) -> tuple[Stage, ...]
             names.append(LOSS)
         else:
             out = outputs[stop - 1].shape
-        stage = Stage(
-            blocks=tuple(names),
-            out=out,
-            flops=float(stop - first),
-        )
+        stage = Stage(blocks=tuple(names), out=out, flops=float(stop - first))
         stages.append(stage)
     return tuple(stages)
 

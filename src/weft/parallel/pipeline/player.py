@@ -116,12 +116,7 @@ class StepState:
 
     def check_empty(self) -> None:
         """Every tensor has been used."""
-        left = (
-            *self.activations,
-            *self.pending_wgrads,
-            *self.outputs,
-            *self.recvs,
-        )
+        left = (*self.activations, *self.pending_wgrads, *self.outputs, *self.recvs)
         assert not left, f"the schedule left {left[:3]} unused"
 
 
@@ -298,9 +293,7 @@ class Player:
         if recv.kind != "activation":
             boundary -= 1
         buffer = torch.empty(
-            plan.boundary_shape(boundary),
-            dtype=getattr(torch, plan.compute),
-            device=comm.device,
+            plan.boundary_shape(boundary), dtype=getattr(torch, plan.compute), device=comm.device
         )
         work = comm.start_recv(buffer, PP, source=recv.peer)
         state.recvs[recv.act] = work

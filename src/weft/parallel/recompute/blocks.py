@@ -25,11 +25,7 @@ NEVER_RECOMPUTED = ("embed", "head", "loss")
 """Blocks whose results are used at once, or that save next to nothing."""
 
 
-def recompute_block(
-    name: str,
-    block: nn.Module,
-    mode: Recompute,
-) -> nn.Module:
+def recompute_block(name: str, block: nn.Module, mode: Recompute) -> nn.Module:
     """The block with this mode of recomputation."""
     if mode == "none" or name in NEVER_RECOMPUTED:
         return block

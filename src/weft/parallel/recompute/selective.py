@@ -115,10 +115,7 @@ class SelectiveRecompute(TorchFunctionMode):
         return self._run_cheap(func, args, kwargs)
 
     def _run_cheap(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call `func`, with slots in place of what autograd saves of it."""
         inputs = {memory_of(tensor) for tensor in tensors_in((args, kwargs))}
@@ -139,10 +136,7 @@ class SelectiveRecompute(TorchFunctionMode):
         return result
 
     def _is_cheap(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         if func in SAVE_INPUTS:
             is_in_place = kwargs.get("inplace") or (func is F.silu and True in args[1:])

@@ -91,18 +91,10 @@ def canonical(factors: Sequence[DimFactor]) -> Dim:
 def _times(factor: DimFactor, count: int) -> DimFactor:
     """The factor with so many entries in place of each one."""
     parts = tuple(size * count for size in factor.parts)
-    return replace(
-        factor,
-        size=factor.size * count,
-        parts=parts,
-    )
+    return replace(factor, size=factor.size * count, parts=parts)
 
 
-def with_dim(
-    dims: Dims,
-    place: int,
-    *new: Dim,
-) -> Dims:
+def with_dim(dims: Dims, place: int, *new: Dim) -> Dims:
     """The dims with others, or none, in place of one."""
     before = dims[:place]
     after = dims[place + 1 :]
@@ -110,12 +102,7 @@ def with_dim(
 
 
 def regroup(
-    dims: Dims,
-    sizes: Sequence[int],
-    *,
-    inferred: int | None,
-    name: str,
-    has_tokens: bool = False,
+    dims: Dims, sizes: Sequence[int], *, inferred: int | None, name: str, has_tokens: bool = False
 ) -> Dims:
     """Dims of a view of these sizes: the factors in order, split where a size ends within one.
 
@@ -155,12 +142,7 @@ def regroup(
     return tuple(found)
 
 
-def _is_one_unit(
-    factor: DimFactor,
-    sizes: Sequence[int],
-    place: int,
-    inferred: int | None,
-) -> bool:
+def _is_one_unit(factor: DimFactor, sizes: Sequence[int], place: int, inferred: int | None) -> bool:
     """Whether an output dim of size 1 is this rank's only unit (one head), not an inserted dim."""
     if sizes[place] != 1 or not factor.sharded:
         return False
@@ -170,11 +152,7 @@ def _is_one_unit(
     return following == factor.size and inferred != place + 1
 
 
-def _split(
-    factor: DimFactor,
-    outer: int,
-    name: str,
-) -> tuple[DimFactor, DimFactor]:
+def _split(factor: DimFactor, outer: int, name: str) -> tuple[DimFactor, DimFactor]:
     """A factor as an outer one of this size and the rest."""
     if factor.size % outer:
         raise ShardingError(f"{name} regroups {factor.size} local entries by {outer}")

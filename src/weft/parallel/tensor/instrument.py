@@ -69,10 +69,7 @@ def local_block(
 
 
 def _local_copy(
-    name: str,
-    param: nn.Parameter,
-    local: LocalParam,
-    trace: ShardingTrace,
+    name: str, param: nn.Parameter, local: LocalParam, trace: ShardingTrace
 ) -> nn.Parameter:
     data = torch.empty(local.shape, dtype=param.dtype, device=META)
     copied = nn.Parameter(data, requires_grad=False)
@@ -85,10 +82,7 @@ def _local_copy(
 
 
 def instrument(
-    name: str,
-    block: nn.Module,
-    kinds: ShardedModules,
-    trace: ShardingTrace,
+    name: str, block: nn.Module, kinds: ShardedModules, trace: ShardingTrace
 ) -> nn.Module:
     """The copied block, with stand-ins for its sharded modules."""
     for path, module in block.named_modules():
@@ -108,10 +102,7 @@ def instrument(
 
 
 def _stand_ins(
-    name: str,
-    block: nn.Module,
-    kinds: ShardedModules,
-    trace: ShardingTrace,
+    name: str, block: nn.Module, kinds: ShardedModules, trace: ShardingTrace
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     """(module, what stands for it) of all that a block holds but declared regions; attention gets
     a traced implementation.

@@ -45,19 +45,10 @@ class ColumnParallelLinear(MarkedLayer):
         degree = comm.degree(axis)
         lo, hi = span(out_features, degree, comm.index(axis))
         local_out = hi - lo
-        self.weight = _new_param(
-            local_out,
-            in_features,
-            device=device,
-            dtype=dtype,
-        )
+        self.weight = _new_param(local_out, in_features, device=device, dtype=dtype)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _new_param(
-                local_out,
-                device=device,
-                dtype=dtype,
-            )
+            self.bias = _new_param(local_out, device=device, dtype=dtype)
         self.out_features = out_features
         self.gather_output = gather_output
         self.region = Region(comm, axis, sequence_parallel)
@@ -69,10 +60,7 @@ class ColumnParallelLinear(MarkedLayer):
 
     @classmethod
     def from_linear(
-        cls,
-        module: nn.Linear,
-        region: Region,
-        entries: SharedEntries | None,
+        cls, module: nn.Linear, region: Region, entries: SharedEntries | None
     ) -> ColumnParallelLinear:
         """The linear whose weight and bias `module` holds, sharded already.
 
@@ -114,11 +102,7 @@ class ColumnParallelLinear(MarkedLayer):
         axis = self.region.axis
         degree = comm.degree(axis)
         return ops.gather_from_region(
-            y,
-            comm,
-            axis,
-            dim=-1,
-            sizes=span_sizes(self.out_features, degree),
+            y, comm, axis, dim=-1, sizes=span_sizes(self.out_features, degree)
         )
 
 
@@ -149,19 +133,10 @@ class RowParallelLinear(MarkedLayer):
         degree = comm.degree(axis)
         lo, hi = span(in_features, degree, comm.index(axis))
         local_in = hi - lo
-        self.weight = _new_param(
-            out_features,
-            local_in,
-            device=device,
-            dtype=dtype,
-        )
+        self.weight = _new_param(out_features, local_in, device=device, dtype=dtype)
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = _new_param(
-                out_features,
-                device=device,
-                dtype=dtype,
-            )
+            self.bias = _new_param(out_features, device=device, dtype=dtype)
         self.region = Region(comm, axis, sequence_parallel)
         take_adapter(self)
         _reset(self)
@@ -191,9 +166,7 @@ class RowParallelLinear(MarkedLayer):
 
 
 def _new_param(
-    *shape: int,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
+    *shape: int, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> nn.Parameter:
     """A parameter without values yet."""
     values = torch.empty(shape, device=device, dtype=dtype)

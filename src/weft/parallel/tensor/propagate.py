@@ -179,11 +179,7 @@ def rule_of(func: Any) -> Rule | None:
     return rule
 
 
-def arguments(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
+def arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by their names in the operation's schema."""
     by_name: dict[str, Any] = {}
     parameters = func._schema.arguments

@@ -77,9 +77,7 @@ class Region:
     dim: int = SEQ_DIM
 
     def enter(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
+        self, x: Tensor, weights: Sequence[Tensor]
     ) -> tuple[Tensor, tuple[DeferredWeight, ...]]:
         """The whole x for every rank, and the weights to be used on it.
 
@@ -102,12 +100,7 @@ class Region:
         """
         if not self.sequence_parallel:
             return ops.reduce_from_region(y, self.comm, self.axis)
-        return ops.reduce_scatter(
-            y,
-            self.comm,
-            self.axis,
-            dim=self.dim,
-        )
+        return ops.reduce_scatter(y, self.comm, self.axis, dim=self.dim)
 
 
 class HasWeight(Protocol):
@@ -167,11 +160,7 @@ class SharedEntries:
         return entry
 
 
-def linear(
-    x: Tensor,
-    deferred: DeferredWeight,
-    bias: Tensor | None,
-) -> Tensor:
+def linear(x: Tensor, deferred: DeferredWeight, bias: Tensor | None) -> Tensor:
     """x W^T + b whose weight gradient is computed later; see Note [Region order]."""
     if active_split_backward() is not None:
         return nn.functional.linear(x, deferred.weight, bias)
@@ -192,11 +181,7 @@ class _Wait(torch.autograd.Function):
     """Identity; backward: the reduced input gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        grad: AsyncInputGrad,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, grad: AsyncInputGrad) -> Tensor:
         ctx.grad = grad
         return x.view_as(x)
 
@@ -211,12 +196,7 @@ class _Enter(torch.autograd.Function):
     """The region's input; backward: starts the reduction of its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        grad: AsyncInputGrad,
-        region: Region,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, grad: AsyncInputGrad, region: Region) -> Tensor:
         ctx.grad = grad
         ctx.region = region
         ctx.shape = x.shape
@@ -231,11 +211,7 @@ class _Enter(torch.autograd.Function):
         if torch.is_grad_enabled():
             work = Work.done(region.leave(dx))
         elif region.sequence_parallel:
-            work = comm.start_reduce_scatter(
-                dx,
-                region.axis,
-                dim=region.dim,
-            )
+            work = comm.start_reduce_scatter(dx, region.axis, dim=region.dim)
         else:
             work = comm.start_all_reduce(dx, region.axis)
         ctx.grad.work = work
@@ -249,11 +225,7 @@ class _Weight(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        deferred: DeferredWeight,
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, deferred: DeferredWeight) -> Tensor:
         ctx.deferred = deferred
         return weight.view_as(weight)
 
@@ -288,11 +260,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        deferred: DeferredWeight,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeight
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.deferred = deferred
@@ -302,10 +270,7 @@ class _Linear(torch.autograd.Function):
         return unviewed
 
     @staticmethod
-    def backward(
-        ctx: Any,
-        dy: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx = None

@@ -24,12 +24,7 @@ def same_dims(op: TracedOp) -> list[Dims]:
 
 def view(op: TracedOp) -> list[Dims]:
     """The same entries in another shape."""
-    dims = regroup(
-        op.dims,
-        op.shape,
-        inferred=_inferred_dim(op),
-        name=op.name,
-    )
+    dims = regroup(op.dims, op.shape, inferred=_inferred_dim(op), name=op.name)
     return [dims]
 
 
@@ -132,11 +127,7 @@ def split_dim(op: TracedOp) -> list[Dims]:
     return found
 
 
-def _check_parts(
-    op: TracedOp,
-    dim: Dim,
-    sizes: tuple[int, ...],
-) -> None:
+def _check_parts(op: TracedOp, dim: Dim, sizes: tuple[int, ...]) -> None:
     """Raise ShardingError unless these pieces of a sharded dim are parts of a Stacked one."""
     parts = dim[0].parts if len(dim) == 1 else ()
     if op.name != "slice":

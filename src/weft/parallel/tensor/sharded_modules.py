@@ -54,11 +54,7 @@ def is_below_any(path: str, regions: Iterable[str]) -> bool:
 
 
 def find_sharded_modules(
-    name: str,
-    block: nn.Module,
-    *,
-    axes: AxisTable,
-    rule: Rule,
+    name: str, block: nn.Module, *, axes: AxisTable, rule: Rule
 ) -> ShardedModules:
     """The modules below a plain block that hold sharded parameters, by what becomes of them.
 
@@ -89,13 +85,7 @@ class _ModuleSearch:
     embeddings: list[str] = field(default_factory=list)
     regions: list[str] = field(default_factory=list)
 
-    def visit(
-        self,
-        path: str,
-        module: nn.Module,
-        *,
-        name: str,
-    ) -> None:
+    def visit(self, path: str, module: nn.Module, *, name: str) -> None:
         """Note one module below the block; `name` is its global name."""
         has_weight = module._parameters.get("weight") is not None  # a parametrized one has none
         if isinstance(module, nn.Linear) and has_weight:
@@ -105,22 +95,12 @@ class _ModuleSearch:
         elif _declares_region(module) and self._holds_sharded(module, name):
             self.regions.append(path)
 
-    def _visit_linear(
-        self,
-        path: str,
-        module: nn.Linear,
-        *,
-        key: str,
-    ) -> None:
+    def _visit_linear(self, path: str, module: nn.Linear, *, key: str) -> None:
         out_axis, in_axis = logical_axes(key, self.axes)
         is_column = sharded_over(out_axis, self.rule) == AXIS
         is_row = sharded_over(in_axis, self.rule) == AXIS
         if is_column and is_row:
-            fault = Fault(
-                key,
-                "sharded along both dims over tp",
-                got=f"{out_axis}, {in_axis}",
-            )
+            fault = Fault(key, "sharded along both dims over tp", got=f"{out_axis}, {in_axis}")
             raise PlanError(fault)
         if is_column or is_row:
             _check_class(module, LINEARS, key)
@@ -129,19 +109,11 @@ class _ModuleSearch:
         if is_row:
             self.rows.append(path)
 
-    def _visit_embedding(
-        self,
-        path: str,
-        module: nn.Embedding,
-        *,
-        key: str,
-    ) -> None:
+    def _visit_embedding(self, path: str, module: nn.Embedding, *, key: str) -> None:
         row_axis, feature_axis = logical_axes(key, self.axes)
         if sharded_over(feature_axis, self.rule) == AXIS:
             fault = Fault(
-                key,
-                "an embedding cannot be sharded along its features",
-                got=str(feature_axis),
+                key, "an embedding cannot be sharded along its features", got=str(feature_axis)
             )
             raise PlanError(fault)
         if sharded_over(row_axis, self.rule) == AXIS:
@@ -161,11 +133,7 @@ def _declares_region(module: nn.Module) -> bool:
     return any(isinstance(child, RegionOutput) for child in module.children())
 
 
-def _check_class(
-    module: nn.Module,
-    known: tuple[type[nn.Module], ...],
-    key: str,
-) -> None:
+def _check_class(module: nn.Module, known: tuple[type[nn.Module], ...], key: str) -> None:
     """Reject a module that computes something else than the parallel one in its place would."""
     forwards = {cls.forward for cls in known}
     class_name = known[0].__name__

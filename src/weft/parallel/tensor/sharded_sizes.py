@@ -138,10 +138,7 @@ class SizesOfShards(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _size(
-        self,
-        tensor: Tensor,
-        read: Callable[[list[int]], Any],
-        dim: int | None = None,
+        self, tensor: Tensor, read: Callable[[list[int]], Any], dim: int | None = None
     ) -> Any:
         """The shape, one of its sizes, or what `read` computes of them."""
         sizes = list(map(int, tensor.shape))
@@ -167,11 +164,7 @@ SIZE_READERS: Mapping[Any, Callable[[list[int]], Any]] = {
 }
 
 
-def _numbers_of(
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Iterable[Any]:
+def _numbers_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[Any]:
     """Arguments that a function computes values with."""
     if name not in ARITHMETIC:
         return [kwargs.get("scale"), kwargs.get("alpha")]
@@ -181,7 +174,4 @@ def _numbers_of(
 
 
 def _used_as_number(operation: str) -> ShardingError:
-    return ShardingError(
-        f"{operation} computes with the local size of a sharded dim",
-        fix=FIX,
-    )
+    return ShardingError(f"{operation} computes with the local size of a sharded dim", fix=FIX)

@@ -238,12 +238,7 @@ class ShardingTrace(TorchDispatchMode):
         )
         return self._note(out, rule(operation), values)
 
-    def _note(
-        self,
-        out: Any,
-        dims: list[Dims],
-        values: list[Value],
-    ) -> Any:
+    def _note(self, out: Any, dims: list[Dims], values: list[Value]) -> Any:
         value = self.combined(values)
         for tensor, its_dims in zip(tensors_in(out), dims, strict=True):
             self.set(tensor, replace(value, dims=its_dims))
@@ -267,12 +262,7 @@ class ShardingTrace(TorchDispatchMode):
         if inside or activation:
             self.use(frozenset(params), partial=varies)
             params.clear()
-        return Value(
-            dims=(),
-            inside=inside,
-            activation=activation,
-            params=frozenset(params),
-        )
+        return Value(dims=(), inside=inside, activation=activation, params=frozenset(params))
 
     def use(self, params: frozenset[str], *, partial: bool) -> None:
         """Note a use of whole parameters.
@@ -310,11 +300,7 @@ class ShardingTrace(TorchDispatchMode):
                 )
             shape[SEQ_DIM] *= self.degree
         entered = x.new_empty(shape)
-        entered_value = Value(
-            dims=whole_dims(shape),
-            inside=True,
-            activation=True,
-        )
+        entered_value = Value(dims=whole_dims(shape), inside=True, activation=True)
         return self.set(entered, entered_value)
 
     def leave(self, shape: tuple[int, ...], like: Tensor) -> Tensor:

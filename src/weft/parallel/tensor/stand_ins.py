@@ -88,12 +88,7 @@ class TracedEmbedding(nn.Module):
 class TracedLoss(nn.Module):
     """Stands for the loss: of logits that are sharded along the vocabulary, or whole."""
 
-    def __init__(
-        self,
-        loss: Loss,
-        path: str,
-        trace: ShardingTrace,
-    ) -> None:
+    def __init__(self, loss: Loss, path: str, trace: ShardingTrace) -> None:
         super().__init__()
         self.loss = loss
         self.path = path
@@ -158,10 +153,7 @@ class TracedRegion(nn.Module):
             if tensor.shape == entered.shape:
                 shape = tuple(tensor.shape)
                 return trace.leave(shape, tensor)
-            value = Value(
-                dims=whole_dims(tensor.shape),
-                activation=tensor.is_floating_point(),
-            )
+            value = Value(dims=whole_dims(tensor.shape), activation=tensor.is_floating_point())
             return trace.set(tensor, value)
 
         return map_leaves(out, Tensor, leave)
@@ -196,12 +188,7 @@ class TracedAttention:
         self.trace = trace
 
     def __call__(
-        self,
-        q_BSHK: Tensor,
-        k_BSGK: Tensor,
-        v_BSGW: Tensor,
-        batch: Batch,
-        spec: AttentionSpec,
+        self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch, spec: AttentionSpec
     ) -> Tensor:
         """Dims of the result, from those of q, k and v."""
         trace = self.trace
@@ -221,13 +208,7 @@ class TracedAttention:
         return trace.set(out, replace(combined, dims=out_dims))
 
 
-def _check_heads(
-    q_BSHK: Dims,
-    k_BSGK: Dims,
-    v_BSGW: Dims,
-    *,
-    per_head: Sequence[Value],
-) -> None:
+def _check_heads(q_BSHK: Dims, k_BSGK: Dims, v_BSGW: Dims, *, per_head: Sequence[Value]) -> None:
     """Raise ShardingError unless heads alone are sharded, all of them or none, and their local
     numbers fit; `per_head` are tensors with the heads first.
     """

@@ -24,9 +24,7 @@ from weft.parallel.tensor.region import SEQ_DIM
 from weft.parallel.tensor.sharded_modules import ShardedModules
 from weft.parallel.tensor.sharded_sizes import SizesOfShards
 from weft.parallel.tensor.sharding_mode import Findings, ShardingTrace, Value
-from weft.parallel.tensor.stand_ins import (
-    SIZES_IN_REGION,
-)
+from weft.parallel.tensor.stand_ins import SIZES_IN_REGION
 
 UNSHARDED_INPUT = (
     "it has no parameters, so its input must be whole: in AXES name None instead of the sharded "
@@ -64,12 +62,7 @@ def trace_blocks(
     """
     trace = ShardingTrace(degree=degree, sequence_parallel=sequence_parallel)
     chain = ChainTrace(
-        model,
-        kinds,
-        params,
-        trace,
-        {} if records is None else records,
-        repeats or {},
+        model, kinds, params, trace, {} if records is None else records, repeats or {}
     )
     x = batch.inputs
     with torch.inference_mode():
@@ -101,12 +94,7 @@ class BlockRecord:
 
     def result(self) -> Tensor:
         """A result like the one that was recorded."""
-        return torch.empty_strided(
-            self.shape,
-            self.stride,
-            dtype=self.dtype,
-            device=META,
-        )
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
 
 
 class ChainTrace:
@@ -148,12 +136,7 @@ class ChainTrace:
         self._records = records
         self._is_stateless = True
 
-    def run(
-        self,
-        name: str,
-        x: Tensor,
-        batch: Batch,
-    ) -> Tensor:
+    def run(self, name: str, x: Tensor, batch: Batch) -> Tensor:
         """What a block hands on."""
         key = self._key(name, x, batch)
         if key is not None and self._is_stateless:
@@ -183,12 +166,7 @@ class ChainTrace:
         result = record.result()
         return self.trace.set(result, record.value)
 
-    def _key(
-        self,
-        name: str,
-        x: Tensor,
-        batch: Batch,
-    ) -> Hashable | None:
+    def _key(self, name: str, x: Tensor, batch: Batch) -> Hashable | None:
         """Equal for blocks whose traces are equal; None where that cannot be said."""
         if name in self._tied_blocks or type(x) is not Tensor:
             return None
@@ -233,11 +211,7 @@ class ChainTrace:
 
     def _state(self, block: nn.Module, batch: Batch) -> Hashable | None:
         """Equal before and after a forward that leaves its module and the batch as they were."""
-        structure = fingerprint(
-            block,
-            self._tensor_facts,
-            opaque=(self.trace,),
-        )
+        structure = fingerprint(block, self._tensor_facts, opaque=(self.trace,))
         if structure is None:
             return None
         return structure, self._batch_facts(batch)
@@ -250,13 +224,7 @@ class ChainTrace:
         key = id(block)
         _reject_compiled(name, block)
         if key not in self._instrumented:  # a block may be used twice
-            copied = local_block(
-                name,
-                block,
-                self.params,
-                self.trace,
-                self._copies,
-            )
+            copied = local_block(name, block, self.params, self.trace, self._copies)
             kinds = self.kinds[name]
             self._instrumented[key] = instrument(name, copied, kinds, self.trace)
         return self._instrumented[key]
@@ -299,13 +267,7 @@ def _looks_up_tokens_and_positions(block: nn.Module, kinds: ShardedModules) -> b
     return not set(embeddings).issubset(kinds.embeddings)
 
 
-def _run(
-    name: str,
-    block: nn.Module,
-    x: Tensor,
-    batch: Batch,
-    trace: ShardingTrace,
-) -> Tensor:
+def _run(name: str, block: nn.Module, x: Tensor, batch: Batch, trace: ShardingTrace) -> Tensor:
     """What a block hands on."""
     trace.module = name
     trace.forget_readers()
@@ -349,11 +311,7 @@ def _fix_of_failure(reason: str, *, sequence_parallel: bool) -> str:
     return "take sizes from tensors, not from the config; check the axes of its parameters"
 
 
-def _local_positions(
-    batch: Batch,
-    trace: ShardingTrace,
-    index: int,
-) -> Batch:
+def _local_positions(batch: Batch, trace: ShardingTrace, index: int) -> Batch:
     """The batch with this rank's part of the positions, for the block that embeds tokens."""
     parts = batch.positions.chunk(trace.degree, SEQ_DIM)
     own = parts[index]

@@ -86,11 +86,7 @@ def places_named(dims: Dims, written: Any) -> list[int]:
     return [place % num_dims for place in written]
 
 
-def broadcast_dims(
-    name: str,
-    operands: Sequence[Dims],
-    shape: tuple[int, ...],
-) -> Dims:
+def broadcast_dims(name: str, operands: Sequence[Dims], shape: tuple[int, ...]) -> Dims:
     """Where one operand is sharded along a dim, the others are sharded, too, or all their entries
     along it are equal.
     """
@@ -102,11 +98,7 @@ def broadcast_dims(
     return tuple(found)
 
 
-def _broadcast_dim(
-    name: str,
-    aligned: Sequence[Dim],
-    size: int,
-) -> Dim:
+def _broadcast_dim(name: str, aligned: Sequence[Dim], size: int) -> Dim:
     """One dim of the result, from those of the operands that have it."""
     sharded: list[Dim] = []
     whole: list[Dim] = []

@@ -61,11 +61,7 @@ def transform(
         if key not in made:  # a block may be used twice
             first_name = regions.first_names[name]
             made[key] = _make_parallel(
-                first_name,
-                block,
-                regions.modules[first_name],
-                regions.findings,
-                region,
+                first_name, block, regions.modules[first_name], regions.findings, region
             )
     for name, block in blocks.items():
         blocks[name] = made[id(block)]
@@ -92,11 +88,7 @@ class ModelRegions:
 
 
 def _find_regions(
-    snapshot: ChainSnapshot,
-    plan: Plan,
-    comm: Comm,
-    *,
-    axes: AxisTable,
+    snapshot: ChainSnapshot, plan: Plan, comm: Comm, *, axes: AxisTable
 ) -> ModelRegions:
     """The regions of a model, which are found once for all rank threads of a process."""
 
@@ -111,12 +103,7 @@ def _find_regions(
     return comm.share_in_process(key, find)
 
 
-def _regions_of(
-    chain: PlainChain,
-    plan: Plan,
-    *,
-    axes: AxisTable,
-) -> ModelRegions:
+def _regions_of(chain: PlainChain, plan: Plan, *, axes: AxisTable) -> ModelRegions:
     rule = plan.sharding_rule
     first_name_of: dict[int, str] = {}
     first_names: dict[str, str] = {}
@@ -142,10 +129,7 @@ def _regions_of(
 
 
 def _works_on_whole_sequences(
-    chain: PlainChain,
-    modules: Mapping[str, ShardedModules],
-    plan: Plan,
-    axes: AxisTable,
+    chain: PlainChain, modules: Mapping[str, ShardedModules], plan: Plan, axes: AxisTable
 ) -> bool:
     """Whether the trace of the same plan without sequence parallelism succeeds."""
     whole = plan.model_copy(update={"sequence_parallel": False})
@@ -164,11 +148,7 @@ def _with_fix_of_whole_sequences(fault: Fault) -> Fault:
 
 
 def _trace(
-    chain: PlainChain,
-    modules: Mapping[str, ShardedModules],
-    plan: Plan,
-    *,
-    axes: AxisTable,
+    chain: PlainChain, modules: Mapping[str, ShardedModules], plan: Plan, *, axes: AxisTable
 ) -> Findings:
     """Findings of a trace on the shards of the first rank along tp; where the last one's shapes
     differ, of both.
@@ -198,11 +178,7 @@ def _trace(
 
 
 def _local_params(
-    chain: PlainChain,
-    plan: Plan,
-    *,
-    axes: AxisTable,
-    index: int,
+    chain: PlainChain, plan: Plan, *, axes: AxisTable, index: int
 ) -> dict[str, LocalParam]:
     """Global name -> what the rank at `index` along tp holds, as if no other axis sharded
     parameters.
@@ -215,12 +191,7 @@ def _local_params(
     found: dict[str, LocalParam] = {}
     for name, param in named_parameters(chain.blocks).items():
         found[name] = _local_param(
-            name,
-            tuple(param.shape),
-            logical_axes(name, axes),
-            rule=rule,
-            mesh=mesh,
-            rank=rank,
+            name, tuple(param.shape), logical_axes(name, axes), rule=rule, mesh=mesh, rank=rank
         )
     return found
 
@@ -234,14 +205,7 @@ def _local_param(
     mesh: Mesh,
     rank: int,
 ) -> LocalParam:
-    shard = shard_of(
-        name,
-        shape,
-        logical,
-        rule=rule,
-        mesh=mesh,
-        rank=rank,
-    )
+    shard = shard_of(name, shape, logical, rule=rule, mesh=mesh, rank=rank)
     dims: list[Dim] = []
     for place, axis in enumerate(logical):
         size = shard.shape[place]
@@ -259,11 +223,7 @@ class RegionEntry(nn.Module):
     inside.
     """
 
-    def __init__(
-        self,
-        region: Region,
-        columns: tuple[ColumnParallelLinear, ...],
-    ) -> None:
+    def __init__(self, region: Region, columns: tuple[ColumnParallelLinear, ...]) -> None:
         super().__init__()
         self.region = region
         self._columns = columns  # a tuple, so that they are no submodules
@@ -290,11 +250,7 @@ class RegionExit(nn.Module):
 
 
 def _make_parallel(
-    name: str,
-    block: nn.Module,
-    modules: ShardedModules,
-    findings: Findings,
-    region: Region,
+    name: str, block: nn.Module, modules: ShardedModules, findings: Findings, region: Region
 ) -> nn.Module:
     """The block with parallel linears, embeddings and declared regions in place of plain ones."""
     entries = SharedEntries(region)
@@ -304,11 +260,7 @@ def _make_parallel(
         reads_inside = is_inside or modules.is_in_region(path)
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear), f"{path} was found to be a linear"
-        column = ColumnParallelLinear.from_linear(
-            linear,
-            region,
-            None if reads_inside else entries,
-        )
+        column = ColumnParallelLinear.from_linear(linear, region, None if reads_inside else entries)
         columns[path] = column
         block = replace_module(block, linear, column)
     for path in modules.rows:
@@ -348,8 +300,7 @@ def _make_regions(
 
 
 def _columns_inside(
-    parent: str,
-    columns: Mapping[str, ColumnParallelLinear],
+    parent: str, columns: Mapping[str, ColumnParallelLinear]
 ) -> tuple[ColumnParallelLinear, ...]:
     """The linears below a module that read what is inside a region already."""
     prefix = f"{parent}." if parent else ""
@@ -401,11 +352,7 @@ def _local_positions(comm: Comm) -> Callable[[nn.Module, tuple[Any, ...]], tuple
 
 
 def _shard_losses(
-    blocks: dict[str, nn.Module],
-    findings: Findings,
-    comm: Comm,
-    *,
-    vocab: int,
+    blocks: dict[str, nn.Module], findings: Findings, comm: Comm, *, vocab: int
 ) -> None:
     """Replace the `Loss` of logits that are sharded along the vocabulary, as a block or inside one."""
     sizes = span_sizes(vocab, comm.degree(AXIS))
@@ -424,12 +371,7 @@ def _shard_losses(
                 )
                 raise PlanError(fault)
             loss = cast(Loss, module)
-            parallel = vocab_parallel_loss(
-                loss,
-                vocab,
-                comm=comm,
-                key=key,
-            )
+            parallel = vocab_parallel_loss(loss, vocab, comm=comm, key=key)
             blocks[name] = replace_module(block, module, parallel)
 
 

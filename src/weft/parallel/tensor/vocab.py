@@ -51,23 +51,14 @@ class VocabParallelEmbedding(MarkedLayer):
         self.num_embeddings = num_embeddings
         self.lo, hi = span(num_embeddings, comm.degree(axis), comm.index(axis))
         self.weight = nn.Parameter(
-            torch.empty(
-                hi - self.lo,
-                embedding_dim,
-                device=device,
-                dtype=dtype,
-            )
+            torch.empty(hi - self.lo, embedding_dim, device=device, dtype=dtype)
         )
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
         self.mark(("weight",), Holders(comm, axis_names(axis), 0, num_embeddings))
 
     @classmethod
-    def from_embedding(
-        cls,
-        module: nn.Embedding,
-        region: Region,
-    ) -> VocabParallelEmbedding:
+    def from_embedding(cls, module: nn.Embedding, region: Region) -> VocabParallelEmbedding:
         """The embedding whose table, sharded already, `module` holds."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
@@ -104,13 +95,7 @@ class VocabParallelLoss(nn.Module):
 
     supports = frozenset({"cross_entropy"})
 
-    def __init__(
-        self,
-        vocab: int,
-        *,
-        comm: Comm,
-        axis: Axis = AXIS,
-    ) -> None:
+    def __init__(self, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
         super().__init__()
         self.comm = comm
         self.axis = axis
@@ -128,19 +113,11 @@ class VocabParallelLoss(nn.Module):
         counted = torch.where(batch.targets == IGNORE, 0, batch.targets)
         _check_within(counted, self.vocab, "a target")
         return vocab_cross_entropy(
-            logits,
-            batch.targets,
-            lo=self.lo,
-            comm=self.comm,
-            axis=self.axis,
+            logits, batch.targets, lo=self.lo, comm=self.comm, axis=self.axis
         )
 
 
-def _check_within(
-    entries: Tensor,
-    vocab: int,
-    what: str,
-) -> None:
+def _check_within(entries: Tensor, vocab: int, what: str) -> None:
     """Reject entries that no rank holds, which would count as zeros; torch's own embedding and loss
     reject them, too.
     """
@@ -159,14 +136,7 @@ class VocabParallelPreferenceLoss(PreferenceLoss):
 
     supports = frozenset({REQUIREMENT})
 
-    def __init__(
-        self,
-        loss: PreferenceLoss,
-        vocab: int,
-        *,
-        comm: Comm,
-        axis: Axis = AXIS,
-    ) -> None:
+    def __init__(self, loss: PreferenceLoss, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
         super().__init__(loss.beta)
         self.position_sum = loss.position_sum
         self.comm = comm
@@ -175,22 +145,10 @@ class VocabParallelPreferenceLoss(PreferenceLoss):
 
     def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits_BSV (this rank's part of V), targets_BS -> losses_BS, the same on every rank."""
-        return vocab_token_losses(
-            logits,
-            targets,
-            lo=self.lo,
-            comm=self.comm,
-            axis=self.axis,
-        )
+        return vocab_token_losses(logits, targets, lo=self.lo, comm=self.comm, axis=self.axis)
 
 
-def vocab_parallel_loss(
-    loss: Loss,
-    vocab: int,
-    *,
-    comm: Comm,
-    key: str,
-) -> nn.Module:
+def vocab_parallel_loss(loss: Loss, vocab: int, *, comm: Comm, key: str) -> nn.Module:
     """The loss of the same kind for logits that are sharded along the vocabulary.
 
     Args:
@@ -216,32 +174,16 @@ def vocab_parallel_loss(
 
 
 def vocab_cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    lo: int,
-    comm: Comm,
-    axis: Axis,
+    logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis
 ) -> Tensor:
     """Sum over counted targets of -log softmax; `logits[..., v]` belongs to vocabulary entry `lo +
     v`.
     """
-    return vocab_token_losses(
-        logits,
-        targets,
-        lo=lo,
-        comm=comm,
-        axis=axis,
-    ).sum()
+    return vocab_token_losses(logits, targets, lo=lo, comm=comm, axis=axis).sum()
 
 
 def vocab_token_losses(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    lo: int,
-    comm: Comm,
-    axis: Axis,
+    logits: Tensor, targets: Tensor, *, lo: int, comm: Comm, axis: Axis
 ) -> Tensor:
     """losses_BS: -log softmax of each target, 0 where it does not count; as
     `vocab_cross_entropy`.
@@ -253,12 +195,7 @@ def vocab_token_losses(
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        lo: int,
-        comm: Comm,
-        axis: Axis,
+        ctx: Any, logits: Tensor, targets: Tensor, lo: int, comm: Comm, axis: Axis
     ) -> Tensor:
         wide = logits
         if logits.dtype != torch.float64:

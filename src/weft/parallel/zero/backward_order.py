@@ -30,9 +30,7 @@ from weft.parallel.zero.gradient_reducer import GradientReducer
 
 
 def register_backward_order(
-    reducer: GradientReducer,
-    stage: int,
-    chain: Sequence[nn.Module],
+    reducer: GradientReducer, stage: int, chain: Sequence[nn.Module]
 ) -> list[RemovableHandle]:
     """Have the backwards of a stage's blocks, which run in the order of `chain`, start the
     reductions of the blocks behind them. To be called before `register_unshard_hooks`.
@@ -51,9 +49,7 @@ def register_backward_order(
 
 
 def _after_forward(
-    reducer: GradientReducer,
-    stage: int,
-    position: int,
+    reducer: GradientReducer, stage: int, position: int
 ) -> Callable[[nn.Module, Any, Any], None]:
     weak_reducer = weakref.ref(reducer)  # see Note [Hooks hold no reducer]
 

@@ -76,20 +76,13 @@ def bucket_reducer(
     stage_of = stage_of or dict.fromkeys(params, 0)
     trained = {name: param for name, param in params.items() if param.requires_grad}
     buckets = buckets_of(
-        trained,
-        reduce_axes=reduce_axes,
-        stage_of=stage_of,
-        bucket_bytes=bucket_bytes,
+        trained, reduce_axes=reduce_axes, stage_of=stage_of, bucket_bytes=bucket_bytes
     )
     groups: list[ParamGroup] = []
     for bucket in buckets:
         dtype = bucket.key.dtype
         policy = ShardingPolicy(
-            zero=0,
-            params=dtype,
-            compute=dtype,
-            reduce=dtype,
-            keeps_unsharded_grad=True,
+            zero=0, params=dtype, compute=dtype, reduce=dtype, keeps_unsharded_grad=True
         )
         group = bucket.group(trained, comm, policy, stage_counts=dict.fromkeys(trained, 1))
         groups.append(group)
@@ -113,10 +106,7 @@ def buckets_of(
     for name, param in last_first:
         num_bytes = param.numel() * param.element_size()
         key = BucketKey(
-            stage=stage_of[name],
-            axes=reduce_axes[name],
-            dtype=param.dtype,
-            device=param.device,
+            stage=stage_of[name], axes=reduce_axes[name], dtype=param.dtype, device=param.device
         )
         if key in filling and sizes[key] + num_bytes > bucket_bytes:
             bucket = Bucket(key, filling.pop(key))

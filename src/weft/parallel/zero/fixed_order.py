@@ -139,13 +139,7 @@ class FixedOrderSum:
     """
 
     def __init__(
-        self,
-        comm: Comm,
-        flat: Tensor,
-        axes: tuple[str, ...],
-        *,
-        is_sharded: bool,
-        data_first: bool,
+        self, comm: Comm, flat: Tensor, axes: tuple[str, ...], *, is_sharded: bool, data_first: bool
     ) -> None:
         self.comm = comm
         self.axes = tuple(name for name in comm.mesh.wide_axes if name in axes)
@@ -154,10 +148,7 @@ class FixedOrderSum:
         self.sizes = span_sizes(flat.numel(), comm.degree(axes))
         own_size = self.sizes[comm.index(axes)]
         self._started: Work = comm.start_all_to_all(
-            flat,
-            axes,
-            send_sizes=self.sizes,
-            recv_sizes=(own_size,) * len(self.sizes),
+            flat, axes, send_sizes=self.sizes, recv_sizes=(own_size,) * len(self.sizes)
         )
 
     def is_completed(self) -> bool:
@@ -214,9 +205,7 @@ SUM_BITS = 30
 
 
 def exact_sum(
-    comm: Comm,
-    tensors: Sequence[Tensor],
-    term: Callable[[Tensor], Tensor] = Tensor.double,
+    comm: Comm, tensors: Sequence[Tensor], term: Callable[[Tensor], Tensor] = Tensor.double
 ) -> Tensor:
     """The sum of the numbers of all ranks of the mesh, float64 scalar: the same bits in whatever
     order, and on however many ranks, the numbers are; every rank must call it.

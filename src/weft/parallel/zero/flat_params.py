@@ -55,10 +55,7 @@ class FlatLayout:
 
     @staticmethod
     def of(
-        shapes: Mapping[str, tuple[int, ...]],
-        num_shards: int,
-        *,
-        alignment: int = 1,
+        shapes: Mapping[str, tuple[int, ...]], num_shards: int, *, alignment: int = 1
     ) -> FlatLayout:
         """Lay out tensors of these shapes, in this order.
 
@@ -76,9 +73,7 @@ class FlatLayout:
         num_entries = start
         shard_length = -(-num_entries // num_shards)  # rounded up
         return FlatLayout(
-            spans=tuple(spans),
-            length=shard_length * num_shards,
-            num_shards=num_shards,
+            spans=tuple(spans), length=shard_length * num_shards, num_shards=num_shards
         )
 
     @property
@@ -121,12 +116,7 @@ class FlatLayout:
         return found
 
     def pack_shard(
-        self,
-        tensors: Mapping[str, Tensor],
-        index: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, tensors: Mapping[str, Tensor], index: int, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Shard `index` of the flat tensor of `tensors`, without allocating the flat tensor."""
         shard = torch.zeros(self.shard_length, dtype=dtype, device=device)
@@ -137,11 +127,7 @@ class FlatLayout:
         return shard
 
     def pack(
-        self,
-        tensors: Mapping[str, Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """The flat tensor of `tensors`; the padding is 0."""
         flat = torch.zeros(self.length, dtype=dtype, device=device)
@@ -225,23 +211,13 @@ class FlatParams:
     def alias(self) -> Tensor:
         """The same memory as a tensor with a version counter of its own."""
         alias = self.flat.new_empty(0)
-        return alias.set_(
-            self.flat.untyped_storage(),
-            0,
-            self.flat.shape,
-            self.flat.stride(),
-        )
+        return alias.set_(self.flat.untyped_storage(), 0, self.flat.shape, self.flat.stride())
 
 
 class _FreedParam:
     """A parameter that is NaN while its memory is freed. See Note [Reads of freed parameters]."""
 
-    def __init__(
-        self,
-        name: str,
-        param: nn.Parameter,
-        view: Tensor,
-    ) -> None:
+    def __init__(self, name: str, param: nn.Parameter, view: Tensor) -> None:
         self.name = name
         self.param = param
         self.view = view

@@ -35,11 +35,7 @@ from weft.parallel.zero.shard_gradients import add_gradient, call_gradient_hooks
 from weft.parallel.zero.sharded_tensor import local_of, sharded
 from weft.parallel.zero.sharding_policy import WrapperSharding
 from weft.parallel.zero.synchronized import SynchronizedModule
-from weft.parallel.zero.unshard_hooks import (
-    BlockGroups,
-    groups_of,
-    register_unshard_hooks,
-)
+from weft.parallel.zero.unshard_hooks import BlockGroups, groups_of, register_unshard_hooks
 from weft.parallel.zero.wrapped_params import (
     check_all_wrapped,
     check_not_wrapped,
@@ -257,28 +253,19 @@ class FullyShardedDataParallel(SynchronizedModule):
         return self._shard_of
 
     def named_parameters(
-        self,
-        prefix: str = "",
-        recurse: bool = True,
-        remove_duplicate: bool = True,
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's shards under the names that the module's parameters had unwrapped."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
-        self,
-        prefix: str = "",
-        recurse: bool = True,
-        remove_duplicate: bool = True,
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """The buffers under the names that they had unwrapped."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(  # type: ignore[override]
-        self,
-        *args: Any,
-        prefix: str = "",
-        **kwargs: Any,
+        self, *args: Any, prefix: str = "", **kwargs: Any
     ) -> dict[str, Any]:
         """This rank's shards, and the buffers, under the names of `named_parameters()`.
 
@@ -293,10 +280,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         return state
 
     def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        assign: bool = False,
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load what `state_dict` returned on this rank, or unsharded values, of which this rank keeps
         its entries.
@@ -464,12 +448,7 @@ class FullyShardedDataParallel(SynchronizedModule):
         self._refreshed = self._noted
 
     @not_compiled
-    def _cast_block_inputs(
-        self,
-        block: nn.Module,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _cast_block_inputs(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         return self._cast((args, kwargs))
 
     def _cast(self, inputs: Any) -> Any:

@@ -129,9 +129,7 @@ def exact_squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor
 
 
 def _count_weights(
-    model: ParallelModel,
-    reducer: GradientReducer,
-    names: tuple[str, ...],
+    model: ParallelModel, reducer: GradientReducer, names: tuple[str, ...]
 ) -> Tensor:
     """1 for each gradient that counts on this rank, else 0; float64 on the device."""
     is_counted = []
@@ -141,12 +139,7 @@ def _count_weights(
     return torch.tensor(is_counted, dtype=torch.float64, device=model.comm.device)
 
 
-def is_first_holder(
-    model: ParallelModel,
-    name: str,
-    *,
-    sharded_over: tuple[str, ...] = (),
-) -> bool:
+def is_first_holder(model: ParallelModel, name: str, *, sharded_over: tuple[str, ...] = ()) -> bool:
     """Whether this rank is the first of those that hold these entries, so that each counts on one
     rank of the mesh; of replicas that train apart, on one rank of each.
 
@@ -161,11 +154,7 @@ def is_first_holder(
     return _is_first_replica(shard, model.comm, sharded_over)
 
 
-def _is_first_replica(
-    param_shard: ParamShard,
-    comm: Comm,
-    sharded_over: tuple[str, ...],
-) -> bool:
+def _is_first_replica(param_shard: ParamShard, comm: Comm, sharded_over: tuple[str, ...]) -> bool:
     other_entries = (PP, *param_shard.shard_axes, *sharded_over, *local_update_axes())
     for axis, _ in comm.mesh.axes:
         is_replicated = axis not in other_entries
@@ -174,13 +163,7 @@ def _is_first_replica(
     return True
 
 
-def clip(
-    reducer: GradientReducer,
-    norm: Tensor,
-    *,
-    most: float,
-    scale: float = 1.0,
-) -> None:
+def clip(reducer: GradientReducer, norm: Tensor, *, most: float, scale: float = 1.0) -> None:
     """Scale all gradients so that their global norm is at most `most`; 0 leaves them. As torch's
     clip_grad_norm_.
 

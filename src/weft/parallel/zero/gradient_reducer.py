@@ -185,11 +185,7 @@ class GradientReducer:
         for group in self.groups:
             group.zero_grad()
 
-    def set_requires_gradient_sync(
-        self,
-        stage: int,
-        requires_gradient_sync: bool = True,
-    ) -> None:
+    def set_requires_gradient_sync(self, stage: int, requires_gradient_sync: bool = True) -> None:
         """Whether the next backward of `stage` reduces each group as soon as it is complete: the
         last one of a step does.
         """
@@ -212,12 +208,7 @@ class GradientReducer:
     def _reduces_now(self, stage: int) -> bool:
         return self.reduces_every_backward or stage in self._stages_to_sync
 
-    def _on_gradient(
-        self,
-        group: ParamGroup,
-        name: str,
-        param: Tensor,
-    ) -> None:
+    def _on_gradient(self, group: ParamGroup, name: str, param: Tensor) -> None:
         """Hook: autograd has accumulated the gradient that one backward yields for a parameter."""
         if not self._touched:
             after_this_backward(self._on_backward_end)
@@ -374,11 +365,7 @@ class GradientReducer:
             names.extend(group.params)
         if self.comm.degree(axis) == 1 or not names:
             return frozenset(self.arrived)
-        num_ranks = torch.ones(
-            len(names),
-            dtype=torch.int32,
-            device=self.comm.device,
-        )
+        num_ranks = torch.ones(len(names), dtype=torch.int32, device=self.comm.device)
         trained = {
             name
             for group in self.trained_groups

@@ -18,18 +18,10 @@ from weft.parallel.zero.buckets import buckets_of
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.sharding_policy import ShardingPolicy
-from weft.parallel.zero.unshard_hooks import (
-    BlockGroups,
-    groups_of,
-    register_unshard_hooks,
-)
+from weft.parallel.zero.unshard_hooks import BlockGroups, groups_of, register_unshard_hooks
 
 
-def make_gradient_reducer(
-    model: ParallelModel,
-    *,
-    fixed_order: bool = False,
-) -> GradientReducer:
+def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) -> GradientReducer:
     """The gradient reducer of this rank's part of a model, as the plan's ZeRO stage and dtypes say.
 
     A model on the meta device is materialised group by group, so that under ZeRO 3 no rank ever
@@ -155,11 +147,7 @@ def _block_groups(model: ParallelModel, policy: ShardingPolicy) -> list[ParamGro
         )
         names = members.setdefault(key, [])
         names.append(name)
-    frozen_policy = replace(
-        policy,
-        zero=3 if policy.zero == 3 else 0,
-        params=policy.compute,
-    )
+    frozen_policy = replace(policy, zero=3 if policy.zero == 3 else 0, params=policy.compute)
     groups: list[ParamGroup] = []
     stage_counts = _stage_counts(model)
     for key, names in members.items():

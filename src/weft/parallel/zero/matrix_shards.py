@@ -30,10 +30,7 @@ from weft.parallel.zero.param_entries import ParamEntries, Shape
 from weft.parallel.zero.param_group import ParamGroup
 
 
-def param_entries(
-    model: ParallelModel,
-    reducer: GradientReducer,
-) -> dict[str, ParamEntries]:
+def param_entries(model: ParallelModel, reducer: GradientReducer) -> dict[str, ParamEntries]:
     """Where the entries of every trained parameter of this rank's stages are, also of those that it
     holds none of.
     """
@@ -44,11 +41,7 @@ def param_entries(
     return found
 
 
-def _entries_of(
-    model: ParallelModel,
-    group: ParamGroup,
-    place: int,
-) -> ParamEntries:
+def _entries_of(model: ParallelModel, group: ParamGroup, place: int) -> ParamEntries:
     comm = model.comm
     plan = model.plan
     mesh = comm.mesh
@@ -132,11 +125,7 @@ class LogicalMatrix:
         return rows, columns
 
 
-def _pieces(
-    entries: ParamEntries,
-    matrix: Box,
-    holders: int,
-) -> tuple[MatrixPiece, ...]:
+def _pieces(entries: ParamEntries, matrix: Box, holders: int) -> tuple[MatrixPiece, ...]:
     found: list[MatrixPiece] = []
     for holder in range(holders):
         start = 0
@@ -157,10 +146,7 @@ def _pieces(
 
 
 def _assign(
-    params: Mapping[str, ParamEntries],
-    holders: int,
-    *,
-    splits_stacked: bool,
+    params: Mapping[str, ParamEntries], holders: int, *, splits_stacked: bool
 ) -> tuple[LogicalMatrix, ...]:
     """All matrices of these parameters with their owners, the same on every rank: the rank that
     holds most of a matrix, then the one with the least work so far.
@@ -215,11 +201,7 @@ class MatrixExchange:
     """
 
     def __init__(
-        self,
-        params: Mapping[str, ParamEntries],
-        comm: Comm | None,
-        *,
-        splits_stacked: bool,
+        self, params: Mapping[str, ParamEntries], comm: Comm | None, *, splits_stacked: bool
     ) -> None:
         first = next(iter(params.values()))
         self.names = tuple(params)
@@ -279,11 +261,7 @@ class MatrixExchange:
             yield TransformedPiece(held.matrix, held.piece, values)
             start = stop
 
-    def _transform(
-        self,
-        received: Tensor,
-        transform: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    def _transform(self, received: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
         """Results of this rank's matrices, cut and ordered as the directions came."""
         taken = list(itertools.chain(*self.taken))
         gathered: dict[int, Tensor] = {}

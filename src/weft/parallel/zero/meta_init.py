@@ -12,10 +12,7 @@ from weft.core.mesh import Axis
 from weft.errors import Fault, PlanError
 
 
-def own_modules(
-    block: nn.Module,
-    others: Iterable[nn.Module],
-) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(block: nn.Module, others: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """(path, module) of `block` itself and the modules below it, without `others` and what is below
     them.
     """
@@ -29,10 +26,7 @@ def own_modules(
             yield full_path, module
 
 
-def own_params(
-    block: nn.Module,
-    others: Iterable[nn.Module],
-) -> tuple[nn.Parameter, ...]:
+def own_params(block: nn.Module, others: Iterable[nn.Module]) -> tuple[nn.Parameter, ...]:
     """Parameters that `block` uses itself, outside of `others`, each once."""
     found: dict[int, nn.Parameter] = {}
     for _, module in own_modules(block, others):
@@ -74,11 +68,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _materialize(
-    path: str,
-    module: nn.Module,
-    device: torch.device,
-    *,
-    initialised: Collection[int],
+    path: str, module: nn.Module, device: torch.device, *, initialised: Collection[int]
 ) -> None:
     """Allocate a module's own tensors and call its `reset_parameters`; initialised parameters keep
     their values.

@@ -17,10 +17,7 @@ States = dict[str, Any]
 
 
 def optimizer_states(
-    optimizer: Optimizer,
-    named: Iterable[tuple[str, Tensor]],
-    *,
-    is_whole: bool,
+    optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], *, is_whole: bool
 ) -> States:
     """The states of the parameters `named`, under their names.
 
@@ -48,9 +45,7 @@ def optimizer_states(
 
 
 def load_optimizer_states(
-    optimizer: Optimizer,
-    named: Iterable[tuple[str, Tensor]],
-    states: Mapping[str, Any],
+    optimizer: Optimizer, named: Iterable[tuple[str, Tensor]], states: Mapping[str, Any]
 ) -> None:
     """Load what `optimizer_states` returned: whole states on any number of ranks.
 

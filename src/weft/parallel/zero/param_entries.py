@@ -46,13 +46,7 @@ class ParamEntries:
     def whole(shape: Shape, logical: tuple[DimAxis, ...] = ()) -> ParamEntries:
         """A parameter that one rank holds."""
         box = Box.whole(shape)
-        return ParamEntries(
-            shape,
-            logical,
-            axes=(),
-            index=0,
-            boxes_at=lambda _: (box,),
-        )
+        return ParamEntries(shape, logical, axes=(), index=0, boxes_at=lambda _: (box,))
 
     @cached_property
     def own_boxes(self) -> tuple[Box, ...]:
@@ -118,12 +112,7 @@ class ParamEntries:
         return tuple(boxes)
 
 
-def _within(
-    box: Box,
-    dim: int,
-    start: int,
-    stop: int,
-) -> Box:
+def _within(box: Box, dim: int, start: int, stop: int) -> Box:
     """The box with other bounds along one dim."""
     lo = list(box.lo)
     hi = list(box.hi)
@@ -132,11 +121,7 @@ def _within(
     return Box(tuple(lo), tuple(hi))
 
 
-def _parts(
-    box: Box,
-    dim: int,
-    axis: Stacked,
-) -> Iterator[Box]:
+def _parts(box: Box, dim: int, axis: Stacked) -> Iterator[Box]:
     """The parts of a box along a `Stacked` dim."""
     length = box.hi[dim]
     sizes = axis.sizes(length) or (length,)

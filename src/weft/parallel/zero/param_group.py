@@ -83,9 +83,7 @@ class ParamGroup:
             num_shards = comm.degree(axes)
         shapes = {name: tuple(param.shape) for name, param in params.items()}
         self.layout = FlatLayout.of(
-            shapes,
-            num_shards,
-            alignment=FIXED_ORDER_ALIGNMENT if policy.fixed_order else 1,
+            shapes, num_shards, alignment=FIXED_ORDER_ALIGNMENT if policy.fixed_order else 1
         )
         self.missing: set[str] = set()
         self.expect_gradients()
@@ -168,16 +166,10 @@ class ParamGroup:
         policy = self.policy
         if not self._shares_param_memory:
             self.sharded_param = self.layout.pack_shard(
-                self.params,
-                self.index,
-                dtype=policy.params,
-                device=self._device,
+                self.params, self.index, dtype=policy.params, device=self._device
             )
         self.unsharded_params = FlatParams(
-            self.params,
-            self.layout,
-            dtype=policy.compute,
-            fills_freed=policy.fills_freed_params,
+            self.params, self.layout, dtype=policy.compute, fills_freed=policy.fills_freed_params
         )
         if self._shares_param_memory:
             self.sharded_param = self._own_entries(self.unsharded_params.flat)
@@ -195,17 +187,11 @@ class ParamGroup:
             self.sharded_grad = self._own_entries(self.unsharded_grad)
         else:
             self.sharded_grad = torch.zeros(
-                self.layout.shard_length,
-                dtype=policy.params,
-                device=self._device,
+                self.layout.shard_length, dtype=policy.params, device=self._device
             )
 
     def _allocate_unsharded_grad(self) -> Tensor:
-        grad = torch.zeros(
-            self.layout.length,
-            dtype=self.policy.reduce,
-            device=self._device,
-        )
+        grad = torch.zeros(self.layout.length, dtype=self.policy.reduce, device=self._device)
         self.unsharded_grad = grad
         self._grad_views = self.layout.views(grad)
         return grad
@@ -465,17 +451,12 @@ class ParamGroup:
         """
         assert self.sharded_param is not None, "only groups in flat memory are loaded by shards"
         packed = self.layout.pack_shard(
-            values,
-            self.index,
-            dtype=self.sharded_param.dtype,
-            device=self._device,
+            values, self.index, dtype=self.sharded_param.dtype, device=self._device
         )
         self.sharded_param.copy_(packed)
 
     def replace_shard(
-        self,
-        shards: Mapping[str, Tensor],
-        policy: ShardingPolicy,
+        self, shards: Mapping[str, Tensor], policy: ShardingPolicy
     ) -> dict[str, Tensor]:
         """Hold these values, this rank's entries of each parameter, perhaps in another dtype or on another
         device; the unsharded parameters change at the next all-gather.

@@ -31,11 +31,7 @@ TENSOR: Any = Tensor
 
 
 def sharded_param(
-    local: Tensor,
-    entries: ShardEntries,
-    group: ShardGroup,
-    *,
-    requires_grad: bool = True,
+    local: Tensor, entries: ShardEntries, group: ShardGroup, *, requires_grad: bool = True
 ) -> nn.Parameter:
     """A parameter of which `local[n]` are this rank's entries, in the same memory."""
     return nn.Parameter(ShardedTensor.of(local, entries, group), requires_grad=requires_grad)

@@ -402,10 +402,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _load_shard(
-    local: Tensor,
-    shape: tuple[int, ...],
-    starts: tuple[int, ...],
-    index: int,
+    local: Tensor, shape: tuple[int, ...], starts: tuple[int, ...], index: int
 ) -> ShardedTensor:
     return ShardedTensor.of(local, ShardEntries(tuple(shape), tuple(starts), index), None)
 

@@ -39,8 +39,7 @@ class BlockGroups:
 
 
 def groups_of(
-    params: Iterable[nn.Parameter],
-    groups: Iterable[ParamGroup],
+    params: Iterable[nn.Parameter], groups: Iterable[ParamGroup]
 ) -> tuple[ParamGroup, ...]:
     """Those of `groups` that hold one of `params` and are freed between uses, each once."""
     group_of_param: dict[int, ParamGroup] = {}
@@ -145,12 +144,7 @@ class PrefetchSchedule:
     in_backward: GroupsInBackward
 
     @not_compiled
-    def before_forward(
-        self,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-    ) -> None:
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Unshard the block, prefetch the next."""
         for group in self.groups:
             group.unshard()
@@ -162,12 +156,7 @@ class PrefetchSchedule:
             self._reshard_frozen_after_backward(args, kwargs)
 
     @not_compiled
-    def copy_views(
-        self,
-        module: nn.Module,
-        args: Any,
-        out: Any,
-    ) -> Any:
+    def copy_views(self, module: nn.Module, args: Any, out: Any) -> Any:
         """Copy outputs that are parameters of the block or views of them: their memory is freed."""
         storages = {memory_of(group.flat) for group in self.groups if group.flat is not None}
 
@@ -182,12 +171,7 @@ class PrefetchSchedule:
         return None
 
     @not_compiled
-    def after_forward(
-        self,
-        module: nn.Module,
-        args: Any,
-        out: Any,
-    ) -> None:
+    def after_forward(self, module: nn.Module, args: Any, out: Any) -> None:
         """Reshard the block; have its backward unshard it again."""
         for group in self.groups:
             is_next = any(group is other for other in self.next_groups)

@@ -77,11 +77,7 @@ ZEROS = frozenset({"zeros_like", "new_zeros", "zero_", "zeros"})
 FILLS = frozenset({"zero_", "fill_"})
 
 
-def result_types(
-    func: Any,
-    op: TypedOp,
-    operands: Sequence[AxisType],
-) -> list[AxisType]:
+def result_types(func: Any, op: TypedOp, operands: Sequence[AxisType]) -> list[AxisType]:
     """The types of the results along one axis.
 
     Args:

@@ -94,9 +94,7 @@ class TypedComm(Comm):
             self._set(out, self._gathered(calls, x, out, dim, _names(axis)))
 
         return self._typed(
-            x,
-            lambda: super(TypedComm, self).start_all_gather(x, axis, dim=dim, sizes=sizes),
-            note,
+            x, lambda: super(TypedComm, self).start_all_gather(x, axis, dim=dim, sizes=sizes), note
         )
 
     def start_all_gather_(self, buffer: Tensor, axis: Axis) -> Work:
@@ -137,9 +135,7 @@ class TypedComm(Comm):
             self._note_flat_shard(calls, buffer, out, start, axis)
 
         return self._typed(
-            buffer,
-            lambda: super(TypedComm, self).start_reduce_scatter_(buffer, axis, op=op),
-            note,
+            buffer, lambda: super(TypedComm, self).start_reduce_scatter_(buffer, axis, op=op), note
         )
 
     def start_all_to_all(
@@ -192,10 +188,7 @@ class TypedComm(Comm):
         return self.mode.set(out, (replicated(shape),) * len(self.mode.axes))
 
     def _typed(
-        self,
-        x: Tensor,
-        start: Callable[[], Work],
-        note: Callable[[Sequence[Call], Tensor], None],
+        self, x: Tensor, start: Callable[[], Work], note: Callable[[Sequence[Call], Tensor], None]
     ) -> Work:
         """A started operation whose result is typed when it is waited for."""
         if self.mode.is_paused:
@@ -286,12 +279,7 @@ class TypedComm(Comm):
         self.mode.tensors.set_pieces(out, own_pieces(pieces, start, start + out.numel()))
 
     def _gathered(
-        self,
-        calls: Sequence[Call],
-        x: Tensor,
-        out: Tensor,
-        dim: int,
-        names: tuple[str, ...],
+        self, calls: Sequence[Call], x: Tensor, out: Tensor, dim: int, names: tuple[str, ...]
     ) -> Types:
         """Types of the shards of all ranks, one after the other."""
         called = {name for call in calls for name in _names_of(call)}
@@ -316,12 +304,7 @@ class TypedComm(Comm):
         return self._along(x, out, names, gathered, resized=dim % x.dim())
 
     def _scattered(
-        self,
-        calls: Sequence[Call],
-        x: Tensor,
-        out: Tensor,
-        dim: int,
-        names: tuple[str, ...],
+        self, calls: Sequence[Call], x: Tensor, out: Tensor, dim: int, names: tuple[str, ...]
     ) -> Types:
         place = dim % x.dim()
 

@@ -28,12 +28,7 @@ from weft.planner.certificate.axis_types import PARTIAL, AxisType
 from weft.planner.certificate.declared_regions import DeclaredRegions
 from weft.planner.certificate.declared_tensors import declare_batch, param_types
 from weft.planner.certificate.step_comm import StepComm
-from weft.planner.certificate.type_mode import (
-    KnownCalls,
-    TypeFinding,
-    TypeMode,
-    ValuesNeededError,
-)
+from weft.planner.certificate.type_mode import KnownCalls, TypeFinding, TypeMode, ValuesNeededError
 from weft.planner.certificate.watched_functions import WatchedFunctions
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.played_actions import thinned
@@ -91,9 +86,7 @@ def typed_step(
         pass
     table = thinned(plan.table, tuple(microbatches))
     step.player = Player(
-        step.model,
-        before_last_backward=step.grads.set_requires_gradient_sync,
-        table=table,
+        step.model, before_last_backward=step.grads.set_requires_gradient_sync, table=table
     )
     batch = example_batch(run, comm)
     batches = [batch] * table.microbatches
@@ -165,11 +158,7 @@ def _check_result(name: str, mode: TypeMode) -> Any:
 
 
 def _declare_gradient(
-    name: str,
-    param: nn.Parameter,
-    model: ParallelModel,
-    mode: TypeMode,
-    regions: DeclaredRegions,
+    name: str, param: nn.Parameter, model: ParallelModel, mode: TypeMode, regions: DeclaredRegions
 ) -> Any:
     """A hook for parameters that declared regions read: their gradients are as the rule says."""
 

@@ -21,8 +21,4 @@ def value_on_host(func: Any, args: Any, kwargs: Any) -> Any:
     target = kwargs.get("device")
     if target is None or torch.device(target).type != "cpu":
         return None
-    return torch.ones(
-        x.shape,
-        dtype=kwargs.get("dtype") or x.dtype,
-        device="cpu",
-    )
+    return torch.ones(x.shape, dtype=kwargs.get("dtype") or x.dtype, device="cpu")

@@ -69,10 +69,7 @@ NO_KERNEL = ("empty", "set_", "resize_", "detach", "lift", "alias", "record_stre
 
 
 def kernel_of(
-    func: Any,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    args: Sequence[Any],
+    func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], args: Sequence[Any]
 ) -> KernelLaunch | None:
     """The kernel of one ATen call; None for a view and whatever else computes nothing.
 

@@ -38,21 +38,11 @@ class TensorForm(NamedTuple):
     @staticmethod
     def of(tensor: Tensor, same_as: int = 0) -> TensorForm:
         """The form of a tensor."""
-        return TensorForm(
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            same_as,
-        )
+        return TensorForm(tensor.shape, tensor.stride(), tensor.dtype, same_as)
 
     def make(self) -> Tensor:
         """A new tensor of this form."""
-        return torch.empty_strided(
-            self.shape,
-            self.stride,
-            dtype=self.dtype,
-            device=META,
-        )
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
 
 
 @dataclass(frozen=True)
@@ -88,12 +78,7 @@ class MetaResults:
         self._known: dict[Hashable, KnownResult] = {}
         self._is_functional: dict[Any, bool] = {}
 
-    def key(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Hashable | None:
+    def key(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable | None:
         """What a call's result depends on; None for a call that must be run."""
         is_functional = self._is_functional.get(func)
         if is_functional is None:
@@ -132,8 +117,7 @@ class MetaResults:
 
 
 def _new_forms(
-    tensors: Sequence[Any],
-    inputs: Sequence[Tensor],
+    tensors: Sequence[Any], inputs: Sequence[Tensor]
 ) -> tuple[TensorForm | None, ...] | None:
     """The forms of a result's tensors; None if one of them is not new."""
     used = {_storage_id(tensor) for tensor in inputs}
@@ -169,11 +153,7 @@ def _has_own_storage(tensor: Tensor, used: set[int]) -> bool:
     num_entries = 0
     if tensor.numel():
         num_entries = 1
-        for size, stride in zip(
-            tensor.shape,
-            tensor.stride(),
-            strict=True,
-        ):
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             num_entries += (size - 1) * stride
     num_bytes = num_entries * tensor.element_size()
     return tensor.untyped_storage().nbytes() == num_bytes

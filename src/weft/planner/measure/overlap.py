@@ -51,19 +51,9 @@ def step_overlap(step: RankStep, row: int) -> StepOverlap:
     times_of_key = Counter(keys.values())
     labels = _labels(step.regions)
     for key, times in times_of_key.items():
-        _add_all(
-            totals,
-            step.actions[key].operations,
-            labels,
-            times,
-        )
+        _add_all(totals, step.actions[key].operations, labels, times)
     for region in step.phases.values():
-        _add_all(
-            totals,
-            region.operations,
-            labels,
-            1,
-        )
+        _add_all(totals, region.operations, labels, 1)
     _add_messages(totals, step, row)
     return totals
 
@@ -126,28 +116,15 @@ def _region_label(name: str) -> str:
 
 
 def _add_all(
-    totals: StepOverlap,
-    operations: Iterable[Operation],
-    labels: Mapping[int, str],
-    times: int,
+    totals: StepOverlap, operations: Iterable[Operation], labels: Mapping[int, str], times: int
 ) -> None:
     for op in operations:
         key = (op.axis, op.op)
         share = Share(times, times * op.payload_bytes)
-        _add(
-            totals,
-            key,
-            labels[id(op)],
-            share,
-        )
+        _add(totals, key, labels[id(op)], share)
 
 
-def _add(
-    totals: StepOverlap,
-    key: tuple[str, Op],
-    label: str,
-    share: Share,
-) -> None:
+def _add(totals: StepOverlap, key: tuple[str, Op], label: str, share: Share) -> None:
     of_key = totals.setdefault(key, {})
     before = of_key.get(label, Share(0, 0))
     of_key[label] = Share(
@@ -156,11 +133,7 @@ def _add(
     )
 
 
-def _add_messages(
-    totals: StepOverlap,
-    step: RankStep,
-    row: int,
-) -> None:
+def _add_messages(totals: StepOverlap, step: RankStep, row: int) -> None:
     """Messages between pipeline ranks: by the actions between their start and the wait."""
     plan = step.plan
     instructions = plan.program.rows[row]
@@ -175,12 +148,7 @@ def _add_messages(
                 actions[name] += 1
         op: Op = "send" if isinstance(transfer, Send) else "recv"
         share = Share(1, boundary_bytes(plan, transfer))
-        _add(
-            totals,
-            (pipeline_axis(), op),
-            _most(actions),
-            share,
-        )
+        _add(totals, (pipeline_axis(), op), _most(actions), share)
 
 
 def _ends_of_messages(instructions: Sequence[Instruction], table: Table) -> dict[int, int]:

@@ -56,12 +56,7 @@ class PlayedAction(NamedTuple):
     microbatch: int
 
 
-def played_microbatches(
-    table: Table,
-    row: int,
-    *,
-    fixed_order: bool = False,
-) -> tuple[int, ...]:
+def played_microbatches(table: Table, row: int, *, fixed_order: bool = False) -> tuple[int, ...]:
     """Micro-batches that stand for all on a pipeline coordinate: all of a short step, else those of
     the first and the last action of each stage and direction, and others until every key of its
     actions is there.
@@ -106,10 +101,7 @@ def alike_in_fixed_order(microbatch: int) -> int:
     return PERIOD + microbatch % PERIOD
 
 
-def thinned(
-    table: Table,
-    chosen: tuple[int, ...],
-) -> Table:
+def thinned(table: Table, chosen: tuple[int, ...]) -> Table:
     """The table with these micro-batches alone, numbered from 0; the order of actions stays."""
     numbers = {mb: number for number, mb in enumerate(chosen)}
     rows = []
@@ -120,17 +112,10 @@ def thinned(
             if number is not None:
                 kept.append(Act(act.kind, act.stage, number))
         rows.append(kept)
-    return Table.of_rows(
-        rows,
-        stage_to_rank=table.stage_to_rank,
-        microbatches=len(chosen),
-    )
+    return Table.of_rows(rows, stage_to_rank=table.stage_to_rank, microbatches=len(chosen))
 
 
-def action_keys(
-    table: Table,
-    row: int,
-) -> dict[Act, ActionKey]:
+def action_keys(table: Table, row: int) -> dict[Act, ActionKey]:
     """The key of each action of a row, in order; equal keys are one object."""
     actions = table.rows[row]
     chunks = {stage: chunk for chunk, stage in enumerate(table.stages(row))}

@@ -162,12 +162,7 @@ def measure_rank(
     played = thinned(plan.table, chosen)
     batch = example_batch(run, comm)
     batches = [batch] * played.microbatches
-    recorded = record_step(
-        step,
-        batches,
-        table=played,
-        recorder_type=recorder_type,
-    )
+    recorded = record_step(step, batches, table=played, recorder_type=recorder_type)
     return replace(recorded, adapted=run.adapted)
 
 
@@ -220,17 +215,9 @@ def record_step(
     marker = _Marker(recorder)
     sync = step.grads.set_requires_gradient_sync
     one_microbatch = thinned(table, (0,))
-    step.player = Player(
-        model,
-        before_last_backward=sync,
-        table=one_microbatch,
-    )
+    step.player = Player(model, before_last_backward=sync, table=one_microbatch)
     recorded_player = _RecordedPlayer(
-        model,
-        recorder,
-        before_last_backward=sync,
-        on_action=marker.on_action,
-        table=table,
+        model, recorder, before_last_backward=sync, on_action=marker.on_action, table=table
     )
     report_blocks(model.blocks, recorder.on_block)
     with fused_attention_on_meta(), recorder:
@@ -244,11 +231,7 @@ def record_step(
         observers = comm.observers
         comm.observers = (*observers, recorder)
         recorder.begin("targets")
-        step(
-            batches,
-            lr=1.0,
-            on_phase=marker.on_phase,
-        )
+        step(batches, lr=1.0, on_phase=marker.on_phase)
         recorder.end()
         comm.observers = observers
     sizes = {name: storage_bytes(tensors) for name, tensors in kept.items()}
@@ -308,19 +291,13 @@ class _Marker:
             return
         self.recorder.begin(str(phase))
 
-    def on_action(
-        self,
-        act: Act,
-        start_s: float,
-        end_s: float,
-    ) -> None:
+    def on_action(self, act: Act, start_s: float, end_s: float) -> None:
         self.recorder.rename(str(act))
         self.recorder.begin(f"after {act}")
 
 
 def _by_key(
-    by_name: Mapping[str, RecordedRegion],
-    keys: Mapping[Act, ActionKey],
+    by_name: Mapping[str, RecordedRegion], keys: Mapping[Act, ActionKey]
 ) -> dict[ActionKey, RecordedRegion]:
     """The recorded regions of actions by the keys of the actions."""
     found = {}

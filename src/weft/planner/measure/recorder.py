@@ -152,12 +152,7 @@ class StepRecorder(TorchDispatchMode):
         under_way_bytes: of reductions, at the time of the call.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        parts: Callable[[], Parts] = dict,
-    ) -> None:
+    def __init__(self, device: torch.device, *, parts: Callable[[], Parts] = dict) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.regions: list[RecordedRegion] = []
@@ -196,12 +191,7 @@ class StepRecorder(TorchDispatchMode):
     def _begin_segment(self) -> None:
         level = self.live_bytes
         region = self._region
-        segment = BlockSegment(
-            self.block,
-            len(region.events),
-            level,
-            peak_bytes=level,
-        )
+        segment = BlockSegment(self.block, len(region.events), level, peak_bytes=level)
         region.segments.append(segment)
 
     def end(self) -> None:
@@ -232,25 +222,14 @@ class StepRecorder(TorchDispatchMode):
         """Note that the rank has waited for it."""
         self._region.events.append(Ended(op))
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         on_host = value_on_host(func, args, kwargs)
         if on_host is not None:
             return on_host
         return self._run(func, args, kwargs)
 
-    def _run(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call `func` on the device, and note its kernel and the memory of its results."""
         key = self._result_key(func, args, kwargs)
         known = self._results.find(key)
@@ -262,18 +241,8 @@ class StepRecorder(TorchDispatchMode):
             result = func(*args, **kwargs)
             inputs = self._own_tensors((args, kwargs))
             outputs = self._own_tensors(result)
-            kernel = kernel_of(
-                func,
-                inputs,
-                outputs,
-                args,
-            )
-            self._results.note(
-                key,
-                inputs=inputs,
-                result=result,
-                kernel=kernel,
-            )
+            kernel = kernel_of(func, inputs, outputs, args)
+            self._results.note(key, inputs=inputs, result=result, kernel=kernel)
         if kernel is not None:
             self._region.events.append(kernel)
         for tensor in outputs:
@@ -281,12 +250,7 @@ class StepRecorder(TorchDispatchMode):
         self._update_peak()
         return result
 
-    def _result_key(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-    ) -> Hashable | None:
+    def _result_key(self, func: Any, args: Any, kwargs: Any) -> Hashable | None:
         """What the result of a call depends on; None on real devices, which compute."""
         if self.device.type != "meta":
             return None
@@ -316,12 +280,7 @@ class StepRecorder(TorchDispatchMode):
         num_bytes = storage.nbytes()
         self._live.add(key)
         self._live_bytes += num_bytes
-        finalizer = weakref.finalize(
-            storage,
-            self._forget,
-            key,
-            num_bytes,
-        )
+        finalizer = weakref.finalize(storage, self._forget, key, num_bytes)
         finalizer.atexit = False
 
     def _forget(self, key: int, num_bytes: int) -> None:
@@ -351,12 +310,7 @@ class CallRecorder(StepRecorder):
         """Not counted."""
         return 0
 
-    def _run(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         key = self._result_key(func, args, kwargs)
         known = self._results.find(key)
         if known is not None:
@@ -364,12 +318,7 @@ class CallRecorder(StepRecorder):
         result = func(*args, **kwargs)
         if key is not None:
             inputs = self._own_tensors((args, kwargs))
-            self._results.note(
-                key,
-                inputs=inputs,
-                result=result,
-                kernel=None,
-            )
+            self._results.note(key, inputs=inputs, result=result, kernel=None)
         return result
 
 

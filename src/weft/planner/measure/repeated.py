@@ -62,11 +62,7 @@ class BlockRun:
         return self.names[start : start - kept]
 
 
-def block_runs(
-    plan: Plan,
-    row: int,
-    kinds: Mapping[str, str],
-) -> list[BlockRun]:
+def block_runs(plan: Plan, row: int, kinds: Mapping[str, str]) -> list[BlockRun]:
     """The runs of equal blocks in the stages of a pipeline coordinate.
 
     Args:
@@ -75,21 +71,12 @@ def block_runs(
     runs = []
     for stage in plan.table.stages(row):
         for kind, members in groupby(plan.stages[stage].blocks, key=kinds.__getitem__):
-            runs.append(
-                BlockRun(
-                    stage,
-                    kind,
-                    tuple(members),
-                )
-            )
+            runs.append(BlockRun(stage, kind, tuple(members)))
     return runs
 
 
 def measure_repeated(
-    plan: Plan,
-    row: int,
-    kinds: Mapping[str, str],
-    measure_plan: Callable[[Plan], RankStep],
+    plan: Plan, row: int, kinds: Mapping[str, str], measure_plan: Callable[[Plan], RankStep]
 ) -> RankStep:
     """The step of a rank at a pipeline coordinate, from fewer blocks.
 
@@ -133,9 +120,7 @@ class _Longer:
 
 
 def _extended(
-    plan: Plan,
-    runs: Sequence[BlockRun],
-    measure_plan: Callable[[Plan], RankStep],
+    plan: Plan, runs: Sequence[BlockRun], measure_plan: Callable[[Plan], RankStep]
 ) -> RankStep:
     """The step of the whole rank.
 
@@ -151,12 +136,7 @@ def _extended(
         longer.append(_Longer(longest, step, count))
     actions = {}
     for key in short.actions:
-        actions[key] = _extended_action(
-            key,
-            short,
-            longer,
-            runs,
-        )
+        actions[key] = _extended_action(key, short, longer, runs)
     phases = {}
     for name, region in short.phases.items():
         regions = [LongerRegion(each.step.phases[name], each.count) for each in longer]
@@ -180,10 +160,7 @@ def _extended(
 
 
 def _extended_action(
-    key: ActionKey,
-    short: RankStep,
-    longer: Sequence[_Longer],
-    runs: Sequence[BlockRun],
+    key: ActionKey, short: RankStep, longer: Sequence[_Longer], runs: Sequence[BlockRun]
 ) -> RecordedRegion:
     """An action with all blocks of its stage; weight gradients of a split backward belong to none."""
     region = short.actions[key]
@@ -200,11 +177,7 @@ def _extended_action(
         for own in of_stage:
             if own.kind == each.run.kind:
                 change += one_more * len(own.left_out)
-    whole = _with_left_out(
-        region,
-        of_stage,
-        is_forward=key.kind == "F",
-    )
+    whole = _with_left_out(region, of_stage, is_forward=key.kind == "F")
     return replace(whole, exit_bytes=region.entry_bytes + change)
 
 
@@ -222,11 +195,7 @@ def _counts(runs: Sequence[BlockRun]) -> Iterator[tuple[BlockRun, int]]:
             yield longest[kind], count
 
 
-def _shortened(
-    plan: Plan,
-    runs: Sequence[BlockRun],
-    longer: BlockRun | None = None,
-) -> Plan:
+def _shortened(plan: Plan, runs: Sequence[BlockRun], longer: BlockRun | None = None) -> Plan:
     """The plan without the blocks that are left out; with one more of the run `longer`."""
     dropped: set[str] = set()
     for each in runs:
@@ -241,21 +210,14 @@ def _shortened(
 
 
 def _with_left_out(
-    region: RecordedRegion,
-    runs: Sequence[BlockRun],
-    *,
-    is_forward: bool,
+    region: RecordedRegion, runs: Sequence[BlockRun], *, is_forward: bool
 ) -> RecordedRegion:
     """The region of an action with all blocks of its stage."""
     for each in runs:
         if each.left_out:
             middle = each.names[NEIGHBOURS:-NEIGHBOURS]
             names = middle if is_forward else middle[::-1]
-            region = repeat_block(
-                region,
-                each.names[NEIGHBOURS],
-                names,
-            )
+            region = repeat_block(region, each.names[NEIGHBOURS], names)
     return region
 
 

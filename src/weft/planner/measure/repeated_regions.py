@@ -15,11 +15,7 @@ class NotPeriodicError(Exception):
     """One block more changes something else than the costs of a block."""
 
 
-def repeat_block(
-    region: RecordedRegion,
-    block: str,
-    names: Sequence[str],
-) -> RecordedRegion:
+def repeat_block(region: RecordedRegion, block: str, names: Sequence[str]) -> RecordedRegion:
     """The region with copies of a block's segment.
 
     Args:
@@ -72,11 +68,7 @@ class _Repeater:
             self.shift += self.change
         self.shift -= self.change
 
-    def add(
-        self,
-        place: int,
-        name: str,
-    ) -> None:
+    def add(self, place: int, name: str) -> None:
         """Add a segment, or a copy of it."""
         segments = self.region.segments
         segment = segments[place]
@@ -117,10 +109,7 @@ class LongerRegion:
     count: int
 
 
-def grown_region(
-    short: RecordedRegion,
-    longer: Sequence[LongerRegion],
-) -> RecordedRegion:
+def grown_region(short: RecordedRegion, longer: Sequence[LongerRegion]) -> RecordedRegion:
     """The region with the difference to each longer one added as often as that says."""
     change = short.change
     workspace = short.workspace
@@ -137,10 +126,7 @@ def grown_region(
     )
 
 
-def _grown_events(
-    events: Sequence[Event],
-    longer: Sequence[LongerRegion],
-) -> list[Event]:
+def _grown_events(events: Sequence[Event], longer: Sequence[LongerRegion]) -> list[Event]:
     """The events with those of all blocks inserted, and the sizes of the others grown.
 
     Raises:
@@ -166,11 +152,7 @@ class _Growth:
     events: list[Event]
     inserted: dict[int, list[Event]] = field(default_factory=dict)
 
-    def add(
-        self,
-        short: Sequence[Event],
-        longer: LongerRegion,
-    ) -> None:
+    def add(self, short: Sequence[Event], longer: LongerRegion) -> None:
         """Add blocks of one kind.
 
         Raises:
@@ -181,11 +163,7 @@ class _Growth:
             before = self.inserted.setdefault(part.place, [])
             before.extend(others[part.inserted] * longer.count)
             if part.longer is not None:
-                sizes = _AddedSizes(
-                    short[part.place],
-                    others[part.longer],
-                    longer.count,
-                )
+                sizes = _AddedSizes(short[part.place], others[part.longer], longer.count)
                 self.events[part.place] = sizes.added_to(self.events[part.place])
 
     def result(self) -> list[Event]:
@@ -203,10 +181,7 @@ def _started_ids(events: Sequence[Event]) -> set[int]:
     return {id(event.op) for event in events if isinstance(event, Started)}
 
 
-def linked(
-    events: Sequence[Event],
-    own: Collection[int],
-) -> list[Event]:
+def linked(events: Sequence[Event], own: Collection[int]) -> list[Event]:
     """The events with operations of their own: each wait is for the earliest operation that equals
     its own and has not been waited for. A wait for an operation of an earlier region stays.
 
@@ -244,10 +219,7 @@ class _EventDifference:
     longer: int | None = None
 
 
-def _differences(
-    events: Sequence[Event],
-    others: Sequence[Event],
-) -> Iterator[_EventDifference]:
+def _differences(events: Sequence[Event], others: Sequence[Event]) -> Iterator[_EventDifference]:
     """How `others` differs from `events`.
 
     Raises:
@@ -271,22 +243,14 @@ def _differences(
             yield _EventDifference(place, slice(other_place, stop))
             other_place = stop
         elif _first_kind(rest) == _first_kind(other_rest):
-            yield _EventDifference(
-                place,
-                slice(0, 0),
-                other_place,
-            )
+            yield _EventDifference(place, slice(0, 0), other_place)
             place += 1
             other_place += 1
         else:
             raise NotPeriodicError
 
 
-def _period(
-    events: Sequence[Event],
-    place: int,
-    most: int,
-) -> int:
+def _period(events: Sequence[Event], place: int, most: int) -> int:
     """The smallest number of events before this place that equal as many behind it; 0 if none do."""
     longest = min(most, place)
     for length in range(1, longest + 1):
@@ -308,11 +272,7 @@ def _first_kind(events: Sequence[Event]) -> tuple[object, ...] | None:
     return type(event), op.op, op.axis, op.group
 
 
-def _num_inserted(
-    events: Sequence[Event],
-    others: Sequence[Event],
-    most: int,
-) -> int:
+def _num_inserted(events: Sequence[Event], others: Sequence[Event], most: int) -> int:
     """How many of `others` must be skipped for the longest start that equals that of `events`."""
     if not events:
         return most
@@ -326,10 +286,7 @@ def _num_inserted(
     return best
 
 
-def _num_equal(
-    events: Sequence[Event],
-    others: Sequence[Event],
-) -> int:
+def _num_equal(events: Sequence[Event], others: Sequence[Event]) -> int:
     """Number of equal events at the begin of both."""
     count = 0
     for event, other in zip(events, others, strict=False):
@@ -360,12 +317,7 @@ class _AddedSizes:
         assert isinstance(short, KernelLaunch)
         assert isinstance(longer, KernelLaunch)
         sizes = []
-        for now, before, after in zip(
-            event.sizes,
-            short.sizes,
-            longer.sizes,
-            strict=True,
-        ):
+        for now, before, after in zip(event.sizes, short.sizes, longer.sizes, strict=True):
             size = now + count * (after - before)
             sizes.append(size)
         return replace(

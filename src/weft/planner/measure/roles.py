@@ -145,11 +145,7 @@ class _ChunkSignature:
     is_last: bool
 
 
-def row_signature(
-    plan: Plan,
-    row: int,
-    kinds: Mapping[str, str],
-) -> object:
+def row_signature(plan: Plan, row: int, kinds: Mapping[str, str]) -> object:
     """Rows with equal signatures have equal regions: equal blocks in each chunk, the same ends of
     the pipeline, and the same kinds of actions.
     """
@@ -158,9 +154,7 @@ def row_signature(
     for stage in plan.table.stages(row):
         blocks = plan.stages[stage].blocks
         chunk = _ChunkSignature(
-            kinds=tuple(kinds[name] for name in blocks),
-            is_first=stage == 0,
-            is_last=stage == last,
+            kinds=tuple(kinds[name] for name in blocks), is_first=stage == 0, is_last=stage == last
         )
         chunks.append(chunk)
     keys = action_keys(plan.table, row)

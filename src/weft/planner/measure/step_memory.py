@@ -177,11 +177,7 @@ class _Replay:
         plan = self.step.plan
         keys = action_keys(plan.table, self.row)
         phases = self.step.phases
-        self.peak = _Peak(
-            "targets",
-            0,
-            phases["targets"],
-        )
+        self.peak = _Peak("targets", 0, phases["targets"])
         yield self._pass("targets", phases["targets"])
         for instruction in plan.program.rows[self.row]:
             if isinstance(instruction, Act):
@@ -231,11 +227,7 @@ class _Replay:
         self.level += region.change
         self._exchange_under_way(region)
         kept = self.step.kept.total
-        return Level(
-            name,
-            kept + self.level,
-            kept + peak.bytes,
-        )
+        return Level(name, kept + self.level, kept + peak.bytes)
 
     def _exchange_under_way(self, region: RecordedRegion) -> None:
         """Correct the level where other reductions were under way when the region was recorded: it

@@ -41,9 +41,7 @@ def step_traffic(step: RankStep, row: int) -> TrafficByOperation:
 
 
 def _add_operations(
-    totals: TrafficByOperation,
-    operations: Iterable[Operation],
-    times: int,
+    totals: TrafficByOperation, operations: Iterable[Operation], times: int
 ) -> None:
     for op in operations:
         traffic = Traffic(
@@ -54,10 +52,6 @@ def _add_operations(
         _add(totals, (op.axis, op.op), traffic)
 
 
-def _add(
-    totals: TrafficByOperation,
-    key: tuple[str, Op],
-    traffic: Traffic,
-) -> None:
+def _add(totals: TrafficByOperation, key: tuple[str, Op], traffic: Traffic) -> None:
     before = totals.get(key, Traffic())
     totals[key] = before + traffic

@@ -64,11 +64,7 @@ class LinkMessage(NamedTuple):
 
     def after(self, begin: float) -> LinkMessage:
         """The message with its start counted from `begin`."""
-        return LinkMessage(
-            self.link,
-            self.start - begin,
-            self.seconds,
-        )
+        return LinkMessage(self.link, self.start - begin, self.seconds)
 
 
 class OpSpan(NamedTuple):
@@ -129,11 +125,7 @@ class LinkReplay:
 
     def __post_init__(self) -> None:
         for op, left_s, has_begun in self.carried:
-            under_way = OpUnderWay(
-                op,
-                left_s,
-                is_continued=has_begun,
-            )
+            under_way = OpUnderWay(op, left_s, is_continued=has_begun)
             self.pending.append(under_way)
             self.from_before.append(under_way)
             if not left_s:

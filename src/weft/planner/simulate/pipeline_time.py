@@ -189,10 +189,7 @@ class StageMessages(Generic[Time]):
     """
 
     def __init__(
-        self,
-        order: PlayOrder,
-        free_at: MutableSequence[Time],
-        latest: Callable[[Time, Time], Time],
+        self, order: PlayOrder, free_at: MutableSequence[Time], latest: Callable[[Time, Time], Time]
     ) -> None:
         self.order = order
         self.free_at = free_at
@@ -225,12 +222,7 @@ class StageMessages(Generic[Time]):
         return [reduce(self.latest, under_way, free) for free, under_way in ranks]
 
 
-def play(
-    order: PipelineOrder,
-    costs: Sequence[ClassCosts],
-    *,
-    begin: float = 0.0,
-) -> PlayedActions:
+def play(order: PipelineOrder, costs: Sequence[ClassCosts], *, begin: float = 0.0) -> PlayedActions:
     """When each action runs; see Note [Messages between stages] and Note [Lanes].
 
     Args:

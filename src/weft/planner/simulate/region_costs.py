@@ -81,11 +81,7 @@ class RegionCosts:
     overlap_slowdown: float = 0.0
 
 
-def link_of(
-    group: Iterable[int],
-    *,
-    node: int,
-) -> Link:
+def link_of(group: Iterable[int], *, node: int) -> Link:
     """The link that an operation of these ranks uses; see Note [Shared links] in
     `link_replay`."""
     nodes = {rank // node for rank in group}
@@ -126,12 +122,7 @@ class CostTable:
             return op.axis
         return f"{op.axis} {op.communicator}"
 
-    def region(
-        self,
-        region: RecordedRegion,
-        *,
-        slow: float = 1.0,
-    ) -> RegionCosts:
+    def region(self, region: RecordedRegion, *, slow: float = 1.0) -> RegionCosts:
         """The region with its work in seconds; its kernels take `slow` times as long."""
         key = (id(region), slow)
         known = self._regions.get(key)
@@ -149,11 +140,7 @@ class _RegionSteps:
         slow: factor of the kernels.
     """
 
-    def __init__(
-        self,
-        table: CostTable,
-        slow: float,
-    ) -> None:
+    def __init__(self, table: CostTable, slow: float) -> None:
         self.table = table
         self.slow = slow
         self.steps: list[RegionStep] = []

@@ -74,10 +74,7 @@ class SiteCosts:
 
 
 def site_costs(
-    roles: Sequence[RoleCosts],
-    settings: SiteConfig,
-    *,
-    step_s: float | None = None,
+    roles: Sequence[RoleCosts], settings: SiteConfig, *, step_s: float | None = None
 ) -> SiteCosts | None:
     """The account of a measured run; None where its mesh has no sites.
 

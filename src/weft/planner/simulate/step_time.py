@@ -152,35 +152,17 @@ class _StepCosts:
         """From the end of a rank's actions to the norm."""
         begin = played.ready_at[row]
         time = replay(
-            self.phase(row, "reduce"),
-            gap=begin - played.last_end[row],
-            carried=played.carried[row],
+            self.phase(row, "reduce"), gap=begin - played.last_end[row], carried=played.carried[row]
         )
-        return PhaseSpan(
-            row,
-            "reduce",
-            begin,
-            begin + time.total,
-            time,
-        )
+        return PhaseSpan(row, "reduce", begin, begin + time.total, time)
 
     def update(self, row: int, begin: float) -> PhaseSpan:
         """From the norm to the end of the step."""
         time = replay(self.phase(row, "update"))
-        return PhaseSpan(
-            row,
-            "update",
-            begin,
-            begin + time.total,
-            time,
-        )
+        return PhaseSpan(row, "update", begin, begin + time.total, time)
 
 
-def _message(
-    plan: Plan,
-    action_class: ActionClass,
-    speeds: Speeds,
-) -> StageMessage:
+def _message(plan: Plan, action_class: ActionClass, speeds: Speeds) -> StageMessage:
     """The message of an action's tensor to another pipeline coordinate."""
     peer = action_class.peer
     assert peer is not None
@@ -211,11 +193,7 @@ def _total(seconds: Mapping[str, float]) -> float:
     return sum(seconds.values())
 
 
-def _bubble(
-    played: PlayedActions,
-    begin: float,
-    end: float,
-) -> float:
+def _bubble(played: PlayedActions, begin: float, end: float) -> float:
     """Idle share of all rank-time between the first begin and the last end of an action."""
     num_ranks = len(played.last_end)
     rank_time = (end - begin) * num_ranks

@@ -29,10 +29,7 @@ class PhaseSpan:
 
 
 def step_timeline(
-    played: PlayedActions,
-    phases: Sequence[PhaseSpan],
-    *,
-    with_operations: bool = False,
+    played: PlayedActions, phases: Sequence[PhaseSpan], *, with_operations: bool = False
 ) -> Timeline:
     """The timeline of a step.
 
@@ -42,39 +39,21 @@ def step_timeline(
     num_ranks = played.order.table.num_ranks
     spans = list(_action_spans(played))
     spans.extend(
-        Span(
-            phase.rank,
-            phase.name,
-            phase.name,
-            phase.start,
-            phase.end,
-        )
-        for phase in phases
+        Span(phase.rank, phase.name, phase.name, phase.start, phase.end) for phase in phases
     )
     if with_operations:
         spans.extend(_message_spans(played))
         for rank in range(num_ranks):
             spans.extend(_operation_spans(rank, played, phases))
     spans.sort(key=lambda span: (span.start, span.rank))
-    return Timeline(
-        tuple(spans),
-        num_ranks=num_ranks,
-        origin="predicted",
-        unit="s",
-    )
+    return Timeline(tuple(spans), num_ranks=num_ranks, origin="predicted", unit="s")
 
 
 def _action_spans(played: PlayedActions) -> Iterable[Span]:
     order = played.order
     for place, act in enumerate(order.acts):
         rank = order.classes[order.class_of[place]].rank
-        yield Span(
-            rank,
-            str(act),
-            act.kind,
-            played.starts[place],
-            played.ends[place],
-        )
+        yield Span(rank, str(act), act.kind, played.starts[place], played.ends[place])
 
 
 def _message_spans(played: PlayedActions) -> Iterable[Span]:
@@ -111,22 +90,11 @@ class _LaneSpans:
             self.unfinished[op.lane] = start
             return
         end = begin + op_span.end
-        self.spans.append(
-            Span(
-                self.rank,
-                f"{op.name} {op.axis}",
-                op.name,
-                start,
-                end,
-                op.lane,
-            )
-        )
+        self.spans.append(Span(self.rank, f"{op.name} {op.axis}", op.name, start, end, op.lane))
 
 
 def _operation_spans(
-    rank: int,
-    played: PlayedActions,
-    phases: Sequence[PhaseSpan],
+    rank: int, played: PlayedActions, phases: Sequence[PhaseSpan]
 ) -> Iterable[Span]:
     lanes = _LaneSpans(rank)
     order = played.order

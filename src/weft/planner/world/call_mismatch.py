@@ -67,28 +67,16 @@ def call_text(op: Operation) -> str:
     return f"{call} over {op.axis}, ranks {ranks}"
 
 
-def wrong_groups(
-    mesh: Mesh,
-    region: str,
-    calls: Calls,
-) -> Iterator[Mismatch]:
+def wrong_groups(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
     """Calls over other ranks than those of their axis; the first one of each rank."""
     for rank, events in calls.items():
-        found = _wrong_group(
-            mesh,
-            region,
-            rank,
-            events,
-        )
+        found = _wrong_group(mesh, region, rank, events)
         if found is not None:
             yield found
 
 
 def _wrong_group(
-    mesh: Mesh,
-    region: str,
-    rank: int,
-    events: Sequence[CallEvent],
+    mesh: Mesh, region: str, rank: int, events: Sequence[CallEvent]
 ) -> Mismatch | None:
     """The first call of a rank over other ranks than those of its axis."""
     expected: dict[str, tuple[int, ...] | None] = {}
@@ -119,21 +107,13 @@ def _ranks_text(ranks: Sequence[int], separator: str = " ") -> str:
     return separator.join(str(rank) for rank in ranks)
 
 
-def _is_group(
-    op: Operation,
-    group: tuple[int, ...],
-    rank: int,
-) -> bool:
+def _is_group(op: Operation, group: tuple[int, ...], rank: int) -> bool:
     if op.is_p2p:
         return rank in op.group and set(op.group) <= set(group)
     return op.group == group
 
 
-def mismatches_of(
-    mesh: Mesh,
-    region: str,
-    calls: Calls,
-) -> Iterator[Mismatch]:
+def mismatches_of(mesh: Mesh, region: str, calls: Calls) -> Iterator[Mismatch]:
     """The first difference between two recorded members of each group."""
     for group, of_rank in _by_group(calls).items():
         members: list[_Member] = []
@@ -141,32 +121,18 @@ def mismatches_of(
             if rank in calls:
                 ops = of_rank.get(rank, [])
                 members.append(_Member(rank, ops))
-        found = _first_mismatch(
-            mesh,
-            region,
-            group.ranks,
-            members,
-        )
+        found = _first_mismatch(mesh, region, group.ranks, members)
         if found is not None:
             yield found
 
 
 def _first_mismatch(
-    mesh: Mesh,
-    region: str,
-    group: tuple[int, ...],
-    members: Sequence[_Member],
+    mesh: Mesh, region: str, group: tuple[int, ...], members: Sequence[_Member]
 ) -> Mismatch | None:
     """The first difference to the first member, of the first member that has one."""
     first, *others = members
     for other in others:
-        found = _first_difference(
-            mesh,
-            region,
-            group,
-            first,
-            other,
-        )
+        found = _first_difference(mesh, region, group, first, other)
         if found is not None:
             return found
     return None
@@ -215,11 +181,7 @@ class _Member:
 
 
 def _first_difference(
-    mesh: Mesh,
-    region: str,
-    group: tuple[int, ...],
-    one: _Member,
-    other: _Member,
+    mesh: Mesh, region: str, group: tuple[int, ...], one: _Member, other: _Member
 ) -> Mismatch | None:
     shorter, longer = sorted((len(one.ops), len(other.ops)))
     index = 0

@@ -90,10 +90,7 @@ def _is_pipeline_message(op: Operation) -> bool:
     return op.is_p2p and op.axis == pipeline_axis()
 
 
-def _messages(
-    step: RankStep,
-    row: int,
-) -> _Messages:
+def _messages(step: RankStep, row: int) -> _Messages:
     """Messages of the recorded actions: they start in the order of the lowered table."""
     table = step.played
     keys = action_keys(table, row)
@@ -139,18 +136,10 @@ def recorded_coordinates(mesh: Mesh) -> Iterator[dict[str, int]]:
         yield dict(zip(places, indices, strict=True))
 
 
-def group_of(
-    mesh: Mesh,
-    rank: int,
-    axis: str,
-) -> tuple[int, ...] | None:
+def group_of(mesh: Mesh, rank: int, axis: str) -> tuple[int, ...] | None:
     """The group of a rank that operations name `axis`; None for a name that no mesh axis has."""
     if axis.startswith(WORLD):
-        for group in world_stages(
-            rank,
-            mesh.size,
-            checked=True,
-        ):
+        for group in world_stages(rank, mesh.size, checked=True):
             if group.axis == axis:
                 return group.ranks
         return None
@@ -161,11 +150,7 @@ def group_of(
     return mesh.group(rank, tuple(names))
 
 
-def moved(
-    events: tuple[CallEvent, ...],
-    mesh: Mesh,
-    shift: int,
-) -> tuple[CallEvent, ...]:
+def moved(events: tuple[CallEvent, ...], mesh: Mesh, shift: int) -> tuple[CallEvent, ...]:
     """The same calls on the rank that is `shift` further, at another pipeline coordinate."""
     copies: dict[int, Operation] = {}
     result = []
@@ -179,18 +164,10 @@ def moved(
     return tuple(result)
 
 
-def _moved_operation(
-    op: Operation,
-    mesh: Mesh,
-    shift: int,
-) -> Operation:
+def _moved_operation(op: Operation, mesh: Mesh, shift: int) -> Operation:
     rank = op.rank + shift
     group = tuple(member + shift for member in op.group)
     is_whole_group = not op.is_p2p and op.group == group_of(mesh, op.rank, op.axis)
     if is_whole_group:
         group = group_of(mesh, rank, op.axis) or group
-    return replace(
-        op,
-        rank=rank,
-        group=group,
-    )
+    return replace(op, rank=rank, group=group)

@@ -41,12 +41,7 @@ from weft.planner.world.call_mismatch import (
     rank_text,
     wrong_groups,
 )
-from weft.planner.world.rank_calls import (
-    CallEvent,
-    RankCalls,
-    moved,
-    recorded_coordinates,
-)
+from weft.planner.world.rank_calls import CallEvent, RankCalls, moved, recorded_coordinates
 from weft.planner.world.rendezvous import Blocked, find_deadlock
 from weft.schedule.lower import Program, Recv, Send, check_rendezvous
 
@@ -120,8 +115,7 @@ class RecordedWorld:
 
 
 def record_world(
-    roles: Sequence[RoleCosts],
-    record_rank: Callable[[int], RankStep],
+    roles: Sequence[RoleCosts], record_rank: Callable[[int], RankStep]
 ) -> RecordedWorld:
     """Play the ranks that stand for all; see Note [A world by its roles].
 
@@ -141,10 +135,7 @@ def record_world(
             continue
         recorded[own_rank] = RankCalls.of(role.step)
         for coordinates in recorded_coordinates(mesh):
-            rank = mesh.rank(
-                **coordinates,
-                **{pipeline_axis(): row},
-            )
+            rank = mesh.rank(**coordinates, **{pipeline_axis(): row})
             if rank not in recorded:
                 recorded[rank] = RankCalls.of(record_rank(rank))
     return RecordedWorld(
@@ -175,10 +166,7 @@ def check_recorded(world: RecordedWorld) -> WorldCheck:
     )
 
 
-def _action_problems(
-    plan: Plan,
-    members: Sequence[RankCalls],
-) -> Iterator[Problem]:
+def _action_problems(plan: Plan, members: Sequence[RankCalls]) -> Iterator[Problem]:
     """Problems of the actions of one pipeline coordinate."""
     row = members[0].row
     names: dict[ActionKey, str] = {}
@@ -202,11 +190,7 @@ class _ShiftedRank:
     def rank(self) -> int:
         return self.calls.rank + self.shift
 
-    def events(
-        self,
-        mesh: Mesh,
-        phase: str,
-    ) -> Sequence[CallEvent]:
+    def events(self, mesh: Mesh, phase: str) -> Sequence[CallEvent]:
         events = self.calls.phases.get(phase, ())
         if not self.shift:
             return events
@@ -228,24 +212,14 @@ def _phase_problems(world: RecordedWorld) -> Iterator[Problem]:
         yield from _region_problems(mesh, phase, calls_of_rank)
 
 
-def _row_rank(
-    mesh: Mesh,
-    row: int,
-) -> int:
+def _row_rank(mesh: Mesh, row: int) -> int:
     """The first rank of a pipeline coordinate."""
     return mesh.rank(**{pipeline_axis(): row})
 
 
-def _region_problems(
-    mesh: Mesh,
-    region: str,
-    calls: Calls,
-) -> Iterator[Problem]:
+def _region_problems(mesh: Mesh, region: str, calls: Calls) -> Iterator[Problem]:
     """Mismatches in a region, or a deadlock where there is none."""
-    mismatches = [
-        *wrong_groups(mesh, region, calls),
-        *mismatches_of(mesh, region, calls),
-    ]
+    mismatches = [*wrong_groups(mesh, region, calls), *mismatches_of(mesh, region, calls)]
     yield from mismatches
     if mismatches:
         return
@@ -255,10 +229,7 @@ def _region_problems(
         yield Deadlock(region, tuple(waits))
 
 
-def _wait_line(
-    mesh: Mesh,
-    blocked: Blocked,
-) -> str:
+def _wait_line(mesh: Mesh, blocked: Blocked) -> str:
     listed = blocked.waits_for[:MOST_WAITED]
     waited = [rank_text(mesh, rank) for rank in listed]
     others = ", ".join(waited)

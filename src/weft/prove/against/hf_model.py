@@ -103,11 +103,7 @@ def untouched_model(config: Mapping[str, Any], mtp_depth: int) -> HFModel:
     with tempfile.TemporaryDirectory(prefix="weft-config-") as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         hf_config = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(
-        hf_config,
-        dtype=torch.float64,
-        **OPTIONS,
-    )
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64, **OPTIONS)
     return _finished(model, mtp_depth)
 
 
@@ -165,11 +161,7 @@ def read_as_stored(model: nn.Module, folder: Path) -> None:
 
 
 def exported_model(
-    values: Source,
-    *,
-    mapping: HFMapping,
-    cfg: ModelConfig,
-    config: Mapping[str, Any],
+    values: Source, *, mapping: HFMapping, cfg: ModelConfig, config: Mapping[str, Any]
 ) -> HFModel:
     """A model of weft, written as `weft export` does and read by transformers."""
     with tempfile.TemporaryDirectory(prefix="weft-proof-") as parent:

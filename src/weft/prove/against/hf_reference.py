@@ -80,10 +80,7 @@ class HFReference:
     def _step(self, step: int) -> None:
         task = self.task
         numbers = samples_of_step(
-            task.samples,
-            step - 1,
-            global_size=task.batch.global_size,
-            seed=task.seed,
+            task.samples, step - 1, global_size=task.batch.global_size, seed=task.seed
         )
         batch = batch_of(task.samples, numbers, later=task.model.reads_later_targets)
         num_targets = max(_num_targets(batch), 1)

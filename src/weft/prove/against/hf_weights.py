@@ -49,11 +49,7 @@ class HFWeights:
         for name, tensor in state.items():
             entries[name] = TensorEntry(Path(STATE), "F64", tuple(tensor.shape), 0, 0)
         matched = match_tensors(
-            mapping.weights,
-            cfg,
-            entries,
-            ties=FAMILIES[cfg.family].ties(cfg),
-            folder=STATE,
+            mapping.weights, cfg, entries, ties=FAMILIES[cfg.family].ties(cfg), folder=STATE
         )
         weights = HFWeights(matched.params)
         weights.check_bijection(state)
@@ -128,20 +124,11 @@ class Values:
 
 
 def export(
-    folder: Path,
-    values: Source,
-    *,
-    mapping: HFMapping,
-    cfg: ModelConfig,
-    config: Mapping[str, Any],
+    folder: Path, values: Source, *, mapping: HFMapping, cfg: ModelConfig, config: Mapping[str, Any]
 ) -> None:
     """Write a model as `weft export` does."""
     tensors = hf_tensors(
-        mapping.weights,
-        cfg,
-        values.shapes,
-        ties=FAMILIES[cfg.family].ties(cfg),
-        where=str(folder),
+        mapping.weights, cfg, values.shapes, ties=FAMILIES[cfg.family].ties(cfg), where=str(folder)
     )
     write_folder(
         folder,

@@ -45,12 +45,7 @@ FAULT_OF_BOTH = (
 FAULT_OF_LAYOUT = "`weft prove` without --against differs as well: repair that first"
 
 
-def prove_against(
-    subject: Subject,
-    *,
-    mapping: HFMapping,
-    configured: ModelSection,
-) -> ProofReport:
+def prove_against(subject: Subject, *, mapping: HFMapping, configured: ModelSection) -> ProofReport:
     """Compare the layout of a run with transformers, in float64.
 
     Args:
@@ -69,11 +64,7 @@ def prove_against(
     except CheckpointError as error:
         return _report_of_export(compared, error)
     report = prove(compared, bounds_of=opinion.bounds)
-    report = replace(
-        report,
-        against=opinion.text,
-        notes=(*report.notes, *opinion.notes(subject)),
-    )
+    report = replace(report, against=opinion.text, notes=(*report.notes, *opinion.notes(subject)))
     if not report.error:
         report = _with_starting_values(report, opinion.starting)
         if not report.holds:
@@ -219,10 +210,7 @@ class SecondOpinion:
         if folder is not None:
             return loaded_model(Path(folder), self._config, self._depth)
         return exported_model(
-            source,
-            mapping=self.mapping,
-            cfg=self.task.model,
-            config=self._config,
+            source, mapping=self.mapping, cfg=self.task.model, config=self._config
         )
 
     # its rounding; see Note [float32 in transformers]

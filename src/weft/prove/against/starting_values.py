@@ -38,10 +38,7 @@ class StartingValues:
 
 
 def compare_starting_values(
-    run: Mapping[str, Tensor],
-    drawn: Mapping[str, Tensor],
-    *,
-    num_layers: int,
+    run: Mapping[str, Tensor], drawn: Mapping[str, Tensor], *, num_layers: int
 ) -> StartingValues:
     """Compare the values of a run with a model that transformers has just initialised."""
     constants = {name for name, value in drawn.items() if is_constant(value)}

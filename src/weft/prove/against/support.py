@@ -43,11 +43,7 @@ def check_support(model: ModelSection, lora: LoraConfig, *, loss: str) -> HFMapp
 
 def _faults(model: ModelSection, lora: LoraConfig) -> Iterator[Fault]:
     if importlib.util.find_spec(LIBRARY) is None:
-        yield Fault(
-            KEY,
-            "transformers is not installed",
-            fix='pip install "weft-train[oracle]"',
-        )
+        yield Fault(KEY, "transformers is not installed", fix='pip install "weft-train[oracle]"')
         return
     if FAMILIES[model.name].hf is None:
         need = f"one of {', '.join(hf_mappings(FAMILIES))}, or a model with a table HF"
@@ -71,9 +67,7 @@ def _faults(model: ModelSection, lora: LoraConfig) -> Iterator[Fault]:
 
 
 def compared_config(
-    mapping: HFMapping,
-    compared: ModelConfig,
-    configured: ModelSection,
+    mapping: HFMapping, compared: ModelConfig, configured: ModelSection
 ) -> dict[str, Any]:
     """config.json of the compared model.
 

@@ -68,9 +68,7 @@ class TorchOptimizer:
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """Update every parameter."""
         for group, (name, param) in zip(
-            self.optimizer.param_groups,
-            self.params.items(),
-            strict=True,
+            self.optimizer.param_groups, self.params.items(), strict=True
         ):
             group["lr"] = lr * self.settings[name].lr_scale
             param.grad = gradients[name]
@@ -79,9 +77,7 @@ class TorchOptimizer:
 
 
 def whole_optimizer(
-    params: Mapping[str, Tensor],
-    optim: OptimConfig,
-    axes: AxisTable,
+    params: Mapping[str, Tensor], optim: OptimConfig, axes: AxisTable
 ) -> tuple[WholeOptimizer, str]:
     """The optimizer of a run, and what computes it, for the report."""
     plain = PlainOptimizer(params, optim, axes)

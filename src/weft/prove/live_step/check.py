@@ -63,13 +63,7 @@ class LiveStepCheck:
     """
 
     def __init__(
-        self,
-        training: Training,
-        task: LiveTask,
-        *,
-        due: Due,
-        record: ProofRecord,
-        is_new: bool,
+        self, training: Training, task: LiveTask, *, due: Due, record: ProofRecord, is_new: bool
     ) -> None:
         self.training = training
         self.task = task
@@ -96,10 +90,7 @@ class LiveStepCheck:
 
     @contextmanager
     def watch(
-        self,
-        number: int,
-        batch_number: int,
-        batches: Sequence[Batch],
+        self, number: int, batch_number: int, batches: Sequence[Batch]
     ) -> Iterator[OnGradients]:
         """Project the outputs of blocks while the step runs; compare when its gradients are there."""
         self._again = False
@@ -221,8 +212,7 @@ class LiveStepCheck:
             output_spread=tables.output_spread,
             loss_spread=tables.loss_spread,
             num_units=num_units(
-                global_size=self._replica.num_sequences,
-                micro_size=self.step.model.plan.micro_size,
+                global_size=self._replica.num_sequences, micro_size=self.step.model.plan.micro_size
             ),
         )
         self._conclude(live, judgement, rows, time.perf_counter() - start_s)
@@ -284,9 +274,7 @@ class LiveStepCheck:
     def _batch(self, samples: Any) -> Batch:
         """Whole sequences, by the definition of the data, on this rank's device."""
         batch = batch_of(
-            self.training.loader.samples,
-            samples,
-            later=self.task.model.reads_later_targets,
+            self.training.loader.samples, samples, later=self.task.model.reads_later_targets
         )
         return batch.map(lambda x: x.to(self.comm.device))
 
@@ -297,11 +285,7 @@ class LiveStepCheck:
     # the verdict
 
     def _conclude(
-        self,
-        live: _LiveStep,
-        judgement: Judgement,
-        rows: GradientRows,
-        seconds: float,
+        self, live: _LiveStep, judgement: Judgement, rows: GradientRows, seconds: float
     ) -> None:
         if any_rank(self.comm, bool(judgement.differences)):
             repeat = self.task.repeat()
@@ -363,12 +347,7 @@ class _LiveStep:
         return bool(torch.isfinite(torch.tensor([self.loss, self.norm])).all())
 
 
-def verdict_text(
-    verdict: Mapping[str, Any],
-    before: Mapping[str, Any],
-    *,
-    is_first: bool,
-) -> str:
+def verdict_text(verdict: Mapping[str, Any], before: Mapping[str, Any], *, is_first: bool) -> str:
     """The line of a verdict: what was compared, and what was not."""
     step = "this run's first step" if is_first else f"step {verdict['step']}"
     num = verdict["sequences"]
@@ -378,11 +357,7 @@ def verdict_text(
         share = f"{share} gradients, {verdict['projected_gradients']} of them as wholes"
     else:
         share = f"{share} gradients"
-    covered = [
-        f"{num} of {counted(num, 'sequence')}",
-        f"{verdict['tokens']:,} tokens",
-        share,
-    ]
+    covered = [f"{num} of {counted(num, 'sequence')}", f"{verdict['tokens']:,} tokens", share]
     text = f"proved equal: {step} ({', '.join(covered)}; {verdict['seconds']:.1f} s)"
     if is_first and before.get("verdict") == "equal":
         text = f"{text}, and {before['compared']:,} tensors at reduced size"

@@ -17,13 +17,7 @@ USES_OF_AN_OUTPUT = 3.0
 """Outputs of linears: kept for the backward, their gradients, and what is computed from them."""
 
 
-def needed_bytes(
-    chain: MetaChain,
-    units: Sequence[Unit],
-    *,
-    seq_len: int,
-    itemsize: int,
-) -> int:
+def needed_bytes(chain: MetaChain, units: Sequence[Unit], *, seq_len: int, itemsize: int) -> int:
     """Estimate of the peak on one rank: copies of the largest block, the inputs of all blocks, and
     what one block keeps for its backward.
     """

@@ -43,11 +43,7 @@ class MetaChain:
 
     @staticmethod
     def of(
-        family: Family,
-        config: ModelConfig,
-        *,
-        device: torch.device,
-        compute: torch.dtype,
+        family: Family, config: ModelConfig, *, device: torch.device, compute: torch.dtype
     ) -> MetaChain:
         """The chain of a family; buffers are on the device of a rank."""
         lazy = lazy_blocks(family, config)
@@ -96,8 +92,7 @@ def _last_owner(name: str, ties: Mapping[str, str]) -> str:
 
 
 def _router_biases(
-    blocks: Mapping[str, nn.Module],
-    owners: Mapping[str, Mapping[str, str]],
+    blocks: Mapping[str, nn.Module], owners: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
     return [
         owners[name][f"{path}.bias".lstrip(".")]
@@ -107,8 +102,7 @@ def _router_biases(
 
 
 def _router_weights(
-    blocks: Mapping[str, nn.Module],
-    owners: Mapping[str, Mapping[str, str]],
+    blocks: Mapping[str, nn.Module], owners: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
     return [owners[name][f"{path}.proj.weight".lstrip(".")] for name, path, _ in _routers(blocks)]
 

@@ -34,13 +34,7 @@ class Projection:
         self.device = device
         self._drawn: dict[tuple[int, int], Tensor] = {}
 
-    def rows(
-        self,
-        x: Tensor,
-        columns: Sequence[int] | None,
-        *,
-        first_feature: int = 0,
-    ) -> Tensor:
+    def rows(self, x: Tensor, columns: Sequence[int] | None, *, first_feature: int = 0) -> Tensor:
         """The projection of each row of x, float64.
 
         Args:
@@ -138,11 +132,7 @@ class OutputSketches:
         return found
 
     @contextmanager
-    def watch(
-        self,
-        blocks: Mapping[str, nn.Module],
-        batches: Sequence[Batch],
-    ) -> Iterator[None]:
+    def watch(self, blocks: Mapping[str, nn.Module], batches: Sequence[Batch]) -> Iterator[None]:
         """Add the outputs of these blocks for these micro-batches, in their order."""
         numbers = {id(batch): number for number, batch in enumerate(batches)}
         names: dict[int, list[str]] = {}
@@ -214,10 +204,7 @@ class _BlockHooks:
     """
 
     def __init__(
-        self,
-        sketches: OutputSketches,
-        names: Sequence[str],
-        numbers: Mapping[int, int],
+        self, sketches: OutputSketches, names: Sequence[str], numbers: Mapping[int, int]
     ) -> None:
         self.sketches = sketches
         self.names = names

@@ -103,11 +103,7 @@ class OwnerGradients:
 
 
 def joined(
-    owner: str,
-    parts: Sequence[OwnerGradients],
-    *,
-    like: Tensor,
-    dtype: torch.dtype,
+    owner: str, parts: Sequence[OwnerGradients], *, like: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The sum of the gradients that the blocks which use a parameter yield for it."""
     sums = [part.sums[owner] for part in parts if owner in part.sums]

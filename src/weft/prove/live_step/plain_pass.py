@@ -146,13 +146,7 @@ class PlainPass:
             xs = outputs
         self._keep_losses(losses)
 
-    def _forward_of(
-        self,
-        index: int,
-        each: UnitPass,
-        x: Any,
-        values: Mapping[str, Tensor],
-    ) -> Any:
+    def _forward_of(self, index: int, each: UnitPass, x: Any, values: Mapping[str, Tensor]) -> Any:
         """The output of a block, whose graph is kept while there is memory for graphs."""
         if not self._kept.has_room:
             self._inputs[index, each] = x
@@ -201,12 +195,7 @@ class PlainPass:
         return output
 
     def _add_loss(
-        self,
-        each: UnitPass,
-        output: Any,
-        losses: dict[UnitPass, float],
-        *,
-        is_last: bool,
+        self, each: UnitPass, output: Any, losses: dict[UnitPass, float], *, is_last: bool
     ) -> None:
         value = 0.0
         if isinstance(output, Extra) and output.loss is not None:

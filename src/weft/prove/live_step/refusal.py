@@ -16,12 +16,7 @@ from weft.prove.report import Difference
 
 
 def refusal(
-    comm: Comm,
-    number: int,
-    judgement: Judgement,
-    rows: GradientRows,
-    *,
-    repeat: str,
+    comm: Comm, number: int, judgement: Judgement, rows: GradientRows, *, repeat: str
 ) -> str:
     """The message, equal on all ranks; every rank of the mesh must call it, also one of a site whose
     own numbers are right.

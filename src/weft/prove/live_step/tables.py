@@ -99,12 +99,7 @@ def _without_nan(x: Tensor) -> Tensor:
     return x.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _flags(
-    chain: MetaChain,
-    flagged: Sequence[Collection[str]],
-    *,
-    like: Tensor,
-) -> Tensor:
+def _flags(chain: MetaChain, flagged: Sequence[Collection[str]], *, like: Tensor) -> Tensor:
     return like.new_tensor([float(name in names) for names in flagged for name in chain.shapes])
 
 
@@ -138,10 +133,7 @@ def _output_rows(
 
 
 def _loads(
-    comm: Comm,
-    names: Sequence[str],
-    layout: Mapping[str, Tensor],
-    plain: Mapping[str, Tensor],
+    comm: Comm, names: Sequence[str], layout: Mapping[str, Tensor], plain: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """Tokens at each expert by block, of the layout and of one device."""
     widths = torch.zeros(len(names), dtype=torch.int64, device=comm.device)

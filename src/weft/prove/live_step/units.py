@@ -34,12 +34,7 @@ def num_units(*, global_size: int, micro_size: int) -> int:
 
 
 def units_of_rank(
-    index: int,
-    num_ranks: int,
-    *,
-    global_size: int,
-    micro_size: int,
-    is_perturbed: bool,
+    index: int, num_ranks: int, *, global_size: int, micro_size: int, is_perturbed: bool
 ) -> tuple[Unit, ...]:
     """The units that one of the ranks computes: consecutive sequences in turn. The first ones are
     perturbed, each with noise of its own; they belong to ranks that have no more units than others.

@@ -33,11 +33,7 @@ class Continuation:
 
 
 def continuations(
-    own: str,
-    *,
-    num_ranks: int,
-    others: Iterable[str],
-    elastic: str | None,
+    own: str, *, num_ranks: int, others: Iterable[str], elastic: str | None
 ) -> tuple[Continuation, ...]:
     """The continuations that a proof compares, those on the own layout first.
 

@@ -291,10 +291,7 @@ class _Export:
 
 
 def result_of(
-    compare: Callable[[], Pass],
-    *,
-    records: Sequence[RankRecord],
-    subject: Subject,
+    compare: Callable[[], Pass], *, records: Sequence[RankRecord], subject: Subject
 ) -> Pass | Failed:
     """A comparison, or the error that ended it."""
     found: list[Pass] = []

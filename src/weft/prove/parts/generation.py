@@ -212,9 +212,7 @@ class _GenerationProof:
         assert path is not None, "the run has saved"
         config = inference_model(self.subject.model)
         blocks = plain_blocks(
-            family_of(config, self.subject.run.lora),
-            config,
-            open_checkpoint(path).section(MODEL),
+            family_of(config, self.subject.run.lora), config, open_checkpoint(path).section(MODEL)
         )
         return generate_plainly(
             blocks,
@@ -226,11 +224,7 @@ class _GenerationProof:
     # both
 
     def _compared(
-        self,
-        mesh: Mesh,
-        texts: Sequence[RankTexts],
-        right: PlainTexts,
-        what: str,
+        self, mesh: Mesh, texts: Sequence[RankTexts], right: PlainTexts, what: str
     ) -> Pass:
         """Compare outputs of blocks and logits, then tokens, in the order of their computation."""
         found = Comparisons(mesh)

@@ -84,9 +84,7 @@ def generate_plainly(
 
 
 def _last_outputs(
-    blocks: Mapping[str, nn.Module],
-    texts: Sequence[Sequence[int]],
-    has_documents: bool,
+    blocks: Mapping[str, nn.Module], texts: Sequence[Sequence[int]], has_documents: bool
 ) -> list[dict[str, Tensor]]:
     """What the blocks compute for the last token of each text."""
     sequences = [texts] if has_documents else [[text] for text in texts]

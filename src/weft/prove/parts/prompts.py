@@ -28,10 +28,7 @@ class Prompt:
 
 
 def prompts_of(
-    stream: Sequence[int],
-    *,
-    most_positions: int | None,
-    is_long: bool,
+    stream: Sequence[int], *, most_positions: int | None, is_long: bool
 ) -> tuple[Prompt, ...]:
     """The prompts.
 

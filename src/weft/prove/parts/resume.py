@@ -41,10 +41,7 @@ def num_steps_before(steps: int) -> int:
     return max(steps // 2, 1)
 
 
-def resume_passes(
-    subject: Subject,
-    continuations: Sequence[Continuation],
-) -> Iterator[Result]:
+def resume_passes(subject: Subject, continuations: Sequence[Continuation]) -> Iterator[Result]:
     """The comparisons in each number type, one after the other: the run without a stop, then each
     continuation. The caller takes no more after one that differs.
 
@@ -86,9 +83,7 @@ class _ResumeProof:
         records = fresh_records(self.subject)
         has_nodes = any(each.store == "nodes" for each in continuations)
         failed = Failed.of(
-            lambda: stopped.train(records, has_nodes=has_nodes),
-            records,
-            subject=self.subject,
+            lambda: stopped.train(records, has_nodes=has_nodes), records, subject=self.subject
         )
         if failed is not None:
             yield failed
@@ -97,19 +92,14 @@ class _ResumeProof:
             yield from self._continued(stopped, how, whole)
 
     def _continued(
-        self,
-        stopped: StoppedRun,
-        how: Continuation,
-        whole: Sequence[RankRecord],
+        self, stopped: StoppedRun, how: Continuation, whole: Sequence[RankRecord]
     ) -> Iterator[Result]:
         """One continuation, compared with one device and with the run without a stop."""
         subject = self.subject.on_mesh(how.mesh)
         assert subject is not None, "the mesh of a continuation is valid"
         records = fresh_records(subject)
         failed = Failed.of(
-            lambda: stopped.go_on(subject, how, records=records),
-            records,
-            subject=subject,
+            lambda: stopped.go_on(subject, how, records=records), records, subject=subject
         )
         if failed is not None:
             yield failed
@@ -172,11 +162,7 @@ class _ResumeProof:
 
 
 def _compare_place(
-    mesh: Mesh,
-    how: Continuation,
-    *,
-    records: Sequence[RankRecord],
-    num_stored: int,
+    mesh: Mesh, how: Continuation, *, records: Sequence[RankRecord], num_stored: int
 ) -> Pass:
     """Whether the first step of a continuation is the one after the stored state. A run that begins
     again computes what one device does, too.

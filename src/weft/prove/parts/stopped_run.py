@@ -60,13 +60,7 @@ class StoppedRun:
             others = fresh_records(self.subject)
             train_part(saved, others, part_of=self._of_nodes)
 
-    def go_on(
-        self,
-        subject: Subject,
-        how: Continuation,
-        *,
-        records: Sequence[RankRecord],
-    ) -> None:
+    def go_on(self, subject: Subject, how: Continuation, *, records: Sequence[RankRecord]) -> None:
         """Train the remaining steps, from copies of what the stopped run has left.
 
         Args:

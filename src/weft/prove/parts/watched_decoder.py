@@ -50,12 +50,7 @@ class WatchedDecoder(Decoder):
     """
 
     def __init__(
-        self,
-        model: ParallelModel,
-        *,
-        vocab: int,
-        max_positions: int | None,
-        prompts: Sequence[int],
+        self, model: ParallelModel, *, vocab: int, max_positions: int | None, prompts: Sequence[int]
     ) -> None:
         super().__init__(model, vocab=vocab, max_positions=max_positions)
         self.prompts = list(prompts)

@@ -27,11 +27,7 @@ class Adafactor(Optimizer):
     kind: ClassVar[Kind] = "reductions"
 
     def __init__(
-        self,
-        *,
-        beta2_decay: float = -0.8,
-        eps: tuple[float, float] = (0.0, 1e-3),
-        d: float = 1.0,
+        self, *, beta2_decay: float = -0.8, eps: tuple[float, float] = (0.0, 1e-3), d: float = 1.0
     ) -> None:
         self.beta2_decay = beta2_decay
         self.eps = eps

@@ -97,13 +97,7 @@ class Optimizer:
     # elementwise
 
     def update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: State,
-        *,
-        lr: float,
-        weight_decay: float,
+        self, param: Tensor, grad: Tensor, state: State, *, lr: float, weight_decay: float
     ) -> None:
         """Change `param` and the tensors of `state` in place."""
         raise NotImplementedError
@@ -119,13 +113,7 @@ class Optimizer:
     ) -> None:
         """`update` of several parameters; a rule with a kernel for lists of tensors overrides it."""
         for param, grad, state in zip(params, grads, states, strict=True):
-            self.update(
-                param,
-                grad,
-                state,
-                lr=lr,
-                weight_decay=weight_decay,
-            )
+            self.update(param, grad, state, lr=lr, weight_decay=weight_decay)
 
     @property
     def skips_on_device(self) -> bool:

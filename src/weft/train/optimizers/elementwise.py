@@ -46,13 +46,7 @@ class AdamW(Optimizer):
         "exp_avg_sq": "entries",
     }
 
-    def __init__(
-        self,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        fused: bool = True,
-    ) -> None:
+    def __init__(self, *, betas: tuple[float, float], eps: float, fused: bool = True) -> None:
         self.betas = betas
         self.eps = eps
         self.fused = fused
@@ -163,13 +157,7 @@ class Lion(Optimizer):
         self.betas = betas
 
     def update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: State,
-        *,
-        lr: float,
-        weight_decay: float,
+        self, param: Tensor, grad: Tensor, state: State, *, lr: float, weight_decay: float
     ) -> None:
         momentum = state["exp_avg"]
         beta1, beta2 = self.betas

@@ -81,11 +81,7 @@ def group_names(
 
 
 def _settings(
-    optim: OptimConfig,
-    name: str,
-    shape: tuple[int, ...],
-    *,
-    decays: bool,
+    optim: OptimConfig, name: str, shape: tuple[int, ...], *, decays: bool
 ) -> GroupSettings:
     index = group_of(name, optim.groups)
     if index is None:
@@ -95,14 +91,7 @@ def _settings(
     optimizer = group.optimizer or default_optimizer(optim.name, name, len(shape))
     if needs_matrices(optimizer) and len(shape) not in (2, 3):
         what = f"{name} is no matrix, which {optimizer} updates"
-        raise ConfigError(
-            Fault(
-                "optim.groups",
-                what,
-                got=str(list(shape)),
-                fix="optimizer=adamw",
-            )
-        )
+        raise ConfigError(Fault("optim.groups", what, got=str(list(shape)), fix="optimizer=adamw"))
     decay = optim.weight_decay if decays else 0.0
     lr_scale = group.lr_scale
     if optim.name == "muon" and optimizer == "adamw":
@@ -135,10 +124,7 @@ def needs_matrices(optimizer: str) -> bool:
 
 
 def make_rule(
-    optim: OptimConfig,
-    settings: GroupSettings,
-    *,
-    fixed_order: bool = False,
+    optim: OptimConfig, settings: GroupSettings, *, fixed_order: bool = False
 ) -> Optimizer:
     """The update rule of a group.
 
@@ -161,9 +147,7 @@ def make_rule(
     options_section = options_of(optim, name)
     if isinstance(options_section, AdafactorOptions):
         return Adafactor(
-            beta2_decay=options_section.beta2_decay,
-            eps=options_section.eps,
-            d=options_section.d,
+            beta2_decay=options_section.beta2_decay, eps=options_section.eps, d=options_section.d
         )
     assert isinstance(options_section, MuonOptions), name
     return Muon(
@@ -200,14 +184,7 @@ def unmatched_groups(optim: OptimConfig, names: Collection[str]) -> tuple[Fault,
             fix = did_you_mean(group.match, names)
             if not fix.startswith("did"):
                 fix = f"names are {', '.join(_kinds_of(names))}" if names else ""
-        faults.append(
-            Fault(
-                "optim.groups",
-                what,
-                got=repr(group.match),
-                fix=fix,
-            )
-        )
+        faults.append(Fault("optim.groups", what, got=repr(group.match), fix=fix))
     return tuple(faults)
 
 
@@ -217,10 +194,7 @@ def _kinds_of(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def group_lines(
-    optim: OptimConfig,
-    shapes: Shapes,
-    *,
-    decay_names: Collection[str],
+    optim: OptimConfig, shapes: Shapes, *, decay_names: Collection[str]
 ) -> tuple[str, ...]:
     """The groups of a run in words, one line each, and patterns that overlap."""
     lines = []

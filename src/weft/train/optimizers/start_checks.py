@@ -11,11 +11,7 @@ from weft.train.init_from import lazy_blocks
 from weft.train.optimizers.groups import group_names, make_rule, unmatched_groups
 
 
-def group_faults(
-    optim: OptimConfig,
-    model: ModelSection,
-    lora: LoraConfig,
-) -> tuple[Fault, ...]:
+def group_faults(optim: OptimConfig, model: ModelSection, lora: LoraConfig) -> tuple[Fault, ...]:
     """What is wrong with groups of parameters: patterns that match nothing, optimizers that do not
     fit a parameter.
     """

@@ -71,9 +71,7 @@ def load_class(name: str) -> type[Optimizer]:
 
 
 def _construct(
-    name: str,
-    optimizer_class: type[Optimizer],
-    options: Mapping[str, Any],
+    name: str, optimizer_class: type[Optimizer], options: Mapping[str, Any]
 ) -> Optimizer:
     known = list(inspect.signature(optimizer_class).parameters)
     for option in options:
@@ -182,13 +180,7 @@ class _ContractCheck:
                 self._check_others(params, others, index)
         elif optimizer.kind == "reductions":
             run_with_sums(
-                optimizer,
-                params,
-                grads,
-                states,
-                entries=parts,
-                add=_add_parts,
-                **settings,
+                optimizer, params, grads, states, entries=parts, add=_add_parts, **settings
             )
         else:
             self._step_matrix(params, grads, states, settings)
@@ -217,10 +209,7 @@ class _ContractCheck:
             self.optimizer.apply(param, direction, shape=CHECK_SHAPE, **settings)
 
     def _check_others(
-        self,
-        params: Sequence[Tensor],
-        before: Sequence[Tensor],
-        updated: int,
+        self, params: Sequence[Tensor], before: Sequence[Tensor], updated: int
     ) -> None:
         for index, (param, old) in enumerate(zip(params, before, strict=True)):
             if index != updated and not torch.equal(param, old):
@@ -257,13 +246,7 @@ class _ContractCheck:
 def _part(start: int, stop: int) -> ParamEntries:
     """Entries `start` to `stop` of the parameter of the check, as a shard."""
     boxes = boxes_of_range(Box.whole(CHECK_SHAPE), start, stop)
-    return ParamEntries(
-        shape=CHECK_SHAPE,
-        logical=(),
-        axes=(),
-        index=0,
-        boxes_at=lambda _: boxes,
-    )
+    return ParamEntries(shape=CHECK_SHAPE, logical=(), axes=(), index=0, boxes_at=lambda _: boxes)
 
 
 def _entries_of(x: Tensor, part: ParamEntries) -> Tensor:
@@ -318,12 +301,7 @@ def run_with_sums(
     updates = []
     for param, grad, state, own in zip(params, grads, states, entries, strict=True):
         update = optimizer.update_with_sums(
-            param.view(-1),
-            grad.reshape(-1),
-            state,
-            entries=own,
-            lr=lr,
-            weight_decay=weight_decay,
+            param.view(-1), grad.reshape(-1), state, entries=own, lr=lr, weight_decay=weight_decay
         )
         updates.append(update)
     sums = [list(next(update)) for update in updates]
