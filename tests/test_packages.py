@@ -32,10 +32,12 @@ def modules_after(code: str) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
-def test_a_training_run_loads_nothing_of_the_planner_search_or_self_tests(tmp_path: Path) -> None:
+def test_a_training_run_loads_nothing_of_the_planner_or_the_self_tests(tmp_path: Path) -> None:
     loaded = modules_after(TRAIN.format(out=tmp_path / "run"))
     assert "weft.train.step" in loaded
-    assert not [name for name in loaded if name.startswith(("weft_plan", "weft_selftest"))]
+    assert not [
+        name for name in loaded if name.startswith(("weft_plan", "weft_selftest", "weft.planner"))
+    ]
 
 
 def test_every_command_of_the_entry_points_is_installed() -> None:

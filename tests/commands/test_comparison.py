@@ -24,6 +24,8 @@ from weft.models import FAMILIES
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
+from weft.run.forked_answer import RunningAnswer
+from weft.start.answer_here import AnswerHere
 from weft.start.comparison import MeasuredAndPredicted, comparison_of, predicted, start_prediction
 
 UTILIZATION = Utilization(flops=4e12, num_devices=2, peak_tflops=10.0)
@@ -158,16 +160,16 @@ def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
     assert peak(None, None) is None
 
 
-def test_the_prediction_is_for_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prediction_is_for_the_precision_of_the_run() -> None:
     started: list[Any] = []
 
-    def start(predict: partial[Any], niceness: int) -> None:
+    def start(predict: partial[Any], niceness: int) -> RunningAnswer:
         _, hardware = predict.args
         started.append(hardware)
+        return AnswerHere({})
 
-    monkeypatch.setattr("weft.start.comparison.ForkedAnswer", start)
-    start_prediction(run_of("--mesh dp2 --hardware h100 --precision.matmul tf32"))
-    start_prediction(run_of("--mesh dp2 --hardware h100"))
+    start_prediction(run_of("--mesh dp2 --hardware h100 --precision.matmul tf32"), start)
+    start_prediction(run_of("--mesh dp2 --hardware h100"), start)
     assert [each.tflops("float32") for each in started] == [494.7, 67]
 
 

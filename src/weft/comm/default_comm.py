@@ -8,7 +8,6 @@ from weft.comm.comm import Comm
 from weft.comm.device_groups import policy_of
 from weft.comm.planned_groups import planned_groups
 from weft.comm.process_groups import ProcessTransport, script_world
-from weft.comm.threads import ThreadWorld
 from weft.core.mesh import Axis, Mesh, axis_names
 
 DP = "dp"
@@ -40,5 +39,7 @@ def script_comm() -> Comm:
     one, of this process alone.
     """
     if script_world() is None:
+        from weft.comm.threads import ThreadWorld  # late: most scripts have processes
+
         return Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))
     return comm_or_world(None, axis=DP, device=torch.device("cpu"))

@@ -20,11 +20,6 @@ from weft.config.run import Run, hardware_of, plan_of
 from weft.errors import WeftError, counted
 from weft.layout.plan import Plan
 from weft.layout.utilization import AdapterFlops, Utilization
-from weft.planner.measure.measured_run import MeasuredRun
-from weft.planner.measure.roles import measure, size_problem
-from weft.planner.simulate.predict import predict_measured
-from weft.planner.simulate.site_costs import site_costs
-from weft.planner.simulate.speeds import Speeds
 from weft.run.forked_answer import Answer, ForkedAnswer, RunningAnswer, StartAnswer
 from weft.train.allocator_peak import AllocatorPeak
 from weft.train.training import Event
@@ -51,6 +46,12 @@ def start_prediction(run: Run, start_answer: StartAnswer = ForkedAnswer) -> Runn
 
 def predicted(run: Run, hardware: Hardware) -> Answer:
     """The prediction of a run as JSON, or the reason why there is none."""
+    from weft.planner.measure.measured_run import MeasuredRun  # late: most runs predict nothing
+    from weft.planner.measure.roles import measure, size_problem
+    from weft.planner.simulate.predict import predict_measured
+    from weft.planner.simulate.site_costs import site_costs
+    from weft.planner.simulate.speeds import Speeds
+
     problem = size_problem(plan_of(run), fixed_order=run.deterministic)
     if problem:
         return {"failure": f"too large to be measured: {problem}"}

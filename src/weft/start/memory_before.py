@@ -9,8 +9,6 @@ from weft.config.hardware import hardware_of_cuda
 from weft.config.run import Run, plan_of
 from weft.core.dimension import pipeline_axis
 from weft.errors import ConfigError, Fault, counted
-from weft.planner.measure.measured_run import MeasuredRun
-from weft.planner.measure.roles import measure, size_problem
 from weft.run.devices import fork_problem, gpu_names
 from weft.run.forked_answer import FAILURE, Answer, ForkedAnswer
 from weft.start.environment import has_gpus
@@ -39,6 +37,8 @@ def check_memory(run: Run) -> None:
     estimate = local_states(run, run.parallel.zero) + local_activations(run)
     if estimate / num_sharing < MEASURED_FROM * available:
         return
+    from weft.planner.measure.roles import size_problem  # late: small runs are not measured
+
     problem = size_problem(plan_of(run), fixed_order=run.deterministic)
     answer: Answer = {FAILURE: problem} if problem else _measured(run)
     if FAILURE not in answer:
@@ -125,5 +125,8 @@ def _measured(run: Run) -> Answer:
 
 
 def _peaks(run: Run) -> Answer:
+    from weft.planner.measure.measured_run import MeasuredRun  # late: see above
+    from weft.planner.measure.roles import measure
+
     roles = measure(MeasuredRun.of(run))
     return {str(role.row): role.memory.peak for role in roles}

@@ -21,7 +21,6 @@ from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
 from weft.layout.utilization import AdapterFlops
 from weft.parallel.model.parallelize import ParallelModel
-from weft.planner.measure.rank_step import kept_bytes
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.forked_answer import ForkedAnswer, RunningAnswer, StartAnswer
@@ -318,14 +317,18 @@ def _verdict_of(proof: RunningProof | Verdict | None) -> Iterator[Verdict | None
 def _comparison(job: RankJob, training: Training, device: torch.device) -> MeasuredAndPredicted:
     """What rank 0 adds to the events of its run."""
     is_cuda = device.type == "cuda"
-    kept = partial(kept_bytes, training.step)
+    allocator = None
+    if job.prediction is not None and not is_cuda:
+        from weft.planner.measure.rank_step import kept_bytes  # late: most runs predict nothing
+
+        allocator = AllocatorPeak(partial(kept_bytes, training.step))
     return comparison_of(
         training.step.model.plan,
         job.hardware,
         adapted=job.adapted,
         cuda_name=torch.cuda.get_device_name(device) if is_cuda else None,
         prediction=job.prediction,
-        allocator=None if is_cuda else AllocatorPeak(kept),
+        allocator=allocator,
         last_step=training.step_range.total,
     )
 

@@ -33,7 +33,6 @@ from weft.errors import Fault, PlanError
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.zero.global_mean import global_mean
 from weft.parallel.zero.gradient_reducer import GradientReducer
-from weft.parallel.zero.optimizer_states import load_optimizer_states, optimizer_states
 from weft.parallel.zero.unshard_hooks import after_this_backward
 
 
@@ -116,12 +115,18 @@ class SynchronizedModule(nn.Module):
         `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` for a module that is not
         wrapped.
         """
+        from weft.parallel.zero.optimizer_states import (
+            optimizer_states,
+        )  # late: data parallelism alone has no shards
+
         return optimizer_states(optimizer, self._named_params(), is_whole=True)
 
     def optim_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The same of this rank's shards: for `torch.distributed.checkpoint.save`, or a file for each
         rank.
         """
+        from weft.parallel.zero.optimizer_states import optimizer_states
+
         return optimizer_states(optimizer, self._named_params(), is_whole=False)
 
     def load_optim_state_dict(self, optimizer: Optimizer, states: Mapping[str, Any]) -> None:
@@ -130,6 +135,8 @@ class SynchronizedModule(nn.Module):
         Raises:
             DataError: the optimizer has other groups.
         """
+        from weft.parallel.zero.optimizer_states import load_optimizer_states
+
         load_optimizer_states(optimizer, self._named_params(), states)
 
     def _named_params(self) -> Iterator[tuple[str, Tensor]]:
