@@ -281,6 +281,18 @@ COMMANDS = {
     "status": Command(
         commands_status.USAGE, commands_status.LINE, commands_status.status, purpose=TRAIN
     ),
+    "runs": Command(
+        "[FOLDER] [--sort loss] [--state running ...] [--json]",
+        "list runs: state, step, loss, speed, layout, age, size",
+        imported("weft.commands.runs:runs"),
+        purpose=TRAIN,
+    ),
+    "compare": Command(
+        "RUN RUN [RUN ...] [--json]",
+        "compare runs: keys that differ, loss curves, final figures",
+        imported("weft.commands.compare:compare"),
+        purpose=TRAIN,
+    ),
     "axes": Command(
         "MODEL.py [--check False] [--key value ...]",
         "propose the AXES of a model file by tracing it, and prove them",

@@ -491,7 +491,7 @@ def test_show_prints_what_is_in_a_folder_and_finds_a_flipped_bit(tmp_path, bpe, 
     assert "valid.bin: sha256" in capsys.readouterr().out
     words = ["data", "show", str(tmp_path)]
     assert "is not a prepared folder" in rejected(words, capsys)
-    assert "names no folder" in rejected(["data", "show"], capsys)
+    assert "takes one folder (got nothing)" in rejected(["data", "show"], capsys)
     assert "unknown word 'prepar'" in rejected(["data", "prepar"], capsys)
 
 

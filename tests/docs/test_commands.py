@@ -33,6 +33,7 @@ PAGES = [
     "docs/precision.md",
     "docs/proof-tests.md",
     "docs/proofs.md",
+    "docs/runs.md",
     "docs/schedules.md",
     "docs/sites.md",
 ]
@@ -52,6 +53,7 @@ SLOW_PAGES = {
     "docs/precision.md",
     "docs/proof-tests.md",
     "docs/proofs.md",
+    "docs/runs.md",
     "docs/schedules.md",
     "docs/sites.md",
 }

@@ -13,6 +13,7 @@ from weft.models import FAMILIES
 from weft.models.user_family import UserFamily
 from weft.models.user_model import model_of
 from weft.start import proof_before
+from weft.start.answer_here import AnswerHere
 from weft.train.run_records import proof_event
 
 ANSWER = {"verdict": "equal", "compared": 5, "steps": 3}
@@ -22,7 +23,7 @@ WORDS = "--mesh dp2 --data.seq_len 8 --batch.global_size 2 --batch.micro_size 1"
 @pytest.fixture
 def source_of_verdict(monkeypatch, tmp_path):
     """From the text of a notebook to the verdict of its model: proved (not really) or kept."""
-    monkeypatch.setattr(proof_before, "RunningProof", lambda prove, *, is_required: prove)
+    monkeypatch.setattr(proof_before, "RunningProof", lambda answer, *, is_required: answer)
     report = SimpleNamespace(to_dict=lambda: ANSWER)
     monkeypatch.setattr(proof_before, "prove_config", lambda run, *, steps: report)
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
@@ -35,8 +36,8 @@ def source_of_verdict(monkeypatch, tmp_path):
         with FAMILIES.restored():
             FAMILIES.add(family)
             run = load(["--model.name", "mine", *WORDS.split()], FAMILIES)
-            found = proof_before.start_proof(run, environ)
-        return found if isinstance(found, dict) else found()
+            found = proof_before.start_proof(run, environ, lambda prove, **_: AnswerHere(prove()))
+        return found if isinstance(found, dict) else found.wait()
 
     return verdict
 

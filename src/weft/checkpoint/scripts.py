@@ -40,6 +40,7 @@ from weft.comm.default_comm import script_comm
 from weft.comm.text import all_gather_text, raise_on_all_ranks
 from weft.core.axes import Box
 from weft.errors import CheckpointError, Fault
+from weft.parallel.dp import AXIS as DP
 from weft.parallel.zero.sharded_optimizer import ShardedOptimizer
 from weft.parallel.zero.sharded_tensor import ShardedTensor
 
@@ -90,7 +91,7 @@ def save(
             cannot be stored, or the optimizer updates other parameters.
     """
     final = Path(folder)
-    comm = comm or comm_of(model, optimizer) or script_comm()
+    comm = comm or comm_of(model, optimizer) or script_comm(DP)
     tmp = temporary_path(final)
     states: list[ParamState] = []
     own: dict[str, Any] = {}
@@ -147,7 +148,7 @@ def load(
         CheckpointError: on all ranks: the checkpoint is missing or damaged, or of other parameters,
             shapes, dtypes or groups, or the optimizer updates other parameters. The model may then be partly overwritten.
     """
-    comm = comm or comm_of(model, optimizer) or script_comm()
+    comm = comm or comm_of(model, optimizer) or script_comm(DP)
     checkpoint = open_verified(Path(folder), comm, root=0)
     manifest = checkpoint.manifest
     states: list[ParamState] = []

@@ -10,9 +10,6 @@ from weft.comm.planned_groups import planned_groups
 from weft.comm.process_groups import ProcessTransport, script_world
 from weft.core.mesh import Axis, Mesh, axis_names
 
-DP = "dp"
-"""The axis of a world without a mesh."""
-
 
 def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Comm:
     """`comm`, or if it is None the world that the script initialised torch.distributed with, all of
@@ -34,12 +31,12 @@ def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Com
     return Comm(mesh, transport.rank, transport)
 
 
-def script_comm() -> Comm:
-    """Over the world that the script initialised torch.distributed with, for tensors on the CPU; without
-    one, of this process alone.
+def script_comm(axis: Axis) -> Comm:
+    """Over the world that the script initialised torch.distributed with, all of it along `axis`, for
+    tensors on the CPU; without one, of this process alone.
     """
     if script_world() is None:
         from weft.comm.threads import ThreadWorld  # late: most scripts have processes
 
         return Comm(Mesh.parse(""), 0, ThreadWorld(1).transport(0))
-    return comm_or_world(None, axis=DP, device=torch.device("cpu"))
+    return comm_or_world(None, axis=axis, device=torch.device("cpu"))

@@ -15,6 +15,8 @@ from typing import Any
 
 import tyro
 from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
 
 from weft.commands.command import Command
 from weft.commands.help_text import compact
@@ -145,6 +147,12 @@ def _file_faults(key: str, path: str) -> Iterator[Fault]:
     elif not os.access(file if file.exists() else file.parent, os.W_OK):
         fix = f"--{key} with a file in another folder"
         yield Fault(key, "cannot be written", got=repr(path), fix=fix)
+
+
+def print_table(table: Table) -> None:
+    """Print a table as wide as the terminal."""
+    console = Console(file=sys.stdout, highlight=False, width=shutil.get_terminal_size().columns)
+    console.print(table)
 
 
 def print_json(target: str, fields: Any) -> int:

@@ -1,0 +1,242 @@
+"""`weft compare`: two or more runs side by side: keys that differ, loss curves, where losses part, final figures. No torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from rich.table import Table
+
+from weft.commands.console import (
+    check_files,
+    print_json,
+    print_result,
+    print_table,
+    show_help,
+    wants_help,
+)
+from weft.commands.run_list import config_of, run_folder_of
+from weft.commands.status import EVENTS
+from weft.config.command_options import JsonOptions, read_options
+from weft.errors import EXIT_OK, Fault, UserError, printable
+from weft.small_files import UnreadableFile
+from weft.train.event_lines import read_run_events, step_history
+from weft.view.quantity import clock, count, sparkline
+
+NAME = "weft compare"
+USAGE = "RUN RUN [RUN ...] [--json]"
+LINE = "compare runs: keys that differ, loss curves, final figures"
+MAX_RUNS = 12
+CURVE_COLUMNS = 40
+OWN_KEYS = ("out", "resume")
+"""Keys that differ between any two runs."""
+
+
+class CompareOptions(JsonOptions):
+    """What is compared."""
+
+    tolerance: float = Field(
+        1e-6,
+        ge=0,
+        description="losses part where they differ by more than this share of the first run's",
+    )
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """What a run folder records.
+
+    Attributes:
+        config: dotted keys.
+        losses: step -> loss.
+        figures: name -> value, the same names for all runs; None where a run has none.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    losses: Mapping[int, float]
+    figures: Mapping[str, float | str | None]
+
+    @staticmethod
+    def read(folder: Path) -> ComparedRun:
+        """The run of a folder.
+
+        Raises:
+            UserError: its events are damaged.
+        """
+        try:
+            events = list(read_run_events(folder / EVENTS))
+        except (ValueError, UnreadableFile) as error:
+            raise UserError(Fault(NAME, f"cannot read the events: {error}")) from None
+        steps = step_history(events)
+        return ComparedRun(
+            name=str(folder),
+            config={key: each for key, each in config_of(folder).items() if key not in OWN_KEYS},
+            losses={step["step"]: step["loss"] for step in steps},
+            figures=_figures(events, steps),
+        )
+
+
+def _figures(
+    events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
+) -> dict[str, float | str | None]:
+    last = steps[-1] if steps else {}
+    evaluated = [event["loss"] for event in events if event["event"] == "eval"]
+    speeds = [step["tokens_per_s"] for step in steps[1:] if "tokens_per_s" in step]
+    end = events[-1] if events and events[-1]["event"] == "end" else {}
+    return {
+        "state": str(end.get("status", "no end recorded")),
+        "steps": last.get("step"),
+        "loss": last.get("loss"),
+        "least loss": min((step["loss"] for step in steps), default=None),
+        "best evaluation": min(evaluated, default=None),
+        "grad norm": last.get("grad_norm"),
+        "tokens/s": statistics.median(speeds) if speeds else None,
+        "tokens": sum(step.get("tokens", 0) for step in steps) or None,
+        "seconds": end.get("seconds"),
+        "restarts": sum(event["event"] == "restart" for event in events),
+    }
+
+
+@dataclass(frozen=True)
+class Parting:
+    """How the losses of a run go with those of the first one.
+
+    Attributes:
+        common: steps that both have.
+        first: the first of them at which the losses differ; None: they never do.
+        largest: largest difference, as a share of the first run's loss.
+    """
+
+    common: int
+    first: int | None
+    largest: float
+
+    @staticmethod
+    def of(first: ComparedRun, other: ComparedRun, *, tolerance: float) -> Parting:
+        """Compare two runs, step by step."""
+        common = sorted(set(first.losses) & set(other.losses))
+        shares = {step: _share(first.losses[step], other.losses[step]) for step in common}
+        parted = (step for step in common if shares[step] > tolerance)
+        return Parting(len(common), next(parted, None), max(shares.values(), default=0.0))
+
+    def __str__(self) -> str:
+        if not self.common:
+            return "no step in common"
+        if self.first is None:
+            return f"the same in {self.common} common steps (largest difference {self.largest:.1e})"
+        return f"parts at step {self.first}; largest difference {100 * self.largest:.2g}%"
+
+
+def _share(loss: float, other: float) -> float:
+    """The difference as a share of the first; two losses that are not finite are the same."""
+    if loss == other or (math.isnan(loss) and math.isnan(other)):
+        return 0.0
+    if not (math.isfinite(loss) and math.isfinite(other)):
+        return math.inf
+    return abs(other - loss) / max(abs(loss), 1e-300)
+
+
+def compare(words: Sequence[str]) -> int:
+    """Print what differs between runs.
+
+    Raises:
+        UserError: fewer than two runs, or none in a folder.
+    """
+    if wants_help(words):
+        return show_help(CompareOptions(), f"{NAME} {USAGE}", LINE)
+    options, places = read_options(words, CompareOptions)
+    check_files(options, "json")
+    if not 2 <= len(places) <= MAX_RUNS:
+        got = " ".join(places) or "nothing"
+        need = f"2 to {MAX_RUNS} run folders"
+        raise UserError(Fault(NAME, "takes several runs", got=got, need=need, fix="see weft runs"))
+    found = [ComparedRun.read(run_folder_of(place, command=NAME)) for place in places]
+    first, *others = found
+    partings = [Parting.of(first, other, tolerance=options.tolerance) for other in others]
+    if options.json is not None:
+        return print_json(options.json, _fields(found, partings))
+    print_table(_config_table(found))
+    for line in _curve_lines(found, partings):
+        print_result(printable(line))
+    print_result("")
+    print_table(_figure_table(found))
+    return EXIT_OK
+
+
+def different_keys(found: Sequence[ComparedRun]) -> list[str]:
+    """Keys whose values are not the same in all runs, in the order of the first run that has them."""
+    keys = dict.fromkeys(key for run in found for key in run.config)
+    return [key for key in keys if len({repr(run.config.get(key)) for run in found}) > 1]
+
+
+def _table(found: Sequence[ComparedRun], first_column: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first_column, no_wrap=True)
+    for run in found:
+        table.add_column(printable(run.name), overflow="fold")
+    return table
+
+
+def _config_table(found: Sequence[ComparedRun]) -> Table:
+    keys = different_keys(found)
+    table = _table(found, "key" if keys else "no key differs")
+    for key in keys:
+        values = (_value_text(run.config.get(key)) for run in found)
+        table.add_row(key, *map(printable, values))
+    return table
+
+
+def _value_text(value: Any) -> str:
+    return "-" if value in (None, "") else str(value)
+
+
+def _curve_lines(found: Sequence[ComparedRun], partings: Sequence[Parting]) -> Iterator[str]:
+    yield ""
+    yield "loss"
+    for number, run in enumerate(found):
+        losses = list(run.losses.values())
+        curve = sparkline(losses, CURVE_COLUMNS) if losses else "no steps"
+        ends = f"{losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
+        yield f"  {curve:<{CURVE_COLUMNS}}  {ends}  {run.name}"
+        if number:
+            yield f"    {partings[number - 1]}"
+
+
+def _figure_table(found: Sequence[ComparedRun]) -> Table:
+    table = _table(found, "figure")
+    for name in found[0].figures:
+        values = [run.figures[name] for run in found]
+        if any(value is not None for value in values):
+            table.add_row(name, *(_figure_text(name, value) for value in values))
+    return table
+
+
+def _figure_text(name: str, value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if name == "seconds":
+        return clock(value)
+    if "loss" in name or name in ("best evaluation", "grad norm"):
+        return f"{value:.4f}"
+    return count(value)
+
+
+def _fields(found: Sequence[ComparedRun], partings: Sequence[Parting]) -> dict[str, Any]:
+    keys = different_keys(found)
+    return {
+        "different_keys": {key: [run.config.get(key) for run in found] for key in keys},
+        "runs": [
+            {"run": run.name, **run.figures, "losses": {str(k): v for k, v in run.losses.items()}}
+            for run in found
+        ],
+        "against_the_first": [
+            {"common_steps": each.common, "parts_at": each.first, "largest_share": each.largest}
+            for each in partings
+        ],
+    }
