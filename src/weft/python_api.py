@@ -490,9 +490,7 @@ def _recorded(out: Path) -> _RecordedSteps:
     for event in events:
         if event["event"] == "end":
             status = str(event["status"])
-    history: list[Step] = []
-    for event in step_history(events):
-        history.append(Step(event))
+    history: list[Step] = [Step(event) for event in step_history(events)]
     return _RecordedSteps(tuple(history), status)
 
 

@@ -200,10 +200,11 @@ def remove_leftovers(run_folder: Path) -> tuple[Path, ...]:
     before any rank writes.
     """
     folder = run_folder / FOLDER
-    leftovers = []
-    for name in sorted(_names(folder)):
-        if name.startswith((TEMPORARY_PREFIX, REMOVED_PREFIX)):
-            leftovers.append(folder / name)
+    leftovers = [
+        folder / name
+        for name in sorted(_names(folder))
+        if name.startswith((TEMPORARY_PREFIX, REMOVED_PREFIX))
+    ]
     for path in leftovers:
         remove_checkpoint(path)
     return tuple(leftovers)

@@ -371,10 +371,11 @@ def _pieces_here(memory: NodeMemory) -> NodePieces:
             continue
         num_ranks = stored["ranks"]
         names = set(os.listdir(path))
-        held: list[int] = []
-        for rank in range(num_ranks):
-            if {data_file_name(rank), rank_manifest_name(rank)} <= names:
-                held.append(rank)
+        held: list[int] = [
+            rank
+            for rank in range(num_ranks)
+            if {data_file_name(rank), rank_manifest_name(rank)} <= names
+        ]
         found[step] = Pieces(num_ranks, tuple(held), stored["snapshot"])
     return found
 

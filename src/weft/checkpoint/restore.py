@@ -83,10 +83,11 @@ class _FoundSections:
     def of(self, states: Iterable[ParamState]) -> Iterator[ParamState]:
         """The states without sections that the checkpoint has nothing for."""
         for local in states:
-            found = {}
-            for name, tensor in local.tensors.items():
-                if stored_section(name, self.stored) is not None:
-                    found[name] = tensor
+            found = {
+                name: tensor
+                for name, tensor in local.tensors.items()
+                if stored_section(name, self.stored) is not None
+            }
             yield replace(local, tensors=found)
 
     def section(self, name: str) -> Source:

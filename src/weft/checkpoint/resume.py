@@ -299,10 +299,11 @@ def check_model(path: Path, facts: Facts, *, family: str, architecture: Mapping[
     current = {name: _json_value(value) for name, value in architecture.items()}
     stored = facts.architecture
     names = dict.fromkeys((*stored, *current))
-    faults = []
-    for name in names:
-        if stored.get(name) != current.get(name):
-            faults.append(_other_model(path, name, stored.get(name), current.get(name)))
+    faults = [
+        _other_model(path, name, stored.get(name), current.get(name))
+        for name in names
+        if stored.get(name) != current.get(name)
+    ]
     if faults:
         raise CheckpointError(*faults)
 

@@ -143,9 +143,9 @@ def _axis_tuples(mesh: Mesh, steps: StepGroups | None) -> tuple[tuple[str, ...],
         found.extend(state_axes(mesh, summed))
     found.append(_in_mesh_order(mesh, token_axes()))
     found.extend(world_partition(mesh))
-    for axis in wide:
-        if steps is None or _has_calls_of_its_own(dimensions()[axis]):
-            found.append((axis,))
+    found.extend(
+        (axis,) for axis in wide if steps is None or _has_calls_of_its_own(dimensions()[axis])
+    )
     return tuple(axes for axes in _distinct(found) if axes != wide)
 
 

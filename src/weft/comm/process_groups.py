@@ -349,10 +349,9 @@ def _gloo_devices(address: str | None) -> list[Any]:
     """
     gloo: Any = dist.ProcessGroupGloo
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    devices = []
-    for interface in interfaces.split(","):
-        if interface:
-            devices.append(gloo.create_device(interface=interface))
+    devices = [
+        gloo.create_device(interface=interface) for interface in interfaces.split(",") if interface
+    ]
     if devices:
         return devices
     if address is not None:

@@ -123,10 +123,9 @@ def _lead(store: KeyStore, root: str, size: int, *, deadline: float, timeout_s: 
 def _missing(store: KeyStore, prefix: str, size: int) -> str:
     if size > MAX_NAMED_SLOTS:
         return f"{size - 1 - store.add(f'{prefix}/joined', 0)} of {size} ranks"
-    missing: list[int] = []
-    for rank in range(1, size):
-        if not store.check([f"{prefix}/slot/{rank}"]):
-            missing.append(rank)
+    missing: list[int] = [
+        rank for rank in range(1, size) if not store.check([f"{prefix}/slot/{rank}"])
+    ]
     return rank_list(tuple(missing))
 
 
@@ -199,10 +198,9 @@ class PresenceStore:
         missing = ranks
         try:
             for interval_s in poll_intervals(len(ranks)):
-                still_missing = []
-                for rank in missing:
-                    if self._num_started(group, rank) < num_started:
-                        still_missing.append(rank)
+                still_missing = [
+                    rank for rank in missing if self._num_started(group, rank) < num_started
+                ]
                 missing = tuple(still_missing)
                 is_over = self.is_closed or time.monotonic() > deadline_s
                 if not missing or is_over:

@@ -200,8 +200,10 @@ def _check(run: Run, source: ModelSource) -> None:
     else:
         ranks = ""
     if ranks:
-        for fault in environment.world_faults(run.device_mesh, None):
-            faults.append(replace(fault, fix=f"start {ranks}, or choose another mesh"))
+        faults.extend(
+            replace(fault, fix=f"start {ranks}, or choose another mesh")
+            for fault in environment.world_faults(run.device_mesh, None)
+        )
     faults.extend(environment.device_faults(run.device))
     faults.extend(validation_faults(run.data, run.model, run.eval, loss=run.loss))
     if faults:

@@ -57,8 +57,7 @@ def _wrapped(entry: Sequence[str]) -> Iterator[str]:
     if texts and len(head) + 2 < column:
         head = head.ljust(column - 1) + texts.pop(0)
     lines = [head]
-    for text in texts:
-        lines.append(f"{indent}{text}")
+    lines.extend(f"{indent}{text}" for text in texts)
     for line in lines:
         yield f"{border}{line:<{width - 2}}{border}"
 

@@ -73,8 +73,7 @@ def run_checks(run: Run, *tables: CheckTable, known: Collection[Fault] = ()) -> 
     for index, check in enumerate(checks_with({})):
         faults = tuple(check.find())
         fix = _tested_fix(index, checks_with) if faults else ""
-        for fault in faults:
-            found.append(replace(fault, fix=fix) if fix else fault)
+        found.extend(replace(fault, fix=fix) if fix else fault for fault in faults)
     return tuple(dict.fromkeys(found))
 
 

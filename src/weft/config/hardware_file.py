@@ -91,10 +91,7 @@ def _check_given(path: str, fields: Mapping[str, Any]) -> None:
     try:
         parse_table(fields)
     except ValidationError as error:
-        faults = []
-        for item in error.errors():
-            if item["type"] != "missing":
-                faults.append(fault_of(path, item))
+        faults = [fault_of(path, item) for item in error.errors() if item["type"] != "missing"]
         if faults:
             raise ConfigError(*faults) from None
 
@@ -119,16 +116,20 @@ def write_fields(path: str, fields: Mapping[str, Any]) -> None:
 def file_text(fields: Mapping[str, Any]) -> str:
     """A hardware file, its fields in the order of `HardwareTable`."""
     lines = [HEADER.rstrip()]
-    for name in HardwareTable.model_fields:
-        if name in fields and name != EFFICIENCY:
-            lines.append(f"{name} = {_text(fields[name])}")
+    lines.extend(
+        f"{name} = {_text(fields[name])}"
+        for name in HardwareTable.model_fields
+        if name in fields and name != EFFICIENCY
+    )
     efficiency = fields.get(EFFICIENCY)
     if efficiency:
         lines.append("")
         lines.append(f"[{EFFICIENCY}]")
-        for field in dataclass_fields(Efficiency):
-            if field.name in efficiency:
-                lines.append(f"{field.name} = {_text(efficiency[field.name])}")
+        lines.extend(
+            f"{field.name} = {_text(efficiency[field.name])}"
+            for field in dataclass_fields(Efficiency)
+            if field.name in efficiency
+        )
     lines.append("")
     return "\n".join(lines)
 

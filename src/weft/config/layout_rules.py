@@ -58,10 +58,11 @@ def sharded_sizes(model: ModelConfig, mesh_axis: str) -> dict[str, int]:
     """Units of the logical axes that a mesh axis shards into equal parts."""
     sharded = dimensions()[mesh_axis].params
     may_be_uneven = uneven_axes()
-    sizes: dict[str, int] = {}
-    for axis, size in model.axis_sizes().items():
-        if axis in sharded and axis not in may_be_uneven:
-            sizes[axis] = size
+    sizes: dict[str, int] = {
+        axis: size
+        for axis, size in model.axis_sizes().items()
+        if axis in sharded and axis not in may_be_uneven
+    }
     return sizes
 
 

@@ -23,11 +23,7 @@ def adapted_linears(targets: Collection[str], linears: Iterable[str]) -> tuple[s
     """
     if not targets:
         return tuple(linears)
-    selected: list[str] = []
-    for name in linears:
-        if any(matches(target, name) for target in targets):
-            selected.append(name)
-    return tuple(selected)
+    return tuple(name for name in linears if any(matches(target, name) for target in targets))
 
 
 def adapter_flops(lora: LoraConfig, model: ModelConfig, seq_len: int) -> AdapterFlops:

@@ -191,22 +191,16 @@ def gradient_axes(mesh: Mesh, *, varies: Collection[str], sharded: Collection[st
         varies: axes along which the parameter was applied to different tokens, or different heads.
         sharded: axes that shard the parameter.
     """
-    summed: list[str] = []
-    for name in mesh.wide_axes:
-        if name in varies and name not in sharded:
-            summed.append(name)
-    return tuple(summed)
+    return tuple(name for name in mesh.wide_axes if name in varies and name not in sharded)
 
 
 def data_axes(mesh: Mesh) -> Names:
     """Axes of this mesh over which the gradients of a step are summed because tokens differ along
     them, in mesh order; without degree 1 and axes of local updates.
     """
-    summed: list[str] = []
-    for name in mesh.wide_axes:
-        if name in token_axes() and name not in local_update_axes():
-            summed.append(name)
-    return tuple(summed)
+    return tuple(
+        name for name in mesh.wide_axes if name in token_axes() and name not in local_update_axes()
+    )
 
 
 def local_update_axis(mesh: Mesh) -> str | None:

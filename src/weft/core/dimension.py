@@ -206,11 +206,7 @@ def activation_axes() -> tuple[str, ...]:
 
 def _axes_where(condition: Callable[[Dimension], bool]) -> tuple[str, ...]:
     """Axes of the dimensions for which the condition holds, outermost first."""
-    names: list[str] = []
-    for dimension in dimensions().values():
-        if condition(dimension):
-            names.append(dimension.name)
-    return tuple(names)
+    return tuple(dimension.name for dimension in dimensions().values() if condition(dimension))
 
 
 @cache

@@ -144,8 +144,7 @@ class Mesh:
             wider: list[int] = []
             for member in members:
                 first = member - coord[name] * strides[name]
-                for index in range(self.degree(name)):
-                    wider.append(first + index * strides[name])
+                wider.extend(first + index * strides[name] for index in range(self.degree(name)))
             members = wider
         return tuple(members)
 

@@ -131,10 +131,9 @@ def _matching_files(source: str) -> tuple[Path, ...]:
 
 
 def _in_folder(folder: Path) -> tuple[Path, ...]:
-    readable: list[Path] = []
-    for file in _below(folder):
-        if inner_name(file).endswith(READ_SUFFIXES):
-            readable.append(file)
+    readable: list[Path] = [
+        file for file in _below(folder) if inner_name(file).endswith(READ_SUFFIXES)
+    ]
     readable.sort()
     for file in readable:
         _check_in_folder(file, folder)
@@ -154,10 +153,7 @@ def _in_folder(folder: Path) -> tuple[Path, ...]:
 def _below(folder: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Files below a folder, except hidden ones and those in excluded folders."""
     for here, folders, names in os.walk(folder, onerror=_unreadable_folder):
-        entered = []
-        for name in folders:
-            if _is_visible(name) and name not in excluded:
-                entered.append(name)
+        entered = [name for name in folders if _is_visible(name) and name not in excluded]
         folders[:] = entered  # the walk reads this list
         for name in names:
             if _is_visible(name):
@@ -185,10 +181,11 @@ def _unreadable_folder(error: OSError) -> None:
 def stdlib_files() -> Iterator[Path]:
     """This Python's own .py files, sorted by path below its library folder, up to about 20 MB."""
     root = Path(sysconfig.get_path("stdlib"))
-    candidates = []
-    for file in _below(root, frozenset(STDLIB_EXCLUDED)):
-        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata"):
-            candidates.append(file)
+    candidates = [
+        file
+        for file in _below(root, frozenset(STDLIB_EXCLUDED))
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
+    ]
     total_bytes = 0
     for file in sorted(candidates):
         total_bytes += file.stat().st_size

@@ -246,8 +246,10 @@ def install_kv_cache(stages: Mapping[int, nn.ModuleDict]) -> tuple[KVCache, ...]
     caches: list[KVCache] = []
     for stage in stages.values():
         for name, block in stage.items():
-            for implementation in set_implementations(block, CachedAttention, name=name):
-                caches.append(implementation.cache)
+            caches.extend(
+                implementation.cache
+                for implementation in set_implementations(block, CachedAttention, name=name)
+            )
     return tuple(caches)
 
 

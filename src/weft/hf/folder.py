@@ -130,9 +130,9 @@ class HfFolder:
                 )
             elif name not in stored:
                 faults.append(Fault(where, f"nothing holds {name}"))
-        for name in stored:
-            if name not in shapes:
-                faults.append(Fault(where, f"{name} is no parameter"))
+        faults.extend(
+            Fault(where, f"{name} is no parameter") for name in stored if name not in shapes
+        )
         if faults:
             raise CheckpointError(*faults)
 

@@ -91,10 +91,7 @@ def match_tensors(
     _check_size(cfg, entries, folder)
     rules = _select_rules(mapping, cfg, entries)
     owner_rules = [rule for rule in rules if rule.param not in ties]
-    alias_rules = []
-    for rule in rules:
-        if rule.param in ties and rule.tensor in entries:
-            alias_rules.append(rule)
+    alias_rules = [rule for rule in rules if rule.param in ties and rule.tensor in entries]
     matching = _Matching(entries=entries, cfg=cfg, folder=folder)
     params = matching.find_sources(owner_rules)
     aliases = matching.find_sources(alias_rules)
@@ -171,10 +168,7 @@ class _Matching:
     def _tensor_names(self, rule: WeightRule) -> tuple[str, ...]:
         if EXPERT not in rule.tensor:
             return (rule.tensor,)
-        names = []
-        for expert in range(self.cfg.experts):
-            names.append(rule.tensor.replace(EXPERT, str(expert)))
-        return tuple(names)
+        return tuple(rule.tensor.replace(EXPERT, str(expert)) for expert in range(self.cfg.experts))
 
 
 def add_prefix(

@@ -130,12 +130,12 @@ def unexpected_keys(cfg: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
     """
     if "experts" not in cfg.axis_sizes():
         return ()
-    found = []
-    for target in adapter_targets(cfg, lora):
-        for linear in target.linears:
-            if ".mlp." in linear:
-                found.append(linear)
-    return tuple(found)
+    return tuple(
+        linear
+        for target in adapter_targets(cfg, lora)
+        for linear in target.linears
+        if ".mlp." in linear
+    )
 
 
 def _whole_number(value: float) -> int | float:

@@ -99,10 +99,9 @@ class Plan(BaseModel):
     @property
     def sharding_rule(self) -> Rule:
         """Logical axis -> mesh axis, for the mesh axes that have more than one rank."""
-        rule: dict[str, str] = {}
-        for logical, axis in self.rule:
-            if self.mesh.degree(axis) > 1:
-                rule[logical] = axis
+        rule: dict[str, str] = {
+            logical: axis for logical, axis in self.rule if self.mesh.degree(axis) > 1
+        }
         return rule
 
     @property

@@ -131,12 +131,10 @@ MEMORY_COLUMNS: tuple[str, ...] = (
 def _memory_lines(roles: Sequence[RoleCosts]) -> list[str]:
     """The table of memory, and the largest peak."""
     rows = [MEMORY_COLUMNS]
-    for role in _shown(roles):
-        rows.append(_memory_row(role))
+    rows.extend(_memory_row(role) for role in _shown(roles))
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = ["memory of a rank during a step (tensors; the real code on the meta device):"]
-    for row in rows:
-        lines.append(_memory_line(row, widths))
+    lines.extend(_memory_line(row, widths) for row in rows)
     if len(roles) > MOST_ROWS:
         lines.append(f"  (the fullest and others of {len(roles)} roles)")
     peak = _peak_line(fullest(roles))

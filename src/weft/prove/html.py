@@ -105,8 +105,7 @@ def _row(difference: Difference) -> tuple[str, ...]:
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [_table_row("th", head)]
-    for row in rows:
-        lines.append(_table_row("td", row))
+    lines.extend(_table_row("td", row) for row in rows)
     body = "\n".join(lines)
     return f"<table>{body}</table>"
 

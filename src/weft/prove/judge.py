@@ -99,10 +99,11 @@ class Judge:
             is_forward = site.step == routed.step and site.phase == "forward"
             if is_forward and site.block in blocks_before:
                 continue
-            kept = {}
-            for rank, failure in self.found.failures.pop(site).items():
-                if failure.bound == 0.0:
-                    kept[rank] = failure
+            kept = {
+                rank: failure
+                for rank, failure in self.found.failures.pop(site).items()
+                if failure.bound == 0.0
+            }
             if kept:
                 self.found.failures[site] = kept
         return self._num_failures < num_failures

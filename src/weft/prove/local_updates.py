@@ -139,8 +139,7 @@ class SiteProof:
         """
         checkpoint = open_checkpoint(path)
         sections = ["model", self._momentum_section]
-        for index in range(self.num_sites):
-            sections.append(self._section_of_site(index))
+        sections.extend(self._section_of_site(index) for index in range(self.num_sites))
         found = {}
         for section in sections:
             source = checkpoint.section(section)

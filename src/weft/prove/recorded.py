@@ -75,8 +75,7 @@ def recorded_steps(out: Path) -> list[dict[str, Any]]:
 
 def _last_step_before_resume(events: Iterable[Mapping[str, Any]]) -> int | None:
     """The first step at which a run was resumed; None: it was not."""
-    resumed_at: list[int] = []
-    for event in events:
-        if event["event"] == "resume" and event["step"]:
-            resumed_at.append(event["step"])
+    resumed_at: list[int] = [
+        event["step"] for event in events if event["event"] == "resume" and event["step"]
+    ]
     return min(resumed_at, default=None)

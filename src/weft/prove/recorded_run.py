@@ -116,10 +116,7 @@ def prove_recorded(
             is_last = loss.step == len(recorded)
             if loss.step <= 3 or loss.step % 5 == 0 or is_last:
                 show(_step_line(loss, norm))
-    differences = []
-    for each in comparisons:
-        if not each.is_equal:
-            differences.append(each.difference(ranks))
+    differences = [each.difference(ranks) for each in comparisons if not each.is_equal]
     result = Pass(
         subject.types_text,
         bounds_text(subject.types),
@@ -143,9 +140,10 @@ def _compare(
     """Yields the comparisons of the loss and of the gradient norm of each step."""
     skipped = skipped_steps(recorded)
     plain = reference(subject, records=False, skipped=skipped)
-    others = []
-    for perturbation in subject.perturbations():
-        others.append(reference(subject, perturbation=perturbation, records=False, skipped=skipped))
+    others = [
+        reference(subject, perturbation=perturbation, records=False, skipped=skipped)
+        for perturbation in subject.perturbations()
+    ]
     most_entries = max(param.numel() for param in plain.trained.values())
     bound = GrowingBound(plain.types, most_entries=most_entries)
 

@@ -352,11 +352,11 @@ class _Diagnosis:
 
 def missing_members(call: WaitingCall, snapshots: Sequence[RankSnapshot]) -> tuple[int, ...]:
     """Members of a call that have not started it."""
-    missing: list[int] = []
-    for member in call.members:
-        if snapshots[member].num_started.get(call.group, 0) <= call.position:
-            missing.append(member)
-    return tuple(missing)
+    return tuple(
+        member
+        for member in call.members
+        if snapshots[member].num_started.get(call.group, 0) <= call.position
+    )
 
 
 def _call_text(call: WaitingCall) -> str:

@@ -81,9 +81,7 @@ class HangWatch:
         """
         text = hang.text
         if self.mesh is not None and len(hang.ranks) > 1:
-            places: list[str] = []
-            for rank in hang.ranks:
-                places.append(f"{rank} = {self.mesh.coord_text(rank)}")
+            places: list[str] = [f"{rank} = {self.mesh.coord_text(rank)}" for rank in hang.ranks]
             text += f" (ranks: {', '.join(places)})"
         text += location(stack)
         return RankFailure(hang.ranks[0], "error", at_s, text, trace=stack)

@@ -186,9 +186,7 @@ def _to_exception(failure: RankFailure, mesh: Mesh, stacks: dict[int, str]) -> B
 
 
 def _late_error(mesh: Mesh, stacks: dict[int, str], *, timeout_s: float) -> CommTimeout:
-    names: list[str] = []
-    for rank in stacks:
-        names.append(f"{rank} ({mesh.coord_text(rank)})")
+    names: list[str] = [f"{rank} ({mesh.coord_text(rank)})" for rank in stacks]
     late = ", ".join(names)
     error = CommTimeout(f"rank {late} of mesh {mesh} did not finish within {timeout_s:g} s")
     _add_stacks(error, stacks)

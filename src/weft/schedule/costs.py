@@ -48,9 +48,7 @@ class ScheduleCosts:
             if match is None or match[1] in times:
                 raise _unreadable(word)
             letter, numbers = match.groups()
-            times_of_stages = []
-            for number in numbers.split(","):
-                times_of_stages.append(_time(number, word))
+            times_of_stages = [_time(number, word) for number in numbers.split(",")]
             times[letter] = tuple(times_of_stages)
         hop = _time(message, message, key="message", may_be_zero=True)
         letters = "".join(sorted(times))

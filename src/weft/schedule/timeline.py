@@ -84,9 +84,7 @@ class Timeline:
         def by_start(span: Span) -> tuple[float, float]:
             return span.start, span.end
 
-        rows: list[list[Span]] = []
-        for _ in range(self.num_ranks):
-            rows.append([])
+        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
         for span in sorted(self.spans, key=by_start):
             row = rows[span.rank]
             row.append(span)
@@ -94,11 +92,7 @@ class Timeline:
 
     def actions(self, rank: int) -> tuple[Act, ...]:
         """What `rank` computed, in order: its row of the table."""
-        found: list[Act] = []
-        for span in self.by_rank[rank]:
-            if span.kind in COMPUTE:
-                found.append(Act.parse(span.name))
-        return tuple(found)
+        return tuple(Act.parse(span.name) for span in self.by_rank[rank] if span.kind in COMPUTE)
 
     def to_json(self) -> str:
         """The JSON that `from_json` reads back; exact times become floats."""
@@ -166,10 +160,7 @@ def idle(timeline: Timeline) -> tuple[float, ...]:
     """Time of the makespan in which each rank computes nothing."""
     total = makespan(timeline)
     computing = timeline.only(kinds=COMPUTE)
-    idle_times: list[float] = []
-    for rank_busy in busy(computing):
-        idle_times.append(total - rank_busy)
-    return tuple(idle_times)
+    return tuple(total - rank_busy for rank_busy in busy(computing))
 
 
 def bubble(timeline: Timeline) -> float:

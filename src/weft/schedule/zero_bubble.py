@@ -25,9 +25,9 @@ def table(ranks: int, chunks: int, microbatches: int) -> Table:
     """One stage a rank; rank r runs `ranks - r` forwards before its first backward and delays r
     weight gradients.
     """
-    rows: list[Iterator[Act]] = []
-    for rank in range(ranks):
-        rows.append(delayed_row(rank, microbatches, warmup=ranks - rank, lag=rank))
+    rows: list[Iterator[Act]] = [
+        delayed_row(rank, microbatches, warmup=ranks - rank, lag=rank) for rank in range(ranks)
+    ]
     return Table.of_rows(rows, stage_to_rank=range(ranks), microbatches=microbatches)
 
 

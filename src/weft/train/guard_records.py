@@ -66,9 +66,7 @@ class GuardState:
         """
         next_batch = batch_of_step(num_steps, self.skipped_batches)
         position: dict[str, Any] = {"steps": num_steps, "samples": next_batch * global_size}
-        for key, value in asdict(self).items():
-            if value:
-                position[key] = value
+        position.update({key: value for key, value in asdict(self).items() if value})
         return position
 
     @staticmethod

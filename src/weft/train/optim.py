@@ -138,17 +138,15 @@ class NamedOptimizer:
     @cached_property
     def param_groups(self) -> list[dict[str, Any]]:
         """{"names", "lr", "weight_decay", "lr_scale"} of each group; `lr` is read at every step."""
-        found = []
-        for group in self.groups:
-            found.append(
-                {
-                    "names": group.names,
-                    "lr": self.optim.lr,
-                    "weight_decay": group.settings.weight_decay,
-                    "lr_scale": group.settings.lr_scale,
-                }
-            )
-        return found
+        return [
+            {
+                "names": group.names,
+                "lr": self.optim.lr,
+                "weight_decay": group.settings.weight_decay,
+                "lr_scale": group.settings.lr_scale,
+            }
+            for group in self.groups
+        ]
 
     @cached_property
     def state(self) -> dict[str, State]:
@@ -185,13 +183,13 @@ class NamedOptimizer:
 
     def matrix_traffic(self) -> tuple[MatrixTraffic, ...]:
         """What this rank sends in a step for matrices whose entries are spread over ranks."""
-        found = []
+        found: list[MatrixTraffic] = []
         for group in self.groups:
             itemsize = self._gather_dtype(group.rule).itemsize
-            for exchange in group.exchanges:
-                found.append(
-                    MatrixTraffic(axes=exchange.axes, sent_bytes=exchange.sent_bytes(itemsize))
-                )
+            found.extend(
+                MatrixTraffic(axes=exchange.axes, sent_bytes=exchange.sent_bytes(itemsize))
+                for exchange in group.exchanges
+            )
         return tuple(found)
 
     def _gather_dtype(self, rule: Optimizer) -> torch.dtype:

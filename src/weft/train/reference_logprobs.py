@@ -109,9 +109,9 @@ def compute_logprobs(model: ParallelModel, loader: DataLoader) -> Logprobs:
     """
     num_samples = loader.samples.num_samples
     recorder = _LogprobRecorder(model, loader)
-    parts = []
-    for chosen in batches_of(num_samples, loader.global_size, most=0):
-        parts.append(recorder.logprobs(chosen))
+    parts = [
+        recorder.logprobs(chosen) for chosen in batches_of(num_samples, loader.global_size, most=0)
+    ]
     return np.concatenate(parts)[:num_samples]
 
 
@@ -168,7 +168,8 @@ class _LogprobRecorder:
         degree = self.loader.context_degree
         if degree == 1:
             return np.arange(seq_len)
-        columns = []
-        for span in zigzag(seq_len, degree, self.loader.context_index):
-            columns.append(np.arange(span.start, span.stop))
+        columns = [
+            np.arange(span.start, span.stop)
+            for span in zigzag(seq_len, degree, self.loader.context_index)
+        ]
         return np.concatenate(columns)

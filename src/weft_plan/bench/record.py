@@ -57,10 +57,7 @@ def _efficiency(fields: Mapping[str, Any], measured: MeasuredFigures, day: date)
 def _source(before: str, added: str) -> str:
     """The sources of before and this one, which replaces an older one of its program."""
     program = added.rpartition(" ")[0]
-    parts = []
-    for part in before.split("; "):
-        if part and not part.startswith(program):
-            parts.append(part)
+    parts = [part for part in before.split("; ") if part and not part.startswith(program)]
     parts.append(added)
     return "; ".join(parts)
 

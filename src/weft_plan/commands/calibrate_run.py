@@ -251,8 +251,7 @@ def report(found: Calibration) -> str:
             doubt = f"+- {100 * error:.0f}%"
         lines.append(f"  {name:<18} {value:.4g}  {doubt}")
     lines.append("runs, measured and predicted:")
-    for residual in found.residuals:
-        lines.append(_residual_line(residual))
+    lines.extend(_residual_line(residual) for residual in found.residuals)
     low, high = found.range
     percent = 100 * found.median_error
     lines.append(

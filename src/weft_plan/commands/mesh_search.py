@@ -177,10 +177,13 @@ class MeshSearch:
         """Why no mesh is legal, and the nearest numbers of ranks that have one."""
         reasons = [reason for reason, _ in found.illegal.most_common(2)]
         start = "start {} ranks" if self.devices.is_joined else "--nproc {}"
-        fixes: list[str] = []
-        for number in nearest_devices(LayoutKeys.of(self.run), self._space(self.devices.num_ranks)):
-            if self.legal_meshes(number).groups:
-                fixes.append(start.format(number))
+        fixes: list[str] = [
+            start.format(number)
+            for number in nearest_devices(
+                LayoutKeys.of(self.run), self._space(self.devices.num_ranks)
+            )
+            if self.legal_meshes(number).groups
+        ]
         return Fault(
             "mesh",
             f"auto finds no legal layout of {_ranks(self.devices)}",

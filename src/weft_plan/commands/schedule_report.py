@@ -105,17 +105,16 @@ def comparison_fields(
 
 def search_fields(result: SearchResult) -> dict[str, Any]:
     """The result of a search as JSON values."""
-    placements = []
-    for placement in result.placements:
-        placements.append(
-            {
-                "chunks": placement.chunks,
-                "makespan": float(placement.figures.makespan),
-                "bound": float(placement.bound),
-                "found_by": placement.origin,
-                "note": placement.note,
-            }
-        )
+    placements = [
+        {
+            "chunks": placement.chunks,
+            "makespan": float(placement.figures.makespan),
+            "bound": float(placement.bound),
+            "found_by": placement.origin,
+            "note": placement.note,
+        }
+        for placement in result.placements
+    ]
     return {
         **comparison_fields([result.best, *result.built_in]),
         "memory_limit": [float(limit) for limit in result.request.limits],

@@ -307,9 +307,11 @@ def _greedy(
     for table in greedy_tables(scaled.problem, deadline_s=greedy_s):
         figures = _figures(table, request.costs)
         found.append(_FoundTable(figures, "heuristic"))
-    for figures in allowed:
-        if figures.table.stage_to_rank == scaled.problem.stage_to_rank:
-            found.append(_FoundTable.built_in(figures))
+    found.extend(
+        _FoundTable.built_in(figures)
+        for figures in allowed
+        if figures.table.stage_to_rank == scaled.problem.stage_to_rank
+    )
     best = min(found, key=lambda table: table.order)
     bound = scaled.problem.least_makespan() * scaled.unit
     return PlacementResult(chunks, figures=best.figures, bound=bound, origin=best.origin)

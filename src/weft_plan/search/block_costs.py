@@ -283,9 +283,10 @@ def _strided(op: Operation, stride: int) -> Operation:
 
 def block_segments(region: RecordedRegion) -> dict[str, BlockSegments]:
     """What runs in a region, by block."""
-    ends = []
-    for following in region.segments[1:]:
-        ends.append(_SegmentEnd(following.first_event, following.entry_bytes))
+    ends = [
+        _SegmentEnd(following.first_event, following.entry_bytes)
+        for following in region.segments[1:]
+    ]
     ends.append(_SegmentEnd(len(region.events), region.exit_bytes))
     found: dict[str, BlockSegments] = {}
     for segment, end in zip(region.segments, ends, strict=True):

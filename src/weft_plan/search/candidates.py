@@ -325,11 +325,11 @@ def factorizations(number: int, count: int) -> tuple[tuple[int, ...], ...]:
     """
     if count == 1:
         return ((number,),)
-    found = []
-    for first in divisors(number):
-        for rest in factorizations(number // first, count - 1):
-            found.append((first, *rest))
-    return tuple(found)
+    return tuple(
+        (first, *rest)
+        for first in divisors(number)
+        for rest in factorizations(number // first, count - 1)
+    )
 
 
 def placement_of(axes: Sequence[tuple[str, int]], node: int) -> frozenset[tuple[str, int, int]]:

@@ -118,9 +118,11 @@ class FoundLayouts:
     def largest_error(self) -> float:
         """Of the simulated seconds of measured layouts, as a share of the measured ones."""
         errors = [0.0]
-        for entry in self.best:
-            if entry.simulated is not None:
-                errors.append(abs(entry.simulated.seconds / entry.seconds - 1))
+        errors.extend(
+            abs(entry.simulated.seconds / entry.seconds - 1)
+            for entry in self.best
+            if entry.simulated is not None
+        )
         return max(errors)
 
 

@@ -121,10 +121,7 @@ class LayoutStages:
     def num_layers(self, names_of_stages: Sequence[Sequence[str]]) -> tuple[int, ...]:
         """Layers among the blocks of every stage."""
         layers = {block.name for block in self._specs if block.is_layer}
-        counts = []
-        for names in names_of_stages:
-            counts.append(len(layers.intersection(names)))
-        return tuple(counts)
+        return tuple(len(layers.intersection(names)) for names in names_of_stages)
 
     def least_layers(self, layout: Layout) -> tuple[int, ...]:
         """Fewest layers that every stage may have."""

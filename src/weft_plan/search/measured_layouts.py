@@ -67,9 +67,7 @@ class LayoutMeasurements:
         """Measure layouts along the Pareto front of those that were simulated; they leave the list."""
         result = self.result
         entries = list(simulated)
-        for found in result.best:
-            if found.simulated is not None:
-                entries.append(found.simulated)
+        entries.extend(found.simulated for found in result.best if found.simulated is not None)
         known = {found.layout for found in result.best}
         front = pareto_front(entries)
         for entry in thinned_front(front, MOST_FRONT + 1):

@@ -256,10 +256,11 @@ class _LayoutSearch:
         """
         bounded = [each for each in self.waiting.values() if each.key in self.known_bounds]
         leanest = min(map(leanness, bounded), default=None)
-        queue: list[Sharding] = []
-        for sharding in bounded:
-            if leanness(sharding) == leanest:
-                queue.append(replace(sharding, bound=self.known_bounds[sharding.key]))
+        queue: list[Sharding] = [
+            replace(sharding, bound=self.known_bounds[sharding.key])
+            for sharding in bounded
+            if leanness(sharding) == leanest
+        ]
         heapq.heapify(queue)
         while queue:
             self._expand_next(queue, self.objective)
@@ -400,9 +401,9 @@ class _LayoutSearch:
         best = result.value(result.best[0]) if result.best else float("inf")
         result.rejected[SIMULATED_SLOWER] += len(self.simulated)
         result.rejected[SIMULATED_PEAK] += len(self.too_large)
-        left: list[float] = []
-        for entry in (*self.simulated, *self.too_large):
-            left.append(result.value(self.bounds[entry.layout]))
+        left: list[float] = [
+            result.value(self.bounds[entry.layout]) for entry in (*self.simulated, *self.too_large)
+        ]
         for bound, _ in self.bounded:
             value = result.value(bound)
             result.rejected[_reason_left(value, best)] += 1

@@ -39,8 +39,7 @@ def _all_wrapped(lines: Iterable[str]) -> list[str]:
 def _measured_lines(entry: Found, result: FoundLayouts, capacity: float, rates: Rates) -> list[str]:
     """What a layout takes, and what is wrong with it."""
     lines = [f"why not {entry.layout.text}:"]
-    for line in found_lines(entry, rates):
-        lines.append(f"  {line}")
+    lines.extend(f"  {line}" for line in found_lines(entry, rates))
     if entry.peak_bytes > capacity:
         missing = memory(entry.peak_bytes - capacity)
         most_kept = max(role.memory.kept.total for role in entry.prediction.roles)

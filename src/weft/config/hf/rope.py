@@ -156,9 +156,9 @@ def rope_parameters(config: Json) -> dict[str, Any]:
     partial = config.get(PARTIAL)
     if partial is not None:
         found[PARTIAL] = partial
-    for name, value in table.items():
-        if value is not None and name != "type":
-            found[name] = value
+    found.update(
+        {name: value for name, value in table.items() if value is not None and name != "type"}
+    )
     original_context = config.get(ORIGINAL_CONTEXT)
     if original_context is not None:
         found[ORIGINAL_CONTEXT] = original_context

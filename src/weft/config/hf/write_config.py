@@ -27,9 +27,13 @@ def config_json(
     table = mapping.config
     found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     found.update(table.constants)
-    for name, value in (original or {}).items():
-        if name in IGNORED | table.ignored and name not in REWRITTEN:
-            found[name] = value
+    found.update(
+        {
+            name: value
+            for name, value in (original or {}).items()
+            if name in IGNORED | table.ignored and name not in REWRITTEN
+        }
+    )
     found["architectures"] = [mapping.architecture]
     found["model_type"] = mapping.model_type
     found["torch_dtype"] = dtype

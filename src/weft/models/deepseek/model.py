@@ -154,9 +154,9 @@ class SecondNext(nn.Module):
 def builders(cfg: Config) -> Builders:
     """Builders of the blocks; equal layers have the same one."""
     dense, mixed = partial(_dense_layer, cfg), partial(_mixed_layer, cfg)
-    layers: list[Builder] = []
-    for index in range(cfg.layers):
-        layers.append(dense if index < cfg.first_k_dense else mixed)
+    layers: list[Builder] = [
+        dense if index < cfg.first_k_dense else mixed for index in range(cfg.layers)
+    ]
     side_blocks = {f"mtp{i}": partial(_second_next, cfg) for i in range(cfg.mtp_depth)}
     return chain_builders(
         partial(Embed, cfg.vocab, cfg.dim), layers, partial(_head, cfg), side_blocks=side_blocks

@@ -48,11 +48,11 @@ def in_sequence_order(by_rank: Tensor, num_ranks: int) -> Tensor:
 
 def chunk_numbers(num_ranks: int) -> list[int]:
     """Numbers of the chunks of a sequence, rank after rank: [0, 3, 1, 2] for two ranks."""
-    numbers = []
-    for index in range(num_ranks):
-        for chunk in zigzag(2 * num_ranks, num_ranks, index):
-            numbers.append(chunk.start)
-    return numbers
+    return [
+        chunk.start
+        for index in range(num_ranks)
+        for chunk in zigzag(2 * num_ranks, num_ranks, index)
+    ]
 
 
 def document_ranges(

@@ -193,10 +193,9 @@ def transform(
             what is not supported.
     """
     for name, block in blocks.items():
-        mixtures: dict[str, MoE] = {}
-        for path, module in block.named_modules():
-            if isinstance(module, MoE):
-                mixtures[path] = module
+        mixtures: dict[str, MoE] = {
+            path: module for path, module in block.named_modules() if isinstance(module, MoE)
+        }
         _check_experts(name, block, mixtures, plan, axes=axes)
         for path, mixture in mixtures.items():
             _make_parallel(path_below(name, path), mixture, comm)

@@ -100,11 +100,7 @@ class OuterShard:
         distinct.update(self.model.shards[name].shard_axes)
         distinct.update(reducer.shard_axes[name])
         distinct.update(local_update_axes())
-        found = []
-        for axis in self.comm.mesh.wide_axes:
-            if axis not in distinct:
-                found.append(axis)
-        return tuple(found)
+        return tuple(axis for axis in self.comm.mesh.wide_axes if axis not in distinct)
 
     def _pieces(self, reducer: GradientReducer) -> Iterator[OuterPiece]:
         for group in self._groups:

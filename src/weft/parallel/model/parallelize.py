@@ -366,9 +366,13 @@ def _axis_lengths(shapes: Mapping[str, tuple[int, ...]], axes: AxisTable) -> dic
     lengths: dict[str, int] = {}
     for name, shape in shapes.items():
         logical = logical_axes(name, axes)
-        for axis, length in zip(logical, shape, strict=True):
-            if isinstance(axis, str):
-                lengths[axis] = length
+        lengths.update(
+            {
+                axis: length
+                for axis, length in zip(logical, shape, strict=True)
+                if isinstance(axis, str)
+            }
+        )
     return lengths
 
 

@@ -54,10 +54,9 @@ def own_named_parameters(
     blocks: Mapping[str, nn.Module], ties_here: Mapping[str, str]
 ) -> dict[str, nn.Parameter]:
     """Parameters by global name; a tied one under the one name that `ties_on_rank` gives it."""
-    params: dict[str, nn.Parameter] = {}
-    for name, param in named_parameters(blocks).items():
-        if name not in ties_here:
-            params[name] = param
+    params: dict[str, nn.Parameter] = {
+        name: param for name, param in named_parameters(blocks).items() if name not in ties_here
+    }
     return params
 
 
@@ -122,6 +121,5 @@ def cross_stage_ties_of(
             continue
         name = names_here[0]
         is_owner = name == owner
-        for peer in sorted(holders - {here}):
-            found.append(CrossStageTie(name, peer, is_owner))
+        found.extend(CrossStageTie(name, peer, is_owner) for peer in sorted(holders - {here}))
     return tuple(found)

@@ -252,9 +252,7 @@ class Player:
         self._notify_last_backward(act)
         key = StageMicrobatch(act.stage, act.mb)
         saved = state.activations.pop(key)
-        gradients: list[Tensor] = []
-        for output in saved.outputs:
-            gradients.append(state.seed.to(output.dtype))
+        gradients: list[Tensor] = [state.seed.to(output.dtype) for output in saved.outputs]
         source = self.table.source(act)
         if source is not None:  # the output was no loss: its gradient comes from the next stage
             gradients[0] = state.take_output(source)

@@ -35,8 +35,9 @@ def state_entries(blocks: Mapping[str, nn.Module]) -> tuple[StateEntry, ...]:
 
 def tensors_of(module: nn.Module, *, prefix: str) -> dict[str, Tensor]:
     """The parameters and buffers of a module's state dict."""
-    found: dict[str, Tensor] = {}
-    for key, value in module.state_dict(prefix=prefix, keep_vars=True).items():
-        if isinstance(value, Tensor):
-            found[key] = value
+    found: dict[str, Tensor] = {
+        key: value
+        for key, value in module.state_dict(prefix=prefix, keep_vars=True).items()
+        if isinstance(value, Tensor)
+    }
     return found

@@ -143,10 +143,7 @@ class SelectiveRecompute(TorchFunctionMode):
             return not is_in_place
         if func not in SAVE_NOTHING or "out" in kwargs:
             return False
-        with_gradients = []
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.requires_grad:
-                with_gradients.append(tensor)
+        with_gradients = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if func in ELEMENTWISE_PRODUCTS and len(with_gradients) == 2:
             return True
         for tensor in with_gradients:

@@ -65,8 +65,7 @@ def is_sharded(dim: Dim) -> bool:
 
 def is_repeated(dim: Dim) -> bool:
     """Whether all entries along this dim are equal."""
-    own = [factor.repeated or factor.size == 1 for factor in dim]
-    return all(own)
+    return all(factor.repeated or factor.size == 1 for factor in dim)
 
 
 def length(dim: Dim) -> int:
@@ -112,9 +111,7 @@ def regroup(
     """
     stream: list[DimFactor] = []
     for dim in dims:
-        for factor in dim:
-            if factor.size > 1 or factor.sharded:
-                stream.append(factor)
+        stream.extend(factor for factor in dim if factor.size > 1 or factor.sharded)
     found: list[Dim] = []
     for place, size in enumerate(sizes):
         taken: list[DimFactor] = []

@@ -86,9 +86,7 @@ def expand(op: TracedOp) -> list[Dims]:
     num_new = len(op.shape) - len(op.dims)
     new_sizes = op.shape[:num_new]
     old_sizes = op.shape[num_new:]
-    found: list[Dim] = []
-    for size in new_sizes:
-        found.append((DimFactor(size, repeated=True),))
+    found: list[Dim] = [(DimFactor(size, repeated=True),) for size in new_sizes]
     for dim, size in zip(op.dims, old_sizes, strict=True):
         old_size = length(dim)
         if old_size == size:

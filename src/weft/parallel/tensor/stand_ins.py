@@ -166,10 +166,11 @@ def _noted_ends(region: nn.Module, calls: list[str]) -> Iterator[None]:
     def note(module: nn.Module, *_: object) -> None:
         calls.append(type(module).__name__)
 
-    hooks = []
-    for module in region.modules():
-        if isinstance(module, (RegionInput, RegionOutput)):
-            hooks.append(module.register_forward_hook(note))
+    hooks = [
+        module.register_forward_hook(note)
+        for module in region.modules()
+        if isinstance(module, (RegionInput, RegionOutput))
+    ]
     try:
         yield
     finally:
@@ -195,10 +196,9 @@ class TracedAttention:
         q = trace.value(q_BSHK)
         k = trace.value(k_BSGK)
         v = trace.value(v_BSGW)
-        per_head: list[Value] = []
-        for tensor in (spec.sinks, spec.head_bias):
-            if tensor is not None:
-                per_head.append(trace.value(tensor))
+        per_head: list[Value] = [
+            trace.value(tensor) for tensor in (spec.sinks, spec.head_bias) if tensor is not None
+        ]
         combined = trace.combined([q, k, v, *per_head])
         _check_heads(q.dims, k.dims, v.dims, per_head=per_head)
         *outer_shape, _ = q_BSHK.shape

@@ -127,10 +127,9 @@ class ChainTrace:
         self._copies: dict[int, Any] = {}
         self._instrumented: dict[int, nn.Module] = {}
         self._repeats = repeats
-        own_blocks: dict[str, nn.Module] = {}
-        for name, block in model.items():
-            if name not in repeats:
-                own_blocks[name] = block
+        own_blocks: dict[str, nn.Module] = {
+            name: block for name, block in model.items() if name not in repeats
+        }
         self._tied_blocks = _blocks_with_tied_params(own_blocks)
         self._structures: dict[int, Fingerprint | None] = {}
         self._records = records

@@ -38,10 +38,9 @@ def make_gradient_reducer(model: ParallelModel, *, fixed_order: bool = False) ->
     grouped: set[str] = set()
     for group in groups:
         grouped.update(group.params)
-    ungrouped: dict[str, nn.Parameter] = {}
-    for name, param in model.params.items():
-        if name not in grouped:
-            ungrouped[name] = param
+    ungrouped: dict[str, nn.Parameter] = {
+        name: param for name, param in model.params.items() if name not in grouped
+    }
     model.materialize([name for name, param in ungrouped.items() if param.is_meta])
     split_stages = frozenset(stage for stage, _ in model.plan.table.splits)
     reducer = GradientReducer(

@@ -316,8 +316,7 @@ class ParamGroup:
         a parameter, those of the later ones in memory of their own.
         """
         flats = [unsharded]
-        for _ in range(1, self.num_stages):
-            flats.append(torch.zeros_like(unsharded))
+        flats.extend(torch.zeros_like(unsharded) for _ in range(1, self.num_stages))
         views = [self._grad_views, *(self.layout.views(flat) for flat in flats[1:])]
         for name, tree in self._trees.items():
             for place, stage_sum in enumerate(tree.take_stages()):

@@ -294,9 +294,11 @@ class TypeMode(TorchDispatchMode):
             return self.tensors.pieces(operands[-1])
         pieces: list[TypedPiece] = []
         for operand in operands:
-            for piece in self.tensors.pieces(operand):
-                if not all(each.kind == "zero" for each in piece.types):
-                    pieces.append(piece)
+            pieces.extend(
+                piece
+                for piece in self.tensors.pieces(operand)
+                if not all(each.kind == "zero" for each in piece.types)
+            )
         return pieces
 
 

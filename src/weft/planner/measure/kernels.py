@@ -117,9 +117,7 @@ def _changed_bytes(func: Any, args: Sequence[Any]) -> int:
         alias = argument.alias_info
         if alias is None or not alias.is_write:
             continue
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor):
-                changed.append(leaf)
+        changed.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
     return _distinct_bytes(changed)
 
 

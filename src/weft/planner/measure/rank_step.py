@@ -320,9 +320,9 @@ def _kept_tensors(step: TrainStep) -> dict[str, list[Tensor]]:
     gradients: list[Tensor] = []
     for group in step.grads.groups:
         gradients.extend(_gradients(group))
-    for tensor in (*sharded, *model.params.values()):
-        if tensor.grad is not None:
-            gradients.append(tensor.grad)
+    gradients.extend(
+        tensor.grad for tensor in (*sharded, *model.params.values()) if tensor.grad is not None
+    )
     optimizer: list[Tensor] = []
     for state in step.state().optimizer_state.values():
         optimizer.extend(state.values())
@@ -378,21 +378,18 @@ def _gradients(group: ParamGroup) -> list[Tensor]:
 
 def _gathered_params(step: TrainStep) -> list[Tensor]:
     """Parameters that ZeRO 3 allocates and frees during a step."""
-    found: list[Tensor] = []
-    for group in step.grads.groups:
-        if group.reshards and group.unsharded_params is not None:
-            found.append(group.unsharded_params.flat)
-    return found
+    return [
+        group.unsharded_params.flat
+        for group in step.grads.groups
+        if group.reshards and group.unsharded_params is not None
+    ]
 
 
 def _under_way_of(step: TrainStep) -> Callable[[], int]:
     """A function for the bytes of the reductions that are under way at the moment of a call: of
     the whole gradients, and of this rank's shards of their sums.
     """
-    groups = []
-    for group in step.grads.trained_groups:
-        if not group.policy.keeps_unsharded_grad:
-            groups.append(group)
+    groups = [group for group in step.grads.trained_groups if not group.policy.keeps_unsharded_grad]
 
     def under_way_bytes() -> int:
         return sum(group.reducing_bytes for group in groups)
@@ -407,16 +404,16 @@ def _parts_of(step: TrainStep) -> Callable[[], Parts]:
     each new peak.
     """
     resharding = [group for group in step.grads.groups if group.reshards]
-    reducing = []
-    for group in step.grads.trained_groups:
-        if not group.policy.keeps_unsharded_grad:
-            reducing.append(group)
+    reducing = [
+        group for group in step.grads.trained_groups if not group.policy.keeps_unsharded_grad
+    ]
 
     def parts() -> Parts:
-        gathered: list[Tensor] = []
-        for group in resharding:
-            if group.unsharded_params is not None:
-                gathered.append(group.unsharded_params.flat)
+        gathered: list[Tensor] = [
+            group.unsharded_params.flat
+            for group in resharding
+            if group.unsharded_params is not None
+        ]
         gradients = [group.unsharded_grad for group in reducing if group.unsharded_grad is not None]
         return {
             "gathered parameters": storage_bytes(gathered),

@@ -68,10 +68,7 @@ class StepTime:
         takes from its first action to the end of its update.
         """
         begins = self.actions.first_start
-        busy = []
-        for phase in self.phases:
-            if phase.name == "reduce":
-                busy.append(phase.end - begins[phase.rank])
+        busy = [phase.end - begins[phase.rank] for phase in self.phases if phase.name == "reduce"]
         return self.targets_s + max(busy) + self.update_s
 
     @cached_property

@@ -67,8 +67,7 @@ class Deadlock:
     def lines(self) -> tuple[str, ...]:
         """For a reader."""
         lines = [f"deadlock in {self.region}:"]
-        for wait in self.waits:
-            lines.append(f"  {wait}")
+        lines.extend(f"  {wait}" for wait in self.waits)
         return tuple(lines)
 
 
@@ -203,8 +202,7 @@ def _phase_problems(world: RecordedWorld) -> Iterator[Problem]:
     ranks: list[_ShiftedRank] = []
     for row, measured_row in enumerate(world.measured_rows):
         shift = _row_rank(mesh, row) - _row_rank(mesh, measured_row)
-        for calls in world.members(measured_row):
-            ranks.append(_ShiftedRank(calls, shift))
+        ranks.extend(_ShiftedRank(calls, shift) for calls in world.members(measured_row))
     for phase in world.ranks[0].phases:
         calls_of_rank = {}
         for each in ranks:

@@ -232,8 +232,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def document_spans(documents: list[int]) -> list[tuple[int, int]]:
     """Start and end of each run of equal numbers."""
     starts = [0]
-    for column in range(1, len(documents)):
-        if documents[column] != documents[column - 1]:
-            starts.append(column)
+    starts.extend(
+        column for column in range(1, len(documents)) if documents[column] != documents[column - 1]
+    )
     ends = [*starts[1:], len(documents)]
     return list(zip(starts, ends, strict=True))

@@ -83,9 +83,7 @@ def compared_config(
         return written
     found = dict(read_json(path))
     before = config_json(mapping, configured, dtype=DTYPE)
-    for key, value in written.items():
-        if value != before.get(key):
-            found[key] = value
+    found.update({key: value for key, value in written.items() if value != before.get(key)})
     found = _cut_layer_lists(found, before, written)
     # the embedding of a padding token has no gradient in transformers; here it is a token like any other
     found[PADDING] = None

@@ -276,10 +276,7 @@ def _add_parts(sums: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
         for other in others:
             total += other
         totals.append(total)
-    copies = []
-    for _ in sums:
-        copies.append([total.clone() for total in totals])
-    return copies
+    return [[total.clone() for total in totals] for _ in sums]
 
 
 AddSums = Callable[[Sequence[Sequence[Tensor]]], Sequence[Sequence[Tensor]]]
