@@ -11,7 +11,7 @@ import pytest
 
 from weft.cli import COMMANDS, all_commands, main
 from weft.commands.command import ENTRY_POINTS, Command, installed_command
-from weft.errors import EXIT_FAILED, EXIT_OK
+from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_USER
 
 LOADED = """
 import sys
@@ -64,3 +64,13 @@ def test_a_package_that_cannot_be_imported_is_named(
     assert main(["plan"]) == EXIT_FAILED
     error = capsys.readouterr().err
     assert "the entry point 'plan' (no_such_package.entries:PLAN) cannot be imported" in error
+
+
+def test_a_mode_of_a_package_that_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    assert main(["prove", "--mutants"]) == EXIT_USER
+    assert capsys.readouterr().err.startswith(
+        "error: weft prove --mutants: is a command of a package"
+    )

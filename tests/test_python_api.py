@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import weft
 from tests.programs import programs
 from weft.errors import NonFiniteError
-from weft.python_api import checked_run
+from weft.python_api import _prepare, checked_run
 from weft.train.step import TrainStep
 from weft_selftest.mutants.all_mutants import all_mutants
 from weft_selftest.mutants.plant import planted
@@ -209,6 +209,23 @@ def test_the_exception_of_a_rank_in_this_process_is_raised_itself(
     with pytest.raises(UnhappyError, match="in a step") as raised:
         weft.train({**KEYS, "steps": 3, "out": tmp_path / "other"}, model=MODEL)
     assert raised.value.__notes__[0].startswith("rank 0")
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_here"),
+    [
+        ({}, True),
+        ({"run.restarts": 2}, False),
+        ({"save.memory_every": 1}, False),
+        ({"port": 29511}, False),
+        ({"mesh": "dp2"}, False),
+        ({"mesh": "dp2", "transport": "threads"}, True),
+    ],
+    ids=str,
+)
+def test_a_run_that_asks_for_processes_gets_them(keys: dict[str, object], is_here: bool) -> None:
+    """Restarts, snapshots and a port are not ignored where one rank could be a thread."""
+    assert _prepare({**KEYS, **keys}, MODEL, None).trains_here == is_here
 
 
 def test_values_keep_their_types(tmp_path: Path) -> None:

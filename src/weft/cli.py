@@ -15,11 +15,13 @@ from weft import __version__
 from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote_url import is_url, local_folder
 from weft.code.trust import TRUST_FLAG, trusting_all
+from weft.commands import compare as commands_compare
 from weft.commands import doctor as commands_doctor
 from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
 from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
+from weft.commands import runs as commands_runs
 from weft.commands import status as commands_status
 from weft.commands.command import Command, imported, installed_command, installed_commands
 from weft.commands.console import HELP, help_of_run, prepare_streams, print_result, wants_help
@@ -180,7 +182,12 @@ def _find(name: str, words: Sequence[str]) -> Command | None:
     command = COMMANDS.get(name) or installed_command(name)
     for flag in command.modes if command is not None else ():
         if any(_is(flag, word) for word in words):
-            return installed_command(f"{name} {flag}")
+            mode = installed_command(f"{name} {flag}")
+            if mode is None:
+                what = "is a command of a package that is not installed"
+                fix = "pip install weft-train, which has it"
+                raise UserError(Fault(f"weft {name} {flag}", what, fix=fix))
+            return mode
     return command
 
 
@@ -281,17 +288,9 @@ COMMANDS = {
     "status": Command(
         commands_status.USAGE, commands_status.LINE, commands_status.status, purpose=TRAIN
     ),
-    "runs": Command(
-        "[FOLDER] [--sort loss] [--state running ...] [--json]",
-        "list runs: state, step, loss, speed, layout, age, size",
-        imported("weft.commands.runs:runs"),
-        purpose=TRAIN,
-    ),
+    "runs": Command(commands_runs.USAGE, commands_runs.LINE, commands_runs.runs, purpose=TRAIN),
     "compare": Command(
-        "RUN RUN [RUN ...] [--json]",
-        "compare runs: keys that differ, loss curves, final figures",
-        imported("weft.commands.compare:compare"),
-        purpose=TRAIN,
+        commands_compare.USAGE, commands_compare.LINE, commands_compare.compare, purpose=TRAIN
     ),
     "axes": Command(
         "MODEL.py [--check False] [--key value ...]",

@@ -79,7 +79,7 @@ runpy.run_module("weft", run_name="__main__")
     [
         ("3.12", "doctor", EXIT_FAILED, "numpy, pydantic, tyro"),
         ("3.9", "doctor", EXIT_FAILED, "make setup PYTHON=python3.11"),
-        ("3.12", "train", EXIT_USER, "error: tyro: cannot be imported. Fix: pip install numpy"),
+        ("3.12", "train", EXIT_USER, ": cannot be imported. Fix: pip install numpy pydantic tyro"),
         ("3.10", "train", EXIT_USER, "error: weft: cannot be imported. Fix: Python 3.11 or newer"),
     ],
 )

@@ -86,6 +86,16 @@ def test_losses_that_are_no_numbers_are_null(
     assert three["step"] == 2
 
 
+def test_json_has_no_numbers_that_json_lacks(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(runs / "one"), str(runs / "three"), "--json"]) == EXIT_OK
+    shown = capsys.readouterr().out
+    assert "NaN" not in shown
+    assert "Infinity" not in shown
+    assert json.loads(shown)["runs"][1]["loss"] is None
+
+
 def test_runs_are_compared_by_keys_losses_and_figures(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,8 +112,8 @@ def test_runs_are_compared_by_keys_losses_and_figures(
         {"common_steps": 3, "parts_at": 3, "largest_share": pytest.approx(1 / 3)}
     ]
     first = answer["runs"][0]
-    assert (first["steps"], first["loss"], first["tokens"]) == (3, 1.5, 300)
-    assert (first["seconds"], first["tokens/s"]) == (61.0, 125.0)
+    assert (first["steps"], first["loss"], first["trained on"]) == (3, 1.5, 300)
+    assert (first["seconds"], first["speed"]) == (61.0, 125.0)
     assert main(["compare", *words, "--tolerance", "0.5"]) == EXIT_OK
     assert "the same in 3 common steps" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 UNPICKLING = {
     "weft/parallel/model/fingerprint.py",
-    "weft/python_api.py",
+    "weft/start/run_process.py",
     "weft/run/fork_server.py",
     "weft/run/run_ranks.py",
 }

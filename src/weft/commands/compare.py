@@ -21,7 +21,7 @@ from weft.commands.console import (
     wants_help,
 )
 from weft.commands.run_list import config_of, run_folder_of
-from weft.commands.status import EVENTS
+from weft.commands.status import EVENTS, unit_of
 from weft.config.command_options import JsonOptions, read_options
 from weft.errors import EXIT_OK, Fault, UserError, printable
 from weft.small_files import UnreadableFile
@@ -53,12 +53,14 @@ class ComparedRun:
 
     Attributes:
         config: dotted keys.
+        unit: what it counts: tokens, pairs or images.
         losses: step -> loss.
         figures: name -> value, the same names for all runs; None where a run has none.
     """
 
     name: str
     config: Mapping[str, Any]
+    unit: str
     losses: Mapping[int, float]
     figures: Mapping[str, float | str | None]
 
@@ -74,9 +76,12 @@ class ComparedRun:
         except (ValueError, UnreadableFile) as error:
             raise UserError(Fault(NAME, f"cannot read the events: {error}")) from None
         steps = step_history(events)
+        whole_config = config_of(folder)
+        config = {key: each for key, each in whole_config.items() if key not in OWN_KEYS}
         return ComparedRun(
             name=str(folder),
-            config={key: each for key, each in config_of(folder).items() if key not in OWN_KEYS},
+            config=config,
+            unit=unit_of(whole_config),
             losses={step["step"]: step["loss"] for step in steps},
             figures=_figures(events, steps),
         )
@@ -85,6 +90,9 @@ class ComparedRun:
 def _figures(
     events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
 ) -> dict[str, float | str | None]:
+    """The final figures: `speed` is the median after the first step, in units a second, `trained on`
+    a number of units, `seconds` are those of the last start.
+    """
     last = steps[-1] if steps else {}
     evaluated = [event["loss"] for event in events if event["event"] == "eval"]
     speeds = [step["tokens_per_s"] for step in steps[1:] if "tokens_per_s" in step]
@@ -96,8 +104,8 @@ def _figures(
         "least loss": min((step["loss"] for step in steps), default=None),
         "best evaluation": min(evaluated, default=None),
         "grad norm": last.get("grad_norm"),
-        "tokens/s": statistics.median(speeds) if speeds else None,
-        "tokens": sum(step.get("tokens", 0) for step in steps) or None,
+        "speed": statistics.median(speeds) if speeds else None,
+        "trained on": sum(step.get("tokens", 0) for step in steps) or None,
         "seconds": end.get("seconds"),
         "restarts": sum(event["event"] == "restart" for event in events),
     }
@@ -213,18 +221,20 @@ def _figure_table(found: Sequence[ComparedRun]) -> Table:
     for name in found[0].figures:
         values = [run.figures[name] for run in found]
         if any(value is not None for value in values):
-            table.add_row(name, *(_figure_text(name, value) for value in values))
+            table.add_row(name, *(_figure_text(name, run) for run in found))
     return table
 
 
-def _figure_text(name: str, value: float | str | None) -> str:
+def _figure_text(name: str, run: ComparedRun) -> str:
+    value = run.figures[name]
     if value is None or isinstance(value, str):
         return value or "-"
     if name == "seconds":
         return clock(value)
     if "loss" in name or name in ("best evaluation", "grad norm"):
         return f"{value:.4f}"
-    return count(value)
+    unit = {"speed": f" {run.unit}/s", "trained on": f" {run.unit}"}.get(name, "")
+    return f"{count(value)}{unit}"
 
 
 def _fields(found: Sequence[ComparedRun], partings: Sequence[Parting]) -> dict[str, Any]:
@@ -232,7 +242,12 @@ def _fields(found: Sequence[ComparedRun], partings: Sequence[Parting]) -> dict[s
     return {
         "different_keys": {key: [run.config.get(key) for run in found] for key in keys},
         "runs": [
-            {"run": run.name, **run.figures, "losses": {str(k): v for k, v in run.losses.items()}}
+            {
+                "run": run.name,
+                "unit": run.unit,
+                **run.figures,
+                "losses": {str(k): v for k, v in run.losses.items()},
+            }
             for run in found
         ],
         "against_the_first": [

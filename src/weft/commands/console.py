@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,20 @@ def print_table(table: Table) -> None:
 
 
 def print_json(target: str, fields: Any) -> int:
-    """Print fields as JSON, or write them to the file that `--json` names."""
-    json_writer(target, sys.stdout.write)(f"{json.dumps(fields, indent=1)}\n")
+    """Print fields as JSON, or write them to the file that `--json` names; a number that is not
+    finite, which JSON does not have, is null.
+    """
+    text = json.dumps(_finite(fields), indent=1, allow_nan=False)
+    json_writer(target, sys.stdout.write)(f"{text}\n")
     return EXIT_OK
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_result(text: str) -> int:

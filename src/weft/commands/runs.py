@@ -20,6 +20,7 @@ from weft.commands.console import (
     wants_help,
 )
 from weft.commands.run_list import ListedRun, find_runs
+from weft.commands.status import State
 from weft.config.command_options import JsonOptions, read_options
 from weft.errors import EXIT_OK, Fault, UserError, counted, printable
 from weft.view.quantity import clock, memory
@@ -28,7 +29,6 @@ USAGE = "[FOLDER] [--sort loss] [--state running ...] [--json]"
 LINE = "list runs: state, step, loss, speed, layout, age, size"
 DEFAULT_FOLDER = "runs"
 Column = Literal["name", "state", "step", "loss", "speed", "layout", "age", "size"]
-State = Literal["running", "stuck", "failed", "done", "stopped", "interrupted"]
 
 KEYS: dict[Column, Callable[[ListedRun], Any]] = {
     "name": lambda run: run.name,

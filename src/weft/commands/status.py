@@ -117,8 +117,8 @@ class RunStatus:
     ranks: tuple[RankLine, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """The fields; null for numbers that are not finite."""
-        return {name: _or_null(value) for name, value in asdict(self).items()}
+        """The fields."""
+        return asdict(self)
 
     def lines(self) -> Iterator[str]:
         """The report, the state first."""
@@ -186,7 +186,7 @@ def run_status(folder: Path, *, now_s: float) -> RunStatus:
         run=str(folder),
         state="running",
         steps=steps if isinstance(steps, int) else 0,
-        unit=_unit(config),
+        unit=unit_of(config),
         restarts=_num_restarts(events),
     )
     found = _with_progress(found, events)
@@ -209,11 +209,6 @@ def _with_progress(found: RunStatus, events: Sequence[dict[str, Any]]) -> RunSta
         loss=_number(progress.step.get("loss")),
         tokens_per_s=progress.tokens_per_s if math.isfinite(progress.tokens_per_s) else None,
     )
-
-
-def _or_null(value: Any) -> Any:
-    is_number = not isinstance(value, float) or math.isfinite(value)
-    return value if is_number else None
 
 
 def _number(value: object) -> float | None:
@@ -343,7 +338,7 @@ def _config(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _unit(config: Mapping[str, Any]) -> str:
+def unit_of(config: Mapping[str, Any]) -> str:
     """What a run with these keys counts."""
     if config.get("loss") == "dpo":
         return "pairs"
