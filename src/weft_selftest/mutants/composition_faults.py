@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from weft.comm import ops
-from weft.models.common.batch import Batch
+from weft.models.common.batch import Batch, Extra
+from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.tensor.region import SEQ_DIM
 from weft.parallel.tensor.vocab import VocabParallelLoss
 from weft.parallel.tp import AXIS as TP_AXIS
 from weft_selftest.mutants import references
-from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
+from weft_selftest.mutants.fault import FunctionFault, ModuleFault, Mutant, MutantLayout
 from weft_selftest.mutants.tensor_faults import partial_without
 
 AXIS = (TP_AXIS,)
@@ -38,6 +40,16 @@ def own_slice_of_the_gradient(backward: Callable[..., Any], ctx: Any, dx: Tensor
     own = dx.chunk(comm.degree(axis), SEQ_DIM)[comm.index(axis)]
     reduced.copy_(own)
     return gradients
+
+
+def loss_by_local_counts(
+    forward: Callable[..., Extra], block: Any, x: Tensor, batch: Batch
+) -> Extra:
+    """The loss of later targets is a mean over those of the micro-batch, times its next targets."""
+    found = forward(block, x, batch)
+    assert batch.later_targets is not None
+    num_later = replace(batch, targets=batch.later_targets).num_targets()
+    return found._replace(loss=found.loss * (batch.num_targets() / num_later))
 
 
 def without_later_sum(leave: Callable[..., Tensor], region: Any, y: Tensor) -> Tensor:
@@ -85,6 +97,15 @@ MUTANTS = (
         (FunctionFault(PARTIAL_NAMES, partial_without("kv_a.weight")),),
         axes=AXIS,
         blocks=("layer*", "mtp*"),
+        reference=references.MEGATRON_COMPOSITION,
+    ),
+    Mutant(
+        "multi_token_prediction_is_normalised_by_local_counts",
+        "ranks whose documents are shorter count their later targets more",
+        MutantLayout("dp2", family="deepseek", documents=True),
+        (ModuleFault("mtp0", loss_by_local_counts, axis=DP_AXIS),),
+        axes=(DP_AXIS, ""),
+        blocks=("mtp0", "loss", ""),
         reference=references.MEGATRON_COMPOSITION,
     ),
     Mutant(
