@@ -292,6 +292,12 @@ COMMANDS = {
     "compare": Command(
         commands_compare.USAGE, commands_compare.LINE, commands_compare.compare, purpose=TRAIN
     ),
+    "report": Command(
+        "RUN [RUN ...] [--out FILE.html] [--svg FILE.svg] [--csv FILE.csv]",
+        "show runs on one page: curves, memory, proof, events, config; as SVG and CSV",
+        imported("weft.commands.report:report"),  # reads numbers with numpy
+        purpose=TRAIN,
+    ),
     "axes": Command(
         "MODEL.py [--check False] [--key value ...]",
         "propose the AXES of a model file by tracing it, and prove them",

@@ -1,0 +1,105 @@
+"use strict";
+// Draws the charts of a report with uPlot in place of the static pictures; reads the JSON of the element "data".
+(function () {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const get = id => document.getElementById(id), x = get("x"), log = get("log"), smooth = get("smooth");
+  const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+  const loud = data.marks.filter(mark => mark.kind !== "save" && mark.kind !== "note");
+  const saves = data.marks.filter(mark => mark.kind === "save");
+  let plots = [];
+
+  // From a step to the chosen x, between the places where it is known.
+  function place(run, step) {
+    const known = data.runs[run].x, steps = known.step, values = known[x.value];
+    if (x.value === "step" || !steps.length) return step;
+    let low = 0, high = steps.length - 1;
+    if (step <= steps[0]) return values[0] * step / steps[0];
+    if (step >= steps[high]) return values[high];
+    while (high - low > 1) { const mid = (low + high) >> 1; if (steps[mid] <= step) low = mid; else high = mid; }
+    return values[low] + (values[high] - values[low]) * (step - steps[low]) / (steps[high] - steps[low]);
+  }
+
+  // Exponential moving average over steps, without a bias at the start; at 0 the curve itself.
+  function smoothed(series) {
+    const share = smooth.value / 100;
+    if (!share || series.style !== "line") return [series.x, series.y];
+    const xs = series.mx || series.x, ys = series.my || series.y;
+    const width = Math.pow(share, 3) * 0.2 * Math.max(1, xs[xs.length - 1] - xs[0]) + 1;
+    let sum = 0, weight = 0;
+    const means = ys.map((value, i) => {
+      const keep = i ? Math.exp(-(xs[i] - xs[i - 1]) / width) : 0;
+      sum = keep * sum + (1 - keep) * value; weight = keep * weight + (1 - keep);
+      return sum / weight;
+    });
+    return [xs, means];
+  }
+
+  function number(value) {
+    if (value === null || value === undefined) return "-";
+    const size = Math.abs(value);
+    if (size >= 1e9) return +(value / 1e9).toPrecision(4) + " B";
+    if (size >= 1e6) return +(value / 1e6).toPrecision(4) + " M";
+    return size >= 1e4 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(5));
+  }
+
+  function draw(plot) {
+    const pen = plot.ctx, box = plot.bbox, ratio = devicePixelRatio || 1;
+    pen.save();
+    pen.beginPath(); pen.rect(box.left, box.top, box.width, box.height); pen.clip();
+    loud.forEach(mark => {
+      const at = plot.valToPos(place(mark.run, mark.step), "x", true);
+      pen.strokeStyle = pen.fillStyle = colour(mark.kind === "resume" ? "dim" : "mark");
+      pen.lineWidth = ratio; pen.setLineDash([4 * ratio, 3 * ratio]);
+      pen.beginPath(); pen.moveTo(at, box.top); pen.lineTo(at, box.top + box.height); pen.stroke();
+      pen.setLineDash([]); pen.font = 10 * ratio + "px system-ui, sans-serif"; pen.textAlign = "left";
+      pen.fillText(mark.kind, at + 3 * ratio, box.top + 10 * ratio);
+    });
+    pen.fillStyle = colour("dim");
+    saves.forEach(mark => {
+      const at = plot.valToPos(place(mark.run, mark.step), "x", true), low = box.top + box.height, side = 4 * ratio;
+      pen.beginPath(); pen.moveTo(at - side, low); pen.lineTo(at + side, low); pen.lineTo(at, low - 1.6 * side); pen.fill();
+    });
+    pen.restore();
+  }
+
+  function open(figure) {
+    const chart = data.charts[figure.dataset.chart], holder = figure.querySelector(".plot");
+    const tables = chart.series.map(series => {
+      const [xs, ys] = smoothed(series);
+      return [xs.map(step => place(series.run, step)), log.checked ? ys.map(y => y > 0 ? y : null) : ys];
+    });
+    const axis = { stroke: colour("dim"), grid: { stroke: colour("rule"), width: 1 }, ticks: { show: false }, values: (_, ticks) => ticks.map(t => t === null ? "" : number(t)) };
+    const series = chart.series.map(each => {
+      const stroke = colour("s" + each.colour), few = each.style === "points" || each.x.length === 1;
+      return { label: each.label, stroke, width: few ? 0 : 1.5, spanGaps: true,
+        points: few ? { show: true, size: 7, fill: stroke, stroke } : { show: false },
+        value: (_, v) => v === null || v === undefined ? "-" : number(v) + (chart.unit ? " " + chart.unit : "") };
+    });
+    holder.textContent = "";
+    figure.classList.add("live");
+    const plot = new uPlot({
+      width: holder.clientWidth, height: Math.max(190, Math.min(260, holder.clientWidth * 0.5)), padding: [8, 12, 0, 0],
+      cursor: { sync: { key: "report" }, drag: { x: true, y: false } }, legend: { live: true },
+      scales: { x: { time: false }, y: { distr: log.checked ? 3 : 1 } },
+      axes: [{ ...axis, space: 60 }, { ...axis, size: 64 }],
+      series: [{ label: x.options[x.selectedIndex].text, value: (_, v) => number(v) }, ...series],
+      hooks: { draw: [draw] },
+    }, uPlot.join(tables), holder);
+    plots.push(plot);
+  }
+
+  function show() {
+    plots.forEach(plot => plot.destroy());
+    plots = [];
+    document.querySelectorAll("figure[data-chart]").forEach(open);
+  }
+
+  let width = innerWidth;
+  get("controls").hidden = false;
+  [x, log].forEach(input => input.addEventListener("change", show));
+  smooth.addEventListener("input", show);
+  get("all").addEventListener("click", show);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
+  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; show(); } });
+  show();
+})();

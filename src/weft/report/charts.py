@@ -1,0 +1,137 @@
+"""The charts of a report as data: which series of which runs, downsampled, with the marks along them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.dimension import pipeline_axis
+from weft.report.downsample import Curve, downsampled
+from weft.report.record import Column, RunRecord
+
+POINTS_OF_PAGE = 24_000
+"""Points of all curves together: about 400 kB of the page."""
+LEAST_POINTS, MOST_POINTS = 200, 2000
+"""Points of one curve."""
+GIB = 2.0**30
+LOAD = "Largest over mean load of an expert, in the worst block; 1 is balanced."
+MFU = "Model FLOPs of a step (three forwards; of frozen weights two) over the time of the step and the peak of its devices."
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve of a chart.
+
+    Attributes:
+        run: number of its run.
+        colour: number of its colour.
+        style: "points" are not joined and not smoothed.
+    """
+
+    label: str
+    run: int
+    colour: int
+    curve: Curve
+    style: str = "line"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart; x is the step.
+
+    Attributes:
+        key: of the chart in files.
+        note: what a reader must know of it.
+    """
+
+    key: str
+    title: str
+    unit: str
+    series: tuple[Series, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A chart that shows a column of every run.
+
+    Attributes:
+        factor: by which its values are multiplied.
+    """
+
+    column: str
+    title: str
+    unit: Callable[[RunRecord], str]
+    factor: float = 1.0
+    note: Callable[[RunRecord], str] = lambda run: ""
+
+
+MEASURES = (
+    Measure("loss", "Loss", lambda run: "nats"),
+    Measure("grad_norm", "Gradient norm", lambda run: ""),
+    Measure("lr", "Learning rate", lambda run: ""),
+    Measure("tokens_per_s", "Speed", lambda run: f"{run.unit}/s"),
+    Measure("mfu", "Model FLOPs utilization", lambda run: "%", 100.0, lambda run: MFU),
+    Measure("expert_load", "Expert load", lambda run: "x", note=lambda run: LOAD),
+)
+
+
+def charts(runs: Sequence[RunRecord]) -> tuple[Chart, ...]:
+    """The charts that have values, in the order of the page."""
+    num_curves = len(runs) * (len(MEASURES) + 1)
+    most = min(MOST_POINTS, max(LEAST_POINTS, POINTS_OF_PAGE // num_curves))
+    found = [_chart(measure, runs, most) for measure in MEASURES]
+    found.insert(len(MEASURES) - 1, _memory(runs, most))
+    return tuple(chart for chart in found if chart.series)
+
+
+def _chart(measure: Measure, runs: Sequence[RunRecord], most: int) -> Chart:
+    series = list(_series(measure, runs, most))
+    notes = dict.fromkeys(measure.note(run) for run in runs)
+    note = " ".join(note for note in notes if note) if series else ""
+    return Chart(measure.column, measure.title, measure.unit(runs[0]), tuple(series), note)
+
+
+def _series(measure: Measure, runs: Sequence[RunRecord], most: int) -> Iterator[Series]:
+    for index, run in enumerate(runs):
+        label = run.name if len(runs) > 1 else measure.title.lower()
+        values = run.columns[measure.column] * measure.factor
+        if np.isfinite(values).any():
+            yield Series(label, index, index, downsampled(_steps(run), values, most=most))
+        if measure.column == "loss" and run.evaluations:
+            x, y = np.array(run.evaluations, dtype=np.float64).T
+            label = f"{label}, evaluation" if len(runs) > 1 else "evaluation"
+            colour = index if len(runs) > 1 else 1
+            yield Series(label, index, colour, downsampled(x, y, most=most), "points")
+
+
+def _memory(runs: Sequence[RunRecord], most: int) -> Chart:
+    """Of one run every stage, of several the fullest stage of each."""
+    series = list(_stages(runs[0], most) if len(runs) == 1 else _fullest(runs, most))
+    devices = {str(run.start.get("device", "")).partition(":")[0] for run in runs}
+    note = "Measured: peak that the device's allocator has given out."
+    if devices == {"cpu"}:
+        note = "Measured: resident memory of the process, with Python and torch, which no prediction counts."
+    return Chart("memory", "Memory of a rank", "GiB", tuple(series), note)
+
+
+def _stages(run: RunRecord, most: int) -> Iterator[Series]:
+    steps = _steps(run)
+    num_stages = run.stage_bytes.shape[1]
+    for stage in range(num_stages):
+        name = f"{pipeline_axis()}{stage}" if num_stages > 1 else "fullest rank"
+        values = run.stage_bytes[:, stage] / GIB
+        yield Series(name, 0, stage, downsampled(steps, values, most=most))
+
+
+def _fullest(runs: Sequence[RunRecord], most: int) -> Iterator[Series]:
+    for index, run in enumerate(runs):
+        values = run.columns["mem_bytes"] / GIB
+        if np.isfinite(values).any():
+            yield Series(run.name, index, index, downsampled(_steps(run), values, most=most))
+
+
+def _steps(run: RunRecord) -> Column:
+    return run.steps.astype(np.float64)

@@ -1,0 +1,188 @@
+"""The report as one self-contained HTML page: nothing is fetched, and of scripts only its own two may run.
+
+A content security policy names the digests of the two scripts, so that a script in a recorded text could not run even if
+it were not escaped.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft import __version__
+from weft.errors import printable
+from weft.report.charts import Chart, Series, charts
+from weft.report.figures import answers, config_rows, differing_rows, final_figures
+from weft.report.mesh_picture import mesh_picture
+from weft.report.record import Mark, RunRecord
+from weft.report.svg_charts import COLOURS, PALETTE, chart_svg, style
+
+MOST_MARKS = 300
+"""Events of a run that the table lists, the newest."""
+MOST_LINES = 3
+"""Lines across a chart of one kind of event and run, the newest."""
+MOST_TEXTS = 20
+MOST_TEXT_CHARS = 20_000
+NUM_PLACES = 400
+"""Steps at which tokens and hours are known; between them they are interpolated."""
+DARK = {
+    "bg": "#0d1117",
+    "ink": "#e6edf3",
+    "dim": "#9198a1",
+    "rule": "#2a313a",
+    "mark": "#ff7b72",
+    **{
+        f"s{index}": colour
+        for index, colour in enumerate(
+            ("#6ea8fe", "#ff9b5e", "#56d364", "#c297ff", "#39c5cf", "#ff7ba1", "#e3b341", "#a5b0bd")
+        )
+    },
+}
+
+
+def report_page(runs: Sequence[RunRecord]) -> str:
+    """The page of one run, or of several over each other."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # late: 60 ms to import
+
+    environment = Environment(
+        loader=PackageLoader("weft.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters["lines"] = _lines
+    found = charts(runs)
+    scripts = [_file("uplot.js"), _file("charts.js")]
+    sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    template = environment.get_template("page.html")
+    return template.render(
+        title=" · ".join(printable(run.name) for run in runs),
+        csp=f"default-src 'none'; style-src 'unsafe-inline'; script-src {sources}; base-uri 'none'; form-action 'none'",
+        css=_css(),
+        scripts=scripts,
+        data=_data(runs, found),
+        runs=runs,
+        charts=[(chart, chart_svg(chart, marks=_across(runs))) for chart in found],
+        answers=[(run, answers(run)) for run in runs],
+        figures=_by_name([final_figures(run) for run in runs]),
+        differing=list(differing_rows(runs)),
+        config=list(config_rows(runs)),
+        layouts=[(run, mesh_picture(str(run.start.get("layout", "")))) for run in runs],
+        marks=[(run, list(reversed(run.marks))[:MOST_MARKS]) for run in runs],
+        samples=[(run, list(run.samples)[-MOST_TEXTS:]) for run in runs],
+        left_out=_left_out(found),
+        num_colours=len(COLOURS),
+        version=__version__,
+    )
+
+
+def _file(name: str) -> str:
+    return resources.files("weft.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _lines(text: object) -> str:
+    """A text with control characters, but line ends and tabs, written out."""
+    shortened = str(text)[:MOST_TEXT_CHARS].expandtabs(4)
+    return "\n".join(map(printable, shortened.split("\n")))
+
+
+def _css() -> str:
+    light = "".join(f"--{name}:{value};" for name, value in PALETTE.items())
+    dark = "".join(f"--{name}:{value};" for name, value in DARK.items())
+    media = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return "\n".join(
+        [f":root {{ {light} }}", media, style("var(--{})"), _file("uplot.css"), _file("page.css")]
+    )
+
+
+def _by_name(figures: Sequence[Mapping[str, str]]) -> list[tuple[str, list[str]]]:
+    """A row for each figure that some run has."""
+    rows = [(name, [each[name] for each in figures]) for name in figures[0]]
+    return [(name, values) for name, values in rows if set(values) - {"-"}]
+
+
+def _across(runs: Sequence[RunRecord]) -> list[Mark]:
+    """The marks of a single run, which are drawn across its charts."""
+    return list(_newest(runs[0].marks)) if len(runs) == 1 else []
+
+
+def _newest(marks: Sequence[Mark]) -> Iterator[Mark]:
+    """Of each kind the newest ones, so that a chart stays readable."""
+    seen: dict[str, int] = {}
+    for mark in reversed(marks):
+        seen[mark.kind] = seen.get(mark.kind, 0) + 1
+        if seen[mark.kind] <= MOST_LINES * 10:
+            yield mark
+
+
+def _left_out(found: Sequence[Chart]) -> list[str]:
+    """What downsampling has left out: `1,000 of 100,000 points of loss`."""
+    texts = []
+    for chart in found:
+        for series in chart.series:
+            if not series.curve.is_whole:
+                shown = f"{len(series.curve.x):,} of {series.curve.total:,}"
+                texts.append(f"{printable(series.label)} ({chart.title.lower()}): {shown} points")
+    return texts
+
+
+def _data(runs: Sequence[RunRecord], found: Sequence[Chart]) -> str:
+    """What the script of the page reads, as JSON that holds no markup."""
+    fields = {
+        "runs": [{"name": printable(run.name), "x": _places(run)} for run in runs],
+        "charts": [_chart_fields(chart) for chart in found],
+        "marks": [
+            {"run": index, "step": mark.step, "kind": mark.kind, "text": _lines(mark.text)[:200]}
+            for index, run in enumerate(runs)
+            for mark in _newest(run.marks)
+        ],
+    }
+    text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _places(run: RunRecord) -> dict[str, list[float]]:
+    """Steps, with the tokens and the hours of training up to each."""
+    kept = np.unique(
+        np.linspace(0, len(run.steps) - 1, min(len(run.steps), NUM_PLACES)).astype(int)
+    )
+    columns = {"step": run.steps, "tokens": run.trained_tokens, "hours": run.hours}
+    return {name: _rounded(values[kept]) for name, values in columns.items()}
+
+
+def _chart_fields(chart: Chart) -> dict[str, Any]:
+    return {
+        "key": chart.key,
+        "title": chart.title,
+        "unit": chart.unit,
+        "series": [_series_fields(series) for series in chart.series],
+    }
+
+
+def _series_fields(series: Series) -> dict[str, Any]:
+    curve = series.curve
+    fields = {
+        "label": printable(series.label),
+        "run": series.run,
+        "colour": series.colour % len(COLOURS),
+        "style": series.style,
+        "x": _rounded(curve.x),
+        "y": _rounded(curve.y),
+    }
+    if not curve.is_whole:
+        fields |= {"mx": _rounded(curve.mean_x), "my": _rounded(curve.mean_y)}
+    return fields
+
+
+def _rounded(values: NDArray[Any]) -> list[float]:
+    """To six digits; whole numbers stay whole."""
+    rounded = (float(f"{value:.7g}") for value in values.tolist())
+    return [int(value) if value == int(value) else value for value in rounded]

@@ -1,0 +1,178 @@
+"""Charts as static SVG: shown where scripts are off, and exported as one picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.report.charts import Chart, Series
+from weft.report.downsample import downsampled
+from weft.report.record import Mark
+from weft.view.quantity import count
+from weft.view.svg_elements import document_start, element, px, text_element
+
+WIDTH, HEIGHT = 720, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 30
+MOST_POINTS = 600
+MOST_TICKS = 5
+MOST_LEGEND = 6
+QUIET_MARKS = ("save", "note")
+"""Kinds without a line across the chart."""
+COLOURS = ("#2563eb", "#d9480f", "#15803d", "#9333ea", "#0e7490", "#be123c", "#a16207", "#475569")
+PALETTE = {
+    "bg": "#ffffff",
+    "ink": "#1f2328",
+    "dim": "#57606a",
+    "rule": "#e3e6ea",
+    "mark": "#b42318",
+    **{f"s{index}": colour for index, colour in enumerate(COLOURS)},
+}
+"""Of exported pictures; the page has the same names as CSS variables, with other values in the dark."""
+
+
+def style(value: str) -> str:
+    """CSS of the classes of a chart; `{}` in `value` stands for the name of a colour."""
+
+    def of(name: str) -> str:
+        return value.replace("{}", name) if "{}" in value else PALETTE[name]
+
+    lines = [
+        f".bg{{fill:{of('bg')}}} .ink{{fill:{of('ink')}}} .dim{{fill:{of('dim')}}}",
+        f".rule{{stroke:{of('rule')}}} .mark{{stroke:{of('mark')};stroke-dasharray:4 3}}",
+    ]
+    for index in range(len(COLOURS)):
+        colour = of(f"s{index}")
+        lines.append(f".s{index}{{stroke:{colour};fill:none}} .f{index}{{fill:{colour}}}")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values along an axis, as positions in px."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @staticmethod
+    def over(values: Sequence[float], *, start: float, end: float, room: float = 0.0) -> Axis:
+        """An axis that holds the values, with a share of room on both sides."""
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        margin = (high - low or abs(high) or 1.0) * room
+        return Axis(low - margin, high + margin, start, end)
+
+    def at(self, value: float) -> float:
+        """The position of a value."""
+        return self.start + (value - self.low) / ((self.high - self.low) or 1.0) * (
+            self.end - self.start
+        )
+
+    def ticks(self) -> Iterator[float]:
+        """Round values."""
+        span = self.high - self.low or 1.0
+        size = 10.0 ** math.floor(math.log10(span))
+        step = next(f * size for f in (0.1, 0.2, 0.5, 1, 2, 5) if span / (f * size) <= MOST_TICKS)
+        first = math.ceil(self.low / step)
+        for index in range(first, math.floor(self.high / step) + 1):
+            yield index * step
+
+
+def picture(charts: Sequence[Chart], *, title: str, marks: Sequence[Mark] = ()) -> str:
+    """All charts below each other, as one document."""
+    height = HEIGHT * len(charts) + 40
+    parts = [
+        document_start(WIDTH, height, font_family="DejaVu Sans, sans-serif", font_size=12),
+        f"<style>{style('')}</style>",
+        element("rect", width=WIDTH, height=height, **{"class": "bg"}),
+        text_element(title, x=12, y=26, font_size=16, font_weight="bold", **{"class": "ink"}),
+    ]
+    for index, chart in enumerate(charts):
+        content = "\n".join(_elements(chart, marks))
+        parts.append(element("g", content, transform=f"translate(0 {40 + index * HEIGHT})"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def chart_svg(chart: Chart, *, marks: Sequence[Mark] = ()) -> str:
+    """One chart; its colours are those of the page."""
+    start = document_start(
+        WIDTH, HEIGHT, font_family="system-ui, sans-serif", font_size=12, role="img"
+    )
+    title = element("title", _escaped(chart.title))
+    return "\n".join([start, title, *_elements(chart, marks), "</svg>"])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _elements(chart: Chart, marks: Sequence[Mark]) -> Iterator[str]:
+    x_axis = Axis.over(
+        [float(x) for series in chart.series for x in series.curve.x[[0, -1]]],
+        start=LEFT,
+        end=WIDTH - RIGHT,
+    )
+    values = np.concatenate([series.curve.y for series in chart.series])
+    y_axis = Axis.over(
+        [float(values.min()), float(values.max())], start=HEIGHT - BOTTOM, end=TOP, room=0.05
+    )
+    heading = f"{chart.title}, {chart.unit}" if chart.unit else chart.title
+    yield text_element(heading, x=LEFT, y=16, font_weight="bold", **{"class": "ink"})
+    yield from _grid(x_axis, y_axis)
+    for mark in marks:
+        if mark.kind not in QUIET_MARKS and x_axis.low <= mark.step <= x_axis.high:
+            x = px(x_axis.at(mark.step))
+            yield element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, **{"class": "mark"})
+    for series in chart.series:
+        yield _curve(series, x_axis, y_axis)
+    yield from _legend(chart.series)
+
+
+def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+    for value in y_axis.ticks():
+        y = px(y_axis.at(value))
+        yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, **{"class": "rule"})
+        label = count(value) if abs(value) >= 1000 else f"{value:.4g}"
+        yield text_element(
+            label, x=LEFT - 7, y=px(y_axis.at(value) + 4), text_anchor="end", **{"class": "dim"}
+        )
+    for value in x_axis.ticks():
+        x = px(x_axis.at(value))
+        yield text_element(
+            count(value), x=x, y=HEIGHT - BOTTOM + 18, text_anchor="middle", **{"class": "dim"}
+        )
+
+
+def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
+    kept = downsampled(series.curve.x, series.curve.y, most=MOST_POINTS)
+    points = [(px(x_axis.at(x)), px(y_axis.at(y))) for x, y in zip(kept.x, kept.y, strict=True)]
+    colour = series.colour % len(COLOURS)
+    if series.style == "points" or len(points) == 1:
+        dots = [element("circle", cx=x, cy=y, r=3.5, **{"class": f"f{colour}"}) for x, y in points]
+        return "".join(dots)
+    corners = " ".join(f"{x},{y}" for x, y in points)
+    return element("polyline", points=corners, stroke_width=1.5, **{"class": f"s{colour}"})
+
+
+def _legend(series: Sequence[Series]) -> Iterator[str]:
+    """The names of several curves, from the right."""
+    if len(series) == 1:
+        return
+    x = float(WIDTH - RIGHT)
+    for each in reversed(series[:MOST_LEGEND]):
+        label = each.label if len(each.label) <= 24 else f"{each.label[:23]}…"
+        yield text_element(label, x=px(x), y=16, text_anchor="end", **{"class": "dim"})
+        x -= 7.1 * len(label) + 16
+        yield element(
+            "rect",
+            x=px(x),
+            y=8,
+            width=10,
+            height=8,
+            rx=2,
+            **{"class": f"f{each.colour % len(COLOURS)}"},
+        )
+        x -= 14

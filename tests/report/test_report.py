@@ -1,0 +1,181 @@
+"""`weft report`: the page, picture and table of recorded runs, and what no text in a run may do to them."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.commands.test_runs import write_run
+from weft.cli import main
+from weft.errors import EXIT_OK, EXIT_USER
+from weft.report.charts import charts
+from weft.report.downsample import downsampled
+from weft.report.figures import answers, differing_rows, final_figures
+from weft.report.page import report_page
+from weft.report.record import RunRecord
+from weft.train.event_lines import to_line
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m"
+
+
+def add_events(folder: Path, *events: dict[str, Any]) -> None:
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(map(to_line, events))
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """The JSON that the script of a page reads."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found.group(1))
+    return data
+
+
+def test_the_curves_of_a_page_are_the_recorded_numbers(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [3.0, 2.0, 1.5], mesh="dp2")
+    page = report_page([RunRecord.read(folder)])
+    shown = {chart["title"]: chart["series"] for chart in data_of(page)["charts"]}
+    assert shown["Loss"][0]["x"] == [1, 2, 3]
+    assert shown["Loss"][0]["y"] == [3, 2, 1.5]
+    assert shown["Speed"][0]["y"] == [50, 100, 150]
+    assert data_of(page)["runs"][0]["x"]["tokens"] == [100, 200, 300]
+
+
+def test_steps_behind_a_restart_count_once_and_are_reported(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [3.0, 2.0], status="")
+    again = {
+        "event": "step",
+        "step": 2,
+        "loss": 2.5,
+        "grad_norm": 1.0,
+        "tokens": 100,
+        "step_s": 2.0,
+    }
+    restart = {"event": "restart", "step": 1, "reason": "rank 1 died", "attempt": 1}
+    add_events(folder, restart, again)
+    run = RunRecord.read(folder)
+    assert run.steps.tolist() == [1, 2]
+    assert run.columns["loss"].tolist() == [3.0, 2.5]
+    assert run.repeated == 1
+    assert final_figures(run)["restarts"] == "1"
+    assert final_figures(run)["last loss"] == "2.5000 nats"
+
+
+def test_texts_of_a_run_are_inert(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [3.0, 2.0], mesh=HOSTILE)
+    note = {"event": "note", "step": 1, "text": HOSTILE}
+    sample = {"event": "sample", "step": 2, "prompt": HOSTILE, "text": HOSTILE}
+    proof = {"event": "proof", "verdict": "equal", "text": HOSTILE}
+    add_events(folder, note, sample, proof)
+    page = report_page([RunRecord.read(folder)])
+    assert "<img" not in page
+    assert "alert(1)</script>" not in page
+    assert "\x1b" not in page
+    assert page.count("<script") == 3  # the data, uPlot and the charts
+
+
+def test_the_policy_of_a_page_names_its_scripts_and_nothing_else(tmp_path: Path) -> None:
+    page = report_page([RunRecord.read(write_run(tmp_path / "one", [3.0, 2.0]))])
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    text = policy.group(1).replace("&#39;", "'")
+    assert text.startswith("default-src 'none'")
+    allowed = set(re.findall(r"'sha256-([^']*)'", text))
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = (hashlib.sha256(script.encode()).digest() for script in scripts)
+    assert {base64.b64encode(digest).decode() for digest in digests} == allowed
+    assert len(allowed) == 2
+    assert not re.search(r'(?:src|href)\s*=\s*"', page)
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), max_size=300), st.integers(2, 60))
+def test_downsampling_keeps_extremes_and_order(values: list[float], most: int) -> None:
+    y = np.array(values, dtype=np.float64)
+    curve = downsampled(np.arange(len(y), dtype=np.float64), y, most=most)
+    finite = y[np.isfinite(y)]
+    assert curve.total == len(finite)
+    assert len(curve.x) <= max(most, 2)
+    assert (np.diff(curve.x) >= 0).all()
+    assert (y[curve.x.astype(int)] == curve.y).all()
+    if finite.size:
+        assert curve.y.min() == finite.min()
+        assert curve.y.max() == finite.max()
+
+
+def test_a_page_of_100_000_steps_stays_below_a_megabyte(tmp_path: Path) -> None:
+    losses = (3 + np.random.default_rng(0).standard_normal(100_000) / 10).tolist()
+    losses[54_321] = 99.0
+    run = RunRecord.read(write_run(tmp_path / "long", losses))
+    page = report_page([run])
+    assert len(page.encode()) < 1_000_000
+    assert "of 100,000 points" in page
+    (loss, *_) = charts([run])
+    assert 99.0 in loss.series[0].curve.y
+
+
+def test_findings_of_guards_stand_beside_an_equal_proof(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", [3.0, 2.0])
+    add_events(folder, {"event": "proof", "verdict": "equal", "text": "proved equal"})
+    right, *_ = answers(RunRecord.read(folder))
+    assert (right.text, right.kind) == ("equal to one device", "good")
+    add_events(folder, {"event": "guard", "kind": "spike", "step": 2, "text": "the loss is 9"})
+    right, *_ = answers(RunRecord.read(folder))
+    assert right.text == "equal to one device; 1 finding of guards"
+    assert right.kind == "bad"
+
+
+def test_the_command_writes_page_picture_and_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = write_run(tmp_path / "one", [3.0, 0.1 + 0.2], mesh="dp2", optim__lr=0.1)
+    two = write_run(tmp_path / "two", [3.0, float("nan")], mesh="dp2", optim__lr=0.2)
+    assert main(["report", str(one)]) == EXIT_OK
+    assert (one / "report.html").is_file()
+    words = ["report", str(one), str(two / "run.toml"), "--svg", "both.svg", "--csv", "both.csv"]
+    assert main(words) == EXIT_OK
+    assert "both.csv: 4 steps" in capsys.readouterr().out
+    assert (tmp_path / "report.html").read_text().count("optim.lr") >= 2
+    assert (tmp_path / "both.svg").read_text().startswith("<svg")
+    with (tmp_path / "both.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == ["one", "one", "two", "two"]
+    assert float(rows[1]["loss"]) == 0.1 + 0.2
+    assert rows[3]["loss"] == ""
+    runs = [RunRecord.read(folder) for folder in (one, two)]
+    assert list(differing_rows(runs)) == [("optim.lr", "0.1", "0.2")]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((), "takes run folders (got nothing"),
+        (("nowhere",), "nowhere"),
+        (("one", "--csv", "x.txt"), "csv: has another ending (got x.txt; need .csv)"),
+        (("one", "--out", "missing/x.html"), "out: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: tuple[str, ...],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "one", [3.0])
+    assert main(["report", *words]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
