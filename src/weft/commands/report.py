@@ -57,11 +57,15 @@ def report(words: Sequence[str]) -> int:
         raise UserError(Fault(NAME, "takes run folders", got=got, need=need, fix="see weft runs"))
     folders = [run_folder_of(place, command=NAME) for place in places]
     page = Path(options.out) if options.out else _page_of(folders)
-    files = {"out": (page, ".html"), "svg": (options.svg, ".svg"), "csv": (options.csv, ".csv")}
-    for key, (file, suffix) in files.items():
-        if str(file) and Path(file).suffix != suffix:
+    files = (
+        ("out", str(page), ".html"),
+        ("svg", options.svg, ".svg"),
+        ("csv", options.csv, ".csv"),
+    )
+    for key, file, suffix in files:
+        if file and Path(file).suffix != suffix:
             fix = f"--{key} report{suffix}"
-            raise UserError(Fault(key, "has another ending", got=str(file), need=suffix, fix=fix))
+            raise UserError(Fault(key, "has another ending", got=file, need=suffix, fix=fix))
     now_s = time.monotonic()
     runs = [
         RunRecord.read(folder, state=run_status(folder, now_s=now_s).state) for folder in folders

@@ -62,7 +62,7 @@ def _memory(run: RunRecord) -> Answer:
     predicted = number(run.prediction.get(key))
     largest = run.columns["mem_bytes"]
     finite = largest[np.isfinite(largest)]
-    lines = []
+    lines: list[str] = []
     if math.isfinite(measured) and math.isfinite(predicted):
         lines.insert(
             0,
