@@ -23,7 +23,7 @@ from weft.report.charts import charts
 from weft.report.downsample import downsampled
 from weft.report.figures import answers, differing_rows, final_figures
 from weft.report.page import report_page
-from weft.report.record import RunRecord
+from weft.report.recorded_values import RunRecord
 from weft.train.event_lines import to_line
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m"

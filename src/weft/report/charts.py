@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.core.dimension import pipeline_axis
 from weft.report.downsample import Curve, downsampled
-from weft.report.record import Column, RunRecord
+from weft.report.recorded_values import Column, RunRecord
 
 POINTS_OF_PAGE = 24_000
 """Points of all curves together: about 400 kB of the page."""
@@ -21,7 +21,7 @@ MFU = "Model FLOPs of a step (three forwards; of frozen weights two) over the ti
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """One curve of a chart.
 
     Attributes:
@@ -49,7 +49,7 @@ class Chart:
     key: str
     title: str
     unit: str
-    series: tuple[Series, ...]
+    series: tuple[ChartSeries, ...]
     note: str = ""
 
 
@@ -94,17 +94,17 @@ def _chart(measure: Measure, runs: Sequence[RunRecord], most: int) -> Chart:
     return Chart(measure.column, measure.title, measure.unit(runs[0]), tuple(series), note)
 
 
-def _series(measure: Measure, runs: Sequence[RunRecord], most: int) -> Iterator[Series]:
+def _series(measure: Measure, runs: Sequence[RunRecord], most: int) -> Iterator[ChartSeries]:
     for index, run in enumerate(runs):
         label = run.name if len(runs) > 1 else measure.title.lower()
         values = run.columns[measure.column] * measure.factor
         if np.isfinite(values).any():
-            yield Series(label, index, index, downsampled(_steps(run), values, most=most))
+            yield ChartSeries(label, index, index, downsampled(_steps(run), values, most=most))
         if measure.column == "loss" and run.evaluations:
             x, y = np.array(run.evaluations, dtype=np.float64).T
             label = f"{label}, evaluation" if len(runs) > 1 else "evaluation"
             colour = index if len(runs) > 1 else 1
-            yield Series(label, index, colour, downsampled(x, y, most=most), "points")
+            yield ChartSeries(label, index, colour, downsampled(x, y, most=most), "points")
 
 
 def _memory(runs: Sequence[RunRecord], most: int) -> Chart:
@@ -117,20 +117,20 @@ def _memory(runs: Sequence[RunRecord], most: int) -> Chart:
     return Chart("memory", "Memory of a rank", "GiB", tuple(series), note)
 
 
-def _stages(run: RunRecord, most: int) -> Iterator[Series]:
+def _stages(run: RunRecord, most: int) -> Iterator[ChartSeries]:
     steps = _steps(run)
     num_stages = run.stage_bytes.shape[1]
     for stage in range(num_stages):
         name = f"{pipeline_axis()}{stage}" if num_stages > 1 else "fullest rank"
         values = run.stage_bytes[:, stage] / GIB
-        yield Series(name, 0, stage, downsampled(steps, values, most=most))
+        yield ChartSeries(name, 0, stage, downsampled(steps, values, most=most))
 
 
-def _fullest(runs: Sequence[RunRecord], most: int) -> Iterator[Series]:
+def _fullest(runs: Sequence[RunRecord], most: int) -> Iterator[ChartSeries]:
     for index, run in enumerate(runs):
         values = run.columns["mem_bytes"] / GIB
         if np.isfinite(values).any():
-            yield Series(run.name, index, index, downsampled(_steps(run), values, most=most))
+            yield ChartSeries(run.name, index, index, downsampled(_steps(run), values, most=most))
 
 
 def _steps(run: RunRecord) -> Column:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.errors import counted, printable
-from weft.report.record import RunRecord, median, number
+from weft.report.recorded_values import RunRecord, median, number
 from weft.view.quantity import clock, count, memory, percent, short_time
 
 GUARDED = ("nonfinite", "spike", "digest", "skipped")
@@ -20,7 +20,7 @@ OWN_KEYS = ("out", "resume")
 
 
 @dataclass(frozen=True)
-class Answer:
+class ReportAnswer:
     """One question with its answer.
 
     Attributes:
@@ -34,12 +34,12 @@ class Answer:
     lines: tuple[str, ...]
 
 
-def answers(run: RunRecord) -> tuple[Answer, ...]:
+def answers(run: RunRecord) -> tuple[ReportAnswer, ...]:
     """Is it right, how much memory, how fast is it."""
     return (_proof(run), _memory(run), _speed(run))
 
 
-def _proof(run: RunRecord) -> Answer:
+def _proof(run: RunRecord) -> ReportAnswer:
     verdicts = [str(event.get("verdict", "")) for event in run.proofs]
     # The line of the first step names the proof at reduced size, too.
     lines = [printable(str(event.get("text", ""))) for event in run.proofs[-1:]]
@@ -52,10 +52,10 @@ def _proof(run: RunRecord) -> Answer:
     if found:
         text, kind = f"{text}; {counted(len(found), 'finding')} of guards", "bad"
         lines += [printable(mark.text) for mark in found[:MOST_FINDINGS]]
-    return Answer("Is it right?", text, kind, tuple(lines))
+    return ReportAnswer("Is it right?", text, kind, tuple(lines))
 
 
-def _memory(run: RunRecord) -> Answer:
+def _memory(run: RunRecord) -> ReportAnswer:
     measured = number(run.prediction.get("measured_bytes"))
     place = run.prediction.get("memory_of")
     key = "rank_0_peak_bytes" if place == "rank 0" else "peak_bytes"
@@ -72,20 +72,20 @@ def _memory(run: RunRecord) -> Answer:
         run.end.get("error", "")
     )
     if failed:
-        return Answer(
+        return ReportAnswer(
             "How much memory?",
             "out of memory",
             "bad",
             (*lines, printable(str(run.end.get("error")))),
         )
     text = f"{memory(float(finite.max()))} on the fullest rank" if finite.size else "no step yet"
-    return Answer("How much memory?", text, "plain", tuple(lines))
+    return ReportAnswer("How much memory?", text, "plain", tuple(lines))
 
 
-def _speed(run: RunRecord) -> Answer:
+def _speed(run: RunRecord) -> ReportAnswer:
     step_s = median(run.columns["step_s"][1:])
     if not math.isfinite(step_s):
-        return Answer("How fast is it?", "fewer than two steps", "plain", ())
+        return ReportAnswer("How fast is it?", "fewer than two steps", "plain", ())
     lines = [f"{short_time(step_s)} a step (median, measured)"]
     low, high = number(run.prediction.get("low_s")), number(run.prediction.get("high_s"))
     mid = number(run.prediction.get("step_s"))
@@ -103,7 +103,7 @@ def _speed(run: RunRecord) -> Answer:
     if bubble:
         lines.append(printable(bubble))
     text = f"{count(run.typical_speed)} {run.unit}/s"
-    return Answer("How fast is it?", text, "bad" if slow else "plain", tuple(lines))
+    return ReportAnswer("How fast is it?", text, "bad" if slow else "plain", tuple(lines))
 
 
 def final_figures(run: RunRecord) -> Mapping[str, str]:

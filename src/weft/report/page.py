@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from weft import __version__
 from weft.errors import printable
-from weft.report.charts import Chart, Series, charts
+from weft.report.charts import Chart, ChartSeries, charts
 from weft.report.figures import answers, config_rows, differing_rows, final_figures
 from weft.report.mesh_picture import mesh_picture
-from weft.report.record import Mark, RunRecord
+from weft.report.recorded_values import Mark, RunRecord
 from weft.report.svg_charts import COLOURS, PALETTE, chart_svg, style
 
 MOST_MARKS = 300
@@ -167,7 +167,7 @@ def _chart_fields(chart: Chart) -> dict[str, Any]:
     }
 
 
-def _series_fields(series: Series) -> dict[str, Any]:
+def _series_fields(series: ChartSeries) -> dict[str, Any]:
     curve = series.curve
     fields = {
         "label": printable(series.label),

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.report.charts import Chart, Series
+from weft.report.charts import Chart, ChartSeries
 from weft.report.downsample import downsampled
-from weft.report.record import Mark
+from weft.report.recorded_values import Mark
 from weft.view.quantity import count
 from weft.view.svg_elements import document_start, element, px, text_element
 
@@ -146,7 +146,7 @@ def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
         )
 
 
-def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
+def _curve(series: ChartSeries, x_axis: Axis, y_axis: Axis) -> str:
     kept = downsampled(series.curve.x, series.curve.y, most=MOST_POINTS)
     points = [(px(x_axis.at(x)), px(y_axis.at(y))) for x, y in zip(kept.x, kept.y, strict=True)]
     colour = series.colour % len(COLOURS)
@@ -157,7 +157,7 @@ def _curve(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     return element("polyline", points=corners, stroke_width=1.5, **{"class": f"s{colour}"})
 
 
-def _legend(series: Sequence[Series]) -> Iterator[str]:
+def _legend(series: Sequence[ChartSeries]) -> Iterator[str]:
     """The names of several curves, from the right."""
     if len(series) == 1:
         return

@@ -19,7 +19,7 @@ from weft.config.schema import ConfigSection
 from weft.errors import EXIT_OK, Fault, UserError
 from weft.report.charts import charts
 from weft.report.page import report_page
-from weft.report.record import COLUMNS, RunRecord
+from weft.report.recorded_values import COLUMNS, RunRecord
 from weft.report.svg_charts import picture
 from weft.view.quantity import memory
 
