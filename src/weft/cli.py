@@ -294,7 +294,7 @@ COMMANDS = {
     ),
     "report": Command(
         "RUN [RUN ...] [--out FILE.html] [--svg FILE.svg] [--csv FILE.csv]",
-        "show runs on one page: curves, memory, proof, events, config; as SVG and CSV",
+        "show runs on one page: curves, memory, proof, events, config",
         imported("weft.commands.report_page:report"),  # reads numbers with numpy
         purpose=TRAIN,
     ),

@@ -25,7 +25,7 @@ from weft.view.quantity import memory
 
 NAME = "weft report"
 USAGE = "RUN [RUN ...] [--out FILE.html] [--svg FILE.svg] [--csv FILE.csv]"
-LINE = "show runs on one page: curves, memory, proof, events, config; as SVG and CSV"
+LINE = "show runs on one page: curves, memory, proof, events, config"
 MAX_RUNS = 8
 FILE = "report.html"
 
