@@ -47,7 +47,8 @@ def loss_by_local_counts(
 ) -> Extra:
     """The loss of later targets is a mean over those of the micro-batch, times its next targets."""
     found = forward(block, x, batch)
-    assert found.loss is not None and batch.later_targets is not None
+    assert found.loss is not None
+    assert batch.later_targets is not None
     num_later = replace(batch, targets=batch.later_targets).num_targets()
     return found._replace(loss=found.loss * (batch.num_targets() / num_later))
 
