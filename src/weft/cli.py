@@ -21,6 +21,7 @@ from weft.commands import explain as commands_explain
 from weft.commands import launch as commands_launch
 from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
+from weft.commands import report_page as commands_report
 from weft.commands import runs as commands_runs
 from weft.commands import status as commands_status
 from weft.commands.command import Command, imported, installed_command, installed_commands
@@ -293,10 +294,7 @@ COMMANDS = {
         commands_compare.USAGE, commands_compare.LINE, commands_compare.compare, purpose=TRAIN
     ),
     "report": Command(
-        "RUN [RUN ...] [--out FILE.html] [--svg FILE.svg] [--csv FILE.csv]",
-        "show runs on one page: curves, memory, proof, events, config",
-        imported("weft.commands.report_page:report"),  # reads numbers with numpy
-        purpose=TRAIN,
+        commands_report.USAGE, commands_report.LINE, commands_report.report, purpose=TRAIN
     ),
     "axes": Command(
         "MODEL.py [--check False] [--key value ...]",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 from rich.table import Table
@@ -20,21 +19,20 @@ from weft.commands.console import (
     show_help,
     wants_help,
 )
-from weft.commands.run_list import config_of, run_folder_of
-from weft.commands.status import EVENTS, unit_of
+from weft.commands.run_list import run_folder_of
 from weft.config.command_options import JsonOptions, read_options
+from weft.config.run_files import different_keys
 from weft.errors import EXIT_OK, Fault, UserError, printable
-from weft.small_files import UnreadableFile
-from weft.train.event_lines import read_run_events, step_history
 from weft.view.quantity import clock, count, sparkline
+
+if TYPE_CHECKING:
+    from weft.report.recorded_values import RunRecord
 
 NAME = "weft compare"
 USAGE = "RUN RUN [RUN ...] [--json]"
 LINE = "compare runs: keys that differ, loss curves, final figures"
 MAX_RUNS = 12
 CURVE_COLUMNS = 40
-OWN_KEYS = ("out", "resume")
-"""Keys that differ between any two runs."""
 
 
 class CompareOptions(JsonOptions):
@@ -71,43 +69,30 @@ class ComparedRun:
         Raises:
             UserError: its events are damaged.
         """
-        try:
-            events = list(read_run_events(folder / EVENTS))
-        except (ValueError, UnreadableFile) as error:
-            raise UserError(Fault(NAME, f"cannot read the events: {error}")) from None
-        steps = step_history(events)
-        whole_config = config_of(folder)
-        config = {key: each for key, each in whole_config.items() if key not in OWN_KEYS}
-        return ComparedRun(
-            name=str(folder),
-            config=config,
-            unit=unit_of(whole_config),
-            losses={step["step"]: step["loss"] for step in steps},
-            figures=_figures(events, steps),
-        )
+        from weft.report.recorded_values import RunRecord  # late: it imports numpy
+
+        run = RunRecord.read(folder)
+        losses = dict(zip(run.steps.tolist(), run.columns["loss"].tolist(), strict=True))
+        return ComparedRun(str(folder), run.config, run.unit, losses, _figures(run))
 
 
-def _figures(
-    events: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]
-) -> dict[str, float | str | None]:
-    """The final figures: `speed` is the median after the first step, in units a second, `trained on`
+def _figures(run: RunRecord) -> dict[str, float | str | None]:
+    """The final figures: `speed` is the median since the last start, in units a second, `trained on`
     a number of units, `seconds` are those of the last start.
     """
-    last = steps[-1] if steps else {}
-    evaluated = [event["loss"] for event in events if event["event"] == "eval"]
-    speeds = [step["tokens_per_s"] for step in steps[1:] if "tokens_per_s" in step]
-    end = events[-1] if events and events[-1]["event"] == "end" else {}
+    losses, norms = run.columns["loss"].tolist(), run.columns["grad_norm"].tolist()
+    evaluated = [loss for _, loss in run.evaluations]
     return {
-        "state": str(end.get("status", "no end recorded")),
-        "steps": last.get("step"),
-        "loss": last.get("loss"),
-        "least loss": min((step["loss"] for step in steps), default=None),
+        "state": run.state,
+        "steps": int(run.steps[-1]) if losses else None,
+        "loss": losses[-1] if losses else None,
+        "least loss": min(losses, default=None),
         "best evaluation": min(evaluated, default=None),
-        "grad norm": last.get("grad_norm"),
-        "speed": statistics.median(speeds) if speeds else None,
-        "trained on": sum(step.get("tokens", 0) for step in steps) or None,
-        "seconds": end.get("seconds"),
-        "restarts": sum(event["event"] == "restart" for event in events),
+        "grad norm": norms[-1] if losses else None,
+        "speed": run.typical_speed if math.isfinite(run.typical_speed) else None,
+        "trained on": int(run.trained_tokens[-1]) if losses else None,
+        "seconds": run.end.get("seconds"),
+        "restarts": sum(mark.kind == "restart" for mark in run.marks),
     }
 
 
@@ -177,12 +162,6 @@ def compare(words: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def different_keys(found: Sequence[ComparedRun]) -> list[str]:
-    """Keys whose values are not the same in all runs, in the order of the first run that has them."""
-    keys = dict.fromkeys(key for run in found for key in run.config)
-    return [key for key in keys if len({repr(run.config.get(key)) for run in found}) > 1]
-
-
 def _table(found: Sequence[ComparedRun], first_column: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first_column, no_wrap=True)
@@ -192,7 +171,7 @@ def _table(found: Sequence[ComparedRun], first_column: str) -> Table:
 
 
 def _config_table(found: Sequence[ComparedRun]) -> Table:
-    keys = different_keys(found)
+    keys = different_keys([dict(run.config) for run in found])
     table = _table(found, "key" if keys else "no key differs")
     for key in keys:
         values = (_value_text(run.config.get(key)) for run in found)
@@ -238,7 +217,7 @@ def _figure_text(name: str, run: ComparedRun) -> str:
 
 
 def _fields(found: Sequence[ComparedRun], partings: Sequence[Parting]) -> dict[str, Any]:
-    keys = different_keys(found)
+    keys = different_keys([dict(run.config) for run in found])
     return {
         "different_keys": {key: [run.config.get(key) for run in found] for key in keys},
         "runs": [

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from weft.commands.console import print_result, show_help, wants_help
+from weft.checkpoint.disk import replace_file
+from weft.commands.console import check_files, print_result, show_help, wants_help
 from weft.commands.run_list import run_folder_of
 from weft.commands.status import run_status
 from weft.config.command_options import read_options
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_OK, Fault, UserError
-from weft.report.charts import charts
-from weft.report.page import report_page
-from weft.report.recorded_values import COLUMNS, RunRecord
-from weft.report.svg_charts import picture
 from weft.view.quantity import memory
+
+if TYPE_CHECKING:
+    from weft.report.recorded_values import RunRecord
 
 NAME = "weft report"
 USAGE = "RUN [RUN ...] [--out FILE.html] [--svg FILE.svg] [--csv FILE.csv]"
@@ -33,13 +34,26 @@ FILE = "report.html"
 class ReportOptions(ConfigSection):
     """Where a report is written."""
 
-    out: str = Field(
-        "",
-        description=f"the page; default: {FILE} in the folder of the run; of several runs, in this folder",
+    out: str | None = Field(
+        None,
+        title="the name of an HTML file",
+        examples=["x.html"],
+        pattern=r"\.html$",
+        description=f"the page; None: {FILE} in the folder of the run, of several in this folder",
     )
-    svg: str = Field("", description="the charts as one picture, too")
-    csv: str = Field(
-        "", description="the numbers of every step, too: a row for each step of each run"
+    svg: str | None = Field(
+        None,
+        title="the name of an SVG file",
+        examples=["x.svg"],
+        pattern=r"\.svg$",
+        description="a file for all charts as one picture",
+    )
+    csv: str | None = Field(
+        None,
+        title="the name of a CSV file",
+        examples=["x.csv"],
+        pattern=r"\.csv$",
+        description="a file for the numbers of every step of each run, a row a step",
     )
 
 
@@ -56,66 +70,52 @@ def report(words: Sequence[str]) -> int:
         got, need = " ".join(places) or "nothing", f"1 to {MAX_RUNS} run folders"
         raise UserError(Fault(NAME, "takes run folders", got=got, need=need, fix="see weft runs"))
     folders = [run_folder_of(place, command=NAME) for place in places]
-    page = Path(options.out) if options.out else _page_of(folders)
-    files = (
-        ("out", str(page), ".html"),
-        ("svg", options.svg, ".svg"),
-        ("csv", options.csv, ".csv"),
-    )
-    for key, file, suffix in files:
-        if file and Path(file).suffix != suffix:
-            fix = f"--{key} report{suffix}"
-            raise UserError(Fault(key, "has another ending", got=file, need=suffix, fix=fix))
+    page = options.out or str(folders[0] / FILE if len(folders) == 1 else FILE)
+    check_files(options.model_copy(update={"out": page}), "out", "svg", "csv")
+    from weft.report.charts import charts  # late: they import numpy
+    from weft.report.page import report_page
+    from weft.report.recorded_values import RunRecord
+    from weft.report.svg_charts import picture
+
     now_s = time.monotonic()
     runs = [
         RunRecord.read(folder, state=run_status(folder, now_s=now_s).state) for folder in folders
     ]
-    _write("out", page, lambda: report_page(runs))
+    _write("out", page, report_page(runs))
     if options.svg:
-        marks = runs[0].marks if len(runs) == 1 else ()
         title = ", ".join(run.name for run in runs)
-        _write("svg", Path(options.svg), lambda: picture(charts(runs), title=title, marks=marks))
+        marks = runs[0].marks if len(runs) == 1 else ()
+        _write("svg", options.svg, picture(charts(runs), title=title, marks=marks))
     if options.csv:
-        _write_numbers(Path(options.csv), runs)
+        _write("csv", options.csv, _table(runs))
     return EXIT_OK
 
 
-def _page_of(folders: Sequence[Path]) -> Path:
-    return folders[0] / FILE if len(folders) == 1 else Path(FILE)
-
-
-def _write(key: str, file: Path, make: Callable[[], str]) -> None:
-    """Write a text beside the file and move it there, so that a reader never sees half of it."""
-    text = make()
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+def _write(key: str, file: str, text: str) -> None:
+    """Write a file whole, so that a reader never sees half of it."""
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(file)
+        replace_file(Path(file), text)
     except OSError as error:
-        raise _unwritable(key, file, error) from None
-    print_result(f"{file}: {memory(file.stat().st_size)}")
+        reason = error.strerror or str(error)
+        fix = f"--{key} with a file in another folder"
+        raise UserError(Fault(key, f"cannot be written: {reason}", got=file, fix=fix)) from None
+    print_result(f"{file}: {memory(Path(file).stat().st_size)}")
 
 
-def _write_numbers(file: Path, runs: Sequence[RunRecord]) -> None:
-    try:
-        with file.open("w", newline="", encoding="utf-8") as opened:
-            writer = csv.writer(opened)
-            writer.writerow(("run", "step", *COLUMNS))
-            for run in runs:
-                columns = (run.columns[name] for name in COLUMNS)
-                for step, *values in zip(run.steps.tolist(), *columns, strict=True):
-                    writer.writerow((run.name, step, *map(_cell, values)))
-    except OSError as error:
-        raise _unwritable("csv", file, error) from None
-    print_result(f"{file}: {sum(len(run.steps) for run in runs):,} steps")
+def _table(runs: Sequence[RunRecord]) -> str:
+    """The steps of all runs as CSV."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(_rows(runs))
+    return text.getvalue()
+
+
+def _rows(runs: Sequence[RunRecord]) -> Iterator[tuple[str | int, ...]]:
+    yield "run", "step", *runs[0].columns
+    for run in runs:
+        for step, *values in zip(run.steps.tolist(), *run.columns.values(), strict=True):
+            yield run.name, step, *map(_cell, values)
 
 
 def _cell(value: float) -> str:
     """A number that reads back as itself; empty where a step has none."""
     return "" if math.isnan(value) else repr(float(value))
-
-
-def _unwritable(key: str, file: Path, error: OSError) -> UserError:
-    reason = error.strerror or str(error)
-    fix = f"--{key} FILE in a folder that you may write to"
-    return UserError(Fault(key, f"cannot be written: {reason}", got=repr(str(file)), fix=fix))

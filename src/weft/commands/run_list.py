@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.commands.status import EVENTS, RunStatus, run_status
-from weft.config import toml
-from weft.errors import Fault, UserError, WeftError
+from weft.config.run_files import RUN_FILE, stored_config
+from weft.errors import Fault, UserError
 
-RUN_FILE = "run.toml"
 MAX_DEPTH = 4
 """Folders between the one that is named and a run."""
 SKIPPED = ("ckpt",)
@@ -67,7 +66,7 @@ def find_runs(root: Path) -> Iterator[ListedRun]:
     """The runs below a folder, or in it, in the order of their names."""
     for folder in _run_folders(root, depth=0):
         events = folder / EVENTS
-        config = config_of(folder)
+        config = stored_config(folder)
         mesh = config.get("mesh", "")
         yield ListedRun(
             name=str(folder.relative_to(root)) if folder != root else folder.name,
@@ -97,14 +96,6 @@ def _run_folders(folder: Path, *, depth: int) -> Iterator[Path]:
 def _is_searched(entry: os.DirEntry[str]) -> bool:
     is_hidden = entry.name.startswith(".")
     return entry.is_dir(follow_symlinks=False) and not is_hidden and entry.name not in SKIPPED
-
-
-def config_of(folder: Path) -> Mapping[str, Any]:
-    """The dotted keys of a run's config; none if it cannot be read."""
-    try:
-        return toml.read(str(folder / RUN_FILE))
-    except (WeftError, OSError):
-        return {}
 
 
 def _size_of(folder: Path) -> int:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.code.identity import CODE_FILE
+from weft.config import toml
 from weft.config.flags import Words
 from weft.config.keys import Flat
-from weft.errors import Fault
+from weft.errors import Fault, WeftError
 
 RUN_FILE = "run.toml"
 DIGEST = "model.digest"
@@ -31,6 +32,28 @@ NAMES: Mapping[str, frozenset[str]] = {
 """Keys whose values are paths, but these."""
 MIX = "data.mix"
 WINDOWS_PATH = re.compile(r"[A-Za-z]:\\")
+
+
+OWN_KEYS = ("out", "resume")
+"""Keys that differ between any two runs."""
+
+
+def stored_config(folder: Path) -> Flat:
+    """The dotted keys of the run of a folder; none if they cannot be read."""
+    try:
+        return toml.read(str(folder / RUN_FILE))
+    except (WeftError, OSError):
+        return {}
+
+
+def different_keys(configs: Sequence[Flat]) -> list[str]:
+    """Keys whose values are not the same in all runs, in the order of the first run that has them."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [
+        key
+        for key in keys
+        if key not in OWN_KEYS and len({repr(config.get(key)) for config in configs}) > 1
+    ]
 
 
 def is_stored(files: Sequence[str], file: Flat) -> bool:

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import __version__
+from weft.config.run_files import different_keys
 from weft.errors import printable
 from weft.report.charts import Chart, ChartSeries, charts
-from weft.report.figures import answers, config_rows, differing_rows, final_figures
+from weft.report.figures import answers, config_rows, final_figures
 from weft.report.mesh_picture import mesh_picture
 from weft.report.recorded_values import Mark, RunRecord
 from weft.report.svg_charts import COLOURS, PALETTE, chart_svg, style
@@ -56,6 +57,7 @@ def report_page(runs: Sequence[RunRecord]) -> str:
     )
     environment.filters["lines"] = _lines
     found = charts(runs)
+    configs = [dict(run.config) for run in runs]
     scripts = [_file("uplot.js"), _file("charts.js")]
     sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     template = environment.get_template("page.html")
@@ -69,8 +71,10 @@ def report_page(runs: Sequence[RunRecord]) -> str:
         charts=[(chart, chart_svg(chart, marks=_across(runs))) for chart in found],
         answers=[(run, answers(run)) for run in runs],
         figures=_by_name([final_figures(run) for run in runs]),
-        differing=list(differing_rows(runs)),
-        config=list(config_rows(runs)),
+        differing=list(config_rows(runs, different_keys(configs))),
+        config=list(
+            config_rows(runs, list(dict.fromkeys(key for each in configs for key in each)))
+        ),
         layouts=[(run, mesh_picture(str(run.start.get("layout", "")))) for run in runs],
         marks=[(run, list(reversed(run.marks))[:MOST_MARKS]) for run in runs],
         samples=[(run, list(run.samples)[-MOST_TEXTS:]) for run in runs],

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.config import toml
-from weft.errors import Fault, UserError, WeftError
+from weft.config.run_files import stored_config
+from weft.errors import Fault, UserError
 from weft.small_files import UnreadableFile
 from weft.train.event_lines import read_run_events, step_history
 from weft.train.event_log import EVENTS
@@ -21,7 +21,6 @@ from weft.view.progress import Progress, event_text
 Event = Mapping[str, Any]
 Column = NDArray[np.float64]
 
-RUN_FILE = "run.toml"
 COLUMNS = (
     "loss",
     "grad_norm",
@@ -65,7 +64,8 @@ class RunRecord:
         columns: by the names of `COLUMNS`.
         stage_bytes: measured memory, a row for each step and a column for each stage.
         repeated: steps that a resume or restart went back behind.
-        proofs, samples: events.
+        proofs: verdicts of the last start: those before it may be of other layouts.
+        samples: texts.
         prediction, end: events; empty where there is none.
     """
 
@@ -98,7 +98,8 @@ class RunRecord:
         try:
             events = list(read_run_events(folder / EVENTS))
         except (ValueError, UnreadableFile) as error:
-            raise UserError(Fault("report", f"cannot read the events: {error}")) from None
+            what = "the events cannot be read"
+            raise UserError(Fault(str(folder), f"{what}: {error}")) from None
         by_kind: dict[str, list[Event]] = {}
         for event in events:
             by_kind.setdefault(event["event"], []).append(event)
@@ -108,7 +109,7 @@ class RunRecord:
         return RunRecord(
             name=folder.name or str(folder),
             state=state or str(end.get("status", "no end recorded")),
-            config=_config_of(folder),
+            config=stored_config(folder),
             start=start,
             unit=Progress(run=start).unit,
             steps=np.array([step["step"] for step in steps], dtype=np.int64),
@@ -117,11 +118,17 @@ class RunRecord:
             repeated=len(by_kind.get("step", ())) - len(steps),
             evaluations=tuple(_evaluations(by_kind.get("eval", ()))),
             marks=tuple(_marks(events, unit=Progress(run=start).unit)),
-            proofs=tuple(by_kind.get("proof", ())),
+            proofs=tuple(_since_last(events, "run", of="proof")),
             samples=tuple(by_kind.get("sample", ())),
             prediction=_last(by_kind, "prediction"),
             end=end,
         )
+
+    @property
+    def last_start(self) -> slice:
+        """The steps since the last start, which may have another layout than those before."""
+        first = int(np.searchsorted(self.steps, number(self.start.get("start_step", 0)), "right"))
+        return slice(first, None)
 
     @property
     def trained_tokens(self) -> Column:
@@ -135,8 +142,14 @@ class RunRecord:
 
     @property
     def typical_speed(self) -> float:
-        """Median speed after the first step, in units a second; NaN without one."""
-        return median(self.columns["tokens_per_s"][1:])
+        """Median speed of the last start after its first step, in units a second; NaN without one."""
+        return self.typical("tokens_per_s")
+
+    def typical(self, column: str) -> float:
+        """Median of a column over the last start, without its first step, which warms caches; NaN
+        where there is no other.
+        """
+        return median(self.columns[column][self.last_start][1:])
 
 
 def median(values: Column) -> float:
@@ -155,12 +168,10 @@ def _last(by_kind: Mapping[str, Sequence[Event]], kind: str) -> Event:
     return found[-1] if found else {}
 
 
-def _config_of(folder: Path) -> Mapping[str, Any]:
-    """The dotted keys of a run's config; none if it cannot be read."""
-    try:
-        return toml.read(str(folder / RUN_FILE))
-    except (WeftError, OSError):
-        return {}
+def _since_last(events: Sequence[Event], start: str, *, of: str) -> Iterator[Event]:
+    """The events of one kind behind the last one of another."""
+    first = max((at for at, event in enumerate(events) if event["event"] == start), default=0)
+    return (event for event in events[first:] if event["event"] == of)
 
 
 def _column(steps: Sequence[Event], name: str) -> Column:

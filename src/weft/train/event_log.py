@@ -11,6 +11,8 @@ An event is a flat dict with an "event" key:
             high_s, peak_bytes, rank_0_peak_bytes (predicted); measured_s, measured_bytes (of memory_of); text
     eval    step, loss (mean over all targets), perplexity (not of preference pairs), tokens (targets, or pairs), seconds: on
             validation data
+    proof   verdict (equal, different, unknown), text, reason (where it is not equal); of a step that was compared: step, and what
+            was; of the proof before the first step: compared (tensors), steps, seconds, source
     sample  prompt, text: what the model generates
     note    text: a line for the reader
     save    step, path, bytes, stall_s (training waited), write_s (until it was on the disk), remote (URL of the copy, if the

@@ -111,6 +111,9 @@ def _run_steps(
             if event["event"] in STEP_COUNTING:
                 num_done = int(event["step"])
     except GuardError as error:
+        if training.check is not None:  # the verdict on a step that is wrong
+            for verdict in training.check.take_events():
+                log.emit(verdict)
         for event in training.saver.finish(num_done, save=False):
             log.emit(event)
         training.saver.close()

@@ -12,6 +12,8 @@ from tests.tiny_run import MODEL, SEQUENCES
 from weft.cli import main
 from weft.parallel.zero import grad_norm
 from weft.train import build
+from weft.train.event_lines import read_events
+from weft.train.event_log import EVENTS
 from weft.train.step import TrainStep
 from weft_selftest.mutants.all_mutants import all_mutants
 from weft_selftest.mutants.plant import planted
@@ -78,6 +80,9 @@ def fails(train, tmp_path, capsys, *words) -> str:
     assert error.startswith("error: step 1 is not what one device computes: "), error
     assert error.count("\n") == 1
     assert not list((tmp_path / "run").glob("ckpt/*"))
+    verdicts = [each for each in read_events(tmp_path / "run" / EVENTS) if each["event"] == "proof"]
+    assert verdicts[-1]["verdict"] == "different"
+    assert str(verdicts[-1]["reason"]) in error
     return error
 
 

@@ -288,8 +288,9 @@ class LiveStepCheck:
         self, live: _LiveStep, judgement: Judgement, rows: GradientRows, seconds: float
     ) -> None:
         if any_rank(self.comm, bool(judgement.differences)):
-            repeat = self.task.repeat()
-            raise ProofError(refusal(self.comm, live.number, judgement, rows, repeat=repeat))
+            reason = refusal(self.comm, live.number, judgement, rows, repeat=self.task.repeat())
+            self._events.append(_different(live.number, reason))
+            raise ProofError(reason)
         plan = self.step.model.plan
         verdict = {
             "verdict": "equal",
@@ -373,6 +374,11 @@ def verdict_text(verdict: Mapping[str, Any], before: Mapping[str, Any], *, is_fi
 def _not_compared(number: int, reason: str) -> Event:
     text = f"step {number} was not compared with one device: {reason}"
     return {"event": "proof", "verdict": "unknown", "step": number, "reason": reason, "text": text}
+
+
+def _different(number: int, reason: str) -> Event:
+    """The record of a wrong step; without a text, since the error that ends the run is shown."""
+    return {"event": "proof", "verdict": "different", "step": number, "reason": reason, "text": ""}
 
 
 def _ignore(computed: ComputedStep, totals: StepTotals) -> None:
