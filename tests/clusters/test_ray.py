@@ -1,10 +1,14 @@
-"""Ray, three raylets on this machine: the written job goes on after one of them is killed."""
+"""Ray on this machine: a job goes on after a killed raylet; the job server starts, stops and resumes one."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -25,22 +29,46 @@ pytestmark = cluster_marks()
 MEMORY_BYTES = 80 * 2**20
 
 
-@pytest.fixture
-def cluster(monkeypatch):
+NODE = {"num_cpus": 2, "object_store_memory": MEMORY_BYTES}
+
+
+@contextmanager
+def ray_cluster(monkeypatch, **head: object) -> Iterator[Any]:
+    """A cluster of one node, and `add_node` for more."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     for name, value in {"RAY_USAGE_STATS_ENABLED": "0", **ENVIRONMENT}.items():
         monkeypatch.setenv(name, value)
-    options = {"num_cpus": 2, "object_store_memory": MEMORY_BYTES}
-    running = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+    running = Cluster(initialize_head=True, head_node_args={**NODE, **head})
     try:
-        for _ in range(2):
-            running.add_node(**options)
         running.wait_for_nodes()
         yield running
     finally:
         running.shutdown()
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    with ray_cluster(monkeypatch, include_dashboard=False) as running:
+        for _ in range(2):
+            running.add_node(**NODE)
+        running.wait_for_nodes()
+        yield running
+
+
+@pytest.fixture
+def job_server(monkeypatch):
+    """The address of a job server whose raylet has no Python environment on PATH."""
+    pytest.importorskip("aiohttp")  # comes with ray[default], without which there is no server
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with ray_cluster(monkeypatch, include_dashboard=True, dashboard_port=port):
+        monkeypatch.setenv("PATH", path)
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_a_job_goes_on_after_a_raylet_is_killed(cluster, tmp_path, record_property):
@@ -78,6 +106,42 @@ def test_a_job_goes_on_after_a_raylet_is_killed(cluster, tmp_path, record_proper
     assert losses(out) == losses_on_one_host(tmp_path, "dp3")
     assert len(losses(out)) == STEPS
     assert not repeated_losses_differ(out)
+
+
+def test_the_job_server_starts_stops_and_resumes_a_job(job_server, tmp_path):
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    client = JobSubmissionClient(job_server)
+    out = tmp_path / "a run"
+    launch = [sys.executable, "-m", "weft", "launch", "ray", *FLAGS, "--mesh", "dp2"]
+    launch += ["--nodes", "1", "--out", str(out), "--address", job_server, "--save.keep", "100"]
+    scripts = os.path.dirname(sys.executable)
+    environment = {**os.environ, "PATH": os.pathsep.join((scripts, os.environ["PATH"]))}
+
+    def submit(*words: str) -> str:
+        known = {job.submission_id for job in client.list_jobs()}
+        done = subprocess.run([*launch, *words], env=environment, capture_output=True, text=True)
+        assert "submitted: ray job submit" in done.stdout, done.stderr
+        (job,) = {job.submission_id for job in client.list_jobs()} - known
+        return job
+
+    first = submit()
+    log = tmp_path / "job.log"
+
+    def has_ended(job: str) -> bool:
+        log.write_text(client.get_job_logs(job), encoding="utf-8")
+        return client.get_job_status(job).is_terminal()
+
+    wait_until(lambda: has_ended(first) or last_step(out) >= 30, "step 30", {"job": log})
+    client.stop_job(first)
+    wait_until(lambda: has_ended(first), "the stop", {"job": log})
+    stopped_after = last_step(out)
+    assert stopped_after < STEPS
+    second = submit("--resume", "auto")
+    wait_until(lambda: has_ended(second), "the end", {"job": log})
+    assert client.get_job_status(second) == JobStatus.SUCCEEDED, log.read_text(encoding="utf-8")
+    assert resumed_from(out) == [stopped_after]  # SIGTERM saved the step that was done
+    assert losses(out) == losses_on_one_host(tmp_path, "dp2")
 
 
 def node_of_rank(cluster):
