@@ -175,3 +175,18 @@ def test_prepare_says_what_was_read_and_what_of_a_folder_was_left_out(tmp_path, 
     assert read_as(str(folder), formats) == said
     assert main(["data", "prepare", str(folder), "--out", str(tmp_path / "o")]) == 0
     assert f"read as    {said}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("café ".encode("latin-1") * 3000, "1 text file (not UTF-8)"),
+        ("\u00e9".encode() * 8000, "1 text file"),
+        (b"a" + "\u00e9".encode() * 8000, "1 text file"),  # the head ends inside of a character
+        (gzip.compress("café ".encode("latin-1") * 3000), "1 text file (gz, not UTF-8)"),
+    ],
+)
+def test_text_that_is_not_utf8_is_said(tmp_path, content, said):
+    file = tmp_path / "a.txt"
+    file.write_bytes(content)
+    assert read_as(str(file), [format_of(file)]) == said

@@ -85,11 +85,20 @@ class FileFormat:
 
     Attributes:
         has_mark: whether a UTF-8 byte-order mark stands before the content, which is skipped.
+        is_utf8: False for text whose first bytes are none; only the tokenizer `bytes` reads it.
     """
 
     kind: Kind
     compression: Compression | None = None
     has_mark: bool = False
+    is_utf8: bool = True
+
+    @property
+    def remark(self) -> str:
+        """What is said of it beside its kind: ` (zst)`, ` (not UTF-8)`."""
+        remarks = [self.compression or "", "" if self.is_utf8 else "not UTF-8"]
+        text = ", ".join(filter(None, remarks))
+        return f" ({text})" if text else ""
 
     @property
     def is_plain_text(self) -> bool:
@@ -129,7 +138,17 @@ def format_of(file: Path) -> FileFormat:
     if kind == "json_lines":
         content = head.removeprefix(BYTE_ORDER_MARK).lstrip()
         kind = "json_array" if content.startswith(b"[") else "json_lines"
-    return FileFormat(cast(Kind, kind), compression, has_mark)
+    is_utf8 = kind != "text" or _is_utf8(head)
+    return FileFormat(cast(Kind, kind), compression, has_mark, is_utf8)
+
+
+def _is_utf8(head: bytes) -> bool:
+    """Whether the bytes begin a text in UTF-8; its last character may be cut."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def compression_of(file: Path, start: bytes) -> Compression | None:
@@ -243,12 +262,11 @@ def read_as(source: str, formats: Iterable[FileFormat]) -> str:
     """What the files of a source were read as, and which of its folder are left out: `3 text files,
     1 JSONL (zst); left out: 1 png`.
     """
-    numbers = Counter((each.kind, each.compression) for each in formats)
-    read = []
-    for (kind, compression), number in numbers.items():
-        name = LABELS[kind][number > 1]
-        read.append(f"{number:,} {name} ({compression})" if compression else f"{number:,} {name}")
-    text = ", ".join(read)
+    numbers = Counter((each.kind, each.remark) for each in formats)
+    text = ", ".join(
+        f"{number:,} {LABELS[kind][number > 1]}{remark}"
+        for (kind, remark), number in numbers.items()
+    )
     suffixes = sorted(Counter(left_out(source)).items(), key=lambda item: (-item[1], item[0]))
     if not suffixes:
         return text

@@ -9,7 +9,7 @@ from weft.config.changed_runs import changes
 from weft.config.checks import run_checks
 from weft.config.run import Run
 from weft.config.validate import config_checks
-from weft.errors import Fault, UserError
+from weft.errors import Fault, UserError, did_you_mean
 from weft.prove.parts.names import ALL, PARTS, RECORDED, Coverage, Part
 from weft.prove.parts.support import is_of_run, part_faults
 from weft.prove.report import ProofReport
@@ -52,7 +52,8 @@ def named_parts(names: Sequence[str]) -> tuple[Part, ...]:
         raise UserError(Fault(KEY, "names no part of a run", got="nothing", need=need, fix=fix))
     for name in names:
         if name not in known:
-            raise UserError(Fault(KEY, "no such part of a run", got=name, need=need))
+            fix = did_you_mean(name, known)
+            raise UserError(Fault(KEY, "no such part of a run", got=name, need=need, fix=fix))
     if ALL in names:
         return PARTS
     return tuple(part for part in PARTS if part in names)
