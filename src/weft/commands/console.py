@@ -23,7 +23,7 @@ from weft.commands.command import Command
 from weft.commands.help_text import compact
 from weft.config.command_options import STANDARD_OUTPUT, json_writer
 from weft.config.load import try_load
-from weft.config.schema import OptimGroup
+from weft.config.schema import OptimGroup, TrackerName
 from weft.errors import EXIT_OK, Fault, UserError
 from weft.models import FAMILIES
 
@@ -104,6 +104,8 @@ def _registry_of_tables() -> tyro.constructors.ConstructorRegistry:
             metavar = "VALUE"
         elif info.type == tuple[OptimGroup, ...]:
             metavar = "[TEXT [TEXT ...]]"
+        elif info.type == tuple[TrackerName, ...]:  # as a list of choices it is wider than 60 columns
+            metavar = "[NAME [NAME ...]]"
         else:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(

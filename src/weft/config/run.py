@@ -26,6 +26,7 @@ from weft.config.schema import (
     SaveConfig,
     SiteConfig,
     SupervisionConfig,
+    TrackerName,
 )
 from weft.core.dimension import pipeline_axis, sequence_axes
 from weft.core.mesh import Mesh
@@ -79,6 +80,10 @@ class Run(ConfigSection):
     )
     sample: int = Field(
         0, ge=0, le=2**24, description="tokens to generate after the last step; 0: none"
+    )
+    track: tuple[TrackerName, ...] = Field(
+        (),
+        description="trackers that get every number of the run: tensorboard, wandb, mlflow, trackio, csv, prometheus",
     )
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(

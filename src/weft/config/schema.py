@@ -20,6 +20,8 @@ DEFAULT_RESTARTS = 3
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "csv", "prometheus"]
+
 
 class ConfigSection(BaseModel):
     """A section of the config: values never change, unknown keys and wrong types are faults."""

@@ -28,6 +28,7 @@ from weft.start import environment, initial_weights, remote_folder
 from weft.start.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
 from weft.start.memory_bound import memory_faults
 from weft.start.run_folder import is_started_again, out_faults, resumes_in
+from weft.track.tracker import tracker_faults
 
 
 def data_checks(run: Run) -> tuple[Check, ...]:
@@ -70,6 +71,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
             find=partial(memory_faults, run),
         ),
         Check(("transport",), partial(environment.transport_faults, run.transport)),
+        Check(("track",), partial(tracker_faults, run.track)),
         Check(
             reads=("save.remote", "out", "resume"),
             find=partial(remote_folder.remote_faults, run.save.remote, run.out, run.resume),

@@ -14,8 +14,10 @@ import torch
 
 from weft.checkpoint.resume import starts_new
 from weft.comm.planned_groups import StepGroups
+from weft.config.keys import Flat, flatten
 from weft.config.lora import adapter_flops
 from weft.config.run import Run
+from weft.config.schema import TrackerName
 from weft.core.mesh import Mesh
 from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
@@ -38,6 +40,8 @@ from weft.start.joined import Watch, run_joined
 from weft.start.live_proof import LiveProof
 from weft.start.memory_before import check_memory
 from weft.start.proof_before import RunningProof, Verdict, start_proof
+from weft.track.sink import tracker_sinks
+from weft.track.tracker import TrackedRun
 from weft.train.allocator_peak import AllocatorPeak
 from weft.train.build import check_initial_parameters
 from weft.train.build_training import build_training, step_groups
@@ -128,6 +132,8 @@ def _train(
         prediction=prediction,
         proof=proof,
         live=LiveProof.of(run, os.environ),
+        track=run.track,
+        config=flatten(run.model_dump(mode="json")),
         deterministic=run.deterministic,
         records=records,
         build=partial(build_training, run, makes_copies=True),
@@ -205,6 +211,8 @@ class RankJob:
         prediction: of the run, read by rank 0.
         proof: of the run, or its verdict, for the records; None: nothing is proved.
         live: which steps are compared while they train.
+        track: trackers of rank 0.
+        config: the dotted keys of the run, for trackers.
         records: the run folder, and its URL.
         build: the training run of this rank, from its communication.
         generate_text: called after the last step; None: not.
@@ -220,6 +228,8 @@ class RankJob:
     prediction: RunningAnswer | None
     proof: RunningProof | Verdict | None
     live: LiveProof
+    track: tuple[TrackerName, ...]
+    config: Flat
     deterministic: bool
     records: RecordFolder
     build: Callable[..., Training]
@@ -288,6 +298,8 @@ def train_rank(
             sample = partial(_sample_event, training.step.model, job.generate_text)
         if job.on_event is not None:
             log.views = (*log.views, EventObserver(job.on_event, training))
+        if log.out is not None:
+            log.views = (*log.views, *tracker_sinks(job.track, TrackedRun(log.out, job.config)))
         with_more = None
         if world.rank == 0:
             with_more = _comparison(job, training, device).events
