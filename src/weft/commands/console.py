@@ -104,7 +104,9 @@ def _registry_of_tables() -> tyro.constructors.ConstructorRegistry:
             metavar = "VALUE"
         elif info.type == tuple[OptimGroup, ...]:
             metavar = "[TEXT [TEXT ...]]"
-        elif info.type == tuple[TrackerName, ...]:  # as a list of choices it is wider than 60 columns
+        elif (
+            info.type == tuple[TrackerName, ...]
+        ):  # as a list of choices it is wider than 60 columns
             metavar = "[NAME [NAME ...]]"
         else:
             return None
