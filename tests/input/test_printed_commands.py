@@ -200,6 +200,10 @@ STATES = {
     "ready: runs train here on {}; try weft train --mesh dp2 --steps 20": State(
         "doctor", code=EXIT_OK
     ),
+    "weft report {}": State(f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK),
+    "weft generate {} --prompt 'def ' --tokens 40": State(
+        f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK
+    ),
     "weft prove {}": State("prove run", code=EXIT_FAILED),
     "weft prove --full --first {} {}": State("prove --mesh dp2 --json", code=EXIT_OK),
     "weft replay {} --step {}": NOT_FINITE,

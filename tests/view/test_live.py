@@ -145,7 +145,7 @@ def test_the_panel_fits_any_width_and_appears_once(width):
         step(1),
         note,
         *(step(k) for k in range(2, 201)),
-        {"event": "end", "status": "finished"},
+        {"event": "end", "status": "finished", "seconds": 40.0},
     )
     rows = Terminal(width).read(file.getvalue())
     for row in rows:

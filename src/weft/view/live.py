@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from weft.view.end_summary import end_summary
 from weft.view.output import ViewOutput
 from weft.view.plain import PlainView
 from weft.view.progress import (
@@ -81,6 +82,9 @@ class LiveView:
         text = event_text(event, unit=self.progress.unit)
         if text:
             self._region.print_above(Text(text))
+        if kind == "end":
+            for label, end_text in end_summary(self.progress):
+                self._region.print_above(_line(label, end_text))
         since_last_frame_s = self._now() - self._drawn_at
         if kind != "step" or since_last_frame_s >= FRAME_S:
             self._draw()

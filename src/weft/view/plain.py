@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import IO
 
+from weft.view.end_summary import end_summary
 from weft.view.output import ViewOutput
 from weft.view.progress import Event, Progress, event_text, run_summary, stage_memory, step_count
 from weft.view.quantity import clock, short_time
 
 NUM_LINES = 50
+LABEL_WIDTH = 10
 
 
 class PlainView:
@@ -29,8 +32,7 @@ class PlainView:
         self.progress.update(event)
         kind = event.get("event")
         if kind == "run":
-            for label, text in run_summary(event):
-                self._print(f"{label:<10}{text}\n")
+            self._print_rows(run_summary(event))
         if kind == "end":
             self._print_last_step()
         text = event_text(event, unit=self.progress.unit)
@@ -38,6 +40,8 @@ class PlainView:
             self._print(f"{text}\n")
         if kind == "step" and self._is_due():
             self._print_step()
+        if kind == "end":
+            self._print_rows(end_summary(self.progress))
 
     def close(self) -> None:
         self._print_last_step()
@@ -62,6 +66,10 @@ class PlainView:
         self._last_printed = self.progress.num_done
         line = step_line(self.progress)
         self._print(f"{line}\n")
+
+    def _print_rows(self, rows: Sequence[tuple[str, str]]) -> None:
+        for label, text in rows:
+            self._print(f"{label:<{LABEL_WIDTH}}{text}\n")
 
     def _print(self, text: str) -> None:
         encodable = text.encode(self._encoding, "replace").decode(self._encoding)

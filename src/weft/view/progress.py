@@ -51,6 +51,8 @@ class Progress:
     end: Event = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     recent: deque[StepSpeed] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    total_tokens: float = 0.0
+    total_step_s: float = 0.0
 
     def update(self, event: Event) -> None:
         """Add one event; unknown kinds are ignored."""
@@ -71,8 +73,11 @@ class Progress:
         self.step = event
         loss = _as_float(event.get("loss"))
         step_s = _as_float(event.get("step_s"))
+        tokens = _as_float(event.get("tokens"))
         self.losses.append(loss)
-        self.recent.append(StepSpeed(step_s, tokens=_as_float(event.get("tokens"))))
+        self.recent.append(StepSpeed(step_s, tokens=tokens))
+        self.total_tokens += tokens
+        self.total_step_s += step_s
 
     @property
     def unit(self) -> str:
