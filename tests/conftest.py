@@ -14,6 +14,7 @@ os.environ.update(
     OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"
 )  # before torch is imported: ranks share the cores
 os.environ.setdefault("WEFT_PROVE_BEFORE", "never")  # the many tiny runs are not proved
+os.environ.setdefault("WEFT_REPORT", "never")  # nor drawn
 
 import hypothesis
 import pytest

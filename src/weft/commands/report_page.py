@@ -19,6 +19,7 @@ from weft.commands.status import run_status
 from weft.config.command_options import read_options
 from weft.config.schema import ConfigSection
 from weft.errors import EXIT_OK, Fault, UserError
+from weft.start.report_at_end import FILE
 from weft.view.quantity import memory
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ NAME = "weft report"
 USAGE = "RUN [RUN ...] [--out FILE.html] [--svg FILE.svg] [--csv FILE.csv]"
 LINE = "show runs on one page: curves, memory, proof, events, config"
 MAX_RUNS = 8
-FILE = "report.html"
 
 
 class ReportOptions(ConfigSection):

@@ -85,6 +85,7 @@ class Run(ConfigSection):
         (),
         description="trackers that get every number of the run: tensorboard, wandb, mlflow, trackio, csv, prometheus",
     )
+    report: bool = Field(True, description="write the page report.html into the folder at the end")
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(
         None,

@@ -21,7 +21,7 @@ MAX_BYTES = 2**16
 FOLDER = "proofs"
 IRRELEVANT = {
     "out", "resume", "seed", "device", "transport", "nproc", "port", "sample", "data", "save",
-    "run", "guard", "eval", "prove",
+    "run", "guard", "eval", "prove", "track", "report",
 }  # fmt: skip
 """Sections and keys that do not change what is computed, or are not compared."""
 

@@ -40,6 +40,7 @@ from weft.start.joined import Watch, run_joined
 from weft.start.live_proof import LiveProof
 from weft.start.memory_before import check_memory
 from weft.start.proof_before import RunningProof, Verdict, start_proof
+from weft.start.report_at_end import report_at_end
 from weft.track.sink import tracker_sinks
 from weft.track.tracker import TrackedRun
 from weft.train.allocator_peak import AllocatorPeak
@@ -90,7 +91,8 @@ def train(
         check_memory(run)
     start_answer = answer_here if caller is not None and world is None else ForkedAnswer
     proof = start_proof(run, os.environ, start_answer) if has_rank_0 else None
-    with _ended(proof):
+    page_folder = Path(run.out) if run.out and run.report and has_rank_0 else None
+    with report_at_end(page_folder), _ended(proof):
         return _train(
             run,
             world,
