@@ -14,8 +14,9 @@ import pytest
 
 from weft.cli import main
 from weft.comm.transport import Call
+from weft.commands import status as status_module
 from weft.commands.status import NO_END, RunStatus, run_status
-from weft.errors import UserError
+from weft.errors import EXIT_OK, EXIT_USER, UserError
 from weft.run.folder_lock import acquire, publish_status_board
 from weft.run.rank_status import StatusBoard
 
@@ -285,3 +286,28 @@ def test_a_board_that_no_launcher_of_the_owner_has_made_is_not_read(tmp_path, mo
     assert found.state == "running"
     assert found.pid == os.getpid()
     assert found.ranks == (())
+
+
+def test_a_watched_run_is_shown_when_it_changes_until_it_ends(monkeypatch, capsys):
+    looks = iter(
+        [
+            RunStatus("runs/x", "running", step=1, steps=3),
+            RunStatus("runs/x", "running", step=1, steps=3),
+            RunStatus("runs/x", "stuck", "rank 1 is stopped", step=2, steps=3),
+            RunStatus("runs/x", "done", step=3, steps=3),
+        ]
+    )
+    monkeypatch.setattr(status_module, "run_status", lambda folder, now_s: next(looks))
+    monkeypatch.setattr(status_module, "WATCH_S", 0)
+    assert main(["status", "runs/x", "--watch"]) == EXIT_OK
+    assert capsys.readouterr().out.splitlines() == [
+        "runs/x: running, step 1 of 3",
+        "runs/x: stuck, step 2 of 3",
+        "  rank 1 is stopped",
+        "runs/x: done, step 3 of 3",
+    ]
+
+
+def test_a_watched_run_has_no_json(capsys):
+    assert main(["status", "runs/x", "--watch", "--json"]) == EXIT_USER
+    assert "watch: is for text (got --json). Fix: leave one of both out" in capsys.readouterr().err

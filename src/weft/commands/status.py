@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from weft.checkpoint.folder import next_command
 from weft.commands.console import check_files, print_json, print_result, show_help, wants_help
 from weft.config import toml
 from weft.config.command_options import JsonOptions, read_options
 from weft.core.mesh import Mesh
-from weft.errors import Fault, UserError, WeftError, printable
+from weft.errors import EXIT_OK, Fault, UserError, WeftError, printable
 from weft.models import FAMILIES
 from weft.run.folder_lock import FolderLock, find_lock
 from weft.run.hang import diagnose
@@ -27,7 +29,10 @@ from weft.small_files import UnreadableFile, open_regular, parse_json
 from weft.view.progress import Progress
 from weft.view.quantity import short_time
 
-USAGE = "RUN [--json]"
+USAGE = "RUN [--watch] [--json]"
+WATCH_S = 1.0
+"""Between two looks of `--watch`."""
+UNDER_WAY = ("running", "stuck")
 MAX_DOUBLINGS = 6
 """Of the time that a rank may pause: at most one a restart, for whatever reason that was."""
 LINE = "show whether a run is running, stuck, failed or done, and where"
@@ -56,6 +61,8 @@ ENDED_STATES = ("", "Z", "X")
 
 class StatusOptions(JsonOptions):
     """How `weft status` prints."""
+
+    watch: bool = Field(False, description="look every second, until the run has ended")
 
 
 @dataclass(frozen=True)
@@ -156,11 +163,44 @@ def status(words: Sequence[str]) -> int:
         got = " ".join(places) or "nothing"
         fix = "name the folder that the run printed"
         raise UserError(Fault("weft status", "takes one run folder", got=got, fix=fix))
+    if options.watch:
+        if options.json is not None:
+            raise UserError(
+                Fault("watch", "is for text", got="--json", fix="leave one of both out")
+            )
+        return _watch(Path(places[0]))
     found = run_status(Path(places[0]), now_s=time.monotonic())
     if options.json is not None:
         return print_json(options.json, found.to_json())
-    lines = "\n".join(found.lines()).splitlines()
-    return print_result("\n".join(map(printable, lines)))  # events and locks may be anyone's
+    return print_result("\n".join(_printable_lines(found)))
+
+
+def _watch(folder: Path) -> int:
+    """Redraw the status until the run has ended; into a pipe or file it is written when it changes."""
+    from rich.console import Console  # late: 50 ms to import
+    from rich.text import Text
+
+    from weft.view.live import LiveRegion
+
+    console = Console(highlight=False)
+    region = LiveRegion(console)
+    before: list[str] = []
+    while True:
+        found = run_status(folder, now_s=time.monotonic())
+        lines = _printable_lines(found)
+        if console.is_terminal:
+            region.draw([Text(line) for line in lines])
+        elif lines != before:
+            print_result("\n".join(lines))
+        if found.state not in UNDER_WAY:
+            return EXIT_OK
+        before = lines
+        time.sleep(WATCH_S)
+
+
+def _printable_lines(found: RunStatus) -> list[str]:
+    """The report, without control characters: events and locks may be anyone's."""
+    return list(map(printable, "\n".join(found.lines()).splitlines()))
 
 
 def run_status(folder: Path, *, now_s: float) -> RunStatus:
