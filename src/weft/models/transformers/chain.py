@@ -1,0 +1,222 @@
+"""A model of transformers as a chain of blocks: each calls the model's own forward, in which only its own part computes.
+
+    embed      the forward up to the first layer, whose input is the block's output
+    layer3     the forward with layer 3 alone: it gets the block's input, and all that the trunk hands it beside
+               (rotary tables, masks, types of layers); what the trunk did to its own hidden state is discarded
+    head       the forward from the last layer on: it returns the block's input
+
+    So embedding, scaling, position tables, final norm and logits are computed by transformers' code.
+    A forward ends where its block does: the part raises `BlockDone`, which the block catches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.common.batch import Batch
+from weft.models.transformers.capture import Captured
+from weft.models.transformers.interfaces import ATTEND, Call, calling, current_call
+
+
+class BlockDone(Exception):  # noqa: N818 - no error: the end of a block's part of a forward
+    """The output of a block, raised where its part of the model's forward ends."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+
+class Place(nn.Module):
+    """In place of a layer, with its plain attributes, such as the type of its attention.
+
+    Args:
+        num_outputs: of the layer, which returns a tuple of so many; 0: it returns a tensor.
+    """
+
+    def __init__(self, layer: nn.Module, num_outputs: int) -> None:
+        super().__init__()
+        self.num_outputs = num_outputs
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float) and name not in vars(self):
+                setattr(self, name, value)
+
+    def result(self, x: Any) -> Any:
+        """What the layer would return with this hidden state."""
+        if not self.num_outputs:
+            return x
+        return (x, *[None] * (self.num_outputs - 1))
+
+
+class Skipped(Place):
+    """A layer that another block computes."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.result(hidden_state(args, options))
+
+
+class First(Place):
+    """The first layer, for the block before it: its input is that block's output."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        raise BlockDone(hidden_state(args, options))
+
+
+class Last(Place):
+    """The last layer, for the block behind it: it returns that block's input."""
+
+    def forward(self, *_args: Any, **_options: Any) -> Any:
+        return self.result(current_call().x)
+
+
+class Own(Place):
+    """The layer of a block: it reads the block's input in place of the trunk's hidden state."""
+
+    def __init__(self, layer: nn.Module, num_outputs: int) -> None:
+        super().__init__(layer, num_outputs)
+        self.layer = layer
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        args, options = with_hidden_state(current_call().x, args, options)
+        out = self.layer(*args, **options)
+        raise BlockDone(out if isinstance(out, Tensor) else out[0])
+
+
+HIDDEN = "hidden_states"
+
+
+def hidden_state(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The hidden state that a layer is called with."""
+    return args[0] if args else options[HIDDEN]
+
+
+def with_hidden_state(
+    x: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer with another hidden state."""
+    if args:
+        return (x, *args[1:]), options
+    return args, {**options, HIDDEN: x}
+
+
+class Stub(nn.Module):
+    """In place of a module whose parameters another block holds; its result is discarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.zeros((), device="cpu")
+
+    def forward(self, x: Tensor, *_args: Any, **_options: Any) -> Tensor:
+        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+
+
+class WholeBlock(nn.Module):
+    """The first or the last block: the model without its layers, and without the other end."""
+
+    def __init__(self, lm: nn.Module, captured: Captured) -> None:
+        super().__init__()
+        self.lm = lm
+        self.takes = captured.takes
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return run(self.lm, x, batch, self.takes)
+
+
+class LayerBlock(nn.Module):
+    """One layer. The model around it has no parameters of its own and belongs to no block."""
+
+    def __init__(self, layer: nn.Module, lm: nn.Module, captured: Captured) -> None:
+        super().__init__()
+        self.layer = layer
+        self.around = nn.ModuleList(_without_parameters(lm, captured.layers))
+        self._lm = (lm,)  # in a tuple: a child would name the layer twice
+        self.takes = captured.takes
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return run(self._lm[0], x, batch, self.takes)
+
+
+def run(lm: nn.Module, x: Tensor, batch: Batch, takes: frozenset[str]) -> Tensor:
+    """The part of a model's forward that belongs to a block."""
+    is_ids = not x.is_floating_point()
+    options: dict[str, Any] = {"input_ids" if is_ids else "inputs_embeds": x}
+    if "position_ids" in takes:
+        options["position_ids"] = batch.positions
+    # ones, not None: without a mask transformers asks the values of positions whether documents are packed
+    options["attention_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    try:
+        with calling(Call(x, batch)):
+            out = lm(**options, use_cache=False)
+    except BlockDone as done:
+        return done.x
+    logits: Tensor = out.logits
+    return logits
+
+
+def blocks_of_model(lm: nn.Module, captured: Captured) -> dict[str, nn.Module]:
+    """The chain embed, layer0, ..., head of a model of transformers."""
+    for path, attend in captured.make_attends(lm).items():
+        setattr(lm.get_submodule(path), ATTEND, attend)
+    layers = list(lm.get_submodule(captured.layers))
+
+    def skipped(index: int) -> Place:
+        return Skipped(layers[index], captured.num_outputs)
+
+    def model_with(kind: type[Place], index: int, holds: frozenset[str]) -> nn.Module:
+        places = [skipped(other) for other in range(len(layers))]
+        places[index] = kind(layers[index], captured.num_outputs)
+        return _copied(lm, captured.layers, nn.ModuleList(places), holds)
+
+    last = len(layers) - 1
+    chain: dict[str, nn.Module] = {
+        "embed": WholeBlock(model_with(First, 0, captured.before), captured)
+    }
+    for index, layer in enumerate(layers):
+        around = model_with(Own, index, frozenset())
+        chain[f"layer{index}"] = LayerBlock(layer, around, captured)
+    chain["head"] = WholeBlock(model_with(Last, last, captured.after), captured)
+    return chain
+
+
+def _copied(
+    module: nn.Module, layers: str, places: nn.ModuleList, holds: frozenset[str], path: str = ""
+) -> nn.Module:
+    """A copy of the model that shares what it keeps: other layers, and stubs for what it does not hold."""
+    new = copy.copy(module)
+    new._modules = {}
+    for name, child in module._modules.items():
+        below = f"{path}.{name}" if path else name
+        if below == layers:
+            new._modules[name] = places
+        elif f"{layers}.".startswith(f"{below}."):
+            new._modules[name] = child and _copied(child, layers, places, holds, below)
+        elif child is None or below in holds or not _has_parameters(child):
+            new._modules[name] = child
+        else:
+            new._modules[name] = Stub()
+    return new
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _without_parameters(lm: nn.Module, layers: str) -> list[nn.Module]:
+    """Modules around the layers that compute without parameters, such as rotary tables."""
+    found: list[nn.Module] = []
+    parts = layers.split(".")[:-1]
+    for depth in range(len(parts) + 1):
+        module = lm.get_submodule(".".join(parts[:depth]))
+        for child in module.children():
+            if not isinstance(child, Stub | nn.ModuleList) and not _has_parameters(child):
+                if not any(True for _ in child.named_buffers()):
+                    continue
+                found.append(child)
+    return found
+
+
+Builder = Callable[[], nn.Module]
