@@ -38,7 +38,7 @@ class Experts(nn.Module):
         Every expert gets a gradient, zeros if it saw no token.
         """
         num_tokens = len(x_ND)
-        runs = x_ND.split(_lengths(counts_E, num_tokens))
+        runs = x_ND.split(local_lengths(counts_E, num_tokens))
         experts = zip(runs, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
         outputs: list[Tensor] = []
         for run, gate, up, down in experts:
@@ -51,7 +51,7 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
 
-def _lengths(counts_E: Tensor, total: int) -> list[int]:
+def local_lengths(counts_E: Tensor, total: int) -> list[int]:
     """The counts as numbers; on the meta device, where there are no values, an even load."""
     if counts_E.is_meta:
         return list(span_sizes(total, len(counts_E)))

@@ -84,7 +84,7 @@ def build(config: Any, *, implementation: str = NAME) -> nn.Module:
     register()
     own = type(config).from_dict(config.to_dict())
     own._attn_implementation_internal = implementation
-    own._experts_implementation_internal = EAGER
+    own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     lm: nn.Module = model_class(own)
     return lm
@@ -92,12 +92,25 @@ def build(config: Any, *, implementation: str = NAME) -> nn.Module:
 
 def captured_of(config: Any, num_layers: int) -> Captured:
     """The structure of the models of a config."""
-    return _captured(type(config).model_type, json.dumps(config.to_dict(), sort_keys=True), num_layers)
+    text = json.dumps(config.to_dict(), sort_keys=True)
+    return _captured(type(config).model_type, text, num_layers)
 
 
 @functools.lru_cache(maxsize=64)
 def _captured(model_type: str, text: str, num_layers: int) -> Captured:
+    """With weft's attention; with transformers' eager code where layers do not call the interface."""
     config = type(default_config(model_type)).from_dict(json.loads(text))
+    try:
+        found = _run(config, NAME, num_layers)
+    except PlanError as error:
+        try:
+            return _run(config, EAGER, num_layers)
+        except PlanError:
+            raise error from None
+    return found if found.attentions else _run(config, EAGER, num_layers)
+
+
+def _run(config: Any, implementation: str, num_layers: int) -> Captured:
     with torch.device("meta"):
-        lm = build(config)
-    return capture(lm, num_layers)
+        lm = build(config, implementation=implementation)
+    return capture(lm, num_layers, implementation=implementation)

@@ -46,6 +46,7 @@ class Captured:
         after: paths of modules that compute behind the last one.
         takes: names of arguments of the model's forward.
         attentions: of the layers.
+        implementation: of attention, as transformers names it.
         is_own_attention: whether some layer mixes tokens without the attention interface.
     """
 
@@ -55,6 +56,7 @@ class Captured:
     after: frozenset[str]
     takes: frozenset[str]
     attentions: tuple[CapturedAttention, ...]
+    implementation: str
     is_own_attention: bool
 
     def make_attends(self, lm: nn.Module) -> dict[str, Attend]:
@@ -62,7 +64,7 @@ class Captured:
         return {one.path: one.made(lm.get_submodule(one.path)) for one in self.attentions}
 
 
-def capture(lm: nn.Module, num_layers: int) -> Captured:
+def capture(lm: nn.Module, num_layers: int, *, implementation: str) -> Captured:
     """Run a model on the meta device, and note its structure.
 
     Raises:
@@ -100,6 +102,7 @@ def capture(lm: nn.Module, num_layers: int) -> Captured:
         after=frozenset(watched.after - watched.before),
         takes=takes,
         attentions=tuple(attentions),
+        implementation=implementation,
         is_own_attention=has_own,
     )
 

@@ -21,6 +21,7 @@ from weft.core.attention_mask import AttentionMask
 from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
+from weft.models.transformers.experts import mixture
 
 NAME = "weft"
 ATTEND = "weft_attend"
@@ -155,6 +156,8 @@ def _evaluated(mask_function: Callable[..., Any], columns: list[int]) -> list[li
 def register() -> None:
     """Make `weft` an implementation of attention, masks and experts in transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ExpertsInterface
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    ExpertsInterface.register(NAME, mixture)
