@@ -1,84 +1,73 @@
-"""Builds a model of transformers from the fields of a weft config, without drop-out."""
+"""Configs and models of transformers from the fields of a weft config, without drop-out."""
 
 from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.errors import ConfigError, Fault, PlanError, did_you_mean, type_and_message
+from weft.errors import Fault, PlanError, type_and_message
 from weft.models.transformers.capture import Captured, capture
-from weft.models.transformers.interfaces import NAME, register
-from weft.models.transformers.sizes import (
-    PREFIX,
-    SETTINGS,
-    SIZES,
-    TINY,
-    TOKENS,
-    fields_of,
-    is_drop_out,
-)
+from weft.models.transformers.interfaces import EAGER, NAME, register
+from weft.models.transformers.architectures import KEY, PREFIX
+from weft.models.transformers.sizes import SETTINGS, TINY, TOKENS, fields_of, is_drop_out
 
-KEY = "model.name"
-EAGER = "eager"
-"""Implementation of models whose layers do not call the attention interface."""
+LAYER_LISTS = ("layer_types", "mlp_layer_types")
 
 
-def architectures() -> dict[str, str]:
-    """Decoders of transformers: model type -> class."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)
 def default_config(model_type: str) -> Any:
-    """A config of transformers with its own defaults.
-
-    Raises:
-        ConfigError: there is no such decoder.
-    """
+    """A config of transformers with its own defaults."""
     from transformers import AutoConfig
 
-    known = architectures()
-    if model_type not in known:
-        names = [f"{PREFIX}{name}" for name in known]
-        fix = did_you_mean(f"{PREFIX}{model_type}", names)
-        fault = Fault(KEY, "is no decoder of transformers", got=repr(PREFIX + model_type), fix=fix)
-        raise ConfigError(fault)
     return AutoConfig.for_model(model_type)
 
 
-def config_of(model_type: str, values: dict[str, Any]) -> Any:
+def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     """The config of transformers of these sizes and settings; drop-out is 0.
 
     Raises:
         PlanError: transformers rejects it.
     """
     default = default_config(model_type)
-    attributes = dict(fields_of(default))
-    settings = json.loads(values.get(SETTINGS) or "{}")
-    given: dict[str, Any] = dict(settings)
-    if not settings:
-        given.update({name: value for name, value in TINY.items() if hasattr(default, name)})
-        given.update({name: None for name in TOKENS if hasattr(default, name)})
-    for field, attribute in attributes.items():
-        given[attribute] = values[field]
+    fields = dict(fields_of(default))
+    settings: dict[str, Any] = json.loads(values.get(SETTINGS) or "{}")
+    given = {attribute: values[field] for field, attribute in fields.items()}
+    if settings:
+        given = {**fitted(settings, given[fields["layers"]]), **given}
+    else:
+        given |= {name: value for name, value in TINY.items() if hasattr(default, name)}
+        given |= {name: None for name in TOKENS if hasattr(default, name)}
     every = {**default.to_dict(), **given}
-    given.update({name: type(value)(0) for name, value in every.items() if is_drop_out(name, value)})
+    given |= {name: type(value)(0) for name, value in every.items() if is_drop_out(name, value)}
     try:
-        made = type(default)(**given)
+        return type(default)(**given)
     except Exception as error:
         what = f"{PREFIX}{model_type}: transformers rejects the config: {type_and_message(error)}"
         raise PlanError(Fault(KEY, what, fix="other sizes")) from error
-    return made
+
+
+def fitted(settings: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Settings whose lists of one entry a layer have this many: cut, or repeated."""
+    found = dict(settings)
+    for name in LAYER_LISTS:
+        kinds = settings.get(name)
+        if kinds:
+            found[name] = [kinds[index % len(kinds)] for index in range(num_layers)]
+    return found
 
 
 def build(config: Any, *, implementation: str = NAME) -> nn.Module:
-    """A model with the initial values of transformers, on torch's current device."""
+    """A model with the initial values of transformers, on torch's current device.
+
+    Args:
+        implementation: of attention and experts, as transformers names it.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     register()
@@ -90,27 +79,69 @@ def build(config: Any, *, implementation: str = NAME) -> nn.Module:
     return lm
 
 
-def captured_of(config: Any, num_layers: int) -> Captured:
-    """The structure of the models of a config."""
-    text = json.dumps(config.to_dict(), sort_keys=True)
-    return _captured(type(config).model_type, text, num_layers)
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder of transformers, with what it computes at some sizes.
+
+    Attributes:
+        config: of transformers.
+        captured: from one run without memory.
+        shapes: name of a parameter, as transformers has it -> shape.
+    """
+
+    config: Any
+    captured: Captured
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
+    """The architecture of these fields of a weft config.
+
+    Raises:
+        PlanError: transformers rejects the sizes, or the model is no chain of decoder layers.
+    """
+    return _architecture(model_type, json.dumps(dict(values), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=64)
-def _captured(model_type: str, text: str, num_layers: int) -> Captured:
+def _architecture(model_type: str, text: str) -> Architecture:
     """With weft's attention; with transformers' eager code where layers do not call the interface."""
-    config = type(default_config(model_type)).from_dict(json.loads(text))
+    values = json.loads(text)
+    config = config_of(model_type, values)
     try:
-        found = _run(config, NAME, num_layers)
+        return _run(config, NAME, values["layers"])
     except PlanError as error:
         try:
-            return _run(config, EAGER, num_layers)
+            return _run(config, EAGER, values["layers"])
         except PlanError:
             raise error from None
-    return found if found.attentions else _run(config, EAGER, num_layers)
 
 
-def _run(config: Any, implementation: str, num_layers: int) -> Captured:
+def _run(config: Any, implementation: str, num_layers: int) -> Architecture:
     with torch.device("meta"):
         lm = build(config, implementation=implementation)
-    return capture(lm, num_layers, implementation=implementation)
+    named = lm.named_parameters(remove_duplicate=False)
+    shapes = {name: tuple(param.shape) for name, param in named}
+    return Architecture(config, capture(lm, num_layers, implementation=implementation), shapes)
+
+
+def param_names(found: Architecture) -> dict[str, str]:
+    """Global name of a parameter -> its name in transformers, in the order of the chain."""
+    layers = f"{found.captured.layers}."
+    embed: dict[str, str] = {}
+    inner: dict[str, str] = {}
+    head: dict[str, str] = {}
+    for name in found.shapes:
+        if name.startswith(layers):
+            index, _, rest = name.removeprefix(layers).partition(".")
+            inner[f"layer{index}.layer.{rest}"] = name
+        elif is_below(name, found.captured.before):
+            embed[f"embed.lm.{name}"] = name
+        elif is_below(name, found.captured.after):
+            head[f"head.lm.{name}"] = name
+    return embed | inner | head
+
+
+def is_below(name: str, paths: Collection[str]) -> bool:
+    """Whether a parameter belongs to one of these modules."""
+    return any(name.startswith(f"{path}.") for path in paths)

@@ -24,6 +24,8 @@ from weft.models.common.batch import Batch
 from weft.models.transformers.experts import mixture
 
 NAME = "weft"
+EAGER = "eager"
+"""Implementation of models whose layers do not call the attention interface."""
 ATTEND = "weft_attend"
 """Child of an attention module that computes its attention."""
 KNOWN_TENSORS = frozenset({"s_aux", "position_ids", "cache_position", "cu_seq_lens_q"})

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-PREFIX = "hf:"
-"""Start of the name of a family that is an architecture of transformers: `hf:olmo2`."""
 SETTINGS = "settings"
 """Field with all other keys of config.json, as JSON."""
 
@@ -84,9 +82,21 @@ def fields_of(config: Any) -> Iterator[tuple[str, str]]:
     """(field, attribute) of the sizes that a config of transformers has."""
     for field, size in SIZES.items():
         for name in size.names:
-            if isinstance(getattr(config, name, None), int):
-                yield field, name
+            if type(getattr(config, name, None)) is int and _is_settable(config, name):
+                yield field, own_name(config, name)
                 break
+
+
+def own_name(config: Any, name: str) -> str:
+    """The attribute of a config that one of its names stands for."""
+    found: str = type(config).attribute_map.get(name, name)
+    return found
+
+
+def _is_settable(config: Any, name: str) -> bool:
+    """Whether a value may be given: no property without a setter."""
+    owner = getattr(type(config), name, None)
+    return not (isinstance(owner, property) and owner.fset is None)
 
 
 def is_drop_out(name: str, value: object) -> bool:
