@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core.model_config import ModelConfig
+from weft.core.model_config import AxisTable, ModelConfig
 from weft.core.shard import DimAxis, Stacked
 from weft.errors import PlanError
 from weft.layout.plan import Plan
@@ -32,6 +32,7 @@ from weft.models.common.attention import Attend
 from weft.models.common.batch import activation_of
 from weft.models.common.init import path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
+from weft.models.user_facts import rows_of
 from weft.models.user_family import LOSS, UserFamily, example, meta_blocks
 from weft.parallel.autograd.tree import TensorNotes, tensors_in
 from weft.train.model_checks import check_layout
@@ -252,7 +253,8 @@ def propose(family: UserFamily, config: ModelConfig, plan: Plan) -> Proposal:
     """
     shapes = family.facts(config).shapes
     uses = trace_uses(family, config, plan)
-    table: Table = {name: _whole_row(name, shape) for name, shape in shapes.items()}
+    known = family.axes(config)
+    table: Table = {name: _first_row(name, shape, known) for name, shape in shapes.items()}
     undecided: dict[str, str] = {}
     for label, forms in _candidates(uses, shapes):
         error = ""
@@ -268,7 +270,11 @@ def propose(family: UserFamily, config: ModelConfig, plan: Plan) -> Proposal:
     return Proposal(table=_with_patterns(table, loose, all_names=list(shapes)), undecided=undecided)
 
 
-def _whole_row(name: str, shape: tuple[int, ...]) -> tuple[DimAxis | None, ...]:
+def _first_row(name: str, shape: tuple[int, ...], known: AxisTable) -> tuple[DimAxis | None, ...]:
+    """The row that the family has for a parameter already, such as an expert's; else whole."""
+    for pattern in rows_of(name, known):
+        if len(known[pattern]) == len(shape):
+            return known[pattern]
     return (None,) * len(shape)
 
 

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from weft.core.axes import span_sizes
 
 
+DISPATCH = "weft_dispatch"
+"""Child of a module that holds experts and sends tokens to them itself."""
+
+
 class Experts(nn.Module):
     """E SwiGLU networks in three tensors; E and F are read from the weights, so shards along either
     work unchanged.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.transformers.capture import Captured, capture
+from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register
 from weft.models.transformers.architectures import KEY, PREFIX
 from weft.models.transformers.sizes import SETTINGS, TINY, TOKENS, fields_of, is_drop_out
@@ -37,12 +38,12 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     default = default_config(model_type)
     fields = dict(fields_of(default))
     settings: dict[str, Any] = json.loads(values.get(SETTINGS) or "{}")
-    given = {attribute: values[field] for field, attribute in fields.items()}
+    given: dict[str, Any] = {attribute: values[field] for field, attribute in fields.items()}
     if settings:
         given = {**fitted(settings, given[fields["layers"]]), **given}
     else:
         given |= {name: value for name, value in TINY.items() if hasattr(default, name)}
-        given |= {name: None for name in TOKENS if hasattr(default, name)}
+        given |= dict(_token_ids(default, given["vocab_size"]))
     every = {**default.to_dict(), **given}
     given |= {name: type(value)(0) for name, value in every.items() if is_drop_out(name, value)}
     try:
@@ -50,6 +51,13 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     except Exception as error:
         what = f"{PREFIX}{model_type}: transformers rejects the config: {type_and_message(error)}"
         raise PlanError(Fault(KEY, what, fix="other sizes")) from error
+
+
+def _token_ids(default: Any, vocab: int) -> Iterator[tuple[str, int]]:
+    """Ids of special tokens that a small vocabulary does not have: its last one in their place."""
+    for name in TOKENS:
+        if isinstance(vars(default).get(name), int) and vars(default)[name] >= vocab:
+            yield name, vocab - 1
 
 
 def fitted(settings: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -87,11 +95,13 @@ class Architecture:
         config: of transformers.
         captured: from one run without memory.
         shapes: name of a parameter, as transformers has it -> shape.
+        experts: names of parameters whose first dim counts experts.
     """
 
     config: Any
     captured: Captured
     shapes: Mapping[str, tuple[int, ...]]
+    experts: frozenset[str]
 
 
 def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
@@ -103,26 +113,35 @@ def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
     return _architecture(model_type, json.dumps(dict(values), sort_keys=True))
 
 
+TRIES = ((NAME, True), (NAME, False), (EAGER, True), (EAGER, False))
+"""Implementation of attention, and whether the forward gets a mask: the first that runs is taken."""
+
+
 @functools.lru_cache(maxsize=64)
 def _architecture(model_type: str, text: str) -> Architecture:
     """With weft's attention; with transformers' eager code where layers do not call the interface."""
     values = json.loads(text)
     config = config_of(model_type, values)
-    try:
-        return _run(config, NAME, values["layers"])
-    except PlanError as error:
+    errors: list[PlanError] = []
+    for implementation, has_mask in TRIES:
         try:
-            return _run(config, EAGER, values["layers"])
-        except PlanError:
-            raise error from None
+            return _run(config, implementation, values["layers"], has_mask=has_mask)
+        except PlanError as error:
+            errors.append(error)
+    raise errors[0]
 
 
-def _run(config: Any, implementation: str, num_layers: int) -> Architecture:
-    with torch.device("meta"):
-        lm = build(config, implementation=implementation)
+def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -> Architecture:
+    try:
+        with torch.device("meta"):
+            lm = build(config, implementation=implementation)
+    except Exception as error:
+        what = f"transformers cannot build it: {type_and_message(error)}"
+        raise PlanError(Fault(KEY, what, fix="other sizes, or another architecture")) from error
     named = lm.named_parameters(remove_duplicate=False)
     shapes = {name: tuple(param.shape) for name, param in named}
-    return Architecture(config, capture(lm, num_layers, implementation=implementation), shapes)
+    captured = capture(lm, num_layers, implementation=implementation, has_mask=has_mask)
+    return Architecture(config, captured, shapes, expert_params(lm))
 
 
 def param_names(found: Architecture) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError, type_and_message
@@ -16,6 +17,7 @@ from weft.models.runs_without_memory import run_without_memory
 from weft.models.transformers.interfaces import Call, Recording, calling
 
 KEY = "model.name"
+OTHER = "another architecture (docs/architectures.md)"
 ROWS, LENGTH = 2, 8
 
 
@@ -45,9 +47,9 @@ class Captured:
         before: paths of modules that compute before the first layer.
         after: paths of modules that compute behind the last one.
         takes: names of arguments of the model's forward.
+        has_mask: whether the forward gets a mask of ones; else it gets none.
         attentions: of the layers.
         implementation: of attention, as transformers names it.
-        is_own_attention: whether some layer mixes tokens without the attention interface.
     """
 
     layers: str
@@ -55,20 +57,21 @@ class Captured:
     before: frozenset[str]
     after: frozenset[str]
     takes: frozenset[str]
+    has_mask: bool
     attentions: tuple[CapturedAttention, ...]
     implementation: str
-    is_own_attention: bool
 
     def make_attends(self, lm: nn.Module) -> dict[str, Attend]:
         """One `Attend` for each attention of another model of the same config."""
         return {one.path: one.made(lm.get_submodule(one.path)) for one in self.attentions}
 
 
-def capture(lm: nn.Module, num_layers: int, *, implementation: str) -> Captured:
+def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bool) -> Captured:
     """Run a model on the meta device, and note its structure.
 
     Raises:
-        PlanError: it has no list of decoder layers, or its forward fails.
+        PlanError: it has no list of decoder layers, does not call them one after the other, or its
+            forward fails.
     """
     layers = find_layers(lm, num_layers)
     takes = frozenset(inspect.signature(lm.forward).parameters)
@@ -77,12 +80,9 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str) -> Captured:
 
     def run(_blocks: Mapping[str, nn.Module], batch: Batch) -> None:
         watched.restart()
-        options: dict[str, Any] = {}
-        if "position_ids" in takes:
-            options["position_ids"] = batch.positions
-        ones = batch.inputs.new_ones(batch.inputs.shape, dtype=bool)
+        options = forward_options(batch.inputs, batch, takes, has_mask=has_mask)
         with calling(Call(recording=recording)):
-            lm(input_ids=batch.inputs, attention_mask=ones, use_cache=False, **options)
+            lm(input_ids=batch.inputs, **options)
 
     try:
         run_without_memory(run, {"lm": lm}, token_example(ROWS, LENGTH))
@@ -90,21 +90,41 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str) -> Captured:
         raise
     except Exception as error:
         what = f"its forward fails without values: {type_and_message(error)}"
-        raise PlanError(Fault(KEY, what, fix="another architecture")) from error
+        raise PlanError(Fault(KEY, what, fix=OTHER)) from error
+    if watched.order != list(range(num_layers)):
+        what = "its layers do not run one after the other, once each"
+        raise PlanError(Fault(KEY, what, got=str(watched.order), fix=OTHER))
     paths = {module: path for path, module in lm.named_modules()}
-    attentions = [CapturedAttention(paths[one], attend) for one, attend in recording.attends.items()]
-    own = [f"{layers}.{index}." for index in range(num_layers)]
-    has_own = not all(any(one.path.startswith(start) for one in attentions) for start in own)
     return Captured(
         layers=layers,
         num_outputs=watched.num_outputs,
         before=frozenset(watched.before),
         after=frozenset(watched.after - watched.before),
         takes=takes,
-        attentions=tuple(attentions),
+        has_mask=has_mask,
+        attentions=tuple(
+            CapturedAttention(paths[one], attend) for one, attend in recording.attends.items()
+        ),
         implementation=implementation,
-        is_own_attention=has_own,
     )
+
+
+def forward_options(
+    x: Tensor, batch: Batch, takes: frozenset[str], *, has_mask: bool
+) -> dict[str, Any]:
+    """Keywords of a forward besides its inputs.
+
+    Ones, not None, where a forward takes them: without a mask transformers asks the values of
+    positions whether documents are packed.
+    """
+    options: dict[str, Any] = {}
+    if "position_ids" in takes:
+        options["position_ids"] = batch.positions
+    if has_mask:
+        options["attention_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    if "use_cache" in takes:
+        options["use_cache"] = False
+    return options
 
 
 def find_layers(lm: nn.Module, num_layers: int) -> str:
@@ -118,35 +138,36 @@ def find_layers(lm: nn.Module, num_layers: int) -> str:
         if is_list and all(True for child in module for _ in child.parameters()):
             return path
     what = f"{type(lm).__name__} has no list of {num_layers} decoder layers"
-    raise PlanError(Fault(KEY, what, fix="a decoder (docs/architectures.md)"))
+    raise PlanError(Fault(KEY, what, fix=OTHER))
 
 
 class _Watched:
     """Hooks on a model that note which modules with parameters compute before and behind its layers."""
 
     def __init__(self, lm: nn.Module, layers: str) -> None:
-        self.num_layers = len(list(lm.get_submodule(layers)))
         self.restart()
-        for index, layer in enumerate(lm.get_submodule(layers)):
-            layer.register_forward_hook(self._leave)
-            del index
+        for index, layer in enumerate(lm.get_submodule(layers)):  # type: ignore[arg-type]
+            layer.register_forward_hook(self._left(index))
         for path, module in _around(lm, layers):
             module.register_forward_pre_hook(self._noted(path))
 
     def restart(self) -> None:
         """Forget a run."""
-        self.num_done = 0
+        self.order: list[int] = []
         self.num_outputs = 0
         self.before: set[str] = set()
         self.after: set[str] = set()
 
-    def _leave(self, _module: nn.Module, _args: object, out: Any) -> None:
-        self.num_done += 1
-        self.num_outputs = 0 if isinstance(out, Tensor) else len(out)
+    def _left(self, index: int) -> Any:
+        def note(_module: nn.Module, _args: object, out: Any) -> None:
+            self.order.append(index)
+            self.num_outputs = 0 if isinstance(out, Tensor) else len(out)
+
+        return note
 
     def _noted(self, path: str) -> Any:
         def note(_module: nn.Module, _args: object) -> None:
-            (self.after if self.num_done else self.before).add(path)
+            (self.after if self.order else self.before).add(path)
 
         return note
 

@@ -12,14 +12,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.models.common.batch import Batch
-from weft.models.transformers.capture import Captured
+from weft.models.transformers.capture import Captured, forward_options
+from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import ATTEND, Call, calling, current_call
 
 
@@ -110,8 +110,11 @@ class Stub(nn.Module):
         super().__init__()
         self.weight = torch.zeros((), device="cpu")
 
-    def forward(self, x: Tensor, *_args: Any, **_options: Any) -> Tensor:
-        return x if x.is_floating_point() else torch.zeros((), device=x.device)
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        for value in (*args, *options.values()):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value
+        return torch.zeros((), device=current_call().x.device)
 
 
 class WholeBlock(nn.Module):
@@ -121,9 +124,10 @@ class WholeBlock(nn.Module):
         super().__init__()
         self.lm = lm
         self.takes = captured.takes
+        self.has_mask = captured.has_mask
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return run(self.lm, x, batch, self.takes)
+        return run(self.lm, x, batch, self)
 
 
 class LayerBlock(nn.Module):
@@ -132,25 +136,25 @@ class LayerBlock(nn.Module):
     def __init__(self, layer: nn.Module, lm: nn.Module, captured: Captured) -> None:
         super().__init__()
         self.layer = layer
-        self.around = nn.ModuleList(_without_parameters(lm, captured.layers))
+        self.around = nn.ModuleList(_with_buffers(lm, captured.layers))
         self._lm = (lm,)  # in a tuple: a child would name the layer twice
         self.takes = captured.takes
+        self.has_mask = captured.has_mask
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return run(self._lm[0], x, batch, self.takes)
+        return run(self._lm[0], x, batch, self)
 
 
-def run(lm: nn.Module, x: Tensor, batch: Batch, takes: frozenset[str]) -> Tensor:
+def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) -> Tensor:
     """The part of a model's forward that belongs to a block."""
-    is_ids = not x.is_floating_point()
-    options: dict[str, Any] = {"input_ids" if is_ids else "inputs_embeds": x}
-    if "position_ids" in takes:
-        options["position_ids"] = batch.positions
-    # ones, not None: without a mask transformers asks the values of positions whether documents are packed
-    options["attention_mask"] = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    options = forward_options(x, batch, block.takes, has_mask=block.has_mask)
+    if x.is_floating_point():
+        options["inputs_embeds"] = torch.zeros_like(x)  # not x: some trunks scale it in place
+    else:
+        options["input_ids"] = x
     try:
         with calling(Call(x, batch)):
-            out = lm(**options, use_cache=False)
+            out = lm(**options)
     except BlockDone as done:
         return done.x
     logits: Tensor = out.logits
@@ -161,7 +165,8 @@ def blocks_of_model(lm: nn.Module, captured: Captured) -> dict[str, nn.Module]:
     """The chain embed, layer0, ..., head of a model of transformers."""
     for path, attend in captured.make_attends(lm).items():
         setattr(lm.get_submodule(path), ATTEND, attend)
-    layers = list(lm.get_submodule(captured.layers))
+    set_dispatch(lm)
+    layers = list(lm.get_submodule(captured.layers))  # type: ignore[arg-type]
 
     def skipped(index: int) -> Place:
         return Skipped(layers[index], captured.num_outputs)
@@ -205,18 +210,15 @@ def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _without_parameters(lm: nn.Module, layers: str) -> list[nn.Module]:
-    """Modules around the layers that compute without parameters, such as rotary tables."""
-    found: list[nn.Module] = []
+def _with_buffers(lm: nn.Module, layers: str) -> list[nn.Module]:
+    """Modules around the layers that compute with buffers alone, such as rotary tables."""
     parts = layers.split(".")[:-1]
-    for depth in range(len(parts) + 1):
-        module = lm.get_submodule(".".join(parts[:depth]))
-        for child in module.children():
-            if not isinstance(child, Stub | nn.ModuleList) and not _has_parameters(child):
-                if not any(True for _ in child.named_buffers()):
-                    continue
-                found.append(child)
-    return found
-
-
-Builder = Callable[[], nn.Module]
+    trunks = [lm.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    return [
+        child
+        for trunk in trunks
+        for child in trunk.children()
+        if not isinstance(child, Stub | nn.ModuleList)
+        and not _has_parameters(child)
+        and any(True for _ in child.buffers())
+    ]

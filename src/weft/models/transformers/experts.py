@@ -8,15 +8,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.common.experts import Dispatch, local_lengths
+from weft.models.common.experts import DISPATCH, Dispatch, local_lengths
 
-DISPATCH = "weft_dispatch"
-"""Child of a module of experts that sends tokens to them."""
+
+
+def set_dispatch(lm: nn.Module) -> None:
+    """Give each module of experts that calls the interface its `Dispatch`, which ep replaces."""
+    for module in lm.modules():
+        if is_experts(module):
+            setattr(module, DISPATCH, Dispatch(int(module.num_experts)))  # type: ignore[arg-type]
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module computes experts through transformers' interface."""
+    return hasattr(module, "has_post_expert_norm") and hasattr(module, "num_experts")
+
+
+def expert_params(lm: nn.Module) -> frozenset[str]:
+    """Names of parameters whose first dim counts experts that a `Dispatch` serves."""
+    return frozenset(
+        f"{path}.{name}"
+        for path, module in lm.named_modules()
+        if is_experts(module)
+        for name, param in module.named_parameters(recurse=False)
+        if param.dim() > 1 and len(param) == module.num_experts
+    )
 
 
 def mixture(experts: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The weighted sum of each token's experts, as transformers calls it: x_ND, experts_NK, weights_NK -> y_ND."""
-    dispatch = getattr(experts, DISPATCH, None) or Dispatch(int(experts.num_experts))  # type: ignore[arg-type]
+    dispatch = experts._modules.get(DISPATCH) or Dispatch(int(experts.num_experts))  # type: ignore[arg-type]
     y: Tensor = dispatch(x, top_k_index, top_k_weights, ExpertsOfRank(experts))
     return y.to(x.dtype)
 

@@ -12,17 +12,22 @@ from torch import nn
 from weft.code.identity import CodeIdentity
 from weft.code.sources import version_of
 from weft.code.values import short_digest
-from weft.models.transformers.architectures import PREFIX, architectures, model_type_of
+from weft.errors import ConfigError, Fault
+from weft.models.transformers.architectures import KEY, PREFIX, architectures, model_type_of
 from weft.models.transformers.axes import axes_of
 from weft.models.transformers.build import architecture_of, build, default_config
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.folders import folder_mapping
-from weft.models.transformers.sizes import SETTINGS, SIZES, fields_of
+from weft.models.transformers.sizes import AXES, SETTINGS, SIZES, fields_of
 from weft.models.user_family import UserFamily
 from weft.models.user_model import Model
 
 PACKAGE = "transformers"
-SETTINGS_HELP = "all other keys of config.json, as JSON; empty: tiny ones"
+NEEDED = {"layers", "dim", "vocab"}
+TEXTS = {
+    SETTINGS: "all other keys of config.json, as JSON; empty: tiny ones",
+    AXES: "axes by pattern of parameters, as JSON; empty: found at the start, where the mesh has tp",
+}
 
 
 @functools.cache
@@ -34,15 +39,19 @@ def transformers_family(name: str) -> UserFamily:
     """
     model_type = model_type_of(name)
 
+    def values_of(config: Any) -> dict[str, Any]:
+        """What decides the architecture."""
+        return {name: value for name, value in vars(config).items() if name != AXES}
+
     def blocks(config: Any) -> dict[str, nn.Module]:
         """The chain embed, layer0, ..., head."""
-        found = architecture_of(model_type, vars(config))
+        found = architecture_of(model_type, values_of(config))
         lm = build(found.config, implementation=found.captured.implementation)
         return blocks_of_model(lm, found.captured)
 
     def axes(config: Any) -> Mapping[str, Any]:
         """Logical axes by exact name."""
-        return axes_of(architecture_of(model_type, vars(config)), vars(config))
+        return axes_of(architecture_of(model_type, values_of(config)), vars(config))
 
     version = str(version_of(PACKAGE))
     model = Model(
@@ -59,10 +68,24 @@ def transformers_family(name: str) -> UserFamily:
 
 
 def _config_class(model_type: str) -> type:
-    """A dataclass with the sizes that configs of this type have."""
+    """A dataclass with the sizes that configs of this type have.
+
+    Raises:
+        ConfigError: it is no config of one decoder.
+    """
+    fields = dict(fields_of(default_config(model_type)))
+    if not NEEDED <= fields.keys():
+        what = f"{PREFIX}{model_type} is a model of several parts, not one decoder"
+        raise ConfigError(Fault(KEY, what, fix=_text_part(model_type)))
     entries = [
         (name, int, field(default=SIZES[name].tiny, metadata={"help": SIZES[name].help}))
-        for name, _ in fields_of(default_config(model_type))
+        for name in fields
     ]
-    settings = (SETTINGS, str, field(default="", metadata={"help": SETTINGS_HELP}))
-    return make_dataclass("Config", [*entries, settings], frozen=True)
+    texts = [(name, str, field(default="", metadata={"help": text})) for name, text in TEXTS.items()]
+    return make_dataclass("Config", [*entries, *texts], frozen=True)
+
+
+def _text_part(model_type: str) -> str:
+    """The name of the decoder of a model of several parts, where transformers has one."""
+    names = [name for name in (f"{model_type}_text",) if name in architectures()]
+    return f"its text part, {PREFIX}{names[0]}" if names else "another architecture"

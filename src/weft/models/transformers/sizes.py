@@ -8,6 +8,8 @@ from typing import Any
 
 SETTINGS = "settings"
 """Field with all other keys of config.json, as JSON."""
+AXES = "axes"
+"""Field with the axes that a run shards, by patterns of names, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,14 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "layers": Size(
-        ("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 2, "transformer layers"
+        ("decoder_layers", "num_hidden_layers", "num_layers", "n_layers", "n_layer"), 2, "transformer layers"
     ),
     "dim": Size(("hidden_size", "d_model", "n_embd"), 64, "width of the stream"),
-    "heads": Size(("num_attention_heads", "n_heads", "n_head"), 4, "attention heads"),
+    "heads": Size(("decoder_attention_heads", "num_attention_heads", "n_heads", "n_head"), 4, "attention heads"),
     "kv_heads": Size(("num_key_value_heads", "num_kv_heads"), 2, "heads of keys and values"),
     "head_size": Size(("head_dim", "kv_channels"), 16, "entries of a head"),
     "ffn": Size(
-        ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
+        ("decoder_ffn_dim", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
         96,
         "width of the feed-forward part",
     ),
@@ -71,19 +73,29 @@ TINY: Mapping[str, Any] = {
     "first_k_dense_replace": 1,
     "sliding_window": 64,
     "word_embed_proj_dim": 64,
+    "rotary_dim": 8,
     "tie_word_embeddings": False,
 }
 """Other attributes of configs that are built from sizes, where a config has them."""
+MAY_BE_NONE = ("kv_heads", "head_size", "top_k", "ffn")
+"""Sizes that configs may leave out: they follow from the others then."""
+MISSING = object()
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-"""Ids that need not fit a small vocabulary: None where a model is built from sizes."""
+"""Ids that a small vocabulary may not have."""
 
 
 def fields_of(config: Any) -> Iterator[tuple[str, str]]:
     """(field, attribute) of the sizes that a config of transformers has."""
+    given = vars(config)
     for field, size in SIZES.items():
+        if field == "head_size" and "qk_rope_head_dim" in given:
+            continue  # it follows from the parts of latent attention
         for name in size.names:
-            if type(getattr(config, name, None)) is int and _is_settable(config, name):
-                yield field, own_name(config, name)
+            attribute = own_name(config, name)
+            value = given.get(attribute, MISSING)
+            is_size = type(value) is int or (value is None and field in MAY_BE_NONE)
+            if is_size and _is_settable(config, attribute):
+                yield field, attribute
                 break
 
 
@@ -104,3 +116,10 @@ def is_drop_out(name: str, value: object) -> bool:
     words = ("dropout", "_pdrop", "dropout_p", "drop_rate", "layerdrop", "jitter")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value != 0 and any(word in name for word in words)
+
+
+def derived(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that a config leaves out, from the others."""
+    heads = fields.get("heads") or 1
+    usual = {"kv_heads": heads, "head_size": fields["dim"] // heads, "ffn": 4 * fields["dim"]}
+    return {name: value for name, value in usual.items() if fields.get(name) is None}
