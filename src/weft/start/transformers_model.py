@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.config.run import Run, plan_of
 from weft.core.dimension import activation_axes
+from weft.core.model_config import ModelConfig
 from weft.models import FAMILIES
 from weft.models.transformers.architectures import is_architecture_name, model_type_of
 
@@ -23,7 +24,7 @@ def prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     from weft.models.transformers.sizes import AXES
     from weft.models.transformers.check import check_against_transformers
     from weft.models.user_family import UserFamily
-    from weft.train.propose_axes import propose
+    from weft.train.propose_axes import Table, propose
 
     family = FAMILIES[run.model.name]
     assert isinstance(family, UserFamily), "made by weft.models.transformers"
@@ -34,7 +35,14 @@ def prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     plan = plan_of(run)
     if plan.mesh.degree(activation_axes()) == 1 or stored:
         return run, tuple(notes)
-    proposal = propose(family, run.model, plan)
+    # without sequence parallelism, under which no group is accepted without the others
+    whole = plan.model_copy(update={"sequence_parallel": False})
+
+    def with_table(model: ModelConfig, table: Table) -> ModelConfig:
+        return model.model_copy(update={AXES: axes_text(table)})
+
+    proposal = propose(family, run.model, whole, with_table=with_table)
     for part, reason in proposal.undecided.items():
-        notes.append(f"{run.model.name}: whole on every rank: {part}: {reason}")
+        why = reason.partition(" Fix: ")[0]
+        notes.append(f"{run.model.name}: whole on every rank: {part}: {why}")
     return run.with_values({f"model.{AXES}": axes_text(proposal.table)}), tuple(notes)

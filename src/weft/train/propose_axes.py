@@ -15,7 +15,7 @@ or as one), and named undecided where none is accepted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,7 +33,7 @@ from weft.models.common.batch import activation_of
 from weft.models.common.init import path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 from weft.models.user_facts import rows_of
-from weft.models.user_family import LOSS, UserFamily, example, meta_blocks
+from weft.models.user_family import LOSS, WHOLE, UserFamily, example, meta_blocks
 from weft.parallel.autograd.tree import TensorNotes, tensors_in
 from weft.train.model_checks import check_layout
 
@@ -242,11 +242,23 @@ def _watch(name: str, module: nn.Module, trace: UseTrace) -> None:
         module.register_forward_pre_hook(attend)
 
 
-def propose(family: UserFamily, config: ModelConfig, plan: Plan) -> Proposal:
+def as_it_is(config: ModelConfig, _table: Table) -> ModelConfig:
+    """Default of `propose`: blocks do not depend on what is sharded."""
+    return config
+
+
+def propose(
+    family: UserFamily,
+    config: ModelConfig,
+    plan: Plan,
+    *,
+    with_table: Callable[[ModelConfig, Table], ModelConfig] = as_it_is,
+) -> Proposal:
     """The table that shards as much as the transforms accept.
 
     Args:
         plan: a layout with tensor parallelism, on which groups are tried.
+        with_table: the config with which a table is tried.
 
     Raises:
         PlanError: the model cannot be traced.
@@ -260,7 +272,7 @@ def propose(family: UserFamily, config: ModelConfig, plan: Plan) -> Proposal:
         error = ""
         for form in forms:
             changed = {**table, **form}
-            error = _rejection(family, config, plan, changed)
+            error = _rejection(family, with_table(config, changed), plan, changed)
             if not error:
                 table = changed
                 break
@@ -274,7 +286,7 @@ def _first_row(name: str, shape: tuple[int, ...], known: AxisTable) -> tuple[Dim
     """The row that the family has for a parameter already, such as an expert's; else whole."""
     for pattern in rows_of(name, known):
         if len(known[pattern]) == len(shape):
-            return known[pattern]
+            return tuple(None if axis == WHOLE else axis for axis in known[pattern])
     return (None,) * len(shape)
 
 

@@ -56,8 +56,8 @@ class Experts(nn.Module):
 
 
 def local_lengths(counts_E: Tensor, total: int) -> list[int]:
-    """The counts as numbers; on the meta device, where there are no values, an even load."""
-    if counts_E.is_meta:
+    """The counts as numbers; of tensors without values (meta, or fake) an even load."""
+    if counts_E.is_meta or type(counts_E) is not Tensor:
         return list(span_sizes(total, len(counts_E)))
     lengths: list[int] = counts_E.tolist()
     return lengths

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.core.shard import DimAxis, Stacked
@@ -12,6 +12,17 @@ from weft.models.transformers.sizes import AXES
 from weft.models.user_facts import rows_of
 
 Row = tuple[DimAxis | None, ...]
+
+
+def may_shard(found: Architecture, values: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Path of a module in transformers -> whether axes shard something in it; before any are found,
+    each may be.
+    """
+    if not values[AXES]:
+        return lambda _path: True
+    table = axes_of(found, values)
+    sharded = [own for name, own in param_names(found).items() if any(table[name])]
+    return lambda path: any(own.startswith(f"{path}.") for own in sharded)
 
 
 def axes_of(found: Architecture, values: Mapping[str, Any]) -> dict[str, Row]:

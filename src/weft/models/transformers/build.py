@@ -16,7 +16,7 @@ from weft.models.transformers.capture import Captured, capture
 from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register
 from weft.models.transformers.architectures import KEY, PREFIX
-from weft.models.transformers.sizes import SETTINGS, TINY, TOKENS, fields_of, is_drop_out
+from weft.models.transformers.sizes import SETTINGS, TINY, TOKENS, fields_of, is_drop_out, own_name
 
 LAYER_LISTS = ("layer_types", "mlp_layer_types")
 
@@ -39,6 +39,8 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     fields = dict(fields_of(default))
     settings: dict[str, Any] = json.loads(values.get(SETTINGS) or "{}")
     given: dict[str, Any] = {attribute: values[field] for field, attribute in fields.items()}
+    if "qk_rope_head_dim" in vars(default):  # latent attention: all heads have keys of their own
+        given[own_name(default, "num_key_value_heads")] = values["heads"]
     if settings:
         given = {**fitted(settings, given[fields["layers"]]), **given}
     else:

@@ -48,6 +48,7 @@ class Captured:
         after: paths of modules that compute behind the last one.
         takes: names of arguments of the model's forward.
         has_mask: whether the forward gets a mask of ones; else it gets none.
+        width: of embeddings.
         attentions: of the layers.
         implementation: of attention, as transformers names it.
     """
@@ -58,6 +59,7 @@ class Captured:
     after: frozenset[str]
     takes: frozenset[str]
     has_mask: bool
+    width: int
     attentions: tuple[CapturedAttention, ...]
     implementation: str
 
@@ -102,6 +104,7 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
         after=frozenset(watched.after - watched.before),
         takes=takes,
         has_mask=has_mask,
+        width=int(lm.get_input_embeddings().weight.shape[1]),  # type: ignore[operator]
         attentions=tuple(
             CapturedAttention(paths[one], attend) for one, attend in recording.attends.items()
         ),

@@ -12,12 +12,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft.models.common.batch import Batch
+from weft.models.common.layers import RegionInput
 from weft.models.transformers.capture import Captured, forward_options
 from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import ATTEND, Call, calling, current_call
@@ -110,11 +112,8 @@ class Stub(nn.Module):
         super().__init__()
         self.weight = torch.zeros((), device="cpu")
 
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        for value in (*args, *options.values()):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return value
-        return torch.zeros((), device=current_call().x.device)
+    def forward(self, *_args: Any, **_options: Any) -> Tensor:
+        return current_call().embeds
 
 
 class WholeBlock(nn.Module):
@@ -125,6 +124,7 @@ class WholeBlock(nn.Module):
         self.lm = lm
         self.takes = captured.takes
         self.has_mask = captured.has_mask
+        self.width = captured.width
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self.lm, x, batch, self)
@@ -140,6 +140,7 @@ class LayerBlock(nn.Module):
         self._lm = (lm,)  # in a tuple: a child would name the layer twice
         self.takes = captured.takes
         self.has_mask = captured.has_mask
+        self.width = captured.width
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self._lm[0], x, batch, self)
@@ -148,12 +149,14 @@ class LayerBlock(nn.Module):
 def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) -> Tensor:
     """The part of a model's forward that belongs to a block."""
     options = forward_options(x, batch, block.takes, has_mask=block.has_mask)
+    # zeros, not x: some trunks scale their embeddings in place, or make several streams of them
+    embeds = torch.zeros((*x.shape[:2], block.width), dtype=_dtype(x), device=x.device)
     if x.is_floating_point():
-        options["inputs_embeds"] = torch.zeros_like(x)  # not x: some trunks scale it in place
+        options["inputs_embeds"] = embeds
     else:
         options["input_ids"] = x
     try:
-        with calling(Call(x, batch)):
+        with calling(Call(x, batch, embeds)):
             out = lm(**options)
     except BlockDone as done:
         return done.x
@@ -161,10 +164,38 @@ def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) 
     return logits
 
 
-def blocks_of_model(lm: nn.Module, captured: Captured) -> dict[str, nn.Module]:
-    """The chain embed, layer0, ..., head of a model of transformers."""
+def _dtype(x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
+
+
+REGION = "weft_region"
+"""Child of an attention module at whose input a tensor-parallel region may begin."""
+
+
+def enter_region(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A forward pre-hook of attention: its code takes lengths from its input, so the region begins
+    there, where under sequence parallelism the sequence is whole.
+    """
+    if not args and HIDDEN not in options:
+        return None
+    region: nn.Module = getattr(module, REGION)
+    return with_hidden_state(region(hidden_state(args, options)), args, options)
+
+
+def blocks_of_model(
+    lm: nn.Module, captured: Captured, *, has_region: Callable[[str], bool] = lambda _: False
+) -> dict[str, nn.Module]:
+    """The chain embed, layer0, ..., head of a model of transformers.
+
+    Args:
+        has_region: path of an attention module -> whether a tensor-parallel region may begin there.
+    """
     for path, attend in captured.make_attends(lm).items():
-        setattr(lm.get_submodule(path), ATTEND, attend)
+        module = lm.get_submodule(path)
+        setattr(module, ATTEND, attend)
+        if has_region(path):
+            setattr(module, REGION, RegionInput())
+            module.register_forward_pre_hook(enter_region, with_kwargs=True)
     set_dispatch(lm)
     layers = list(lm.get_submodule(captured.layers))  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ from weft.config.hf.mapping import (
 from weft.config.keys import Flat
 from weft.errors import Fault, type_and_message
 from weft.models.transformers.build import architecture_of, config_of, default_config, param_names
-from weft.models.transformers.sizes import SETTINGS, fields_of, own_name
+from weft.models.transformers.sizes import SETTINGS, derived, fields_of, own_name
 
 
 def folder_mapping(model_type: str, class_name: str) -> HFMapping:

@@ -48,10 +48,13 @@ class Recording:
 
 @dataclass(frozen=True)
 class Call:
-    """The call of a block: its input, and the batch; while a model is recorded there is no batch."""
+    """The call of a block: its input, the batch, and zeros in place of embeddings; while a model is
+    recorded there are none.
+    """
 
     x: Any = None
     batch: Batch | None = None
+    embeds: Any = None
     recording: Recording | None = None
 
 

@@ -77,7 +77,7 @@ TINY: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Other attributes of configs that are built from sizes, where a config has them."""
-MAY_BE_NONE = ("kv_heads", "head_size", "top_k", "ffn")
+MAY_BE_NONE = ("kv_heads", "head_size", "experts", "top_k", "ffn")
 """Sizes that configs may leave out: they follow from the others then."""
 MISSING = object()
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -88,8 +88,8 @@ def fields_of(config: Any) -> Iterator[tuple[str, str]]:
     """(field, attribute) of the sizes that a config of transformers has."""
     given = vars(config)
     for field, size in SIZES.items():
-        if field == "head_size" and "qk_rope_head_dim" in given:
-            continue  # it follows from the parts of latent attention
+        if field in ("head_size", "kv_heads") and "qk_rope_head_dim" in given:
+            continue  # they follow from the parts of latent attention
         for name in size.names:
             attribute = own_name(config, name)
             value = given.get(attribute, MISSING)
