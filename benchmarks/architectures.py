@@ -36,10 +36,14 @@ from weft.models.common.layers import Loss
 from weft.models.transformers.architectures import PREFIX, architectures
 from weft.models.transformers.build import Architecture, architecture_of, build
 from weft.models.transformers.chain import blocks_of_model
+from weft.models.transformers.check import check_against_transformers
 from weft.models.transformers.interfaces import EAGER
 from weft.models.transformers.sizes import AXES, SETTINGS
 from weft.models.user_family import UserFamily
+from weft.prove.proof import prove
 from weft.prove.report import ProofReport
+from weft.prove.subject import ProofCase
+from weft.python_api import checked_run
 
 LIMIT_S = 400
 ROWS, LENGTH = 2, 24
@@ -54,6 +58,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "pp2": {"mesh": "pp2"},
     "ep2": {"mesh": "ep2"},
 }
+SMALL: Mapping[str, Any] = {"batch.global_size": 4, "batch.micro_size": 2}
 PARTS = {"generation": "generate", "export": "export"}
 
 
@@ -75,13 +80,14 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--results", type=Path, default=Path("runs/architectures.jsonl"))
+    parser.add_argument("--columns", nargs="*", default=[], help="these alone")
     parser.add_argument("--page", action="store_true", help="write the page alone")
     options = parser.parse_args(words)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     if not options.page:
         prepare()
         for model_type in options.only or architectures():
-            outcomes = in_own_process(model_type)
+            outcomes = in_own_process(model_type, options.columns)
             record = {name: asdict(outcome) for name, outcome in outcomes.items()}
             line = json.dumps({"model_type": model_type, "outcomes": record})
             with options.results.open("a", encoding="utf-8") as file:
@@ -100,7 +106,7 @@ def prepare() -> None:
     architecture_of("llama", _values("llama"))
 
 
-def in_own_process(model_type: str) -> Mapping[str, Outcome]:
+def in_own_process(model_type: str, columns: Sequence[str]) -> Mapping[str, Outcome]:
     """The outcomes of an architecture; those that came before the time limit."""
     read, write = os.pipe()
     pid = os.fork()
@@ -108,7 +114,7 @@ def in_own_process(model_type: str) -> Mapping[str, Outcome]:
         os.close(read)
         signal.alarm(LIMIT_S)
         with os.fdopen(write, "w", encoding="utf-8") as file:
-            for name, outcome in outcomes_of(model_type):
+            for name, outcome in outcomes_of(model_type, columns):
                 print(json.dumps([name, asdict(outcome)]), file=file, flush=True)
         os._exit(0)
     os.close(write)
@@ -120,7 +126,7 @@ def in_own_process(model_type: str) -> Mapping[str, Outcome]:
     return found
 
 
-def outcomes_of(model_type: str) -> Iterator[tuple[str, Outcome]]:
+def outcomes_of(model_type: str, columns: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
     """One device against transformers' class, then each layout against one device."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
@@ -132,12 +138,16 @@ def outcomes_of(model_type: str) -> Iterator[tuple[str, Outcome]]:
     found = architecture_of(model_type, _values(model_type))
     ties = hasattr(found.config, "tie_word_embeddings")
     for name, keys in LAYOUTS.items():
+        if columns and name not in columns:
+            continue
         if name == "ep2" and not found.experts:
             yield name, Outcome("none")
             continue
         settings = {f"model.{SETTINGS}": TIED} if name == "pp2" and ties else {}
         yield name, tried(lambda keys=keys, more=settings: proven(model_type, {**keys, **more}))
     for name, part in PARTS.items():
+        if columns and name not in columns:
+            continue
         what = (part,)
         yield name, tried(lambda what=what: proven(model_type, {"mesh": "dp2"}, what=what))
 
@@ -159,7 +169,11 @@ def tried(act: Callable[[], Outcome]) -> Outcome:
 def proven(model_type: str, keys: Mapping[str, Any], *, what: Sequence[str] = ()) -> Outcome:
     """A proof of a layout against one device."""
     config = {"model.name": f"{PREFIX}{model_type}", **COMMON, **keys}
-    report = weft.prove(config, first=1, what=what)
+    if what:
+        report = weft.prove(config, first=1, what=what)
+    else:
+        run = checked_run({**SMALL, **config})
+        report = prove(ProofCase(run, 1).opened().in_float64())
     if not report.holds:
         return Outcome("wrong", report.error or str(report.first))
     if report.error:
@@ -181,6 +195,7 @@ def _values(model_type: str) -> dict[str, Any]:
 
 def against_transformers(model_type: str) -> Outcome:
     """Loss and every gradient of the chain, and of transformers' class with the same values."""
+    check_against_transformers(model_type, _values(model_type))
     found = architecture_of(model_type, _values(model_type))
     right = _seeded(found, EAGER)
     own = _seeded(found, found.captured.implementation)
@@ -190,7 +205,7 @@ def against_transformers(model_type: str) -> Outcome:
     targets = batch.targets.flatten()
     right_loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
     loss = forward({**blocks_of_model(own, found.captured), "loss": Loss()}, batch)
-    differences = [float(abs(loss - right_loss))]
+    differences = [float(abs(loss - right_loss).detach())]
     right_loss.backward()
     loss.backward()
     for one, other in zip(own.parameters(), right.parameters(), strict=True):

@@ -14,22 +14,21 @@ from weft.models.user_facts import rows_of
 Row = tuple[DimAxis | None, ...]
 
 
-def may_shard(found: Architecture, values: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Path of a module in transformers -> whether axes shard something in it; before any are found,
-    each may be.
-    """
-    if not values[AXES]:
-        return lambda _path: True
-    table = axes_of(found, values)
-    sharded = [own for name, own in param_names(found).items() if any(table[name])]
+def shards(found: Architecture, values: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Path of a module in transformers -> whether axes shard something in it."""
+    stored = _stored(values)
+    sharded = [own for name, own in param_names(found).items() if rows_of(name, stored)]
     return lambda path: any(own.startswith(f"{path}.") for own in sharded)
+
+
+def _stored(values: Mapping[str, Any]) -> dict[str, Row]:
+    rows = json.loads(values[AXES] or "{}")
+    return {pattern: tuple(map(_axis, row)) for pattern, row in rows.items()}
 
 
 def axes_of(found: Architecture, values: Mapping[str, Any]) -> dict[str, Row]:
     """Global name -> axes; what nothing shards is whole on every rank."""
-    stored = {
-        pattern: tuple(map(_axis, row)) for pattern, row in json.loads(values[AXES] or "{}").items()
-    }
+    stored = _stored(values)
     table: dict[str, Row] = {}
     for name, own in param_names(found).items():
         rows = rows_of(name, stored)

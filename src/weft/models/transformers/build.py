@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from weft.errors import Fault, PlanError, type_and_message
-from weft.models.transformers.capture import Captured, capture
+from weft.models.transformers.capture import OTHER, Captured, capture
 from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register
 from weft.models.transformers.architectures import KEY, PREFIX
@@ -23,10 +23,18 @@ LAYER_LISTS = ("layer_types", "mlp_layer_types")
 
 @functools.lru_cache(maxsize=256)
 def default_config(model_type: str) -> Any:
-    """A config of transformers with its own defaults."""
+    """A config of transformers with its own defaults.
+
+    Raises:
+        PlanError: it has none.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(model_type)
+    try:
+        return AutoConfig.for_model(model_type)
+    except Exception as error:
+        what = f"{PREFIX}{model_type}: transformers has no default config: {type_and_message(error)}"
+        raise PlanError(Fault(KEY, what, fix=OTHER)) from error
 
 
 def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
@@ -44,7 +52,7 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     if settings:
         given = {**fitted(settings, given[fields["layers"]]), **given}
     else:
-        given |= {name: value for name, value in TINY.items() if hasattr(default, name)}
+        given |= {name: value for name, value in TINY.items() if name in vars(default)}
         given |= dict(_token_ids(default, given["vocab_size"]))
     every = {**default.to_dict(), **given}
     given |= {name: type(value)(0) for name, value in every.items() if is_drop_out(name, value)}

@@ -14,7 +14,7 @@ from weft.code.sources import version_of
 from weft.code.values import short_digest
 from weft.errors import ConfigError, Fault
 from weft.models.transformers.architectures import KEY, PREFIX, architectures, model_type_of
-from weft.models.transformers.axes import axes_of, may_shard
+from weft.models.transformers.axes import axes_of, shards
 from weft.models.transformers.build import architecture_of, build, default_config
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.folders import folder_mapping
@@ -47,7 +47,7 @@ def transformers_family(name: str) -> UserFamily:
         """The chain embed, layer0, ..., head."""
         found = architecture_of(model_type, values_of(config))
         lm = build(found.config, implementation=found.captured.implementation)
-        return blocks_of_model(lm, found.captured, has_region=may_shard(found, vars(config)))
+        return blocks_of_model(lm, found.captured, has_region=shards(found, vars(config)))
 
     def axes(config: Any) -> Mapping[str, Any]:
         """Logical axes by exact name."""
