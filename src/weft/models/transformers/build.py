@@ -55,12 +55,17 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
         given |= {name: value for name, value in TINY.items() if name in vars(default)}
         given |= dict(_token_ids(default, given["vocab_size"]))
     every = {**default.to_dict(), **given}
-    given |= {name: type(value)(0) for name, value in every.items() if is_drop_out(name, value)}
+    given |= {name: type(value)(0) for name, value in drop_out_of(every).items()}
     try:
         return type(default)(**given)
     except Exception as error:
         what = f"{PREFIX}{model_type}: transformers rejects the config: {type_and_message(error)}"
         raise PlanError(Fault(KEY, what, fix="other sizes")) from error
+
+
+def drop_out_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """The keys of a config that drop out something, which no layout computes: they are set to 0."""
+    return {name: value for name, value in config.items() if is_drop_out(name, value)}
 
 
 def _token_ids(default: Any, vocab: int) -> Iterator[tuple[str, int]]:

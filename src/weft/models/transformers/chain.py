@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.errors import Fault, PlanError
+from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
 from weft.models.common.layers import RegionInput
 from weft.models.transformers.capture import Captured, forward_options
@@ -141,8 +143,14 @@ class LayerBlock(nn.Module):
         self.takes = captured.takes
         self.has_mask = captured.has_mask
         self.width = captured.width
+        kinds = {type(module) for module in layer.modules()}
+        self.mixes_outside_attend = Attend not in kinds or nn.Conv1d in kinds
+        """Whether it reads other tokens by code of its own: short convolutions, recurrent states."""
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch.documents is not None and self.mixes_outside_attend:
+            what = f"{type(self.layer).__name__} would read the tokens of other documents"
+            raise PlanError(Fault("data.packing", what, fix="--data.packing stream or single"))
         return run(self._lm[0], x, batch, self)
 
 
