@@ -25,10 +25,10 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 import transformers
+from benchmarks.architectures_page import write_page
 from torch import Tensor, nn
 
 import weft
-from benchmarks.architectures_page import write_page
 from weft.errors import UserError, WeftError
 from weft.models import FAMILIES
 from weft.models.common.batch import forward, token_batch
@@ -53,6 +53,7 @@ TIED = '{"tie_word_embeddings": true}'
 COMMON: Mapping[str, Any] = {"data.seq_len": 32, "transport": "threads"}
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "dp2 zero 3": {"mesh": "dp2", "parallel.zero": 3},
+    "tp2": {"mesh": "tp2"},
     "tp2 sequence": {"mesh": "tp2", "parallel.sequence": True},
     "cp2": {"mesh": "cp2"},
     "pp2": {"mesh": "pp2"},
@@ -92,7 +93,9 @@ def main(words: Sequence[str]) -> int:
             line = json.dumps({"model_type": model_type, "outcomes": record})
             with options.results.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
-            print(model_type, *(f"{n}: {o.word}" for n, o in outcomes.items()), sep="; ", flush=True)
+            print(
+                model_type, *(f"{n}: {o.word}" for n, o in outcomes.items()), sep="; ", flush=True
+            )
     if not options.only:
         write_page(options.results, architectures())
     return 0

@@ -1,4 +1,4 @@
-"""docs/architectures.md from the results of `make architectures`: a row for each decoder of transformers, and why others are rejected."""
+"""docs/architectures.md from the results of `make architectures`: a row for each decoder, and why others are rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "architectures.md"
 COLUMNS = (
-    "one device", "dp2 zero 3", "tp2 sequence", "cp2", "pp2", "ep2", "generation", "export",
+    "one device", "dp2 zero 3", "tp2", "tp2 sequence", "cp2", "pp2", "ep2", "generation", "export",
 )  # fmt: skip
 MARKS = {"rejected": "rejected", "wrong": "WRONG", "failed": "FAILED", "none": "-"}
 HEAD = """# Decoders of transformers

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks.architectures import against_transformers, float64_alone, proven
+
 from weft.config.hf.read_config import describe_folder
 from weft.config.load import load
 from weft.errors import CheckpointError, ConfigError, PlanError

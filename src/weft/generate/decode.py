@@ -70,14 +70,18 @@ class Decoder:
         self.model = model
         self.vocab = vocab
         self.max_positions = max_positions
-        self.caches = [] if self._any_rank(mixes_outside_attend(model.stages)) else install_kv_cache(model.stages)
+        self.caches = (
+            []
+            if self._any_rank(mixes_outside_attend(model.stages.values()))
+            else install_kv_cache(model.stages)
+        )
         share_rope(model.stages)
         self.lengths: list[int] = []
         self.has_caches = self._any_rank(bool(self.caches))
         self.texts: list[list[int]] = []
         """Whole rows, of a model without caches."""
 
-    def _any_rank(self, value: bool) -> bool:  # noqa: FBT001 - a question asked of each rank
+    def _any_rank(self, value: bool) -> bool:
         """Whether it is true in any stage; the same on every rank, which all call it."""
         comm = self.model.comm
         count = torch.tensor([int(value)], dtype=torch.int64, device=comm.device)

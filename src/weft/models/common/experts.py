@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from weft.core.axes import span_sizes
 
-
 DISPATCH = "weft_dispatch"
 """Child of a module that holds experts and sends tokens to them itself."""
 

@@ -30,11 +30,15 @@ def model_type_of(name: str) -> str:
     known = architectures()
     if not known:
         fix = "pip install 'weft-train[hf]'"
-        raise ConfigError(Fault(KEY, "needs transformers, which is missing", got=repr(name), fix=fix))
+        raise ConfigError(
+            Fault(KEY, "needs transformers, which is missing", got=repr(name), fix=fix)
+        )
     model_type = name.removeprefix(PREFIX)
     if model_type not in known:
         names = [f"{PREFIX}{each}" for each in known]
-        what = "is no decoder of transformers (encoders, encoder-decoders and images have no family)"
+        what = (
+            "is no decoder of transformers (encoders, encoder-decoders and images have no family)"
+        )
         raise ConfigError(Fault(KEY, what, got=repr(name), fix=did_you_mean(name, names)))
     return model_type
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from weft.errors import Fault, PlanError, type_and_message
+from weft.models.transformers.architectures import KEY, PREFIX
 from weft.models.transformers.capture import OTHER, Captured, capture
 from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register
-from weft.models.transformers.architectures import KEY, PREFIX
 from weft.models.transformers.sizes import SETTINGS, TINY, TOKENS, fields_of, is_drop_out, own_name
 
 LAYER_LISTS = ("layer_types", "mlp_layer_types")
@@ -33,7 +33,9 @@ def default_config(model_type: str) -> Any:
     try:
         return AutoConfig.for_model(model_type)
     except Exception as error:
-        what = f"{PREFIX}{model_type}: transformers has no default config: {type_and_message(error)}"
+        what = (
+            f"{PREFIX}{model_type}: transformers has no default config: {type_and_message(error)}"
+        )
         raise PlanError(Fault(KEY, what, fix=OTHER)) from error
 
 
@@ -49,11 +51,11 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
     given: dict[str, Any] = {attribute: values[field] for field, attribute in fields.items()}
     if "qk_rope_head_dim" in vars(default):  # latent attention: all heads have keys of their own
         given[own_name(default, "num_key_value_heads")] = values["heads"]
-    if settings:
-        given = {**fitted(settings, given[fields["layers"]]), **given}
+    if "model_type" in settings:  # the whole config.json of a folder
+        given = {**fitted(settings, values["layers"]), **given}
     else:
-        given |= {name: value for name, value in TINY.items() if name in vars(default)}
-        given |= dict(_token_ids(default, given["vocab_size"]))
+        tiny = {name: value for name, value in TINY.items() if name in vars(default)}
+        given |= {**tiny, **dict(_token_ids(default, values["vocab"])), **settings}
     every = {**default.to_dict(), **given}
     given |= {name: type(value)(0) for name, value in drop_out_of(every).items()}
     try:

@@ -1,12 +1,12 @@
 """A model of transformers as a chain of blocks: each calls the model's own forward, in which only its own part computes.
 
-    embed      the forward up to the first layer, whose input is the block's output
-    layer3     the forward with layer 3 alone: it gets the block's input, and all that the trunk hands it beside
-               (rotary tables, masks, types of layers); what the trunk did to its own hidden state is discarded
-    head       the forward from the last layer on: it returns the block's input
+embed      the forward up to the first layer, whose input is the block's output
+layer3     the forward with layer 3 alone: it gets the block's input, and all that the trunk hands it beside
+           (rotary tables, masks, types of layers); what the trunk did to its own hidden state is discarded
+head       the forward from the last layer on: it returns the block's input
 
-    So embedding, scaling, position tables, final norm and logits are computed by transformers' code.
-    A forward ends where its block does: the part raises `BlockDone`, which the block catches.
+So embedding, scaling, position tables, final norm and logits are computed by transformers' code.
+A forward ends where its block does: the part raises `BlockDone`, which the block catches.
 """
 
 from __future__ import annotations

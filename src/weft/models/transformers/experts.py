@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from weft.models.common.experts import DISPATCH, Dispatch, local_lengths
 
 
-
 def set_dispatch(lm: nn.Module) -> None:
     """Give each module of experts that calls the interface its `Dispatch`, which ep replaces."""
     for module in lm.modules():

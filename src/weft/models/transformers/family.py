@@ -25,7 +25,7 @@ from weft.models.user_model import Model
 PACKAGE = "transformers"
 NEEDED = {"layers", "dim", "vocab"}
 TEXTS = {
-    SETTINGS: "all other keys of config.json, as JSON; empty: tiny ones",
+    SETTINGS: "other keys of config.json, as JSON; tiny ones where none are given",
     AXES: "axes by pattern of parameters, as JSON; empty: found at the start, where the mesh has tp",
 }
 
@@ -74,14 +74,16 @@ def _config_class(model_type: str) -> type:
         ConfigError: it is no config of one decoder.
     """
     fields = dict(fields_of(default_config(model_type)))
-    if not NEEDED <= fields.keys():
+    if not fields.keys() >= NEEDED:
         what = f"{PREFIX}{model_type} is a model of several parts, not one decoder"
         raise ConfigError(Fault(KEY, what, fix=_text_part(model_type)))
     entries = [
         (name, int, field(default=SIZES[name].tiny, metadata={"help": SIZES[name].help}))
         for name in fields
     ]
-    texts = [(name, str, field(default="", metadata={"help": text})) for name, text in TEXTS.items()]
+    texts = [
+        (name, str, field(default="", metadata={"help": text})) for name, text in TEXTS.items()
+    ]
     return make_dataclass("Config", [*entries, *texts], frozen=True)
 
 

@@ -15,8 +15,9 @@ from weft.config.hf.mapping import (
     WeightMapping,
     WeightRule,
 )
+from weft.config.hf.read_config import CONFIG
 from weft.config.keys import Flat
-from weft.errors import Fault, type_and_message
+from weft.errors import Fault, PlanError, type_and_message
 from weft.models.transformers.build import architecture_of, config_of, default_config, param_names
 from weft.models.transformers.sizes import SETTINGS, derived, fields_of, own_name
 
@@ -50,15 +51,26 @@ class OwnConfig:
             yield Fault(key, "quantization_config: quantised weights are not trained", fix=fix)
             return
         try:
-            self.fields(config)
+            self._read(config)
+        except PlanError as error:
+            yield Fault(key, error.faults[0].what, fix="correct it, or download the file again")
+
+    def _read(self, config: Json) -> Any:
+        """The config as transformers reads it.
+
+        Raises:
+            PlanError: it does not.
+        """
+        try:
+            return type(default_config(self.model_type)).from_dict(dict(config))
         except Exception as error:
             what = f"transformers rejects it: {type_and_message(error)}"
-            yield Fault(key, what, fix="correct it, or download the file again")
+            raise PlanError(Fault(CONFIG, what)) from error
 
     def fields(self, config: Json) -> Flat:
         """Sizes, and all other keys as JSON."""
         default = default_config(self.model_type)
-        read = type(default).from_dict(dict(config))
+        read = self._read(config)
         sizes = dict(fields_of(default))
         settings = {own_name(default, name): value for name, value in config.items()}
         others = {name: value for name, value in settings.items() if name not in sizes.values()}

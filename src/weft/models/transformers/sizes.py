@@ -29,10 +29,16 @@ class Size:
 
 SIZES: Mapping[str, Size] = {
     "layers": Size(
-        ("decoder_layers", "num_hidden_layers", "num_layers", "n_layers", "n_layer"), 2, "transformer layers"
+        ("decoder_layers", "num_hidden_layers", "num_layers", "n_layers", "n_layer"),
+        2,
+        "transformer layers",
     ),
     "dim": Size(("hidden_size", "d_model", "n_embd"), 64, "width of the stream"),
-    "heads": Size(("decoder_attention_heads", "num_attention_heads", "n_heads", "n_head"), 4, "attention heads"),
+    "heads": Size(
+        ("decoder_attention_heads", "num_attention_heads", "n_heads", "n_head"),
+        4,
+        "attention heads",
+    ),
     "kv_heads": Size(("num_key_value_heads", "num_kv_heads"), 2, "heads of keys and values"),
     "head_size": Size(("head_dim", "kv_channels"), 16, "entries of a head"),
     "ffn": Size(
