@@ -14,7 +14,7 @@ from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch, token_example
 from weft.models.runs_without_memory import run_without_memory
-from weft.models.transformers.interfaces import Call, Recording, calling
+from weft.models.transformers.interfaces import BlockCall, Recording, calling
 
 KEY = "model.name"
 OTHER = "another architecture (docs/architectures.md)"
@@ -83,7 +83,7 @@ def capture(lm: nn.Module, num_layers: int, *, implementation: str, has_mask: bo
     def run(_blocks: Mapping[str, nn.Module], batch: Batch) -> None:
         watched.restart()
         options = forward_options(batch.inputs, batch, takes, has_mask=has_mask)
-        with calling(Call(recording=recording)):
+        with calling(BlockCall(recording=recording)):
             lm(input_ids=batch.inputs, **options)
 
     try:

@@ -24,7 +24,7 @@ from weft.models.common.batch import Batch
 from weft.models.common.layers import RegionInput
 from weft.models.transformers.capture import Captured, forward_options
 from weft.models.transformers.experts import set_dispatch
-from weft.models.transformers.interfaces import ATTEND, Call, calling, current_call
+from weft.models.transformers.interfaces import ATTEND, BlockCall, calling, current_call
 
 
 class BlockDone(Exception):  # noqa: N818 - no error: the end of a block's part of a forward
@@ -35,7 +35,7 @@ class BlockDone(Exception):  # noqa: N818 - no error: the end of a block's part 
         self.x = x
 
 
-class Place(nn.Module):
+class LayerPlace(nn.Module):
     """In place of a layer, with its plain attributes, such as the type of its attention.
 
     Args:
@@ -56,28 +56,28 @@ class Place(nn.Module):
         return (x, *[None] * (self.num_outputs - 1))
 
 
-class Skipped(Place):
+class Skipped(LayerPlace):
     """A layer that another block computes."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         return self.result(hidden_state(args, options))
 
 
-class First(Place):
+class First(LayerPlace):
     """The first layer, for the block before it: its input is that block's output."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
         raise BlockDone(hidden_state(args, options))
 
 
-class Last(Place):
+class Last(LayerPlace):
     """The last layer, for the block behind it: it returns that block's input."""
 
     def forward(self, *_args: Any, **_options: Any) -> Any:
         return self.result(current_call().x)
 
 
-class Own(Place):
+class Own(LayerPlace):
     """The layer of a block: it reads the block's input in place of the trunk's hidden state."""
 
     def __init__(self, layer: nn.Module, num_outputs: int) -> None:
@@ -164,7 +164,7 @@ def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) 
     else:
         options["input_ids"] = x
     try:
-        with calling(Call(x, batch, embeds)):
+        with calling(BlockCall(x, batch, embeds)):
             out = lm(**options)
     except BlockDone as done:
         return done.x
@@ -207,10 +207,10 @@ def blocks_of_model(
     set_dispatch(lm)
     layers = list(lm.get_submodule(captured.layers))  # type: ignore[arg-type]
 
-    def skipped(index: int) -> Place:
+    def skipped(index: int) -> LayerPlace:
         return Skipped(layers[index], captured.num_outputs)
 
-    def model_with(kind: type[Place], index: int, holds: frozenset[str]) -> nn.Module:
+    def model_with(kind: type[LayerPlace], index: int, holds: frozenset[str]) -> nn.Module:
         places = [skipped(other) for other in range(len(layers))]
         places[index] = kind(layers[index], captured.num_outputs)
         return _copied(lm, captured.layers, nn.ModuleList(places), holds)

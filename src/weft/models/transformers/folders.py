@@ -24,7 +24,7 @@ from weft.models.transformers.sizes import SETTINGS, derived, fields_of, own_nam
 
 def folder_mapping(model_type: str, class_name: str) -> HFMapping:
     """The format of the folders of an architecture."""
-    own = OwnConfig(model_type)
+    own = FolderConfig(model_type)
     return HFMapping(
         architecture=class_name,
         model_type=model_type,
@@ -39,7 +39,7 @@ def _none(_cfg: Any) -> IndexSets:
 
 
 @dataclass(frozen=True)
-class OwnConfig:
+class FolderConfig:
     """config.json of an architecture; its sizes are fields, all else is in `settings`."""
 
     model_type: str

@@ -47,7 +47,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """The call of a block: its input, the batch, and zeros in place of embeddings; while a model is
     recorded there are none.
     """
@@ -58,16 +58,16 @@ class Call:
     recording: Recording | None = None
 
 
-_call: ContextVar[Call] = ContextVar("call of a block")
+_call: ContextVar[BlockCall] = ContextVar("call of a block")
 
 
-def current_call() -> Call:
+def current_call() -> BlockCall:
     """The call of the block that runs in this thread."""
     return _call.get()
 
 
 @contextmanager
-def calling(call: Call) -> Iterator[None]:
+def calling(call: BlockCall) -> Iterator[None]:
     """Modules that run inside belong to this call."""
     token = _call.set(call)
     try:
