@@ -53,7 +53,7 @@ def _with_axes(run: Run) -> tuple[Run, list[str]]:
 
     They are stored in the config: a resume or another rank shards alike.
     """
-    from weft.models.transformers.axes import axes_text  # they import torch
+    from weft.models.transformers.axis_rows import axes_text  # they import torch
     from weft.models.transformers.sizes import AXES
     from weft.models.user_family import UserFamily
     from weft.train.propose_axes import Table, propose

@@ -1,4 +1,4 @@
-"""What one run of a model of transformers without memory tells of it: its layers, their attention, and what is around them."""
+"""The structure of a model of transformers, from one run without memory: layers, their attention, modules around them."""
 
 from __future__ import annotations
 
