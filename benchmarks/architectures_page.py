@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ MARKS = {"rejected": "rejected", "wrong": "WRONG", "failed": "FAILED", "none": "
 HEAD = """# Decoders of transformers
 
 Written by `make architectures`; [huggingface.md](huggingface.md) says how they are trained. transformers {version} has
-{total} classes for causal language models. {equal} are equal on all that applies, {partly} on a part, {rejected} are
+{total} classes for causal language models. {equal} are equal on all that applies; {partly} on a part, the rest of their
+layouts is rejected; {unfinished} on one device, and their layouts have not all been run (empty cells); {rejected} are
 rejected in one line, {wrong} are wrong, {failed} end in another way.
 
 The first column is the largest difference of the loss and of all gradients to transformers' own class on one device, in
@@ -42,6 +44,8 @@ def kind_of(outcomes: Mapping[str, Any]) -> str:
             return word
     if outcomes["one device"]["word"] != "equal":
         return "rejected"
+    if not outcomes.keys() >= set(COLUMNS):
+        return "unfinished"
     return "partly" if "rejected" in words else "equal"
 
 
@@ -49,20 +53,20 @@ def _lines(last: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> I
     from transformers import __version__ as version
 
     kinds = {name: kind_of(outcomes) for name, outcomes in last.items()}
-    counts = dict.fromkeys(("equal", "partly", "rejected", "wrong", "failed"), 0)
+    counts = dict.fromkeys(("equal", "partly", "unfinished", "rejected", "wrong", "failed"), 0)
     for kind in kinds.values():
         counts[kind] += 1
     yield HEAD.format(version=version, total=len(names), **counts)
     yield f"| `--model.name` | {' | '.join(COLUMNS)} |"
     yield f"|---|{'---|' * len(COLUMNS)}"
     for name, outcomes in last.items():
-        if kinds[name] in ("equal", "partly"):
+        if kinds[name] in ("equal", "partly", "unfinished"):
             cells = (_cell(outcomes.get(column)) for column in COLUMNS)
             yield f"| hf:{name} | {' | '.join(cells)} |"
     yield ""
     yield "## Rejected layouts"
     yield ""
-    yield from _reasons(last, lambda name: kinds[name] == "partly")
+    yield from _reasons(last, lambda name: kinds[name] in ("partly", "unfinished"))
     yield ""
     yield "## Rejected architectures"
     yield ""
@@ -93,5 +97,5 @@ def _reasons(last: Mapping[str, Mapping[str, Any]], chosen: Any) -> Iterator[str
                 key = f"{column}: {' '.join(reason.split())}".replace(f"hf:{name}", "hf:NAME")
                 found.setdefault(key.replace("|", "/"), {})[name] = None
     for reason, names in found.items():
-        yield f"- {', '.join(names)}"
-        yield f"  {reason}"
+        yield from textwrap.wrap(", ".join(names), 110, initial_indent="- ", subsequent_indent="  ")
+        yield from textwrap.wrap(reason, 110, initial_indent="    - ", subsequent_indent="      ")

@@ -136,6 +136,7 @@ def find_layers(lm: nn.Module, num_layers: int) -> str:
     Raises:
         PlanError: there is none.
     """
+    path: str
     for path, module in lm.named_modules():
         is_list = isinstance(module, nn.ModuleList) and len(module) == num_layers
         if is_list and all(True for child in module for _ in child.parameters()):
@@ -149,7 +150,8 @@ class _Watched:
 
     def __init__(self, lm: nn.Module, layers: str) -> None:
         self.restart()
-        for index, layer in enumerate(lm.get_submodule(layers)):  # type: ignore[arg-type]
+        stack: Any = lm.get_submodule(layers)
+        for index, layer in enumerate(stack):
             layer.register_forward_hook(self._left(index))
         for path, module in _around(lm, layers):
             module.register_forward_pre_hook(self._noted(path))

@@ -115,7 +115,8 @@ class Stub(nn.Module):
         self.weight = torch.zeros((), device="cpu")
 
     def forward(self, *_args: Any, **_options: Any) -> Tensor:
-        return current_call().embeds
+        embeds: Tensor = current_call().embeds
+        return embeds
 
 
 class WholeBlock(nn.Module):
@@ -205,7 +206,8 @@ def blocks_of_model(
             setattr(module, REGION, RegionInput())
             module.register_forward_pre_hook(enter_region, with_kwargs=True)
     set_dispatch(lm)
-    layers = list(lm.get_submodule(captured.layers))  # type: ignore[arg-type]
+    stack: Any = lm.get_submodule(captured.layers)
+    layers = list(stack)
 
     def skipped(index: int) -> LayerPlace:
         return Skipped(layers[index], captured.num_outputs)

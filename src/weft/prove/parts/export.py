@@ -185,7 +185,8 @@ class _Export:
     def _compare_config(self, found: Comparisons, folder: Path) -> None:
         """Each key of config.json, read as `weft import` reads it."""
         model = self.subject.model
-        read = load(["--model.from_hf", str(folder)], FAMILIES).model
+        named = ["--model.name", model.name] if FAMILIES.is_user_model(model.name) else []
+        read = load([*named, "--model.from_hf", str(folder)], FAMILIES).model
         for row in mapping_of(model.family).config.keys:
             value = getattr(read, row.field)
             right = getattr(model, row.field)
