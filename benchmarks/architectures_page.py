@@ -28,11 +28,11 @@ where a config can tie them.
 
 
 def write_page(results: Path, names: Mapping[str, str]) -> None:
-    """Write the page from the last result of each architecture."""
-    last: dict[str, Mapping[str, Any]] = {}
+    """Write the page from the last result of each column of each architecture."""
+    last: dict[str, dict[str, Any]] = {}
     for line in results.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
-        last[record["model_type"]] = record["outcomes"]
+        last.setdefault(record["model_type"], {}).update(record["outcomes"])
     PAGE.write_text("\n".join(_lines(last, names)) + "\n", encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.errors import Fault, PlanError, type_and_message
+from weft.errors import Fault, PlanError, counted, type_and_message
 from weft.models.transformers.architectures import KEY, PREFIX
 from weft.models.transformers.capture import OTHER, Captured, capture
 from weft.models.transformers.experts import expert_params
@@ -158,7 +158,12 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
     named = lm.named_parameters(remove_duplicate=False)
     shapes = {name: tuple(param.shape) for name, param in named}
     captured = capture(lm, num_layers, implementation=implementation, has_mask=has_mask)
-    return Architecture(config, captured, shapes, expert_params(lm))
+    found = Architecture(config, captured, shapes, expert_params(lm))
+    unused = shapes.keys() - param_names(found).values()
+    if unused:
+        what = f"{counted(len(unused), 'parameter')} that no token of a text passes"
+        raise PlanError(Fault(KEY, what, got=min(unused), fix=OTHER))
+    return found
 
 
 def param_names(found: Architecture) -> dict[str, str]:

@@ -73,8 +73,10 @@ def _config_class(model_type: str) -> type:
     Raises:
         ConfigError: it is no config of one decoder.
     """
-    fields = dict(fields_of(default_config(model_type)))
-    if not fields.keys() >= NEEDED:
+    default = default_config(model_type)
+    fields = dict(fields_of(default))
+    has_senses = any("vision" in name or "audio" in name for name in type(default).sub_configs)
+    if has_senses or not fields.keys() >= NEEDED:
         what = f"{PREFIX}{model_type} is a model of several parts, not one decoder"
         raise ConfigError(Fault(KEY, what, fix=_text_part(model_type)))
     entries = [
