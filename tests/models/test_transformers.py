@@ -117,6 +117,13 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         architectures.model_type_of("hf:llama")
 
 
+def test_an_export_that_would_leave_out_a_buffer_is_rejected() -> None:
+    family = FAMILIES["hf:deepseek_v3"]
+    assert family.hf is not None
+    (fault,) = family.hf.config.unwritable(family.Config())
+    assert "e_score_correction_bias" in str(fault)
+
+
 def test_layers_that_run_twice_are_no_chain() -> None:
     with pytest.raises(PlanError, match="one after the other, once each"):
         architecture_of("hrm_text", TINY)

@@ -113,12 +113,14 @@ class Architecture:
         captured: from one run without memory.
         shapes: name of a parameter, as transformers has it -> shape.
         experts: names of parameters whose first dim counts experts.
+        stored_buffers: names of buffers that transformers stores in a folder.
     """
 
     config: Any
     captured: Captured
     shapes: Mapping[str, tuple[int, ...]]
     experts: frozenset[str]
+    stored_buffers: frozenset[str]
 
 
 def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
@@ -158,7 +160,8 @@ def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -
     named = lm.named_parameters(remove_duplicate=False)
     shapes = {name: tuple(param.shape) for name, param in named}
     captured = capture(lm, num_layers, implementation=implementation, has_mask=has_mask)
-    found = Architecture(config, captured, shapes, expert_params(lm))
+    buffers = frozenset(lm.state_dict()) - shapes.keys()
+    found = Architecture(config, captured, shapes, expert_params(lm), buffers)
     unused = shapes.keys() - param_names(found).values()
     if unused:
         what = f"{counted(len(unused), 'parameter')} that no token of a text passes"

@@ -17,7 +17,7 @@ from weft.config.hf.mapping import (
 )
 from weft.config.hf.read_config import CONFIG
 from weft.config.keys import Flat
-from weft.errors import Fault, PlanError, type_and_message
+from weft.errors import Fault, PlanError, counted, type_and_message
 from weft.models.transformers.build import architecture_of, config_of, default_config, param_names
 from weft.models.transformers.sizes import SETTINGS, derived, fields_of, own_name
 
@@ -28,7 +28,7 @@ def folder_mapping(model_type: str, class_name: str) -> HFMapping:
     return HFMapping(
         architecture=class_name,
         model_type=model_type,
-        config=ConfigMapping(whole=own),
+        config=ConfigMapping(whole=own, unwritable=own.unwritable),
         weights=WeightMapping(own=own.rules, ignored=("*.rotary_emb.inv_freq",), index_sets=_none),
     )
 
@@ -82,6 +82,13 @@ class FolderConfig:
         """The config that the model was built with."""
         written: dict[str, Any] = config_of(self.model_type, self._values(cfg)).to_dict()
         return written
+
+    def unwritable(self, cfg: Any) -> Iterator[Fault]:
+        """Buffers that a folder holds, and that weft, which trains parameters, does not have."""
+        buffers = architecture_of(self.model_type, self._values(cfg)).stored_buffers
+        if buffers:
+            what = f"an export would leave out {counted(len(buffers), 'buffer')}"
+            yield Fault("model.name", what, got=min(buffers), fix="a family of weft's own")
 
     def rules(self, cfg: Any) -> Iterator[WeightRule]:
         """One tensor a parameter, under transformers' name."""
