@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
 RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test slow check docs matrix clusters support bench chaos gpu clean
+.PHONY: help setup train test slow check docs matrix architectures clusters support bench chaos gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -90,6 +90,9 @@ chaos: $(STAMP)  ## 500 faults of 19 kinds injected on 8 layouts, compared with 
 
 support: $(STAMP)  ## docs/support.md from the last results of make matrix
 	@PYTHONPATH=. $(BIN)/python -m tests.matrix.support $(RESULTS)
+
+architectures: $(STAMP)  ## every decoder of transformers on six layouts against its own class; writes docs/architectures.md (two hours)
+	@OMP_NUM_THREADS=1 PYTHONPATH=. nice -n 10 $(BIN)/python -m benchmarks.architectures $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache

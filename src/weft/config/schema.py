@@ -39,7 +39,9 @@ class ModelSection(ModelConfig):
     family's config.
     """
 
-    name: str = Field("llama3", description="model family")
+    name: str = Field(
+        "llama3", description="model family, a file or module, or a decoder of transformers: hf:olmo2"
+    )
     preset: str | None = Field(
         None, description="named sizes of the family; explicit fields override them"
     )

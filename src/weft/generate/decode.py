@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,8 +56,8 @@ class Decoder:
     ranks along ep have rows of their own, those along dp and cp the same rows.
 
     It takes the model over: its attention computes with a cache from now on. A model without an
-    `Attend`, whose own modules mix positions, has nothing to cache: it reads every text anew for
-    each of its tokens.
+    `Attend`, or with blocks that mix positions beside it, reads every text anew for each of its
+    tokens: only what `Attend` reads is cached.
 
     Args:
         vocab: entries of the whole vocabulary.
@@ -70,17 +70,21 @@ class Decoder:
         self.model = model
         self.vocab = vocab
         self.max_positions = max_positions
-        self.caches = install_kv_cache(model.stages)
+        self.caches = (
+            []
+            if self._any_rank(mixes_outside_attend(model.stages.values()))
+            else install_kv_cache(model.stages)
+        )
         share_rope(model.stages)
         self.lengths: list[int] = []
-        self.has_caches = self._any_stage_has_caches()
+        self.has_caches = self._any_rank(bool(self.caches))
         self.texts: list[list[int]] = []
         """Whole rows, of a model without caches."""
 
-    def _any_stage_has_caches(self) -> bool:
-        """The same on every rank, which all call it."""
+    def _any_rank(self, value: bool) -> bool:
+        """Whether it is true in any stage; the same on every rank, which all call it."""
         comm = self.model.comm
-        count = torch.tensor([len(self.caches)], dtype=torch.int64, device=comm.device)
+        count = torch.tensor([int(value)], dtype=torch.int64, device=comm.device)
         return bool(comm.all_reduce(count, PP).item())
 
     @property
@@ -199,6 +203,12 @@ class Decoder:
         if selects_before_head:
             return x.squeeze(1)
         return _select_columns(x, lasts)
+
+
+def mixes_outside_attend(stages: Iterable[nn.ModuleDict]) -> bool:
+    """Whether some block reads other tokens by code of its own."""
+    blocks = (block for stage in stages for block in stage.values())
+    return any(getattr(block, "mixes_outside_attend", False) for block in blocks)
 
 
 def inference_blocks(stage: nn.ModuleDict) -> Mapping[str, nn.Module]:

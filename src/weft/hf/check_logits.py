@@ -120,8 +120,8 @@ def load_model(source: Source, cfg: ModelConfig, *, dtypes: Dtypes) -> dict[str,
     family = FAMILIES[cfg.family]
     with torch.device("meta"):
         blocks = family.blocks(cfg)
-    for name, block in blocks.items():
-        blocks[name] = block.to_empty(device="cpu")
+    for block in blocks.values():
+        block._apply(_with_memory)  # not to_empty: constant buffers keep their values
     ties = family.ties(cfg)
     tie(blocks, ties)
     for name, param in named_parameters(blocks).items():
@@ -130,3 +130,7 @@ def load_model(source: Source, cfg: ModelConfig, *, dtypes: Dtypes) -> dict[str,
             dtype = dtypes.get(name, value.dtype)
             param.data = value.to(dtype).float()
     return blocks
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor

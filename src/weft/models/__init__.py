@@ -21,6 +21,7 @@ from weft.config.hf.mapping import ConfigFamily, HFMapping
 from weft.config.user_code import canonical_reference, check_reference, is_reference, trust_named
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
+from weft.models.transformers.architectures import is_architecture_name, model_type_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -137,6 +138,8 @@ class FamilyRegistry(Mapping[str, Family]):
         known = self._built_in.get(name) or self._of_users.get(name)
         if known is not None:
             return known
+        if is_architecture_name(name):
+            return _load_transformers_family(name)
         reference: str | None = name
         key = name
         if is_reference(name):
@@ -154,7 +157,7 @@ class FamilyRegistry(Mapping[str, Family]):
     def __contains__(self, name: object) -> bool:
         if name in self._built_in or name in self._of_users:
             return True
-        if is_reference(name):
+        if is_reference(name) or is_architecture_name(name):
             return True
         return isinstance(name, str) and self._installed(name) is not None
 
@@ -205,6 +208,15 @@ def _load_user_family(reference: str, *, name: str) -> Family:
 
     model = replace(model_of_file(reference), name=name)
     family: Family = UserFamily(model)
+    return family
+
+
+def _load_transformers_family(name: str) -> Family:
+    """The family of a decoder of transformers; imports torch once the name is known."""
+    model_type_of(name)
+    from weft.models.transformers.family import transformers_family
+
+    family: Family = transformers_family(name)
     return family
 
 

@@ -18,7 +18,7 @@ from weft.models.common.batch import Batch
 from weft.models.user_chain import replace_tensors
 
 T = TypeVar("T")
-READS_VALUES = ("on meta tensors", "_local_scalar_dense")
+READS_VALUES = ("on meta tensors", "_local_scalar_dense", "Cannot copy out of meta tensor")
 """Parts of what torch says where a value of the meta device is read."""
 VALUE_ERRORS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """Classes of errors where a value of a fake tensor is read."""

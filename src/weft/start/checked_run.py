@@ -17,6 +17,7 @@ from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.start.auto_mesh import ChooseMesh, not_taken
 from weft.start.environment import is_first
+from weft.start.transformers_model import prepared
 
 
 def set_openmp_policy() -> None:
@@ -60,8 +61,10 @@ def load_checked_run(
     faults = run_checks(run, config_checks, *tables, known=loaded.faults)
     if faults:
         raise UserError(*faults)
-    if note and is_first(os.environ):
-        print(note, file=sys.stderr)
+    run, model_notes = prepared(run)
+    if is_first(os.environ):
+        for line in filter(None, (note, *model_notes)):
+            print(line, file=sys.stderr)
     if FAMILIES.is_user_model(run.model.name):
         _check_user_model(run.model, plan_of(run))
     return run

@@ -15,7 +15,7 @@ or as one), and named undecided where none is accepted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core.model_config import ModelConfig
+from weft.core.model_config import AxisTable, ModelConfig
 from weft.core.shard import DimAxis, Stacked
 from weft.errors import PlanError
 from weft.layout.plan import Plan
@@ -32,7 +32,8 @@ from weft.models.common.attention import Attend
 from weft.models.common.batch import activation_of
 from weft.models.common.init import path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
-from weft.models.user_family import LOSS, UserFamily, example, meta_blocks
+from weft.models.user_facts import rows_of
+from weft.models.user_family import LOSS, WHOLE, UserFamily, example, meta_blocks
 from weft.parallel.autograd.tree import TensorNotes, tensors_in
 from weft.train.model_checks import check_layout
 
@@ -241,24 +242,37 @@ def _watch(name: str, module: nn.Module, trace: UseTrace) -> None:
         module.register_forward_pre_hook(attend)
 
 
-def propose(family: UserFamily, config: ModelConfig, plan: Plan) -> Proposal:
+def as_it_is(config: ModelConfig, _table: Table) -> ModelConfig:
+    """Default of `propose`: blocks do not depend on what is sharded."""
+    return config
+
+
+def propose(
+    family: UserFamily,
+    config: ModelConfig,
+    plan: Plan,
+    *,
+    with_table: Callable[[ModelConfig, Table], ModelConfig] = as_it_is,
+) -> Proposal:
     """The table that shards as much as the transforms accept.
 
     Args:
         plan: a layout with tensor parallelism, on which groups are tried.
+        with_table: the config with which a table is tried.
 
     Raises:
         PlanError: the model cannot be traced.
     """
     shapes = family.facts(config).shapes
     uses = trace_uses(family, config, plan)
-    table: Table = {name: _whole_row(name, shape) for name, shape in shapes.items()}
+    known = family.axes(config)
+    table: Table = {name: _first_row(name, shape, known) for name, shape in shapes.items()}
     undecided: dict[str, str] = {}
     for label, forms in _candidates(uses, shapes):
         error = ""
         for form in forms:
             changed = {**table, **form}
-            error = _rejection(family, config, plan, changed)
+            error = _rejection(family, with_table(config, changed), plan, changed)
             if not error:
                 table = changed
                 break
@@ -268,7 +282,11 @@ def propose(family: UserFamily, config: ModelConfig, plan: Plan) -> Proposal:
     return Proposal(table=_with_patterns(table, loose, all_names=list(shapes)), undecided=undecided)
 
 
-def _whole_row(name: str, shape: tuple[int, ...]) -> tuple[DimAxis | None, ...]:
+def _first_row(name: str, shape: tuple[int, ...], known: AxisTable) -> tuple[DimAxis | None, ...]:
+    """The row that the family has for a parameter already, such as an expert's; else whole."""
+    for pattern in rows_of(name, known):
+        if len(known[pattern]) == len(shape):
+            return tuple(None if axis == WHOLE else axis for axis in known[pattern])
     return (None,) * len(shape)
 
 

@@ -102,6 +102,19 @@ class RopeMapping(Protocol):
         """Fields that transformers computes differently."""
 
 
+class WholeConfig(Protocol):
+    """Reads and writes config.json as a whole, where the model is transformers' own code."""
+
+    def faults(self, config: Json, *, key: str) -> Iterator[Fault]:
+        """Why this folder has no such model; `key` names the file."""
+
+    def fields(self, config: Json) -> Flat:
+        """Fields of the family's Config, for a config.json without faults."""
+
+    def write(self, cfg: Any) -> dict[str, Any]:
+        """Keys of config.json."""
+
+
 def no_faults(cfg: ModelConfig) -> Iterable[Fault]:
     """Default of `ConfigMapping.unwritable`: every config can be written."""
     return ()
@@ -120,10 +133,11 @@ class ConfigMapping:
         ignored: keys that change no logit, besides `IGNORED`.
         constants: keys that transformers requires and that have no meaning here, written on export.
         unwritable: (config) -> fields that transformers computes differently.
+        whole: in place of all of these.
     """
 
-    keys: tuple[Key, ...]
-    fixed: tuple[Fixed, ...]
+    keys: tuple[Key, ...] = ()
+    fixed: tuple[Fixed, ...] = ()
     rope: RopeMapping | None = None
     probes: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, str] = field(default_factory=dict)
@@ -131,6 +145,7 @@ class ConfigMapping:
     ignored: frozenset[str] = frozenset()
     constants: Mapping[str, Any] = field(default_factory=dict)
     unwritable: Callable[[Any], Iterable[Fault]] = no_faults
+    whole: WholeConfig | None = None
 
 
 FIXED_EVERYWHERE: tuple[Fixed, ...] = (
@@ -242,17 +257,21 @@ class WeightMapping:
         ignored: patterns of tensors that hold no weight.
         unused: (config) -> patterns of tensors that this config does not use.
         prefix: start of tensor names that older files leave out.
+        own: (config) -> all rules, in place of `rules`, where parameters have transformers' names.
     """
 
-    rules: tuple[WeightRule, ...]
+    rules: tuple[WeightRule, ...] = ()
     packed: tuple[WeightRule, ...] = ()
     index_sets: Callable[[Any], IndexSets] = every_layer
     ignored: tuple[str, ...] = ()
     unused: Callable[[Any], tuple[str, ...]] = uses_all
     prefix: str = ""
+    own: Callable[[Any], Iterable[WeightRule]] | None = None
 
     def expand(self, cfg: Any) -> Iterator[WeightRule]:
         """All rules of a model, with complete names but for `{expert}`."""
+        if self.own is not None:
+            yield from self.own(cfg)
         indices = self.index_sets(cfg)
         for rule in self.rules:
             yield from rule.expand(indices)

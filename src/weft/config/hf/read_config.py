@@ -25,6 +25,8 @@ from weft.config.keys import Flat
 from weft.errors import CheckpointError, Fault
 
 CONFIG = "config.json"
+TRANSFORMERS = "hf:"
+"""Start of the names of families that are decoders of transformers."""
 MAX_NUMBER = 2**40
 MAX_LAYERS = 10_000
 
@@ -80,7 +82,7 @@ def hf_mappings(families: Families) -> dict[str, HFMapping]:
 
 def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFamily, HFMapping]:
     """The family of this config.json, by its architecture, or by its model_type where it names no
-    architecture.
+    architecture; transformers' own code where weft has no such family.
 
     Raises:
         CheckpointError: an architecture that no family has, with those that exist.
@@ -95,6 +97,11 @@ def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFa
             is_match = mapping.architecture == architecture
         if is_match:
             return families[name], mapping
+    own = f"{TRANSFORMERS}{model_type}"
+    if own in families:
+        family = families[own]
+        assert family.hf is not None, "all of transformers' decoders have a format"
+        return family, family.hf
     got = repr(architecture or model_type)
     known = sorted(mapping.architecture for mapping in mappings.values())
     raise CheckpointError(
@@ -118,6 +125,9 @@ def _architecture(config: Json) -> Any:
 
 def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator[Fault]:
     """Keys that are missing, that weft computes differently, or that it does not know."""
+    if mapping.whole is not None:
+        yield from mapping.whole.faults(config, key=key)
+        return
     fixed = (*mapping.fixed, *FIXED_EVERYWHERE)
     for row in mapping.keys:
         yield from _key_faults(row, config, key=key)
@@ -136,6 +146,8 @@ def config_faults(config: Json, mapping: ConfigMapping, *, key: str) -> Iterator
 
 
 def _read_fields(config: Json, mapping: ConfigMapping) -> Flat:
+    if mapping.whole is not None:
+        return mapping.whole.fields(config)
     fields: Flat = dict(mapping.implied)
     for row in mapping.keys:
         fields[row.field] = row.read(config)

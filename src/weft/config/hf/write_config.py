@@ -25,6 +25,9 @@ def config_json(
             kept.
     """
     table = mapping.config
+    if table.whole is not None:
+        names = {"architectures": [mapping.architecture], "model_type": mapping.model_type}
+        return {**table.whole.write(cfg), **names, "torch_dtype": dtype}
     found: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     found.update(table.constants)
     found.update(

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from weft.core.axes import span_sizes
 
+DISPATCH = "weft_dispatch"
+"""Child of a module that holds experts and sends tokens to them itself."""
+
 
 class Experts(nn.Module):
     """E SwiGLU networks in three tensors; E and F are read from the weights, so shards along either
@@ -38,7 +41,7 @@ class Experts(nn.Module):
         Every expert gets a gradient, zeros if it saw no token.
         """
         num_tokens = len(x_ND)
-        runs = x_ND.split(_lengths(counts_E, num_tokens))
+        runs = x_ND.split(local_lengths(counts_E, num_tokens))
         experts = zip(runs, self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
         outputs: list[Tensor] = []
         for run, gate, up, down in experts:
@@ -51,9 +54,9 @@ class Experts(nn.Module):
         return torch.cat(outputs)
 
 
-def _lengths(counts_E: Tensor, total: int) -> list[int]:
-    """The counts as numbers; on the meta device, where there are no values, an even load."""
-    if counts_E.is_meta:
+def local_lengths(counts_E: Tensor, total: int) -> list[int]:
+    """The counts as numbers; of tensors without values (meta, or fake) an even load."""
+    if counts_E.is_meta or type(counts_E) is not Tensor:
         return list(span_sizes(total, len(counts_E)))
     lengths: list[int] = counts_E.tolist()
     return lengths

@@ -26,7 +26,7 @@ from weft.core.shard import sharded_over
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch
-from weft.models.common.experts import Dispatch, Sorting, sort_by_expert
+from weft.models.common.experts import DISPATCH, Dispatch, Sorting, sort_by_expert
 from weft.models.common.init import path_below
 from weft.models.common.moe import Balance, MoE
 from weft.models.common.seam import check_replaceable
@@ -199,20 +199,36 @@ def transform(
         _check_experts(name, block, mixtures, plan, axes=axes)
         for path, mixture in mixtures.items():
             _make_parallel(path_below(name, path), mixture, comm)
+        for path, holder in _holders(block).items():
+            _make_dispatch_parallel(path_below(name, path), holder, DISPATCH, comm)
     return ()
 
 
+def _holders(block: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold experts beside their own `Dispatch`."""
+    return {
+        path: module
+        for path, module in block.named_modules()
+        if isinstance(module._modules.get(DISPATCH), Dispatch)
+    }
+
+
+def _make_dispatch_parallel(key: str, holder: nn.Module, name: str, comm: Comm) -> None:
+    if comm.degree(EP) == 1:
+        return
+    plain = getattr(holder, name)
+    check_replaceable(
+        plain,
+        Dispatch,
+        name="expert parallelism",
+        supports=ExpertParallelDispatch.supports,
+        key=f"{key}.{name}",
+    )
+    setattr(holder, name, ExpertParallelDispatch(plain.num_experts, comm=comm))
+
+
 def _make_parallel(key: str, mixture: MoE, comm: Comm) -> None:
-    if comm.degree(EP) > 1:
-        check_replaceable(
-            mixture.dispatch,
-            Dispatch,
-            name="expert parallelism",
-            supports=ExpertParallelDispatch.supports,
-            key=f"{key}.dispatch",
-        )
-        num_experts = mixture.dispatch.num_experts
-        mixture.dispatch = ExpertParallelDispatch(num_experts, comm=comm)  # type: ignore[assignment]
+    _make_dispatch_parallel(key, mixture, "dispatch", comm)
     if comm.degree((CP, TP)) > 1:
         check_replaceable(
             mixture.balance,
@@ -231,7 +247,10 @@ def _check_experts(
 ) -> None:
     """Parameters sharded over ep must be experts that a `Dispatch` sends tokens to."""
     rule = plan.sharding_rule
-    served = tuple(f"{path}.experts.".lstrip(".") for path in mixtures)
+    served = (
+        *(f"{path}.experts.".lstrip(".") for path in mixtures),
+        *(f"{path}." for path in _holders(block)),
+    )
     for path, _ in block.named_parameters():
         key = f"{name}.{path}"
         mesh_axes = [sharded_over(axis, rule) for axis in logical_axes(key, axes)]

@@ -107,6 +107,12 @@ def untouched_model(config: Mapping[str, Any], mtp_depth: int) -> HFModel:
     return _finished(model, mtp_depth)
 
 
+def _options(transformers: Any, hf_config: Any) -> dict[str, str]:
+    """Options of a class of transformers: its eager code, where it has no other attention."""
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    return OPTIONS if model_class._supports_sdpa else {**OPTIONS, "attn_implementation": "eager"}
+
+
 def loaded_model(folder: Path, config: Mapping[str, Any], mtp_depth: int) -> HFModel:
     """The model of a folder, read by transformers.
 
@@ -126,7 +132,7 @@ def loaded_model(folder: Path, config: Mapping[str, Any], mtp_depth: int) -> HFM
         dtype=torch.float64,
         local_files_only=True,
         output_loading_info=True,
-        **OPTIONS,
+        **_options(transformers, hf_config),
     )
     side_layer = f"model.layers.{hf_config.num_hidden_layers}."
     unknown = [name for name in info["unexpected_keys"] if not name.startswith(side_layer)]

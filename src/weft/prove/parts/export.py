@@ -27,6 +27,8 @@ from weft.hf.match import mapping_of
 from weft.models import FAMILIES
 from weft.prove.against.hf_weights import Values
 from weft.prove.against.support import LIBRARY
+from weft.prove.bounds import FACTOR
+from weft.prove.inner_precision import inner_precision
 from weft.prove.parts.comparisons import Compared, Comparisons
 from weft.prove.parts.plain_export import WEIGHT, merged_plainly, read_plainly
 from weft.prove.parts.plain_generation import plain_blocks, plain_outputs
@@ -183,7 +185,8 @@ class _Export:
     def _compare_config(self, found: Comparisons, folder: Path) -> None:
         """Each key of config.json, read as `weft import` reads it."""
         model = self.subject.model
-        read = load(["--model.from_hf", str(folder)], FAMILIES).model
+        named = ["--model.name", model.name] if FAMILIES.is_user_model(model.name) else []
+        read = load([*named, "--model.from_hf", str(folder)], FAMILIES).model
         for row in mapping_of(model.family).config.keys:
             value = getattr(read, row.field)
             right = getattr(model, row.field)
@@ -275,11 +278,19 @@ class _Export:
         hf = HFLogits(self.exported, tokens_BS)
         subject = self._without_adapters()
         blocks = plain_blocks(subject.family, subject.model, Values(dict(self.right)))
+        bound = max(hf.bound, self._rounding_inside(subject, num_blocks=len(blocks)))
         for row, right_SV in enumerate(hf.compute()):
             what = Compared(f"logits of sequence {row}", "export", STEPS, block="head")
             *_, logits_SV = plain_outputs(blocks, [tokens_BS[row].tolist()]).values()
-            found.check(what, logits_SV, right_SV, ranks=(0,), bound=hf.bound)
+            found.check(what, logits_SV, right_SV, ranks=(0,), bound=bound)
         return found.as_pass(f"float64, logits of {LIBRARY}", hf.source)
+
+    @staticmethod
+    def _rounding_inside(subject: Subject, *, num_blocks: int) -> float:
+        """How far casts inside a model that is not weft's own move logits: a rounding a block."""
+        model = subject.model
+        inner = inner_precision(subject.family, model, dtype=torch.float64, seq_len=NUM_TOKENS)
+        return 0.0 if inner.dtype is None else FACTOR * num_blocks * torch.finfo(inner.dtype).eps
 
     def _tokens(self) -> Tensor:
         """Two sequences, [B, S]."""

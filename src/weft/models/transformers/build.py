@@ -1,0 +1,191 @@
+"""Configs and models of transformers from the fields of a weft config, without drop-out."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import Fault, PlanError, counted, type_and_message
+from weft.models.transformers.architectures import KEY, PREFIX
+from weft.models.transformers.capture import OTHER, Captured, capture
+from weft.models.transformers.experts import expert_params
+from weft.models.transformers.interfaces import EAGER, NAME, register
+from weft.models.transformers.sizes import SETTINGS, TINY, TOKENS, fields_of, is_drop_out, own_name
+
+LAYER_LISTS = ("layer_types", "mlp_layer_types")
+
+
+@functools.lru_cache(maxsize=256)
+def default_config(model_type: str) -> Any:
+    """A config of transformers with its own defaults.
+
+    Raises:
+        PlanError: it has none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(model_type)
+    except Exception as error:
+        what = (
+            f"{PREFIX}{model_type}: transformers has no default config: {type_and_message(error)}"
+        )
+        raise PlanError(Fault(KEY, what, fix=OTHER)) from error
+
+
+def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
+    """The config of transformers of these sizes and settings; drop-out is 0.
+
+    Raises:
+        PlanError: transformers rejects it.
+    """
+    default = default_config(model_type)
+    fields = dict(fields_of(default))
+    settings: dict[str, Any] = json.loads(values.get(SETTINGS) or "{}")
+    given: dict[str, Any] = {attribute: values[field] for field, attribute in fields.items()}
+    if "qk_rope_head_dim" in vars(default):  # latent attention: all heads have keys of their own
+        given[own_name(default, "num_key_value_heads")] = values["heads"]
+    if "model_type" in settings:  # the whole config.json of a folder
+        given = {**fitted(settings, values["layers"]), **given}
+    else:
+        tiny = {name: value for name, value in TINY.items() if name in vars(default)}
+        given |= {**tiny, **dict(_token_ids(default, values["vocab"])), **settings}
+    every = {**default.to_dict(), **given}
+    given |= {name: type(value)(0) for name, value in drop_out_of(every).items()}
+    try:
+        return type(default)(**given)
+    except Exception as error:
+        what = f"{PREFIX}{model_type}: transformers rejects the config: {type_and_message(error)}"
+        raise PlanError(Fault(KEY, what, fix="other sizes")) from error
+
+
+def drop_out_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """The keys of a config that drop out something, which no layout computes: they are set to 0."""
+    return {name: value for name, value in config.items() if is_drop_out(name, value)}
+
+
+def _token_ids(default: Any, vocab: int) -> Iterator[tuple[str, int]]:
+    """Ids of special tokens that a small vocabulary does not have: its last one in their place."""
+    for name in TOKENS:
+        if isinstance(vars(default).get(name), int) and vars(default)[name] >= vocab:
+            yield name, vocab - 1
+
+
+def fitted(settings: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Settings whose lists of one entry a layer have this many: cut, or repeated."""
+    found = dict(settings)
+    for name in LAYER_LISTS:
+        kinds = settings.get(name)
+        if kinds:
+            found[name] = [kinds[index % len(kinds)] for index in range(num_layers)]
+    return found
+
+
+def build(config: Any, *, implementation: str = NAME) -> nn.Module:
+    """A model with the initial values of transformers, on torch's current device.
+
+    Args:
+        implementation: of attention and experts, as transformers names it.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    register()
+    own = type(config).from_dict(config.to_dict())
+    own._attn_implementation_internal = implementation
+    own._experts_implementation_internal = NAME if implementation in (NAME, EAGER) else EAGER
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    lm: nn.Module = model_class(own)
+    return lm
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder of transformers, with what it computes at some sizes.
+
+    Attributes:
+        config: of transformers.
+        captured: from one run without memory.
+        shapes: name of a parameter, as transformers has it -> shape.
+        experts: names of parameters whose first dim counts experts.
+        stored_buffers: names of buffers that transformers stores in a folder.
+    """
+
+    config: Any
+    captured: Captured
+    shapes: Mapping[str, tuple[int, ...]]
+    experts: frozenset[str]
+    stored_buffers: frozenset[str]
+
+
+def architecture_of(model_type: str, values: Mapping[str, Any]) -> Architecture:
+    """The architecture of these fields of a weft config.
+
+    Raises:
+        PlanError: transformers rejects the sizes, or the model is no chain of decoder layers.
+    """
+    return _architecture(model_type, json.dumps(dict(values), sort_keys=True))
+
+
+TRIES = ((NAME, True), (NAME, False), (EAGER, True), (EAGER, False))
+"""Implementation of attention, and whether the forward gets a mask: the first that runs is taken."""
+
+
+@functools.lru_cache(maxsize=64)
+def _architecture(model_type: str, text: str) -> Architecture:
+    """With weft's attention; with transformers' eager code where layers do not call the interface."""
+    values = json.loads(text)
+    config = config_of(model_type, values)
+    errors: list[PlanError] = []
+    for implementation, has_mask in TRIES:
+        try:
+            return _run(config, implementation, values["layers"], has_mask=has_mask)
+        except PlanError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _run(config: Any, implementation: str, num_layers: int, *, has_mask: bool) -> Architecture:
+    try:
+        with torch.device("meta"):
+            lm = build(config, implementation=implementation)
+    except Exception as error:
+        what = f"transformers cannot build it: {type_and_message(error)}"
+        raise PlanError(Fault(KEY, what, fix="other sizes, or another architecture")) from error
+    named = lm.named_parameters(remove_duplicate=False)
+    shapes = {name: tuple(param.shape) for name, param in named}
+    captured = capture(lm, num_layers, implementation=implementation, has_mask=has_mask)
+    buffers = frozenset(lm.state_dict()) - shapes.keys()
+    found = Architecture(config, captured, shapes, expert_params(lm), buffers)
+    unused = shapes.keys() - param_names(found).values()
+    if unused:
+        what = f"{counted(len(unused), 'parameter')} that no token of a text passes"
+        raise PlanError(Fault(KEY, what, got=min(unused), fix=OTHER))
+    return found
+
+
+def param_names(found: Architecture) -> dict[str, str]:
+    """Global name of a parameter -> its name in transformers, in the order of the chain."""
+    layers = f"{found.captured.layers}."
+    embed: dict[str, str] = {}
+    inner: dict[str, str] = {}
+    head: dict[str, str] = {}
+    for name in found.shapes:
+        if name.startswith(layers):
+            index, _, rest = name.removeprefix(layers).partition(".")
+            inner[f"layer{index}.layer.{rest}"] = name
+        elif is_below(name, found.captured.before):
+            embed[f"embed.lm.{name}"] = name
+        elif is_below(name, found.captured.after):
+            head[f"head.lm.{name}"] = name
+    return embed | inner | head
+
+
+def is_below(name: str, paths: Collection[str]) -> bool:
+    """Whether a parameter belongs to one of these modules."""
+    return any(name.startswith(f"{path}.") for path in paths)

@@ -1,0 +1,265 @@
+"""A model of transformers as a chain of blocks: each calls the model's own forward, in which only its own part computes.
+
+embed      the forward up to the first layer, whose input is the block's output
+layer3     the forward with layer 3 alone: it gets the block's input, and all that the trunk hands it beside
+           (rotary tables, masks, types of layers); what the trunk did to its own hidden state is discarded
+head       the forward from the last layer on: it returns the block's input
+
+So embedding, scaling, position tables, final norm and logits are computed by transformers' code.
+A forward ends where its block does: the part raises `BlockDone`, which the block catches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import Fault, PlanError
+from weft.models.common.attention import Attend
+from weft.models.common.batch import Batch
+from weft.models.common.layers import RegionInput
+from weft.models.transformers.capture import Captured, forward_options
+from weft.models.transformers.experts import set_dispatch
+from weft.models.transformers.interfaces import ATTEND, BlockCall, calling, current_call
+
+
+class BlockDone(Exception):  # noqa: N818 - no error: the end of a block's part of a forward
+    """The output of a block, raised where its part of the model's forward ends."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x = x
+
+
+class LayerPlace(nn.Module):
+    """In place of a layer, with its plain attributes, such as the type of its attention.
+
+    Args:
+        num_outputs: of the layer, which returns a tuple of so many; 0: it returns a tensor.
+    """
+
+    def __init__(self, layer: nn.Module, num_outputs: int) -> None:
+        super().__init__()
+        self.num_outputs = num_outputs
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float) and name not in vars(self):
+                setattr(self, name, value)
+
+    def result(self, x: Any) -> Any:
+        """What the layer would return with this hidden state."""
+        if not self.num_outputs:
+            return x
+        return (x, *[None] * (self.num_outputs - 1))
+
+
+class Skipped(LayerPlace):
+    """A layer that another block computes."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return self.result(hidden_state(args, options))
+
+
+class First(LayerPlace):
+    """The first layer, for the block before it: its input is that block's output."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        raise BlockDone(hidden_state(args, options))
+
+
+class Last(LayerPlace):
+    """The last layer, for the block behind it: it returns that block's input."""
+
+    def forward(self, *_args: Any, **_options: Any) -> Any:
+        return self.result(current_call().x)
+
+
+class Own(LayerPlace):
+    """The layer of a block: it reads the block's input in place of the trunk's hidden state."""
+
+    def __init__(self, layer: nn.Module, num_outputs: int) -> None:
+        super().__init__(layer, num_outputs)
+        self.layer = layer
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        args, options = with_hidden_state(current_call().x, args, options)
+        out = self.layer(*args, **options)
+        raise BlockDone(out if isinstance(out, Tensor) else out[0])
+
+
+HIDDEN = "hidden_states"
+
+
+def hidden_state(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The hidden state that a layer is called with."""
+    return args[0] if args else options[HIDDEN]
+
+
+def with_hidden_state(
+    x: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer with another hidden state."""
+    if args:
+        return (x, *args[1:]), options
+    return args, {**options, HIDDEN: x}
+
+
+class Stub(nn.Module):
+    """In place of a module whose parameters another block holds; its result is discarded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.zeros((), device="cpu")
+
+    def forward(self, *_args: Any, **_options: Any) -> Tensor:
+        embeds: Tensor = current_call().embeds
+        return embeds
+
+
+class WholeBlock(nn.Module):
+    """The first or the last block: the model without its layers, and without the other end."""
+
+    def __init__(self, lm: nn.Module, captured: Captured) -> None:
+        super().__init__()
+        self.lm = lm
+        self.takes = captured.takes
+        self.has_mask = captured.has_mask
+        self.width = captured.width
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return run(self.lm, x, batch, self)
+
+
+class LayerBlock(nn.Module):
+    """One layer. The model around it has no parameters of its own and belongs to no block."""
+
+    def __init__(self, layer: nn.Module, lm: nn.Module, captured: Captured) -> None:
+        super().__init__()
+        self.layer = layer
+        self.around = nn.ModuleList(_with_buffers(lm, captured.layers))
+        self._lm = (lm,)  # in a tuple: a child would name the layer twice
+        self.takes = captured.takes
+        self.has_mask = captured.has_mask
+        self.width = captured.width
+        kinds = {type(module) for module in layer.modules()}
+        self.mixes_outside_attend = Attend not in kinds or nn.Conv1d in kinds
+        """Whether it reads other tokens by code of its own: short convolutions, recurrent states."""
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch.documents is not None and self.mixes_outside_attend:
+            what = f"{type(self.layer).__name__} would read the tokens of other documents"
+            raise PlanError(Fault("data.packing", what, fix="--data.packing stream or single"))
+        return run(self._lm[0], x, batch, self)
+
+
+def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) -> Tensor:
+    """The part of a model's forward that belongs to a block."""
+    options = forward_options(x, batch, block.takes, has_mask=block.has_mask)
+    # zeros, not x: some trunks scale their embeddings in place, or make several streams of them
+    embeds = torch.zeros((*x.shape[:2], block.width), dtype=_dtype(x), device=x.device)
+    if x.is_floating_point():
+        options["inputs_embeds"] = embeds
+    else:
+        options["input_ids"] = x
+    try:
+        with calling(BlockCall(x, batch, embeds)):
+            out = lm(**options)
+    except BlockDone as done:
+        return done.x
+    logits: Tensor = out.logits
+    return logits
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
+
+
+REGION = "weft_region"
+"""Child of an attention module at whose input a tensor-parallel region may begin."""
+
+
+def enter_region(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A forward pre-hook of attention: its code takes lengths from its input, so the region begins
+    there, where under sequence parallelism the sequence is whole.
+    """
+    if not args and HIDDEN not in options:
+        return None
+    region: nn.Module = getattr(module, REGION)
+    return with_hidden_state(region(hidden_state(args, options)), args, options)
+
+
+def blocks_of_model(
+    lm: nn.Module, captured: Captured, *, has_region: Callable[[str], bool] = lambda _: False
+) -> dict[str, nn.Module]:
+    """The chain embed, layer0, ..., head of a model of transformers.
+
+    Args:
+        has_region: path of an attention module -> whether a tensor-parallel region may begin there.
+    """
+    for path, attend in captured.make_attends(lm).items():
+        module = lm.get_submodule(path)
+        setattr(module, ATTEND, attend)
+        if has_region(path):
+            setattr(module, REGION, RegionInput())
+            module.register_forward_pre_hook(enter_region, with_kwargs=True)
+    set_dispatch(lm)
+    stack: Any = lm.get_submodule(captured.layers)
+    layers = list(stack)
+
+    def skipped(index: int) -> LayerPlace:
+        return Skipped(layers[index], captured.num_outputs)
+
+    def model_with(kind: type[LayerPlace], index: int, holds: frozenset[str]) -> nn.Module:
+        places = [skipped(other) for other in range(len(layers))]
+        places[index] = kind(layers[index], captured.num_outputs)
+        return _copied(lm, captured.layers, nn.ModuleList(places), holds)
+
+    last = len(layers) - 1
+    chain: dict[str, nn.Module] = {
+        "embed": WholeBlock(model_with(First, 0, captured.before), captured)
+    }
+    for index, layer in enumerate(layers):
+        around = model_with(Own, index, frozenset())
+        chain[f"layer{index}"] = LayerBlock(layer, around, captured)
+    chain["head"] = WholeBlock(model_with(Last, last, captured.after), captured)
+    return chain
+
+
+def _copied(
+    module: nn.Module, layers: str, places: nn.ModuleList, holds: frozenset[str], path: str = ""
+) -> nn.Module:
+    """A copy of the model that shares what it keeps: other layers, and stubs for what it does not hold."""
+    new = copy.copy(module)
+    new._modules = {}
+    for name, child in module._modules.items():
+        below = f"{path}.{name}" if path else name
+        if below == layers:
+            new._modules[name] = places
+        elif f"{layers}.".startswith(f"{below}."):
+            new._modules[name] = child and _copied(child, layers, places, holds, below)
+        elif child is None or below in holds or not _has_parameters(child):
+            new._modules[name] = child
+        else:
+            new._modules[name] = Stub()
+    return new
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _with_buffers(lm: nn.Module, layers: str) -> list[nn.Module]:
+    """Modules around the layers that compute with buffers alone, such as rotary tables."""
+    parts = layers.split(".")[:-1]
+    trunks = [lm.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    return [
+        child
+        for trunk in trunks
+        for child in trunk.children()
+        if not isinstance(child, Stub | nn.ModuleList)
+        and not _has_parameters(child)
+        and any(True for _ in child.buffers())
+    ]

@@ -1,0 +1,88 @@
+"""Whether the chain of blocks computes what transformers' own model does: logits of a few tokens in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import Fault, PlanError, type_and_message
+from weft.models.common.batch import Batch, forward, token_batch
+from weft.models.transformers.architectures import KEY
+from weft.models.transformers.build import Architecture, architecture_of, build
+from weft.models.transformers.capture import OTHER
+from weft.models.transformers.chain import blocks_of_model
+from weft.models.transformers.interfaces import EAGER
+from weft.models.transformers.sizes import SIZES
+
+MOST_ENTRIES = 2**22
+"""Entries of models that are compared themselves; larger ones in tiny sizes, with their settings."""
+MOST_LAYERS = 4
+ROWS, LENGTH = 2, 12
+SEED = 0
+NOISE = 0.02
+"""Added to initial values: what starts at zero would hide what it is multiplied with."""
+TOLERANCE = 1e-4
+"""Largest difference of logits, relative to the largest: transformers casts to float32 inside, which
+explains 1e-6; two positions that are exchanged show 1e-2 and more.
+"""
+
+
+def check_against_transformers(model_type: str, values: Mapping[str, Any]) -> str:
+    """Reject an architecture whose chain computes other logits; a note where it could not be told.
+
+    Raises:
+        PlanError: with the difference.
+    """
+    found = architecture_of(model_type, values)
+    if sum(map(math.prod, found.shapes.values())) > MOST_ENTRIES:
+        tiny = {name: size.tiny for name, size in SIZES.items() if name in values}
+        tiny["layers"] = min(values["layers"], MOST_LAYERS)
+        try:
+            found = architecture_of(model_type, {**values, **tiny})
+        except PlanError as error:
+            return f"not compared with transformers in tiny sizes: {error.faults[0].what}"
+    return _compare(found)
+
+
+def _compare(found: Architecture) -> str:
+    vocab = int(found.config.vocab_size)
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(vocab, (ROWS, LENGTH), generator=generator)
+    batch = token_batch(ids, ids)
+    with torch.no_grad():
+        try:
+            right = _logits(_filled(found, EAGER), batch)
+        except Exception as error:
+            what = f"transformers' own forward fails: {type_and_message(error)}"
+            raise PlanError(Fault(KEY, what, fix=OTHER)) from error
+        try:
+            own = _filled(found, found.captured.implementation)
+            logits = forward(blocks_of_model(own, found.captured), batch)
+        except Exception as error:
+            what = f"its parts do not run by themselves: {type_and_message(error)}"
+            raise PlanError(Fault(KEY, what, fix=OTHER)) from error
+    difference = float((logits - right).abs().max() / right.abs().max())
+    if not difference <= TOLERANCE:
+        what = "its layers one by one compute other logits than the whole model"
+        got = f"{difference:.1e} of the largest logit"
+        raise PlanError(Fault(KEY, what, got=got, need=f"at most {TOLERANCE:.0e}", fix=OTHER))
+    return ""
+
+
+def _filled(found: Architecture, implementation: str) -> nn.Module:
+    """The model with the same values for each implementation."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=()):
+        torch.manual_seed(SEED)
+        lm = build(found.config, implementation=implementation).double()
+        for param in lm.parameters():
+            param.add_(torch.randn_like(param), alpha=NOISE)
+    return lm
+
+
+def _logits(lm: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = lm(input_ids=batch.inputs, use_cache=False).logits
+    return logits

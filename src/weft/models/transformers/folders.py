@@ -1,0 +1,101 @@
+"""Folders of a decoder of transformers: config.json as it is, tensors by transformers' own names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from weft.config.hf.mapping import (
+    ConfigMapping,
+    HFMapping,
+    IndexSets,
+    Json,
+    WeightMapping,
+    WeightRule,
+)
+from weft.config.hf.read_config import CONFIG
+from weft.config.keys import Flat
+from weft.errors import Fault, PlanError, counted, type_and_message
+from weft.models.transformers.build import architecture_of, config_of, default_config, param_names
+from weft.models.transformers.sizes import SETTINGS, derived, fields_of, own_name
+
+
+def folder_mapping(model_type: str, class_name: str) -> HFMapping:
+    """The format of the folders of an architecture."""
+    own = FolderConfig(model_type)
+    return HFMapping(
+        architecture=class_name,
+        model_type=model_type,
+        config=ConfigMapping(whole=own, unwritable=own.unwritable),
+        weights=WeightMapping(own=own.rules, ignored=("*.rotary_emb.inv_freq",), index_sets=_none),
+    )
+
+
+def _none(_cfg: Any) -> IndexSets:
+    """No rule has placeholders."""
+    return {}
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """config.json of an architecture; its sizes are fields, all else is in `settings`."""
+
+    model_type: str
+
+    def faults(self, config: Json, *, key: str) -> Iterator[Fault]:
+        """Quantised weights, code of the folder's own, and what transformers rejects."""
+        if config.get("quantization_config"):
+            fix = "turn its weights into bfloat16 first"
+            yield Fault(key, "quantization_config: quantised weights are not trained", fix=fix)
+            return
+        try:
+            self._read(config)
+        except PlanError as error:
+            yield Fault(key, error.faults[0].what, fix="correct it, or download the file again")
+
+    def _read(self, config: Json) -> Any:
+        """The config as transformers reads it.
+
+        Raises:
+            PlanError: it does not.
+        """
+        try:
+            return type(default_config(self.model_type)).from_dict(dict(config))
+        except Exception as error:
+            what = f"transformers rejects it: {type_and_message(error)}"
+            raise PlanError(Fault(CONFIG, what)) from error
+
+    def fields(self, config: Json) -> Flat:
+        """Sizes, and all other keys as JSON."""
+        default = default_config(self.model_type)
+        read = self._read(config)
+        sizes = dict(fields_of(default))
+        settings = {own_name(default, name): value for name, value in config.items()}
+        others = {name: value for name, value in settings.items() if name not in sizes.values()}
+        found: Flat = {field: getattr(read, name) for field, name in sizes.items()}
+        found.update({name: value for name, value in derived(found).items() if name in found})
+        return {**found, SETTINGS: json.dumps(others, sort_keys=True)}
+
+    def write(self, cfg: Any) -> dict[str, Any]:
+        """The config that the model was built with."""
+        written: dict[str, Any] = config_of(self.model_type, self._values(cfg)).to_dict()
+        return written
+
+    def unwritable(self, cfg: Any) -> Iterator[Fault]:
+        """Buffers that a folder holds, and that weft, which trains parameters, does not have."""
+        buffers = architecture_of(self.model_type, self._values(cfg)).stored_buffers
+        if buffers:
+            what = f"an export would leave out {counted(len(buffers), 'buffer')}"
+            yield Fault("model.name", what, got=min(buffers), fix="a family of weft's own")
+
+    def rules(self, cfg: Any) -> Iterator[WeightRule]:
+        """One tensor a parameter, under transformers' name."""
+        found = architecture_of(self.model_type, self._values(cfg))
+        for name, own in param_names(found).items():
+            yield WeightRule(name, own)
+
+    def _values(self, cfg: Any) -> dict[str, Any]:
+        sizes = dict(fields_of(default_config(self.model_type)))
+        return {name: getattr(cfg, name) for name in (*sizes, SETTINGS)}

@@ -1,0 +1,131 @@
+"""Sizes of a decoder of transformers as fields of a weft config, their names in transformers, and tiny defaults. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SETTINGS = "settings"
+"""Field with all other keys of config.json, as JSON."""
+AXES = "axes"
+"""Field with the axes that a run shards, by patterns of names, as JSON."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A field of the config.
+
+    Attributes:
+        names: of the attribute in configs of transformers; the first one that a config has.
+        tiny: default, small enough to train on a laptop.
+        help: of the flag.
+    """
+
+    names: tuple[str, ...]
+    tiny: int
+    help: str
+
+
+SIZES: Mapping[str, Size] = {
+    "layers": Size(
+        ("decoder_layers", "num_hidden_layers", "num_layers", "n_layers", "n_layer"),
+        2,
+        "transformer layers",
+    ),
+    "dim": Size(("hidden_size", "d_model", "n_embd"), 64, "width of the stream"),
+    "heads": Size(
+        ("decoder_attention_heads", "num_attention_heads", "n_heads", "n_head"),
+        4,
+        "attention heads",
+    ),
+    "kv_heads": Size(("num_key_value_heads", "num_kv_heads"), 2, "heads of keys and values"),
+    "head_size": Size(("head_dim", "kv_channels"), 16, "entries of a head"),
+    "ffn": Size(
+        ("decoder_ffn_dim", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
+        96,
+        "width of the feed-forward part",
+    ),
+    "experts": Size(
+        ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+        4,
+        "experts of a layer",
+    ),
+    "top_k": Size(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+        2,
+        "experts of a token",
+    ),
+    "expert_ffn": Size(
+        ("moe_intermediate_size", "expert_ffn_hidden_size"), 32, "width of an expert"
+    ),
+    "vocab": Size(("vocab_size",), 256, "token ids"),
+    "max_seq_len": Size(
+        ("max_position_embeddings", "max_seq_len", "n_positions", "max_sequence_length"),
+        1024,
+        "longest sequence",
+    ),
+}
+
+TINY: Mapping[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "sliding_window": 64,
+    "word_embed_proj_dim": 64,
+    "rotary_dim": 8,
+    "tie_word_embeddings": False,
+}
+"""Other attributes of configs that are built from sizes, where a config has them."""
+MAY_BE_NONE = ("kv_heads", "head_size", "experts", "top_k", "ffn")
+"""Sizes that configs may leave out: they follow from the others then."""
+MISSING = object()
+TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+"""Ids that a small vocabulary may not have."""
+
+
+def fields_of(config: Any) -> Iterator[tuple[str, str]]:
+    """(field, attribute) of the sizes that a config of transformers has."""
+    given = vars(config)
+    for field, size in SIZES.items():
+        if field in ("head_size", "kv_heads") and "qk_rope_head_dim" in given:
+            continue  # they follow from the parts of latent attention
+        for name in size.names:
+            attribute = own_name(config, name)
+            value = given.get(attribute, MISSING)
+            is_size = type(value) is int or (value is None and field in MAY_BE_NONE)
+            if is_size and _is_settable(config, attribute):
+                yield field, attribute
+                break
+
+
+def own_name(config: Any, name: str) -> str:
+    """The attribute of a config that one of its names stands for."""
+    found: str = type(config).attribute_map.get(name, name)
+    return found
+
+
+def _is_settable(config: Any, name: str) -> bool:
+    """Whether a value may be given: no property without a setter."""
+    owner = getattr(type(config), name, None)
+    return not (isinstance(owner, property) and owner.fset is None)
+
+
+def is_drop_out(name: str, value: object) -> bool:
+    """Whether a key of config.json is a probability of drop-out or noise that is not 0."""
+    words = ("dropout", "_pdrop", "dropout_p", "drop_rate", "layerdrop", "jitter")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value != 0 and any(word in name for word in words)
+
+
+def derived(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that a config leaves out, from the others."""
+    heads = fields.get("heads") or 1
+    usual = {"kv_heads": heads, "head_size": fields["dim"] // heads, "ffn": 4 * fields["dim"]}
+    return {name: value for name, value in usual.items() if fields.get(name) is None}

@@ -1,0 +1,75 @@
+"""What a run of a decoder of transformers needs before it starts: a comparison with transformers, and axes to shard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weft.config.run import Run, plan_of
+from weft.core.dimension import activation_axes
+from weft.core.model_config import ModelConfig
+from weft.models import FAMILIES
+from weft.models.transformers.architectures import is_architecture_name, model_type_of
+
+
+def prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
+    """The run with the axes that its layout can shard, and what is said of them.
+
+    Raises:
+        UserError: the architecture is no chain that computes what transformers does.
+    """
+    if not is_architecture_name(run.model.name):
+        return run, ()
+    from weft.models.transformers.sizes import AXES
+
+    family: Any = FAMILIES[run.model.name]
+    values = dict(vars(family.user_config(run.model)))
+    stored = values.pop(AXES)
+    notes = list(_notes(model_type_of(run.model.name), values))
+    if not stored and plan_of(run).mesh.degree(activation_axes()) > 1:
+        run, whole = _with_axes(run)
+        notes += whole
+    return run, tuple(f"{run.model.name}: {note}" for note in notes)
+
+
+def _notes(model_type: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """Drop-out that is left out, and a comparison that could not be made."""
+    from weft.models.transformers.build import drop_out_of  # they import torch
+    from weft.models.transformers.check import check_against_transformers
+    from weft.models.transformers.sizes import SETTINGS
+
+    dropped = drop_out_of(json.loads(values[SETTINGS] or "{}"))
+    if dropped:
+        names = ", ".join(f"{name} {value:g}" for name, value in dropped.items())
+        yield f"trained without drop-out (config.json: {names})"
+    note = check_against_transformers(model_type, values)
+    if note:
+        yield note
+
+
+def _with_axes(run: Run) -> tuple[Run, list[str]]:
+    """The run with axes found by tracing, and what is whole on every rank.
+
+    They are stored in the config: a resume or another rank shards alike.
+    """
+    from weft.models.transformers.axis_rows import axes_text  # they import torch
+    from weft.models.transformers.sizes import AXES
+    from weft.models.user_family import UserFamily
+    from weft.train.propose_axes import Table, propose
+
+    def with_table(model: ModelConfig, table: Table) -> ModelConfig:
+        return model.model_copy(update={AXES: axes_text(table)})
+
+    family = FAMILIES[run.model.name]
+    assert isinstance(family, UserFamily), "made by weft.models.transformers"
+    # without sequence parallelism, under which no group is accepted without the others
+    plan = plan_of(run).model_copy(update={"sequence_parallel": False})
+    proposal = propose(family, run.model, plan, with_table=with_table)
+    whole = [
+        f"whole on every rank: {part}: {reason.partition(' Fix: ')[0]}"
+        for part, reason in proposal.undecided.items()
+    ]
+    if not any(name.startswith("layer") for name in json.loads(axes_text(proposal.table))):
+        whole.append("no linear of its layers is sharded: each rank computes them whole")
+    return run.with_values({f"model.{AXES}": axes_text(proposal.table)}), whole

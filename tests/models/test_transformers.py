@@ -1,0 +1,129 @@
+"""Decoders of transformers as families: equal to transformers' own class and on layouts; names, folders, axes and rejections."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benchmarks.architectures import against_transformers, float64_alone, proven
+
+from weft.config.hf.read_config import describe_folder
+from weft.config.load import load
+from weft.errors import CheckpointError, ConfigError, PlanError
+from weft.models import FAMILIES
+from weft.models.transformers import architectures
+from weft.models.transformers.build import architecture_of, config_of, param_names
+from weft.models.transformers.sizes import SIZES
+from weft.start.transformers_model import prepared
+
+TINY = {name: size.tiny for name, size in SIZES.items()} | {"settings": ""}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mixtral", "bloom"])
+def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
+    with float64_alone():
+        outcome = against_transformers(name)
+    assert outcome.word == "equal", outcome.text
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama", {"mesh": "tp2", "parallel.sequence": True}),
+        ("gemma2", {"mesh": "cp2"}),
+        ("mixtral", {"mesh": "ep2"}),
+        ("gpt2", {"mesh": "dp2", "parallel.zero": 3}),
+    ],
+)
+def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any]) -> None:
+    outcome = proven(name, keys)
+    assert outcome.word == "equal", outcome.text
+
+
+def test_tied_embeddings_are_tied_across_the_stages_of_a_pipeline() -> None:
+    outcome = proven("llama", {"mesh": "pp2", "model.settings": '{"tie_word_embeddings": true}'})
+    assert outcome.word == "equal", outcome.text
+
+
+@pytest.mark.slow
+def test_what_is_exported_is_read_by_transformers() -> None:
+    outcome = proven("olmo2", {"mesh": "dp2"}, what=("export",))
+    assert outcome.word == "equal", outcome.text
+
+
+def test_parameters_have_the_names_of_transformers() -> None:
+    names = param_names(architecture_of("llama", TINY | {"layers": 1}))
+    assert names["embed.lm.model.embed_tokens.weight"] == "model.embed_tokens.weight"
+    own = "model.layers.0.self_attn.q_proj.weight"
+    assert names["layer0.layer.self_attn.q_proj.weight"] == own
+    assert names["head.lm.lm_head.weight"] == "lm_head.weight"
+
+
+def test_drop_out_is_0() -> None:
+    assert config_of("gpt2", TINY).resid_pdrop == 0.0
+
+
+def test_what_the_transforms_refuse_is_whole_and_said() -> None:
+    run, notes = prepared(load(["--model.name", "hf:olmo2", "--mesh", "tp2"], FAMILIES))
+    axes = json.loads(run.model.axes)  # type: ignore[attr-defined]
+    assert axes["layer*.layer.mlp.gate_proj.weight"] == ["ffn", None]
+    assert "layer*.layer.self_attn.q_proj.weight" not in axes
+    (note,) = notes
+    assert "whole on every rank" in note
+    assert "self_attn.q_norm" in note
+
+
+def write_config(folder: Path, **keys: Any) -> Path:
+    config = config_of("olmo2", TINY).to_dict() | {"architectures": ["Olmo2ForCausalLM"]} | keys
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_a_folder_of_an_architecture_that_weft_has_no_family_for(tmp_path: Path) -> None:
+    found = describe_folder(write_config(tmp_path, rms_norm_eps=1e-3), FAMILIES)
+    assert found.family == "hf:olmo2"
+    assert found.fields["dim"] == TINY["dim"]
+    settings = json.loads(found.fields["settings"])  # type: ignore[arg-type]
+    assert settings["rms_norm_eps"] == 1e-3
+
+
+def test_quantised_weights_are_rejected(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, quantization_config={"bits": 4})
+    with pytest.raises(CheckpointError, match="quantised weights are not trained"):
+        describe_folder(folder, FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf:olmo22", "is no decoder of transformers.*did you mean 'hf:olmo2'"),
+        ("hf:t5", "is no decoder of transformers"),
+        ("hf:gemma3", "a model of several parts.*hf:gemma3_text"),
+    ],
+)
+def test_other_names_are_rejected(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(["--model.name", name], FAMILIES)
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architectures, "architectures", dict)
+    with pytest.raises(ConfigError, match=r"weft-train\[hf\]"):
+        architectures.model_type_of("hf:llama")
+
+
+def test_an_export_that_would_leave_out_a_buffer_is_rejected() -> None:
+    family = FAMILIES["hf:deepseek_v3"]
+    assert family.hf is not None
+    (fault,) = family.hf.config.unwritable(family.Config())
+    assert "e_score_correction_bias" in str(fault)
+
+
+def test_layers_that_run_twice_are_no_chain() -> None:
+    with pytest.raises(PlanError, match="one after the other, once each"):
+        architecture_of("hrm_text", TINY)
