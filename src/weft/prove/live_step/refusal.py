@@ -10,8 +10,9 @@ from weft.comm.text import all_gather_text
 from weft.core.dimension import local_update_axes
 from weft.core.mesh import Mesh
 from weft.errors import counted
+from weft.prove.live_step.compared_numbers import LiveDifference
 from weft.prove.live_step.gradient_rows import GradientRows
-from weft.prove.live_step.judgement import Judgement, LiveDifference
+from weft.prove.live_step.judgement import Judgement
 from weft.prove.report import Difference
 
 
