@@ -179,6 +179,39 @@ def test_replicas_that_differ_are_named(train, tmp_path, monkeypatch, capsys):
     assert "head.norm.weight as used is not the same on the ranks that hold copies of it" in error
 
 
+@pytest.mark.parametrize(
+    ("words", "num_updates"),
+    [
+        ('--mesh "dp2 tp2" --parallel.zero 3 --optim.clip 0.5', 21),
+        ('--mesh "pp2 dp2" --parallel.zero 1 --optim.name sgd --optim.warmup 0', 21),
+        ("--mesh dp2 --parallel.zero 2 --optim.name lion", 21),
+        ("--mesh dp2 --parallel.zero 2 --optim.name muon", 7),
+        ("--mesh dp2 --optim.name adafactor", 0),
+    ],
+)
+def test_updates_are_compared_by_formula(train, tmp_path, words, num_updates):
+    assert train(*shlex.split(words)) == 0
+    (verdict,) = verdicts(tmp_path)
+    assert verdict["updates"] == num_updates
+
+
+@pytest.mark.parametrize(
+    ("mutant", "named"),
+    [
+        ("parameters_are_updated_twice", "embed.tok.weight is updated by 2 times"),
+        ("no_weight_decay_under_zero", "embed.tok.weight is updated by "),
+        ("norms_decay", "layer0.attn_norm.weight is updated by "),
+    ],
+)
+def test_a_wrong_update_is_named(train, tmp_path, capsys, mutant, named):
+    with planted(all_mutants()[mutant]):
+        assert train("--mesh", "dp2", "--parallel.zero", "1") == 1
+    error = capsys.readouterr().err
+    assert f"update of step 1: {named}" in error
+    assert "It was not saved. See weft prove " in error
+    assert not list((tmp_path / "run").glob("ckpt/*"))
+
+
 def test_a_wrong_norm_is_named(train, tmp_path, monkeypatch, capsys):
     right = grad_norm.squared_norm
     monkeypatch.setattr(grad_norm, "squared_norm", lambda *args: right(*args) * 4)

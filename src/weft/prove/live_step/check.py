@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,20 +14,23 @@ from torch import Tensor
 from weft.core.dimension import data_axis, local_update_axes, pipeline_axis
 from weft.errors import ProofError
 from weft.models.common.batch import Batch
+from weft.prove.live_step.compared_numbers import LiveDifference
+from weft.prove.live_step.due import Due
 from weft.prove.live_step.gradient_rows import GradientRows, local_gradients
 from weft.prove.live_step.initial_values import InitialValues
 from weft.prove.live_step.judgement import Judgement
 from weft.prove.live_step.memory import available_bytes, needed_bytes
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import OutputSketches, Projection
+from weft.prove.live_step.own_updates import OwnUpdates, can_compare_updates
 from weft.prove.live_step.owner_gradients import GradientNoise
 from weft.prove.live_step.plain_pass import PlainPass
-from weft.prove.live_step.refusal import refusal
+from weft.prove.live_step.refusal import Kept, refusal
 from weft.prove.live_step.replica import ReplicaOfRank, any_rank
 from weft.prove.live_step.step_parts import LiveStep, PlainStep
 from weft.prove.live_step.tables import with_noise, world_tables
 from weft.prove.live_step.units import Unit, num_units, units_of_rank
-from weft.prove.live_step.verdict import different, not_compared, verdict_text
+from weft.prove.live_step.verdict import different, not_compared, verdict_of, verdict_text
 from weft.prove.live_step.whole_params import WholeParameters, sum_over_ranks
 from weft.prove.places import RankPlaces
 from weft.prove.raw_batch import batch_of
@@ -42,23 +45,6 @@ MOST_TOKENS = 512
 """Tokens that go through a block at once: more of them make products of matrices hardly faster."""
 SHARE_OF_GRAPHS = 4
 """Graphs of the plain forward take one part in so many of the free memory of a rank."""
-
-
-@dataclass(frozen=True)
-class Due:
-    """Which steps are compared.
-
-    Attributes:
-        first: the first step of this start; None: not because it is the first.
-        every: and each step whose number this divides; 0: none.
-    """
-
-    first: int | None
-    every: int = 0
-
-    def __call__(self, number: int) -> bool:
-        """Whether step `number` is compared."""
-        return number == self.first or (self.every > 0 and number % self.every == 0)
 
 
 class LiveStepCheck:
@@ -113,12 +99,22 @@ class LiveStepCheck:
             vocab=self.task.model.axis_sizes().get("vocab", 0),
         )
 
+        compared: list[LiveStep] = []
+
         def compare(computed: ComputedStep, totals: StepTotals) -> None:
             live = LiveStep(number, batch_number, sketches, computed, totals)
+            if not live.is_finite:
+                self._again = True  # guards and the loss scale judge such a step
+                return
             self._compare(live)
+            self._keep_for_update(live)
+            compared.append(live)
 
         with sketches.watch(self.step.model.blocks, batches):
             yield compare
+        for live in compared:
+            self._compare_update(live)
+            self._report(live)
 
     # what is compared
 
@@ -215,9 +211,6 @@ class LiveStepCheck:
             ProofError: it differs.
         """
         start_s = time.perf_counter()
-        if not live.is_finite:
-            self._again = True  # guards and the loss scale judge such a step
-            return
         with self._undisturbed():
             plain = self._plain_step(live)
         tables = world_tables(
@@ -352,24 +345,50 @@ class LiveStepCheck:
         self, live: LiveStep, judgement: Judgement, rows: GradientRows, seconds: float
     ) -> None:
         if any_rank(self.comm, bool(judgement.differences)):
-            reason = refusal(self.comm, live.number, judgement, rows, repeat=self.task.repeat())
-            self._events.append(different(live.number, reason))
-            raise ProofError(reason)
-        plan = self.step.model.plan
-        verdict = {
-            "verdict": "equal",
-            "step": live.number,
-            "sequences": plan.global_size,
-            "tokens": judgement.plain.targets,
-            "gradients": len(judgement.gradients) - len(judgement.unseen),
-            "all_gradients": len(judgement.gradients),
-            "projected_gradients": len(judgement.projected),
-            "outputs": len(judgement.outputs),
-            "closest": round(judgement.closest, 4),
-            "initial_values": self._checks_initial(live),
-            "notes": list(judgement.notes),
-            "seconds": round(seconds, 3),
-        }
+            outcome = "Nothing was updated by it"
+            self._refuse(live, judgement.differences, rows, outcome=outcome)
+        live.verdict = verdict_of(
+            judgement,
+            number=live.number,
+            num_sequences=self.step.model.plan.global_size,
+            has_initial_values=self._checks_initial(live),
+            seconds=seconds,
+        )
+
+    def _refuse(
+        self, live: LiveStep, differences: Sequence[LiveDifference], own: Kept, *, outcome: str
+    ) -> NoReturn:
+        repeat = self.task.repeat()
+        reason = refusal(self.comm, live.number, differences, own, outcome=outcome, repeat=repeat)
+        self._events.append(different(live.number, reason))
+        raise ProofError(reason)
+
+    def _keep_for_update(self, live: LiveStep) -> None:
+        """Keep what the update is made of, where its state before is known: that of a new run."""
+        if self._checks_initial(live) and can_compare_updates(self.step, self.task):
+            chain, scale = self._plain_chain(), live.computed.scale
+            live.updates = OwnUpdates.before_update(self.step, self.task, chain, scale=scale)
+
+    def _compare_update(self, live: LiveStep) -> None:
+        """Compare the update with the optimizer's formula.
+
+        Raises:
+            ProofError: it differs.
+        """
+        updates = live.updates
+        if updates is None:
+            return
+        start_s = time.perf_counter()
+        differences = updates.differences(
+            live.number, total=self.training.step_range.total, norm=live.norm
+        )
+        if differences:
+            self._refuse(live, differences, updates, outcome="It was not saved")
+        live.verdict["updates"] = len(updates.owners)
+        live.verdict["seconds"] += round(time.perf_counter() - start_s, 3)
+
+    def _report(self, live: LiveStep) -> None:
+        verdict = live.verdict
         self.record.step = verdict
         text = verdict_text(verdict, self.record.before, is_first=live.number == self.due.first)
         self._events.append({"event": "proof", "text": text, **verdict})

@@ -253,6 +253,7 @@ class PlainPass:
         first_use = self.chain.first_use
         grads_of_outputs: dict[UnitPass, Any] = dict.fromkeys(self._passes)
         waiting: dict[str, list[OwnerGradients]] = {}
+        like = torch.empty(0, dtype=self._sum_dtype, device=self.device)
         for index in reversed(range(len(self._names))):
             name = self._names[index]
             leaves = self._leaves_of(index)
@@ -268,7 +269,7 @@ class PlainPass:
                 if first_use[owner] == name:
                     parts = waiting.pop(owner)
                     shape = self.chain.shapes[owner]
-                    total = joined(owner, parts, shape=shape, like=self._no_gradient)
+                    total = joined(owner, parts, shape=shape, like=like)
                     on_gradient(owner, total, summed_noise(owner, parts))
 
     def _leaves_of(self, index: int) -> dict[str, Tensor]:
@@ -279,10 +280,6 @@ class PlainPass:
         # Every rank gathers, also one that has kept all graphs of the block: others have not.
         values = self._values(self._names[index])
         return kept or self._as_trained(values)
-
-    @property
-    def _no_gradient(self) -> Tensor:
-        return torch.empty(0, dtype=self._sum_dtype, device=self.device)
 
     @property
     def _sum_dtype(self) -> torch.dtype:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from weft.prove.live_step.gradient_rows import GradientRows
 from weft.prove.live_step.initial_values import InitialValues
 from weft.prove.live_step.output_sketch import OutputSketches
+from weft.prove.live_step.own_updates import OwnUpdates
 from weft.prove.live_step.plain_pass import PassNumbers
 from weft.prove.live_step.whole_params import WholeParameters
 from weft.train.step import ComputedStep
@@ -32,6 +34,8 @@ class LiveStep:
     Attributes:
         batch_number: of the global batch, from 0.
         plain_targets: targets of the step, counted by the definition of the data.
+        updates: what its update is made of; None: that is not compared.
+        verdict: what was compared of it.
     """
 
     number: int
@@ -40,6 +44,8 @@ class LiveStep:
     computed: ComputedStep
     totals: StepTotals
     plain_targets: int = 0
+    updates: OwnUpdates | None = None
+    verdict: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

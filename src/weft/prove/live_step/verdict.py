@@ -6,7 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import counted
+from weft.prove.live_step.judgement import Judgement
 from weft.train.training import Event
+
+
+def verdict_of(
+    judgement: Judgement,
+    *,
+    number: int,
+    num_sequences: int,
+    has_initial_values: bool,
+    seconds: float,
+) -> dict[str, Any]:
+    """The fields of a verdict about a step that is equal, before its update."""
+    return {
+        "verdict": "equal",
+        "step": number,
+        "sequences": num_sequences,
+        "tokens": judgement.plain.targets,
+        "gradients": len(judgement.gradients) - len(judgement.unseen),
+        "all_gradients": len(judgement.gradients),
+        "projected_gradients": len(judgement.projected),
+        "outputs": len(judgement.outputs),
+        "closest": round(judgement.closest, 4),
+        "initial_values": has_initial_values,
+        "notes": list(judgement.notes),
+        "updates": 0,
+        "seconds": round(seconds, 3),
+    }
 
 
 def verdict_text(verdict: Mapping[str, Any], before: Mapping[str, Any], *, is_first: bool) -> str:
@@ -19,6 +46,11 @@ def verdict_text(verdict: Mapping[str, Any], before: Mapping[str, Any], *, is_fi
         share = f"{share} gradients, {verdict['projected_gradients']} of them as wholes"
     else:
         share = f"{share} gradients"
+    updates = verdict["updates"]
+    if updates:
+        share += (
+            f", all {updates} updates" if updates == total else f", {updates} of {total} updates"
+        )
     covered = [f"{num} of {counted(num, 'sequence')}", f"{verdict['tokens']:,} tokens", share]
     text = f"proved equal: {step} ({', '.join(covered)}; {verdict['seconds']:.1f} s)"
     if is_first and before.get("verdict") == "equal":
@@ -26,7 +58,7 @@ def verdict_text(verdict: Mapping[str, Any], before: Mapping[str, Any], *, is_fi
     elif is_first and before:
         text = f"{text}; not proved at reduced size: {before.get('reason', '')}"
     if is_first and before.get("verdict") != "equal":
-        text = f"{text}; not compared: updates, saves"
+        text = f"{text}; not compared: {'saves' if updates == total else 'updates, saves'}"
     for note in verdict["notes"]:
         text = f"{text}; {note}"
     return text
