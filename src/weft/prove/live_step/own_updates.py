@@ -19,7 +19,6 @@ from weft.config.optimizers import is_user_class, rule_names
 from weft.core.dimension import local_update_axes
 from weft.prove.bounds import FLOOR, MIN_SCALE
 from weft.prove.live_step.compared_numbers import LiveDifference
-from weft.prove.live_step.entry_sums import largest
 from weft.prove.live_step.memory import available_bytes
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.replica import any_rank
@@ -32,6 +31,8 @@ from weft.train.step import TrainStep
 
 ROUNDINGS = 32.0
 """Of the largest change of a parameter: an update is about ten operations."""
+PIECE = 2**16
+"""Entries that are compared at a time: the temporaries stay in the cache of a CPU."""
 BY_ENTRY = (PlainAdamW, PlainLion, PlainSGD)
 """Rules that update an entry by its own gradient."""
 
@@ -93,11 +94,16 @@ class OwnUpdates:
             name, before, gradient = self.before.pop(owner)
             settings = self.optimizer.settings[owner]
             rule = self.optimizer.rules[settings.optimizer]
-            right = before.clone()
-            state = rule.fresh_state(right)
-            gradient *= clip_factor
-            rule.update(PlainUpdate(right, gradient, state, lr * settings.lr_scale, settings))
-            self.rows[owner] = _row(self.step.grads.sharded_params[name].detach(), right, before)
+            now = self.step.grads.sharded_params[name].detach()
+            found = []
+            flat = (x.flatten().split(PIECE) for x in (now, before, gradient))
+            for made, start, of_piece in zip(*flat, strict=True):
+                right = start.clone()
+                clipped, state = of_piece * clip_factor, rule.fresh_state(start)
+                rate = lr * settings.lr_scale
+                rule.update(PlainUpdate(right, clipped, state, rate, settings))
+                found.append(_sums(made, right, start))
+            self.rows[owner] = _row(torch.stack(found).double())
 
     def differences(self, number: int, *, total: int, norm: float) -> Sequence[LiveDifference]:
         """Updates that are not those of the formula, on any rank; every rank must call it.
@@ -152,13 +158,20 @@ def _is_by_entry(optimizer: PlainOptimizer, owner: str) -> bool:
     return isinstance(optimizer.rules[optimizer.settings[owner].optimizer], BY_ENTRY)
 
 
-def _row(now: Tensor, right: Tensor, before: Tensor) -> RowOfRank:
+def _sums(now: Tensor, right: Tensor, before: Tensor) -> Tensor:
+    """Of some entries: largest excess, largest right change, and products of the changes."""
     eps = torch.finfo(right.dtype).eps
-    difference = (now - right).abs_()
-    excess = largest((difference - FLOOR * eps * right.abs()).clamp_(min=0))
-    change, made = (right - before).flatten(), (now - before).flatten()
-    ratio = float(made @ change) / max(float(change @ change), MIN_SCALE)
-    return RowOfRank(math.inf if math.isnan(excess) else excess, largest(change), ratio)
+    excess = (now - right).abs_() - FLOOR * eps * right.abs()
+    change = right - before
+    return torch.stack(
+        (excess.amax().clamp(min=0), change.abs().amax(), (now - before) @ change, change @ change)
+    )
+
+
+def _row(sums: Tensor) -> RowOfRank:
+    """Of the sums of all pieces; NaN is a difference."""
+    largest, totals = sums.nan_to_num(nan=math.inf).amax(0).tolist(), sums.sum(0).tolist()
+    return RowOfRank(largest[0], largest[1], totals[2] / max(totals[3], MIN_SCALE))
 
 
 def _difference(owner: str, relative: float, eps: float) -> LiveDifference:
@@ -174,6 +187,5 @@ def _clip_factor(norm: float, largest_norm: float) -> float:
 
 
 def _bytes_of_copies(step: TrainStep) -> int:
-    """Memory for values and gradients before an update, and for the comparison of one of them."""
-    sizes = [tensor.numel() * tensor.itemsize for tensor in step.grads.sharded_params.values()]
-    return 2 * sum(sizes) + 6 * max(sizes, default=0)
+    """Memory for values and gradients before an update."""
+    return 2 * sum(each.numel() * each.itemsize for each in step.grads.sharded_params.values())

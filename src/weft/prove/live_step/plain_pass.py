@@ -381,7 +381,8 @@ def _passes(units: Sequence[Unit]) -> tuple[UnitPass, ...]:
 
 
 def _norm_of_rows(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+    norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+    return norms
 
 
 def _without_graph(x: Any) -> Any:
