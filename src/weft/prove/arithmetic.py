@@ -51,6 +51,11 @@ class NumberTypes:
         """Whether everything is float64."""
         return self.eps == torch.finfo(torch.float64).eps
 
+    @property
+    def has_16_bits(self) -> bool:
+        """Whether a type is coarser than float32."""
+        return self.eps > 2.0**-20
+
 
 def _dtype(name: Dtype) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)

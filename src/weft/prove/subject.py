@@ -102,6 +102,7 @@ class LiveTask:
     seq_len: int
     seed: int
     base: str | None
+    optim: OptimConfig
     repeat: Callable[[], str]
 
     @staticmethod
@@ -114,6 +115,7 @@ class LiveTask:
             seq_len=run.data.seq_len,
             seed=run.seed,
             base=run.lora.base,
+            optim=run.optim,
             repeat=partial(command_of, run, FAMILIES, steps=1),
         )
 

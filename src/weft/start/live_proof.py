@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from weft.comm.text import broadcast_text
 from weft.config.run import Run
-from weft.prove.live_step.check import Due, LiveStepCheck
+from weft.prove.live_step.check import LiveStepCheck
+from weft.prove.live_step.due import Due
 from weft.prove.subject import LiveTask
 from weft.start.proof_before import is_proved
 from weft.train.step_check import ProofRecord

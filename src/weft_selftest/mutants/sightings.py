@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from weft.comm.comm import Comm
 from weft.errors import ProofError, WeftError, type_and_message
-from weft.prove.live_step.check import Due, LiveStepCheck
+from weft.prove.live_step.check import LiveStepCheck
+from weft.prove.live_step.due import Due
 from weft.prove.record import block_of
 from weft.prove.subject import LiveTask, ProofCase
 from weft.run.run_ranks import run_ranks

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from weft.prove.arithmetic import NumberTypes
-from weft.prove.live_step.judgement import GradientRow, Judgement, OutputRow, StepNumbers
+from weft.prove.live_step.compared_numbers import GradientRow, OutputRow, StepNumbers
+from weft.prove.live_step.judgement import Judgement
 from weft.prove.live_step.owner_gradients import GradientNoise
 from weft.prove.live_step.units import num_units, units_of_rank
 
@@ -122,6 +123,33 @@ def test_units_cover_every_sequence_once(world, global_size, micro):
     assert max(map(len, units)) - min(map(len, units)) <= 1
 
 
+@pytest.mark.parametrize(("world", "global_size", "micro"), [(1, 2, 2), (1, 8, 2), (2, 8, 1)])
+def test_joined_units_are_as_large_as_no_micro_batch(world, global_size, micro):
+    """A model in which sequences depend on those beside them computes something else in them."""
+    sizes = {"global_size": global_size, "micro_size": micro}
+    units = [
+        unit
+        for rank in range(world)
+        for unit in units_of_rank(rank, world, **sizes, is_perturbed=False, most_rows=4)
+    ]
+    assert sorted(row for unit in units for row in unit.rows) == list(range(global_size))
+    assert {len(unit.rows) for unit in units} == ({1} if global_size == micro else {4})
+
+
+def test_without_noise_rounding_of_the_sums_alone_is_allowed():
+    eps = FLOAT32.eps
+    bound = (4 + 2 + 0.25 * 4) * eps  # four units and sixteen tokens
+    row = gradient("head.proj.weight", difference=0.99 * bound)
+    assert judgement(FLOAT32, gradients=(row,), num_terms=16).differences == ()
+    too_much = (replace(row, difference=1.01 * bound),)
+    assert judgement(FLOAT32, gradients=too_much, num_terms=16).differences
+    zero = gradient("layer0.attn.k.bias", largest=1e-9, difference=1e-9)
+    assert judgement(FLOAT32, gradients=(row, zero), num_terms=16).differences == ()
+    assert judgement(
+        FLOAT32, gradients=(row, replace(zero, difference=2e-9)), num_terms=16
+    ).differences
+
+
 def test_in_16_bits_a_gradient_is_compared_as_a_whole():
     """Its entries may differ by 16% here; all of them together by less than a hundredth."""
     row = gradient("head.proj.weight", spread=0.01)
@@ -129,6 +157,9 @@ def test_in_16_bits_a_gradient_is_compared_as_a_whole():
     halved = replace(row, products=(2.0, 4.0))
     assert judgement(BFLOAT16, gradients=(row,)).projected == ("head.proj.weight",)
     assert judgement(BFLOAT16, gradients=(row,)).notes == ()
+    off = replace(row, products=(4.01, 4.0))
+    closest = 0.0025 / judgement(BFLOAT16, gradients=(off,)).projection_bound(off)
+    assert judgement(BFLOAT16, gradients=(off,)).closest == pytest.approx(closest)
     (found,) = judgement(BFLOAT16, gradients=(halved,)).differences
     assert found.relation == "0.5 times the right one along it"
     assert judgement(BFLOAT16, gradients=(replace(row, products=(4.01, 4.0)),)).differences == ()

@@ -11,6 +11,7 @@ import torch
 from tests.tiny_run import MODEL, SEQUENCES
 from weft.cli import main
 from weft.parallel.zero import grad_norm
+from weft.prove.live_step.judgement import Judgement
 from weft.train import build
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS
@@ -75,7 +76,7 @@ def test_the_verdict_is_in_the_manifest_and_steps_are_repeated(train, tmp_path):
 
 def fails(train, tmp_path, capsys, *words) -> str:
     """The error of a run that stops in its first step and has updated nothing."""
-    assert train(*words, *FLOAT64) == 1
+    assert train(*words) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: step 1 is not what one device computes: "), error
     assert error.count("\n") == 1
@@ -99,10 +100,36 @@ def fails(train, tmp_path, capsys, *words) -> str:
 )
 def test_planted_faults_are_named(train, tmp_path, capsys, mutant, words, named):
     with planted(all_mutants()[mutant]):
-        assert named in fails(train, tmp_path, capsys, *words)
+        assert named in fails(train, tmp_path, capsys, *words, *FLOAT64)
 
 
-@pytest.mark.parametrize("words", [("--mesh", "dp2"), ("--mesh", "site2 dp2", "--site.every", "1")])
+def test_noise_is_measured_where_numbers_differ_by_more_than_the_rounding_of_sums(
+    train, tmp_path, monkeypatch
+):
+    noises = []
+    right = Judgement.gradient_bound
+    monkeypatch.setattr(Judgement, "_bound_without_noise", lambda self, row, **terms: -1.0)
+    monkeypatch.setattr(
+        Judgement,
+        "gradient_bound",
+        lambda self, row: noises.append(row.noise.largest) or right(self, row),
+    )
+    assert train("--mesh", "dp2") == 0
+    (verdict,) = verdicts(tmp_path)
+    assert verdict["verdict"] == "equal"
+    assert 0 < verdict["closest"] < 1
+    assert noises[0] == 0
+    assert noises[-1] > 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mesh", "dp2", *FLOAT64),
+        ("--mesh", "dp2"),
+        ("--mesh", "site2 dp2", "--site.every", "1", *FLOAT64),
+    ],
+)
 def test_a_gradient_that_is_wrong_on_one_rank_names_rank_and_axis(
     train, tmp_path, monkeypatch, capsys, words
 ):
@@ -134,7 +161,7 @@ def test_initial_values_that_are_not_those_of_the_config_are_named(
                     model.params[name].neg_()
 
     monkeypatch.setattr(build, "materialize_params", materialize)
-    error = fails(train, tmp_path, capsys, "--mesh", "tp2")
+    error = fails(train, tmp_path, capsys, "--mesh", "tp2", *FLOAT64)
     assert "layer0.attn.q.weight as used is not the initial value that the config defines" in error
 
 
@@ -148,13 +175,46 @@ def test_replicas_that_differ_are_named(train, tmp_path, monkeypatch, capsys):
                 model.params["head.norm.weight"].add_(1e-12)
 
     monkeypatch.setattr(build, "materialize_params", materialize)
-    error = fails(train, tmp_path, capsys, "--mesh", "dp2")
+    error = fails(train, tmp_path, capsys, "--mesh", "dp2", *FLOAT64)
     assert "head.norm.weight as used is not the same on the ranks that hold copies of it" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "num_updates"),
+    [
+        ('--mesh "dp2 tp2" --parallel.zero 3 --optim.clip 0.5', 21),
+        ('--mesh "pp2 dp2" --parallel.zero 1 --optim.name sgd --optim.warmup 0', 21),
+        ("--mesh dp2 --parallel.zero 2 --optim.name lion", 21),
+        ("--mesh dp2 --parallel.zero 2 --optim.name muon", 7),
+        ("--mesh dp2 --optim.name adafactor", 0),
+    ],
+)
+def test_updates_are_compared_by_formula(train, tmp_path, words, num_updates):
+    assert train(*shlex.split(words)) == 0
+    (verdict,) = verdicts(tmp_path)
+    assert verdict["updates"] == num_updates
+
+
+@pytest.mark.parametrize(
+    ("mutant", "named"),
+    [
+        ("parameters_are_updated_twice", "embed.tok.weight is updated by 2 times"),
+        ("no_weight_decay_under_zero", "embed.tok.weight is updated by "),
+        ("norms_decay", "layer0.attn_norm.weight is updated by "),
+    ],
+)
+def test_a_wrong_update_is_named(train, tmp_path, capsys, mutant, named):
+    with planted(all_mutants()[mutant]):
+        assert train("--mesh", "dp2", "--parallel.zero", "1") == 1
+    error = capsys.readouterr().err
+    assert f"update of step 1: {named}" in error
+    assert "It was not saved. See weft prove " in error
+    assert not list((tmp_path / "run").glob("ckpt/*"))
 
 
 def test_a_wrong_norm_is_named(train, tmp_path, monkeypatch, capsys):
     right = grad_norm.squared_norm
     monkeypatch.setattr(grad_norm, "squared_norm", lambda *args: right(*args) * 4)
-    error = fails(train, tmp_path, capsys, "--mesh", "dp2")
+    error = fails(train, tmp_path, capsys, "--mesh", "dp2", *FLOAT64)
     assert "norm of step 1: gradient norm is " in error
     assert "2 times the right value" in error

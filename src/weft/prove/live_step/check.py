@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from weft.core.dimension import data_axis
-from weft.errors import ProofError, counted
+from weft.core.dimension import data_axis, local_update_axes, pipeline_axis
+from weft.errors import ProofError
 from weft.models.common.batch import Batch
+from weft.prove.live_step.compared_numbers import LiveDifference
+from weft.prove.live_step.due import Due
 from weft.prove.live_step.gradient_rows import GradientRows, local_gradients
 from weft.prove.live_step.initial_values import InitialValues
 from weft.prove.live_step.judgement import Judgement
 from weft.prove.live_step.memory import available_bytes, needed_bytes
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import OutputSketches, Projection
-from weft.prove.live_step.plain_pass import PassNumbers, PlainPass
-from weft.prove.live_step.refusal import refusal
+from weft.prove.live_step.own_updates import OwnUpdates, can_compare_updates
+from weft.prove.live_step.owner_gradients import GradientNoise
+from weft.prove.live_step.plain_pass import PlainPass
+from weft.prove.live_step.refusal import Kept, refusal
 from weft.prove.live_step.replica import ReplicaOfRank, any_rank
-from weft.prove.live_step.tables import world_tables
-from weft.prove.live_step.units import num_units, units_of_rank
+from weft.prove.live_step.step_parts import LiveStep, PlainStep
+from weft.prove.live_step.tables import with_noise, world_tables
+from weft.prove.live_step.units import Unit, num_units, units_of_rank
+from weft.prove.live_step.verdict import different, not_compared, verdict_of, verdict_text
 from weft.prove.live_step.whole_params import WholeParameters, sum_over_ranks
 from weft.prove.places import RankPlaces
 from weft.prove.raw_batch import batch_of
@@ -34,25 +41,10 @@ from weft.train.step_check import OnGradients, ProofRecord
 from weft.train.step_stats import StepTotals
 from weft.train.training import Event, Training
 
+MOST_TOKENS = 512
+"""Tokens that go through a block at once: more of them make products of matrices hardly faster."""
 SHARE_OF_GRAPHS = 4
 """Graphs of the plain forward take one part in so many of the free memory of a rank."""
-
-
-@dataclass(frozen=True)
-class Due:
-    """Which steps are compared.
-
-    Attributes:
-        first: the first step of this start; None: not because it is the first.
-        every: and each step whose number this divides; 0: none.
-    """
-
-    first: int | None
-    every: int = 0
-
-    def __call__(self, number: int) -> bool:
-        """Whether step `number` is compared."""
-        return number == self.first or (self.every > 0 and number % self.every == 0)
 
 
 class LiveStepCheck:
@@ -96,7 +88,7 @@ class LiveStepCheck:
         self._again = False
         reason = self._why_not()
         if reason:
-            self._events.append(_not_compared(number, reason))
+            self._events.append(not_compared(number, reason))
             yield _ignore
             return
         sketches = OutputSketches(
@@ -107,12 +99,22 @@ class LiveStepCheck:
             vocab=self.task.model.axis_sizes().get("vocab", 0),
         )
 
+        compared: list[LiveStep] = []
+
         def compare(computed: ComputedStep, totals: StepTotals) -> None:
-            live = _LiveStep(number, batch_number, sketches, computed, totals)
+            live = LiveStep(number, batch_number, sketches, computed, totals)
+            if not live.is_finite:
+                self._again = True  # guards and the loss scale judge such a step
+                return
             self._compare(live)
+            self._keep_for_update(live)
+            compared.append(live)
 
         with sketches.watch(self.step.model.blocks, batches):
             yield compare
+        for live in compared:
+            self._compare_update(live)
+            self._report(live)
 
     # what is compared
 
@@ -146,22 +148,53 @@ class LiveStepCheck:
             num_runs = plan.mesh.degree(data_axis())
         return RankPlaces(plan, self.comm.rank, has_columns=self._has_columns, num_runs=num_runs)
 
-    def _units(self, index: int) -> tuple[Any, ...]:
-        plan = self.step.model.plan
+    def _units(self, index: int, *, is_perturbed: bool) -> tuple[Unit, ...]:
         return units_of_rank(
             index,
             self._replica.num_ranks,
             global_size=self._replica.num_sequences,
-            micro_size=plan.micro_size,
-            is_perturbed=not self.types.is_exact or self.task.is_user_model,
+            micro_size=self.step.model.plan.micro_size,
+            is_perturbed=is_perturbed,
+            most_rows=self._most_rows,
         )
+
+    @property
+    def _num_terms(self) -> int:
+        """Tokens that go through a block at once."""
+        units = self._units(0, is_perturbed=False)
+        num_rows = max((len(unit.rows) for unit in units), default=1)
+        return num_rows * (self.step.model.plan.seq_len if self._has_columns else 1)
+
+    @property
+    def _has_noise(self) -> bool:
+        """Whether bounds depend on noise."""
+        return not self.types.is_exact or self.task.is_user_model
+
+    @property
+    def _defers_noise(self) -> bool:
+        """Whether noise is measured only where numbers differ by more than the bounds without it.
+        They hardly do where blocks of the layout compute whole sequences with whole parameters, by
+        kernels that compute a row alike however many there are.
+        """
+        axes = {data_axis(), pipeline_axis(), *local_update_axes()}
+        is_alike = axes.issuperset(self.comm.mesh.wide_axes) and self.comm.device.type == "cpu"
+        return self._has_noise and not self.types.has_16_bits and is_alike
+
+    @property
+    def _most_rows(self) -> int:
+        """Sequences that are computed at once. In 16 bits sums over tokens lose digits, so parts are
+        as small as those of the layout there.
+        """
+        if self.types.has_16_bits:
+            return 1
+        return MOST_TOKENS // (self.step.model.plan.seq_len if self._has_columns else 1)
 
     def _why_not(self) -> str:
         """Why steps cannot be compared; equal on all ranks."""
         plan = self.step.model.plan
         need = needed_bytes(
             self._plain_chain(),
-            self._units(0),
+            self._units(0, is_perturbed=self._has_noise),
             seq_len=plan.seq_len,
             itemsize=self.types.compute.itemsize,
         )
@@ -171,28 +204,23 @@ class LiveStepCheck:
 
     # the comparison
 
-    def _compare(self, live: _LiveStep) -> None:
+    def _compare(self, live: LiveStep) -> None:
         """Compute the step as one device does, and judge it.
 
         Raises:
             ProofError: it differs.
         """
         start_s = time.perf_counter()
-        if not live.is_finite:
-            self._again = True  # guards and the loss scale judge such a step
-            return
-        rng_state = torch.get_rng_state()
-        with torch.enable_grad(), self.comm.unchecked():
-            pass_, rows, whole, initial = self._plain_step(live)
-        torch.set_rng_state(rng_state)
+        with self._undisturbed():
+            plain = self._plain_step(live)
         tables = world_tables(
             self.comm,
             self._plain_chain(),
             live.sketches,
-            pass_,
-            rows,
+            plain.numbers,
+            plain.rows,
             sequences=self._replica.sequences,
-            flagged=(initial.unlike_definition, whole.unequal),
+            flagged=(plain.initial.unlike_definition, plain.whole.unequal),
             loads=live.computed.loads,
         )
         loss, norm, targets = self._replica.logged(
@@ -214,29 +242,39 @@ class LiveStepCheck:
             num_units=num_units(
                 global_size=self._replica.num_sequences, micro_size=self.step.model.plan.micro_size
             ),
+            num_terms=self._num_terms if self._defers_noise else None,
         )
-        self._conclude(live, judgement, rows, time.perf_counter() - start_s)
+        if self._defers_noise and any_rank(self.comm, bool(judgement.differences)):
+            judgement = self._with_noise(live, judgement, plain.whole)
+        self._conclude(live, judgement, plain.rows, time.perf_counter() - start_s)
 
-    def _plain_step(
-        self, live: _LiveStep
-    ) -> tuple[PassNumbers, GradientRows, WholeParameters, InitialValues]:
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Gradients are computed in the block, and no random number of the run is drawn."""
+        rng_state = torch.get_rng_state()
+        with torch.enable_grad(), self.comm.unchecked():
+            yield
+        torch.set_rng_state(rng_state)
+
+    def _with_noise(
+        self, live: LiveStep, judgement: Judgement, whole: WholeParameters
+    ) -> Judgement:
+        """The judgement with bounds by noise, which perturbed passes of some sequences measure."""
+        units = self._units(self._replica.rank, is_perturbed=True)
+        perturbed = tuple(unit for unit in units if unit.noise_seeds)
+        noise: dict[str, GradientNoise] = {}
+
+        def keep(owner: str, _: Tensor, of_owner: GradientNoise) -> None:
+            noise[owner] = of_owner.times(1 / live.computed.scale)
+
+        with self._undisturbed():
+            numbers = self._passes(live, whole, perturbed).run(keep)
+        return with_noise(self.comm, judgement, numbers, noise)
+
+    def _plain_step(self, live: LiveStep) -> PlainStep:
         """The plain pass of the step over all ranks."""
-        step = self.step
-        plan = step.model.plan
         chain = self._plain_chain()
-        units = self._units(self._replica.rank)
-        of_step = samples_of(
-            self.training.loader.samples,
-            live.batch_number,
-            global_size=plan.global_size,
-            seed=self.training.loader.seed,
-        )
-        chosen = of_step[self._replica.sequences]
-        batches = [self._batch(chosen[unit.rows.start : unit.rows.stop]) for unit in units]
-        local_targets = sum(int(batch.num_targets()) for batch in batches)
-        live.plain_targets = self._total(local_targets)
-        scale = live.computed.scale
-        dtype: torch.dtype = getattr(torch, plan.params)
+        dtype: torch.dtype = getattr(torch, self.step.model.plan.params)
         initial = InitialValues(
             self.task,
             self.comm,
@@ -245,30 +283,49 @@ class LiveStepCheck:
             trained=chain.trained,
             is_checked=self._checks_initial(live),
         )
-        whole = WholeParameters(step, dtype, on_gathered=initial.compare)
-        passes = PlainPass(
-            chain,
-            whole,
-            self.types,
-            units=units,
-            batches=batches,
-            num_sequences=self._replica.num_sequences,
-            projection=live.sketches.projection,
-            seed_of_loss=scale / max(live.plain_targets, 1),
-            most_kept_bytes=available_bytes(self.comm) // SHARE_OF_GRAPHS,
-        )
+        whole = WholeParameters(self.step, dtype, on_gathered=initial.compare)
+        is_perturbed = self._has_noise and not self._defers_noise
+        units = self._units(self._replica.rank, is_perturbed=is_perturbed)
+        batches = self._batches(live, units)
+        live.plain_targets = self._total(sum(int(batch.num_targets()) for batch in batches))
+        scale = live.computed.scale
         rows = GradientRows(
             self.comm,
-            local_gradients(step, scale=scale),
+            local_gradients(self.step, scale=scale),
             scale=scale,
             eps=self.types.eps,
             products=chain.products,
             routers=chain.routers,
         )
-        numbers = passes.run(rows.add)
-        return numbers, rows, whole, initial
+        numbers = self._passes(live, whole, units).run(rows.add)
+        return PlainStep(numbers, rows, whole, initial)
 
-    def _checks_initial(self, live: _LiveStep) -> bool:
+    def _passes(self, live: LiveStep, whole: WholeParameters, units: Sequence[Unit]) -> PlainPass:
+        """Passes of these units through the chain."""
+        return PlainPass(
+            self._plain_chain(),
+            whole,
+            self.types,
+            units=units,
+            batches=self._batches(live, units),
+            num_sequences=self._replica.num_sequences,
+            projection=live.sketches.projection,
+            seed_of_loss=live.computed.scale / max(live.plain_targets, 1),
+            most_kept_bytes=available_bytes(self.comm) // SHARE_OF_GRAPHS,
+        )
+
+    def _batches(self, live: LiveStep, units: Sequence[Unit]) -> list[Batch]:
+        """The whole sequences of these units."""
+        of_step = samples_of(
+            self.training.loader.samples,
+            live.batch_number,
+            global_size=self.step.model.plan.global_size,
+            seed=self.training.loader.seed,
+        )
+        chosen = of_step[self._replica.sequences]
+        return [self._batch(chosen[list(unit.rows)]) for unit in units]
+
+    def _checks_initial(self, live: LiveStep) -> bool:
         return self.is_new and live.number == 1
 
     def _batch(self, samples: Any) -> Batch:
@@ -285,100 +342,56 @@ class LiveStepCheck:
     # the verdict
 
     def _conclude(
-        self, live: _LiveStep, judgement: Judgement, rows: GradientRows, seconds: float
+        self, live: LiveStep, judgement: Judgement, rows: GradientRows, seconds: float
     ) -> None:
         if any_rank(self.comm, bool(judgement.differences)):
-            reason = refusal(self.comm, live.number, judgement, rows, repeat=self.task.repeat())
-            self._events.append(_different(live.number, reason))
-            raise ProofError(reason)
-        plan = self.step.model.plan
-        verdict = {
-            "verdict": "equal",
-            "step": live.number,
-            "sequences": plan.global_size,
-            "tokens": judgement.plain.targets,
-            "gradients": len(judgement.gradients) - len(judgement.unseen),
-            "all_gradients": len(judgement.gradients),
-            "projected_gradients": len(judgement.projected),
-            "outputs": len(judgement.outputs),
-            "closest": round(judgement.closest, 4),
-            "initial_values": self._checks_initial(live),
-            "notes": list(judgement.notes),
-            "seconds": round(seconds, 3),
-        }
+            outcome = "Nothing was updated by it"
+            self._refuse(live, judgement.differences, rows, outcome=outcome)
+        live.verdict = verdict_of(
+            judgement,
+            number=live.number,
+            num_sequences=self.step.model.plan.global_size,
+            has_initial_values=self._checks_initial(live),
+            seconds=seconds,
+        )
+
+    def _refuse(
+        self, live: LiveStep, differences: Sequence[LiveDifference], own: Kept, *, outcome: str
+    ) -> NoReturn:
+        repeat = self.task.repeat()
+        reason = refusal(self.comm, live.number, differences, own, outcome=outcome, repeat=repeat)
+        self._events.append(different(live.number, reason))
+        raise ProofError(reason)
+
+    def _keep_for_update(self, live: LiveStep) -> None:
+        """Keep what the update is made of, where its state before is known: that of a new run."""
+        if self._checks_initial(live) and can_compare_updates(self.step, self.task):
+            chain, scale = self._plain_chain(), live.computed.scale
+            live.updates = OwnUpdates.before_update(self.step, self.task, chain, scale=scale)
+
+    def _compare_update(self, live: LiveStep) -> None:
+        """Compare the update with the optimizer's formula.
+
+        Raises:
+            ProofError: it differs.
+        """
+        updates = live.updates
+        if updates is None:
+            return
+        start_s = time.perf_counter()
+        differences = updates.differences(
+            live.number, total=self.training.step_range.total, norm=live.norm
+        )
+        if differences:
+            self._refuse(live, differences, updates, outcome="It was not saved")
+        live.verdict["updates"] = len(updates.owners)
+        live.verdict["seconds"] += round(time.perf_counter() - start_s, 3)
+
+    def _report(self, live: LiveStep) -> None:
+        verdict = live.verdict
         self.record.step = verdict
         text = verdict_text(verdict, self.record.before, is_first=live.number == self.due.first)
         self._events.append({"event": "proof", "text": text, **verdict})
-
-
-@dataclass
-class _LiveStep:
-    """A step whose gradients are reduced.
-
-    Attributes:
-        batch_number: of the global batch, from 0.
-        plain_targets: targets of the step, counted by the definition of the data.
-    """
-
-    number: int
-    batch_number: int
-    sketches: OutputSketches
-    computed: ComputedStep
-    totals: StepTotals
-    plain_targets: int = 0
-
-    @property
-    def loss(self) -> float:
-        """The logged loss."""
-        return self.totals.loss
-
-    @property
-    def norm(self) -> float:
-        """The logged gradient norm."""
-        return self.totals.grad_norm / self.computed.scale
-
-    @property
-    def targets(self) -> int:
-        """The logged number of targets."""
-        return self.totals.targets
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether there are numbers to compare."""
-        return bool(torch.isfinite(torch.tensor([self.loss, self.norm])).all())
-
-
-def verdict_text(verdict: Mapping[str, Any], before: Mapping[str, Any], *, is_first: bool) -> str:
-    """The line of a verdict: what was compared, and what was not."""
-    step = "this run's first step" if is_first else f"step {verdict['step']}"
-    num = verdict["sequences"]
-    num_gradients, total = verdict["gradients"], verdict["all_gradients"]
-    share = f"all {total}" if num_gradients == total else f"{num_gradients} of {total}"
-    if verdict["projected_gradients"]:
-        share = f"{share} gradients, {verdict['projected_gradients']} of them as wholes"
-    else:
-        share = f"{share} gradients"
-    covered = [f"{num} of {counted(num, 'sequence')}", f"{verdict['tokens']:,} tokens", share]
-    text = f"proved equal: {step} ({', '.join(covered)}; {verdict['seconds']:.1f} s)"
-    if is_first and before.get("verdict") == "equal":
-        text = f"{text}, and {before['compared']:,} tensors at reduced size"
-    elif is_first and before:
-        text = f"{text}; not proved at reduced size: {before.get('reason', '')}"
-    if is_first and before.get("verdict") != "equal":
-        text = f"{text}; not compared: updates, saves"
-    for note in verdict["notes"]:
-        text = f"{text}; {note}"
-    return text
-
-
-def _not_compared(number: int, reason: str) -> Event:
-    text = f"step {number} was not compared with one device: {reason}"
-    return {"event": "proof", "verdict": "unknown", "step": number, "reason": reason, "text": text}
-
-
-def _different(number: int, reason: str) -> Event:
-    """The record of a wrong step; without a text, since the error that ends the run is shown."""
-    return {"event": "proof", "verdict": "different", "step": number, "reason": reason, "text": ""}
 
 
 def _ignore(computed: ComputedStep, totals: StepTotals) -> None:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from weft.comm.comm import Comm
 from weft.core.axes import Box
-from weft.prove.bounds import FACTOR, FLOOR
-from weft.prove.live_step.judgement import GradientRow
-from weft.prove.live_step.owner_gradients import GradientNoise, largest, norm
+from weft.prove.bounds import FACTOR, FLOOR, KIND_SHARE
+from weft.prove.live_step.compared_numbers import GradientRow
+from weft.prove.live_step.entry_sums import compare, largest, norm
+from weft.prove.live_step.owner_gradients import GradientNoise
 from weft.prove.live_step.whole_params import sum_over_ranks
 from weft.prove.relations import relation
 from weft.train.step import TrainStep
@@ -31,7 +32,8 @@ class LocalGradient:
 
     def entries_of(self, whole: Tensor) -> Tensor:
         """The same entries of a whole gradient."""
-        return torch.cat([whole[box.slices].reshape(-1) for box in self.boxes])
+        parts = [whole[box.slices].reshape(-1) for box in self.boxes]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def local_gradients(step: TrainStep, *, scale: float) -> dict[str, LocalGradient]:
@@ -71,15 +73,17 @@ class GradientRows:
 
     def add(self, owner: str, part: Tensor, noise: GradientNoise) -> None:
         """Add the ranks' parts of the gradient of a parameter, and compare; every rank calls it."""
-        whole = sum_over_ranks(self.comm, part).div_(self.scale)
+        whole = sum_over_ranks(self.comm, part)
+        if self.scale != 1:
+            whole /= self.scale
         difference, of_layout, of_plain = 0.0, 0.0, 0.0
         local = self.local.get(owner)
         if local is not None:
             expected = local.entries_of(whole)
-            wide = torch.promote_types(expected.dtype, local.entries.dtype)
-            difference = largest(local.entries.to(wide) - expected.to(wide))
-            of_layout = float(local.entries.double() @ expected.double())
-            of_plain = norm(expected) ** 2
+            sums = compare(local.entries, expected)
+            difference = sums.largest
+            of_plain = sums.norm**2
+            of_layout = of_plain + sums.product
         row = GradientRow(
             owner,
             num_entries=whole.numel(),
@@ -98,6 +102,8 @@ class GradientRows:
     def _looks_wrong(self, row: GradientRow) -> bool:
         if len(self.kept) >= MOST_KEPT or row.num_entries > MOST_KEPT_ENTRIES:
             return False
+        if row.largest <= KIND_SHARE * max(each.largest for each in self.rows):
+            return False  # rounding
         return not row.difference <= FACTOR * row.noise.largest + FLOOR * self.eps * row.largest
 
     def relation_of(self, owner: str) -> str:

@@ -11,14 +11,14 @@ from torch import Tensor
 from weft.checkpoint.read import Source
 from weft.comm.comm import Comm
 from weft.core.axes import Box
+from weft.core.dimension import exact_axes
 from weft.core.model_config import InitTable, match_row
 from weft.models.common.init import draw
 from weft.prove.subject import LiveTask
 
 
 class InitialValues:
-    """Compares whole parameters as they are gathered; ranks take turns, so each parameter is drawn
-    on one of them.
+    """Compares whole parameters as they are gathered; each rank draws an equal part of each.
 
     Args:
         dtype: of trained parameters.
@@ -55,25 +55,40 @@ class InitialValues:
         for owner, value in whole.items():
             if owner in self._seen:
                 continue
-            turn = len(self._seen) % self.comm.mesh.size
+            box = self._box_of_rank(owner, tuple(value.shape))
             self._seen.add(owner)
-            if turn == self.comm.rank and not self._is_as_defined(owner, value):
+            if box is not None and not self._is_as_defined(owner, value, box):
                 self.unlike_definition.add(owner)
 
-    def _is_as_defined(self, owner: str, value: Tensor) -> bool:
-        defined = self._defined(owner, value)
+    def _box_of_rank(self, owner: str, shape: tuple[int, ...]) -> Box | None:
+        """This rank's part of a parameter: some rows of one that is drawn by entry; with others the
+        ranks of a replica take turns.
+        """
+        rank, num_ranks = self.comm.index(exact_axes()), self.comm.degree(exact_axes())
+        if not shape or not self._is_drawn_by_entry(owner):
+            return Box.whole(shape) if len(self._seen) % num_ranks == rank else None
+        rows = (shape[0] * rank // num_ranks, shape[0] * (rank + 1) // num_ranks)
+        return Box.of_spans((rows, *((0, size) for size in shape[1:])))
+
+    def _is_drawn_by_entry(self, owner: str) -> bool:
+        is_stored = self._source is not None and owner in self._source.shapes
+        return not is_stored and match_row(owner, self._table, title="init")[0] != "own"
+
+    def _is_as_defined(self, owner: str, whole: Tensor, box: Box) -> bool:
+        value = whole[box.slices]
+        defined = self._defined(owner, whole, box)
         if torch.equal(defined, value):
             return True
         rounded = defined.to(self.frozen_dtype).to(self.dtype)
         return owner not in self.trained and torch.equal(rounded, value)
 
-    def _defined(self, owner: str, value: Tensor) -> Tensor:
-        shape = tuple(value.shape)
+    def _defined(self, owner: str, whole: Tensor, box: Box) -> Tensor:
         source = self._source
         if source is not None and owner in source.shapes:
-            return source.read(owner, Box.whole(shape)).to(value.device, self.dtype)
+            return source.read(owner, box).to(whole.device, self.dtype)
         rule = match_row(owner, self._table, title="init")
-        drawn = draw(owner, shape, rule, seed=self.task.seed, device=value.device)
+        shape, seed = tuple(whole.shape), self.task.seed
+        drawn = draw(owner, shape, rule, seed=seed, box=box, device=whole.device)
         return drawn.to(self.dtype)
 
     @cached_property

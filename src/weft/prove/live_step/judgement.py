@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
@@ -20,84 +20,21 @@ from weft.prove.bounds import (
     wide_note,
 )
 from weft.prove.judge import MIN_REROUTED, MOST_REROUTED
-from weft.prove.live_step.owner_gradients import GradientNoise
+from weft.prove.live_step.compared_numbers import (
+    GradientRow,
+    LiveDifference,
+    OutputRow,
+    StepNumbers,
+)
 from weft.prove.record import block_of
 from weft.prove.report import Phase
 
+ROUNDING_OF_ZERO = 1e-3
+"""Bound, where no noise was measured, of a gradient that is nothing beside others, as that of the key
+bias of softmax attention, which is zero in exact arithmetic. It is relative to the KIND_SHARE of the
+largest one; what noise explains of it is as much."""
 WIDE_PROJECTION = 0.02
 """A projection within a wider bound does not count as compared."""
-
-
-@dataclass(frozen=True)
-class OutputRow:
-    """The output of a block for one sequence: projections on the layout and on one device.
-
-    Attributes:
-        layout: mean over the copies that ranks hold; None where no rank has reported it.
-        size: Euclidean norm of the output on one device.
-    """
-
-    block: str
-    sequence: int
-    layout: float | None
-    plain: float
-    size: float
-
-
-@dataclass(frozen=True)
-class GradientRow:
-    """The gradient of one parameter.
-
-    Attributes:
-        difference: largest absolute difference of an entry, over all ranks.
-        largest: largest absolute entry on one device.
-        noise: what noise changes in the gradient of one micro-batch.
-        products: over the entries that ranks hold, copies too: the layout's times those of one
-            device, and the squares of these.
-        squared_norm: on one device.
-        is_product: whether it is a product of matrices; see `MetaChain.products`.
-        is_router: whether it is of a router, which in 16 bits is not compared: rounding exchanges
-            tokens between experts, which leaves the loads as they are.
-    """
-
-    parameter: str
-    num_entries: int
-    difference: float
-    largest: float
-    noise: GradientNoise
-    products: tuple[float, float]
-    squared_norm: float
-    is_product: bool = True
-    is_router: bool = False
-
-    @property
-    def projection(self) -> float:
-        """The layout's gradient along that of one device, which is 1 there."""
-        of_layout, of_plain = self.products
-        return of_layout / of_plain if of_plain else 1.0
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    """Numbers of a whole step."""
-
-    loss: float
-    norm: float
-    targets: int
-    loads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LiveDifference:
-    """A number or tensor of a step that is not that of one device."""
-
-    tensor: str
-    block: str
-    parameter: str
-    phase: Phase
-    relation: str
-    measured: float
-    bound: float
 
 
 @dataclass(frozen=True)
@@ -113,6 +50,8 @@ class Judgement:
         output_spread: relative change of the outputs of each block by noise.
         loss_spread: relative change of the loss of a micro-batch by noise.
         num_units: micro-batches whose gradients are added.
+        num_terms: tokens whose gradients one pass adds, if bounds are to do without noise: rounding
+            of sums alone; None: noise was measured.
     """
 
     blocks: Sequence[str]
@@ -126,6 +65,7 @@ class Judgement:
     output_spread: Mapping[str, float]
     loss_spread: float
     num_units: int
+    num_terms: int | None = None
 
     @cached_property
     def differences(self) -> tuple[LiveDifference, ...]:
@@ -176,16 +116,20 @@ class Judgement:
 
     @property
     def closest(self) -> float:
-        """Largest ratio of a difference to its bound, over gradients."""
-        compared = filter(self._is_compared, self.gradients)
-        return max((self.relative(row) / self.gradient_bound(row) for row in compared), default=0.0)
+        """Largest ratio of a difference to its bound, over gradients that count as compared: of their
+        entries, or of the projection of one that is compared as a whole.
+        """
+        return max(self._ratios(), default=0.0)
 
-    @property
-    def _has_16_bits(self) -> bool:
-        return not self.types.is_exact and self.types.eps > 2.0**-20
+    def _ratios(self) -> Iterator[float]:
+        for row in self.gradients:
+            if row.parameter not in self.wide:
+                yield self.relative(row) / self.gradient_bound(row)
+            elif row.parameter in self.projected:
+                yield abs(row.projection - 1) / self.projection_bound(row)
 
     def _is_compared(self, row: GradientRow) -> bool:
-        return not (row.is_router and self._has_16_bits)
+        return not (row.is_router and self.types.has_16_bits)
 
     # gradients
 
@@ -215,9 +159,21 @@ class Judgement:
         """The largest relative difference of a gradient that rounding explains."""
         if self.types.is_exact:
             return max(TOLERANCE, FACTOR * self._spread(row))
+        if self.num_terms is not None:
+            return self._bound_without_noise(row, num_terms=self.num_terms)
         spread = max(self._spread(row), self._typical_spread)
-        roundings = FLOOR + math.sqrt(self.num_units)  # of the sums over micro-batches and ranks
-        return FACTOR * spread + roundings * self.types.eps
+        return FACTOR * spread + self._rounding_of_sums
+
+    @property
+    def _rounding_of_sums(self) -> float:
+        """Of the sums over micro-batches and ranks."""
+        return (FLOOR + math.sqrt(self.num_units)) * self.types.eps
+
+    def _bound_without_noise(self, row: GradientRow, *, num_terms: int) -> float:
+        """Rounding of the sums alone; what differs by more is judged by noise."""
+        if row.largest <= KIND_SHARE * self._largest_gradient:
+            return ROUNDING_OF_ZERO
+        return self._rounding_of_sums + norm_rounding(num_terms, self.types)
 
     def _projection_spread(self, row: GradientRow) -> float:
         """Relative change of a projection by noise: what was measured along the gradient, and what
@@ -410,7 +366,7 @@ class Judgement:
             return False
         num_tokens = max((sum(load) for load in self.plain.loads.values()), default=0)
         most = MIN_REROUTED
-        if self._has_16_bits:
+        if self.types.has_16_bits:
             most = max(MOST_REROUTED * num_tokens, MIN_REROUTED)
         return self._num_moved <= most
 

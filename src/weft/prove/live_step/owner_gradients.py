@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from weft.prove.live_step.entry_sums import compare
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,8 @@ class GradientNoise:
     @staticmethod
     def of(noisy: Tensor, plain: Tensor) -> GradientNoise:
         """The change from one gradient to another."""
-        change = (noisy - plain).flatten()
-        along = float(change @ plain.flatten()) / max(norm(plain), TINY)
-        return GradientNoise(largest(change), norm(change), abs(along))
+        sums = compare(noisy, plain)
+        return GradientNoise(sums.largest, sums.length, abs(sums.product) / max(sums.norm, TINY))
 
     def max(self, other: GradientNoise) -> GradientNoise:
         """The larger of each."""
@@ -48,16 +50,6 @@ class GradientNoise:
         return GradientNoise(self.largest * factor, self.length * factor, self.along * factor)
 
 
-def norm(x: Tensor) -> float:
-    """The Euclidean norm, summed in float64 without a copy in float64."""
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
-
-
-def largest(x: Tensor) -> float:
-    """The largest absolute value."""
-    return float(torch.linalg.vector_norm(x, torch.inf)) if x.numel() else 0.0
-
-
 NO_NOISE = GradientNoise()
 TINY = 1e-300
 
@@ -74,6 +66,7 @@ class OwnerGradients:
         self.sums: dict[str, Tensor] = {}
         self.noise: dict[str, GradientNoise] = {}
         self._plain: dict[str, Tensor] = {}
+        self._num_passes: Counter[str] = Counter()
         self._dtype = dtype
 
     def add(self, grads: Mapping[str, Tensor | None], *, is_plain: bool, has_noisy: bool) -> None:
@@ -90,29 +83,36 @@ class OwnerGradients:
                 if has_noisy:
                     self._plain[owner] = wide
                 before = self.sums.get(owner)
-                # A copy: autograd may return one tensor for two parameters.
-                self.sums[owner] = wide.clone() if before is None else before.add_(wide)
+                # Not in place: autograd may return one tensor for two parameters.
+                self.sums[owner] = wide if before is None else before + wide
+                self._num_passes[owner] += 1
             elif owner in self._plain and wide.numel():
                 noise = GradientNoise.of(wide, self._plain[owner])
                 self.noise[owner] = noise.max(self.noise.get(owner, NO_NOISE))
 
-    def drop(self, owner: str) -> None:
-        """Free the memory of a gradient."""
-        self.sums.pop(owner, None)
+    def take(self, owner: str) -> Tensor | None:
+        """The sum of a gradient, which the caller may change; it is kept no longer."""
         self._plain.pop(owner, None)
+        total = self.sums.pop(owner, None)
+        # The sum of one pass is still the tensor of autograd.
+        is_of_one_pass = total is not None and self._num_passes[owner] == 1
+        return total.clone() if total is not None and is_of_one_pass else total
 
 
 def joined(
-    owner: str, parts: Sequence[OwnerGradients], *, like: Tensor, dtype: torch.dtype
+    owner: str, parts: Sequence[OwnerGradients], *, shape: tuple[int, ...], like: Tensor
 ) -> Tensor:
-    """The sum of the gradients that the blocks which use a parameter yield for it."""
-    sums = [part.sums[owner] for part in parts if owner in part.sums]
-    if not sums:
-        return torch.zeros(like.shape, dtype=dtype, device=like.device)
-    total, *others = sums
-    for other in others:
-        total += other
-    return total
+    """The sum of the gradients that the blocks which use a parameter yield for it.
+
+    Args:
+        like: has the device and dtype of a gradient.
+    """
+    total: Tensor | None = None
+    for part in parts:
+        found = part.take(owner)
+        if found is not None:
+            total = found if total is None else total.add_(found)
+    return like.new_zeros(shape) if total is None else total
 
 
 def summed_noise(owner: str, parts: Sequence[OwnerGradients]) -> GradientNoise:

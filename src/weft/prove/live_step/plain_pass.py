@@ -103,6 +103,8 @@ class PlainPass:
         self._passes = _passes(units)
         self._inputs: dict[tuple[int, UnitPass], Any] = {}
         self._kept = KeptGraphs(most_kept_bytes)
+        # The first blocks: those of which all passes have graphs, on this rank and on every rank.
+        self._num_kept = self._num_kept_everywhere = len(self._names)
         self._graphs: dict[tuple[int, UnitPass], _Forward] = {}
         self._kept_leaves: dict[int, dict[str, Tensor]] = {}
         self._noise: torch.Generator | None = None
@@ -125,6 +127,7 @@ class PlainPass:
         """Forward and backward of all units; every rank must call it."""
         with self._noise_hooks():
             self._forward()
+            self._num_kept_everywhere = self.whole.least_over_ranks(self._num_kept)
             self._backward(on_gradient)
         return self.numbers
 
@@ -149,6 +152,7 @@ class PlainPass:
     def _forward_of(self, index: int, each: UnitPass, x: Any, values: Mapping[str, Tensor]) -> Any:
         """The output of a block, whose graph is kept while there is memory for graphs."""
         if not self._kept.has_room:
+            self._num_kept = min(self._num_kept, index)
             self._inputs[index, each] = x
             with torch.no_grad():
                 return self._call(index, each, x, values)
@@ -207,15 +211,14 @@ class PlainPass:
     @torch.no_grad()
     def _keep_output(self, index: int, each: UnitPass, output: Any) -> None:
         """Projections, sizes and loads of a plain output."""
-        rows = self.units[each.unit].rows
-        span = slice(rows.start, rows.stop)
+        rows = list(self.units[each.unit].rows)
         for place, x in enumerate(output_tensors(output)):
             if place == 0:
                 features = self.projection.features(x, self.projection.has_columns(x))
                 self.numbers.widths[index] = features.shape[-1]
-            self.numbers.sketches[index, span] += (1 + place) * self.projection.whole_rows(x)
-            size = x.double().flatten(1).norm(dim=1)
-            self.numbers.sizes[index, span] += (1 + place) * size
+            wide = x.double()
+            self.numbers.sketches[index, rows] += (1 + place) * self.projection.whole_rows(wide)
+            self.numbers.sizes[index, rows] += (1 + place) * wide.flatten(1).norm(dim=1)
         if isinstance(output, Extra) and output.load is not None:
             name = self._names[index]
             before = self.numbers.loads.get(name)
@@ -229,8 +232,8 @@ class PlainPass:
             plain = outputs[UnitPass(each.unit, PLAIN)]
             pairs = zip(output_tensors(plain), output_tensors(perturbed), strict=True)
             for right, other in pairs:
-                distance = (other.double() - right.double()).flatten(1).norm(dim=1)
-                relative = distance / right.double().flatten(1).norm(dim=1).clamp(min=1e-30)
+                distance, size = _norm_of_rows(other - right), _norm_of_rows(right)
+                relative = distance / size.clamp(min=1e-30)
                 spread = self.numbers.spread
                 spread[index] = torch.maximum(spread[index], relative.max())
 
@@ -238,7 +241,7 @@ class PlainPass:
         for each, value in losses.items():
             plain = losses[UnitPass(each.unit, PLAIN)]
             if each.seed == PLAIN:
-                self.numbers.losses[self.units[each.unit].rows.start] = value
+                self.numbers.losses[self.units[each.unit].rows[0]] = value
             else:
                 relative = abs(value - plain) / max(abs(plain), 1e-30)
                 self.numbers.loss_spread = max(self.numbers.loss_spread, relative)
@@ -250,11 +253,10 @@ class PlainPass:
         first_use = self.chain.first_use
         grads_of_outputs: dict[UnitPass, Any] = dict.fromkeys(self._passes)
         waiting: dict[str, list[OwnerGradients]] = {}
+        like = torch.empty(0, dtype=self._sum_dtype, device=self.device)
         for index in reversed(range(len(self._names))):
             name = self._names[index]
-            # Every rank gathers, also one that has kept all graphs of the block: others may not have.
-            values = self._values(name)
-            leaves = self._kept_leaves.pop(index, None) or self._as_trained(values)
+            leaves = self._leaves_of(index)
             found = OwnerGradients(self._sum_dtype)
             for each in self._passes:
                 grads_of_outputs[each] = self._backward_of(
@@ -266,10 +268,18 @@ class PlainPass:
                 waiting.setdefault(owner, []).append(found)
                 if first_use[owner] == name:
                     parts = waiting.pop(owner)
-                    total = joined(owner, parts, like=leaves[owner], dtype=self._sum_dtype)
+                    shape = self.chain.shapes[owner]
+                    total = joined(owner, parts, shape=shape, like=like)
                     on_gradient(owner, total, summed_noise(owner, parts))
-                    for part in parts:
-                        part.drop(owner)
+
+    def _leaves_of(self, index: int) -> dict[str, Tensor]:
+        """The parameters of a block for its backward."""
+        kept = self._kept_leaves.pop(index, {})
+        if index < self._num_kept_everywhere:
+            return kept
+        # Every rank gathers, also one that has kept all graphs of the block: others have not.
+        values = self._values(self._names[index])
+        return kept or self._as_trained(values)
 
     @property
     def _sum_dtype(self) -> torch.dtype:
@@ -368,6 +378,11 @@ def _passes(units: Sequence[Unit]) -> tuple[UnitPass, ...]:
         for number, unit in enumerate(units)
         for seed in (PLAIN, *unit.noise_seeds)
     )
+
+
+def _norm_of_rows(x: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=torch.float64)
+    return norms
 
 
 def _without_graph(x: Any) -> Any:

@@ -3,48 +3,64 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Protocol
 
 from weft.comm.comm import Comm
 from weft.comm.text import all_gather_text
 from weft.core.dimension import local_update_axes
 from weft.core.mesh import Mesh
 from weft.errors import counted
-from weft.prove.live_step.gradient_rows import GradientRows
-from weft.prove.live_step.judgement import Judgement, LiveDifference
+from weft.prove.live_step.compared_numbers import LiveDifference
 from weft.prove.report import Difference
 
 
+class Kept(Protocol):
+    """What a rank knows of its own gradients or updates."""
+
+    @property
+    def kept(self) -> Container[str]:
+        """Parameters that are wrong on this rank."""
+
+    def relation_of(self, owner: str) -> str:
+        """How this rank's entries of one relate to the right ones; "" where that is not known."""
+
+
 def refusal(
-    comm: Comm, number: int, judgement: Judgement, rows: GradientRows, *, repeat: str
+    comm: Comm,
+    number: int,
+    differences: Sequence[LiveDifference],
+    own: Kept,
+    *,
+    outcome: str,
+    repeat: str,
 ) -> str:
     """The message, equal on all ranks; every rank of the mesh must call it, also one of a site whose
     own numbers are right.
 
     Args:
         number: of the step.
+        own: of what the first difference is about.
+        outcome: what has become of the step.
         repeat: the command that compares the step tensor by tensor.
     """
-    first = judgement.differences[0] if judgement.differences else None
-    own = {"relation": "", "is_wrong": False}
-    if first is not None and first.phase == "reduce":
-        own = {
-            "relation": rows.relation_of(first.parameter),
-            "is_wrong": first.parameter in rows.kept,
-        }
-    found = [json.loads(text) for text in all_gather_text(comm, json.dumps(own))]
+    first = differences[0] if differences else None
+    local = {"relation": "", "is_wrong": False}
+    if first is not None and first.phase in ("reduce", "update") and first.parameter in own.kept:
+        local = {"relation": own.relation_of(first.parameter), "is_wrong": True}
+    found = [json.loads(text) for text in all_gather_text(comm, json.dumps(local))]
     text = ""
     if first is not None:
         wrong = tuple(rank for rank, each in enumerate(found) if each["is_wrong"])
         relations = [each["relation"] for each in found if each["relation"]]
         difference = _difference(number, first, mesh=comm.mesh, wrong=wrong, relations=relations)
         text = f"step {number} is not what one device computes: {difference}"
-        num_others = len(judgement.differences) - 1
+        num_others = len(differences) - 1
         if num_others:
             text += f"; {counted(num_others, 'more number')} after it differ"
     of_first_wrong_replica = next(filter(None, all_gather_text(comm, text)))
     return (
-        f"{of_first_wrong_replica}. Nothing was updated by it. See {repeat} "
+        f"{of_first_wrong_replica}. {outcome}. See {repeat} "
         "(to train all the same: --prove.before never)"
     )
 

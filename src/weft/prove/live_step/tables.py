@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from weft.comm.comm import Comm
+from weft.prove.live_step.compared_numbers import GradientRow, OutputRow, StepNumbers
 from weft.prove.live_step.gradient_rows import GradientRows
-from weft.prove.live_step.judgement import GradientRow, OutputRow, StepNumbers
+from weft.prove.live_step.judgement import Judgement
 from weft.prove.live_step.meta_chain import MetaChain
 from weft.prove.live_step.output_sketch import OutputSketches
-from weft.prove.live_step.owner_gradients import GradientNoise
+from weft.prove.live_step.owner_gradients import NO_NOISE, GradientNoise
 from weft.prove.live_step.plain_pass import PassNumbers
 from weft.prove.live_step.whole_params import largest_over_ranks, sum_over_ranks
 
@@ -91,6 +92,39 @@ def world_tables(
         loss_spread=loss_spread[0],
         unlike_definition=_named(chain, unlike),
         unequal=_named(chain, unequal),
+    )
+
+
+def with_noise(
+    comm: Comm, judgement: Judgement, numbers: PassNumbers, noise: Mapping[str, GradientNoise]
+) -> Judgement:
+    """The judgement with the noise that perturbed passes have measured; every rank must call it.
+
+    Args:
+        numbers: of this rank's perturbed passes.
+        noise: what noise changes in gradients, as this rank has found it.
+    """
+    of_rows = [noise.get(row.parameter, NO_NOISE) for row in judgement.gradients]
+    like = numbers.spread
+    table = torch.cat(
+        (
+            like,
+            like.new_tensor([numbers.loss_spread]),
+            like.new_tensor([astuple(each) for each in of_rows]).flatten(),
+        )
+    )
+    largest = largest_over_ranks(comm, _without_nan(table)).cpu()
+    spread, loss_spread, found = largest.split((len(like), 1, 3 * len(of_rows)))
+    gradients = tuple(
+        replace(row, noise=GradientNoise(*of_row))
+        for row, of_row in zip(judgement.gradients, found.view(-1, 3).tolist(), strict=True)
+    )
+    return replace(
+        judgement,
+        gradients=gradients,
+        output_spread=dict(zip(judgement.blocks, spread.tolist(), strict=True)),
+        loss_spread=float(loss_spread),
+        num_terms=None,
     )
 
 

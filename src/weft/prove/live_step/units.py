@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 NUM_PROBES = 2
@@ -17,7 +18,7 @@ class Unit:
         noise_seeds: of its perturbed passes; () for a plain pass alone.
     """
 
-    rows: range
+    rows: tuple[int, ...]
     noise_seeds: tuple[int, ...] = ()
 
 
@@ -34,17 +35,43 @@ def num_units(*, global_size: int, micro_size: int) -> int:
 
 
 def units_of_rank(
-    index: int, num_ranks: int, *, global_size: int, micro_size: int, is_perturbed: bool
+    index: int,
+    num_ranks: int,
+    *,
+    global_size: int,
+    micro_size: int,
+    is_perturbed: bool,
+    most_rows: int = 1,
 ) -> tuple[Unit, ...]:
-    """The units that one of the ranks computes: consecutive sequences in turn. The first ones are
-    perturbed, each with noise of its own; they belong to ranks that have no more units than others.
+    """The units that one of the ranks computes: sequences in turn. The first ones are perturbed, each
+    with noise of its own; they belong to ranks that have no more sequences than others.
+
+    Args:
+        most_rows: sequences up to which units without noise are joined.
     """
     size = unit_size(micro_size)
-    found = []
+    probes: list[Unit] = []
+    others: list[tuple[int, ...]] = []
     for number in range(
         index, num_units(global_size=global_size, micro_size=micro_size), num_ranks
     ):
-        rows = range(number * size, min((number + 1) * size, global_size))
-        has_noise = is_perturbed and number < NUM_PROBES
-        found.append(Unit(rows, (number + 1,) if has_noise else ()))
-    return tuple(found)
+        rows = tuple(range(number * size, min((number + 1) * size, global_size)))
+        if is_perturbed and number < NUM_PROBES:
+            probes.append(Unit(rows, (number + 1,)))
+        else:
+            others.append(rows)
+    joined = _joined(others, num_joined=max(1, most_rows // size), micro_size=micro_size)
+    return (*probes, *joined)
+
+
+def _joined(
+    parts: Sequence[tuple[int, ...]], *, num_joined: int, micro_size: int
+) -> Iterator[Unit]:
+    """So many parts as one unit, unless it would be as large as a micro-batch; see `unit_size`."""
+    for start in range(0, len(parts), num_joined):
+        of_unit = parts[start : start + num_joined]
+        rows = tuple(row for part in of_unit for row in part)
+        if len(rows) == micro_size:
+            yield from map(Unit, of_unit)
+        else:
+            yield Unit(rows)

@@ -68,6 +68,12 @@ class WholeParameters:
             found.setdefault(state.param.owner, []).append(state)
         return found
 
+    def least_over_ranks(self, number: int) -> int:
+        """The least of every rank's numbers; every rank must call it."""
+        comm = self.step.model.comm
+        negative = torch.tensor([-number], dtype=torch.int64, device=comm.device)
+        return -int(largest_over_ranks(comm, negative))
+
     def gather(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """The whole parameters of these owners, in the dtype that the optimizer updates; every rank
         must call it with the same owners.
