@@ -29,11 +29,11 @@ from benchmarks.architectures_page import write_page
 from torch import Tensor, nn
 
 import weft
+from weft.config.hf.architectures import PREFIX, architectures
 from weft.errors import UserError, WeftError
 from weft.models import FAMILIES
 from weft.models.common.batch import forward, token_batch
 from weft.models.common.layers import Loss
-from weft.models.transformers.architectures import PREFIX, architectures
 from weft.models.transformers.build import Architecture, architecture_of, build
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.check import check_against_transformers

@@ -50,7 +50,7 @@ WORDS: dict[str, tuple[str, str]] = {
     "plan for nothing": (f"plan {ON} --devices 8 --price_usd_h 0", "price_usd_h: out of range"),
     "plan with a negative power": (f"plan {ON} --devices 8 --power_w -3", "power_w: out of range"),
     "plan that scales to 0": (f"plan {ON} --devices 8 --scale 0", "scale"),
-    "plan that scales to 7": (f"plan {ON} --devices 8 --scale 8 7", "Fix: --scale 6 or --scale 8"),
+    "plan that scales to 7": (f"plan {ON} --devices 8 --scale 8 7", "or --scale 6, or --scale 8"),
     "plan of a misspelt flag": (f"plan {ON} --device 8 --devices 8", "device"),
     "why with a bad word": (f"plan {ON} --devices 8 --why dp8,micro0", "why: "),
     "why without a word": (f"plan {ON} --devices 8 --why", "why"),

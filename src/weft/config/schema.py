@@ -40,7 +40,8 @@ class ModelSection(ModelConfig):
     """
 
     name: str = Field(
-        "llama3", description="model family, a file or module, or a decoder of transformers: hf:olmo2"
+        "llama3",
+        description="model family, a file or module, or a decoder of transformers: hf:olmo2",
     )
     preset: str | None = Field(
         None, description="named sizes of the family; explicit fields override them"

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from weft.config.hf.architectures import is_architecture_name, model_type_of
 from weft.config.hf.mapping import ConfigFamily, HFMapping
 from weft.config.user_code import canonical_reference, check_reference, is_reference, trust_named
 from weft.core.model_config import AxisTable, InitTable, ModelConfig
 from weft.errors import ConfigError, Fault, did_you_mean
-from weft.models.transformers.architectures import is_architecture_name, model_type_of
 
 if TYPE_CHECKING:
     from torch import nn

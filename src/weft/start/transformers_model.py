@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from weft.config.hf.architectures import is_architecture_name, model_type_of
 from weft.config.run import Run, plan_of
 from weft.core.dimension import activation_axes
 from weft.core.model_config import ModelConfig
 from weft.models import FAMILIES
-from weft.models.transformers.architectures import is_architecture_name, model_type_of
 
 
 def prepared(run: Run) -> tuple[Run, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.config.hf.architectures import PREFIX, architectures
 from weft.config.hf.mapping import (
     FIXED_EVERYWHERE,
     IGNORED,
@@ -25,8 +26,6 @@ from weft.config.keys import Flat
 from weft.errors import CheckpointError, Fault
 
 CONFIG = "config.json"
-TRANSFORMERS = "hf:"
-"""Start of the names of families that are decoders of transformers."""
 MAX_NUMBER = 2**40
 MAX_LAYERS = 10_000
 
@@ -97,9 +96,9 @@ def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFa
             is_match = mapping.architecture == architecture
         if is_match:
             return families[name], mapping
-    own = f"{TRANSFORMERS}{model_type}"
-    if own in families:
-        family = families[own]
+    own = architectures().get(str(model_type))
+    if own is not None and architecture in (None, own):
+        family = families[f"{PREFIX}{model_type}"]
         assert family.hf is not None, "all of transformers' decoders have a format"
         return family, family.hf
     got = repr(architecture or model_type)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.config.hf.architectures import KEY, PREFIX
 from weft.errors import Fault, PlanError, counted, type_and_message
-from weft.models.transformers.architectures import KEY, PREFIX
 from weft.models.transformers.capture import OTHER, Captured, capture
 from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register

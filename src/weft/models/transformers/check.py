@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.config.hf.architectures import KEY
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, forward, token_batch
-from weft.models.transformers.architectures import KEY
 from weft.models.transformers.build import Architecture, architecture_of, build
 from weft.models.transformers.capture import OTHER
 from weft.models.transformers.chain import blocks_of_model

@@ -12,8 +12,8 @@ from torch import nn
 from weft.code.identity import CodeIdentity
 from weft.code.sources import version_of
 from weft.code.values import short_digest
+from weft.config.hf.architectures import KEY, PREFIX, architectures, model_type_of
 from weft.errors import ConfigError, Fault
-from weft.models.transformers.architectures import KEY, PREFIX, architectures, model_type_of
 from weft.models.transformers.axis_rows import axes_of, shards
 from weft.models.transformers.build import architecture_of, build, default_config
 from weft.models.transformers.chain import blocks_of_model
