@@ -58,6 +58,7 @@ class BackendPolicy:
         connects_at_start: groups are connected before the first call, in the order of the plan.
         totals_along_axes: totals over many ranks go along the groups of axes, which exist anyway;
             else through groups of few ranks that are made for them.
+        compares_in_call: signatures are compared by the call itself, without waiting in its start.
     """
 
     native_reduce: bool
@@ -69,6 +70,7 @@ class BackendPolicy:
     messages_on_axis_group: bool
     connects_at_start: bool
     totals_along_axes: bool
+    compares_in_call: bool = False
 
 
 GLOO = BackendPolicy(
@@ -93,6 +95,9 @@ NCCL = BackendPolicy(
     connects_at_start=True,
     totals_along_axes=True,
 )
+
+SHARED_MEMORY = replace(GLOO, compares_in_call=True)
+"""Of ranks on one host: see comm/shared_group.py."""
 
 POLICIES = {"cpu": GLOO, "cuda": NCCL}
 

@@ -1,0 +1,271 @@
+"""The calls of a group in shared memory, in order, and who moves them on: those that wait, and a thread for the others.
+
+Note [Progress in shared memory]
+    A call is a generator that goes on until it must wait for another member. No thread of a backend
+    moves it on in the meantime; whoever waits in this process moves on all calls of all groups. So
+    a rank that waits in one group does its part in the others, and correct programs do not
+    deadlock. A thread does it for calls for which nobody waits, because the rank computes or waits
+    for something else. It looks more and more rarely as long as it finds nothing to do: with more
+    ranks than cores it would take time from those that compute.
+
+Note [Waiting in shared memory]
+    A rank that waits yields its core some times, for ranks that arrive together, and then sleeps at
+    the counters of the members that it waits for. With two ranks on two cores the first is enough;
+    of eight ranks on two cores, those that sleep leave the cores to those that compute.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+
+from weft.comm import futex
+from weft.comm.backend_work import BackendCall
+from weft.comm.device_groups import SHARED_MEMORY
+from weft.comm.local_peers import LocalPeers
+from weft.comm.shared_algorithms import run_call
+from weft.comm.shared_rounds import Blocked, Rounds
+from weft.comm.shared_segment import SharedSegment
+from weft.comm.transport import Call
+from weft.errors import MismatchError
+
+NUM_YIELDS = 40
+SLEEP_S = 0.05
+"""Longest sleep of a rank that waits; then it looks whether another has left."""
+FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.032
+IDLE_S = 1.0
+"""How long the thread goes on looking when nothing is under way."""
+
+
+class SharedCall(BackendCall):
+    """A call in shared memory."""
+
+    def __init__(self, group: SharedGroup, call: Call) -> None:
+        super().__init__(())
+        self._group = group
+        self._steps = run_call(group.rounds, call)
+        self.blocked: Blocked | None = None
+        self.is_done = False
+        self.error: Exception | None = None
+
+    def advance(self) -> bool:
+        """Go on until another member must be waited for; whether the call is done."""
+        rounds = self._group.rounds
+        try:
+            while self.blocked is None or rounds.has_published(self.blocked):
+                self.blocked = next(self._steps)
+        except StopIteration:
+            self.is_done = True
+        except MismatchError as error:
+            self.error = error
+            self.is_done = True
+        return self.is_done
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block for at most `timeout_s`; whether the call is complete.
+
+        Raises:
+            MismatchError: the signatures differ.
+            RuntimeError: a member has left, or the group was closed.
+        """
+        if not self.is_done:
+            self._group.progress.wait_for(self, self._group, timeout_s)
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+    def is_completed(self) -> bool:
+        """Whether it is complete, after what can be done without waiting."""
+        if not self.is_done:
+            self._group.progress.advance()
+        return self.is_done
+
+
+class SharedGroup:
+    """The calls of one member of a group.
+
+    Attributes:
+        policy: how its calls are carried.
+        rounds: of this member.
+        ranks: world ranks of the members.
+    """
+
+    policy = SHARED_MEMORY
+
+    def __init__(
+        self, segment: SharedSegment, ranks: tuple[int, ...], *, index: int, progress: Progress
+    ) -> None:
+        self.rounds = Rounds(segment, index, len(ranks))
+        self.ranks = ranks
+        self.progress = progress
+        self._calls: deque[SharedCall] = deque()
+        self._failure: RuntimeError | None = None
+
+    def launch(self, call: Call) -> BackendCall:
+        """Start a call: do what can be done without waiting."""
+        started = SharedCall(self, call)
+        self.progress.start(self, started)
+        return started
+
+    def add(self, call: SharedCall) -> bool:
+        """Add a call behind those that are under way; whether it still is."""
+        if self._failure is not None:
+            call.error, call.is_done = self._failure, True
+            return False
+        self._calls.append(call)
+        return len(self._calls) > 1 or self.advance()
+
+    def advance(self) -> bool:
+        """Move on the calls, in order; whether any is left."""
+        try:
+            while self._calls and self._calls[0].advance():
+                self._calls.popleft()
+        except RuntimeError as error:
+            self.fail(error)
+        except BaseException:
+            self.fail(RuntimeError("the call was interrupted"))
+            raise
+        return bool(self._calls)
+
+    def fail(self, error: RuntimeError) -> None:
+        """Fail what is under way, and later calls."""
+        self._failure = self._failure or error
+        while self._calls:
+            call = self._calls.popleft()
+            call.error, call.is_done = self._failure, True
+
+    @property
+    def blocked(self) -> Blocked | None:
+        """What its oldest call waits for."""
+        return self._calls[0].blocked if self._calls else None
+
+    def blocked_word(self) -> futex.SeenWord | None:
+        """The counter that its oldest call waits for; None if the call can go on."""
+        blocked = self.blocked
+        if blocked is None:
+            return None
+        value = self.rounds.num_published(blocked.member)
+        if value >= blocked.round_number:
+            return None
+        return futex.SeenWord(self.rounds.segment.counter_address(blocked.member), value)
+
+    def abort(self) -> None:
+        """Fail what is under way."""
+        with self.progress.lock:
+            self.fail(RuntimeError("closed by this rank"))
+
+
+class Progress:
+    """All groups of a rank in shared memory: see Note [Progress in shared memory].
+
+    Args:
+        peers: the other ranks of this host.
+    """
+
+    def __init__(self, peers: LocalPeers) -> None:
+        self.lock = threading.RLock()
+        self._peers = peers
+        self._busy: set[SharedGroup] = set()
+        self._is_busy = threading.Event()
+        self._is_closed = False
+        self._looked_at_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self, group: SharedGroup, call: SharedCall) -> None:
+        """Start a call of a group."""
+        with self.lock:
+            if group.add(call):
+                self._busy.add(group)
+                if not self._is_busy.is_set():
+                    self._wake_thread()
+
+    def advance(self) -> bool:
+        """Move on all calls; whether any came to its end."""
+        with self.lock:
+            idle = [group for group in self._busy if not group.advance()]
+            self._busy.difference_update(idle)
+        return bool(idle)
+
+    def wait_for(self, call: SharedCall, group: SharedGroup, timeout_s: float) -> None:
+        """Move on all calls until one of this group is done, for at most `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self.advance()
+            blocked = group.blocked
+            if call.is_done or blocked is None:
+                return
+            for _ in range(NUM_YIELDS):
+                if group.rounds.has_published(blocked):
+                    break
+                os.sched_yield()
+            else:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._sleep(call, min(left_s, SLEEP_S))
+
+    def close(self) -> None:
+        """End the thread, and let the other ranks see that this one leaves."""
+        self._is_closed = True
+        self._is_busy.set()
+        self._peers.close()
+
+    def _sleep(self, call: SharedCall, timeout_s: float) -> None:
+        """Sleep until a member publishes, then look from time to time who has left."""
+        words = self._blocked_words(call)
+        if words:
+            futex.wait(words, timeout_s)
+        now_s = time.monotonic()
+        if now_s - self._looked_at_s >= SLEEP_S:
+            self._looked_at_s = now_s
+            self._fail_lost()
+
+    def _blocked_words(self, call: SharedCall) -> list[futex.SeenWord]:
+        """The counters that calls wait for; [] if one of them can go on, or this one is done."""
+        words: list[futex.SeenWord] = []
+        with self.lock:
+            for group in self._busy:
+                word = group.blocked_word()
+                if word is None:
+                    return []
+                words.append(word)
+            return [] if call.is_done else words
+
+    def _fail_lost(self) -> None:
+        """Fail groups that wait for a rank that has left."""
+        lost = self._peers.lost()
+        if not lost:
+            return
+        self.advance()  # what they have published before counts
+        with self.lock:
+            for group in tuple(self._busy):
+                blocked = group.blocked
+                rank = -1 if blocked is None else group.ranks[blocked.member]
+                if rank in lost:
+                    group.fail(RuntimeError(f"connection closed by rank {rank}"))
+
+    def _wake_thread(self) -> None:
+        self._is_busy.set()
+        if self._thread is None and not self._is_closed:
+            self._thread = threading.Thread(
+                target=self._run_thread, name="weft shared memory", daemon=True
+            )
+            self._thread.start()
+
+    def _run_thread(self) -> None:
+        """Move on calls for which nobody waits."""
+        interval_s, idle_since_s = FIRST_LOOK_S, time.monotonic()
+        while not self._is_closed:
+            time.sleep(interval_s)
+            interval_s = FIRST_LOOK_S if self.advance() else min(2 * interval_s, LAST_LOOK_S)
+            now_s = time.monotonic()
+            if self._busy:
+                idle_since_s = now_s
+            elif now_s - idle_since_s > IDLE_S:
+                with self.lock:
+                    if not self._busy and not self._is_closed:
+                        self._is_busy.clear()
+                self._is_busy.wait()
+                interval_s, idle_since_s = FIRST_LOOK_S, time.monotonic()
