@@ -29,7 +29,8 @@ def functions_of_all_reduce(comm):
     return passed
 
 
-def test_one_all_reduce_on_gloo_passes_few_functions_and_files():
+def test_one_all_reduce_on_gloo_passes_few_functions_and_files(monkeypatch):
+    monkeypatch.setenv("WEFT_CPU_TRANSPORT", "gloo")
     for passed in run_ranks("dp2", functions_of_all_reduce, transport="processes"):
         files = {file for file, _ in passed}
         assert 0 < len(passed) <= MAX_CALLS, passed

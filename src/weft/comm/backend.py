@@ -44,13 +44,6 @@ OPERATIONS: dict[Op, algorithms.Launch] = {
 }
 
 
-def launch_on(group: DeviceGroup | SharedGroup, call: Call) -> BackendCall:
-    """Hand `call` to the algorithm of its operation."""
-    if isinstance(group, SharedGroup):
-        return group.launch(call)
-    return OPERATIONS[call.op](group, call)
-
-
 class ProcessGroupBackend:
     """The process groups of one group of ranks, one for each device type, and their calls.
 
@@ -103,7 +96,10 @@ class ProcessGroupBackend:
 
     def launch(self, call: Call, device_type: str) -> BackendCall:
         """Hand `call` to what carries its tensors."""
-        return launch_on(self.carrier(device_type), call)
+        carrier = self.carrier(device_type)
+        if isinstance(carrier, SharedGroup):
+            return carrier.launch(call)
+        return OPERATIONS[call.op](carrier, call)
 
     def launch_messages(self, calls: Sequence[Call]) -> list[BackendCall]:
         """Launch messages on the group of their axis: see Note [Messages on NCCL].

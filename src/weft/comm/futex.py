@@ -79,7 +79,7 @@ def wait(words: Sequence[SeenWord], timeout_s: float) -> None:
 def _wait_for_one(words: Sequence[SeenWord], timeout_s: float) -> bool:
     """Sleep until one of several words may have changed; False where the kernel has no such call."""
     waiters = (_Waiter * len(words))(
-        *((word.value & 0xFFFFFFFF, word.address, FUTEX2_SIZE_U32, 0) for word in words)
+        *(_Waiter(word.value & 0xFFFFFFFF, word.address, FUTEX2_SIZE_U32, 0) for word in words)
     )
     deadline = _timespec(time.monotonic() + timeout_s)
     status = _SYSCALL(

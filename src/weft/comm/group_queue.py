@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from weft.comm.backend import ProcessGroupBackend, launch_on
+from weft.comm.backend import OPERATIONS, ProcessGroupBackend
 from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import GLOO, POLICIES
 from weft.comm.group import QueueKey
 from weft.comm.group_watch import GroupWatch, WatchedCall
-from weft.comm.shared_group import Progress
+from weft.comm.shared_group import Progress, SharedGroup
 from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
 from weft.errors import CommError
@@ -152,7 +152,10 @@ class GroupQueue:
             if group is None or is_compared_before or self._num_queued:
                 self._enqueue(group_call)
             else:
-                group_call.launched = launch_on(group, call)
+                if isinstance(group, SharedGroup):
+                    group_call.launched = group.launch(call)
+                else:
+                    group_call.launched = OPERATIONS[call.op](group, call)
                 watch.in_flight.add(group_call)
             return group_call
 

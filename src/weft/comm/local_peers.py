@@ -33,13 +33,11 @@ from typing import Protocol
 
 from weft.comm import futex
 from weft.comm.shared_segment import SharedSegment
-from weft.errors import Fault, LaunchError
+from weft.core.transports import SHARED_MEMORY, cpu_transport, cpu_transport_faults
+from weft.errors import LaunchError
 
-VARIABLE = "WEFT_CPU_TRANSPORT"
-"""Environment variable: how tensors on the CPU travel between processes on one host."""
-CHOICES = ("shared_memory", "gloo")
 NAME_PREFIX = "\0weft-"
-"""Of abstract socket names."""
+"""Of the abstract names of sockets."""
 MAX_MEMBERS = 256
 """Of a group in shared memory: halves of slots become small."""
 MAX_MESSAGE_BYTES = 2**20
@@ -55,19 +53,6 @@ class MeetingStore(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
-
-
-def chosen_transport() -> str:
-    """The choice of the environment.
-
-    Raises:
-        LaunchError: it is none of the choices.
-    """
-    chosen = os.environ.get(VARIABLE) or CHOICES[0]
-    if chosen not in CHOICES:
-        need, fix = " or ".join(CHOICES), f"unset {VARIABLE}"
-        raise LaunchError(Fault(VARIABLE, "unknown", got=chosen, need=need, fix=fix))
-    return chosen
 
 
 def host_identity() -> str:
@@ -111,7 +96,9 @@ class LocalPeers:
     """The other ranks of this host, as far as this one shares memory with them."""
 
     def __init__(self) -> None:
-        self._identity = host_identity() if chosen_transport() == CHOICES[0] else ""
+        if faults := tuple(cpu_transport_faults()):
+            raise LaunchError(*faults)
+        self._identity = host_identity() if cpu_transport() == SHARED_MEMORY else ""
         self._listener: socket.socket | None = None
         self._connections: dict[int, socket.socket] = {}
         self._hung_up = select.poll()
@@ -241,6 +228,11 @@ def _listen() -> socket.socket:
     server.bind(f"{NAME_PREFIX}{secrets.token_hex(16)}")
     server.listen(MAX_WAITING)
     return server
+
+
+def is_name_of_rank(name: str | bytes) -> bool:
+    """Whether the socket of this name is one by which a rank is seen."""
+    return isinstance(name, bytes) and name.startswith(NAME_PREFIX.encode())
 
 
 def _by_place(text: str) -> dict[int, str]:
