@@ -38,7 +38,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64))
 
 
-class _Waiter(ctypes.Structure):
+class _WaitedWord(ctypes.Structure):
     _fields_ = (
         ("value", ctypes.c_uint64),
         ("address", ctypes.c_uint64),
@@ -78,8 +78,8 @@ def wait(words: Sequence[SeenWord], timeout_s: float) -> None:
 
 def _wait_for_one(words: Sequence[SeenWord], timeout_s: float) -> bool:
     """Sleep until one of several words may have changed; False where the kernel has no such call."""
-    waiters = (_Waiter * len(words))(
-        *(_Waiter(word.value & 0xFFFFFFFF, word.address, FUTEX2_SIZE_U32, 0) for word in words)
+    waiters = (_WaitedWord * len(words))(
+        *(_WaitedWord(word.value & 0xFFFFFFFF, word.address, FUTEX2_SIZE_U32, 0) for word in words)
     )
     deadline = _timespec(time.monotonic() + timeout_s)
     status = _SYSCALL(

@@ -14,7 +14,7 @@ from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import GLOO, POLICIES
 from weft.comm.group import QueueKey
 from weft.comm.group_watch import GroupWatch, WatchedCall
-from weft.comm.shared_group import Progress, SharedGroup
+from weft.comm.shared_group import SharedProgress, SharedGroup
 from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
 from weft.errors import CommError
@@ -31,7 +31,7 @@ CLOSE_WAIT_S = 5.0
 # sends, rank 1 receives and then starts the all_reduce. So these calls are queued for a worker thread, one per group,
 # that runs them one after the other. A call is launched directly if the group is connected, its signature is not to be
 # compared and no call is queued. In shared memory signatures are compared by the call itself: they are part of its
-# rounds, which wait for nobody when they are started.
+# rounds, which do not wait for others when they are started.
 #
 # Tensors on GPUs never come here: their calls are launched by the thread that starts them, on groups that were connected
 # at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/device_groups.py.
@@ -332,7 +332,7 @@ def close_queues(
     *,
     monitor: threading.Thread,
     closing: threading.Event,
-    progress: Progress,
+    progress: SharedProgress,
 ) -> None:
     presence.is_closed = True
     closing.set()

@@ -11,7 +11,7 @@ Note [Meeting on a host]
     are served.
 
 Note [Who has left]
-    Each rank listens at a socket of its own and accepts nobody. A connection to it succeeds, waits
+    Each rank listens at a socket of its own and accepts no connection. A connection to it succeeds, waits
     in its queue, and hangs up when the rank ends, however it ends: the kernel closes the socket.
 """
 

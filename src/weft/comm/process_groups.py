@@ -23,7 +23,7 @@ from weft.comm.group import QueueKey
 from weft.comm.group_queue import GroupCall, GroupQueue, close_queues, watch_queues
 from weft.comm.local_peers import LocalPeers, Meeting
 from weft.comm.planned_groups import PlannedGroup
-from weft.comm.shared_group import Progress, SharedGroup
+from weft.comm.shared_group import SharedProgress, SharedGroup
 from weft.comm.store_keys import PresenceStore, agree_on_namespace
 from weft.comm.transport import Call, Communicator, OnLate, Reduce
 from weft.errors import CommError, Fault, LaunchError
@@ -121,7 +121,7 @@ class ProcessTransport:
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices(address)
         self._local_peers = LocalPeers()
-        self._progress = Progress(self._local_peers)
+        self._progress = SharedProgress(self._local_peers)
         if rendezvous == SCRIPT_WORLD:
             rendezvous = dist.distributed_c10d._get_default_store()
         shared_store = find_store(rendezvous, rank, size, timeout_s=timeout_s, listener=listener)

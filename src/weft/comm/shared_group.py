@@ -4,7 +4,7 @@ Note [Progress in shared memory]
     A call is a generator that goes on until it must wait for another member. No thread of a backend
     moves it on in the meantime; whoever waits in this process moves on all calls of all groups. So
     a rank that waits in one group does its part in the others, and correct programs do not
-    deadlock. A thread does it for calls for which nobody waits, because the rank computes or waits
+    deadlock. A thread does it for calls that no thread waits for, because the rank computes or waits
     for something else. It looks more and more rarely as long as it finds nothing to do: with more
     ranks than cores it would take time from those that compute.
 
@@ -26,7 +26,7 @@ from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import SHARED_MEMORY
 from weft.comm.local_peers import LocalPeers
 from weft.comm.shared_algorithms import run_call
-from weft.comm.shared_rounds import Blocked, Rounds
+from weft.comm.shared_rounds import BlockedCall, Rounds
 from weft.comm.shared_segment import SharedSegment
 from weft.comm.transport import Call
 from weft.errors import MismatchError
@@ -46,7 +46,7 @@ class SharedCall(BackendCall):
         super().__init__(())
         self._group = group
         self._steps = run_call(group.rounds, call)
-        self.blocked: Blocked | None = None
+        self.blocked: BlockedCall | None = None
         self.is_done = False
         self.error: Exception | None = None
 
@@ -95,7 +95,12 @@ class SharedGroup:
     policy = SHARED_MEMORY
 
     def __init__(
-        self, segment: SharedSegment, ranks: tuple[int, ...], *, index: int, progress: Progress
+        self,
+        segment: SharedSegment,
+        ranks: tuple[int, ...],
+        *,
+        index: int,
+        progress: SharedProgress,
     ) -> None:
         self.rounds = Rounds(segment, index, len(ranks))
         self.ranks = ranks
@@ -137,7 +142,7 @@ class SharedGroup:
             call.error, call.is_done = self._failure, True
 
     @property
-    def blocked(self) -> Blocked | None:
+    def blocked(self) -> BlockedCall | None:
         """What its oldest call waits for."""
         return self._calls[0].blocked if self._calls else None
 
@@ -157,7 +162,7 @@ class SharedGroup:
             self.fail(RuntimeError("closed by this rank"))
 
 
-class Progress:
+class SharedProgress:
     """All groups of a rank in shared memory: see Note [Progress in shared memory].
 
     Args:
@@ -255,7 +260,7 @@ class Progress:
             self._thread.start()
 
     def _run_thread(self) -> None:
-        """Move on calls for which nobody waits."""
+        """Move on calls that no thread waits for."""
         interval_s, idle_since_s = FIRST_LOOK_S, time.monotonic()
         while not self._is_closed:
             time.sleep(interval_s)

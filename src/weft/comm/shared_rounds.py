@@ -21,14 +21,14 @@ from weft.comm.signature import comparable_text
 # A rank that has written goes on with its program, until it waits for the call: others do not hold it up.
 
 
-class Blocked(NamedTuple):
+class BlockedCall(NamedTuple):
     """What a call waits for: that a member publishes a round."""
 
     member: int
     round_number: int
 
 
-Steps = Generator[Blocked, None, None]
+Steps = Generator[BlockedCall, None, None]
 """A call, as far as it can go without waiting; it yields what it waits for."""
 
 
@@ -75,7 +75,7 @@ class Rounds:
         segment.publish(self.index, round_number)
         for member in self.everyone:
             if words[WORDS_OF_LINE * member] < round_number:
-                yield Blocked(member, round_number)
+                yield BlockedCall(member, round_number)
         segment.fence()
         for member in self.everyone:
             if words[segment.header(member, self.half)] != tag:
@@ -86,7 +86,7 @@ class Rounds:
         segment = self.segment
         return [segment.words[segment.header(place, self.half) + 1] for place in self.everyone]
 
-    def has_published(self, blocked: Blocked) -> bool:
+    def has_published(self, blocked: BlockedCall) -> bool:
         """Whether a member has come as far as a call waits for."""
         return self.segment.words[WORDS_OF_LINE * blocked.member] >= blocked.round_number
 
