@@ -14,7 +14,7 @@ from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import GLOO, POLICIES
 from weft.comm.group import QueueKey
 from weft.comm.group_watch import GroupWatch, WatchedCall
-from weft.comm.shared_group import SharedProgress, SharedGroup
+from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
 from weft.errors import CommError

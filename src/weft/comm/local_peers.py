@@ -280,7 +280,7 @@ def _accept_all(
                 raise
             continue
         stack.enter_context(connection)
-        with suppress(PermissionError):  # whoever that is, it is no member
+        with suppress(PermissionError):  # of another user: no member
             _check_user(connection)
             members.append(connection)
     return members

@@ -23,7 +23,7 @@ from weft.comm.group import QueueKey
 from weft.comm.group_queue import GroupCall, GroupQueue, close_queues, watch_queues
 from weft.comm.local_peers import LocalPeers, Meeting
 from weft.comm.planned_groups import PlannedGroup
-from weft.comm.shared_group import SharedProgress, SharedGroup
+from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.store_keys import PresenceStore, agree_on_namespace
 from weft.comm.transport import Call, Communicator, OnLate, Reduce
 from weft.errors import CommError, Fault, LaunchError

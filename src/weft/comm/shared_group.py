@@ -2,7 +2,7 @@
 
 Note [Progress in shared memory]
     A call is a generator that goes on until it must wait for another member. No thread of a backend
-    moves it on in the meantime; whoever waits in this process moves on all calls of all groups. So
+    moves it on in the meantime; a thread that waits in this process moves on all calls of all groups. So
     a rank that waits in one group does its part in the others, and correct programs do not
     deadlock. A thread does it for calls that no thread waits for, because the rank computes or waits
     for something else. It looks more and more rarely as long as it finds nothing to do: with more
