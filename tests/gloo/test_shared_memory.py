@@ -13,7 +13,7 @@ from weft.comm.comm import Comm
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.shared_group import SharedGroup
 from weft.comm.shared_segment import SEGMENT_BYTES, SharedSegment, half_bytes
-from weft.errors import CommError, LaunchError
+from weft.errors import CommError, LaunchError, MismatchError
 from weft.testing import run_ranks
 from weft.testing.conformance import conform
 
@@ -120,6 +120,30 @@ def test_unequal_calls_that_are_not_compared_fail_instead_of_mixing_data():
         return True
 
     assert run_ranks("dp2", on_rank, transport="processes") == [True, True]
+
+
+def test_unequal_sizes_that_are_not_compared_are_named_and_leave_the_group_usable():
+    """Rank 0 sends 3 elements to rank 1, which expects 2."""
+
+    def on_rank(comm):
+        comm.barrier("dp")
+        sends, receives = ((1, 3), (1, 2)) if comm.rank == 0 else ((2, 2), (2, 2))
+        message = ""
+        with comm.unchecked():
+            try:
+                comm.all_to_all(torch.ones(4), "dp", send_sizes=sends, recv_sizes=receives)
+            except MismatchError as error:
+                message = str(error)
+            return message, comm.all_reduce(torch.ones(1), "dp").item()
+
+    assert run_ranks("dp2", on_rank, transport="processes") == [
+        ("", 2),
+        (
+            "over dp, split sizes of the ranks do not match: rank 0 sends 3 elements to rank 1,"
+            " which expects 2",
+            2,
+        ),
+    ]
 
 
 def test_a_segment_is_bounded_and_has_no_name():

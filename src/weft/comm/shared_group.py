@@ -16,7 +16,6 @@ Note [Waiting in shared memory]
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -25,13 +24,12 @@ from weft.comm import futex
 from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import SHARED_MEMORY
 from weft.comm.local_peers import LocalPeers
-from weft.comm.shared_algorithms import run_call
-from weft.comm.shared_rounds import BlockedCall, Rounds
+from weft.comm.shared_algorithms import steps_of
+from weft.comm.shared_rounds import Rounds
 from weft.comm.shared_segment import SharedSegment
 from weft.comm.transport import Call
 from weft.errors import MismatchError
 
-NUM_YIELDS = 40
 SLEEP_S = 0.05
 """Longest sleep of a rank that waits; then it looks whether another has left."""
 FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.032
@@ -44,18 +42,17 @@ class SharedCall(BackendCall):
 
     def __init__(self, group: SharedGroup, call: Call) -> None:
         super().__init__(())
-        self._group = group
-        self._steps = run_call(group.rounds, call)
-        self.blocked: BlockedCall | None = None
+        self.group = group
+        self._steps = steps_of(group.rounds, call)
         self.is_done = False
         self.error: Exception | None = None
 
     def advance(self) -> bool:
         """Go on until another member must be waited for; whether the call is done."""
-        rounds = self._group.rounds
+        rounds = self.group.rounds
         try:
-            while self.blocked is None or rounds.has_published(self.blocked):
-                self.blocked = next(self._steps)
+            while rounds.is_complete():
+                rounds.publish(next(self._steps))
         except StopIteration:
             self.is_done = True
         except MismatchError as error:
@@ -71,7 +68,7 @@ class SharedCall(BackendCall):
             RuntimeError: a member has left, or the group was closed.
         """
         if not self.is_done:
-            self._group.progress.wait_for(self, self._group, timeout_s)
+            self.group.progress.wait_for(self, timeout_s)
         if self.error is not None:
             raise self.error
         return self.is_done
@@ -79,7 +76,7 @@ class SharedCall(BackendCall):
     def is_completed(self) -> bool:
         """Whether it is complete, after what can be done without waiting."""
         if not self.is_done:
-            self._group.progress.advance()
+            self.group.progress.advance()
         return self.is_done
 
 
@@ -141,21 +138,6 @@ class SharedGroup:
             call = self._calls.popleft()
             call.error, call.is_done = self._failure, True
 
-    @property
-    def blocked(self) -> BlockedCall | None:
-        """What its oldest call waits for."""
-        return self._calls[0].blocked if self._calls else None
-
-    def blocked_word(self) -> futex.SeenWord | None:
-        """The counter that its oldest call waits for; None if the call can go on."""
-        blocked = self.blocked
-        if blocked is None:
-            return None
-        value = self.rounds.num_published(blocked.member)
-        if value >= blocked.round_number:
-            return None
-        return futex.SeenWord(self.rounds.segment.counter_address(blocked.member), value)
-
     def abort(self) -> None:
         """Fail what is under way."""
         with self.progress.lock:
@@ -187,29 +169,28 @@ class SharedProgress:
                     self._wake_thread()
 
     def advance(self) -> bool:
-        """Move on all calls; whether any came to its end."""
+        """Move on all calls; whether any group came to the end of its calls."""
+        has_ended = False
         with self.lock:
-            idle = [group for group in self._busy if not group.advance()]
-            self._busy.difference_update(idle)
-        return bool(idle)
+            for group in tuple(self._busy):
+                if not group.advance():
+                    self._busy.discard(group)
+                    has_ended = True
+        return has_ended
 
-    def wait_for(self, call: SharedCall, group: SharedGroup, timeout_s: float) -> None:
-        """Move on all calls until one of this group is done, for at most `timeout_s`."""
+    def wait_for(self, call: SharedCall, timeout_s: float) -> None:
+        """Move on all calls until this one is done, for at most `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
+        rounds = call.group.rounds
         while True:
-            self.advance()
-            blocked = group.blocked
-            if call.is_done or blocked is None:
-                return
-            for _ in range(NUM_YIELDS):
-                if group.rounds.has_published(blocked):
-                    break
-                os.sched_yield()
-            else:
+            if not rounds.spin():
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     return
                 self._sleep(call, min(left_s, SLEEP_S))
+            self.advance()
+            if call.is_done:
+                return
 
     def close(self) -> None:
         """End the thread, and let the other ranks see that this one leaves."""
@@ -219,7 +200,7 @@ class SharedProgress:
 
     def _sleep(self, call: SharedCall, timeout_s: float) -> None:
         """Sleep until a member publishes, then look from time to time who has left."""
-        words = self._blocked_words(call)
+        words = self._awaited_words(call)
         if words:
             futex.wait(words, timeout_s)
         now_s = time.monotonic()
@@ -227,12 +208,12 @@ class SharedProgress:
             self._looked_at_s = now_s
             self._fail_lost()
 
-    def _blocked_words(self, call: SharedCall) -> list[futex.SeenWord]:
+    def _awaited_words(self, call: SharedCall) -> list[futex.SeenWord]:
         """The counters that calls wait for; [] if one of them can go on, or this one is done."""
         words: list[futex.SeenWord] = []
         with self.lock:
             for group in self._busy:
-                word = group.blocked_word()
+                word = group.rounds.awaited_word()
                 if word is None:
                     return []
                 words.append(word)
@@ -246,8 +227,8 @@ class SharedProgress:
         self.advance()  # what they have published before counts
         with self.lock:
             for group in tuple(self._busy):
-                blocked = group.blocked
-                rank = -1 if blocked is None else group.ranks[blocked.member]
+                word = group.rounds.awaited_word()
+                rank = group.ranks[group.rounds.awaited] if word else -1
                 if rank in lost:
                     group.fail(RuntimeError(f"connection closed by rank {rank}"))
 

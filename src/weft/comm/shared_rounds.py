@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Generator
 from functools import lru_cache
-from typing import NamedTuple
 
-from weft.comm.shared_segment import WORDS_OF_LINE, SharedSegment
+from weft.comm import futex
+from weft.comm.shared_segment import KEEPS_ORDER, WORDS_OF_LINE, SharedSegment
 from weft.comm.signature import comparable_text
 
 # Note [Rounds]
@@ -20,16 +21,12 @@ from weft.comm.signature import comparable_text
 #
 # A rank that has written goes on with its program, until it waits for the call: others do not hold it up.
 
+NUM_YIELDS = 40
 
-class BlockedCall(NamedTuple):
-    """What a call waits for: that a member publishes a round."""
-
-    member: int
-    round_number: int
-
-
-Steps = Generator[BlockedCall, None, None]
-"""A call, as far as it can go without waiting; it yields what it waits for."""
+Steps = Generator[int, None, None]
+"""A call as a generator: it writes the own half and yields the tag to publish it with, and is resumed when
+the halves of all members may be read. Tags are equal on members that are in the same part of the same call.
+"""
 
 
 class UnequalCallsError(RuntimeError):
@@ -42,6 +39,7 @@ class Rounds:
     Attributes:
         index, size: place of this member, and number of members.
         half: half of the slots in the current round.
+        awaited: the first member that was not seen to have published the round; `size` if all were.
     """
 
     def __init__(self, segment: SharedSegment, index: int, size: int) -> None:
@@ -49,7 +47,9 @@ class Rounds:
         self.index, self.size = index, size
         self.everyone = range(size)
         self.half = 0
+        self.awaited = size
         self._round = 0
+        self._tag = 0
 
     def begin(self) -> int:
         """Begin the next round; the half that this member may write and then reads of all."""
@@ -57,43 +57,63 @@ class Rounds:
         self.half = self._round & 1
         return self.half
 
-    def exchange(self, tag: int, number: int = 0) -> Steps:
-        """Let the others read this member's half; return when those of all may be read.
+    def publish(self, tag: int) -> None:
+        """Let the others read this member's half; it has read theirs of the round before."""
+        segment, index = self.segment, self.index
+        segment.words[segment.headers[self.half][index]] = self._tag = tag
+        self.awaited = 0
+        if not KEEPS_ORDER:
+            segment.fence()
+        segment.words[WORDS_OF_LINE * index] = self._round
+        futex.wake(segment.counters[index])
 
-        Args:
-            tag: equal on all members that are in the same part of the same call.
-            number: for the others, see `numbers`.
+    def is_complete(self) -> bool:
+        """Whether the halves of all members may be read.
 
         Raises:
             UnequalCallsError: one of them is in another call.
         """
-        segment, round_number = self.segment, self._round
+        if self.awaited == self.size:
+            return True
+        segment = self.segment
         words = segment.words
-        header = segment.header(self.index, self.half)
-        words[header] = tag
-        words[header + 1] = number
-        segment.publish(self.index, round_number)
-        for member in self.everyone:
-            if words[WORDS_OF_LINE * member] < round_number:
-                yield BlockedCall(member, round_number)
-        segment.fence()
-        for member in self.everyone:
-            if words[segment.header(member, self.half)] != tag:
-                raise UnequalCallsError("members called different operations, shapes or dtypes")
+        while words[WORDS_OF_LINE * self.awaited] >= self._round:
+            self.awaited += 1
+            if self.awaited == self.size:
+                if not KEEPS_ORDER:
+                    segment.fence()
+                tags = [words[header] for header in segment.headers[self.half]]
+                if tags.count(self._tag) < self.size:
+                    raise UnequalCallsError("members called different operations, shapes or dtypes")
+                return True
+        return False
+
+    def spin(self) -> bool:
+        """Yield the core some times; whether the member that is waited for has published."""
+        words, counter = self.segment.words, WORDS_OF_LINE * min(self.awaited, self.size - 1)
+        for _ in range(NUM_YIELDS):
+            if words[counter] >= self._round:
+                return True
+            os.sched_yield()
+        return False
+
+    def awaited_word(self) -> futex.SeenWord | None:
+        """The counter of the member that is waited for; None if `is_complete` may find the round so."""
+        if self.awaited == self.size:
+            return None
+        value = self.segment.words[WORDS_OF_LINE * self.awaited]
+        if value >= self._round:
+            return None
+        return futex.SeenWord(self.segment.counters[self.awaited], value)
+
+    def write_number(self, number: int) -> None:
+        """A number for the others, beside the tag of the own half."""
+        self.segment.words[self.segment.headers[self.half][self.index] + 1] = number
 
     def numbers(self) -> list[int]:
-        """What all members have published beside their tags."""
-        segment = self.segment
-        return [segment.words[segment.header(place, self.half) + 1] for place in self.everyone]
-
-    def has_published(self, blocked: BlockedCall) -> bool:
-        """Whether a member has come as far as a call waits for."""
-        return self.segment.words[WORDS_OF_LINE * blocked.member] >= blocked.round_number
-
-    def num_published(self, member: int) -> int:
-        """Rounds that a member has published."""
-        count: int = self.segment.words[WORDS_OF_LINE * member]
-        return count
+        """The numbers of all members."""
+        words = self.segment.words
+        return [words[header + 1] for header in self.segment.headers[self.half]]
 
 
 @lru_cache(maxsize=1024)

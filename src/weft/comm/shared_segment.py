@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import platform
 import threading
 
 import torch
@@ -34,6 +35,8 @@ LINE_BYTES = 64
 WORD_BYTES = 8
 PAGE_BYTES = 4096
 WORDS_OF_LINE = LINE_BYTES // WORD_BYTES
+MAX_VIEWS = 1024
+KEEPS_ORDER = platform.machine() == "x86_64"
 
 
 def half_bytes(num_members: int) -> int:
@@ -51,20 +54,30 @@ class SharedSegment:
 
     Attributes:
         words: everything as integers of 64 bits; `words[WORDS_OF_LINE * m]` is the counter of member m.
+        headers: `headers[half][m]` is the index in `words` of the tag of a half; a number follows it.
+        counters: their addresses.
+        addresses: `addresses[half][m]` is where the data of a half begin.
         capacity: bytes of data of a half.
     """
 
     def __init__(self, file: int, num_members: int) -> None:
-        self._half_bytes = half_bytes(num_members)
-        self._slots_at = -(-LINE_BYTES * num_members // PAGE_BYTES) * PAGE_BYTES
-        num_bytes = _num_bytes(num_members)
-        self._memory = mmap.mmap(file, num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        half_size = half_bytes(num_members)
+        self._memory = mmap.mmap(file, segment_bytes(num_members))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.words = memoryview(self._memory).cast("q")
-        self.capacity = self._half_bytes - LINE_BYTES
+        self.capacity = half_size - LINE_BYTES
+        slots = _counter_bytes(num_members)
+        headers = [
+            [slots + (2 * member + half) * half_size for member in range(num_members)]
+            for half in (0, 1)
+        ]
+        self.headers = [[start // WORD_BYTES for start in row] for row in headers]
+        self._data = [[start + LINE_BYTES for start in row] for row in headers]
+        self.addresses = [[address + start for start in row] for row in self._data]
+        self.counters = [address + LINE_BYTES * member for member in range(num_members)]
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
-        self._fence = threading.Lock()
+        self._views: dict[tuple[int, torch.dtype, int, int], list[Tensor]] = {}
+        self._lock = threading.Lock()
 
     @staticmethod
     def create(num_members: int) -> int:
@@ -75,50 +88,35 @@ class SharedSegment:
         """
         file = os.memfd_create("weft ranks", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(file, _num_bytes(num_members))
+            os.ftruncate(file, segment_bytes(num_members))
         except OSError:
             os.close(file)
             raise
         return file
 
-    def data_address(self, member: int, half: int) -> int:
-        """Where the data of a half begin."""
-        return self.address + self._header_at(member, half) + LINE_BYTES
-
-    def header(self, member: int, half: int) -> int:
-        """Index in `words` of the tag of a half; a number follows it."""
-        return self._header_at(member, half) // WORD_BYTES
-
-    def view(self, member: int, half: int, dtype: torch.dtype) -> Tensor:
-        """The data of a half as a flat tensor."""
-        key = (member, half, dtype)
+    def views(self, half: int, dtype: torch.dtype, *, start: int, num_bytes: int) -> list[Tensor]:
+        """The same bytes of the data of all members' halves, as flat tensors."""
+        key = (half, dtype, start, num_bytes)
         found = self._views.get(key)
         if found is None:
-            start = self._header_at(member, half) + LINE_BYTES
+            if len(self._views) >= MAX_VIEWS:
+                self._views.clear()
             with torch.inference_mode(False):
-                found = self._bytes[start : start + self.capacity].view(dtype)
+                places = [data + start for data in self._data[half]]
+                found = [self._bytes[place : place + num_bytes].view(dtype) for place in places]
             self._views[key] = found
         return found
 
-    def publish(self, member: int, round_number: int) -> None:
-        """Let the others see that a member has written its part of a round, and read the one before."""
-        self.fence()
-        self.words[WORDS_OF_LINE * member] = round_number
-        futex.wake(self.counter_address(member))
-
-    def counter_address(self, member: int) -> int:
-        """Address of the counter of a member."""
-        return self.address + LINE_BYTES * member
-
     def fence(self) -> None:
-        """See Note [Order of memory]."""
-        with self._fence:
+        """See Note [Order of memory]; not needed if KEEPS_ORDER."""
+        with self._lock:
             pass
 
-    def _header_at(self, member: int, half: int) -> int:
-        return self._slots_at + (2 * member + half) * self._half_bytes
+
+def segment_bytes(num_members: int) -> int:
+    """Size of the segment of a group, which all its members have together."""
+    return _counter_bytes(num_members) + 2 * num_members * half_bytes(num_members)
 
 
-def _num_bytes(num_members: int) -> int:
-    slots_at = -(-LINE_BYTES * num_members // PAGE_BYTES) * PAGE_BYTES
-    return slots_at + 2 * num_members * half_bytes(num_members)
+def _counter_bytes(num_members: int) -> int:
+    return -(-LINE_BYTES * num_members // PAGE_BYTES) * PAGE_BYTES
