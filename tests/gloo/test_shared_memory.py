@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from weft.comm import local_peers
 from weft.comm.comm import Comm
+from weft.comm.host_meeting import MAX_MEMBERS
+from weft.comm.local_peers import LocalPeers
 from weft.comm.process_groups import ProcessTransport
 from weft.comm.shared_group import SharedGroup
 from weft.comm.shared_segment import SEGMENT_BYTES, SharedSegment, half_bytes
@@ -148,7 +149,7 @@ def test_unequal_sizes_that_are_not_compared_are_named_and_leave_the_group_usabl
 
 def test_a_segment_is_bounded_and_has_no_name():
     before = set(os.listdir("/dev/shm"))
-    for num_members in (2, 8, 16, 100, local_peers.MAX_MEMBERS):
+    for num_members in (2, 8, 16, 100, MAX_MEMBERS):
         file = SharedSegment.create(num_members)
         slots_bytes = 2 * num_members * half_bytes(num_members)
         assert slots_bytes <= SEGMENT_BYTES
@@ -162,4 +163,4 @@ def test_an_unknown_transport_of_the_environment_is_rejected(monkeypatch):
     with pytest.raises(
         LaunchError, match=r"WEFT_CPU_TRANSPORT: unknown \(got tcp; need shared_memory or gloo\)"
     ):
-        local_peers.LocalPeers()
+        LocalPeers()

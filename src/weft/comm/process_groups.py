@@ -21,7 +21,8 @@ from weft.comm.device_groups import NcclGroups, TorchProcessGroup
 from weft.comm.find_store import PollingStore, find_store, next_namespace
 from weft.comm.group import QueueKey
 from weft.comm.group_queue import GroupCall, GroupQueue, close_queues, watch_queues
-from weft.comm.local_peers import LocalPeers, Meeting
+from weft.comm.host_meeting import Meeting, meet
+from weft.comm.local_peers import LocalPeers
 from weft.comm.planned_groups import PlannedGroup
 from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.store_keys import PresenceStore, agree_on_namespace
@@ -340,7 +341,7 @@ class ProcessTransport:
         polling_store = PollingStore(store, self._presence, self.timeout_s)
         deadline_s = time.monotonic() + self.timeout_s
         meeting = Meeting(polling_store, call.ranks, index=call.index, deadline_s=deadline_s)
-        segment = self._local_peers.meet(meeting)
+        segment = meet(meeting, self._local_peers)
         if segment is None:
             return None
         return SharedGroup(segment, call.ranks, index=call.index, progress=self._progress)

@@ -11,8 +11,6 @@ import threading
 import torch
 from torch import Tensor
 
-from weft.comm import futex
-
 # Note [Segment]
 #
 #     counters   member 0 | member 1 | ...            rounds that each has published, a cache line each
