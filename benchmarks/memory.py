@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.live import Live
 from weft.comm.comm import Comm
+from weft.comm.shared_segment import segment_bytes
 from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, Recompute, canonical_json, make_stages
@@ -95,6 +96,12 @@ class Setting:
             return c + sharded / self.degree
         return (p + p + adam_states) / self.degree
 
+    def shared_bytes(self) -> int:
+        """Beside the states, on the CPU: the segment through which the group of all ranks exchanges. It is counted on
+        every rank, and exists once a host.
+        """
+        return segment_bytes(self.degree)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -102,7 +109,7 @@ class Measured:
 
     Attributes:
         num_params: parameters of the whole model on this rank.
-        tensors: bytes of the storages of live tensors.
+        tensors: bytes of the storages of live tensors, less the segment of `Setting.shared_bytes`.
         resident: growth of the process's resident set.
     """
 
@@ -115,13 +122,7 @@ class Measured:
         return self.tensors / self.num_params
 
 
-def make_plan(
-    mesh: str,
-    fields: Mapping[str, Any],
-    *,
-    seq_len: int,
-    **plan_fields: Any,
-) -> Plan:
+def make_plan(mesh: str, fields: Mapping[str, Any], *, seq_len: int, **plan_fields: Any) -> Plan:
     """A plan of a LLaMA with the config `fields`."""
     config = FAMILIES["llama3"].Config(**fields)
     return Plan(
@@ -189,7 +190,7 @@ class MeasureStates:
         )
         tensors = settled(live_bytes) - tensors_before - batch_bytes
         resident = resident_bytes() - resident_before
-        return Measured(num_params, tensors, resident)
+        return Measured(num_params, tensors - self.setting.shared_bytes(), resident)
 
     def _plan(self, mesh: Mesh) -> Plan:
         policy = self.setting.policy
@@ -207,13 +208,7 @@ class MeasureStates:
     def _build_step(self, plan: Plan, comm: Comm) -> TrainStep:
         family = FAMILIES["llama3"]
         config = family.Config(**dict(self.fields))
-        model = build_model(
-            family,
-            config,
-            plan,
-            comm,
-            seed=1,
-        )
+        model = build_model(family, config, plan, comm, seed=1)
         decayed = matrices(model.params)
 
         def adamw(tensors: Mapping[str, Tensor]) -> Any:
@@ -244,19 +239,8 @@ class MeasureLayer:
         family = FAMILIES["llama3"]
         fields = dict(self.fields)
         config = family.Config(**fields)
-        plan = make_plan(
-            comm.mesh.text,
-            fields,
-            seq_len=self.seq_len,
-            recompute=self.recompute,
-        )
-        model = build_model(
-            family,
-            config,
-            plan,
-            comm,
-            seed=1,
-        )
+        plan = make_plan(comm.mesh.text, fields, seq_len=self.seq_len, recompute=self.recompute)
+        model = build_model(family, config, plan, comm, seed=1)
         layer = model.blocks["layer0"]
         batch = zero_tokens(self.seq_len).columns(index=comm.index("cp"), degree=comm.degree("cp"))
         x = torch.randn(*batch.inputs.shape, config.dim).requires_grad_()
@@ -268,11 +252,7 @@ class MeasureLayer:
         return saved
 
 
-def predicted_layer_bytes(
-    recompute: Recompute,
-    fields: Mapping[str, Any],
-    tokens: int,
-) -> int:
+def predicted_layer_bytes(recompute: Recompute, fields: Mapping[str, Any], tokens: int) -> int:
     """Predicted activation bytes in float32; tests/parallel/test_recompute.py requires equality on one rank."""
     dim = fields["dim"]
     heads = fields["heads"]
@@ -303,11 +283,7 @@ def print_state_table(dim: int) -> None:
                 print_state_row(name, setting, measured)
 
 
-def print_state_row(
-    policy_name: str,
-    setting: Setting,
-    measured: Measured,
-) -> None:
+def print_state_row(policy_name: str, setting: Setting, measured: Measured) -> None:
     predicted = setting.predicted_bytes()
     difference = measured.bytes_per_param / predicted - 1
     cells = [
@@ -341,10 +317,7 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--dim",
-        type=int,
-        default=256,
-        help="width of the model whose states are measured",
+        "--dim", type=int, default=256, help="width of the model whose states are measured"
     )
     args = parser.parse_args()
     print_state_table(args.dim)

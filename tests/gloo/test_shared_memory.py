@@ -12,20 +12,14 @@ from weft.comm.comm import Comm
 from weft.comm.host_meeting import MAX_MEMBERS
 from weft.comm.local_peers import LocalPeers
 from weft.comm.process_groups import ProcessTransport
-from weft.comm.shared_group import SharedGroup
 from weft.comm.shared_segment import SEGMENT_BYTES, SharedSegment, half_bytes
 from weft.errors import CommError, LaunchError, MismatchError
 from weft.testing import run_ranks
 from weft.testing.conformance import conform
+from weft_plan.bench.record import versions_of
 
 PIECES = 700_001
 """Elements of several pieces of a float32 or float64 tensor, the last of them short."""
-
-
-def carriers(comm: Comm) -> set[type]:
-    """What carries the tensors of this rank's groups."""
-    queues = comm.transport._queues.values()
-    return {type(group) for queue in queues for group in queue._backend.connected.values()}
 
 
 def random_on(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -69,13 +63,13 @@ def movements(comm: Comm) -> list[torch.Tensor]:
 
 def test_large_tensors_move_whole_in_every_collective():
     def on_rank(comm):
-        return movements(comm), carriers(comm)
+        return movements(comm), versions_of(comm)
 
     in_threads = run_ranks("dp3", movements, transport="threads")
     in_memory = run_ranks("dp3", on_rank, transport="processes")
-    for expected, (got, kinds) in zip(in_threads, in_memory, strict=True):
+    for expected, (got, versions) in zip(in_threads, in_memory, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
-        assert kinds == {SharedGroup}
+        assert versions.endswith(", shared memory")
 
 
 def test_a_rank_that_does_not_wait_does_its_part_of_calls_of_many_rounds():
@@ -103,14 +97,14 @@ def test_ranks_of_which_one_chooses_gloo_use_gloo_and_conform(tmp_path):
             os.environ["WEFT_CPU_TRANSPORT"] = "gloo"
         transport = ProcessTransport(comm.rank, 2, f"file://{tmp_path}/store", timeout_s=20)
         other = Comm(comm.mesh, comm.rank, transport)
-        found = conform(other, "overlapping", "messages"), carriers(other)
+        found = conform(other, "overlapping", "messages"), transport.carriers
         comm.barrier("dp")
         transport.close()
         return found
 
     for count, kinds in run_ranks("dp2", on_rank, transport="processes"):
         assert count > 0
-        assert SharedGroup not in kinds
+        assert kinds == {"gloo"}
 
 
 def test_unequal_calls_that_are_not_compared_fail_instead_of_mixing_data():

@@ -46,6 +46,7 @@ class BackendPolicy:
     """How calls on tensors of one device type are carried.
 
     Attributes:
+        name: what carries them.
         native_reduce: all_reduce and reduce_scatter by the backend's own algorithm, in its order of
             summation; else every member reduces in rank order, to the same bits in every run.
         native_gather: all_gather of equal pieces by the backend's own algorithm, at any size.
@@ -61,6 +62,7 @@ class BackendPolicy:
         compares_in_call: signatures are compared by the call itself, without waiting in its start.
     """
 
+    name: str
     native_reduce: bool
     native_gather: bool
     exchanges_of_two: bool
@@ -74,6 +76,7 @@ class BackendPolicy:
 
 
 GLOO = BackendPolicy(
+    name="gloo",
     native_reduce=False,
     native_gather=False,
     exchanges_of_two=True,
@@ -85,6 +88,7 @@ GLOO = BackendPolicy(
     totals_along_axes=False,
 )
 NCCL = BackendPolicy(
+    name="NCCL",
     native_reduce=True,
     native_gather=True,
     exchanges_of_two=False,
@@ -96,7 +100,7 @@ NCCL = BackendPolicy(
     totals_along_axes=True,
 )
 
-SHARED_MEMORY = replace(GLOO, compares_in_call=True)
+SHARED_MEMORY = replace(GLOO, name="shared memory", compares_in_call=True)
 """Of ranks on one host: see comm/shared_group.py."""
 
 POLICIES = {"cpu": GLOO, "cuda": NCCL}

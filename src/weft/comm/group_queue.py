@@ -189,6 +189,12 @@ class GroupQueue:
         return self.watch.is_connected
 
     @property
+    def carriers(self) -> frozenset[str]:
+        """Names of what carries tensors of this group."""
+        connected = {} if self._backend is None else dict(self._backend.connected)
+        return frozenset(carrier.policy.name for carrier in connected.values())
+
+    @property
     def failure(self) -> CommError | None:
         """Why the connections of the group were closed; None while they are open."""
         return self.watch.failure

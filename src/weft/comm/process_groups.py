@@ -257,6 +257,11 @@ class ProcessTransport:
         return int(self._store.get(f"{key}/rank"))
 
     @property
+    def carriers(self) -> frozenset[str]:
+        """Names of what has carried tensors of this rank."""
+        return frozenset[str]().union(*(queue.carriers for queue in list(self._queues.values())))
+
+    @property
     def failure(self) -> CommError | None:
         """Why a group of this rank was closed early; None while all are open."""
         for group_queue in list(self._queues.values()):
