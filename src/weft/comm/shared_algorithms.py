@@ -107,7 +107,7 @@ def _all_reduce_by_parts(rounds: Rounds, piece: Tensor, op: Reduce, *, tag: int)
     half = rounds.begin()
     written = segment.addresses[half][index]
     memmove(written, address, start)
-    memmove(written + end, address + end, num_bytes - end)  # nobody else reads the own part
+    memmove(written + end, address + end, num_bytes - end)  # no other member reads the own part
     yield tag
 
     item = piece.element_size()
