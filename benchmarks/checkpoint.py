@@ -44,7 +44,12 @@ def rank_items(state: State, rank: int) -> list[WriteItem]:
     box = Box(lo=(lo, 0), hi=(hi, COLUMNS))
     items = []
     for name, tensor in state.items():
-        item = WriteItem(name=f"model/{name}", shape=(ROWS, COLUMNS), box=box, tensor=tensor[lo:hi])
+        item = WriteItem(
+            name=f"model/{name}",
+            shape=(ROWS, COLUMNS),
+            box=box,
+            tensor=tensor[lo:hi],
+        )
         items.append(item)
     return items
 
@@ -59,8 +64,19 @@ def weft_save(folder: Path, state: State) -> None:
         writes.append(write)
     for write in writes:
         write.wait()
-    facts = Facts(step=1, seed=1, family="gpt2", architecture={}, plan={})
-    commit(tmp, final, facts, ranks=NUM_RANKS)
+    facts = Facts(
+        step=1,
+        seed=1,
+        family="gpt2",
+        architecture={},
+        plan={},
+    )
+    commit(
+        tmp,
+        final,
+        facts,
+        ranks=NUM_RANKS,
+    )
 
 
 def weft_load(folder: Path, state: State) -> None:
@@ -76,7 +92,10 @@ def weft_load(folder: Path, state: State) -> None:
 def torch_save(folder: Path, state: State) -> None:
     """Write as many files as ranks, flushed."""
     writer = dcp.FileSystemWriter(
-        folder / "dcp", single_file_per_rank=True, sync_files=True, thread_count=NUM_RANKS
+        folder / "dcp",
+        single_file_per_rank=True,
+        sync_files=True,
+        thread_count=NUM_RANKS,
     )
     dcp.save(state, storage_writer=writer, no_dist=True)
 
@@ -110,10 +129,18 @@ OPERATIONS: dict[str, Operation] = {
     "load, weft": weft_load,
     "load, torch": torch_load,
 }
-ORDER = (("plain copy", "snapshot"), ("save, weft", "save, torch"), ("load, weft", "load, torch"))
+ORDER = (
+    ("plain copy", "snapshot"),
+    ("save, weft", "save, torch"),
+    ("load, weft", "load, torch"),
+)
 """Pairs that run one after the other."""
 
-RATIOS = (("snapshot", "plain copy"), ("save, weft", "save, torch"), ("load, weft", "load, torch"))
+RATIOS = (
+    ("snapshot", "plain copy"),
+    ("save, weft", "save, torch"),
+    ("load, weft", "load, torch"),
+)
 """Numerator and denominator of the printed ratios."""
 
 
@@ -133,7 +160,11 @@ Round = dict[str, Seconds]
 """By operation."""
 
 
-def measure(operation: Operation, folder: Path, state: State) -> Seconds:
+def measure(
+    operation: Operation,
+    folder: Path,
+    state: State,
+) -> Seconds:
     wall_start = time.perf_counter()
     cpu_start = time.process_time()
     operation(folder, state)
@@ -142,7 +173,12 @@ def measure(operation: Operation, folder: Path, state: State) -> Seconds:
     return Seconds(wall, cpu)
 
 
-def run_round(folder: Path, state: State, *, is_reversed: bool) -> Round:
+def run_round(
+    folder: Path,
+    state: State,
+    *,
+    is_reversed: bool,
+) -> Round:
     """Every operation once; `is_reversed` swaps the two operations of each pair."""
     seconds: Round = {}
     for pair in ORDER:

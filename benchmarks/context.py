@@ -80,7 +80,11 @@ def measure(attend: Attend, tensors: AttentionTensors) -> CpuSeconds:
     *inputs, grad = tensors
     leaves = [x.detach().requires_grad_() for x in inputs]
     zeros_BS = torch.zeros(grad.shape[:2], dtype=torch.int64)
-    batch = Batch(inputs=zeros_BS, targets=zeros_BS, positions=zeros_BS)
+    batch = Batch(
+        inputs=zeros_BS,
+        targets=zeros_BS,
+        positions=zeros_BS,
+    )
     start = time.thread_time()
     out = attend(*leaves, batch)
     middle = time.thread_time()
@@ -90,7 +94,10 @@ def measure(attend: Attend, tensors: AttentionTensors) -> CpuSeconds:
 
 
 def measure_rank(
-    comm: Comm, variant: str, mask: AttentionMask, whole: AttentionTensors
+    comm: Comm,
+    variant: str,
+    mask: AttentionMask,
+    whole: AttentionTensors,
 ) -> CpuSeconds:
     """One rank's share under a context-parallel variant."""
     attend = Attend(mask=mask)
@@ -99,7 +106,10 @@ def measure_rank(
 
 
 def run_round(
-    degree: int, variant: str, mask: AttentionMask, whole: AttentionTensors
+    degree: int,
+    variant: str,
+    mask: AttentionMask,
+    whole: AttentionTensors,
 ) -> RoundResult:
     one_device = measure(Attend(mask=mask), whole)
 
@@ -133,7 +143,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; medians are printed")
-    parser.add_argument("--window", type=int, help="size of a sliding-window mask; default: none")
+    parser.add_argument(
+        "--window",
+        type=int,
+        help="size of a sliding-window mask; default: none",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     mask = AttentionMask(window=args.window)

@@ -333,7 +333,11 @@ def compare(path: Path, num_repeats: int, num_steps: int, folder: Path) -> dict[
         jitter = action_jitter(own) if run.pipeline_size > 1 else 0.0
         prediction = predict(MeasuredRun.of(run), speeds)
         drawn = step_distribution(
-            prediction.step, replicas_of(prediction.roles), jitter=jitter, draws=DRAWS, seed=0
+            prediction.step,
+            replicas_of(prediction.roles),
+            jitter=jitter,
+            draws=DRAWS,
+            seed=0,
         )
         rows.append(
             {

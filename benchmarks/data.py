@@ -52,7 +52,12 @@ class Usage(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("memory", "prefetch"), help="the measurement")
-    parser.add_argument("--mb", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument(
+        "--mb",
+        type=int,
+        nargs="+",
+        default=[100, 1000],
+    )
     parser.add_argument("--tokenizer", default="bytes", help="`bytes`, or a tokenizer file")
     parser.add_argument(
         "--folder", default=None, help="where texts are written; default: a temporary folder"
@@ -69,10 +74,19 @@ def main() -> None:
             for megabytes in args.mb:
                 measure_memory(folder, megabytes, args.tokenizer)
         else:
-            measure_prefetch(folder, args.steps, args.rounds, delay_s=args.slow_ms / 1e3)
+            measure_prefetch(
+                folder,
+                args.steps,
+                args.rounds,
+                delay_s=args.slow_ms / 1e3,
+            )
 
 
-def measure_memory(folder: Path, megabytes: int, tokenizer: str) -> None:
+def measure_memory(
+    folder: Path,
+    megabytes: int,
+    tokenizer: str,
+) -> None:
     text = folder / f"{megabytes}.txt"
     prepared = folder / f"{megabytes}"
     write_text(text, megabytes * MEGABYTE)
@@ -93,12 +107,20 @@ def measure_memory(folder: Path, megabytes: int, tokenizer: str) -> None:
     token_file.unlink()
 
 
-def prepare_command(text: Path, out: Path, tokenizer: str) -> list[str]:
+def prepare_command(
+    text: Path,
+    out: Path,
+    tokenizer: str,
+) -> list[str]:
     options = {"--out": str(out), "--split_on": "blank", "--tokenizer": tokenizer}
     return ["data", "prepare", str(text), *flags(options)]
 
 
-def train_command(prepared: Path, out: Path, tokenizer: str) -> list[str]:
+def train_command(
+    prepared: Path,
+    out: Path,
+    tokenizer: str,
+) -> list[str]:
     vocab = 256 if tokenizer == "bytes" else 8192
     options = {
         "--steps": str(MEMORY_STEPS),
@@ -164,7 +186,13 @@ def prefetch_options(prepared: Path) -> list[str]:
     return flags(options)
 
 
-def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -> None:
+def measure_prefetch(
+    folder: Path,
+    steps: int,
+    rounds: int,
+    *,
+    delay_s: float,
+) -> None:
     from weft.config.load import load
     from weft.data.dataset import open_data
     from weft.models import FAMILIES
@@ -198,7 +226,12 @@ def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -
         for _ in range(rounds):
             for depth in (NO_PREFETCH, PREFETCH):
                 numbers = range(first, first + steps)
-                seconds = time_steps(train_step, read, numbers, depth=depth)
+                seconds = time_steps(
+                    train_step,
+                    read,
+                    numbers,
+                    depth=depth,
+                )
                 step_s[depth].append(seconds)
                 first += steps
         read_s = time_reading(read, steps)
@@ -208,7 +241,11 @@ def measure_prefetch(folder: Path, steps: int, rounds: int, *, delay_s: float) -
 
 
 def time_steps(
-    train_step: TrainStep, read: Callable[[int], list[Batch]], numbers: range, *, depth: int
+    train_step: TrainStep,
+    read: Callable[[int], list[Batch]],
+    numbers: range,
+    *,
+    depth: int,
 ) -> float:
     """Seconds a step with `depth` steps read ahead."""
     from weft.train.data_loader import prefetch

@@ -73,7 +73,11 @@ class Setup:
         """The blocks on the device and in the dtype of this setup."""
         return self._initialized(self.device, self.torch_dtype)
 
-    def _initialized(self, device: torch.device, dtype: torch.dtype) -> dict[str, nn.Module]:
+    def _initialized(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> dict[str, nn.Module]:
         family = FAMILIES[self.config.family]
         ties = family.ties(self.config)
         blocks = {}
@@ -120,7 +124,10 @@ def weft_cached(setup: Setup) -> Generator:
         decoder.reset()
         rows = [TextRow(PROMPT, sample) for sample in range(setup.samples)]
         steps = decode(
-            decoder, rows, choose=choose, is_finished=lambda row: len(row.tokens) == num_tokens
+            decoder,
+            rows,
+            choose=choose,
+            is_finished=lambda row: len(row.tokens) == num_tokens,
         )
         for _ in steps:
             pass
@@ -219,7 +226,11 @@ def num_equal_tokens(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def time_in_turns(
-    generators: Sequence[Generator], num_tokens: int, *, rounds: int, clock: Callable[[], float]
+    generators: Sequence[Generator],
+    num_tokens: int,
+    *,
+    rounds: int,
+    clock: Callable[[], float],
 ) -> dict[str, list[float]]:
     """Seconds of each generator, one after the other in every round."""
     seconds: dict[str, list[float]] = {generator.name: [] for generator in generators}
@@ -231,7 +242,11 @@ def time_in_turns(
     return seconds
 
 
-def compare(generators: Sequence[Generator], num_tokens: int, args: argparse.Namespace) -> None:
+def compare(
+    generators: Sequence[Generator],
+    num_tokens: int,
+    args: argparse.Namespace,
+) -> None:
     """Time all generators at one length, and print their speeds and whether they generate the same tokens."""
     is_wall_clock = args.wall or args.device != "cpu"
     clock = time.perf_counter if is_wall_clock else time.process_time
@@ -284,8 +299,17 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     prepare_rank(1)
-    setup = Setup(preset(args.preset), args.samples, torch.device(args.device), args.dtype)
-    generators = [weft_cached(setup), weft_uncached(setup), transformers_cached(setup)]
+    setup = Setup(
+        preset(args.preset),
+        args.samples,
+        torch.device(args.device),
+        args.dtype,
+    )
+    generators = [
+        weft_cached(setup),
+        weft_uncached(setup),
+        transformers_cached(setup),
+    ]
     for num_tokens in args.tokens:
         compare(generators, num_tokens, args)
 

@@ -35,7 +35,12 @@ def main(words: list[str]) -> None:
     def rank(comm: Comm) -> dict[str, float]:
         return measure(run, comm)
 
-    results = run_ranks(run.device_mesh, rank, transport="processes", timeout_s=600)
+    results = run_ranks(
+        run.device_mesh,
+        rank,
+        transport="processes",
+        timeout_s=600,
+    )
     costs_ms = results[0]
     step_ms = costs_ms["step"]
     print(f"{run.mesh or 'one rank'}: medians of {NUM_STEPS} steps, CPU ms on rank 0")
@@ -49,7 +54,11 @@ def measure(run: Run, comm: Comm) -> dict[str, float]:
     samples = open_data(run.data, run.model)
     step = build_step(run, comm)
     loader = build_data_loader(
-        samples, comm, run.batch, seed=run.seed, later=run.model.reads_later_targets
+        samples,
+        comm,
+        run.batch,
+        seed=run.seed,
+        later=run.model.reads_later_targets,
     )
     guard = StepGuard(GuardConfig(spike=3.0), loader, comm.mesh)
     digests = StateDigests(step.state(), every=1)

@@ -87,7 +87,12 @@ class Head(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.norm = nn.LayerNorm(c.dim, device="meta")
-        self.proj = nn.Linear(c.dim, c.vocab, bias=False, device="meta")
+        self.proj = nn.Linear(
+            c.dim,
+            c.vocab,
+            bias=False,
+            device="meta",
+        )
 
     def forward(self, x):
         return self.proj(self.norm(x))

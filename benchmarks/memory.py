@@ -122,7 +122,13 @@ class Measured:
         return self.tensors / self.num_params
 
 
-def make_plan(mesh: str, fields: Mapping[str, Any], *, seq_len: int, **plan_fields: Any) -> Plan:
+def make_plan(
+    mesh: str,
+    fields: Mapping[str, Any],
+    *,
+    seq_len: int,
+    **plan_fields: Any,
+) -> Plan:
     """A plan of a LLaMA with the config `fields`."""
     config = FAMILIES["llama3"].Config(**fields)
     return Plan(
@@ -208,7 +214,13 @@ class MeasureStates:
     def _build_step(self, plan: Plan, comm: Comm) -> TrainStep:
         family = FAMILIES["llama3"]
         config = family.Config(**dict(self.fields))
-        model = build_model(family, config, plan, comm, seed=1)
+        model = build_model(
+            family,
+            config,
+            plan,
+            comm,
+            seed=1,
+        )
         decayed = matrices(model.params)
 
         def adamw(tensors: Mapping[str, Tensor]) -> Any:
@@ -239,8 +251,19 @@ class MeasureLayer:
         family = FAMILIES["llama3"]
         fields = dict(self.fields)
         config = family.Config(**fields)
-        plan = make_plan(comm.mesh.text, fields, seq_len=self.seq_len, recompute=self.recompute)
-        model = build_model(family, config, plan, comm, seed=1)
+        plan = make_plan(
+            comm.mesh.text,
+            fields,
+            seq_len=self.seq_len,
+            recompute=self.recompute,
+        )
+        model = build_model(
+            family,
+            config,
+            plan,
+            comm,
+            seed=1,
+        )
         layer = model.blocks["layer0"]
         batch = zero_tokens(self.seq_len).columns(index=comm.index("cp"), degree=comm.degree("cp"))
         x = torch.randn(*batch.inputs.shape, config.dim).requires_grad_()
@@ -252,7 +275,11 @@ class MeasureLayer:
         return saved
 
 
-def predicted_layer_bytes(recompute: Recompute, fields: Mapping[str, Any], tokens: int) -> int:
+def predicted_layer_bytes(
+    recompute: Recompute,
+    fields: Mapping[str, Any],
+    tokens: int,
+) -> int:
     """Predicted activation bytes in float32; tests/parallel/test_recompute.py requires equality on one rank."""
     dim = fields["dim"]
     heads = fields["heads"]
@@ -283,7 +310,11 @@ def print_state_table(dim: int) -> None:
                 print_state_row(name, setting, measured)
 
 
-def print_state_row(policy_name: str, setting: Setting, measured: Measured) -> None:
+def print_state_row(
+    policy_name: str,
+    setting: Setting,
+    measured: Measured,
+) -> None:
     predicted = setting.predicted_bytes()
     difference = measured.bytes_per_param / predicted - 1
     cells = [
@@ -317,7 +348,10 @@ def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--dim", type=int, default=256, help="width of the model whose states are measured"
+        "--dim",
+        type=int,
+        default=256,
+        help="width of the model whose states are measured",
     )
     args = parser.parse_args()
     print_state_table(args.dim)

@@ -263,7 +263,13 @@ def operation_on_mesh(op: Operation, plan: Plan, rank: int) -> Operation:
     share_before = share_sent(len(op.group))
     share_now = share_sent(len(group))
     sent = op.sent_bytes * share_now / share_before
-    return replace(op, group=tuple(group), rank=rank, sent_bytes=round(sent), communicator="group")
+    return replace(
+        op,
+        group=tuple(group),
+        rank=rank,
+        sent_bytes=round(sent),
+        communicator="group",
+    )
 
 
 def share_sent(members: int) -> float:

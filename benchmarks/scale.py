@@ -138,7 +138,12 @@ def flags_of(world_size: int) -> dict[str, object]:
     mesh = MESHES[world_size]
     first_axis = mesh.split()[0]
     num_data_ranks = int(first_axis.removeprefix("dp"))
-    return {**TINY, "mesh": mesh, "batch.global_size": 4 * num_data_ranks, "steps": 2}
+    return {
+        **TINY,
+        "mesh": mesh,
+        "batch.global_size": 4 * num_data_ranks,
+        "steps": 2,
+    }
 
 
 def count(world_size: int) -> StartupCost:

@@ -79,7 +79,12 @@ class Result:
     tokens_per_s: float
 
 
-def agent_words(flags: Sequence[str], *, nodes: str, restarts: int) -> list[str]:
+def agent_words(
+    flags: Sequence[str],
+    *,
+    nodes: str,
+    restarts: int,
+) -> list[str]:
     """The command of one site."""
     rendezvous = (
         "--rdzv-backend",
@@ -114,7 +119,12 @@ def sent_bytes(hosts: Hosts, index: int) -> int:
     """What a site has sent through its link so far."""
     counter = "/sys/class/net/eth0/statistics/tx_bytes"
     words = ["ip", "netns", "exec", hosts.names[index], "cat", counter]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return int(done.stdout)
 
 
@@ -140,7 +150,11 @@ def kill(agent: subprocess.Popen[bytes]) -> None:
     agent.wait()
 
 
-def wait_until(condition: Callable[[], bool], what: str, logs: Sequence[Path]) -> float:
+def wait_until(
+    condition: Callable[[], bool],
+    what: str,
+    logs: Sequence[Path],
+) -> float:
     """Wait; returns the seconds.
 
     Raises:
@@ -155,7 +169,13 @@ def wait_until(condition: Callable[[], bool], what: str, logs: Sequence[Path]) -
     return time.monotonic() - start
 
 
-def train(flags: Sequence[str], *, steps: int, folder: Path, held_out: str) -> Result:
+def train(
+    flags: Sequence[str],
+    *,
+    steps: int,
+    folder: Path,
+    held_out: str,
+) -> Result:
     """Train to the end on two sites."""
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
@@ -166,9 +186,20 @@ def train(flags: Sequence[str], *, steps: int, folder: Path, held_out: str) -> R
         restarts=0,
     )
     logs = [folder / f"{index}.log" for index in range(NUM_SITES)]
-    with Hosts(NUM_SITES, rate=RATE, prefix=PREFIX, network=NETWORK) as hosts:
+    with Hosts(
+        NUM_SITES,
+        rate=RATE,
+        prefix=PREFIX,
+        network=NETWORK,
+    ) as hosts:
         agents = [
-            hosts.start(index, words, env=ENVIRONMENT, log=log) for index, log in enumerate(logs)
+            hosts.start(
+                index,
+                words,
+                env=ENVIRONMENT,
+                log=log,
+            )
+            for index, log in enumerate(logs)
         ]
         with ended(agents):
             wait_until(lambda: bool(steps_of(out)), "the first step", logs)
@@ -194,14 +225,23 @@ def train(flags: Sequence[str], *, steps: int, folder: Path, held_out: str) -> R
     )
 
 
-def compare(steps: int, names: Sequence[str], held_out: str) -> None:
+def compare(
+    steps: int,
+    names: Sequence[str],
+    held_out: str,
+) -> None:
     """A row for each setting."""
     print(f"{steps} steps, two sites, {RATE}")
     print("| setting | loss, last 20 | held out | sent by a site | a step | tokens/s |")
     print("|---|---|---|---|---|---|")
     for name in names or SETTINGS:
         with tempfile.TemporaryDirectory(prefix="weft-sites-") as folder:
-            result = train(SETTINGS[name], steps=steps, folder=Path(folder), held_out=held_out)
+            result = train(
+                SETTINGS[name],
+                steps=steps,
+                folder=Path(folder),
+                held_out=held_out,
+            )
         sent = result.sent_bytes / 1e6
         print(
             f"| {name} | {result.loss:.3f} | {result.eval_loss:.3f} | {sent:.1f} MB"
@@ -214,7 +254,12 @@ def outage(steps: int) -> None:
     """Site 1 is killed, the other goes on alone, site 1 returns."""
     with (
         tempfile.TemporaryDirectory(prefix="weft-sites-") as name,
-        Hosts(NUM_SITES, rate=RATE, prefix=PREFIX, network=NETWORK) as hosts,
+        Hosts(
+            NUM_SITES,
+            rate=RATE,
+            prefix=PREFIX,
+            network=NETWORK,
+        ) as hosts,
     ):
         folder = Path(name)
         out = folder / "run"
@@ -229,7 +274,12 @@ def outage(steps: int) -> None:
         logs = [folder / f"{index}.log" for index in range(NUM_SITES)]
 
         def start(index: int) -> Any:
-            return hosts.start(index, words, env=ENVIRONMENT, log=logs[index])
+            return hosts.start(
+                index,
+                words,
+                env=ENVIRONMENT,
+                log=logs[index],
+            )
 
         agents = [start(index) for index in range(NUM_SITES)]
         with ended(agents):
@@ -266,7 +316,12 @@ def starts(out: Path) -> list[tuple[int, str]]:
     return found
 
 
-def goes_on_with(out: Path, mesh: str, *, more: int = 1) -> bool:
+def goes_on_with(
+    out: Path,
+    mesh: str,
+    *,
+    more: int = 1,
+) -> bool:
     """Whether the ranks were started again on this mesh, and have made some steps."""
     begun = starts(out)
     if len(begun) < 2:
@@ -293,8 +348,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("what", choices=("compare", "outage"), help="the measurement")
     parser.add_argument("--steps", type=int, default=200, help="training steps of a run")
-    parser.add_argument("--only", nargs="*", default=(), choices=tuple(SETTINGS))
-    parser.add_argument("--held-out", default="src/weft/train/*.py", help="text to evaluate on")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=(),
+        choices=tuple(SETTINGS),
+    )
+    parser.add_argument(
+        "--held-out",
+        default="src/weft/train/*.py",
+        help="text to evaluate on",
+    )
     given = parser.parse_args()
     problem = unavailable()
     if problem:

@@ -36,10 +36,26 @@ class LayerSize:
 
 
 SIZES = (
-    LayerSize(dim=128, ffn=352, length=128),
-    LayerSize(dim=256, ffn=704, length=256),
-    LayerSize(dim=512, ffn=1408, length=256),
-    LayerSize(dim=1024, ffn=2816, length=256),
+    LayerSize(
+        dim=128,
+        ffn=352,
+        length=128,
+    ),
+    LayerSize(
+        dim=256,
+        ffn=704,
+        length=256,
+    ),
+    LayerSize(
+        dim=512,
+        ffn=1408,
+        length=256,
+    ),
+    LayerSize(
+        dim=1024,
+        ffn=2816,
+        length=256,
+    ),
 )
 
 
@@ -49,7 +65,11 @@ class CpuTimer:
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
 
-    def measure(self, name: str, operation: Callable[[], Tensor | None]) -> Tensor | None:
+    def measure(
+        self,
+        name: str,
+        operation: Callable[[], Tensor | None],
+    ) -> Tensor | None:
         start = time.process_time()
         result = operation()
         seconds = time.process_time() - start
@@ -73,14 +93,25 @@ class Layers:
     @staticmethod
     def build(size: LayerSize) -> Layers:
         family = FAMILIES["llama3"]
-        config = family.Config(layers=2, dim=size.dim, heads=HEADS, kv_heads=HEADS, ffn=size.ffn)
+        config = family.Config(
+            layers=2,
+            dim=size.dim,
+            heads=HEADS,
+            kv_heads=HEADS,
+            ffn=size.ffn,
+        )
         all_blocks = family.blocks(config)
         layers = {name: block for name, block in all_blocks.items() if name.startswith("layer")}
         tokens = torch.zeros(NUM_SEQUENCES, size.length, dtype=torch.int64)
         batch = token_batch(tokens, tokens)
         x = torch.randn(NUM_SEQUENCES, size.length, size.dim).requires_grad_()
         grad = torch.randn(NUM_SEQUENCES, size.length, size.dim)
-        return Layers(layers, batch, x, grad)
+        return Layers(
+            layers,
+            batch,
+            x,
+            grad,
+        )
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -114,7 +145,11 @@ def measure_whole(layers: Layers, timer: CpuTimer) -> None:
     timer.measure("B", lambda: out.backward(layers.grad))
 
 
-def measure_split(layers: Layers, split: SplitBackward, timer: CpuTimer) -> None:
+def measure_split(
+    layers: Layers,
+    split: SplitBackward,
+    timer: CpuTimer,
+) -> None:
     out = timer.measure("split F", lambda: layers.forward_under(split))
     timer.measure("I", lambda: out.backward(layers.grad))
     timer.measure("W", split.backward_weights)

@@ -47,7 +47,11 @@ def measure(mesh: str) -> StartupSeconds:
             str(out),
         ]
         start = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         while not has_step(out / "events.jsonl"):
             assert process.poll() is None, f"{command} ended without a step"
             time.sleep(POLL_S)

@@ -58,7 +58,13 @@ def board_of(out: Path) -> StatusBoard:
         time.sleep(POLL_S)
 
 
-def wait_for_step(board: StatusBoard, rank: int, *, attempt: int, above: int) -> int:
+def wait_for_step(
+    board: StatusBoard,
+    rank: int,
+    *,
+    attempt: int,
+    above: int,
+) -> int:
     """The step of a rank, once it has passed `above` steps in this attempt."""
     while True:
         found = board.read(rank)
@@ -67,7 +73,11 @@ def wait_for_step(board: StatusBoard, rank: int, *, attempt: int, above: int) ->
         time.sleep(POLL_S)
 
 
-def faults(count: int, mesh: str, seed: int) -> dict[str, object]:
+def faults(
+    count: int,
+    mesh: str,
+    seed: int,
+) -> dict[str, object]:
     """Kill or stop a random rank at a random moment, `count` times."""
     chance = random.Random(seed)
     lost: list[int] = []
@@ -81,12 +91,22 @@ def faults(count: int, mesh: str, seed: int) -> dict[str, object]:
             for attempt in range(count):
                 rank = chance.randrange(board.num_ranks)
                 above = start + MIN_PROGRESS
-                wait_for_step(board, rank, attempt=attempt, above=above)
+                wait_for_step(
+                    board,
+                    rank,
+                    attempt=attempt,
+                    above=above,
+                )
                 time.sleep(chance.random() * 0.3)
                 kind = chance.choice(("SIGKILL", "SIGSTOP"))
                 step = board.read(rank).step
                 os.kill(board.read(rank).pid, signal.Signals[kind])
-                wait_for_step(board, rank, attempt=attempt + 1, above=0)
+                wait_for_step(
+                    board,
+                    rank,
+                    attempt=attempt + 1,
+                    above=0,
+                )
                 start = restarts_of(out)[-1]["step"]
                 lost.append(step - 1 - start)
                 kinds.append(kind)
@@ -106,7 +126,11 @@ def restarts_of(out: Path) -> list[Any]:
     return [event for event in read_events(out / EVENTS) if event["event"] == "restart"]
 
 
-def alarms(minutes: float, load: int, mesh: str) -> dict[str, object]:
+def alarms(
+    minutes: float,
+    load: int,
+    mesh: str,
+) -> dict[str, object]:
     """Train beside `load` busy processes."""
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(load)]
     try:
@@ -144,7 +168,8 @@ def cost(steps: int, mesh: str) -> dict[str, object]:
                 event["step_s"] for event in read_events(out / EVENTS) if event["event"] == "step"
             ]
             result[f"ms a step, snapshot every {every}"] = round(
-                1e3 * statistics.mean(times[10:]), 2
+                1e3 * statistics.mean(times[10:]),
+                2,
             )
     return result
 

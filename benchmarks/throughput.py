@@ -54,7 +54,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6, help="layers of the model")
     parser.add_argument("--dim", type=int, default=256, help="width of the model")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of a sequence")
-    parser.add_argument("--sequences", type=int, default=8, help="sequences of a step on each rank")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=8,
+        help="sequences of a step on each rank",
+    )
     parser.add_argument("--rounds", type=int, default=8, help="timed turns of each side")
     return parser.parse_args()
 
@@ -62,7 +67,12 @@ def arguments() -> argparse.Namespace:
 def model_config(args: argparse.Namespace) -> llama3.Config:
     heads = args.dim // HEAD_SIZE
     return llama3.Config(
-        layers=args.layers, dim=args.dim, heads=heads, kv_heads=heads, ffn=4 * args.dim, vocab=VOCAB
+        layers=args.layers,
+        dim=args.dim,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * args.dim,
+        vocab=VOCAB,
     )
 
 
@@ -83,7 +93,12 @@ def make_mesh(num_ranks: int) -> Mesh:
 
 def torch_step(args: argparse.Namespace, world: World) -> Step:
     """A plain training loop, with DistributedDataParallel on several ranks."""
-    blocks = plain_model(FAMILIES["llama3"], model_config(args), seed=SEED, dtype=torch.float32)
+    blocks = plain_model(
+        FAMILIES["llama3"],
+        model_config(args),
+        seed=SEED,
+        dtype=torch.float32,
+    )
     net: nn.Module = PlainModel(blocks)
     if world.size > 1:
         net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
@@ -117,7 +132,9 @@ def weft_step(args: argparse.Namespace, world: World, comm: Comm) -> Step:
     )
     model = build_model(FAMILIES["llama3"], config, plan, comm, seed=SEED)
     train_step = TrainStep(
-        model, make_optimizer=lambda tensors: make_optimizer(tensors, OptimConfig()), clip=CLIP
+        model,
+        make_optimizer=lambda tensors: make_optimizer(tensors, OptimConfig()),
+        clip=CLIP,
     )
     batch = global_batch(args, world.size)
     local_batches = micro_batches(batch, plan, world.rank)
@@ -133,12 +150,21 @@ def compare(args: argparse.Namespace, folder: str, world: World) -> None:
         steps = {"torch": torch_step(args, world), "weft": weft_step(args, world, comm)}
         step_s = time_in_turns(steps, comm, args.rounds)
     if world.rank == 0:
-        print_result(args, world.size, torch_s=step_s["torch"], weft_s=step_s["weft"])
+        print_result(
+            args,
+            world.size,
+            torch_s=step_s["torch"],
+            weft_s=step_s["weft"],
+        )
     if world.size > 1:
         dist.destroy_process_group()
 
 
-def time_in_turns(steps: dict[str, Step], comm: Comm, rounds: int) -> dict[str, list[float]]:
+def time_in_turns(
+    steps: dict[str, Step],
+    comm: Comm,
+    rounds: int,
+) -> dict[str, list[float]]:
     """Seconds a step of every measured turn."""
     step_s: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(rounds + 1):
@@ -160,7 +186,11 @@ def time_turn(step: Step, comm: Comm) -> float:
 
 
 def print_result(
-    args: argparse.Namespace, num_ranks: int, *, torch_s: list[float], weft_s: list[float]
+    args: argparse.Namespace,
+    num_ranks: int,
+    *,
+    torch_s: list[float],
+    weft_s: list[float],
 ) -> None:
     tokens = args.sequences * args.seq_len * num_ranks
     title = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"

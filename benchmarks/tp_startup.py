@@ -59,11 +59,22 @@ def times_ms(mesh: str, *, layers: int, sequence_parallel: bool) -> list[float]:
     return times
 
 
-def best_ms(mesh: str, *, layers: int, sequence_parallel: bool = False) -> list[float]:
+def best_ms(
+    mesh: str,
+    *,
+    layers: int,
+    sequence_parallel: bool = False,
+) -> list[float]:
     """The smallest of several measurements, for each rank."""
     runs = []
     for _ in range(REPEATS):
-        runs.append(times_ms(mesh, layers=layers, sequence_parallel=sequence_parallel))
+        runs.append(
+            times_ms(
+                mesh,
+                layers=layers,
+                sequence_parallel=sequence_parallel,
+            )
+        )
     return [min(of_rank) for of_rank in zip(*runs, strict=True)]
 
 
@@ -120,7 +131,11 @@ def print_threads() -> None:
     for layers in (4, 32, 100):
         whole, _ = best_ms("dp2", layers=layers)
         for sequence_parallel in (False, True):
-            first, second = best_ms("tp2", layers=layers, sequence_parallel=sequence_parallel)
+            first, second = best_ms(
+                "tp2",
+                layers=layers,
+                sequence_parallel=sequence_parallel,
+            )
             words = ", sequence parallel" if sequence_parallel else ""
             print(
                 f"{layers} layers{words}: {first:.0f} ms, second rank {second:.0f}; dp2 {whole:.0f}"
@@ -130,7 +145,12 @@ def print_threads() -> None:
 def main() -> None:
     description = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("what", choices=["threads", "large"], nargs="?", default="threads")
+    parser.add_argument(
+        "what",
+        choices=["threads", "large"],
+        nargs="?",
+        default="threads",
+    )
     if parser.parse_args().what == "large":
         print_large()
     else:

@@ -72,7 +72,13 @@ class Choice:
     rank: int
 
 
-def limited_table(ranks: int, microbatches: int, *, limit: float, costs: Costs) -> Table:
+def limited_table(
+    ranks: int,
+    microbatches: int,
+    *,
+    limit: float,
+    costs: Costs,
+) -> Table:
     """A table in which no rank holds more than `limit` activations.
 
     Args:
@@ -84,15 +90,27 @@ def limited_table(ranks: int, microbatches: int, *, limit: float, costs: Costs) 
     for _ in range(num_actions):
         choices = []
         for number, rank in enumerate(state):
-            choice = _next(rank, number, limit, costs)
+            choice = _next(
+                rank,
+                number,
+                limit,
+                costs,
+            )
             choices.append(choice)
         _run(state, min(choices), costs)
     return Table.of_rows(
-        [rank.row for rank in state], stage_to_rank=range(ranks), microbatches=microbatches
+        [rank.row for rank in state],
+        stage_to_rank=range(ranks),
+        microbatches=microbatches,
     )
 
 
-def _next(rank: Rank, number: int, limit: float, costs: Costs) -> Choice:
+def _next(
+    rank: Rank,
+    number: int,
+    limit: float,
+    costs: Costs,
+) -> Choice:
     """The next action of a rank; its start is NEVER if its inputs are not known yet."""
     gradient = rank.start_of(rank.gradients)
     forward = rank.start_of(rank.forwards)
@@ -113,7 +131,11 @@ def _next(rank: Rank, number: int, limit: float, costs: Costs) -> Choice:
     return Choice(start, "F" if runs_forward else "I", number)
 
 
-def _run(state: list[Rank], choice: Choice, costs: Costs) -> None:
+def _run(
+    state: list[Rank],
+    choice: Choice,
+    costs: Costs,
+) -> None:
     """Run an action, and deliver its tensor."""
     number = choice.rank
     rank = state[number]

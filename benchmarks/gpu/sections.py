@@ -58,7 +58,11 @@ def command_checks(settings: Settings) -> list[Check]:
 def _train(name: str, options: Sequence[str], settings: Settings) -> Iterator[Row]:
     command = [sys.executable, "-m", "weft", "train", *options]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=COMMAND_LIMIT_S, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_LIMIT_S,
+        check=False,
     )
     if done.returncode != 0:
         yield Row(name, done.stderr.strip()[-300:], is_ok=False)
@@ -81,7 +85,10 @@ def _speed(settings: Settings) -> list[Check]:
 
 
 def _switches(settings: Settings) -> list[Check]:
-    return [Check("TF32", check_tf32), Check("documents in long sequences", check_documents)]
+    return [
+        Check("TF32", check_tf32),
+        Check("documents in long sequences", check_documents),
+    ]
 
 
 def _saves(settings: Settings) -> list[Check]:

@@ -73,7 +73,10 @@ def speed_checks(settings: Settings) -> list[Check]:
 
 
 def _check_way(
-    name: str, make: Callable[[], Way], workload: Workload, settings: Settings
+    name: str,
+    make: Callable[[], Way],
+    workload: Workload,
+    settings: Settings,
 ) -> Iterator[Row]:
     device = torch.device(settings.device)
     yield _row(name, make, workload, device, peak=peak_of(settings))
@@ -133,7 +136,9 @@ class Way:
 
 
 def ways(
-    workload: Workload, device: torch.device, is_rehearsal: bool
+    workload: Workload,
+    device: torch.device,
+    is_rehearsal: bool,
 ) -> dict[str, Callable[[], Way]]:
     """Each way to train."""
     found = {
@@ -182,7 +187,10 @@ def weft_way(
 
 
 def train_step(
-    workload: Workload, device: torch.device, *more: str, num_documents: int = 1
+    workload: Workload,
+    device: torch.device,
+    *more: str,
+    num_documents: int = 1,
 ) -> tuple[TrainStep, Callable[[], object]]:
     """The step of one rank, and the call that runs it."""
     argv = [*flags(workload), *more]
@@ -229,7 +237,12 @@ def plain_way(workload: Workload, device: torch.device, *, is_compiled: bool) ->
 
 
 def _row(
-    name: str, make: Callable[[], Way], workload: Workload, device: torch.device, *, peak: float
+    name: str,
+    make: Callable[[], Way],
+    workload: Workload,
+    device: torch.device,
+    *,
+    peak: float,
 ) -> Row:
     if device.type == "cuda":
         torch.cuda.empty_cache()

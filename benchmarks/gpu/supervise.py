@@ -78,12 +78,19 @@ def run_section(make_command: MakeCommand, folder: Path, *, until_s: float) -> I
 
 
 def _run_worker(
-    command: Sequence[str], lines: Path, progress: Progress, *, until_s: float
+    command: Sequence[str],
+    lines: Path,
+    progress: Progress,
+    *,
+    until_s: float,
 ) -> Iterator[Row]:
     log_path = lines.with_suffix(".log")
     with log_path.open("wb") as log, lines.open() as reader:
         worker = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         why = ""
         while not why:

@@ -58,12 +58,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--size", nargs="+", choices=SIZES, default=list(SIZES), help="sizes of the model"
     )
-    parser.add_argument("--only", nargs="+", choices=COMPARISONS, default=list(COMPARISONS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=COMPARISONS,
+        default=list(COMPARISONS),
+    )
     parser.add_argument("--rounds", type=int, default=8, help="timed turns of each side")
     return parser.parse_args()
 
 
-def compare(name: str, size_name: str, rounds: int, folder: str, world: World) -> None:
+def compare(
+    name: str,
+    size_name: str,
+    rounds: int,
+    folder: str,
+    world: World,
+) -> None:
     """Run one comparison on this rank; rank 0 prints its result."""
     mesh = MESHES[name]
     sizes = SIZES[size_name]
@@ -72,7 +83,12 @@ def compare(name: str, size_name: str, rounds: int, folder: str, world: World) -
     with open_comm(world, Mesh.parse(mesh), torch.device("cpu")) as comm:
         comm.checked = False
         steps = COMPARISONS[name](Training(size, comm))
-        timings = time_in_turns(steps, comm, rounds=rounds, steps_per_turn=size.steps)
+        timings = time_in_turns(
+            steps,
+            comm,
+            rounds=rounds,
+            steps_per_turn=size.steps,
+        )
     if world.rank == 0:
         print(format_report(name, size.tokens, timings), flush=True)
     dist.destroy_process_group()
@@ -94,7 +110,8 @@ def print_title(size_name: str) -> None:
         mesh_name = mesh or "other meshes"
         sizes.append(f"{mesh_name}: {size}")
     print(
-        f"{size_name}, llama3, float32, {NUM_RANKS} ranks, measured. {'; '.join(sizes)}", flush=True
+        f"{size_name}, llama3, float32, {NUM_RANKS} ranks, measured. {'; '.join(sizes)}",
+        flush=True,
     )
 
 

@@ -71,7 +71,13 @@ class _TorchRing(nn.Module):
         super().__init__()
         self.method = method
 
-    def forward(self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self,
+        q_BSHK: Tensor,
+        k_BSHK: Tensor,
+        v_BSHK: Tensor,
+        batch: Batch,
+    ) -> Tensor:
         torch_attention.set_rotate_method(self.method)
         q_BHSK = q_BSHK.transpose(1, 2)
         k_BHSK = k_BSHK.transpose(1, 2)
@@ -143,7 +149,13 @@ class _PlainGather(nn.Module):
         key_positions = torch.cat(positions_by_rank)
         self.mask = query_positions[:, None] >= key_positions[None, :]
 
-    def forward(self, q_BSHK: Tensor, k_BSHK: Tensor, v_BSHK: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self,
+        q_BSHK: Tensor,
+        k_BSHK: Tensor,
+        v_BSHK: Tensor,
+        batch: Batch,
+    ) -> Tensor:
         kv = torch.stack((k_BSHK, v_BSHK))
         k_all_BSHK, v_all_BSHK = all_gather_single_autograd(kv, 2, dist.group.WORLD)
         out_BHSK = F.scaled_dot_product_attention(

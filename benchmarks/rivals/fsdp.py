@@ -110,5 +110,9 @@ def _sharded_optimizer_step(training: Training) -> Step:
         clip_gradients(net)
 
     return torch_step(
-        training, net, training.local_rows, optimizer=optimizer, before_update=before_update
+        training,
+        net,
+        training.local_rows,
+        optimizer=optimizer,
+        before_update=before_update,
     )

@@ -41,7 +41,11 @@ def _micro_size(training: Training) -> int:
 
 
 def _trainer_step(training: Training, schedule: str, *, chunks: int) -> Step:
-    return training.weft_step(micro_size=_micro_size(training), schedule=schedule, chunks=chunks)
+    return training.weft_step(
+        micro_size=_micro_size(training),
+        schedule=schedule,
+        chunks=chunks,
+    )
 
 
 class _StageModule(nn.Module):

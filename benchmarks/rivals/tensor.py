@@ -75,7 +75,9 @@ def _parallel_styles(blocks: nn.ModuleDict, outside: Replicate | Shard) -> dict[
     styles: dict[str, ParallelStyle] = {}
     styles["embed.tok"] = RowwiseParallel(input_layouts=REPLICATED, output_layouts=outside)
     styles["head.proj"] = ColwiseParallel(
-        input_layouts=outside, output_layouts=Shard(-1), use_local_output=False
+        input_layouts=outside,
+        output_layouts=Shard(-1),
+        use_local_output=False,
     )
     layers = [name for name in blocks if name.startswith("layer")]
     for layer in layers:
@@ -89,15 +91,20 @@ def _parallel_styles(blocks: nn.ModuleDict, outside: Replicate | Shard) -> dict[
 
 
 def _add_sequence_parallel_styles(
-    styles: dict[str, ParallelStyle], blocks: nn.ModuleDict, layers: list[str], outside: Shard
+    styles: dict[str, ParallelStyle],
+    blocks: nn.ModuleDict,
+    layers: list[str],
+    outside: Shard,
 ) -> None:
     """Gather the sequence before attention and MLP; norms work on shards of it."""
     for layer in layers:
         styles[f"{layer}.attn"] = PrepareModuleInput(
-            input_layouts=(outside, None), desired_input_layouts=(REPLICATED, None)
+            input_layouts=(outside, None),
+            desired_input_layouts=(REPLICATED, None),
         )
         styles[f"{layer}.mlp"] = PrepareModuleInput(
-            input_layouts=outside, desired_input_layouts=REPLICATED
+            input_layouts=outside,
+            desired_input_layouts=REPLICATED,
         )
     for path, module in blocks.named_modules():
         if isinstance(module, nn.RMSNorm):

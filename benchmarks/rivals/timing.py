@@ -66,7 +66,11 @@ class Speedup:
 
 
 def time_in_turns(
-    steps: Mapping[str, Step], comm: Comm, *, rounds: int, steps_per_turn: int
+    steps: Mapping[str, Step],
+    comm: Comm,
+    *,
+    rounds: int,
+    steps_per_turn: int,
 ) -> dict[str, Timings]:
     """Run `steps_per_turn` steps of each side in turn, `rounds` times after one round of warm-up."""
     timings = {name: Timings() for name in steps}
@@ -99,7 +103,11 @@ def _time_turn(step: Step, comm: Comm, num_steps: int) -> Turn:
     return Turn(slowest_s, total_cpu_s, loss)
 
 
-def format_report(title: str, tokens: int, timings: Mapping[str, Timings]) -> str:
+def format_report(
+    title: str,
+    tokens: int,
+    timings: Mapping[str, Timings],
+) -> str:
     """One line for each side of weft with its speed-ups over the first side, which is torch."""
     torch_name, *weft_names = timings
     torch_side = timings[torch_name]

@@ -55,8 +55,20 @@ def join_torch_world(store_file: str, world: World) -> None:
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
 
 
-def _llama(layers: int, dim: int, ffn: int, heads: int) -> llama3.Config:
-    return llama3.Config(layers=layers, dim=dim, heads=heads, kv_heads=heads, ffn=ffn, vocab=256)
+def _llama(
+    layers: int,
+    dim: int,
+    ffn: int,
+    heads: int,
+) -> llama3.Config:
+    return llama3.Config(
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        kv_heads=heads,
+        ffn=ffn,
+        vocab=256,
+    )
 
 
 SMALL = _llama(layers=6, dim=384, ffn=1024, heads=6)
@@ -98,9 +110,20 @@ class Training:
 
     def plain_blocks(self) -> dict[str, nn.Module]:
         """The blocks on one device with their initial values, for torch's wrappers."""
-        return plain_model(FAMILIES["llama3"], self.size.config, seed=SEED, dtype=torch.float32)
+        return plain_model(
+            FAMILIES["llama3"],
+            self.size.config,
+            seed=SEED,
+            dtype=torch.float32,
+        )
 
-    def weft_step(self, *, micro_size: int, chunks: int = 1, **fields: Any) -> Step:
+    def weft_step(
+        self,
+        *,
+        micro_size: int,
+        chunks: int = 1,
+        **fields: Any,
+    ) -> Step:
         """A step of weft's trainer under a plan with `fields` and micro-batches of `micro_size` sequences a rank."""
         plan = self._plan(micro_size, chunks, fields)
         plan.check()
@@ -109,7 +132,12 @@ class Training:
         local_batches = micro_batches(self.batch, plan, self.comm.rank)
         return lambda: train_step(local_batches, lr=OPTIM.lr).loss
 
-    def _plan(self, micro_size: int, chunks: int, fields: Mapping[str, Any]) -> Plan:
+    def _plan(
+        self,
+        micro_size: int,
+        chunks: int,
+        fields: Mapping[str, Any],
+    ) -> Plan:
         size = self.size
         mesh = self.comm.mesh
         num_stages = mesh.degree("pp") * chunks
