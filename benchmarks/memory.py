@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.live import Live
 from weft.comm.comm import Comm
+from weft.comm.shared_segment import segment_bytes
 from weft.config.schema import OptimConfig
 from weft.core.mesh import Mesh
 from weft.layout.plan import Plan, Recompute, canonical_json, make_stages
@@ -95,6 +96,12 @@ class Setting:
             return c + sharded / self.degree
         return (p + p + adam_states) / self.degree
 
+    def shared_bytes(self) -> int:
+        """Beside the states, on the CPU: the segment through which the group of all ranks exchanges. It is counted on
+        every rank, and exists once a host.
+        """
+        return segment_bytes(self.degree)
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -102,7 +109,7 @@ class Measured:
 
     Attributes:
         num_params: parameters of the whole model on this rank.
-        tensors: bytes of the storages of live tensors.
+        tensors: bytes of the storages of live tensors, less the segment of `Setting.shared_bytes`.
         resident: growth of the process's resident set.
     """
 
@@ -183,7 +190,7 @@ class MeasureStates:
         )
         tensors = settled(live_bytes) - tensors_before - batch_bytes
         resident = resident_bytes() - resident_before
-        return Measured(num_params, tensors, resident)
+        return Measured(num_params, tensors - self.setting.shared_bytes(), resident)
 
     def _plan(self, mesh: Mesh) -> Plan:
         policy = self.setting.policy

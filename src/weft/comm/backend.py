@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.comm import algorithms
 from weft.comm.backend_work import BackendCall, CheckedStreamCall, MessageCall, StreamCall
 from weft.comm.device_groups import DeviceGroup, TorchProcessGroup, TorchWork, policy_of
+from weft.comm.shared_group import SharedGroup
 from weft.comm.signature import (
     check_signatures,
     decode_signature,
@@ -47,8 +48,8 @@ class ProcessGroupBackend:
     """The process groups of one group of ranks, one for each device type, and their calls.
 
     Args:
-        connect: makes the process group for a device type, `connect("cpu")`; it may block until all
-            members call it.
+        connect: makes the process group for a device type, `connect("cpu")`, or the group in shared
+            memory; it may block until all members call it.
         reduce_ops: torch.distributed's ReduceOp for each reduction.
         scatter_options: torch.distributed's ReduceScatterOptions for each reduction.
         deterministic: whether reductions are in rank order on every backend.
@@ -60,35 +61,45 @@ class ProcessGroupBackend:
 
     def __init__(
         self,
-        connect: Callable[[str], TorchProcessGroup],
+        connect: Callable[[str], TorchProcessGroup | SharedGroup],
         reduce_ops: Mapping[Reduce, Any],
         *,
         scatter_options: Mapping[Reduce, Any] | None = None,
         deterministic: bool = False,
     ) -> None:
-        self.connected: dict[str, DeviceGroup] = {}
+        self.connected: dict[str, DeviceGroup | SharedGroup] = {}
         self.is_aborted = False
         self._connect = connect
         self._reduce_ops = reduce_ops
         self._scatter_options = scatter_options or {}
         self._deterministic = deterministic
 
-    def group(self, device_type: str) -> DeviceGroup:
-        """The group for tensors on a device type; connected when it is first asked for."""
-        group = self.connected.get(device_type)
-        if group is None:
-            group = DeviceGroup(
-                self._connect(device_type),
-                policy_of(device_type, deterministic=self._deterministic),
-                self._reduce_ops,
-                self._scatter_options,
+    def carrier(self, device_type: str) -> DeviceGroup | SharedGroup:
+        """What carries tensors on a device type; connected when it is first asked for."""
+        found = self.connected.get(device_type)
+        if found is None:
+            made = self._connect(device_type)
+            policy = policy_of(device_type, deterministic=self._deterministic)
+            found = (
+                made
+                if isinstance(made, SharedGroup)
+                else DeviceGroup(made, policy, self._reduce_ops, self._scatter_options)
             )
-            self.connected[device_type] = group
-        return group
+            self.connected[device_type] = found
+        return found
+
+    def group(self, device_type: str) -> DeviceGroup:
+        """The process group for tensors on a device type."""
+        found = self.carrier(device_type)
+        assert isinstance(found, DeviceGroup), "calls in shared memory do not come here"
+        return found
 
     def launch(self, call: Call, device_type: str) -> BackendCall:
-        """Hand `call` to the algorithm of its operation."""
-        return OPERATIONS[call.op](self.group(device_type), call)
+        """Hand `call` to what carries its tensors."""
+        carrier = self.carrier(device_type)
+        if isinstance(carrier, SharedGroup):
+            return carrier.launch(call)
+        return OPERATIONS[call.op](carrier, call)
 
     def launch_messages(self, calls: Sequence[Call]) -> list[BackendCall]:
         """Launch messages on the group of their axis: see Note [Messages on NCCL].
@@ -182,14 +193,17 @@ class ProcessGroupBackend:
         times out closes all connections.
         """
         self.is_aborted = True
-        for device_type, group in list(self.connected.items()):
-            if device_type != "cpu":
-                group.process_group.abort()
-        if "cpu" not in self.connected:
+        for device_type, carrier in list(self.connected.items()):
+            if isinstance(carrier, SharedGroup):
+                carrier.abort()
+            elif device_type != "cpu":
+                carrier.process_group.abort()
+        gloo = self.connected.get("cpu")
+        if not isinstance(gloo, DeviceGroup):
             return
         peer = 1 if index == 0 else 0
         buffer = torch.empty(1, dtype=torch.uint8)
-        never_sent = self.connected["cpu"].process_group.recv([buffer], peer, ABORT_TAG)
+        never_sent = gloo.process_group.recv([buffer], peer, ABORT_TAG)
         with contextlib.suppress(RuntimeError):
             never_sent.wait(timedelta(milliseconds=1))
 
@@ -197,7 +211,8 @@ class ProcessGroupBackend:
         """End groups of devices whose calls are all complete; those of the CPU end by themselves."""
         for device_type in list(self.connected):
             if device_type != "cpu":
-                process_group = self.connected.pop(device_type).process_group
+                process_group = self.group(device_type).process_group
+                del self.connected[device_type]
                 end = getattr(process_group, "shutdown", process_group.abort)  # newer than abort
                 end()
 

@@ -26,6 +26,9 @@ class BackendCall:
         finish: called once, by the first `wait` that finds all works complete.
     """
 
+    waits_once = False
+    """Whether a `wait` that returns False has ended the call."""
+
     def __init__(
         self, works: Sequence[TorchWork], finish: Callable[[], object] | None = None
     ) -> None:
@@ -110,6 +113,8 @@ class CheckedStreamCall(StreamCall):
 
 class MessageCall(BackendCall):
     """Sends and recvs that belong together: see Note [Messages on gloo]."""
+
+    waits_once = True
 
     def __init__(
         self, works: Sequence[TorchWork], finish: Callable[[], object] | None = None

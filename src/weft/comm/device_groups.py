@@ -46,6 +46,7 @@ class BackendPolicy:
     """How calls on tensors of one device type are carried.
 
     Attributes:
+        name: what carries them.
         native_reduce: all_reduce and reduce_scatter by the backend's own algorithm, in its order of
             summation; else every member reduces in rank order, to the same bits in every run.
         native_gather: all_gather of equal pieces by the backend's own algorithm, at any size.
@@ -58,8 +59,10 @@ class BackendPolicy:
         connects_at_start: groups are connected before the first call, in the order of the plan.
         totals_along_axes: totals over many ranks go along the groups of axes, which exist anyway;
             else through groups of few ranks that are made for them.
+        compares_in_call: signatures are compared by the call itself, without waiting in its start.
     """
 
+    name: str
     native_reduce: bool
     native_gather: bool
     exchanges_of_two: bool
@@ -69,9 +72,11 @@ class BackendPolicy:
     messages_on_axis_group: bool
     connects_at_start: bool
     totals_along_axes: bool
+    compares_in_call: bool = False
 
 
 GLOO = BackendPolicy(
+    name="gloo",
     native_reduce=False,
     native_gather=False,
     exchanges_of_two=True,
@@ -83,6 +88,7 @@ GLOO = BackendPolicy(
     totals_along_axes=False,
 )
 NCCL = BackendPolicy(
+    name="NCCL",
     native_reduce=True,
     native_gather=True,
     exchanges_of_two=False,
@@ -93,6 +99,9 @@ NCCL = BackendPolicy(
     connects_at_start=True,
     totals_along_axes=True,
 )
+
+SHARED_MEMORY = replace(GLOO, name="shared memory", compares_in_call=True)
+"""Of ranks on one host: see comm/shared_group.py."""
 
 POLICIES = {"cpu": GLOO, "cuda": NCCL}
 

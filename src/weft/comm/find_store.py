@@ -106,6 +106,9 @@ class PollingStore(Store):
         self.wait([key])
         return bytes(self._store.get(key))
 
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         timeout_s = self._timeout_s
         if timeout is not None:

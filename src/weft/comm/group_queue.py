@@ -14,6 +14,7 @@ from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import GLOO, POLICIES
 from weft.comm.group import QueueKey
 from weft.comm.group_watch import GroupWatch, WatchedCall
+from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
 from weft.errors import CommError
@@ -29,7 +30,8 @@ CLOSE_WAIT_S = 5.0
 # aborts the process if sizes differ). Waiting there deadlocks correct programs: rank 0 starts an all_reduce and then
 # sends, rank 1 receives and then starts the all_reduce. So these calls are queued for a worker thread, one per group,
 # that runs them one after the other. A call is launched directly if the group is connected, its signature is not to be
-# compared and no call is queued.
+# compared and no call is queued. In shared memory signatures are compared by the call itself: they are part of its
+# rounds, which do not wait for others when they are started.
 #
 # Tensors on GPUs never come here: their calls are launched by the thread that starts them, on groups that were connected
 # at start, and their signatures are compared without waiting. See Note [Calls on NCCL] in comm/device_groups.py.
@@ -82,14 +84,13 @@ class GroupCall(WatchedCall):
         if its group was aborted: then its tensors hold anything.
         """
         watch = self._watch
-        # A message has one wait: see Note [Messages on gloo].
-        is_p2p = self.call.op in ("send", "recv")
-        slice_s = watch.timeout_s if is_p2p else min(WAIT_SLICE_S, watch.timeout_s)
+        waits_once = backend_call.waits_once  # see Note [Messages on gloo]
+        slice_s = watch.timeout_s if waits_once else min(WAIT_SLICE_S, watch.timeout_s)
         deadline_s = time.monotonic() + watch.timeout_s
         watch.in_flight.add(self)
         try:
             while not (is_complete := backend_call.wait(slice_s)):
-                if is_p2p or time.monotonic() > deadline_s:
+                if waits_once or time.monotonic() > deadline_s:
                     break
         except RuntimeError as error:
             raise watch.diagnose(self, error) from error
@@ -147,10 +148,14 @@ class GroupQueue:
                 return group_call
             backend = self._backend
             group = None if backend is None else backend.connected.get(group_call.device_type)
-            if group is None or call.checked or self._num_queued:
+            is_compared_before = call.checked and not (group and group.policy.compares_in_call)
+            if group is None or is_compared_before or self._num_queued:
                 self._enqueue(group_call)
             else:
-                group_call.launched = OPERATIONS[call.op](group, call)
+                if isinstance(group, SharedGroup):
+                    group_call.launched = group.launch(call)
+                else:
+                    group_call.launched = OPERATIONS[call.op](group, call)
                 watch.in_flight.add(group_call)
             return group_call
 
@@ -182,6 +187,12 @@ class GroupQueue:
     def is_connected(self) -> bool:
         """Whether the members have met."""
         return self.watch.is_connected
+
+    @property
+    def carriers(self) -> frozenset[str]:
+        """Names of what carries tensors of this group."""
+        connected = {} if self._backend is None else dict(self._backend.connected)
+        return frozenset(carrier.policy.name for carrier in connected.values())
 
     @property
     def failure(self) -> CommError | None:
@@ -279,7 +290,7 @@ class GroupQueue:
     def _run(self, group_call: GroupCall) -> None:
         call, device_type = group_call.call, group_call.device_type
         backend = self._connect_for(call, device_type)
-        if call.checked:
+        if call.checked and not backend.carrier(device_type).policy.compares_in_call:
             group_call.wait_for_backend(backend.exchange_signatures(call))
         group_call.launched = backend.launch(call, device_type)
         group_call.wait_for_backend(group_call.launched)
@@ -291,7 +302,7 @@ class GroupQueue:
             return backend
         try:
             backend = backend or self._connect(call)
-            backend.group(device_type)
+            backend.carrier(device_type)
         except RuntimeError as error:
             what = f"{call.description}: the group cannot be connected: {error}"
             raise CommError(what) from error
@@ -327,6 +338,7 @@ def close_queues(
     *,
     monitor: threading.Thread,
     closing: threading.Event,
+    progress: SharedProgress,
 ) -> None:
     presence.is_closed = True
     closing.set()
@@ -334,6 +346,7 @@ def close_queues(
         group_queue.abort(ranks.index(rank))
     for group_queue in queues.values():
         group_queue.join()
+    progress.close()
     if monitor.ident is not None and monitor is not threading.current_thread():
         monitor.join()
     queues.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ from weft.comm.device_groups import NcclGroups, TorchProcessGroup
 from weft.comm.find_store import PollingStore, find_store, next_namespace
 from weft.comm.group import QueueKey
 from weft.comm.group_queue import GroupCall, GroupQueue, close_queues, watch_queues
+from weft.comm.host_meeting import Meeting, meet
+from weft.comm.local_peers import LocalPeers
 from weft.comm.planned_groups import PlannedGroup
+from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.store_keys import PresenceStore, agree_on_namespace
 from weft.comm.transport import Call, Communicator, OnLate, Reduce
 from weft.errors import CommError, Fault, LaunchError
@@ -117,6 +121,8 @@ class ProcessTransport:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._gloo_devices = _gloo_devices(address)
+        self._local_peers = LocalPeers()
+        self._progress = SharedProgress(self._local_peers)
         if rendezvous == SCRIPT_WORLD:
             rendezvous = dist.distributed_c10d._get_default_store()
         shared_store = find_store(rendezvous, rank, size, timeout_s=timeout_s, listener=listener)
@@ -147,6 +153,7 @@ class ProcessTransport:
             rank,
             monitor=self._monitor,
             closing=self._closing,
+            progress=self._progress,
         )
 
     @staticmethod
@@ -250,6 +257,11 @@ class ProcessTransport:
         return int(self._store.get(f"{key}/rank"))
 
     @property
+    def carriers(self) -> frozenset[str]:
+        """Names of what has carried tensors of this rank."""
+        return frozenset[str]().union(*(queue.carriers for queue in list(self._queues.values())))
+
+    @property
     def failure(self) -> CommError | None:
         """Why a group of this rank was closed early; None while all are open."""
         for group_queue in list(self._queues.values()):
@@ -292,7 +304,7 @@ class ProcessTransport:
                 deterministic=self.deterministic,
             )
 
-        def connect_device_type(device_type: str) -> TorchProcessGroup:
+        def connect_device_type(device_type: str) -> TorchProcessGroup | SharedGroup:
             return self._connect(f"{name}/{device_type}", device_type, call)
 
         return GroupQueue(
@@ -304,10 +316,15 @@ class ProcessTransport:
             announce_after_s=self._monitor_interval_s,
         )
 
-    def _connect(self, prefix: str, device_type: str, call: Call) -> TorchProcessGroup:
+    def _connect(
+        self, prefix: str, device_type: str, call: Call
+    ) -> TorchProcessGroup | SharedGroup:
         store = PrefixStore(prefix, self._store)
         size = len(call.ranks)
         if device_type == "cpu":
+            shared = self._share_memory(f"{prefix}/shared", call)
+            if shared is not None:
+                return shared
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
             options._devices = self._gloo_devices
@@ -320,6 +337,19 @@ class ProcessTransport:
             made = self._nccl_groups().connect(store, index=call.index, size=size, color=color)
             return cast(TorchProcessGroup, made)
         raise CommError(f"no backend carries tensors on {device_type!r} between processes")
+
+    def _share_memory(self, prefix: str, call: Call) -> SharedGroup | None:
+        """The group of `call` in shared memory; None if its members are not all on this host."""
+        if len(call.ranks) == 1:
+            return None
+        store = PrefixStore(prefix, self._store)
+        polling_store = PollingStore(store, self._presence, self.timeout_s)
+        deadline_s = time.monotonic() + self.timeout_s
+        meeting = Meeting(polling_store, call.ranks, index=call.index, deadline_s=deadline_s)
+        segment = meet(meeting, self._local_peers)
+        if segment is None:
+            return None
+        return SharedGroup(segment, call.ranks, index=call.index, progress=self._progress)
 
 
 def _scatter_options() -> dict[Reduce, Any]:

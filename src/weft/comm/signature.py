@@ -150,7 +150,7 @@ DIGEST_MODULUS = 2**40
 
 def signature_digest(call: Call) -> Tensor:
     """Two numbers of this member's signature, int64[2]: see Note [Digests of signatures]."""
-    text = _comparable(call.signature)
+    text = comparable_text(call.signature)
     text_digest = hashlib.sha256(text.encode()).digest()
     text_hash = int.from_bytes(text_digest[:5], "big")
     own = call.index
@@ -187,11 +187,11 @@ def _texts_match(texts: Sequence[str]) -> bool:
     """Whether the texts are equal but for starred dimensions, and send counting as recv."""
     if len(set(texts)) == 1:
         return True
-    comparable = {_comparable(text) for text in texts}
+    comparable = {comparable_text(text) for text in texts}
     return len(comparable) == 1
 
 
-def _comparable(text: str) -> str:
+def comparable_text(text: str) -> str:
     """The text without what may differ between members."""
     without_lengths = _VARIABLE_LENGTH.sub("*", text)
     return _SEND_OR_RECV.sub("message ", without_lengths)

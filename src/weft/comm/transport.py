@@ -206,6 +206,16 @@ class ReportsFailure(Protocol):
 
 
 @runtime_checkable
+class NamesCarriers(Protocol):
+    """A transport that tensors travel on in more than one way."""
+
+    @property
+    def carriers(self) -> frozenset[str]:
+        """Names of the ways that were used, such as "gloo" and "shared memory"."""
+        ...
+
+
+@runtime_checkable
 class SharesProcess(Protocol):
     """A transport between ranks that are threads of one process."""
 

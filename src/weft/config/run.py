@@ -70,7 +70,9 @@ class Run(ConfigSection):
         description="constants of a software on that device, in predictions; None: those of the device",
     )
     transport: TransportName = Field(
-        "process", description="ranks as processes or as threads of one process"
+        "process",
+        description="ranks as processes or as threads of one process; CPU tensors of processes on one host travel in"
+        " shared memory (WEFT_CPU_TRANSPORT=gloo: over gloo)",
     )
     nproc: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
         None, description="local ranks to start; None: the mesh's size"

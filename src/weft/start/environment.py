@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from weft.comm.interfaces import LOOPBACK
 from weft.core.mesh import Mesh
+from weft.core.transports import cpu_transport_faults
 from weft.errors import Fault, LaunchError, counted
 from weft.run.node_folder import has_agent, has_keeper
 from weft.run.world import JOB_VARIABLE, detect, num_cores
@@ -74,7 +75,8 @@ def world_faults(mesh: Mesh, nproc: int | None, *, is_elastic: bool = False) -> 
 
 
 def transport_faults(transport: str) -> Iterator[Fault]:
-    """Ranks that torchrun or Slurm has started are processes."""
+    """Ranks that torchrun or Slurm has started are processes; the environment names a transport that is there."""
+    yield from cpu_transport_faults()
     if transport != "process" and is_joining(os.environ):
         what = "ranks as threads cannot be started by torchrun or Slurm"
         yield Fault("transport", what, got=transport, need="process", fix="--transport process")

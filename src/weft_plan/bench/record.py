@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from weft import __version__
+from weft.comm.comm import Comm
+from weft.comm.transport import NamesCarriers
 from weft.config.hardware import Figure
 from weft.config.hardware_file import EFFICIENCY, fields_of, is_published
 from weft_plan.bench.figures import MeasuredFigures
@@ -67,20 +69,21 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def versions_of(device: torch.device, transport: str) -> str:
-    """Versions of what was measured with."""
+def versions_of(comm: Comm) -> str:
+    """Versions of what was measured with, and what carried the tensors."""
+    transport = comm.transport
     parts = [
         f"weft {__version__}",
         f"torch {torch.__version__}",
         f"Python {platform.python_version()}",
     ]
-    if device.type == "cuda":
+    if comm.device.type == "cuda":
         numbers = [str(number) for number in torch.cuda.nccl.version()]
         nccl = ".".join(numbers)
         parts.append(f"CUDA {torch.version.cuda}")
         parts.append(f"NCCL {nccl}")
-    elif transport == "process":
-        parts.append("gloo")
+    elif isinstance(transport, NamesCarriers):
+        parts += sorted(transport.carriers)
     else:
         parts.append("rank threads")
     return ", ".join(parts)

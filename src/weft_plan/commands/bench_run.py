@@ -90,7 +90,7 @@ def run_comm(
         on_rows = CommTable(partial(print_at_once, options)).add if comm.rank == 0 else ignore_rows
         report = measure_communication(comm, workload, on_rows=on_rows)
         if comm.rank == 0:
-            _report_comm(options, report, comm.device, own.local_size, fields)
+            _report_comm(options, report, comm, own.local_size, fields)
 
     main = partial(_on_rank, measure, mesh, options.device)
     if world is not None:
@@ -108,7 +108,7 @@ def run_compute(options: ComputeOptions, *, fields: Fields | None) -> int:
         suite = SUITES[comm.device.type]
         times = measure_computation(comm, suite, budget_s=options.seconds)
         if comm.rank == 0:
-            _report_compute(options, times, comm.device, num_ranks, fields)
+            _report_compute(options, times, comm, num_ranks, fields)
 
     main = partial(_on_rank, measure, mesh, options.device)
     return launch(main, num_ranks, device=options.device, mesh=mesh)
@@ -125,24 +125,20 @@ def _on_rank(
 
 
 def _report_comm(
-    options: CommOptions,
-    report: CommReport,
-    device: torch.device,
-    local_size: int,
-    fields: Fields | None,
+    options: CommOptions, report: CommReport, comm: Comm, local_size: int, fields: Fields | None
 ) -> None:
+    device = comm.device
     figures = comm_figures(
         report.rows, device=_type_of(device), label=device_label(device), node=local_size
     )
     _publish(
         options,
         Results(("", comm_footer(report)), comm_json(report), figures),
-        device=device,
-        transport=options.transport,
+        comm=comm,
         fields=fields,
     )
     if options.svg is not None:
-        versions = versions_of(device, options.transport)
+        versions = versions_of(comm)
         text = log_plot(
             comm_panels(report),
             title=f"{device_label(device)}; {versions}",
@@ -159,10 +155,11 @@ def _type_of(device: torch.device) -> DeviceType:
 def _report_compute(
     options: ComputeOptions,
     times: Sequence[ComputeTimes],
-    device: torch.device,
+    comm: Comm,
     num_ranks: int,
     fields: Fields | None,
 ) -> None:
+    device = comm.device
     is_gpu = device.type == "cuda"
     node = torch.cuda.device_count() if is_gpu else num_ranks
     figures = compute_figures(
@@ -177,8 +174,7 @@ def _report_compute(
     _publish(
         options,
         Results((where, "", *compute_lines(times)), compute_json(times), figures),
-        device=device,
-        transport="process",
+        comm=comm,
         fields=fields,
     )
 
@@ -197,21 +193,17 @@ def device_memory_bytes(device: torch.device, num_ranks: int) -> float:
     return machine_memory_bytes() / num_ranks
 
 
-def _publish(
-    options: BenchOptions,
-    results: Results,
-    *,
-    device: torch.device,
-    transport: str,
-    fields: Fields | None,
-) -> None:
+def _publish(options: BenchOptions, results: Results, *, comm: Comm, fields: Fields | None) -> None:
     """Print the tables and write the files that are asked for."""
     day = date.today()
-    versions = versions_of(device, transport)
+    versions = versions_of(comm)
     print_at_once(options, "\n".join([*results.lines, *figure_lines(results.figures)]))
     if options.json is not None:
         content = with_origin(
-            results.json_fields, day=day.isoformat(), versions=versions, device=device_label(device)
+            results.json_fields,
+            day=day.isoformat(),
+            versions=versions,
+            device=device_label(comm.device),
         )
         text = json.dumps(content, indent=1)
         if options.json == STANDARD_OUTPUT:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from weft.checkpoint.folder import checkpoints
 from weft.comm.transport import Call
+from weft.comm.unix_sockets import is_name_of_rank
 from weft.run.private_folder import CLEANER_NAME
 from weft.run.rank_status import Phase, RankStatus, ShownCall
 from weft.run.world import Attempt
@@ -315,7 +316,7 @@ class _Injector:
         self._later(step, lambda: setattr(os, "fsync", before))
 
     def lost_link(self, step: int) -> None:
-        """Shut down every connection to another rank."""
+        """Shut down every connection to another rank; in shared memory, those by which it is seen."""
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 _shut_down(int(name))
@@ -402,11 +403,12 @@ def flip_bit(buffer: Tensor, draw: random.Random) -> None:
 
 
 def _shut_down(file: int) -> None:
-    """Shut down a connected TCP socket; other files raise OSError."""
+    """Shut down a connected TCP socket, or one to a rank on this host; other files raise OSError."""
     connection = socket.socket(fileno=os.dup(file))
     with connection:
-        if connection.family in (socket.AF_INET, socket.AF_INET6):
-            connection.getpeername()
+        peer = connection.getpeername()
+        is_to_local_rank = connection.family == socket.AF_UNIX and is_name_of_rank(peer)
+        if connection.family in (socket.AF_INET, socket.AF_INET6) or is_to_local_rank:
             connection.shutdown(socket.SHUT_RDWR)
 
 
