@@ -12,11 +12,11 @@ pytest.importorskip("transformers")
 
 from benchmarks.architectures import against_transformers, float64_alone, proven
 
+from weft.config.hf import architectures
 from weft.config.hf.read_config import describe_folder
 from weft.config.load import load
 from weft.errors import CheckpointError, ConfigError, PlanError
 from weft.models import FAMILIES
-from weft.config.hf import architectures
 from weft.models.transformers.build import architecture_of, config_of, param_names
 from weft.models.transformers.sizes import SIZES
 from weft.start.transformers_model import prepared
