@@ -16,7 +16,8 @@ PAGE = ROOT / "docs" / "proof-limits.md"
 TITLE = "## What a proof covers"
 ROWS = (
     *("initial values", "batches and masks", "forward", "backward", "reductions"),
-    *("norm and clipping", "updates by each optimizer", "learning rate", "loss scale", "saves"),
+    *("norm and clipping", "updates by each optimizer", "the first update of a new run"),
+    *("learning rate", "loss scale", "saves"),
     *("resumes", "snapshots in memory", "restarts of ranks", "elastic changes", "evaluation"),
     *("generation", "export", "import", "preference pairs", "inside a site"),
     *("outer steps of sites", "the first step of the run", "recorded losses and norms"),

@@ -8,6 +8,7 @@ rank 1: F1.0 I1.0 W1.0 F1.1 B1.1   each backward is whole (B), or split into I a
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def read_table(path: Path) -> Table:
         text = read_text(path, max_bytes=MAX_FILE_BYTES)
     except UnreadableFile as error:
         raise ScheduleError(error.fault(KEY)) from None
-    table = _from_json(text, path) if text.lstrip().startswith("{") else Table.parse(text)
+    table = _from_json(text, path) if text.lstrip().startswith("{") else _parse(text)
     check_table(table)
     return table
 
@@ -48,9 +49,15 @@ def table_of(lines: Sequence[str]) -> Table:
     Raises:
         ScheduleError: a line cannot be read, or `check_table` rejects the table.
     """
-    table = Table.parse("\n".join(lines))
+    table = _parse("\n".join(lines))
     check_table(table)
     return table
+
+
+@functools.lru_cache(maxsize=4)
+def _parse(text: str) -> Table:
+    """`Table.parse`, once for a file that a start reads several times."""
+    return Table.parse(text)
 
 
 def table_lines(table: Table) -> TableLines:
