@@ -12,6 +12,7 @@ from weft.checkpoint.disk import replace_file
 from weft.errors import type_and_message
 
 FILE = "report.html"
+EVENTS = "events.jsonl"
 MODE_VARIABLE = "WEFT_REPORT"
 """Environment variable: `never` writes no pages, whatever the runs say."""
 
@@ -32,8 +33,8 @@ def report_at_end(out: Path | None) -> Iterator[None]:
 
 
 def _write(out: Path | None) -> None:
-    if out is None or os.environ.get(MODE_VARIABLE) == "never" or not out.is_dir():
-        return
+    if out is None or os.environ.get(MODE_VARIABLE) == "never" or not (out / EVENTS).exists():
+        return  # none is wanted, or the run has not begun
     try:
         from weft.report.page import report_page  # late: they import numpy and jinja2
         from weft.report.recorded_values import RunRecord

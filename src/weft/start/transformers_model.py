@@ -21,6 +21,13 @@ def prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     """
     if not is_architecture_name(run.model.name):
         return run, ()
+    from weft.train.model_checks import without_openmp  # it imports torch
+
+    with without_openmp():
+        return _prepared(run)
+
+
+def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
     from weft.models.transformers.sizes import AXES
 
     family: Any = FAMILIES[run.model.name]

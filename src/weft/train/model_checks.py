@@ -61,7 +61,7 @@ def _check(family: UserFamily, config: ModelConfig, plan: Plan) -> None:
     if faults:
         raise PlanError(*faults)
     check_stage_outputs(family, plan)
-    with _one_thread(), warnings.catch_warnings():
+    with without_openmp(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of trial runs; the ranks show theirs
         check_builds(family, config)
         _check_computation(family, config, plan)
@@ -176,7 +176,7 @@ def check_layout(family: Family, config: ModelConfig, plan: Plan) -> None:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def without_openmp() -> Iterator[None]:
     """Without OpenMP: ranks may be forked from this process later."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

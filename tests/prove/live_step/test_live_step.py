@@ -66,6 +66,21 @@ def test_a_healthy_step_is_equal(train, tmp_path, words):
     assert verdict["text"].startswith("proved equal: this run's first step (4 of 4 sequences, ")
 
 
+def test_a_step_that_overflows_on_one_device_alone_is_said_and_the_next_is_compared(
+    train, tmp_path
+):
+    """In float16 the embedding adds gradients of a whole sequence, with cp of half of it."""
+    words = """--mesh "cp2 dp2" --model.name qwen2 --model.layers 2 --model.dim 32 --model.heads 8
+        --model.kv_heads 4 --model.ffn 48 --model.max_seq_len 64 --model.vocab 257 --seed 199
+        --model.tied False --data.seq_len 24 --batch.micro_size 2 --optim.name adafactor
+        --optim.warmup 0 --precision.compute float16"""
+    assert train(*shlex.split(words), steps=2) == 0
+    first, second = verdicts(tmp_path)
+    assert (first["verdict"], first["step"]) == ("unknown", 1)
+    assert "in float16 its gradients overflow on one device" in first["text"]
+    assert (second["verdict"], second["step"]) == ("equal", 2)
+
+
 def test_the_verdict_is_in_the_manifest_and_steps_are_repeated(train, tmp_path):
     assert train("--mesh", "dp2", "--prove.during", "2", steps=4) == 0
     assert [each["step"] for each in verdicts(tmp_path)] == [1, 2, 4]

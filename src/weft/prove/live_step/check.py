@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,10 @@ from weft.train.training import Event, Training
 
 MOST_TOKENS = 512
 """Tokens that go through a block at once: more of them make products of matrices hardly faster."""
+OVERFLOW = (
+    "in float16 its gradients overflow on one device, which adds those of whole sequences, and not "
+    "on the layout, which adds parts of them; the next step is compared"
+)
 SHARE_OF_GRAPHS = 4
 """Graphs of the plain forward take one part in so many of the free memory of a rank."""
 
@@ -106,9 +111,9 @@ class LiveStepCheck:
             if not live.is_finite:
                 self._again = True  # guards and the loss scale judge such a step
                 return
-            self._compare(live)
-            self._keep_for_update(live)
-            compared.append(live)
+            if self._compare(live):
+                self._keep_for_update(live)
+                compared.append(live)
 
         with sketches.watch(self.step.model.blocks, batches):
             yield compare
@@ -204,8 +209,8 @@ class LiveStepCheck:
 
     # the comparison
 
-    def _compare(self, live: LiveStep) -> None:
-        """Compute the step as one device does, and judge it.
+    def _compare(self, live: LiveStep) -> bool:
+        """Compute the step as one device does, and judge it; whether it could be judged.
 
         Raises:
             ProofError: it differs.
@@ -223,6 +228,10 @@ class LiveStepCheck:
             flagged=(plain.initial.unlike_definition, plain.whole.unequal),
             loads=live.computed.loads,
         )
+        if self.types.compute == torch.float16 and not math.isfinite(tables.plain.norm):
+            self._again = True
+            self._events.append(not_compared(live.number, OVERFLOW))
+            return False
         loss, norm, targets = self._replica.logged(
             loss=tables.plain.loss / max(live.plain_targets, 1),
             norm=tables.plain.norm,
@@ -247,6 +256,7 @@ class LiveStepCheck:
         if self._defers_noise and any_rank(self.comm, bool(judgement.differences)):
             judgement = self._with_noise(live, judgement, plain.whole)
         self._conclude(live, judgement, plain.rows, time.perf_counter() - start_s)
+        return True
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
