@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +130,16 @@ def test_an_export_that_would_leave_out_a_buffer_is_rejected() -> None:
 def test_layers_that_run_twice_are_no_chain() -> None:
     with pytest.raises(PlanError, match="one after the other, once each"):
         architecture_of("hrm_text", TINY)
+
+
+@pytest.mark.slow
+def test_ranks_are_forked_after_the_model_was_compared(tmp_path: Path) -> None:
+    """With as many threads as there are cores: OpenMP's do not survive a fork."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    words = [sys.executable, "-m", "weft", "train", "--model.name", "hf:olmo2", "--mesh", "tp2"]
+    words += ["--steps", "1", "--data.seq_len", "16", "--batch.global_size", "4"]
+    done = subprocess.run(
+        [*words, "--out", str(tmp_path / "run")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 1/1" in done.stdout
