@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,17 @@ def test_a_mode_of_a_package_that_is_not_installed_is_named(
     assert capsys.readouterr().err.startswith(
         "error: weft prove --mutants: is a command of a package"
     )
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pages = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "src").rglob("*.py")]
+    named = {
+        extra.strip()
+        for page in pages
+        for extras in re.findall(r"weft-train\[([\w, -]+)\]", page.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
+    assert named
+    assert named <= {*project["optional-dependencies"]}
