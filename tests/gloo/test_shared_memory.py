@@ -12,7 +12,9 @@ from weft.comm.comm import Comm
 from weft.comm.host_meeting import MAX_MEMBERS
 from weft.comm.local_peers import LocalPeers
 from weft.comm.process_groups import ProcessTransport
+from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.shared_segment import SEGMENT_BYTES, SharedSegment, half_bytes
+from weft.comm.transport import Call
 from weft.errors import CommError, LaunchError, MismatchError
 from weft.testing import run_ranks
 from weft.testing.conformance import conform
@@ -158,3 +160,32 @@ def test_an_unknown_transport_of_the_environment_is_rejected(monkeypatch):
         LaunchError, match=r"WEFT_CPU_TRANSPORT: unknown \(got tcp; need shared_memory or gloo\)"
     ):
         LocalPeers()
+
+
+def test_a_call_that_got_on_by_a_piece_is_looked_at_again_soon():
+    """The thread of a rank that computes doubles its pauses as long as nothing gets on: 8 MiB took
+    119 ms where only the end of a call counted, and 16 since each piece does.
+    """
+    file = SharedSegment.create(2)
+    both = [
+        SharedGroup(
+            SharedSegment(file, 2), (0, 1), index=index, progress=SharedProgress(LocalPeers())
+        )
+        for index in (0, 1)
+    ]
+    os.close(file)
+    for group in both:
+        group.progress.close()  # without threads: this test looks itself
+    sent, received = torch.arange(3 * 2**18), torch.zeros(3 * 2**18, dtype=torch.int64)
+    ops = (("send", sent, None), ("recv", None, received))
+    calls = [
+        Call(op, "dp", (0, 1), index=index, signature="message", input=source, output=out, root=0)
+        for index, (op, source, out) in enumerate(ops)
+    ]
+    started = [group.launch(call) for group, call in zip(both, calls, strict=True)]
+    looks = []
+    while not started[1].is_completed():
+        looks.append(both[0].progress.advance())
+    assert looks == [True] * len(looks)
+    assert len(looks) > 1
+    assert torch.equal(received, sent)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from weft.config.hf import read_config
 from weft.config.hf.read_config import DescribedModel, config_faults, describe_folder, find_family
 from weft.config.hf.write_config import config_json, unwritable
 from weft.config.load import try_load
@@ -652,6 +653,15 @@ def test_an_unknown_architecture_is_reported_with_the_known_ones(tmp_path: Path)
         CheckpointError,
         match=r"unknown architecture .got 'OtherForCausalLM'; need one of Deepseek.*Qwen3",
     ):
+        described(folder)
+
+
+def test_without_transformers_its_decoders_are_an_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(read_config, "architectures", dict)
+    folder = folder_with(tmp_path, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"})
+    with pytest.raises(CheckpointError, match=r"Fix: pip install 'weft-train\[hf\]', which adds"):
         described(folder)
 
 

@@ -169,14 +169,16 @@ class SharedProgress:
                     self._wake_thread()
 
     def advance(self) -> bool:
-        """Move on all calls; whether any group came to the end of its calls."""
-        has_ended = False
+        """Move on all calls; whether any of them got on."""
+        got_on = False
         with self.lock:
             for group in tuple(self._busy):
+                before = group.rounds.number
                 if not group.advance():
                     self._busy.discard(group)
-                    has_ended = True
-        return has_ended
+                    got_on = True
+                got_on = got_on or group.rounds.number > before
+        return got_on
 
     def wait_for(self, call: SharedCall, timeout_s: float) -> None:
         """Move on all calls until this one is done, for at most `timeout_s`."""

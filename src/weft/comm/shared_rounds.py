@@ -38,6 +38,7 @@ class Rounds:
 
     Attributes:
         index, size: place of this member, and number of members.
+        number: of the current round; the first is 1.
         half: half of the slots in the current round.
         awaited: the first member that was not seen to have published the round; `size` if all were.
     """
@@ -48,13 +49,13 @@ class Rounds:
         self.everyone = range(size)
         self.half = 0
         self.awaited = size
-        self._round = 0
+        self.number = 0
         self._tag = 0
 
     def begin(self) -> int:
         """Begin the next round; the half that this member may write and then reads of all."""
-        self._round += 1
-        self.half = self._round & 1
+        self.number += 1
+        self.half = self.number & 1
         return self.half
 
     def publish(self, tag: int) -> None:
@@ -64,7 +65,7 @@ class Rounds:
         self.awaited = 0
         if not KEEPS_ORDER:
             segment.fence()
-        segment.words[WORDS_OF_LINE * index] = self._round
+        segment.words[WORDS_OF_LINE * index] = self.number
         futex.wake(segment.counters[index])
 
     def is_complete(self) -> bool:
@@ -77,7 +78,7 @@ class Rounds:
             return True
         segment = self.segment
         words = segment.words
-        while words[WORDS_OF_LINE * self.awaited] >= self._round:
+        while words[WORDS_OF_LINE * self.awaited] >= self.number:
             self.awaited += 1
             if self.awaited == self.size:
                 if not KEEPS_ORDER:
@@ -92,7 +93,7 @@ class Rounds:
         """Yield the core some times; whether the member that is waited for has published."""
         words, counter = self.segment.words, WORDS_OF_LINE * min(self.awaited, self.size - 1)
         for _ in range(NUM_YIELDS):
-            if words[counter] >= self._round:
+            if words[counter] >= self.number:
                 return True
             os.sched_yield()
         return False
@@ -102,7 +103,7 @@ class Rounds:
         if self.awaited == self.size:
             return None
         value = self.segment.words[WORDS_OF_LINE * self.awaited]
-        if value >= self._round:
+        if value >= self.number:
             return None
         return futex.SeenWord(self.segment.counters[self.awaited], value)
 

@@ -103,14 +103,11 @@ def find_family(config: Json, families: Families, *, key: str) -> tuple[ConfigFa
         return family, family.hf
     got = repr(architecture or model_type)
     known = sorted(mapping.architecture for mapping in mappings.values())
+    fix = "name the folder of a supported model (docs/huggingface.md)"
+    if not architectures():
+        fix = "pip install 'weft-train[hf]', which adds the decoders of transformers"
     raise CheckpointError(
-        Fault(
-            key,
-            "unknown architecture",
-            got=got,
-            need=f"one of {', '.join(known)}",
-            fix="name the folder of a supported model (docs/huggingface.md)",
-        )
+        Fault(key, "unknown architecture", got=got, need=f"one of {', '.join(known)}", fix=fix)
     )
 
 

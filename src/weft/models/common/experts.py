@@ -5,6 +5,7 @@ Expert parallelism replaces the seam `Dispatch`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +57,15 @@ class Experts(nn.Module):
 
 def local_lengths(counts_E: Tensor, total: int) -> list[int]:
     """The counts as numbers; of tensors without values (meta, or fake) an even load."""
-    if counts_E.is_meta or type(counts_E) is not Tensor:
+    if not _has_values(counts_E):
         return list(span_sizes(total, len(counts_E)))
     lengths: list[int] = counts_E.tolist()
     return lengths
+
+
+def _has_values(tensor: Tensor) -> bool:
+    fakes = sys.modules.get("torch._subclasses.fake_tensor")  # where it is not loaded, none is fake
+    return not tensor.is_meta and not (fakes and isinstance(tensor, fakes.FakeTensor))
 
 
 @dataclass(frozen=True)
