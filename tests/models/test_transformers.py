@@ -22,6 +22,9 @@ from weft.errors import CheckpointError, ConfigError, PlanError
 from weft.models import FAMILIES
 from weft.models.transformers.build import architecture_of, config_of, param_names
 from weft.models.transformers.sizes import SIZES
+from weft.planner.certificate.certificate import certify
+from weft.planner.measure.measured_run import MeasuredRun
+from weft.start.checked_run import load_checked_run
 from weft.start.transformers_model import prepared
 
 TINY = {name: size.tiny for name, size in SIZES.items()} | {"settings": ""}
@@ -46,6 +49,14 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
 def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any]) -> None:
     outcome = proven(name, keys)
     assert outcome.word == "equal", outcome.text
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2"])
+def test_the_types_of_a_step_are_known(mesh: str) -> None:
+    run = load_checked_run(("--model.name", "hf:mixtral", "--mesh", mesh))
+    certificate = certify(MeasuredRun.of(run))
+    assert [finding.text for finding in certificate.findings] == []
+    assert certificate.verdict == "agrees"
 
 
 def test_tied_embeddings_are_tied_across_the_stages_of_a_pipeline() -> None:

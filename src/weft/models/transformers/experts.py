@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.common.experts import DISPATCH, Dispatch, local_lengths
+
+Linear = tuple[Tensor, Tensor | None]
+"""Weight (features out, in) and bias of one expert."""
 
 
 def set_dispatch(lm: nn.Module) -> None:
@@ -50,23 +54,29 @@ class ExpertsOfRank:
     def __call__(self, x_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Tokens in the order of their experts, counts_E of them each -> the same order."""
         num_tokens = len(x_ND)
+        has_gate = self._experts.has_gate
+        inward = self._linears("gate_up_proj" if has_gate else "up_proj")
+        outward = self._linears("down_proj")
         outputs = [
-            self._expert(index, run)
+            self._expert(run, inward[index], outward[index])
             for index, run in enumerate(x_ND.split(local_lengths(counts_E, num_tokens)))
             if len(run) > 0 or num_tokens == 0
         ]
         return torch.cat(outputs)
 
-    def _expert(self, index: int, x_ND: Tensor) -> Tensor:
+    def _expert(self, x_ND: Tensor, inward: Linear, outward: Linear) -> Tensor:
         experts = self._experts
-        inward = "gate_up_proj" if experts.has_gate else "up_proj"
-        h = self._linear(inward, index, x_ND)
+        h = F.linear(x_ND, *inward)
         h = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
-        h = self._linear("down_proj", index, h)
+        h = F.linear(h, *outward)
         return experts.post_expert_norm(h) if experts.has_post_expert_norm else h
 
-    def _linear(self, name: str, index: int, x_ND: Tensor) -> Tensor:
+    def _linears(self, name: str) -> Sequence[Linear]:
+        """Weight and bias of each expert: taken apart at once, so that the backward fills one tensor."""
         experts = self._experts
-        weight = getattr(experts, name)[index]
-        bias = getattr(experts, f"{name}_bias")[index] if experts.has_bias else None
-        return F.linear(x_ND, weight.T if experts.is_transposed else weight, bias)
+        weights = getattr(experts, name).unbind()
+        if experts.is_transposed:
+            weights = [weight.T for weight in weights]
+        if not experts.has_bias:
+            return [(weight, None) for weight in weights]
+        return list(zip(weights, getattr(experts, f"{name}_bias").unbind(), strict=True))
