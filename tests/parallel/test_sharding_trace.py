@@ -349,14 +349,14 @@ def test_a_loss_that_the_vocabulary_parallel_one_does_not_compute_is_rejected(
         run_ranks("tp2", rank)
 
 
-def test_an_embedding_with_a_padding_index_is_rejected() -> None:
+def test_an_embedding_that_rescales_its_rows_is_rejected() -> None:
     blocks = user_model(SHAPES["inline MLP"])
-    blocks["embed"].tok.padding_idx = 0
+    blocks["embed"].tok.max_norm = 1.0
 
     def rank(comm: Comm) -> None:
         weft.parallelize(copy.deepcopy(blocks), plan_of("tp2"), comm, axes={**ENDS, **PLAIN})
 
-    with pytest.raises(weft.WeftError, match="supports none of padding_idx"):
+    with pytest.raises(weft.WeftError, match="supports none of max_norm"):
         run_ranks("tp2", rank)
 
 

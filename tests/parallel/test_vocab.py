@@ -68,12 +68,14 @@ def test_cross_entropy_sends_a_few_numbers_a_token_and_no_logits() -> None:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("mesh", ["tp2", "tp4"])
+@pytest.mark.parametrize("padding_idx", [None, 0, 4, 9])
 def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(
-    mesh: str, sequence: bool
+    mesh: str, sequence: bool, padding_idx: int | None
 ) -> None:
     torch.manual_seed(2)
-    table = nn.Embedding(11, 6).double()
+    table = nn.Embedding(11, 6, padding_idx=padding_idx).double()
     tokens = torch.randint(0, 11, (3, 8))
+    tokens[0, :3] = torch.tensor([0, 4, 9])
     want = table(tokens)
     weights = torch.randn(want.shape, dtype=torch.float64)
     whole_loss = (want * weights).sum()
@@ -84,7 +86,7 @@ def test_embedding_of_a_sharded_table_is_the_whole_one_forward_and_backward(
         index = comm.index("tp")
         lo, hi = span(11, degree, index)
         options = {"sequence_parallel": sequence, "dtype": torch.float64}
-        cut = VocabParallelEmbedding(11, 6, comm=comm, **options)
+        cut = VocabParallelEmbedding(11, 6, comm=comm, padding_idx=padding_idx, **options)
         with torch.no_grad():
             cut.weight.copy_(table.weight[lo:hi])
         out = cut(tokens)

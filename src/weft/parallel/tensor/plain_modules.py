@@ -157,6 +157,7 @@ def _sharded(
             layer.num_embeddings,
             layer.embedding_dim,
             comm=comm,
+            padding_idx=layer.padding_idx,
             axis=axis,
             device=layer.weight.device,
             dtype=layer.weight.dtype,
@@ -190,13 +191,14 @@ def _linear(
 
 
 def _check_embedding(path: str, layer: nn.Embedding, *, by_rows: bool) -> None:
-    if by_rows and layer.padding_idx is None and layer.max_norm is None:
+    counts_tokens = layer.scale_grad_by_freq or layer.sparse
+    if by_rows and layer.max_norm is None and not counts_tokens:
         return
     fault = Fault(
         f"axes: {path}.weight",
         "is an embedding that cannot be sharded this way",
-        got=f"padding_idx {layer.padding_idx}, max_norm {layer.max_norm}",
-        need="(name, None), without padding_idx and max_norm",
+        got=f"max_norm {layer.max_norm}, scale_grad_by_freq {layer.scale_grad_by_freq}, sparse {layer.sparse}",
+        need="(name, None), without max_norm, scale_grad_by_freq and sparse",
         fix="(None, None) leaves it whole",
     )
     raise PlanError(fault)

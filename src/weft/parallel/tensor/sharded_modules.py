@@ -158,8 +158,6 @@ def _check_class(module: nn.Module, known: tuple[type[nn.Module], ...], key: str
 
 def _check_options(module: nn.Embedding, key: str) -> None:
     given: list[str] = []
-    if module.padding_idx is not None:
-        given.append("padding_idx")
     if module.max_norm is not None:
         given.append("max_norm")
     if module.scale_grad_by_freq or module.sparse:
@@ -167,7 +165,7 @@ def _check_options(module: nn.Embedding, key: str) -> None:
     if given:
         fault = Fault(
             key,
-            "a vocabulary-parallel embedding supports none of padding_idx, max_norm, scale_grad_by_freq, sparse",
+            "a vocabulary-parallel embedding supports none of max_norm, scale_grad_by_freq, sparse",
             got=", ".join(given),
         )
         raise PlanError(fault)

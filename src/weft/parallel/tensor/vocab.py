@@ -41,6 +41,7 @@ class VocabParallelEmbedding(MarkedLayer):
         embedding_dim: int,
         *,
         comm: Comm,
+        padding_idx: int | None = None,
         axis: Axis = AXIS,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
@@ -49,6 +50,7 @@ class VocabParallelEmbedding(MarkedLayer):
         super().__init__()
         self.region = Region(comm, axis, sequence_parallel)
         self.num_embeddings = num_embeddings
+        self.padding_idx = padding_idx
         self.lo, hi = span(num_embeddings, comm.degree(axis), comm.index(axis))
         self.weight = nn.Parameter(
             torch.empty(hi - self.lo, embedding_dim, device=device, dtype=dtype)
@@ -64,6 +66,7 @@ class VocabParallelEmbedding(MarkedLayer):
         nn.Module.__init__(self)
         self.region = region
         self.num_embeddings = module.num_embeddings
+        self.padding_idx = module.padding_idx
         self.weight = cast(nn.Parameter, module.weight)
         degree = region.comm.degree(region.axis)
         index = region.comm.index(region.axis)
@@ -81,7 +84,10 @@ class VocabParallelEmbedding(MarkedLayer):
         local = tokens - self.lo
         is_local = (local >= 0) & (local < num_local)
         index = torch.where(is_local, local, 0)
-        rows = nn.functional.embedding(index, self.weight)
+        padding = None if self.padding_idx is None else self.padding_idx - self.lo
+        if padding is not None and not 0 <= padding < num_local:
+            padding = None  # the row of another rank
+        rows = nn.functional.embedding(index, self.weight, padding)
         rows = rows * is_local.unsqueeze(-1)
         return self.region.leave(rows)
 
