@@ -169,6 +169,10 @@ MODELS = {
         f"layer0: {DRAWS}",
         *("--precision.compute", "bfloat16"),
     ),
+    "sparse gradients": Deceiving(
+        (("nn.Embedding(c.vocab, c.dim)", "nn.Embedding(c.vocab, c.dim, sparse=True)"),),
+        "embed.tok: has sparse gradients",
+    ),
     "documents of ids": Deceiving(
         (
             (

@@ -35,6 +35,7 @@ NO_DRAWS = "drop-out of 0; constants drawn in the constructor, as a buffer"
 HOOKED = "has a gradient hook, which no layout would run on its whole gradient"
 NO_HOOK = 'no hook: scale in the forward, or --optim.groups "PATTERN: lr_scale=2"'
 STATISTICS = "normalises over the batch, of which each layout computes another part"
+SPARSE = "has sparse gradients, and sums over ranks and shards are of dense ones"
 WRITES_WITHOUT_SCHEMA: Mapping[str, tuple[int, ...]] = {
     "native_batch_norm": (3, 4),
     "cudnn_batch_norm": (3, 4),
@@ -44,7 +45,7 @@ WRITES_WITHOUT_SCHEMA: Mapping[str, tuple[int, ...]] = {
 
 
 def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
-    """Reject modules that compute with the statistics of a batch, or have gradient hooks.
+    """Reject modules that compute with the statistics of a batch, or have sparse gradients or gradient hooks.
 
     Raises:
         PlanError: the first one.
@@ -55,6 +56,10 @@ def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
             is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
             if is_batch_norm and module.training and not module.track_running_stats:
                 raise PlanError(Fault(name, STATISTICS, fix=NO_CHANGES))
+            if getattr(module, "sparse", False) and isinstance(
+                module, (nn.Embedding, nn.EmbeddingBag)
+            ):
+                raise PlanError(Fault(name, SPARSE, fix="sparse=False: the same values"))
             if module._backward_hooks or module._backward_pre_hooks:
                 raise PlanError(Fault(name, HOOKED, fix=NO_HOOK))
             for own, param in module._parameters.items():
