@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,10 @@ from typing import Any
 from torch import nn
 
 from weft.code.users_files import LIBRARIES, is_users_file
+
+_installing = threading.Lock()
+"""Python allows one thread at a time to install a trace function: while an audit hook that is called
+then runs, as that of `weft.code.reads`, another thread's `sys.settrace` raises RuntimeError."""
 
 
 def packages_of(blocks: Iterable[nn.Module]) -> frozenset[str]:
@@ -37,11 +42,13 @@ class ExecutedCode:
 
     def __enter__(self) -> ExecutedCode:
         self._before = sys.gettrace()
-        sys.settrace(self._enter_function)
+        with _installing:
+            sys.settrace(self._enter_function)
         return self
 
     def __exit__(self, *_error: object) -> None:
-        sys.settrace(self._before)
+        with _installing:
+            sys.settrace(self._before)
 
     def _enter_function(self, frame: FrameType, event: str, arg: object) -> Any:
         """Called by Python for every function; what is not a user's is not followed."""
