@@ -548,7 +548,10 @@ RECORDS: dict[str, RecordFile] = {
     ),
     "no pairs without dpo": RecordFile("auto", [PAIR], template="", said="--loss dpo"),
     "a pair without prompt": RecordFile(
-        "preference", [{"chosen": "b", "rejected": "c"}], template="", said="has no 'prompt'"
+        "preference",
+        [{"chosen": "b", "rejected": "c"}],
+        template="",
+        said="its answers do not say it",
     ),
     "a pair of equals": RecordFile(
         "preference",

@@ -10,7 +10,8 @@ Note [Answers]
         answer                                        ~~~~~~~~~~~
 
     Each rendering must begin with the one before it; a template that changes earlier turns (one
-    that removes their reasoning, for example) is rejected, as no rule would be exact.
+    that removes their reasoning, for example) is rejected, as no rule would be exact. An answer of
+    weight 0 is found this way, too, and does not count, marked or not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from weft.data.first_use import check_first_use
@@ -59,6 +60,7 @@ CONVERSATION: Sequence[Mapping[str, Any]] = (
 """What a template of unknown origin renders first."""
 
 Message = Mapping[str, Any]
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 CHATML = """{%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -140,56 +142,59 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Any] | None = None,
+        values: Mapping[str, Any] = NO_VALUES,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The text of a conversation.
+        """The text of a conversation; `values` are further variables, such as tools.
 
         Raises:
             TemplateFault: the template does not render it.
         """
-        text, _ = self._render(messages, tools, add_generation_prompt=add_generation_prompt)
+        text, _ = self._render(messages, values, add_generation_prompt=add_generation_prompt)
         return text
 
     def render_answers(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+        self, messages: Sequence[Message], *, values: Mapping[str, Any] = NO_VALUES
     ) -> Rendered:
         """The text of a conversation and what the assistant wrote in it; see Note [Answers].
 
         Raises:
             TemplateFault: the template does not render it, or its answers cannot be told exactly.
         """
-        text, marked = self._render(messages, tools, add_generation_prompt=False)
-        if self.marks_answers:
-            return Rendered(text, marked)
-        answers = []
+        text, marked = self._render(messages, values, add_generation_prompt=False)
+        answers = list(marked)
         for index, message in enumerate(messages):
-            if message.get("role") != ASSISTANT:
+            counts = message.get("weight", 1) != 0
+            if message.get("role") != ASSISTANT or (counts and self.marks_answers):
                 continue
-            before = self.render(messages[:index], tools=tools, add_generation_prompt=True)
-            through = self.render(messages[: index + 1], tools=tools)
+            before = self.render(messages[:index], values=values, add_generation_prompt=True)
+            through = self.render(messages[: index + 1], values=values)
             if not through.startswith(before) or not text.startswith(through):
                 raise TemplateFault(
                     f"it renders message {index + 1} differently with and without the others, "
                     "so the answer in it cannot be told; mark answers by {% generation %}"
+                    if counts
+                    else f"it renders message {index + 1} differently with and without the "
+                    "others, so the answer of weight 0 in it cannot be told"
                 )
-            answers.append((len(before), len(through)))
+            start, stop = len(before), len(through)
+            if counts:
+                answers.append((start, stop))
+            else:
+                answers = [each for each in answers if each[1] <= start or stop <= each[0]]
         return Rendered(text, tuple(answers))
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        *,
-        add_generation_prompt: bool,
+        self, messages: Sequence[Message], values: Mapping[str, Any], *, add_generation_prompt: bool
     ) -> tuple[str, tuple[tuple[int, int], ...]]:
         compiled, tracker = self._compiled
         blocks: list[str] = []
         variables = {
             **self.special_tokens,
-            "messages": list(messages),
-            "tools": list(tools) if tools else None,
+            "tools": None,
             "documents": None,
+            **values,
+            "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
         try:

@@ -193,7 +193,7 @@ def _write_folder(
         num_shared=num_shared,
         num_changed=round_trip.num_different,
         first_changed=round_trip.first,
-        read_as=inputs_read_as(options.inputs),
+        read_as=inputs_read_as(options.inputs) + (reader.unread if reader is not None else ""),
         blocks=_all_block_checksums(folder),
     )
     text = meta.model_dump_json(indent=1)

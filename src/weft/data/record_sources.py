@@ -288,7 +288,7 @@ def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversat
         parts=(np.array(ids, dtype=np.uint32),),
         vocab=vocab,
         documents=np.cumsum([0, *lengths], dtype=np.int64),
-        read_as=read_as(source, map(format_of, files)),
+        read_as=read_as(source, map(format_of, files)) + reader.unread,
     )
     group = PAIR if reader.format == PREFERENCE else 1
     return Conversations(

@@ -1,9 +1,11 @@
 """Records of fine-tuning data: chat, instruction, prompt and completion, preference pairs; read, checked, rendered as text.
 
 chat          {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+              or {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
 instruction   {"instruction": "...", "input": "...", "output": "..."}; input may be missing
 prompt        {"prompt": "...", "completion": "..."}; texts, or lists of messages
-preference    {"prompt": "...", "chosen": "...", "rejected": "..."}; texts, or lists of messages
+preference    {"prompt": "...", "chosen": "...", "rejected": "..."}; texts, or lists of messages;
+              without a prompt where both answers begin with it
 """
 
 from __future__ import annotations
@@ -16,12 +18,28 @@ from typing import Any, Literal, cast
 from weft.data.chat_template import ASSISTANT, ChatTemplate, Message, TemplateFault, template_fault
 from weft.data.documents import without_surrogates
 from weft.data.formats import guarded_read
+from weft.data.record_forms import (
+    TURNS,
+    VALUES,
+    WEIGHT,
+    messages_of_turns,
+    pair_with_prompt,
+    record_fault,
+    template_values,
+    unread_message_fields,
+    with_plain_content,
+)
 from weft.data.row_files import file_rows, holds_rows
-from weft.data.rows import FORMAT_KEY, RECORD_FIELDS, Row, detect_format
+from weft.data.rows import FORMAT_KEY, OTHER_NAMES, RECORD_FIELDS, Row, detect_format
 from weft.errors import DataError, Fault
 
 RecordFormat = Literal["chat", "instruction", "prompt", "preference"]
-OPTIONAL_FIELDS = ("input", "tools")
+OPTIONAL_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "chat": (TURNS, "tools", VALUES),
+    "instruction": ("input", "tools", VALUES),
+    "prompt": ("tools", VALUES, "label"),
+    "preference": ("prompt", "tools", VALUES),
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,14 @@ class RecordReader:
     end_text: str
     no_template: DataError | None = None
     _known_roles: set[str] = field(default_factory=set)
+    _unread: set[str] = field(default_factory=set)
+
+    @property
+    def unread(self) -> str:
+        """What records hold besides what is read, "; not read: the fields id, source"; or ""."""
+        if not self._unread:
+            return ""
+        return f"; not read: the fields {', '.join(sorted(self._unread))}"
 
     def read(self, file: Path) -> Iterator[RenderedRecord]:
         """The records of a file.
@@ -91,8 +117,8 @@ class RecordReader:
                     fix="name files of records, or leave data.format out to train on plain text",
                 )
             )
-        columns = set(OPTIONAL_FIELDS)
-        for names in RECORD_FIELDS.values():
+        columns: set[str] = set()
+        for names in (*RECORD_FIELDS.values(), *OPTIONAL_FIELDS.values()):
             columns.update(names)
 
         def check(schema: Any) -> None:
@@ -111,8 +137,11 @@ class RecordReader:
             if found is None:
                 raise _unknown_format(names, where)
             self.format = cast(RecordFormat, found)
-        missing = [name for name in RECORD_FIELDS[self.format] if name not in names]
+        known = {OTHER_NAMES.get(name, name) for name in names}
+        missing = [name for name in RECORD_FIELDS[self.format] if name not in known]
         if not missing:
+            read = (*RECORD_FIELDS[self.format], *OPTIONAL_FIELDS[self.format])
+            self._unread.update(set(names) - set(read))
             return
         got = ", ".join(names) or "none"
         need = ", ".join(RECORD_FIELDS[self.format])
@@ -127,36 +156,55 @@ class RecordReader:
         self._check_fields(tuple(fields), where)
         match self.format:
             case "chat":
-                yield self._chat(fields["messages"], fields, where)
+                turns = messages_of_turns(fields.get(TURNS), where)
+                yield self._chat(fields.get("messages", turns), fields, where)
             case "instruction":
                 yield self._chat(_instruction_messages(fields, where), fields, where)
             case "prompt":
+                _check_label(fields, where)
                 yield self._completion(fields, "completion", where)
             case _:
                 if fields["chosen"] == fields["rejected"]:
                     what = f"{where}: chosen and rejected are the same"
-                    raise _record_fault(what, fix="remove the pair: it has no preference")
+                    raise record_fault(what, fix="remove the pair: it has no preference")
+                if "prompt" not in fields:
+                    fields = pair_with_prompt(fields, where)
                 yield self._completion(fields, "chosen", where)
                 yield self._completion(fields, "rejected", where)
 
     def _chat(self, value: Any, fields: Mapping[str, Any], where: str) -> AnswerText:
-        messages = check_messages(value, "messages", where)
-        if all(message["role"] != ASSISTANT for message in messages):
+        template = self._needed_template()
+        messages = self._messages(value, "messages", where)
+        answers = [message for message in messages if message["role"] == ASSISTANT]
+        if not answers:
             names = dict.fromkeys(str(message["role"]) for message in messages)
             roles = ", ".join(names)
             what = f"{where}: no message is of the role {ASSISTANT!r}, so there is no answer"
-            raise _record_fault(what, got=f"the roles {roles}")
-        template = self._needed_template()
-        tools = fields.get("tools")
+            raise record_fault(what, got=f"the roles {roles}")
+        if all(message.get(WEIGHT) == 0 for message in answers):
+            raise record_fault(f"{where}: every answer has the weight 0", fix="remove the record")
+        values = template_values(fields, where)
         try:
-            rendered = template.render_answers(messages, tools=tools)
-            self._check_roles(template, messages, rendered.text, tools)
+            rendered = template.render_answers(messages, values=values)
+            self._check_roles(template, messages, rendered.text, values)
         except TemplateFault as error:
             raise template_fault(template, error, where) from None
         return AnswerText(rendered.text, rendered.answers)
 
+    def _messages(self, value: Any, name: str, where: str) -> list[Message]:
+        """The messages of a field, as the template reads them.
+
+        Raises:
+            DataError: they are none.
+        """
+        template = self._needed_template()
+        messages = with_plain_content(check_messages(value, name, where), template, name, where)
+        unread = unread_message_fields(messages, template)
+        self._unread.update(f"{name}.{each}" for each in unread)
+        return messages
+
     def _check_roles(
-        self, template: ChatTemplate, messages: Sequence[Message], text: str, tools: Any
+        self, template: ChatTemplate, messages: Sequence[Message], text: str, values: Any
     ) -> None:
         """Check, when a role is seen first, that the template does not leave its messages out.
 
@@ -172,7 +220,7 @@ class RecordReader:
             after = messages[index + 1 :]
             others = [*before, *after]
             try:
-                without = template.render(others, tools=tools)
+                without = template.render(others, values=values)
             except TemplateFault:
                 continue  # it needs this message, so it reads it
             if without == text:
@@ -193,14 +241,17 @@ class RecordReader:
     def _completion_messages(
         self, fields: Mapping[str, Any], answer_name: str, where: str
     ) -> AnswerText:
-        prompt = check_messages(fields["prompt"], "prompt", where)
-        answer = check_messages(fields[answer_name], answer_name, where)
         template = self._needed_template()
-        tools = fields.get("tools")
+        prompt = self._messages(fields["prompt"], "prompt", where)
+        answer = self._messages(fields[answer_name], answer_name, where)
+        if any(WEIGHT in message for message in answer):
+            what = f"{where}: a message of {answer_name!r} has a weight, and all of it counts"
+            raise record_fault(what, fix="write it as messages of a chat record")
+        values = template_values(fields, where)
         try:
-            before = template.render(prompt, tools=tools, add_generation_prompt=True)
-            text = template.render([*prompt, *answer], tools=tools)
-            self._check_roles(template, [*prompt, *answer], text, tools)
+            before = template.render(prompt, values=values, add_generation_prompt=True)
+            text = template.render([*prompt, *answer], values=values)
+            self._check_roles(template, [*prompt, *answer], text, values)
             if not text.startswith(before):
                 raise TemplateFault(
                     "the text of prompt and answer does not begin with that of the prompt"
@@ -241,15 +292,15 @@ def check_messages(value: Any, name: str, where: str) -> list[Message]:
         DataError: it is another value.
     """
     if not isinstance(value, list):
-        raise _record_fault(
+        raise record_fault(
             f"{where}: {name!r} is no list", got=type(value).__name__, need="a list of messages"
         )
     if not value:
-        raise _record_fault(f"{where}: {name!r} is empty", need="one message at least")
+        raise record_fault(f"{where}: {name!r} is empty", need="one message at least")
     for number, message in enumerate(value, start=1):
         problem = _message_problem(message)
         if problem:
-            raise _record_fault(
+            raise record_fault(
                 f"{where}: message {number} of {name!r} {problem}",
                 need='{"role": "user", "content": "..."}',
             )
@@ -267,6 +318,8 @@ def _message_problem(message: Any) -> str:
         return "has no content"
     if content is not None and not isinstance(content, (str, list)):
         return f"has a content that is no text but {type(content).__name__}"
+    if WEIGHT in message and (message[WEIGHT] not in (0, 1) or message["role"] != ASSISTANT):
+        return f"has the weight {message[WEIGHT]!r}, and only answers have one, 0 or 1"
     return ""
 
 
@@ -278,7 +331,23 @@ def check_text(value: Any, name: str, where: str) -> str:
     """
     if isinstance(value, str):
         return value
-    raise _record_fault(f"{where}: {name!r} is not text", got=type(value).__name__, need="text")
+    raise record_fault(f"{where}: {name!r} is not text", got=type(value).__name__, need="text")
+
+
+def _check_label(fields: Mapping[str, Any], where: str) -> None:
+    """Reject a record that says whether its completion is desired: of one that is not, every token
+    would be a target.
+
+    Raises:
+        DataError: it does.
+    """
+    label = fields.get("label")
+    if isinstance(label, bool) or str(label).lower() in ("true", "false"):
+        what = (
+            f"{where}: its label says whether the completion is desired (KTO), and all are trained"
+        )
+        fix = "keep the records whose label is true, without the field"
+        raise record_fault(what, got=f"label {str(label).lower()}", fix=fix)
 
 
 def _instruction_messages(fields: Mapping[str, Any], where: str) -> list[Message]:
@@ -307,9 +376,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, str):
         return without_surrogates(value)
     return value
-
-
-def _record_fault(what: str, *, got: str = "", need: str = "", fix: str = "") -> DataError:
-    return DataError(
-        Fault(FORMAT_KEY, what, got=got, need=need, fix=fix or "repair or remove the record")
-    )

@@ -23,10 +23,12 @@ FORMAT_KEY = "data.format"
 RECORD_FIELDS: Mapping[str, tuple[str, ...]] = {
     "chat": ("messages",),
     "instruction": ("instruction", "output"),
-    "preference": ("prompt", "chosen", "rejected"),
+    "preference": ("chosen", "rejected"),
     "prompt": ("prompt", "completion"),
 }
 """Formats of fine-tuning records, and the fields that each record of a format has."""
+OTHER_NAMES: Mapping[str, str] = {"conversations": "messages"}
+"""Names that other tools give to these fields."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class Row:
 
 def detect_format(names: Collection[str]) -> str | None:
     """The format of a fine-tuning record with fields of these names; None for any other row."""
+    known = {OTHER_NAMES.get(name, name) for name in names}
     for format_name, needed in RECORD_FIELDS.items():
-        if all(name in names for name in needed):
+        if known.issuperset(needed):
             return format_name
     return None
 
