@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.tiny_run import MODEL, SEQUENCES
+from tests.user_models.deceiving import SOUND
 from weft.cli import main
+from weft.models import FAMILIES
 from weft.prove.live_step import check
 from weft.prove.live_step.kept_graphs import KeptGraphs
 from weft.prove.live_step.plain_pass import PlainPass
@@ -54,3 +56,28 @@ def test_a_step_is_equal_with_any_room_for_graphs(
     assert len(num_calls) == expected or (
         expected is None and all_once < len(num_calls) < all_twice
     )
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "tp2"])
+def test_a_block_that_recomputes_parts_in_its_backward_is_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mesh: str
+):
+    """Under tp in passes with noise, too, which the repeated forward must have as well."""
+    monkeypatch.setattr("weft.start.live_proof.is_proved", lambda run, environ: True)
+    plain = "x = x + self.out(self.attend(q, k, v, batch).flatten(2))"
+    recomputed = plain.replace("self.out(", "checkpoint(self.out, ").replace(
+        "flatten(2))", "flatten(2), use_reentrant=False)"
+    )
+    model = tmp_path / "recomputing.py"
+    text = SOUND.replace(plain, recomputed)
+    model.write_text(f"from torch.utils.checkpoint import checkpoint\n{text}")
+    words = ["--mesh", mesh, "--transport", "threads", "--batch.global_size", "4"]
+    out = ["--steps", "1", "--data.seq_len", "16", "--out", str(tmp_path / "run")]
+    with FAMILIES.restored():
+        assert main(["train", str(model), *words, *out]) == 0
+    (verdict,) = [
+        event
+        for event in map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines())
+        if event["event"] == "proof"
+    ]
+    assert verdict["verdict"] == "equal"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -38,6 +40,8 @@ class KeptGraphs:
                 self.num_bytes += storage.nbytes()
             return saved
 
+        if "torch._dynamo" in sys.modules:  # a block compiles parts of itself: never this
+            pack = torch.compiler.disable(pack)
         with saved_tensors_hooks(pack, _unchanged):
             yield
 

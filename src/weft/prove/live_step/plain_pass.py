@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from weft.prove.live_step.whole_params import WholeParameters
 
 PLAIN = 0
 """Noise seed of a pass without noise."""
+MAX_PLACES = 2**16
+"""Modules of a block that may have noise of their own."""
 
 OnGradient = Callable[[str, Tensor, GradientNoise], None]
 """Called with owner, this rank's part of its gradient (summed over its units) and what noise changes
@@ -107,7 +110,7 @@ class PlainPass:
         self._num_kept = self._num_kept_everywhere = len(self._names)
         self._graphs: dict[tuple[int, UnitPass], _Forward] = {}
         self._kept_leaves: dict[int, dict[str, Tensor]] = {}
-        self._noise: torch.Generator | None = None
+        self._noise: int | None = None
         self.numbers = self._no_numbers(num_sequences)
 
     def _no_numbers(self, num_sequences: int) -> PassNumbers:
@@ -185,18 +188,31 @@ class PlainPass:
 
     def _call(self, index: int, each: UnitPass, x: Any, values: Mapping[str, Tensor]) -> Any:
         """The output of a block on whole sequences."""
-        name = self._names[index]
-        paths = self.chain.owners[name]
-        params = {path: values[owner] for path, owner in paths.items()}
-        self._noise = None
+        block = self.chain.blocks[self._names[index]]
+        batch = self.batches[each.unit]
+        with self._noise_of(index, each):
+            x = self._perturbed(x, place=0)
+            return self._with_params(index, values, lambda: block(x, batch))
+
+    @contextmanager
+    def _noise_of(self, index: int, each: UnitPass) -> Iterator[None]:
+        """While active, what a noisy pass perturbs has the noise of this block and pass: the same in
+        the forward, in its repetition for the backward, and in parts that the backward recomputes.
+        """
         if each.seed != PLAIN:
-            # The same noise in the forward and in its repetition for the backward.
-            seed = (each.seed * len(self._names) + index) * len(self.units) + each.unit
-            self._noise = torch.Generator().manual_seed(seed)
-            x = self._perturbed(x)
-        output = functional_call(self.chain.blocks[name], params, (x, self.batches[each.unit]))
-        self._noise = None
-        return output
+            self._noise = (each.seed * len(self._names) + index) * len(self.units) + each.unit
+        try:
+            yield
+        finally:
+            self._noise = None
+
+    def _with_params(
+        self, index: int, values: Mapping[str, Tensor], function: Callable[[], Any]
+    ) -> Any:
+        """What a function returns that is called while a block holds these parameters, by owner."""
+        name = self._names[index]
+        params = {f"block.{path}": values[owner] for path, owner in self.chain.owners[name].items()}
+        return functional_call(_Caller(self.chain.blocks[name], function), params, ())
 
     def _add_loss(
         self, each: UnitPass, output: Any, losses: dict[UnitPass, float], *, is_last: bool
@@ -304,7 +320,14 @@ class PlainPass:
         params = [leaf for leaf in leaves.values() if leaf.requires_grad]
         grads: Sequence[Tensor | None] = [None] * (len(inputs) + len(params))
         if outputs and (inputs or params):
-            grads = torch.autograd.grad(outputs, [*inputs, *params], seeds, allow_unused=True)
+            wanted = [*inputs, *params]
+            # A block may recompute parts of its forward in the backward (torch.utils.checkpoint).
+            with self._noise_of(index, each):
+                grads = self._with_params(
+                    index,
+                    leaves,
+                    lambda: torch.autograd.grad(outputs, wanted, seeds, allow_unused=True),
+                )
         owners = [owner for owner, leaf in leaves.items() if leaf.requires_grad]
         of_owners = dict(zip(owners, grads[len(inputs) :], strict=True))
         has_noisy = bool(self.units[each.unit].noise_seeds)
@@ -339,23 +362,31 @@ class PlainPass:
 
     # noise
 
-    def _perturbed(self, x: Any) -> Any:
-        """x with a relative change of at most one unit in the last place, forward and backward."""
-        if isinstance(x, tuple):
-            return tuple(map(self._perturbed, x))
-        if not isinstance(x, Tensor) or not x.dtype.is_floating_point or not x.dim():
-            return x
+    def _perturbed(self, x: Any, *, place: int) -> Any:
+        """x with a relative change of at most one unit in the last place, forward and backward.
+
+        Args:
+            place: where in a block; the noise is a function of block, pass, place and shape.
+        """
         if self._noise is None:
             return x
-        signs = torch.randint(-1, 2, x.shape, generator=self._noise, dtype=x.dtype).to(x.device)
-        return x * (1 + torch.finfo(x.dtype).eps * signs)
+        generator = torch.Generator().manual_seed(self._noise * MAX_PLACES + place)
+
+        def perturbed(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.dim():
+                return tensor
+            dtype = tensor.dtype
+            signs = torch.randint(-1, 2, tensor.shape, generator=generator, dtype=dtype)
+            return tensor * (1 + torch.finfo(dtype).eps * signs.to(tensor.device))
+
+        return tuple(map(perturbed, x)) if isinstance(x, tuple) else perturbed(x)
 
     @contextmanager
     def _noise_hooks(self) -> Iterator[None]:
         """While active, outputs of modules that consist of no others have noise in noisy passes."""
 
-        def perturb(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return output if self._noise is None else self._perturbed(output)
+        def perturb(module: nn.Module, args: tuple[Any, ...], output: Any, *, place: int) -> Any:
+            return self._perturbed(output, place=place)
 
         modules = {
             id(module): module
@@ -363,12 +394,27 @@ class PlainPass:
             for module in block.modules()
             if not any(True for _ in module.children())
         }
-        handles = [module.register_forward_hook(perturb) for module in modules.values()]
+        handles = [
+            module.register_forward_hook(partial(perturb, place=place))
+            for place, module in enumerate(modules.values(), start=1)
+        ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Caller(nn.Module):
+    """Calls a function; the block is there for `functional_call`, which gives it parameters meanwhile."""
+
+    def __init__(self, block: nn.Module, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.block = block
+        self.function = function
+
+    def forward(self) -> Any:
+        return self.function()
 
 
 def _passes(units: Sequence[Unit]) -> tuple[UnitPass, ...]:
