@@ -44,6 +44,8 @@ def test_a_wrong_config_is_one_fault_before_anything_starts(tmp_path: Path) -> N
         weft.train({}, model=MODEL, data=[[1.5]])
     with pytest.raises(weft.WeftError, match=r"no tokens \(got -1 to 5"):
         weft.train({}, model=MODEL, data=[5, -1])
+    with pytest.raises(weft.WeftError, match=r"zero: wrong type .* Fix: 3 without quotes"):
+        weft.train({"parallel.zero": "3"})
     with pytest.raises(weft.WeftError, match=r"is no config \(got int"):
         weft.train(3)
     assert not (tmp_path / "run").exists()

@@ -268,6 +268,9 @@ def _fault_of(key: str, item: Any, field: FieldInfo | None) -> Fault:
         message = item["msg"].removeprefix("Value error, ")
         what, _, remedy = message.partition("; try ")
         return Fault(key, what, fix=f"try {remedy}" if remedy else "")
+    if kind == "literal_error" and str(value) in choices(field.annotation):
+        fix = f"{value} without quotes"
+        return Fault(key, "wrong type", got=repr(value), need=need(field), fix=fix)
     if kind == "literal_error":
         return Fault(
             key,
