@@ -198,7 +198,7 @@ def _values(model_type: str) -> dict[str, Any]:
 
 def against_transformers(model_type: str) -> Outcome:
     """Loss and every gradient of the chain, and of transformers' class with the same values."""
-    check_against_transformers(model_type, _values(model_type))
+    check_against_transformers(model_type, _values(model_type), packs_documents=False)
     found = architecture_of(model_type, _values(model_type))
     right = _seeded(found, EAGER)
     own = _seeded(found, found.captured.implementation)

@@ -59,6 +59,13 @@ def test_the_types_of_a_step_are_known(mesh: str) -> None:
     assert certificate.verdict == "agrees"
 
 
+def test_layers_that_read_other_documents_are_rejected_at_the_start() -> None:
+    words = ("--model.name", "hf:falcon_h1", "--data.packing")
+    with pytest.raises(PlanError, match=r"data.packing: its layers read the tokens of other doc"):
+        load_checked_run((*words, "documents"))
+    load_checked_run((*words, "stream"))
+
+
 def test_tied_embeddings_are_tied_across_the_stages_of_a_pipeline() -> None:
     outcome = proven("llama", {"mesh": "pp2", "model.settings": '{"tie_word_embeddings": true}'})
     assert outcome.word == "equal", outcome.text

@@ -28,19 +28,21 @@ def prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
 
 
 def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
+    from weft.data.record_sources import packs_documents
     from weft.models.transformers.sizes import AXES
 
     family: Any = FAMILIES[run.model.name]
     values = dict(vars(family.user_config(run.model)))
     stored = values.pop(AXES)
-    notes = list(_notes(model_type_of(run.model.name), values))
+    packs = run.data.packing != "single" and packs_documents(run.data)
+    notes = list(_notes(model_type_of(run.model.name), values, packs_documents=packs))
     if not stored and plan_of(run).mesh.degree(activation_axes()) > 1:
         run, whole = _with_axes(run)
         notes += whole
     return run, tuple(f"{run.model.name}: {note}" for note in notes)
 
 
-def _notes(model_type: str, values: Mapping[str, Any]) -> Iterator[str]:
+def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool) -> Iterator[str]:
     """Drop-out that is left out, and a comparison that could not be made."""
     from weft.models.transformers.build import drop_out_of  # they import torch
     from weft.models.transformers.check import check_against_transformers
@@ -50,7 +52,7 @@ def _notes(model_type: str, values: Mapping[str, Any]) -> Iterator[str]:
     if dropped:
         names = ", ".join(f"{name} {value:g}" for name, value in dropped.items())
         yield f"trained without drop-out (config.json: {names})"
-    note = check_against_transformers(model_type, values)
+    note = check_against_transformers(model_type, values, packs_documents=packs_documents)
     if note:
         yield note
 

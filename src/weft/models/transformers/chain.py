@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import Fault, PlanError
 from weft.models.common.attention import Attend
 from weft.models.common.batch import Batch
 from weft.models.common.layers import RegionInput
@@ -149,9 +148,6 @@ class LayerBlock(nn.Module):
         """Whether it reads other tokens by code of its own: short convolutions, recurrent states."""
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        if batch.documents is not None and self.mixes_outside_attend:
-            what = f"{type(self.layer).__name__} would read the tokens of other documents"
-            raise PlanError(Fault("data.packing", what, fix="--data.packing stream or single"))
         return run(self._lm[0], x, batch, self)
 
 

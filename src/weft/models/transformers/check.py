@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ MOST_ENTRIES = 2**22
 """Entries of models that are compared themselves; larger ones in tiny sizes, with their settings."""
 MOST_LAYERS = 4
 ROWS, LENGTH = 2, 12
+FIRST = 5
+"""Tokens of the first of two documents."""
 SEED = 0
 NOISE = 0.02
 """Added to initial values: what starts at zero would hide what it is multiplied with."""
@@ -31,8 +34,13 @@ explains 1e-6; two positions that are exchanged show 1e-2 and more.
 """
 
 
-def check_against_transformers(model_type: str, values: Mapping[str, Any]) -> str:
+def check_against_transformers(
+    model_type: str, values: Mapping[str, Any], *, packs_documents: bool
+) -> str:
     """Reject an architecture whose chain computes other logits; a note where it could not be told.
+
+    Args:
+        packs_documents: whether sequences hold several documents: each must be computed by itself.
 
     Raises:
         PlanError: with the difference.
@@ -45,10 +53,11 @@ def check_against_transformers(model_type: str, values: Mapping[str, Any]) -> st
             found = architecture_of(model_type, {**values, **tiny})
         except PlanError as error:
             return f"not compared with transformers in tiny sizes: {error.faults[0].what}"
-    return _compare(found)
+    _compare(found, packs_documents=packs_documents)
+    return ""
 
 
-def _compare(found: Architecture) -> str:
+def _compare(found: Architecture, *, packs_documents: bool) -> None:
     vocab = int(found.config.vocab_size)
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(vocab, (ROWS, LENGTH), generator=generator)
@@ -61,7 +70,8 @@ def _compare(found: Architecture) -> str:
             raise PlanError(Fault(KEY, what, fix=OTHER)) from error
         try:
             own = _filled(found, found.captured.implementation)
-            logits = forward(blocks_of_model(own, found.captured), batch)
+            blocks = blocks_of_model(own, found.captured)
+            logits = forward(blocks, batch)
         except Exception as error:
             what = f"its parts do not run by themselves: {type_and_message(error)}"
             raise PlanError(Fault(KEY, what, fix=OTHER)) from error
@@ -70,7 +80,28 @@ def _compare(found: Architecture) -> str:
         what = "its layers one by one compute other logits than the whole model"
         got = f"{difference:.1e} of the largest logit"
         raise PlanError(Fault(KEY, what, got=got, need=f"at most {TOLERANCE:.0e}", fix=OTHER))
-    return ""
+    if packs_documents:
+        _check_documents(blocks, batch, TOLERANCE * float(right.abs().max()))
+
+
+@torch.no_grad()
+def _check_documents(blocks: Mapping[str, nn.Module], batch: Batch, tolerance: float) -> None:
+    """Reject layers that read other documents by code of their own: short convolutions, recurrent states.
+
+    Raises:
+        PlanError: of a second document in a sequence other logits than of it alone.
+    """
+    place = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    is_second = place >= FIRST
+    two = replace(batch, documents=is_second.long(), positions=place - FIRST * is_second)
+    second = batch.inputs[:, FIRST:]
+    packed, alone = forward(blocks, two)[:, FIRST:], forward(blocks, token_batch(second, second))
+    difference = float((packed - alone).abs().max())
+    if not difference <= tolerance:
+        what = "its layers read the tokens of other documents"
+        got = f"logits {difference:.1e} off"
+        fix = "--data.packing stream, or single for records"
+        raise PlanError(Fault("data.packing", what, got=got, fix=fix))
 
 
 def _filled(found: Architecture, implementation: str) -> nn.Module:
