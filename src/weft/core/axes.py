@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.core.dimension import Dimension, dimensions, local_update_axes, token_axes
+from weft.core.dimension import dimensions, local_update_axes, plain_data_axes, token_axes
 from weft.core.mesh import Mesh
 
 Rule = Mapping[str, str]
@@ -233,11 +233,8 @@ def state_axes(mesh: Mesh, summed: Names) -> StateAxes:
     known = dimensions()
     if not any(known[name].shards_states for name in mesh.wide_axes):
         return StateAxes(summed, ())
-    replicated = tuple(name for name in summed if _has_copies(known[name]))
-    return StateAxes(tuple(name for name in summed if name not in replicated), replicated)
-
-
-def _has_copies(dimension: Dimension) -> bool:
-    """Whether states are copies along it where another axis shards them."""
-    is_plain = dimension.batch == "sequences" and not dimension.params
-    return is_plain and not dimension.shards_states
+    copied = {name for name in plain_data_axes() if not known[name].shards_states}
+    return StateAxes(
+        tuple(name for name in summed if name not in copied),
+        tuple(name for name in summed if name in copied),
+    )

@@ -49,11 +49,19 @@ class ReductionsUnderWay:
                 break
             self._groups.popleft()
             oldest.wait_reduce()
-        if self._groups and self._may_wait_for(self._groups[-1]):
-            # its reduction has had the time of a block; the sum over copies has that of the next one
-            self._groups[-1].start_replica_sum()
+        self._start_replica_sums()
         group.start_reduce()
         self._groups.append(group)
+
+    def _start_replica_sums(self) -> None:
+        """Start sums over copies: the reductions before them have had the time of a block, and they
+        have that of the next one. Oldest first, so that every rank starts them in the same order:
+        where a rank may not wait for one, those behind it are started later, too.
+        """
+        for group in self._groups:
+            if not group.replicate_axes or not self._may_wait_for(group):
+                return
+            group.start_replica_sum()
 
     def _may_wait_for(self, group: ParamGroup) -> bool:
         """Whether the wait for a reduction ends whatever the other ranks do meanwhile."""
