@@ -203,6 +203,28 @@ def data_axes(mesh: Mesh) -> Names:
     )
 
 
+def world_partition(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    """Axes whose groups, taken one after the other, reach every rank of the mesh: innermost first,
+    so that what is gathered along them is in rank order.
+
+    Neighbouring data axes are taken together, as gradients are.
+    """
+    summed = data_axes(mesh)
+    outermost_first: list[tuple[str, ...]] = []
+    run: tuple[str, ...] = ()
+    for axis in mesh.wide_axes:
+        is_data_axis = axis in summed
+        if not is_data_axis or not run:
+            run = ()
+        run = (*run, axis)
+        if len(run) > 1:
+            outermost_first.pop()
+        outermost_first.append(run)
+        if not is_data_axis:
+            run = ()
+    return tuple(reversed(outermost_first))
+
+
 def local_update_axis(mesh: Mesh) -> str | None:
     """The axis of this mesh along which replicas train apart, also of degree 1; None without one."""
     for name, _ in mesh.axes:

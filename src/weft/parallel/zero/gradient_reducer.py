@@ -39,10 +39,10 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
+from weft.parallel.autograd.backward_end import after_this_backward
 from weft.parallel.zero.fixed_order import Leaf
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.reductions_under_way import ReductionsUnderWay
-from weft.parallel.zero.unshard_hooks import after_this_backward
 
 
 class GradientReducer:
