@@ -42,6 +42,15 @@ def test_a_training_run_loads_nothing_of_the_planner_or_the_self_tests(tmp_path:
     ]
 
 
+def test_a_wrapper_of_a_script_loads_few_modules_and_no_config() -> None:
+    """Those of processes, their groups and shared memory are loaded where a process joins them."""
+    loaded = modules_after(
+        "import weft; weft.DistributedDataParallel; assert 'pydantic' not in sys.modules"
+    )
+    assert "weft.parallel.data_parallel.ddp" in loaded
+    assert len(loaded) <= 40
+
+
 def test_every_command_of_the_entry_points_is_installed() -> None:
     entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
     names = {each.name for each in entries}

@@ -269,7 +269,7 @@ def test_the_standard_library_is_what_plain_python_reads():
 
 def test_the_standard_library_stops_at_its_limit(monkeypatch):
     monkeypatch.setattr(files, "STDLIB_MAX_BYTES", 100_000)
-    found = list(files.stdlib_files())
+    found = files.stdlib_files.__wrapped__()
     assert sum(file.stat().st_size for file in found) <= 100_000
     assert found
 

@@ -1368,6 +1368,13 @@ def optimizers() -> Iterator[Case]:
             ("--deterministic", "True", "--mesh", "dp3", "--batch.global_size", "24"),
             "binary tree over the data ranks",
         ),
+        "deterministic on three ranks that shard states": (
+            (
+                *("--deterministic", "True", "--mesh", "fsdp3"),
+                *("--parallel.zero", "2", "--batch.global_size", "24"),
+            ),
+            "binary tree over the data ranks (got fsdp3; need a power of two)",
+        ),
         "deterministic with six micro-batches": (
             ("--deterministic", "True", "--batch.global_size", "12"),
             "binary tree over the micro-batches",

@@ -24,6 +24,7 @@ from weft.config.schema import (
     PrecisionConfig,
 )
 from weft.config.validate import config_checks
+from weft.core.dimension import sequence_axes
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
 from weft.core.sequence import Context
@@ -151,7 +152,7 @@ class Case:
     @property
     def run(self) -> Run:
         """The run that a user would ask for."""
-        size = self.grid.degree(("dp", "ep")) * self.microbatches * self.micro_size
+        size = self.grid.degree(sequence_axes()) * self.microbatches * self.micro_size
         return run_type(self.family, FAMILIES[self.family].Config).model_validate(
             {
                 "mesh": self.mesh,

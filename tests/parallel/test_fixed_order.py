@@ -55,7 +55,7 @@ def train(
     **options: Any,
 ) -> Trained:
     """Rank 0 of a layout in float32, after three steps on 8 micro-batches each."""
-    degree = Mesh.parse(mesh).degree("dp")
+    degree = Mesh.parse(mesh).degree(("dp", "fsdp"))
     options = {"layers": 2, **options}
     case = Case(mesh, family=family, zero=zero, microbatches=NUM_MICRO // degree, **options)
     types = {"params": "float32", "compute": compute, "reduce": "float32"}
@@ -73,8 +73,8 @@ def train(
         )
         samples = layout_of(
             np.arange(plan.global_size),
-            index=comm.index(("dp", "ep")),
-            degree=comm.degree(("dp", "ep")),
+            index=comm.index(("dp", "fsdp", "ep")),
+            degree=comm.degree(("dp", "fsdp", "ep")),
             micro_size=plan.micro_size,
             outer=degree if zero < 2 else 1,
         )
@@ -163,6 +163,47 @@ def test_other_axes_keep_the_bits_of_each_other(rest: str, family: str, zero: in
     assert not one.differences(two)
 
 
+def sharded_inside_of_replicas() -> list[Any]:
+    rows = [
+        ("dp2 fsdp2", 1, False),
+        ("dp2 fsdp4", 3, False),
+        ("fsdp2 dp2", 1, True),
+        ("fsdp2 dp2", 2, False),
+        ("dp2 fsdp2", 2, True),
+        ("dp4 fsdp2", 1, True),
+        ("fsdp4 dp2", 3, True),
+    ]
+    return [
+        pytest.param(mesh, zero, marks=(pytest.mark.slow,) if is_slow else ())
+        for mesh, zero, is_slow in rows
+    ]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), sharded_inside_of_replicas())
+def test_copies_of_sharded_states_have_the_same_bits(mesh: str, zero: int) -> None:
+    assert not on_one_rank().differences(train(mesh, zero=zero))
+
+
+@pytest.mark.parametrize(
+    ("rest", "family", "zero"),
+    [
+        ("cp2", "llama3", 1),
+        ("ep2", "qwen3-moe", 3),
+        pytest.param("cp2", "llama3", 3, marks=pytest.mark.slow),
+        pytest.param("ep2", "qwen3-moe", 1, marks=pytest.mark.slow),
+        pytest.param("tp2", "llama3", 1, marks=pytest.mark.slow),
+        pytest.param("tp2", "llama3", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_copies_of_states_that_other_axes_shard_have_the_same_bits(
+    rest: str, family: str, zero: int
+) -> None:
+    """`rest` is inside of `fsdp`, so the data axes are added first, or last, with it between them."""
+    one = train(rest, zero=zero, family=family)
+    four = train(f"dp2 fsdp2 {rest}", zero=zero, family=family)
+    assert not one.differences(four)
+
+
 TIED_ON_ONE_RANK = {"grouped": True, "schedule": "zbv", "chunks": 2, "layers": 4}
 """The first and the last stage, which use the tied weight, are on the first pipeline rank."""
 
@@ -177,6 +218,11 @@ def tied_on_one_rank() -> Trained:
 )
 def test_a_tied_weight_of_two_stages_of_a_rank_has_the_same_bits(degree: int, zero: int) -> None:
     found = train(f"pp2 dp{degree}", zero=zero, **TIED_ON_ONE_RANK)
+    assert not tied_on_one_rank().differences(found)
+
+
+def test_copies_of_a_tied_weight_of_two_stages_of_a_rank_have_the_same_bits() -> None:
+    found = train("pp2 dp2 fsdp2", zero=1, **TIED_ON_ONE_RANK)
     assert not tied_on_one_rank().differences(found)
 
 

@@ -146,8 +146,8 @@ def test_a_zero_3_model_is_initialised_group_by_group(mesh: str) -> None:
         assert 2 * biggest < whole
 
 
-def starts_of_a_backward(zero: Any) -> list[list[str]]:
-    case = Case("dp2", zero=zero, microbatches=2)
+def starts_of_a_backward(mesh: str, zero: Any) -> list[list[str]]:
+    case = Case(mesh, zero=zero, microbatches=2)
 
     def rank(comm: Comm) -> list[str]:
         step = make_step(case, comm)
@@ -160,12 +160,12 @@ def starts_of_a_backward(zero: Any) -> list[list[str]]:
         run_step(step, case)
         return [line for line in log.lines if line.startswith("start") or "has" in line]
 
-    return run_ranks("dp2", rank)
+    return run_ranks(mesh, rank)
 
 
 @pytest.mark.parametrize(("zero", "backwards"), [(1, 1), (2, 2), (3, 2)])
 def test_gradients_are_reduced_while_the_backward_still_runs(zero: Any, backwards: int) -> None:
-    for lines in starts_of_a_backward(zero):
+    for lines in starts_of_a_backward("dp2", zero):
         marks: list[int] = []
         reduces: list[int] = []
         for place, line in enumerate(lines):
@@ -179,6 +179,15 @@ def test_gradients_are_reduced_while_the_backward_still_runs(zero: Any, backward
         assert len(early) >= num_groups - 2, "only the groups that come last wait for the end"
         starts_in_first = reduces[0] < marks[0]
         assert starts_in_first == (backwards == 2), "stage 1 adds micro-batches up first"
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_sums_over_copies_run_beside_the_backward(zero: Any) -> None:
+    for lines in starts_of_a_backward("dp2 fsdp2", zero):
+        first = lines.index("start reduce_scatter")
+        end = max(place for place, line in enumerate(lines) if "layer0" in line)
+        num_late = lines.count("start reduce_scatter") - lines[first:end].count("start all_reduce")
+        assert num_late == 2, "those of the groups that come last wait for the end"
 
 
 @pytest.mark.parametrize("zero", [2, 3])

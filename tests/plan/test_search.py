@@ -75,6 +75,58 @@ def test_the_tensor_axis_is_innermost() -> None:
         assert "tp" not in group.base.mesh.split(" ")[:-1]
 
 
+def test_copies_of_sharded_states_are_on_other_nodes() -> None:
+    """`fsdp` and the axes inside of it fill a node; a single node has no such mesh."""
+    words = f"{SMALL} --batch.global_size 32"
+    found = candidates(LayoutKeys.of(run_of(words)), Space(16, 8))
+    hybrid = [group for group in found.groups if group.base.has_copies]
+    assert {"dp2 fsdp8", "dp2 fsdp4 tp2", "pp2 dp2 fsdp4", "dp4 fsdp2 tp2"}.intersection(
+        group.base.mesh for group in hybrid
+    ) == {"dp2 fsdp8", "dp2 fsdp4 tp2"}
+    for group in hybrid:
+        assert group.zeros == (1, 2, 3)
+        layout = group.base
+        inside = [rank // 8 for rank in layout.data_group]
+        assert set(inside) == {0}
+        assert len({rank // 8 for rank in layout.copies_group}) == layout.degree("dp")
+        assert layout.num_micro(32) * layout.micro_size == 32 // Mesh.parse(layout.mesh).degree(
+            ("dp", "fsdp", "ep")
+        )
+    in_one_node = candidates(LayoutKeys.of(run_of(words)), Space(8, 8))
+    assert not any(group.base.has_copies for group in in_one_node.groups)
+
+
+def seconds_of(words: str, layouts: tuple[str, ...], speeds: Speeds) -> list[float]:
+    run = run_of(words)
+    costs = LayoutCosts(MeasuredRun.of(run), speeds)
+    return [
+        costs.predict(read_layout(layout, LayoutKeys.of(run))).step.total_s for layout in layouts
+    ]
+
+
+def test_on_many_nodes_states_are_sharded_inside_of_each() -> None:
+    """A ring over 1,024 devices has as many steps, each with the latency of a message; rings inside a
+    node have 8, and between 128 nodes an all-reduce goes up and down a tree. Without latencies, and
+    on 8 nodes, all devices share the states: copies cost an all-reduce beside the reduce-scatter.
+    """
+    words = (
+        "--model.preset llama3-8b --model.layers 8 --precision.compute bfloat16 --data.seq_len 4096"
+    )
+    rest = "zero3 recompute-selective micro1"
+    on_1024 = (f"dp1024 {rest}", f"dp128 fsdp8 {rest}")
+    hardware = find_hardware("h100")
+    speeds = Speeds(hardware)
+    flat, hybrid = seconds_of(f"{words} --batch.global_size 1024", on_1024, speeds)
+    assert hybrid < 0.85 * flat  # 208 and 258 ms; with all 32 layers 628 and 813
+    no_latency = replace(hardware.efficiency, latency_s=0.0, network_latency_s=0.0)
+    at_once = Speeds(replace(hardware, efficiency=no_latency))
+    flat, hybrid = seconds_of(f"{words} --batch.global_size 1024", on_1024, at_once)
+    assert hybrid > flat
+    on_64 = (f"dp64 {rest}", f"dp8 fsdp8 {rest}")
+    flat, hybrid = seconds_of(f"{words} --batch.global_size 64", on_64, speeds)
+    assert hybrid > flat
+
+
 def test_devices_that_no_layout_fills_have_neighbours_that_one_fills() -> None:
     run = run_of(SMALL)
     assert not candidates(LayoutKeys.of(run), Space(7, 8)).groups
@@ -206,6 +258,9 @@ def narrow_costs(words: str = "") -> LayoutCosts:
         "pp2 dp2 zero1 interleavedx2 split-0-4-4-0 micro1",  # half of its micro-batches are played
         "pp2 dp4 zero1 zbv recompute-full micro1",
         "pp4 zero_bubble_h2 recompute-full micro1",
+        "dp2 fsdp8 zero1 micro1",
+        "dp2 fsdp8 zero2 micro1",
+        "pp2 dp2 fsdp8 zero1 micro1",
     ],
 )
 def test_a_simulated_layout_takes_the_time_and_memory_of_the_measured_one(words: str) -> None:

@@ -46,6 +46,13 @@ LAYOUTS = {
     ),
     "dp2 deterministic": "--mesh dp2 --deterministic True --batch.global_size 14",
     "pp2 dp2 zero2 deterministic": "--mesh pp2,dp2 --deterministic True --parallel.zero 2 --batch.global_size 12",
+    "dp2 fsdp2 zero2 deterministic": (
+        "--mesh dp2,fsdp2 --deterministic True --parallel.zero 2 --batch.global_size 12"
+    ),
+    "dp2 fsdp2 zero1 deterministic": (
+        "--mesh dp2,fsdp2 --deterministic True --parallel.zero 1 --batch.global_size 4"
+    ),
+    "dp2 fsdp2 zero3": "--mesh dp2,fsdp2 --parallel.zero 3 --batch.global_size 4",
     "dp2 documents": "--mesh dp2 --data.packing documents --parallel.zero 2 --batch.global_size 4",
     "cp2 documents": "--mesh cp2 --data.packing documents --batch.global_size 2",
     "preference pairs": "--loss dpo --data.format preference --batch.global_size 2",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from weft.checkpoint.state import MODEL, OPTIMIZER, ParamState
 from weft.comm.comm import Comm
-from weft.core.axes import Box, span
+from weft.core.axes import Box
 from weft.core.mesh import axis_names
 from weft.core.shard import Shard
 from weft.errors import CheckpointError, Fault
@@ -203,17 +203,17 @@ def _state_of(
     """
     local = tensor.local if isinstance(tensor, ShardedTensor) else tensor.detach()
     lo, hi = 0, tensor.numel()
-    shape, box, shard_axes = _whole(tuple(tensor.shape), holders_of(like))
+    shape, shard, shard_axes = _whole(tuple(tensor.shape), holders_of(like))
     if isinstance(tensor, ShardedTensor):
         lo, hi = tensor.entries.own.start, tensor.entries.own.stop
         shard_axes += axis_names(tensor.group.axis) if tensor.group is not None else ()
     elif local.is_complex():
         local = torch.view_as_real(local)
         hi *= 2
-        shape, box = (*shape, 2), Box((*box.lo, 0), (*box.hi, 2))
+        shape, shard = (*shape, 2), _with_pairs(shard)
     replica_axes = tuple(axis for axis, _ in comm.mesh.axes if axis not in (*axes, *shard_axes))
     return ParamState(
-        param=ParamShard(name, name, shape, Shard((box,)), shard_axes, reduce_axes=(), logical=()),
+        param=ParamShard(name, name, shape, shard, shard_axes, reduce_axes=(), logical=()),
         lo=lo,
         hi=hi,
         tensors={section: local.detach()},
@@ -227,15 +227,25 @@ def _state_of(
 
 def _whole(
     shape: tuple[int, ...], holders: Holders | None
-) -> tuple[tuple[int, ...], Box, tuple[str, ...]]:
-    """Shape of the whole tensor, the box of it that this rank's layer has, and the axes that shard it."""
+) -> tuple[tuple[int, ...], Shard, tuple[str, ...]]:
+    """Shape of the whole tensor, the part of it that this rank's layer has, and the axes that shard it."""
     if holders is None:
-        return shape, Box.whole(shape), ()
-    dim, comm, axes = holders.dim, holders.comm, holders.axes
+        return shape, Shard((Box.whole(shape),)), ()
+    dim = holders.dim
     bounds = [(0, length) for length in shape]
-    bounds[dim] = span(holders.length, comm.degree(axes), comm.index(axes))
+    boxes = [
+        Box.of_spans([*bounds[:dim], own, *bounds[dim + 1 :]])
+        for own in holders.spans
+        if own[0] < own[1] or len(holders.parts) == 1
+    ]
     whole = (*shape[:dim], holders.length, *shape[dim + 1 :])
-    return whole, Box.of_spans(bounds), axes
+    return whole, Shard(tuple(boxes), dim), holders.axes
+
+
+def _with_pairs(shard: Shard) -> Shard:
+    """That of complex numbers as pairs of real ones."""
+    boxes = tuple(Box((*box.lo, 0), (*box.hi, 2)) for box in shard.boxes)
+    return Shard(boxes, shard.dim)
 
 
 def with_entries(states: Iterable[ParamState]) -> list[ParamState]:

@@ -26,15 +26,19 @@ def files_of_tree(first: Path, root: Path, *, package: str = "") -> tuple[Path, 
     """
     found = {first}
     waiting = [first]
+    known: set[str] = set()  # most files import the same modules: each is looked for once
     while waiting and len(found) < MAX_FILES:
         path = waiting.pop()
         for name in _imported_names(path, root):
             if package and name.partition(".")[0] != package:
                 continue
-            for source in _files_of(root, name):
-                if source not in found:
-                    found.add(source)
-                    waiting.append(source)
+            for module in _with_packages(name):
+                if module in known:
+                    continue
+                known.add(module)
+                new = [source for source in _files_of(root, module) if source not in found]
+                found.update(new)
+                waiting.extend(new)
     return (first, *sorted(found - {first}))
 
 
@@ -68,12 +72,17 @@ def _imported_package(node: ast.ImportFrom, package: tuple[str, ...]) -> str:
     return ".".join(words)
 
 
-def _files_of(root: Path, name: str) -> Iterator[Path]:
-    """The files that may be the module of this name below a folder, or a package above it."""
+def _with_packages(name: str) -> Iterator[str]:
+    """A module's name behind those of the packages above it."""
     parts = name.split(".") if name else []
     for stop in range(1, len(parts) + 1):
-        base = root.joinpath(*parts[:stop])
-        for suffix in SUFFIXES:
-            for path in (base.parent / f"{base.name}{suffix}", base / f"__init__{suffix}"):
-                if path.is_file():
-                    yield path.resolve()
+        yield ".".join(parts[:stop])
+
+
+def _files_of(root: Path, name: str) -> Iterator[Path]:
+    """The files that may be the module of this name below a folder."""
+    base = root.joinpath(*name.split("."))
+    for suffix in SUFFIXES:
+        for path in (base.parent / f"{base.name}{suffix}", base / f"__init__{suffix}"):
+            if path.is_file():
+                yield path.resolve()

@@ -31,6 +31,8 @@ TRUST_FLAG = "--trust_code"
 VARIABLE = "WEFT_TRUSTED_CODE"
 ALL = "all"
 """As the variable: code is put on the list when it is first imported; set by `--trust_code`."""
+OWN_FOLDER = Path(__file__).resolve().parents[1]
+"""Of the package weft."""
 MAX_CHUNK = 2**20
 MAX_LISTED = 10_000
 """Entries of the list that are looked through for a message."""
@@ -38,7 +40,8 @@ DIGITS = 32
 
 
 def digest_before_import(reference: str) -> str | None:
-    """The digest of the code that a reference names, and of its place; None: there is no such code.
+    """The digest of the code that a reference names, and of its place; None: there is no such code. Of
+    what the user has installed, and of weft, which runs already, the file alone counts.
 
     Args:
         reference: an absolute path of a file, or a dotted name that Python can find.
@@ -50,7 +53,7 @@ def digest_before_import(reference: str) -> str | None:
     if not reference.endswith(SUFFIX):
         depth = reference.count(".") + (first.name.partition(".")[0] == "__init__")
         root = first.parents[min(depth, len(first.parents) - 1)]
-    installed = package_of_file(str(first))  # by the user, all of it
+    installed = first.is_relative_to(OWN_FOLDER) or package_of_file(str(first))  # all of it
     digest = hashlib.sha256(f"{reference}\0{first}\0".encode())
     for path in (first,) if installed else files_of_tree(first, root):
         digest.update(f"{path}\0{path.stat().st_size}\0".encode())

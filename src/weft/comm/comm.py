@@ -24,7 +24,6 @@ from weft.comm.observe import (
     operation,
     print_late_ranks,
 )
-from weft.comm.planned_groups import world_partition
 from weft.comm.transport import (
     Call,
     Channel,
@@ -37,6 +36,7 @@ from weft.comm.transport import (
     Transport,
     Work,
 )
+from weft.core.axes import world_partition
 from weft.core.mesh import Axis, Mesh
 from weft.errors import CommError, counted
 

@@ -6,8 +6,6 @@ import torch
 
 from weft.comm.comm import Comm
 from weft.comm.device_groups import policy_of
-from weft.comm.planned_groups import planned_groups
-from weft.comm.process_groups import ProcessTransport, script_world
 from weft.core.mesh import Axis, Mesh, axis_names
 
 
@@ -23,6 +21,9 @@ def comm_or_world(comm: Comm | None, *, axis: Axis, device: torch.device) -> Com
     """
     if comm is not None:
         return comm
+    from weft.comm.planned_groups import planned_groups  # late: a comm has its own transport
+    from weft.comm.process_groups import ProcessTransport
+
     transport = ProcessTransport.adopt(device=device)
     first_axis = axis_names(axis)[0]
     mesh = Mesh.parse(f"{first_axis}{transport.size}")
@@ -35,6 +36,8 @@ def script_comm(axis: Axis) -> Comm:
     """Over the world that the script initialised torch.distributed with, all of it along `axis`, for
     tensors on the CPU; without one, of this process alone.
     """
+    from weft.comm.process_groups import script_world  # late, as above
+
     if script_world() is None:
         from weft.comm.threads import ThreadWorld  # late: most scripts have processes
 

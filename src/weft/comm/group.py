@@ -7,7 +7,7 @@ Note [World stages]
     A number that is combined within each stage, from the innermost to the outermost, is combined
     over the world. All ranks combine the same numbers in the same order, so all get the same bits.
     On GPUs the stages of a larger world are the groups along mesh axes, whose communicators exist
-    anyway: `planned_groups.world_partition`.
+    anyway: `core.axes.world_partition`.
 """
 
 from __future__ import annotations

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weft.comm.transport import Communicator
-from weft.core.axes import data_axes, state_axes
+from weft.core.axes import data_axes, state_axes, world_partition
 from weft.core.dimension import Dimension, activation_axes, dimensions, token_axes
 from weft.core.mesh import Mesh
-from weft.core.model_config import AxisTable
 from weft.core.shard import first_axes
+
+if TYPE_CHECKING:
+    from weft.core.model_config import (
+        AxisTable,
+    )  # its module loads pydantic, which scripts do without
 
 # Note [Order of the plan]
 # NCCL makes a communicator when all its members come to it, and splits one from the world's when all ranks of the world
@@ -26,7 +31,7 @@ from weft.core.shard import first_axes
 #     cp, tp, pp            keys and values, activations, messages between stages
 #
 # Experts add the group of their own gradients (dp) and ep: 7 for pp, dp, ep, tp, each with members of its own. Totals
-# over larger worlds go along groups that exist anyway, see `world_partition`.
+# over larger worlds go along groups that exist anyway, see `core.axes.world_partition`.
 #
 # Kernels of one communicator run one after the other, so under ZeRO 3 an all-gather that is prefetched in the backward
 # would wait for the reductions before it. Its reductions have a second communicator over the same ranks (as FSDP2's
@@ -103,28 +108,6 @@ def planned_groups(
             ranks = mesh.group(rank, axes)
             groups.append(PlannedGroup("+".join(axes), ranks, "reductions"))
     return tuple(groups)
-
-
-def world_partition(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
-    """Axes whose groups, taken one after the other, reach every rank of the mesh: innermost first,
-    so that what is gathered along them is in rank order.
-
-    Neighbouring data axes are taken together, as gradients are.
-    """
-    summed = data_axes(mesh)
-    outermost_first: list[tuple[str, ...]] = []
-    run: tuple[str, ...] = ()
-    for axis in mesh.wide_axes:
-        is_data_axis = axis in summed
-        if not is_data_axis or not run:
-            run = ()
-        run = (*run, axis)
-        if len(run) > 1:
-            outermost_first.pop()
-        outermost_first.append(run)
-        if not is_data_axis:
-            run = ()
-    return tuple(reversed(outermost_first))
 
 
 def _axis_tuples(mesh: Mesh, steps: StepGroups | None) -> tuple[tuple[str, ...], ...]:

@@ -15,8 +15,8 @@ Suggestion = Mapping[str, Any]
 
 MOST_SHOWN = 2
 """Suggestions that a fault names."""
-MOST_TRIED = 200
-"""Suggestions that are tried for one fault."""
+MOST_TRIED = 12
+"""Suggestions of one fault whose configs are checked as a whole."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Check:
     Attributes:
         reads: the keys (or sections).
         find: what is wrong.
-        suggest: values to try instead, nearest first. Set for checks that depend on the config
-            alone (no files, no devices), so that they can be repeated for many runs; None for the
-            others.
+        suggest: values that remove the fault, computed from the rule, nearest first. Set for checks
+            that depend on the config alone (no files, no devices), so that they can be repeated for
+            other runs; None for the others.
     """
 
     reads: tuple[str, ...]
@@ -58,8 +58,8 @@ def run_checks(run: Run, *tables: CheckTable, known: Collection[Fault] = ()) -> 
     """`known` and the faults that the checks of the tables find, each once; checks that read a key
     of a known fault are skipped.
 
-    The fix of a fault names suggestions that were tried: with each of them this fault is gone and,
-    where possible, no check finds a new one.
+    The fix of a fault names suggestions whose runs were checked: with each of them this fault is gone
+    and, where possible, no check finds a new one.
     """
     wrong_keys = [fault.key for fault in known]
 

@@ -11,10 +11,10 @@ from weft.core.dimension import (
     LayoutRequest,
     activation_axes,
     all_axes,
-    data_axis,
     default_sharding_rule,
     dimensions,
     pipeline_axis,
+    plain_data_axes,
     position_axes,
     sequence_axes,
     uneven_axes,
@@ -234,31 +234,22 @@ def order_is_fixed(
     """Deterministic runs: sums over micro-batches and data ranks are one binary tree."""
     if not is_wanted or any(batch_divides(mesh, batch)):
         return
-    sharding = [name for name in mesh.wide_axes if dimensions()[name].shards_states]
-    for axis in sharding:
-        yield Fault(
-            "deterministic",
-            f"adds gradients in one binary tree over {data_axis()}, and {axis} sums apart from it",
-            got=str(mesh),
-            need=f"no {axis}",
-            fix=f"{data_axis()} in place of {axis}, or leave deterministic out",
-        )
-    if sharding:
-        return
-    data = data_axis()
-    others = [axis for axis in sequence_axes() if axis != data]
-    degree = mesh.degree(data)
+    data = [name for name in mesh.wide_axes if name in plain_data_axes()]
+    others = [name for name in sequence_axes() if name not in data]
     num_micro = batch.global_size // (batch.micro_size * mesh.degree(tuple(others)))
     key, fix = "deterministic", "leave deterministic out"
-    if degree & (degree - 1):
+    uneven = [
+        f"{name}{mesh.degree(name)}" for name in data if not is_power_of_two(mesh.degree(name))
+    ]
+    if uneven:
         yield Fault(
             key,
             "adds gradients in a binary tree over the data ranks",
-            got=f"{data}{degree}",
+            got=" ".join(uneven),
             need="a power of two",
             fix=fix,
         )
-    elif num_micro & (num_micro - 1):
+    elif not is_power_of_two(num_micro):
         yield Fault(
             key,
             "adds gradients in a binary tree over the micro-batches of a step",
@@ -266,17 +257,15 @@ def order_is_fixed(
             need="a power of two",
             fix=f"change batch.global_size or batch.micro_size, or {fix}",
         )
-    names = [name for name, _ in mesh.axes]
     for axis in others:
-        are_both_used = mesh.degree(axis) > 1 and degree > 1
-        is_outside = are_both_used and names.index(axis) < names.index(data)
-        if is_outside:
+        inside = [name for name in data if comes_first(mesh, axis, name)]
+        if inside:
             yield Fault(
                 key,
-                f"assigns micro-batches to {data} first",
+                f"assigns micro-batches to {' and '.join(data)} first",
                 got=str(mesh),
-                need=f"{data} before {axis}",
-                fix=f"move {axis} behind {data} in the mesh",
+                need=f"{' and '.join(data)} before {axis}",
+                fix=f"move {axis} behind {inside[-1]} in the mesh",
             )
     rules = {optim.name, *(group.optimizer for group in optim.groups)}
     if "adafactor" in rules and parallel.zero:
@@ -287,6 +276,17 @@ def order_is_fixed(
             need="0",
             fix=f"--parallel.zero 0, or {fix}",
         )
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether a positive number is 1, 2, 4, ..."""
+    return number & (number - 1) == 0
+
+
+def comes_first(mesh: Mesh, axis: str, other: str) -> bool:
+    """Whether one wide axis of the mesh stands before another."""
+    wide = mesh.wide_axes
+    return axis in wide and other in wide and wide.index(axis) < wide.index(other)
 
 
 def divisors(*numbers: int) -> tuple[int, ...]:

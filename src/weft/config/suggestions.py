@@ -1,4 +1,4 @@
-"""Suggested values for configs that fail validation: for each kind of fault candidates, nearest values first."""
+"""Values that remove a fault of a config, computed from its rule: for each kind of fault, nearest values first."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from weft.config.checks import Suggestion
+from weft.config.layout_rules import MOST_MICROBATCHES, schedule_takes_sizes
 from weft.config.schema import BatchConfig, PipelineConfig
 from weft.core.dimension import (
     data_axis,
@@ -83,16 +84,21 @@ def batch_sizes(mesh: Mesh, batch: BatchConfig) -> Iterator[Suggestion]:
     """Another number of sequences a step, or a micro-batch; first a smaller micro-batch, where one is
     larger than a data rank's part of the step.
     """
-    largest = batch.global_size // mesh.degree(sequence_axes())
+    num_data_ranks = mesh.degree(sequence_axes())
+    largest = batch.global_size // num_data_ranks
     if 0 < largest < batch.micro_size:
         yield from _smaller_micro_sizes(mesh, batch, largest)
-    yield from _global_sizes(mesh, batch, range(MAX_STEPS))
+    for size, num_micro in _global_sizes(mesh, batch, range(MAX_STEPS)):
+        if num_micro <= MOST_MICROBATCHES:
+            yield {"batch.global_size": size}
     if largest >= batch.micro_size:
         yield from _smaller_micro_sizes(mesh, batch, batch.micro_size)
     larger = batch.micro_size
     for _ in range(MAX_DOUBLINGS):
         larger *= 2
-        yield {"batch.micro_size": larger}
+        num_micro, rest = divmod(batch.global_size, num_data_ranks * larger)
+        if not rest and 0 < num_micro <= MOST_MICROBATCHES:
+            yield {"batch.micro_size": larger}
 
 
 def _smaller_micro_sizes(mesh: Mesh, batch: BatchConfig, largest: int) -> Iterator[Suggestion]:
@@ -103,13 +109,17 @@ def _smaller_micro_sizes(mesh: Mesh, batch: BatchConfig, largest: int) -> Iterat
             yield {"batch.micro_size": size}
 
 
-def _global_sizes(mesh: Mesh, batch: BatchConfig, steps: Iterable[int]) -> Iterator[Suggestion]:
-    """Multiples of a micro-batch on every data rank, so many steps from the present global batch."""
+def _global_sizes(
+    mesh: Mesh, batch: BatchConfig, steps: Iterable[int]
+) -> Iterator[tuple[int, int]]:
+    """Multiples of a micro-batch on every data rank, so many steps from the present global batch, with
+    their numbers of micro-batches.
+    """
     unit = mesh.degree(sequence_axes()) * batch.micro_size
     for number in steps:
         for size in nearest_multiples(batch.global_size, unit, number):
             if size > 0:
-                yield {"batch.global_size": size}
+                yield size, size // unit
 
 
 def nearest_multiples(value: int, unit: int, number: int) -> tuple[int, ...]:
@@ -186,17 +196,20 @@ def default_schedule(pipeline: PipelineConfig) -> Iterator[Suggestion]:
 
 
 def schedules(mesh: Mesh, batch: BatchConfig, pipeline: PipelineConfig) -> Iterator[Suggestion]:
-    """Numbers of chunks and micro-batches that the schedule takes, then another schedule."""
+    """Numbers of chunks and of micro-batches that the schedule takes, then another schedule."""
     schedule = SCHEDULES.get(pipeline.schedule)
     if schedule is None:
         yield from _sizes_of_file(mesh, batch, pipeline)
         return
     now = pipeline.chunks
-    for chunks in sorted(schedule.chunks[:MAX_STEPS], key=lambda chunks: abs(chunks - now)):
-        if chunks != now:
-            yield {"pipeline.chunks": chunks}
     num_ranks = mesh.degree(pipeline_axis())
-    yield from _global_sizes(mesh, batch, range(1, num_ranks + 1))
+    for chunks in sorted(schedule.chunks[:MAX_STEPS], key=lambda chunks: abs(chunks - now)):
+        other = pipeline.model_copy(update={"chunks": chunks})
+        if chunks != now and not any(schedule_takes_sizes(mesh, batch, other)):
+            yield {"pipeline.chunks": chunks}
+    for size, num_micro in _global_sizes(mesh, batch, range(1, num_ranks + 1)):
+        if not schedule.faults(ranks=num_ranks, chunks=now, microbatches=num_micro):
+            yield {"batch.global_size": size}
     yield from default_schedule(pipeline)
 
 

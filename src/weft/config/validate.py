@@ -142,7 +142,7 @@ def _checks_of_dimensions(
             yield Check(
                 reads=("mesh", "model", "parallel"),
                 find=partial(dimension_faults, mesh, model, parallel, mesh_axis=axis),
-                suggest=partial(_alternatives, mesh, dimension),
+                suggest=partial(_alternatives, mesh, model, parallel, dimension),
             )
 
 
@@ -157,8 +157,13 @@ def _dividing_degrees(mesh: Mesh, model: ModelConfig, mesh_axis: str) -> Iterato
     yield from suggestions.degrees_of_axis(mesh, mesh_axis, divisors(*sizes))
 
 
-def _alternatives(mesh: Mesh, dimension: Dimension) -> Iterator[Suggestion]:
-    """The alternatives that a dimension names, then smaller degrees of its axis."""
+def _alternatives(
+    mesh: Mesh, model: ModelConfig, parallel: ParallelConfig, dimension: Dimension
+) -> Iterator[Suggestion]:
+    """The alternatives that a dimension names, then smaller degrees of its axis that it takes."""
     for key, value in dimension.alternatives:
         yield {key: value}
-    yield from suggestions.smaller_degrees(mesh, dimension.name)
+    for suggestion in suggestions.smaller_degrees(mesh, dimension.name):
+        smaller = Mesh.parse(suggestion["mesh"])
+        if not any(dimension_faults(smaller, model, parallel, mesh_axis=dimension.name)):
+            yield suggestion

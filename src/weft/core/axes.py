@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.core.dimension import Dimension, dimensions, local_update_axes, token_axes
+from weft.core.dimension import dimensions, local_update_axes, plain_data_axes, token_axes
 from weft.core.mesh import Mesh
 
 Rule = Mapping[str, str]
@@ -203,6 +203,28 @@ def data_axes(mesh: Mesh) -> Names:
     )
 
 
+def world_partition(mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    """Axes whose groups, taken one after the other, reach every rank of the mesh: innermost first,
+    so that what is gathered along them is in rank order.
+
+    Neighbouring data axes are taken together, as gradients are.
+    """
+    summed = data_axes(mesh)
+    outermost_first: list[tuple[str, ...]] = []
+    run: tuple[str, ...] = ()
+    for axis in mesh.wide_axes:
+        is_data_axis = axis in summed
+        if not is_data_axis or not run:
+            run = ()
+        run = (*run, axis)
+        if len(run) > 1:
+            outermost_first.pop()
+        outermost_first.append(run)
+        if not is_data_axis:
+            run = ()
+    return tuple(reversed(outermost_first))
+
+
 def local_update_axis(mesh: Mesh) -> str | None:
     """The axis of this mesh along which replicas train apart, also of degree 1; None without one."""
     for name, _ in mesh.axes:
@@ -233,11 +255,8 @@ def state_axes(mesh: Mesh, summed: Names) -> StateAxes:
     known = dimensions()
     if not any(known[name].shards_states for name in mesh.wide_axes):
         return StateAxes(summed, ())
-    replicated = tuple(name for name in summed if _has_copies(known[name]))
-    return StateAxes(tuple(name for name in summed if name not in replicated), replicated)
-
-
-def _has_copies(dimension: Dimension) -> bool:
-    """Whether states are copies along it where another axis shards them."""
-    is_plain = dimension.batch == "sequences" and not dimension.params
-    return is_plain and not dimension.shards_states
+    copied = {name for name in plain_data_axes() if not known[name].shards_states}
+    return StateAxes(
+        tuple(name for name in summed if name not in copied),
+        tuple(name for name in summed if name in copied),
+    )

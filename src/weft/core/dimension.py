@@ -217,9 +217,9 @@ def pipeline_axis() -> str:
 
 
 @cache
-def data_axis() -> str:
-    """The axis that shards sequences and nothing else: ranks that another axis does not need go
-    there.
+def plain_data_axes() -> tuple[str, ...]:
+    """Axes that shard sequences and nothing else, outermost first: without those of experts, and of
+    local updates.
     """
 
     def is_plain(dimension: Dimension) -> bool:
@@ -227,7 +227,12 @@ def data_axis() -> str:
             return False
         return dimension.batch == "sequences"
 
-    first, *_ = _axes_where(is_plain)
+    return _axes_where(is_plain)
+
+
+def data_axis() -> str:
+    """The first of `plain_data_axes`: ranks that another axis does not need go there."""
+    first, *_ = plain_data_axes()
     return first
 
 

@@ -23,7 +23,7 @@ from weft.config.schema import DataConfig
 from weft.data.conversations import PAIR, Conversations, ConversationSamples
 from weft.data.documents import ReadOptions, read_documents
 from weft.data.files import find_files, is_token_file
-from weft.data.formats import format_of
+from weft.data.formats import format_of, formats_of
 from weft.data.order import Ints, hash_numbers
 from weft.data.prepared import Prepared, prepared_of, sources_of
 from weft.data.record_sources import PREFERENCE, encode_records, holds_records, make_reader
@@ -230,7 +230,9 @@ def _first_documents(data: DataConfig, source: str) -> tuple[Document, ...]:
             documents = _of_records(data, files)
         elif is_token_file(files[0]):
             documents = _of_files(files, np.dtype(data.token_dtype).newbyteorder("<"))
-        elif data.tokenizer == BYTES and all(format_of(file).is_plain_text for file in files):
+        elif data.tokenizer == BYTES and all(
+            each.is_plain_text for each in formats_of(source, files)
+        ):
             documents = _of_files(files, np.dtype(np.uint8))
         else:
             documents = _of_texts(data, files)

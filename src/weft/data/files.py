@@ -8,6 +8,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,8 @@ from weft.errors import DataError, Fault
 from weft.small_files import UnreadableFile, open_regular
 
 KEY = "data.source"
+STDLIB = "stdlib"
+"""Source: Python's own sources. They do not change while a process runs, which looks at them once."""
 STDLIB_MAX_BYTES = 20 * 2**20
 STDLIB_EXCLUDED = {
     *("site-packages", "dist-packages", "__pycache__"),  # not the standard library's own
@@ -113,8 +116,8 @@ def _matching_files(source: str) -> tuple[Path, ...]:
     if not source.strip():
         fix = "name stdlib, Python's own sources, or a path; . is this folder"
         raise DataError(Fault(KEY, "is empty", got=repr(source), fix=fix))
-    if source == "stdlib":
-        return tuple(stdlib_files())
+    if source == STDLIB:
+        return stdlib_files()
     if path.is_dir():
         return _in_folder(path)
     if path.exists():
@@ -178,7 +181,8 @@ def _unreadable_folder(error: OSError) -> None:
     raise DataError(Fault(KEY, "cannot read the folder", got=repr(error.filename), fix=fix))
 
 
-def stdlib_files() -> Iterator[Path]:
+@cache
+def stdlib_files() -> tuple[Path, ...]:
     """This Python's own .py files, sorted by path below its library folder, up to about 20 MB."""
     root = Path(sysconfig.get_path("stdlib"))
     candidates = [
@@ -186,9 +190,11 @@ def stdlib_files() -> Iterator[Path]:
         for file in _below(root, frozenset(STDLIB_EXCLUDED))
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     ]
+    found: list[Path] = []
     total_bytes = 0
     for file in sorted(candidates):
         total_bytes += file.stat().st_size
         if total_bytes > STDLIB_MAX_BYTES:
-            return
-        yield file
+            break
+        found.append(file)
+    return tuple(found)

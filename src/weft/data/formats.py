@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -20,11 +21,13 @@ from weft.data.files import (
     KEY,
     READ_ERRORS,
     ROW_SUFFIXES,
+    STDLIB,
     TOKEN_SUFFIX,
     Compression,
     inner_name,
     left_out,
     read_fault,
+    stdlib_files,
 )
 from weft.errors import DataError, Fault, counted
 from weft.small_files import UnreadableFile, open_regular
@@ -109,6 +112,20 @@ class FileFormat:
     def num_mark_bytes(self) -> int:
         """Bytes before the content."""
         return len(BYTE_ORDER_MARK) if self.has_mark else 0
+
+
+def formats_of(source: str, files: Sequence[Path]) -> tuple[FileFormat, ...]:
+    """What the files of a source hold.
+
+    Raises:
+        DataError: as `format_of`.
+    """
+    return _stdlib_formats() if source == STDLIB else tuple(map(format_of, files))
+
+
+@cache
+def _stdlib_formats() -> tuple[FileFormat, ...]:
+    return tuple(map(format_of, stdlib_files()))
 
 
 def format_of(file: Path) -> FileFormat:

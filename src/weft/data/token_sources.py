@@ -12,7 +12,7 @@ from weft.config.schema import DataConfig
 from weft.data.document_bounds import Ints
 from weft.data.documents import ReadOptions, TextChunk, read_documents
 from weft.data.files import KEY, TOKEN_SUFFIX, find_files, is_token_file
-from weft.data.formats import format_of, read_as
+from weft.data.formats import formats_of, read_as
 from weft.data.prepared import (
     PREPARE_AGAIN,
     SPLITS,
@@ -49,7 +49,7 @@ def open_source(
     if prepared is not None:
         return _open_prepared_source(source, prepared, data, vocab=vocab, split=split)
     files = find_files(source)
-    formats = tuple(map(format_of, files))
+    formats = formats_of(source, files)
     as_read = read_as(source, formats)
     if not is_token_file(files[0]):
         tokenizer = open_tokenizer(data.tokenizer)

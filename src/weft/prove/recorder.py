@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weft.checkpoint.state import MODEL, param_states
 from weft.comm.observe import Operation
 from weft.core.axes import Box
-from weft.core.dimension import data_axis
+from weft.core.dimension import plain_data_axes
 from weft.models.common.batch import Batch, Extra, activation_of
 from weft.parallel.model.parallelize import ParallelModel
 from weft.prove.places import FlatPlace, Place, RankPlaces, ShardPlace
@@ -122,7 +122,7 @@ class Recorder:
         plan = self.model.plan
         num_runs = 1
         if self.step.fixed_order and plan.zero < 2:
-            num_runs = plan.mesh.degree(data_axis())
+            num_runs = plan.mesh.degree(plain_data_axes())
         samples_are_images = hasattr(training.loader.samples, "pairs")
         return RankPlaces(
             plan, self.model.comm.rank, has_columns=not samples_are_images, num_runs=num_runs

@@ -21,7 +21,7 @@ from weft.config.schema import (
     ParallelConfig,
     SiteConfig,
 )
-from weft.core.dimension import data_axis, local_update_axes, position_axes, sequence_axes
+from weft.core.dimension import local_update_axes, plain_data_axes, position_axes, sequence_axes
 from weft.core.model_config import ModelConfig
 from weft.data.logprob_files import FOLDER
 from weft.data.samples import Samples
@@ -208,7 +208,7 @@ def build_data_loader(
     """
     num_groups = comm.degree(local_update_axes())  # each site: consecutive samples, by any layout
     if fixed_order == "ranks of micro-batches":
-        num_groups = comm.degree(data_axis())
+        num_groups = comm.degree(plain_data_axes())
     return DataLoader(
         samples,
         global_size=batch.global_size,

@@ -28,6 +28,7 @@ from weft.errors import Fault
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
+from weft.parallel.fsdp import AXIS as FSDP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
 from weft.schedule.catalog import DEFAULT_SCHEDULE, SCHEDULES
@@ -41,6 +42,8 @@ CHUNKS = (2, 3, 4, 5, 6, 8)
 """Chunks a rank that are tried of schedules that take several."""
 MOST_TRIED_DEVICES = 16
 """Numbers of devices on either side that are tried where no layout fills the given one."""
+MOST_SHARDED = 3
+"""The ZeRO stage that shards most."""
 MIN_TOKENS = 4096
 """Tokens of a sequence on a context rank, at least: shorter parts cost more than they spare."""
 
@@ -138,6 +141,10 @@ class _Enumeration:
     def __init__(self, keys: LayoutKeys, space: Space) -> None:
         self.keys = keys
         self.space = space
+        self.parallel = keys.parallel
+        """With a ZeRO stage that every mesh takes, unless one is given: stages are chosen later."""
+        if "parallel.zero" not in space.pinned:
+            self.parallel = keys.parallel.model_copy(update={"zero": MOST_SHARDED})
         self.illegal: Counter[str] = Counter()
         self._known_pipelines: dict[tuple[int, int], tuple[PipelineChoice, ...]] = {}
 
@@ -168,7 +175,9 @@ class _Enumeration:
             chosen = dict(zip(axes, degrees, strict=True))
             inside = tuple((axis, degree) for axis, degree in chosen.items() if degree > 1)
             mesh = Mesh((*sites, *inside))
-            model, parallel = self.keys.model, self.keys.parallel
+            if not self._may_have_copies(chosen):
+                continue
+            model, parallel = self.keys.model, self.parallel
             faults = list(axes_divide(mesh, model))
             for axis in axes:
                 plain = parallel.model_copy(update={"context": "ring"})
@@ -184,6 +193,15 @@ class _Enumeration:
                 continue
             yield chosen
 
+    def _may_have_copies(self, degrees: Mapping[str, int]) -> bool:
+        """Whether states are sharded over all data ranks, or over those of one node, with copies on
+        other nodes: elsewhere the ranks that share states are no nearer than all are.
+        """
+        if degrees[FSDP] == 1:
+            return True
+        inside = math.prod(degrees[axis] for axis in (FSDP, EP, CP, TP))
+        return degrees[DP] > 1 and inside == self.space.node
+
     def _rejects(self, faults: Collection[Fault]) -> bool:
         """Count the reason of the first fault; whether there is one."""
         for fault in faults:
@@ -194,7 +212,8 @@ class _Enumeration:
     def _orders(self, degrees: Mapping[str, int]) -> Iterator[tuple[tuple[str, int], ...]]:
         """Orders of the axes that place some group differently on the nodes; the usual one first.
 
-        The tensor axis stays innermost: its collectives are the largest ones.
+        The tensor axis stays innermost: its collectives are the largest ones. Copies of sharded
+        states are outside of their shards, which the axes that share states with them are next to.
         """
         if "mesh" in self.space.pinned:
             yield self.keys.mesh.axes
@@ -204,6 +223,9 @@ class _Enumeration:
         outer = [item for item in wide if item[0] != TP]
         placements: set[object] = set()
         for order in itertools.permutations(outer):
+            names = [axis for axis, _ in order]
+            if FSDP in names and not {EP, CP}.issuperset(names[names.index(FSDP) + 1 :]):
+                continue
             axes = (*self.space.sites, *order, *inner)
             placement = placement_of(axes, self.space.node)
             if placement not in placements:
@@ -241,7 +263,7 @@ class _Enumeration:
 
     def _sequences(self, mesh: Mesh) -> Iterator[tuple[bool, str]]:
         """Sequence parallelism and the method of context parallelism."""
-        parallel = self.keys.parallel
+        parallel = self.parallel
         flags: Sequence[bool] = (False, True) if mesh.degree(TP) > 1 else (False,)
         methods: Sequence[str] = (parallel.context,)
         if mesh.degree(CP) > 1:
@@ -263,6 +285,8 @@ class _Enumeration:
     def _zeros(self, mesh: Mesh) -> Sequence[int]:
         has_replicas = any(mesh.degree(axis) > 1 for axis in (DP, CP, EP))
         stages: Sequence[int] = (0, 1, 2, 3) if has_replicas else (0,)
+        if mesh.degree(FSDP) > 1:
+            stages = (1, 2, 3)
         now = self.keys.parallel.zero
         return self._values("parallel.zero", stages, now)
 
@@ -305,7 +329,7 @@ class _Enumeration:
 
 def search_axes() -> tuple[str, ...]:
     """Axes that a search gives degrees: those of one site."""
-    return tuple(axis for axis in all_axes() if axis in (PP, DP, EP, CP, TP))
+    return tuple(axis for axis in all_axes() if axis in (PP, DP, FSDP, EP, CP, TP))
 
 
 def reason_of(fault: Fault) -> str:

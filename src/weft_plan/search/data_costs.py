@@ -11,6 +11,12 @@ Note [Seconds of a backward]
     older of two reductions before another begins, so at the end of the backward those of its last
     two blocks (the first two of the stage) are under way at most, or the two of a block with
     experts; below them all that is not done.
+
+Note [Copies of shards]
+    Where states are copies along the data axis, the sum over copies of a block begins when its
+    reduction over the shards has ended, beside the reduction of the next block. On two links both
+    go on at once, and the slower one counts; on one link, and for the last block, one after the
+    other.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.core.zero_stages import ZERO_THAT_GATHERS, ZERO_THAT_REDUCES_EACH
-from weft.planner.simulate.region_costs import link_of
+from weft.planner.simulate.region_costs import Link, link_of
 from weft.planner.simulate.speeds import Speeds
 from weft_plan.search.layout_choice import Layout
 from weft_plan.search.layout_stages import BlockParams
@@ -42,10 +48,18 @@ class BackwardSeconds:
 
 
 class SentSeconds(NamedTuple):
-    """Of collectives for dense parameters and for experts; see Note [Gradients of experts]."""
+    """Of collectives for dense parameters and for experts; see Note [Gradients of experts]. And of
+    sums over copies; see Note [Copies of shards].
+    """
 
     dense: float
     experts: float
+    copies: float = 0.0
+
+    @property
+    def one_after_the_other(self) -> float:
+        """All of them."""
+        return self.dense + self.experts + self.copies
 
 
 class DataCosts:
@@ -82,8 +96,8 @@ class DataCosts:
         reduced_s = self._reduced_s(layout, part, params)
         gathered_s = self._gathered_s(layout, params)
         exposed_s = self._gathered_s(layout, BlockParams.of([params.last]))
-        of_first_s = self._reduced_s(layout, part, BlockParams.of([params.first]))
-        of_second_s = self._reduced_s(layout, part, BlockParams.of([params.second]))
+        of_first_s = self._reduced_of_block_s(layout, part, BlockParams.of([params.first]))
+        of_second_s = self._reduced_of_block_s(layout, part, BlockParams.of([params.second]))
         least_left_s = max(of_first_s, of_second_s)  # an embedding computes too little to hide any
         most_left_s = reduced_s
         if layout.zero >= ZERO_THAT_REDUCES_EACH:
@@ -91,7 +105,8 @@ class DataCosts:
             if not params.first.experts:
                 most_left_s += of_second_s
         hidden_s = gathered_s - exposed_s + reduced_s
-        busy_s = self._busy_s(work_s + kernels_s, hidden_s - least_left_s)
+        sent_s = self._sent_of(layout, part, params).one_after_the_other - exposed_s
+        busy_s = self._busy_s(work_s + kernels_s, sent_s - least_left_s)
         if not reduced_s:
             return BackwardSeconds(exposed_s + max(busy_s, hidden_s), NO_REDUCTIONS)
         reductions = Reductions(
@@ -137,19 +152,32 @@ class DataCosts:
         """Of the reductions in a backward, which gathers parameters too under ZeRO 3."""
         return self.sent_s(layout, part, params) - self._gathered_s(layout, params)
 
+    def _reduced_of_block_s(self, layout: Layout, part: Part, block: BlockParams) -> float:
+        """Of the reduction of one block, by itself."""
+        sent = self._sent_of(layout, part, block)
+        return sent.one_after_the_other - self._gathered_s(layout, block)
+
     def sent_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
-        """Seconds of the collectives over the data ranks for the parameters of some blocks."""
+        """Seconds of the collectives over the data ranks for the parameters of some blocks; see Note
+        [Copies of shards].
+        """
         sent = self._sent_of(layout, part, params)
-        return sent.dense + sent.experts
+        if sent.copies and self._link_of(layout.copies_group) != self._link_of(layout.data_group):
+            return max(sent.dense + sent.experts, sent.copies)
+        return sent.one_after_the_other
 
     def least_sent_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
         """As `sent_s`, at least: collectives on two links may be under way at once."""
         sent = self._sent_of(layout, part, params)
-        node = self._speeds.hardware.node
-        link = link_of(layout.data_group, node=node)
-        if link_of(layout.expert_group, node=node) == link:
-            return sent.dense + sent.experts
-        return max(sent)
+        groups = (layout.data_group, layout.expert_group, layout.copies_group)
+        by_link: dict[Link, float] = {}
+        for group, seconds in zip(groups, sent, strict=True):
+            link = self._link_of(group)
+            by_link[link] = by_link.get(link, 0.0) + seconds
+        return max(by_link.values())
+
+    def _link_of(self, group: tuple[int, ...]) -> Link:
+        return link_of(group, node=self._speeds.hardware.node)
 
     def _sent_of(self, layout: Layout, part: Part, params: BlockParams) -> SentSeconds:
         key = (part, layout.zero, layout.degrees, params.total, params.experts, params.num_blocks)
@@ -169,8 +197,29 @@ class DataCosts:
                 params=params.experts,
                 num_blocks=params.num_expert_blocks,
             )
-            self._sent[key] = SentSeconds(dense_s, experts_s)
+            copies_s = self._copies_s(layout, part, params)
+            self._sent[key] = SentSeconds(dense_s, experts_s, copies_s)
         return self._sent[key]
+
+    def _copies_s(self, layout: Layout, part: Part, params: BlockParams) -> float:
+        """Of the sums over copies, in a backward that reduces gradients."""
+        reduces_each = layout.zero >= ZERO_THAT_REDUCES_EACH
+        reduces = part == "last backward" or (part == "backward" and reduces_each)
+        if not layout.has_copies or not reduces:
+            return 0.0
+        dense = params.total - params.experts, params.num_blocks, layout.num_data
+        experts = params.experts, params.num_expert_blocks, len(layout.expert_group)
+        costs = self._zeros.copies(layout.zero)
+        seconds = 0.0
+        for num_params, num_blocks, num_shards in (dense, experts):
+            seconds += costs.sent_s(
+                self._speeds,
+                layout.copies_group,
+                params=num_params,
+                num_blocks=num_blocks,
+                num_shards=num_shards,
+            )
+        return seconds
 
     def after_s(self, layout: Layout, by_rank: Sequence[BlockParams]) -> float:
         """Of the update of the rank with the most parameters."""

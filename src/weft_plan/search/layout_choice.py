@@ -13,6 +13,7 @@ from weft.core.sequence import DEFAULT_CONTEXT
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
+from weft.parallel.fsdp import AXIS as FSDP
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.site import AXIS as SITE
 from weft.parallel.tp import AXIS as TP
@@ -141,23 +142,38 @@ class Layout:
         return tuple(sorted(found))
 
     @property
+    def has_copies(self) -> bool:
+        """Whether states are sharded over an axis of their own, and copies along the data axis."""
+        return self.degree(FSDP) > 1
+
+    @property
+    def _sharding_axis(self) -> str:
+        """The data axis over which states are sharded."""
+        return FSDP if self.has_copies else DP
+
+    @property
     def data_group(self) -> tuple[int, ...]:
-        """The first ranks of the world that share the gradients of dense parameters."""
-        return _data_group(self.degrees, (DP, EP, CP))
+        """The first ranks of the world that share the states of dense parameters."""
+        return _data_group(self.degrees, (self._sharding_axis, EP, CP))
 
     @property
     def expert_group(self) -> tuple[int, ...]:
-        """The first ranks of the world that share the gradients of the experts of a rank."""
-        return _data_group(self.degrees, (DP, CP))
+        """The first ranks of the world that share the states of the experts of a rank."""
+        return _data_group(self.degrees, (self._sharding_axis, CP))
+
+    @property
+    def copies_group(self) -> tuple[int, ...]:
+        """The first ranks of the world that have copies of the same shards; one without copies."""
+        return _data_group(self.degrees, (DP,) if self.has_copies else ())
 
     @property
     def num_data(self) -> int:
-        """Number of ranks that share the gradients of dense parameters."""
-        return math.prod(degree for axis, degree in self.degrees if axis in (DP, EP, CP))
+        """Number of ranks that share the states of dense parameters."""
+        return len(self.data_group)
 
     def num_micro(self, global_size: int) -> int:
         """Micro-batches of a step of so many sequences."""
-        data_ranks = self.degree(SITE) * self.degree(DP) * self.degree(EP)
+        data_ranks = math.prod(self.degree(axis) for axis in (SITE, DP, FSDP, EP))
         return global_size // (data_ranks * self.micro_size)
 
     @property

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import ValidationError
 
-from weft.core.dimension import default_sharding_rule
+from weft.core.dimension import default_sharding_rule, sequence_axes
+from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig, logical_axes
 from weft.core.shard import first_axes
 from weft.layout.plan import Plan
 from weft.models.common.init import named_parameters
-from weft.parallel.dp import AXIS as DP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.ep import EXPERTS
 from weft.parallel.tp import AXIS as TP
@@ -69,8 +69,8 @@ class ShortRuns:
             copies: blocks of each kind, where the model has so many.
         """
         self.num_runs += 1
-        num_data = layout.degree(DP) * layout.degree(EP)
-        global_size = NUM_MICROBATCHES * num_data * layout.micro_size
+        num_sequences = layout.micro_size * Mesh.parse(layout.mesh).degree(sequence_axes())
+        global_size = NUM_MICROBATCHES * num_sequences
         run = self.run.with_layout({**layout.values, "batch.global_size": global_size})
         short = run.with_plan(self._shortened(run.plan, copies))
         return measure_rank(short, 0)

@@ -51,7 +51,8 @@ def _is_usual(layout: Layout) -> bool:
     axes = [axis for axis, _ in layout.degrees]
     in_order = [axis for axis in all_axes() if axis in axes]
     has_sequence = layout.sequence == (layout.degree(TP) > 1)
-    return axes == in_order and has_sequence and layout.context == DEFAULT_CONTEXT
+    is_plain = layout.context == DEFAULT_CONTEXT and not layout.has_copies
+    return axes == in_order and has_sequence and is_plain
 
 
 def _inner_degrees(layout: Layout) -> frozenset[tuple[str, int]]:

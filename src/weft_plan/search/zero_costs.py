@@ -19,13 +19,14 @@ from typing import Literal
 from weft.comm.observe import Operation
 from weft.core.zero_stages import MAX_UNDER_WAY, ZERO_THAT_REDUCES_EACH
 from weft.parallel.dp import AXIS as DP
+from weft.parallel.fsdp import AXIS as FSDP
 from weft.planner.measure.kernels import KernelLaunch
 from weft.planner.measure.rank_step import RankStep
 from weft.planner.measure.recorder import BlockSegment, Event, RecordedRegion, Started
 from weft.planner.simulate.region_costs import CostTable
 from weft.planner.simulate.speeds import Speeds
 from weft_plan.search.layout_choice import Layout
-from weft_plan.search.short_runs import ShortRuns
+from weft_plan.search.short_runs import NUM_MICROBATCHES, ShortRuns
 
 NUM_COPIES = 4
 """Blocks of each kind in a short run, so that one of them has two equal neighbours."""
@@ -105,6 +106,51 @@ class ZeroCosts:
 
 
 @dataclass(frozen=True)
+class CopyCosts:
+    """Collectives over the ranks that have copies of sharded states, of one ZeRO stage.
+
+    Attributes:
+        operations: of all backwards of a short run, on two ranks with copies of shards of two ranks.
+        num_reductions: backwards that reduce gradients.
+        params: of the short run.
+        num_blocks: of them that have parameters.
+    """
+
+    operations: Counter[Operation]
+    num_reductions: int
+    params: float
+    num_blocks: int
+
+    def sent_s(
+        self,
+        speeds: Speeds,
+        group: tuple[int, ...],
+        *,
+        params: float,
+        num_blocks: int,
+        num_shards: int,
+    ) -> float:
+        """Seconds of the collectives of a backward that reduces gradients.
+
+        Args:
+            group: ranks with copies.
+            params: of the blocks.
+            num_blocks: that have parameters.
+            num_shards: ranks that share states.
+        """
+        if not num_blocks:
+            return 0.0
+        repeats = num_blocks / self.num_blocks
+        share = params / self.params / repeats * 2 / num_shards
+        sent = share * 2.0 * (len(group) - 1) / len(group)
+        seconds = 0.0
+        for op, count in self.operations.items():
+            resized = replace(op, group=group, sent_bytes=round(sent * op.sent_bytes))
+            seconds += count * speeds.operation_s(resized)
+        return repeats * seconds / self.num_reductions
+
+
+@dataclass(frozen=True)
 class _ShortStep:
     """A short run and what is read of it."""
 
@@ -175,6 +221,15 @@ class _ShortStep:
                 seconds += table.kernel_s(event)
         return seconds
 
+    def operations_along(self, axis: str) -> Counter[Operation]:
+        """Collectives of the whole step along one axis."""
+        started: Counter[Operation] = Counter()
+        for region in self.step.regions:
+            for event in region.events:
+                if isinstance(event, Started) and event.op.axis == axis:
+                    started[event.op] += 1
+        return started
+
     def operations(self, part: Part) -> Counter[Operation]:
         """Collectives that a part starts."""
         started: Counter[Operation] = Counter()
@@ -227,6 +282,7 @@ class ZeroMeasurements:
         self._table = table
         self._steps: dict[tuple[int, int], _ShortStep] = {}
         self._costs: dict[tuple[int, bool], ZeroCosts] = {}
+        self._copies: dict[int, CopyCosts] = {}
 
     def of(self, zero: int, *, num_data: int) -> ZeroCosts:
         """The costs of a ZeRO stage on so many data ranks."""
@@ -234,6 +290,21 @@ class ZeroMeasurements:
         if key not in self._costs:
             self._costs[key] = self._shared(zero) if num_data > 1 else self._alone(zero)
         return self._costs[key]
+
+    def copies(self, zero: int) -> CopyCosts:
+        """The costs of copies of shards under a ZeRO stage."""
+        if zero not in self._copies:
+            layout = Layout(((DP, 2), (FSDP, 2)), zero=zero)
+            step = self._runs.measure(layout, copies=NUM_COPIES)
+            sizes = [self._num_params(name) for name in step.plan.stages[0].blocks]
+            is_reduced_once = zero < ZERO_THAT_REDUCES_EACH
+            self._copies[zero] = CopyCosts(
+                operations=_ShortStep(step, zero).operations_along(DP),
+                num_reductions=1 if is_reduced_once else NUM_MICROBATCHES,
+                params=sum(sizes),
+                num_blocks=sum(size > 0 for size in sizes),
+            )
+        return self._copies[zero]
 
     def _step(self, zero: int, num_data: int) -> _ShortStep:
         key = zero, num_data

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
+from weft.core.axes import span
 from weft.core.mesh import Axis, axis_names
 from weft.errors import Fault, PlanError
 
@@ -23,14 +24,36 @@ FINITE_CHECK = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 class Holders(NamedTuple):
-    """The ranks that hold the entries of a parameter: those along `axes`, each a `span` of dim `dim`, which
-    has `length` entries in the whole parameter.
+    """The ranks that hold the entries of a parameter: those along `axes`, each a `span` of each of the
+    parts that dim `dim` of the whole parameter consists of: one, or fused projections.
     """
 
     comm: Comm
     axes: tuple[str, ...]
     dim: int
-    length: int
+    parts: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Entries of the dim in the whole parameter."""
+        return sum(self.parts)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Bounds of this rank's entries of each part, in the whole dim."""
+        degree, index = self.comm.degree(self.axes), self.comm.index(self.axes)
+        found: list[tuple[int, int]] = []
+        offset = 0
+        for part in self.parts:
+            start, stop = span(part, degree, index)
+            found.append((offset + start, offset + stop))
+            offset += part
+        return tuple(found)
+
+    @property
+    def own_sizes(self) -> tuple[int, ...]:
+        """Entries of each part that this rank holds."""
+        return tuple(stop - start for start, stop in self.spans)
 
 
 class ShardGradient(Tensor):

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from weft.comm import ops
 from weft.comm.comm import Comm
-from weft.core.axes import span, span_sizes
+from weft.core.axes import span_sizes
 from weft.core.mesh import Axis, axis_names
+from weft.errors import Fault, PlanError
 from weft.models.common.lora import plus_adapter, take_adapter
 from weft.parallel.autograd.shard_gradient import Holders, MarkedLayer
 from weft.parallel.tensor.autocast import autocast
@@ -24,7 +25,8 @@ class ColumnParallelLinear(MarkedLayer):
 
     Each rank holds rows `span(out_features, n, i)` of W and of b and yields those output features.
     With `sequence_parallel` the input x_BSD is this rank's part of the sequence and is gathered
-    first.
+    first. Where `parts` are given, out_features are those of several projections, one after the
+    other (fused q, k, v, or gate and up): each rank holds and yields a span of each of them.
     Source: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (sequence parallelism).
     """
 
@@ -36,27 +38,27 @@ class ColumnParallelLinear(MarkedLayer):
         comm: Comm,
         bias: bool = True,
         axis: Axis = AXIS,
+        parts: tuple[int, ...] = (),
         gather_output: bool = False,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        degree = comm.degree(axis)
-        lo, hi = span(out_features, degree, comm.index(axis))
-        local_out = hi - lo
+        holders = _holders(comm, axis, 0, out_features, parts)
+        local_out = sum(holders.own_sizes)
         self.weight = _new_param(local_out, in_features, device=device, dtype=dtype)
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = _new_param(local_out, device=device, dtype=dtype)
-        self.out_features = out_features
+        self.parts = holders.parts
         self.gather_output = gather_output
         self.region = Region(comm, axis, sequence_parallel)
         self.entries: SharedEntries | None = SharedEntries(self.region)
         self.deferred: DeferredWeight | None = None
         take_adapter(self)
         _reset(self)
-        self.mark(("weight", "bias"), Holders(comm, axis_names(axis), 0, out_features))
+        self.mark(("weight", "bias"), holders)
 
     @classmethod
     def from_linear(
@@ -70,7 +72,7 @@ class ColumnParallelLinear(MarkedLayer):
         nn.Module.__init__(self)
         self.weight = cast(nn.Parameter, module.weight)
         self.bias = module.bias
-        self.out_features = module.out_features
+        self.parts = (module.out_features,)
         self.gather_output = False
         self.entries = entries
         self.region = region
@@ -96,14 +98,23 @@ class ColumnParallelLinear(MarkedLayer):
             return self._gathered(y)
         return y
 
+    @property
+    def out_features(self) -> int:
+        """Output features of all ranks."""
+        return sum(self.parts)
+
     def _gathered(self, y: Tensor) -> Tensor:
-        """The output features of all ranks."""
+        """The output features of all ranks, projection after projection."""
         comm = self.region.comm
         axis = self.region.axis
         degree = comm.degree(axis)
-        return ops.gather_from_region(
-            y, comm, axis, dim=-1, sizes=span_sizes(self.out_features, degree)
-        )
+        sizes_of_parts = [span_sizes(part, degree) for part in self.parts]
+        own_sizes = [sizes[comm.index(axis)] for sizes in sizes_of_parts]
+        gathered = [
+            ops.gather_from_region(own, comm, axis, dim=-1, sizes=sizes)
+            for own, sizes in zip(y.split(own_sizes, -1), sizes_of_parts, strict=True)
+        ]
+        return gathered[0] if len(gathered) == 1 else torch.cat(gathered, -1)
 
 
 class RowParallelLinear(MarkedLayer):
@@ -113,7 +124,8 @@ class RowParallelLinear(MarkedLayer):
     Each rank holds columns `span(in_features, n, i)` of W and takes those input features; the bias
     is whole and added once, after the sum; it starts as the first rank's. With `sequence_parallel`
     the sum is reduce-scattered along the sequence, and the gradient of the bias is this rank's
-    part: all-reduce it over `axis` before the optimizer steps.
+    part: all-reduce it over `axis` before the optimizer steps. Where `parts` are given, in_features
+    are those of several tensors, one after the other, of each of which a rank has a span.
     Source: Shoeybi et al. 2019; Korthikanti et al. 2022.
     """
 
@@ -125,14 +137,15 @@ class RowParallelLinear(MarkedLayer):
         comm: Comm,
         bias: bool = True,
         axis: Axis = AXIS,
+        parts: tuple[int, ...] = (),
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         degree = comm.degree(axis)
-        lo, hi = span(in_features, degree, comm.index(axis))
-        local_in = hi - lo
+        holders = _holders(comm, axis, 1, in_features, parts)
+        local_in = sum(holders.own_sizes)
         self.weight = _new_param(out_features, local_in, device=device, dtype=dtype)
         self.bias: nn.Parameter | None = None
         if bias:
@@ -140,7 +153,7 @@ class RowParallelLinear(MarkedLayer):
         self.region = Region(comm, axis, sequence_parallel)
         take_adapter(self)
         _reset(self)
-        self.mark(("weight",), Holders(comm, axis_names(axis), 1, in_features))
+        self.mark(("weight",), holders)
         if degree > 1 and self.bias is not None and not self.bias.is_meta:
             comm.broadcast_(self.bias.data, axis, root=0)
 
@@ -163,6 +176,20 @@ class RowParallelLinear(MarkedLayer):
         if self.bias is None:
             return y
         return y + autocast(self.bias)
+
+
+def _holders(comm: Comm, axis: Axis, dim: int, length: int, parts: tuple[int, ...]) -> Holders:
+    """Who holds the weight of a linear.
+
+    Raises:
+        PlanError: parts that are not as long as the dim.
+    """
+    holders = Holders(comm, axis_names(axis), dim, parts or (length,))
+    if holders.length != length:
+        side = "in_features" if dim else "out_features"
+        fault = Fault("parts", f"do not fit {side}", got=str(parts), need=f"a sum of {length}")
+        raise PlanError(fault)
+    return holders
 
 
 def _new_param(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
-from weft.core.axes import span
 from weft.core.mesh import Axis
 from weft.core.model_config import AxisTable, logical_axes
 from weft.core.shard import DimAxis, Stacked
@@ -119,16 +118,13 @@ def _dims(name: str, param: Tensor, table: AxisTable) -> tuple[DimAxis, ...]:
     if not any(fnmatchcase(name, pattern) for pattern in table):
         return ()
     dims = logical_axes(name, table)
-    fix = "split stacked projections into linears, or use weft.parallelize with a plan"
     if len(dims) != param.dim():
-        fix = "a pattern that names weights alone: a bias follows its weight"
-    if len(dims) != param.dim() or any(isinstance(dim, Stacked) for dim in dims):
         fault = Fault(
             f"axes: {name}",
             "needs one name, or None, for each dim",
             got=str(list(dims)),
             need=f"{param.dim()} dims",
-            fix=fix,
+            fix="a pattern that names weights alone: a bias follows its weight",
         )
         raise PlanError(fault)
     return dims
@@ -152,7 +148,7 @@ def _sharded(
         )
     new: ShardedLayer
     if isinstance(layer, nn.Embedding):
-        _check_embedding(path, layer, by_rows=by_rows)
+        _check_embedding(path, layer, by_rows=by_rows, is_stacked=isinstance(dims[0], Stacked))
         new = VocabParallelEmbedding(
             layer.num_embeddings,
             layer.embedding_dim,
@@ -164,40 +160,75 @@ def _sharded(
         )
     else:
         assert isinstance(layer, nn.Linear), "layers are linears and embeddings"
-        new = _linear(layer, by_rows=by_rows, comm=comm, axis=axis, is_gathered=is_gathered)
-    _copy_own(layer, new, dim=0 if by_rows else 1, comm=comm, axis=axis)
+        dim = 0 if by_rows else 1
+        parts = _parts(path, dims[dim], layer.weight.shape[dim], num_ranks=comm.degree(axis))
+        new = _linear(
+            layer, by_rows=by_rows, parts=parts, comm=comm, axis=axis, is_gathered=is_gathered
+        )
+    _copy_own(layer, new)
     return new.train(layer.training)
 
 
+def _parts(path: str, dim: DimAxis, length: int, *, num_ranks: int) -> tuple[int, ...]:
+    """Lengths of the projections of a dim, each of which is sharded separately; none of a plain one.
+
+    Raises:
+        PlanError: their units do not fit the dim, or do not divide over the ranks.
+    """
+    if not isinstance(dim, Stacked):
+        return ()
+    name = f"axes: {path}.weight"
+    sizes = dim.sizes(length)
+    if sizes is None:
+        total = sum(units for _, units in dim.parts)
+        need = f"a multiple of {total}, the units of all parts"
+        raise PlanError(Fault(name, f"units of {dim} do not fit", got=str(length), need=need))
+    for part, units in dim.parts:
+        if units % num_ranks:
+            what = f"part {part!r} of a Stacked dim does not divide"
+            need = f"a multiple of {num_ranks} ranks"
+            raise PlanError(Fault(name, what, got=f"{units} units", need=need))
+    return sizes
+
+
 def _linear(
-    layer: nn.Linear, *, by_rows: bool, comm: Comm, axis: Axis, is_gathered: bool
+    layer: nn.Linear,
+    *,
+    by_rows: bool,
+    parts: tuple[int, ...],
+    comm: Comm,
+    axis: Axis,
+    is_gathered: bool,
 ) -> ColumnParallelLinear | RowParallelLinear:
     has_bias = layer.bias is not None
     device, dtype = layer.weight.device, layer.weight.dtype
     sizes = (layer.in_features, layer.out_features)
     if not by_rows:
         return RowParallelLinear(
-            *sizes, comm=comm, bias=has_bias, axis=axis, device=device, dtype=dtype
+            *sizes, comm=comm, bias=has_bias, axis=axis, parts=parts, device=device, dtype=dtype
         )
     return ColumnParallelLinear(
         *sizes,
         comm=comm,
         bias=has_bias,
         axis=axis,
+        parts=parts,
         gather_output=is_gathered,
         device=device,
         dtype=dtype,
     )
 
 
-def _check_embedding(path: str, layer: nn.Embedding, *, by_rows: bool) -> None:
-    counts_tokens = layer.scale_grad_by_freq or layer.sparse
-    if by_rows and layer.max_norm is None and not counts_tokens:
+def _check_embedding(path: str, layer: nn.Embedding, *, by_rows: bool, is_stacked: bool) -> None:
+    given = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, name)]
+    if is_stacked:
+        given.append("Stacked")
+    if by_rows and not given:
         return
     fault = Fault(
         f"axes: {path}.weight",
         "is an embedding that cannot be sharded this way",
-        got=f"max_norm {layer.max_norm}, scale_grad_by_freq {layer.scale_grad_by_freq}, sparse {layer.sparse}",
+        got=", ".join(given) or "features",
         need="(name, None), without max_norm, scale_grad_by_freq and sparse",
         fix="(None, None) leaves it whole",
     )
@@ -205,13 +236,14 @@ def _check_embedding(path: str, layer: nn.Embedding, *, by_rows: bool) -> None:
 
 
 @torch.no_grad()
-def _copy_own(layer: nn.Module, new: ShardedLayer, *, dim: int, comm: Comm, axis: Axis) -> None:
+def _copy_own(layer: nn.Module, new: ShardedLayer) -> None:
     """Give a sharded layer this rank's part of the values, which are the same on all ranks."""
     whole = dict(layer.named_parameters(recurse=False))
     for key, param in new.named_parameters(recurse=False):
         value = whole[key].detach()
-        if value.shape != param.shape:
-            start, stop = span(value.shape[dim], comm.degree(axis), comm.index(axis))
-            value = value.narrow(dim, start, stop - start)
+        holders = holders_of(param)
+        if holders is not None:
+            own = [value.narrow(holders.dim, lo, hi - lo) for lo, hi in holders.spans]
+            value = torch.cat(own, holders.dim)
         param.copy_(value)
         param.requires_grad_(whole[key].requires_grad)

@@ -57,7 +57,7 @@ class VocabParallelEmbedding(MarkedLayer):
         )
         if not self.weight.is_meta:
             nn.init.normal_(self.weight)
-        self.mark(("weight",), Holders(comm, axis_names(axis), 0, num_embeddings))
+        self.mark(("weight",), Holders(comm, axis_names(axis), 0, (num_embeddings,)))
 
     @classmethod
     def from_embedding(cls, module: nn.Embedding, region: Region) -> VocabParallelEmbedding:

@@ -23,7 +23,7 @@ from torch import Tensor
 from weft.comm.comm import Comm
 from weft.comm.transport import Work
 from weft.core.axes import span_sizes
-from weft.core.dimension import data_axis
+from weft.core.dimension import plain_data_axes
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,30 @@ class FixedOrderSum:
     """The sum of every rank's flat tensor, in a tree over ranks, under way: an all-to-all of shards,
     which each rank adds; and an all-gather where every rank needs the whole sum.
 
+    Where shards have copies, each rank adds what comes before the axis of copies, the ranks of that
+    axis exchange equal parts of these sums by a second all-to-all, add, and all-gather them.
+
     Args:
         flat: of this rank.
         axes: mesh axes whose ranks are added.
-        is_sharded: whether this rank needs its equal shard alone.
-        data_first: whether the data axis is added before the other axes.
+        replicate_axes: further ones, along which shards are copies.
+        is_sharded: whether this rank needs its equal shard over `axes` alone.
+        data_first: whether the data axes are added before the other axes.
     """
 
     def __init__(
-        self, comm: Comm, flat: Tensor, axes: tuple[str, ...], *, is_sharded: bool, data_first: bool
+        self,
+        comm: Comm,
+        flat: Tensor,
+        axes: tuple[str, ...],
+        replicate_axes: tuple[str, ...] = (),
+        *,
+        is_sharded: bool,
+        data_first: bool,
     ) -> None:
         self.comm = comm
         self.axes = tuple(name for name in comm.mesh.wide_axes if name in axes)
+        self.replicate_axes = tuple(name for name in comm.mesh.wide_axes if name in replicate_axes)
         self.is_sharded = is_sharded
         self.data_first = data_first
         self.sizes = span_sizes(flat.numel(), comm.degree(axes))
@@ -150,34 +162,74 @@ class FixedOrderSum:
         self._started: Work = comm.start_all_to_all(
             flat, axes, send_sizes=self.sizes, recv_sizes=(own_size,) * len(self.sizes)
         )
+        self._partial: _PartialSum | None = None
+        self._replica_sum: FixedOrderSum | None = None
 
     def is_completed(self) -> bool:
         """Whether what the other ranks send has arrived."""
         return self._started.is_completed()
 
-    def wait(self) -> Tensor:
-        """The sum, in new memory: this rank's shard, or the whole."""
+    def start_replica_sum(self) -> None:
+        """Start the exchange with the ranks that have copies, once that of shards has ended."""
+        if self._partial is not None:  # started before
+            return
         received = self._started.wait()
         degrees = [self.comm.degree(name) for name in self.axes]
-        rows = received.view(*degrees, -1)
-        remaining = list(self.axes)
-        for name in self._order():
-            dim = remaining.index(name)
-            rows = tree_sum(rows, dim)
-            remaining.remove(name)
-        if self.is_sharded:
-            return rows
-        return self.comm.all_gather(rows, self.axes, sizes=self.sizes)
+        self._partial = _PartialSum(received.view(*degrees, -1), self.axes)
+        if not self.replicate_axes:
+            return
+        self._partial.add(self._axes_in_order(before_replicas=True))
+        self._replica_sum = FixedOrderSum(
+            self.comm,
+            self._partial.rows.reshape(-1),
+            self.replicate_axes,
+            is_sharded=False,
+            data_first=self.data_first,
+        )
 
-    def _order(self) -> tuple[str, ...]:
-        """The axes in the order in which they are added."""
-        data = data_axis()
-        others = [name for name in reversed(self.axes) if name != data]
-        if data not in self.axes:
-            return tuple(others)
-        if self.data_first:
-            return (data, *others)
-        return (*others, data)
+    def wait(self) -> Tensor:
+        """The sum, in new memory: this rank's shard, or the whole."""
+        self.start_replica_sum()
+        partial = self._partial
+        assert partial is not None, "set when the exchange of shards has ended"
+        if self._replica_sum is not None:
+            partial.rows = self._replica_sum.wait().view(partial.rows.shape)
+        partial.add(self._axes_in_order(before_replicas=False))
+        if self.is_sharded:
+            return partial.rows
+        return self.comm.all_gather(partial.rows, self.axes, sizes=self.sizes)
+
+    def _axes_in_order(self, *, before_replicas: bool) -> tuple[str, ...]:
+        """Those of `axes` that are added before, or after, the axes of copies; innermost first."""
+        every_axis = (*self.axes, *self.replicate_axes)
+        inner_first = [name for name in reversed(self.comm.mesh.wide_axes) if name in every_axis]
+        data = [name for name in inner_first if name in plain_data_axes()]
+        others = [name for name in inner_first if name not in data]
+        order = [*data, *others] if self.data_first else [*others, *data]
+        places = [place for place, name in enumerate(order) if name in self.replicate_axes]
+        first_after = min(places, default=0)
+        order = order[:first_after] if before_replicas else order[first_after:]
+        return tuple(name for name in order if name in self.axes)
+
+
+class _PartialSum:
+    """Terms of a sum over mesh axes, some of which have been added.
+
+    Attributes:
+        rows: with a dim for each of `remaining`, and one of entries.
+        remaining: axes that are not added yet.
+    """
+
+    def __init__(self, rows: Tensor, remaining: Sequence[str]) -> None:
+        self.rows = rows
+        self.remaining = list(remaining)
+
+    def add(self, axes: Sequence[str]) -> None:
+        """Add along these axes, one after the other."""
+        for name in axes:
+            dim = self.remaining.index(name)
+            self.rows = tree_sum(self.rows, dim)
+            self.remaining.remove(name)
 
 
 class StageSums:
@@ -187,6 +239,12 @@ class StageSums:
 
     def __init__(self, sums: Sequence[Work | FixedOrderSum]) -> None:
         self._sums = sums
+
+    def start_replica_sum(self) -> None:
+        """Start the exchanges with the ranks that have copies."""
+        for stage_sum in self._sums:
+            if not isinstance(stage_sum, Work):
+                stage_sum.start_replica_sum()
 
     def is_completed(self) -> bool:
         """Whether what the other ranks send has arrived."""

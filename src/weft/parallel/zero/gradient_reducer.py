@@ -39,10 +39,10 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
+from weft.parallel.autograd.backward_end import after_this_backward
 from weft.parallel.zero.fixed_order import Leaf
 from weft.parallel.zero.param_group import ParamGroup
 from weft.parallel.zero.reductions_under_way import ReductionsUnderWay
-from weft.parallel.zero.unshard_hooks import after_this_backward
 
 
 class GradientReducer:
@@ -236,7 +236,7 @@ class GradientReducer:
                 break
             waiting.popleft()
             self._complete.discard(key)
-            self._start_reduce(group)
+            self._under_way.start(group)
         if not waiting and stage in self.split_stages:
             self._requeue([stage])
 
@@ -270,7 +270,7 @@ class GradientReducer:
             waiting.popleft()
             self._complete.discard(id(group))
             group.expect_gradients()
-            self._start_reduce(group)
+            self._under_way.start(group)
 
     def _requeue(self, stages: Iterable[int]) -> None:
         """Expect a reduction of every group of these stages, last group first."""
@@ -297,7 +297,7 @@ class GradientReducer:
             if not is_shared and not is_split:
                 ended_stages.add(group.stage)
             if group.reduces_each_leaf:
-                self._start_reduce(group)
+                self._under_way.start(group)
         self._touched.clear()
         for stage in sorted(ended_stages):
             self._reduce_incomplete(stage)
@@ -312,7 +312,7 @@ class GradientReducer:
         if self.is_reduced_once or not self._reduces_now(stage):
             return
         for group in self._waiting[stage]:
-            self._start_reduce(group)
+            self._under_way.start(group)
         for group in self.trained_groups:
             if group.stage == stage:
                 self._complete.discard(id(group))
@@ -327,21 +327,14 @@ class GradientReducer:
                 group.unsharded_grad is not None and not group.policy.keeps_unsharded_grad
             )
             if not group.is_reduced or has_unreduced:
-                self._start_reduce(group)
-
-    def _start_reduce(self, group: ParamGroup) -> None:
-        if group.policy.keeps_unsharded_grad:
-            group.start_reduce()
-        else:
-            self._under_way.start(group)
+                self._under_way.start(group)
 
     def finish(self) -> None:
         """Wait until the sharded gradient of every group is the sum over all ranks and
         micro-batches.
         """
         self.start_remaining()
-        for group in reversed(self.trained_groups):  # in the order in which they were reduced
-            group.start_replica_sum()
+        self._under_way.start_replica_sums()
         for group in self.trained_groups:
             group.finish_step()
         self._under_way.clear()

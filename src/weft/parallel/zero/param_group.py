@@ -339,11 +339,12 @@ class ParamGroup:
         """Reduce-scatter where the group is sharded, else all-reduce."""
         comm = self.comm
         axes = self.axes
-        if self.policy.fixed_order and axes and comm.degree(axes) > 1:
+        if self.policy.fixed_order and comm.degree((*axes, *self.replicate_axes)) > 1:
             return FixedOrderSum(
                 comm,
                 unsharded,
                 axes,
+                self.replicate_axes,
                 is_sharded=self.is_sharded,
                 data_first=self.policy.keeps_unsharded_grad,
             )
@@ -398,7 +399,11 @@ class ParamGroup:
         """Start the sum of reduced shards over the ranks that have copies of them, once the reduction
         under way has ended; nothing where there are no copies.
         """
-        if self.replicate_axes and self._reducing is not None and self._replica_sum is None:
+        if self._reducing is None:
+            return
+        if not isinstance(self._reducing, Work):  # sums in a fixed order
+            self._reducing.start_replica_sum()
+        elif self.replicate_axes and self._replica_sum is None:
             total = self._reducing.wait()
             self._replica_sum = self.comm.start_all_reduce_(total, self.replicate_axes)
 

@@ -4,7 +4,7 @@ Note [Reductions under way]
     Under ZeRO 2 and 3 a reduction holds the unsharded gradient of its group until it is waited for.
     So at most MAX_UNDER_WAY are under way: before another one begins, the oldest is waited for. The
     other ranks have started that one, or will before they need anything of this rank: see
-    backward_order.py.
+    backward_order.py. Under ZeRO 0 and 1 the gradient stays allocated, so any number may be.
     Only without that order, where the backward is split, may a rank whose tokens do not use a
     parameter start it as late as the end of the step. Where ranks exchange tokens meanwhile (context
     and expert parallelism) a wait would be a deadlock. There a GPU keeps gradients allocated instead
@@ -13,6 +13,7 @@ Note [Reductions under way]
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 
@@ -43,17 +44,33 @@ class ReductionsUnderWay:
 
     def start(self, group: ParamGroup) -> None:
         """Start the reduction of a group, after the oldest ones under way."""
-        while len(self._groups) >= MAX_UNDER_WAY:
+        while group in self._groups:  # of an earlier backward: wait for it, in the order of all
+            self._groups.popleft().wait_reduce()
+        most = math.inf if group.policy.keeps_unsharded_grad else MAX_UNDER_WAY
+        while len(self._groups) >= most:
             oldest = self._groups[0]
             if not self._may_wait_for(oldest):
                 break
             self._groups.popleft()
             oldest.wait_reduce()
-        if self._groups and self._may_wait_for(self._groups[-1]):
-            # its reduction has had the time of a block; the sum over copies has that of the next one
-            self._groups[-1].start_replica_sum()
+        self._start_possible_replica_sums()
         group.start_reduce()
         self._groups.append(group)
+
+    def start_replica_sums(self) -> None:
+        """Start the sums over copies that are left, in the order of the reductions before them."""
+        for group in self._groups:
+            group.start_replica_sum()
+
+    def _start_possible_replica_sums(self) -> None:
+        """Start sums over copies: the reductions before them have had the time of a block, and they
+        have that of the next one. Oldest first, so that every rank starts them in the same order:
+        where a rank may not wait for one, those behind it are started later, too.
+        """
+        for group in self._groups:
+            if not group.replicate_axes or not self._may_wait_for(group):
+                return
+            group.start_replica_sum()
 
     def _may_wait_for(self, group: ParamGroup) -> bool:
         """Whether the wait for a reduction ends whatever the other ranks do meanwhile."""

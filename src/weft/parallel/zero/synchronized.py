@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from weft.comm.comm import Comm
 from weft.core.mesh import Axis
 from weft.errors import Fault, PlanError
+from weft.parallel.autograd.backward_end import after_this_backward
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.zero.global_mean import global_mean
 from weft.parallel.zero.gradient_reducer import GradientReducer
-from weft.parallel.zero.unshard_hooks import after_this_backward
 
 
 class SynchronizedModule(nn.Module):

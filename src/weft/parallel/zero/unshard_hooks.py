@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from weft.parallel.autograd.backward_end import after_this_backward
 from weft.parallel.autograd.not_compiled import not_compiled
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.recompute.recomputed_tensor import memory_of
@@ -87,12 +88,6 @@ def register_unshard_hooks(chains: Sequence[Sequence[BlockGroups]]) -> list[Remo
                 block.module.register_forward_hook(schedule.after_forward),
             ]
     return hooks
-
-
-def after_this_backward(act: Callable[[], None]) -> None:
-    """Call `act` at the end of the backward that is running in this thread."""
-    engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(act)
 
 
 class GroupsInBackward:

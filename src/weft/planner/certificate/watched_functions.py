@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.core.axes import StateAxes
 from weft.core.dimension import pipeline_axis, replicated_axes
 from weft.models.common import experts
 from weft.models.common.experts import Sorting
@@ -84,13 +85,14 @@ class WatchedFunctions:
         comm: Any,
         flat: Tensor,
         axes: tuple[str, ...],
+        replicate_axes: tuple[str, ...],
         **options: Any,
     ) -> _DeclaredSum:
         """The sum over ranks in a tree, as an all-to-all and additions."""
         pieces = self.mode.tensors.pieces(flat)
         with self.mode.paused():
-            started = original(comm, flat, axes, **options)
-        return _DeclaredSum(started, pieces, self.comm, axes)
+            started = original(comm, flat, axes, replicate_axes, **options)
+        return _DeclaredSum(started, pieces, self.comm, StateAxes(axes, replicate_axes))
 
     def _squared_norm(self, original: Callable[..., Tensor], *args: Any) -> Tensor:
         self._check_norm()
@@ -201,7 +203,7 @@ class _DeclaredSum:
     """A sum over ranks under way, of which the result is declared."""
 
     def __init__(
-        self, started: Any, pieces: list[TypedPiece], comm: StepComm, axes: Sequence[str]
+        self, started: Any, pieces: list[TypedPiece], comm: StepComm, axes: StateAxes
     ) -> None:
         self.started = started
         self.pieces = pieces
@@ -212,13 +214,20 @@ class _DeclaredSum:
         """As the sum."""
         return bool(self.started.is_completed())
 
+    def start_replica_sum(self) -> None:
+        """As the sum."""
+        with self.comm.mode.paused():
+            self.started.start_replica_sum()
+
     def wait(self) -> Tensor:
         """The sum, with types."""
         with self.comm.mode.paused():
             out: Tensor = self.started.wait()
         is_shard = self.started.is_sharded
-        start = self.comm.index(tuple(self.axes)) * out.numel() if is_shard else 0
-        summed = self.comm.summed_pieces(self.pieces, self.axes, is_shard=is_shard)
+        sharded, copied = self.axes
+        start = self.comm.index(sharded) * out.numel() if is_shard else 0
+        summed = self.comm.summed_pieces(self.pieces, sharded, is_shard=is_shard)
+        summed = self.comm.summed_pieces(summed, copied, is_shard=False)
         self.comm.mode.tensors.set_pieces(out, own_pieces(summed, start, start + out.numel()))
         return out
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from weft.core.dimension import data_axis, local_update_axes, pipeline_axis
+from weft.core.dimension import local_update_axes, pipeline_axis, plain_data_axes
 from weft.errors import ProofError
 from weft.models.common.batch import Batch
 from weft.prove.live_step.compared_numbers import LiveDifference
@@ -150,7 +150,7 @@ class LiveStepCheck:
         plan = self.step.model.plan
         num_runs = self._replica.num_replicas
         if self.step.fixed_order and plan.zero < 2:
-            num_runs = plan.mesh.degree(data_axis())
+            num_runs = plan.mesh.degree(plain_data_axes())
         return RankPlaces(plan, self.comm.rank, has_columns=self._has_columns, num_runs=num_runs)
 
     def _units(self, index: int, *, is_perturbed: bool) -> tuple[Unit, ...]:
@@ -181,7 +181,7 @@ class LiveStepCheck:
         They hardly do where blocks of the layout compute whole sequences with whole parameters, by
         kernels that compute a row alike however many there are.
         """
-        axes = {data_axis(), pipeline_axis(), *local_update_axes()}
+        axes = {*plain_data_axes(), pipeline_axis(), *local_update_axes()}
         is_alike = axes.issuperset(self.comm.mesh.wide_axes) and self.comm.device.type == "cpu"
         return self._has_noise and not self.types.has_16_bits and is_alike
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.checkpoint.state import MODEL, ParamState, param_values
 from weft.comm.comm import Comm
-from weft.comm.planned_groups import world_partition
+from weft.core.axes import world_partition
 from weft.core.dimension import local_update_axes
 from weft.train.step import TrainStep
 
