@@ -14,9 +14,11 @@ from weft.comm.device_groups import policy_of
 from weft.comm.group import Group, axis_group, world_stages
 from weft.comm.observe import (
     CallMonitor,
+    CallRecorder,
     LateRanks,
     MonitoredCall,
     Observer,
+    RecordedCall,
     TimedCall,
     WaitClock,
     failure_note,
@@ -65,6 +67,7 @@ class Comm:
         checked: whether members first compare their signatures, if that costs messages (processes).
             True at first; it may be switched, on every rank at the same point.
         wait_clock: measures the time in which this rank waits for calls; None: it is not measured.
+        recorder: sees when each call is started and waited for; None: nothing is recorded.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Comm:
         self.device = transport.device
         self.checked = True
         self.wait_clock: WaitClock | None = None
+        self.recorder: CallRecorder | None = None
         self._groups: dict[tuple[Axis, bool, Communicator], Group] = {}
 
     def degree(self, axis: Axis) -> int:
@@ -387,6 +391,16 @@ class Comm:
         return Work(pending, finish, note)
 
     def _start_call(self, call: Call, channel: Channel) -> PendingCall | None:
+        """Start a call, and record it where that is wanted."""
+        recorder = self.recorder
+        if recorder is None:
+            return self._start_monitored(call, channel)
+        number = recorder.begin_call(call)
+        pending = self._start_monitored(call, channel)
+        recorder.call_started(number)
+        return None if pending is None else RecordedCall(pending, recorder, number)
+
+    def _start_monitored(self, call: Call, channel: Channel) -> PendingCall | None:
         """Hand a call to the transport, once the monitor has seen it."""
         if self.monitor is None:
             pending = channel.start(call, self._report_late)

@@ -1,4 +1,4 @@
-"""Observation of communication: `Observer` of operations, `CallMonitor` of waits, `Counter`, and notes on late ranks."""
+"""Observation of communication: `Observer` of operations, `CallMonitor` and `CallRecorder` of waits, `Counter`, late ranks."""
 
 from __future__ import annotations
 
@@ -96,6 +96,39 @@ class MonitoredCall:
             self._pending.wait()
         finally:
             self._monitor.finished()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._pending.is_completed()
+
+
+class CallRecorder(Protocol):
+    """Sees when each call of a rank is started and waited for, while a profile is recorded."""
+
+    def begin_call(self, call: Call) -> int:
+        """The number by which the other functions name the call."""
+        ...
+
+    def call_started(self, number: int) -> None: ...
+    def begin_wait(self, number: int) -> None: ...
+    def end_wait(self, number: int) -> None: ...
+
+
+class RecordedCall:
+    """A pending call whose wait is recorded."""
+
+    def __init__(self, pending: PendingCall, recorder: CallRecorder, number: int) -> None:
+        self._pending = pending
+        self._recorder = recorder
+        self._number = number
+
+    def wait(self) -> None:
+        """Block until the call is complete."""
+        self._recorder.begin_wait(self._number)
+        try:
+            self._pending.wait()
+        finally:
+            self._recorder.end_wait(self._number)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -239,18 +272,22 @@ class Counter:
 
 def operation(call: Call) -> Operation:
     """The record of `call`."""
-    payload = call.input if call.input is not None else call.output
     count_sent = _SENT_BYTES.get(call.op)
     return Operation(
         op=call.op,
         axis=call.axis,
         group=call.ranks,
         rank=call.rank,
-        payload_bytes=_num_bytes(payload),
+        payload_bytes=payload_bytes(call),
         sent_bytes=0 if count_sent is None else count_sent(call),
         signature=Signature.of(call),
         communicator=call.communicator,
     )
+
+
+def payload_bytes(call: Call) -> int:
+    """Size of this rank's input; of a recv or broadcast, of its output."""
+    return _num_bytes(call.input if call.input is not None else call.output)
 
 
 def _num_bytes(x: Tensor | None) -> int:
