@@ -25,7 +25,7 @@ class NamedRanges:
     def push(self, name: str) -> None:
         """Open a range."""
         entered = None
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             entered = record_function(PREFIX + name)
             entered.__enter__()
         if self._has_nvtx:

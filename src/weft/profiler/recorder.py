@@ -12,17 +12,17 @@ from typing import NamedTuple
 from weft.comm.observe import payload_bytes
 from weft.comm.transport import Call
 from weft.profiler.clocks import Clock, Mark
+from weft.profiler.ranges import NamedRanges
 from weft.profiler.rank_records import (
     MOST_RECORDS,
+    STOP,
     ActionRecord,
     BlockRecord,
     CallRecord,
-    STOP,
     PhaseRecord,
     RankRecords,
     RecordHeader,
 )
-from weft.profiler.ranges import NamedRanges
 from weft.schedule.actions import KIND_MEANING, Act
 
 ACTION_PHASES = ("forward", "backward")
