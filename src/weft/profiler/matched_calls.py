@@ -63,9 +63,12 @@ class MatchedCalls:
 
     Attributes:
         blocked: by rank, in the order of their start; they do not overlap.
+        under_way: by rank and place of a call: from when on all members had started it (of a
+            collective: this rank), until it was known to be complete; of a message on either side.
     """
 
     blocked: tuple[tuple[BlockedTime, ...], ...]
+    under_way: tuple[tuple[tuple[float, float], ...], ...]
 
     @staticmethod
     def of(ranks: Sequence[RankRecords]) -> MatchedCalls:
@@ -78,12 +81,25 @@ class MatchedCalls:
                 other = joined.get(key)
                 if other is None or call.start > other.at:
                     joined[key] = Joined(call.start, number)
+        received = {key: call.waited for calls in keyed for key, call in calls if call.op == "recv"}
         return MatchedCalls(
-            tuple(
+            blocked=tuple(
                 tuple(_blocked(number, calls, joined, error_s=error_s))
                 for number, calls in enumerate(keyed)
-            )
+            ),
+            under_way=tuple(
+                tuple(_under_way(call, joined[key], received.get(key)) for key, call in calls)
+                for calls in keyed
+            ),
         )
+
+
+def _under_way(call: CallRecord, joined: Joined, received: float | None) -> tuple[float, float]:
+    """When a call was under way; a message that has been received has been sent, too."""
+    if not call.is_p2p:
+        return call.start, call.waited
+    end = call.waited if received is None else min(call.waited, received)
+    return min(max(call.start, joined.at), end), end
 
 
 def _with_keys(calls: Sequence[CallRecord]) -> Iterator[tuple[CallKey, CallRecord]]:

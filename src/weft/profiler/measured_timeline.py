@@ -98,12 +98,13 @@ def _blocks(steps: MeasuredSteps, rank: int, *, lane: str) -> Iterator[Span]:
 
 
 def _calls(steps: MeasuredSteps, rank: int, names: dict[tuple[int, int], str]) -> Iterator[Span]:
-    """Calls, on a lane a group; one begins when it was started and those before it have ended."""
-    reached: defaultdict[str, float] = defaultdict(float)
+    """Calls, on a lane a group; one begins when it was under way and those before it have ended."""
+    reached: dict[str, float] = {}
     for place, call in enumerate(steps.ranks[rank].calls):
         lane = _lane(call)
-        start = max(call.start, reached[lane])
-        reached[lane] = max(call.waited, start)
+        begin, end = steps.calls.under_way[rank][place]
+        start = max(begin, reached.get(lane, begin))
+        reached[lane] = max(end, start)
         size = f"{call.op} {call.axis}, {call.num_bytes:,} bytes"
         name = names.get((rank, place), size)
         yield Span(rank, name, call.op, start, reached[lane], lane)

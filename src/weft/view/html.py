@@ -25,7 +25,6 @@ NAMES_OF_KINDS = {
     "W": "weight gradient (W)",
     "wait": "waits for another rank",
 }
-BLOCK_COLOURS = {"block forward": "#c6dafc", "block backward": "#ceead6"}
 PHASE_COLOUR = "#dadce0"
 """Of what is on the lane of kernels and is no action."""
 SCRIPT = re.compile(r"<script>(.*)</script>", re.DOTALL)
@@ -112,10 +111,9 @@ def _colours(spans: Iterable[Span]) -> dict[str, str]:
             on_kernels.add(span.kind)
         else:
             on_others.add(span.kind)
-    known = COLOURS | BLOCK_COLOURS
-    colours = {kind: known.get(kind, PHASE_COLOUR) for kind in sorted(on_kernels)}
+    colours = {kind: COLOURS.get(kind, PHASE_COLOUR) for kind in sorted(on_kernels)}
     others = sorted(on_others - on_kernels)
-    colours |= {kind: known[kind] for kind in others if kind in known}
-    for number, kind in enumerate(kind for kind in others if kind not in known):
+    colours |= {kind: COLOURS[kind] for kind in others if kind in COLOURS}
+    for number, kind in enumerate(kind for kind in others if kind not in COLOURS):
         colours[kind] = OTHER_COLOURS[number % len(OTHER_COLOURS)]
     return colours

@@ -10,7 +10,15 @@ from weft.schedule.timeline import COMPUTE, KERNELS, Span, Timeline, lanes_of, m
 from weft.view.svg_elements import document_start, element, text_element, with_tooltip
 from weft.view.text import action_labels, figures, legend, wrapped
 
-COLOURS = {"F": "#8ab4f8", "B": "#81c995", "I": "#78d9ec", "W": "#fdd663", "wait": "#f28b82"}
+COLOURS = {
+    "F": "#8ab4f8",
+    "B": "#81c995",
+    "I": "#78d9ec",
+    "W": "#fdd663",
+    "wait": "#f28b82",
+    "block forward": "#c6dafc",
+    "block backward": "#ceead6",
+}
 OTHER_COLOUR = "#dadce0"
 """Of phases before and after the actions."""
 LANE_COLOUR = "#c58af9"
