@@ -31,7 +31,7 @@ class MeasuredPhase(NamedTuple):
 
 
 class MeasuredAction(NamedTuple):
-    """An action of a rank, from the arrival of its input on.
+    """An action of a rank, without the wait for its input.
 
     Attributes:
         blocked_s: of it, in which calls blocked the rank.
@@ -185,20 +185,22 @@ class MeasuredSteps:
         )
 
     def _actions_of(self, rank: int) -> Iterator[MeasuredAction]:
-        """The actions of a rank; one begins when the message with its input has arrived."""
+        """The actions of a rank, without the wait for the message with its input, which comes first."""
         phases = self.phases[rank]
         for name, start, end in self.ranks[rank].actions:
             place = bisect.bisect_right(phases, start, key=lambda each: each.start) - 1
-            blocked = list(self.blocked_between(rank, start, end))
-            arrivals = [
-                each.end for each in blocked if each.call.op == "recv" and _is_of_stages(each)
-            ]
-            begin = max(arrivals, default=start)
-            blocked_s = sum(each.end - each.start for each in blocked if each.start >= begin)
+            input_s = blocked_s = 0.0
+            for each in self.blocked_between(rank, start, end):
+                if each.call.op == "recv" and _is_of_stages(each):
+                    input_s += each.end - each.start
+                else:
+                    blocked_s += each.end - each.start
+            begin = start + input_s
             yield MeasuredAction(rank, phases[place].step, Act.parse(name), begin, end, blocked_s)
 
 
 def _is_of_stages(blocked: BlockedTime) -> bool:
+    """Whether a message is one between stages."""
     return blocked.call.axis == pipeline_axis()
 
 

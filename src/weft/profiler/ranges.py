@@ -11,8 +11,9 @@ PREFIX = "weft: "
 class NamedRanges:
     """Ranges that are open on a rank, the innermost last.
 
-    torch.profiler sees them where it watches the thread of the rank: one rank, and ranks of torchrun
-    or Slurm. Nothing is called while no torch.profiler runs.
+    torch.profiler watches the thread that started it: that of a rank of torchrun or Slurm. Around
+    `weft.train`, whose ranks are other threads, it needs `profile_all_threads` (docs/trace.md).
+    Nothing of torch is called while no torch.profiler runs.
 
     Args:
         device: NVTX ranges are opened on CUDA.
@@ -25,7 +26,7 @@ class NamedRanges:
     def push(self, name: str) -> None:
         """Open a range."""
         entered = None
-        if torch._C._autograd._profiler_enabled():
+        if torch.autograd.profiler._is_profiler_enabled:
             entered = record_function(PREFIX + name)
             entered.__enter__()
         if self._has_nvtx:
