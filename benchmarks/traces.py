@@ -1,7 +1,11 @@
-"""Measured against predicted steps of five layouts on this machine: python -m benchmarks.traces HARDWARE.toml [OUT]
+"""Measured against predicted steps of five layouts on this machine.
+
+    weft bench compute --ranks 2 --write two.toml && weft bench comm --mesh dp2 --write two.toml
+    weft bench compute --ranks 4 --write four.toml && weft bench comm --mesh dp4 --write four.toml
+    python -m benchmarks.traces two.toml four.toml [OUT]
 
 Prints a table for docs/trace.md: the step, the bubble and exposed communication, and how far actions are from their
-prediction. The runs stay in OUT.
+prediction. The files are of 2 and 4 ranks at once on this machine; the runs stay in OUT.
 """
 
 from __future__ import annotations
@@ -87,10 +91,13 @@ def percent(share: float | None) -> str:
 
 
 def main() -> None:
-    hardware, *others = sys.argv[1:]
+    two, four, *others = sys.argv[1:]
     out = Path(others[0] if others else "runs/traces")
     load = os.getloadavg()[0]
-    rows = [row(name, traced(name, flags, hardware, out)) for name, flags in LAYOUTS.items()]
+    rows = [
+        row(name, traced(name, flags, two if flags == "--mesh pp2" else four, out))
+        for name, flags in LAYOUTS.items()
+    ]
     for cells in (TITLES, ["---"] * len(TITLES), *rows):
         print(f"| {' | '.join(cells)} |")
     print(f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after")

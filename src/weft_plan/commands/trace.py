@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pydantic import Field, ValidationError
 
@@ -36,6 +37,8 @@ from weft_plan.tracing.trace_report import (
 
 NAME = "weft trace"
 PAGE = "trace.html"
+MOST_DRAWN_RANKS = 64
+"""Ranks of the page and the SVG, the first ones; the trace for Perfetto has all."""
 MOST_SVG_SPANS = 20_000
 MOST_PLAN_BYTES = 16 * MIB
 
@@ -192,6 +195,11 @@ def _drawn(found: Trace, *, nested: bool = False) -> list[TitledTimeline]:
     mesh = found.plan.mesh
     numbers = found.numbers if nested else (found.drawn,)
     timeline = measured_timeline(found.steps, numbers, found.plan.table, nested=nested)
+    below = f"measured: step {found.drawn}"
+    num_drawn = mesh.size if nested else min(mesh.size, MOST_DRAWN_RANKS)
+    if num_drawn < mesh.size:
+        below = f"{below}, ranks 0 to {num_drawn - 1} of {mesh.size}"
+        timeline = replace(timeline.only(ranks=range(num_drawn)), num_ranks=num_drawn)
     above = f"predicted: {prediction.source}"
     figures = _figures(prediction.bubble, "predicted")
     prefix = "predicted " if nested else ""
@@ -202,10 +210,7 @@ def _drawn(found: Trace, *, nested: bool = False) -> list[TitledTimeline]:
     return [
         TitledTimeline(above, prediction.timeline, figures, rows),
         TitledTimeline(
-            f"measured: step {found.drawn}",
-            timeline,
-            _figures(found.steps.bubble(found.drawn), "measured"),
-            ranks,
+            below, timeline, _figures(found.steps.bubble(found.drawn), "measured"), ranks
         ),
     ]
 

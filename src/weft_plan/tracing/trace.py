@@ -127,13 +127,17 @@ class Trace:
         """Seconds of a rank, the mean over the steps."""
         return statistics.fmean(map(of, self.accounts(rank)))
 
-    def waited_for(self, rank: int) -> dict[int, float]:
-        """Seconds a step that this rank waited for each other one, the most first."""
-        seconds: defaultdict[int, float] = defaultdict(float)
-        for account in self.accounts(rank):
-            for other, waited in account.waited_for.items():
-                seconds[other] += waited / len(self.numbers)
-        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+    @cached_property
+    def waited_for(self) -> tuple[Mapping[int, float], ...]:
+        """By rank, the seconds a step that it waited for each other one, the most first."""
+        found = []
+        for rank in range(self.num_ranks):
+            seconds: defaultdict[int, float] = defaultdict(float)
+            for account in self.accounts(rank):
+                for other, waited in account.waited_for.items():
+                    seconds[other] += waited / len(self.numbers)
+            found.append(dict(sorted(seconds.items(), key=lambda item: -item[1])))
+        return tuple(found)
 
     @cached_property
     def exposures(self) -> tuple[AxisExposure, ...]:
@@ -230,9 +234,7 @@ class Trace:
             relative = factor / statistics.median_low(others)
             excess_s = seconds[rank] * (1 - 1 / relative)
             if relative >= SLOW_FACTOR and excess_s >= SLOW_SHARE * self.step_s:
-                waited_s = sum(
-                    self.waited_for(other).get(rank, 0.0) for other in range(self.num_ranks)
-                )
+                waited_s = sum(each.get(rank, 0.0) for each in self.waited_for)
                 share = self.path_share(rank)
                 found.append(SlowRank(rank, relative, excess_s, waited_s, share))
         return tuple(sorted(found, key=lambda each: -each.factor))

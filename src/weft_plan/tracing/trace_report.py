@@ -95,7 +95,7 @@ def rank_table(trace: Trace) -> TextTable:
     """Busy, waiting and communication time of each rank, seconds a step."""
     rows = []
     for rank in range(trace.num_ranks):
-        waited = trace.waited_for(rank)
+        waited = trace.waited_for[rank]
         most = next(iter(waited), None)
         cells = (
             f"{rank} ({trace.plan.mesh.coord_text(rank)})" if trace.num_ranks > 1 else str(rank),
