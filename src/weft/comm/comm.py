@@ -391,17 +391,9 @@ class Comm:
         return Work(pending, finish, note)
 
     def _start_call(self, call: Call, channel: Channel) -> PendingCall | None:
-        """Start a call, and record it where that is wanted."""
+        """Hand a call to the transport, once the monitor and the recorder have seen it."""
         recorder = self.recorder
-        if recorder is None:
-            return self._start_monitored(call, channel)
-        number = recorder.begin_call(call)
-        pending = self._start_monitored(call, channel)
-        recorder.call_started(number)
-        return None if pending is None else RecordedCall(pending, recorder, number)
-
-    def _start_monitored(self, call: Call, channel: Channel) -> PendingCall | None:
-        """Hand a call to the transport, once the monitor has seen it."""
+        begin = None if recorder is None else recorder.begin_call(call)
         if self.monitor is None:
             pending = channel.start(call, self._report_late)
         else:
@@ -409,9 +401,12 @@ class Comm:
             pending = channel.start(call, self._report_late)
             if pending is not None:
                 pending = MonitoredCall(pending, call, monitor=self.monitor, position=position)
-        if pending is None or self.wait_clock is None:
-            return pending
-        return TimedCall(pending, self.wait_clock)
+        record = [] if recorder is None else recorder.call_started(call, begin)
+        if pending is None:
+            return None
+        if self.wait_clock is not None:
+            pending = TimedCall(pending, self.wait_clock)
+        return pending if recorder is None else RecordedCall(pending, recorder, record)
 
     def _report_late(self, call: Call, missing: tuple[int, ...], waited_s: float) -> None:
         self.on_late(late_ranks(call, missing, waited_s, mesh=self.mesh, rank=self.rank))

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -105,30 +105,35 @@ class MonitoredCall:
 class CallRecorder(Protocol):
     """Sees when each call of a rank is started and waited for, while a profile is recorded."""
 
-    def begin_call(self, call: Call) -> int:
-        """The number by which the other functions name the call."""
+    def begin_call(self, call: Call) -> Any:
+        """The time before a call is handed over."""
         ...
 
-    def call_started(self, number: int) -> None: ...
-    def begin_wait(self, number: int) -> None: ...
-    def end_wait(self, number: int) -> None: ...
+    def call_started(self, call: Call, begin: Any) -> list[Any]:
+        """The record of a call that was begun at this time; others may join it already."""
+        ...
+
+    def begin_wait(self, record: list[Any]) -> None: ...
+    def end_wait(self, record: list[Any]) -> None: ...
 
 
 class RecordedCall:
     """A pending call whose wait is recorded."""
 
-    def __init__(self, pending: PendingCall, recorder: CallRecorder, number: int) -> None:
+    __slots__ = ("_pending", "_record", "_recorder")
+
+    def __init__(self, pending: PendingCall, recorder: CallRecorder, record: list[Any]) -> None:
         self._pending = pending
         self._recorder = recorder
-        self._number = number
+        self._record = record
 
     def wait(self) -> None:
         """Block until the call is complete."""
-        self._recorder.begin_wait(self._number)
+        self._recorder.begin_wait(self._record)
         try:
             self._pending.wait()
         finally:
-            self._recorder.end_wait(self._number)
+            self._recorder.end_wait(self._record)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -272,22 +277,18 @@ class Counter:
 
 def operation(call: Call) -> Operation:
     """The record of `call`."""
+    payload = call.input if call.input is not None else call.output
     count_sent = _SENT_BYTES.get(call.op)
     return Operation(
         op=call.op,
         axis=call.axis,
         group=call.ranks,
         rank=call.rank,
-        payload_bytes=payload_bytes(call),
+        payload_bytes=_num_bytes(payload),
         sent_bytes=0 if count_sent is None else count_sent(call),
         signature=Signature.of(call),
         communicator=call.communicator,
     )
-
-
-def payload_bytes(call: Call) -> int:
-    """Size of this rank's input; of a recv or broadcast, of its output."""
-    return _num_bytes(call.input if call.input is not None else call.output)
 
 
 def _num_bytes(x: Tensor | None) -> int:

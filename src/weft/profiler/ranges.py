@@ -13,7 +13,6 @@ class NamedRanges:
 
     torch.profiler watches the thread that started it: that of a rank of torchrun or Slurm. Around
     `weft.train`, whose ranks are other threads, it needs `profile_all_threads` (docs/trace.md).
-    Nothing of torch is called while no torch.profiler runs.
 
     Args:
         device: NVTX ranges are opened on CUDA.
@@ -22,6 +21,10 @@ class NamedRanges:
     def __init__(self, device: torch.device) -> None:
         self._has_nvtx = device.type == "cuda"
         self._open: list[record_function | None] = []
+
+    def are_seen(self) -> bool:
+        """Whether another profiler may see them; ranges cost a CPU more than what is recorded."""
+        return self._has_nvtx or torch.autograd.profiler._is_profiler_enabled
 
     def push(self, name: str) -> None:
         """Open a range."""
@@ -34,7 +37,9 @@ class NamedRanges:
         self._open.append(entered)
 
     def pop(self) -> None:
-        """Close the innermost one."""
+        """Close the innermost one, if one is open: a profiler may have begun inside it."""
+        if not self._open:
+            return
         entered = self._open.pop()
         if entered is not None:
             entered.__exit__(None, None, None)

@@ -7,9 +7,8 @@ A record is a list append and two or three marks of the clock; nothing is format
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
-from weft.comm.observe import payload_bytes
 from weft.comm.transport import Call
 from weft.profiler.clocks import Clock, Mark
 from weft.profiler.ranges import NamedRanges
@@ -27,23 +26,8 @@ from weft.schedule.actions import KIND_MEANING, Act
 
 ACTION_PHASES = ("forward", "backward")
 """Phases that are reported with every action: one phase here."""
-LEFT_OUT = -1
-NUM_CALL_MARKS = 4
-"""Of a call: when its start and the wait for it began and ended."""
-
-
-class _CallFacts(NamedTuple):
-    """What is kept of a call: without its tensors, which others may use when it has ended."""
-
-    op: str
-    axis: str
-    ranks: tuple[int, ...]
-    num_bytes: int
-    communicator: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.op} {self.axis}, {self.num_bytes:,} bytes"
+NUM_WAIT_MARKS = 2
+"""Begin and end; fewer where the call is waited for later."""
 
 
 class RankRecorder:
@@ -62,7 +46,7 @@ class RankRecorder:
         self._phases: list[tuple[int, str, Mark]] = []
         self._actions: list[tuple[Act, Mark, Mark]] = []
         self._blocks: list[tuple[str, Mark]] = []
-        self._calls: list[tuple[_CallFacts, list[Mark]]] = []
+        self._calls: list[list[Any]] = []
         self._action: tuple[Act, Mark] | None = None
         self._is_block_open = False
 
@@ -73,14 +57,15 @@ class RankRecorder:
         if is_action and last is not None and last[:2] == (step, ACTION_PHASES[0]):
             return
         if self._has_room():
-            if last is not None:
-                self._ranges.pop()
             self._phases.append((step, name, self._now()))
-            self._ranges.push(f"step {step} {'actions' if is_action else name}")
+            if self._ranges.are_seen():
+                self._ranges.close()
+                self._ranges.push(f"step {step} {'actions' if is_action else name}")
 
     def begin_action(self, act: Act) -> None:
         """An action begins."""
-        self._ranges.push(_range_name(act))
+        if self._ranges.are_seen():
+            self._ranges.push(_range_name(act))
         self._action = act, self._now()
 
     def end_action(self) -> None:
@@ -90,7 +75,8 @@ class RankRecorder:
         if self._has_room():
             self._actions.append((act, begin, self._now()))
         self._close_block()
-        self._ranges.pop()
+        if self._ranges.are_seen():
+            self._ranges.pop()
         self._action = None
 
     def block(self, name: str) -> None:
@@ -98,7 +84,9 @@ class RankRecorder:
         if self._action is None or not self._has_room():  # an evaluation, or a check of a step
             return
         self._blocks.append((name, self._now()))
-        if self._action[0].kind == "F":  # in a backward the ranges of autograd are open
+        if (
+            self._ranges.are_seen() and self._action[0].kind == "F"
+        ):  # in a backward the ranges of autograd are open
             self._close_block()
             self._ranges.push(name)
             self._is_block_open = True
@@ -108,36 +96,36 @@ class RankRecorder:
             self._ranges.pop()
             self._is_block_open = False
 
-    def begin_call(self, call: Call) -> int:
-        """A call is started: its number."""
-        facts = _CallFacts(call.op, call.axis, call.ranks, payload_bytes(call), call.communicator)
-        self._ranges.push(facts.name)
-        if not self._has_room():
-            return LEFT_OUT
-        number = len(self._calls)
-        self._calls.append((facts, [self._now()]))
-        return number
+    def begin_call(self, call: Call) -> Mark:
+        """The time before a call is handed over: nothing else, as other ranks may wait for it."""
+        if self._ranges.are_seen():
+            self._ranges.push(_call_name(call.op, call.axis))
+        return self._now()
 
-    def call_started(self, number: int) -> None:
-        """The rank goes on."""
-        self._ranges.pop()
-        self._mark_call(number)
-
-    def begin_wait(self, number: int) -> None:
-        """The rank waits for a call."""
-        if number != LEFT_OUT:
-            self._ranges.push(f"wait for {self._calls[number][0].name}")
-        self._mark_call(number)
-
-    def end_wait(self, number: int) -> None:
-        """The rank has waited."""
-        self._mark_call(number)
-        if number != LEFT_OUT:
+    def call_started(self, call: Call, begin: Mark) -> list[Any]:
+        """The record of a call: without its tensors, which others may use when it has ended."""
+        end = self._now()
+        if self._ranges.are_seen():
             self._ranges.pop()
+        tensor = call.input if call.input is not None else call.output
+        num_bytes = 0 if tensor is None else tensor.nbytes
+        record = [call.op, call.axis, call.ranks, num_bytes, call.communicator, begin, end]
+        if self._has_room():
+            self._calls.append(record)
+        return record
 
-    def _mark_call(self, number: int) -> None:
-        if number != LEFT_OUT:
-            self._calls[number][1].append(self._now())
+    def begin_wait(self, record: list[Any]) -> None:
+        """The rank waits for a call."""
+        if self._ranges.are_seen():
+            op, axis, *_ = record
+            self._ranges.push(f"wait for {_call_name(op, axis)}")
+        record.append(self._now())
+
+    def end_wait(self, record: list[Any]) -> None:
+        """The rank has waited."""
+        record.append(self._now())
+        if self._ranges.are_seen():
+            self._ranges.pop()
 
     def _has_room(self) -> bool:
         if self._num_left:
@@ -164,11 +152,12 @@ class RankRecorder:
             return self._seconds(mark, header.offset_s) - origin_s
 
         calls = []
-        for facts, marks in list(self._calls):
-            start, started = read(marks[0]), read(marks[1])
-            is_waited_for = len(marks) == NUM_CALL_MARKS
-            wait, waited = map(read, marks[2:]) if is_waited_for else (started, started)
-            calls.append(CallRecord(*facts, start, started, wait, waited))
+        for op, axis, ranks, num_bytes, communicator, *marks in self._calls:
+            start, started, *waits = map(read, marks)
+            wait, waited = waits if len(waits) == NUM_WAIT_MARKS else (started, started)
+            calls.append(
+                CallRecord(op, axis, ranks, num_bytes, communicator, start, started, wait, waited)
+            )
         return RankRecords(
             header=replace(header, origin_s=origin_s, num_left_out=self.num_left_out),
             phases=tuple(PhaseRecord(step, name, read(mark)) for step, name, mark in self._phases),
@@ -186,3 +175,7 @@ class RankRecorder:
 def _range_name(act: Act) -> str:
     meaning, _, _ = KIND_MEANING[act.kind].partition(":")
     return f"{act}: {meaning}, stage {act.stage}, micro-batch {act.mb}"
+
+
+def _call_name(op: str, axis: str) -> str:
+    return f"{op} {axis}"
