@@ -10,13 +10,13 @@ import pytest
 from tests.profiler.simulated_records import simulated_records
 from weft.errors import UserError
 from weft.profiler.profile_folder import new_profile_folder, profile_numbers, read_profile
-from weft.profiler.rank_records import BlockRecord, RankRecords, file_name, read_records
+from weft.profiler.rank_records import BlockStart, RankRecords, file_name, read_records
 from weft.schedule.catalog import make_table
 
 
 def records() -> tuple[RankRecords, ...]:
     found = simulated_records(make_table("1f1b", ranks=2, microbatches=3), hop=0.25)
-    return tuple(replace(each, blocks=(BlockRecord("layer0", 0.125),)) for each in found)
+    return tuple(replace(each, blocks=(BlockStart("layer0", 0.125),)) for each in found)
 
 
 def write(folder: Path, ranks: tuple[RankRecords, ...]) -> None:

@@ -14,7 +14,7 @@ from weft.comm.device_groups import policy_of
 from weft.comm.group import Group, axis_group, world_stages
 from weft.comm.observe import (
     CallMonitor,
-    CallRecorder,
+    CallProfiler,
     LateRanks,
     MonitoredCall,
     Observer,
@@ -93,7 +93,7 @@ class Comm:
         self.device = transport.device
         self.checked = True
         self.wait_clock: WaitClock | None = None
-        self.recorder: CallRecorder | None = None
+        self.recorder: CallProfiler | None = None
         self._groups: dict[tuple[Axis, bool, Communicator], Group] = {}
 
     def degree(self, axis: Axis) -> int:

@@ -1,4 +1,4 @@
-"""Observation of communication: `Observer` of operations, `CallMonitor` and `CallRecorder` of waits, `Counter`, late ranks."""
+"""Observation of communication: `Observer` of operations, `CallMonitor` and `CallProfiler` of waits, `Counter`, late ranks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class MonitoredCall:
         return self._pending.is_completed()
 
 
-class CallRecorder(Protocol):
+class CallProfiler(Protocol):
     """Sees when each call of a rank is started and waited for, while a profile is recorded."""
 
     def begin_call(self, call: Call) -> Any:
@@ -122,7 +122,7 @@ class RecordedCall:
 
     __slots__ = ("_pending", "_record", "_recorder")
 
-    def __init__(self, pending: PendingCall, recorder: CallRecorder, record: list[Any]) -> None:
+    def __init__(self, pending: PendingCall, recorder: CallProfiler, record: list[Any]) -> None:
         self._pending = pending
         self._recorder = recorder
         self._record = record

@@ -2,7 +2,7 @@
 
 Note [One clock]
     The monotonic clock of a host is one clock for all its processes. Between hosts all ranks gather
-    the times at which each of them enters the same collective, several times. Nobody leaves such a
+    the times at which each of them enters the same collective, several times. No rank leaves such a
     collective before the last rank has entered it. So if rank r is o ahead of rank 0, then
 
         it left after rank 0 entered       left_r - o >= entered_0       o <= left_r - entered_0
@@ -30,7 +30,7 @@ Mark = Any
 """A time of a clock that is not read yet: seconds, or an event on a device."""
 
 
-class Clock(Protocol):
+class ProfileClock(Protocol):
     """Marks points in time; `seconds` reads a mark once the work before it has ended."""
 
     def now(self) -> Mark: ...
@@ -73,7 +73,7 @@ class CudaClock:
         return self._origin_s + 1e-3 * float(self._origin.elapsed_time(mark))
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> ProfileClock:
     """The clock by which work on a device is timed."""
     return CudaClock() if device.type == "cuda" else HostClock()
 

@@ -10,7 +10,7 @@ Note [Waiting and communication]
                                     |<-- waiting --->|<-- commun. -->|
 
     A call that goes on while its rank computes may block the rank only while it is being started:
-    then nobody is waited for.
+    then it waits for no other rank.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class ActionRecord(NamedTuple):
     end: float
 
 
-class BlockRecord(NamedTuple):
+class BlockStart(NamedTuple):
     """The forward or backward of a block begins."""
 
     name: str
@@ -117,7 +117,7 @@ class RankRecords:
     header: RecordHeader
     phases: tuple[PhaseRecord, ...]
     actions: tuple[ActionRecord, ...]
-    blocks: tuple[BlockRecord, ...]
+    blocks: tuple[BlockStart, ...]
     calls: tuple[CallRecord, ...]
 
     def shifted(self, seconds: float) -> RankRecords:
@@ -192,7 +192,7 @@ def read_records(path: Path) -> RankRecords:
 def _of_lines(header: RecordHeader, lines: Iterable[list[Any]]) -> RankRecords:
     phases: list[PhaseRecord] = []
     actions: list[ActionRecord] = []
-    blocks: list[BlockRecord] = []
+    blocks: list[BlockStart] = []
     calls: list[CallRecord] = []
     for kind, *fields in lines:
         match kind:
@@ -204,7 +204,7 @@ def _of_lines(header: RecordHeader, lines: Iterable[list[Any]]) -> RankRecords:
                 actions.append(ActionRecord(str(name), start * NANOSECOND, end * NANOSECOND))
             case "block":
                 name, start = fields
-                blocks.append(BlockRecord(str(name), start * NANOSECOND))
+                blocks.append(BlockStart(str(name), start * NANOSECOND))
             case "call":
                 calls.append(_call(*fields))
             case _:

@@ -18,8 +18,8 @@ from weft.errors import counted
 from weft.profiler.clocks import clock_of, clock_offset
 from weft.profiler.profile_folder import CONFIG_FILE, FOLDER, PLAN_FILE, new_profile_folder
 from weft.profiler.ranges import NamedRanges
+from weft.profiler.rank_recorder import RankRecorder
 from weft.profiler.rank_records import RecordHeader, file_name
-from weft.profiler.recorder import RankRecorder
 from weft.run.rank_status import OnPhase, Phase
 from weft.train.step import TrainStep
 from weft.train.step_phases import report_blocks

@@ -24,8 +24,8 @@ from weft.view.svg import TitledTimeline, stacked_svg
 from weft.view.text import wrapped
 from weft_plan.commands.schedule import screen_columns, write_picture
 from weft_plan.entries import TRACE
+from weft_plan.tracing.compared_steps import Trace, common_steps
 from weft_plan.tracing.step_prediction import StepPrediction, predict_schedule
-from weft_plan.tracing.trace import Trace, common_steps
 from weft_plan.tracing.trace_report import (
     MOST_RANKS,
     rank_table,

@@ -11,7 +11,7 @@ from weft.profiler.critical_path import work_on_path
 from weft.profiler.measured_steps import StepAccount
 from weft.view.quantity import short_time
 from weft.view.text_table import TextTable
-from weft_plan.tracing.trace import SLOW_FACTOR, SlowRank, Trace
+from weft_plan.tracing.compared_steps import SLOW_FACTOR, SlowRank, Trace
 
 MOST_DIFFERENCES = 8
 MOST_WORK = 4

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from weft.comm.transport import Call
-from weft.profiler.clocks import Clock, Mark
+from weft.profiler.clocks import Mark, ProfileClock
 from weft.profiler.ranges import NamedRanges
 from weft.profiler.rank_records import (
     MOST_RECORDS,
     STOP,
     ActionRecord,
-    BlockRecord,
+    BlockStart,
     CallRecord,
     PhaseRecord,
     RankRecords,
@@ -37,7 +37,9 @@ class RankRecorder:
         num_left_out: records above the limit.
     """
 
-    def __init__(self, clock: Clock, ranges: NamedRanges, *, most: int = MOST_RECORDS) -> None:
+    def __init__(
+        self, clock: ProfileClock, ranges: NamedRanges, *, most: int = MOST_RECORDS
+    ) -> None:
         self._clock = clock
         self._now = clock.now
         self._ranges = ranges
@@ -164,7 +166,7 @@ class RankRecorder:
             actions=tuple(
                 ActionRecord(str(act), read(begin), read(end)) for act, begin, end in self._actions
             ),
-            blocks=tuple(BlockRecord(name, read(mark)) for name, mark in self._blocks),
+            blocks=tuple(BlockStart(name, read(mark)) for name, mark in self._blocks),
             calls=tuple(calls),
         )
 
