@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from weft.core.dimension import pipeline_axis
+from weft.profiler.critical_path import CriticalPath
 from weft.profiler.measured_steps import MeasuredSteps
 from weft.profiler.rank_records import CallRecord
 from weft.schedule.actions import Table
@@ -15,17 +16,24 @@ from weft.schedule.timeline import KERNELS, Span, Timeline
 
 BLOCKS = "blocks"
 WAITS = "waits"
-"""The lanes of blocks, and of times in which a rank waits for another one."""
+PATH = "critical path"
+"""The lanes of blocks, of times in which a rank waits for another one, and of what is critical."""
 PHASE_NAMES = {"forward": "targets", "end": "between steps"}
 """Of phases: what comes before the first action, and after a step; the others keep their names."""
 
 
 def measured_timeline(
-    steps: MeasuredSteps, numbers: tuple[int, ...], table: Table, *, nested: bool = False
+    steps: MeasuredSteps,
+    numbers: tuple[int, ...],
+    table: Table,
+    *,
+    paths: Sequence[CriticalPath] = (),
+    nested: bool = False,
 ) -> Timeline:
     """The timeline of some steps; times begin with the first action phase of the first one.
 
     Args:
+        paths: critical paths, which are drawn on a lane of their own.
         nested: with the steps, and with blocks inside their actions, on the lane of kernels; else
             without steps, and blocks have a lane of their own.
     """
@@ -47,6 +55,7 @@ def measured_timeline(
             *_blocks(steps, rank, lane=KERNELS if nested else BLOCKS),
             *_calls(steps, rank, names),
             *_waits(steps, rank),
+            *_path_pieces(paths, rank),
         ]
         spans.extend(
             span._replace(start=span.start - zero, end=span.end - zero)
@@ -126,6 +135,14 @@ def _waits(steps: MeasuredSteps, rank: int) -> Iterator[Span]:
             name = f"waits for rank {blocked.joined.rank} ({blocked.call.op} {blocked.call.axis})"
             end = blocked.start + blocked.waiting
             yield Span(rank, name, "wait", blocked.start, end, WAITS)
+
+
+def _path_pieces(paths: Sequence[CriticalPath], rank: int) -> Iterator[Span]:
+    for path in paths:
+        for piece in path.pieces:
+            if piece.rank == rank:
+                name = f"critical path: {piece.call or 'computes'}"
+                yield Span(rank, name, PATH, piece.start, piece.end, PATH)
 
 
 def _message_names(steps: MeasuredSteps, table: Table) -> dict[tuple[int, int], str]:

@@ -16,6 +16,7 @@ COLOURS = {
     "I": "#78d9ec",
     "W": "#fdd663",
     "wait": "#f28b82",
+    "critical path": "#d01884",
     "block forward": "#c6dafc",
     "block backward": "#ceead6",
 }

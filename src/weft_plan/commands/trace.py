@@ -194,7 +194,8 @@ def _drawn(found: Trace, *, nested: bool = False) -> list[TitledTimeline]:
     prediction = found.prediction
     mesh = found.plan.mesh
     numbers = found.numbers if nested else (found.drawn,)
-    timeline = measured_timeline(found.steps, numbers, found.plan.table, nested=nested)
+    paths = [path for path in found.paths if path.step in numbers]
+    timeline = measured_timeline(found.steps, numbers, found.plan.table, paths=paths, nested=nested)
     below = f"measured: step {found.drawn}"
     num_drawn = mesh.size if nested else min(mesh.size, MOST_DRAWN_RANKS)
     if num_drawn < mesh.size:

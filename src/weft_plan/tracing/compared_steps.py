@@ -66,7 +66,7 @@ class AxisExposure(NamedTuple):
         waiting: for ranks that came later.
         communication: after that, in the whole step.
         in_actions: the part of `communication` during actions.
-        predicted: of the same; None where it is not predicted.
+        predicted: of the same, for collectives; None where it is not predicted.
     """
 
     axis: str
@@ -153,7 +153,7 @@ class Trace:
                 waiting.get(axis, 0.0),
                 communication.get(axis, 0.0),
                 in_actions.get(axis, 0.0),
-                None if predicted is None else predicted.get(axis, 0.0),
+                None if predicted is None or axis == pipeline_axis() else predicted.get(axis, 0.0),
             )
             for axis in axes
         ]

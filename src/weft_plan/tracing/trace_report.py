@@ -157,7 +157,7 @@ def exposure_table(trace: Trace) -> TextTable:
         )
         for each in trace.exposures
     )
-    note = "of the rank with the most; predicted: during actions"
+    note = "of the rank with the most; predicted: of collectives, during actions"
     if trace.prediction.exposed_s is None:
         note += ", with --hardware"
     return TextTable(
