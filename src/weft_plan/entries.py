@@ -39,7 +39,7 @@ SIMULATE = Command(
 )
 TRACE = Command(
     "RUN [--hardware mine.toml] [--step 11] [--json] [--svg x.svg] [--perfetto x.json]",
-    "profiled steps: measured below predicted, critical path, slow ranks",
+    "profiled steps, measured and predicted: waits, slow ranks",
     imported("weft_plan.commands.trace:trace"),
     purpose="train",
 )
