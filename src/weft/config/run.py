@@ -92,7 +92,7 @@ class Run(ConfigSection):
         None,
         title="steps FIRST:END",
         examples=["10:13"],
-        description="steps to record, END not among them: 10:13 are 10, 11 and 12; then weft trace RUN",
+        description="steps to record for `weft trace`; END is not among them: 10:13 are 10, 11 and 12",
     )
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(

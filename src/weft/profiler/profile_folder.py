@@ -72,7 +72,7 @@ def read_profile(run_folder: Path, number: int | None = None) -> Profile:
     """
     numbers = profile_numbers(run_folder)
     if not numbers:
-        fix = f"weft train {run_folder} --profile 10:13, with steps that are still to come"
+        fix = "resume the run with --profile and steps that are still to come"
         what = "no steps of the run were recorded"
         raise UserError(Fault(str(run_folder), what, need=f"a folder {FOLDER}", fix=fix))
     if number is None:

@@ -185,7 +185,7 @@ def read_records(path: Path) -> RankRecords:
         return _of_lines(RecordHeader(**fields), records)
     except (UnreadableFile, ValueError, TypeError, KeyError, IndexError) as error:
         what = "is no whole record of a rank"
-        fix = "record again: weft train ... --profile 10:13"
+        fix = "record steps again with --profile"
         raise UserError(Fault(str(path), what, got=str(error)[:80], fix=fix)) from None
 
 

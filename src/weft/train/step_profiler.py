@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -136,7 +137,10 @@ class StepProfiler:
         text = (
             f"profile: {counted(num_steps, 'step')} from step {header.first} recorded in {folder}"
         )
-        return {"event": "note", "text": f"{text}; see weft trace {self._run_folder}"}
+        return {
+            "event": "note",
+            "text": f"{text}; see weft trace {shlex.quote(str(self._run_folder))}",
+        }
 
 
 def _write(recorder: RankRecorder, header: RecordHeader, folder: Path) -> None:

@@ -89,7 +89,7 @@ def trace(words: Sequence[str]) -> int:
     options, places = read_options(words, TraceOptions)
     if len(places) != 1:
         got = " ".join(places) or "nothing"
-        raise UserError(Fault(NAME, "takes one run folder", got, fix="weft trace runs/first"))
+        raise UserError(Fault(NAME, "takes one run folder", got, fix="see weft runs"))
     folder = run_folder_of(places[0], command=NAME)
     profile = read_profile(folder, options.number)
     page = options.html or str(profile.folder / PAGE)
@@ -132,7 +132,7 @@ def _trace_of(profile: Profile, options: TraceOptions) -> Trace:
         need = f"one of {', '.join(map(str, steps.numbers))}"
         if not steps.numbers:
             need = f"a whole one of steps {header.first} to {header.end - 1}"
-        fix = "leave --step out" if steps.numbers else "weft train ... --profile with later steps"
+        fix = "leave --step out" if steps.numbers else "record steps again with --profile"
         what = "was not recorded on all ranks"
         raise UserError(Fault("step", what, got=str(options.step), need=need, fix=fix))
     return Trace(profile, plan, steps, numbers, _predict(profile, plan, steps, numbers, options))
@@ -150,7 +150,7 @@ def _plan_of(profile: Profile) -> Plan:
     except (UnreadableFile, ValidationError) as error:
         what = "is no plan of a run"
         first = str(error).partition("\n")[0]
-        fix = "record again: weft train ... --profile 10:13"
+        fix = "record steps again with --profile"
         raise UserError(Fault(str(path), what, got=first, fix=fix)) from None
 
 
