@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import weft
 from tests.tiny_run import TINY, write_text
 from weft.cli import main
-from weft.errors import EXIT_OK, EXIT_USER
+from weft.errors import EXIT_OK, EXIT_USER, UserError
 from weft.parallel.pipeline.player import Player, StepState
 from weft.profiler.critical_path import critical_path
 from weft.profiler.measured_steps import MeasuredSteps
@@ -256,3 +258,51 @@ def weft_trace() -> Any:
     from weft_plan.entries import TRACE
 
     return TRACE
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two pipeline ranks, profiled."""
+    return train(tmp_path_factory.mktemp("recorded"), "--mesh", "pp2", "--profile", "2:4", steps=4)
+
+
+VALUES = (0, -1, 10**18, 1.5, "", "x", "F9.9", "</script>", None, True, [], {}, [9], float("nan"))
+
+
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_no_record_makes_it_fail_in_another_way(
+    recorded: Path, data: st.DataObject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recorded / "profile" / "1"
+    path = folder / data.draw(
+        st.sampled_from(["rank-00000.jsonl", "rank-00001.jsonl", "plan.json"])
+    )
+    text = path.read_text()
+    lines = text.splitlines()
+    place = data.draw(st.integers(0, len(lines) - 1))
+    try:
+        line: Any = json.loads(lines[place])
+        if not isinstance(line, list | dict):
+            raise ValueError("a line of an indented file")
+        key = data.draw(st.sampled_from(list(line) if isinstance(line, dict) else range(len(line))))
+        line[key] = data.draw(st.sampled_from(VALUES))
+        lines[place] = json.dumps(line)
+    except ValueError:
+        del lines[place]
+    try:
+        path.write_text("\n".join(lines) + "\n")
+        assert trace_code(str(recorded), "--html", str(recorded / "x.html")) in (EXIT_OK, EXIT_USER)
+    finally:
+        path.write_text(text)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def trace_code(*words: str) -> int:
+    """The exit code, as the program has it."""
+    try:
+        return trace(words)
+    except UserError:
+        return EXIT_USER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ FOLDER = "profile"
 CONFIG_FILE = "run.toml"
 """The config of the start that was profiled, beside the records."""
 PLAN_FILE = "plan.json"
+MOST_NAMED = 3
+"""Missing files that a message names."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ def _is_whole(run_folder: Path, number: int) -> bool:
 
 
 def _missing(folder: Path, num_ranks: int) -> list[int]:
-    return [rank for rank in range(num_ranks) if not (folder / file_name(rank)).is_file()]
+    """The first ranks without a file."""
+    found = (rank for rank in range(num_ranks) if not (folder / file_name(rank)).is_file())
+    return list(itertools.islice(found, MOST_NAMED + 1))
 
 
 def _check_complete(folder: Path, num_ranks: int) -> None:
@@ -111,7 +116,8 @@ def _check_complete(folder: Path, num_ranks: int) -> None:
     """
     missing = _missing(folder, num_ranks)
     if missing:
-        got = f"no {', '.join(map(file_name, missing[:3]))}" + (" ..." if missing[3:] else "")
+        got = f"no {', '.join(map(file_name, missing[:MOST_NAMED]))}"
+        got += " ..." if missing[MOST_NAMED:] else ""
         need = counted(num_ranks, "file")
         fix = "copy them from the hosts of these ranks, which have the folder of the same name"
         raise UserError(Fault(str(folder), "records of ranks are missing", got, need, fix))

@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.errors import Fault, UserError
+from weft.errors import Fault, UserError, printable
 from weft.small_files import MIB, UnreadableFile, read_text
 
 VERSION = 1
@@ -182,11 +183,27 @@ def read_records(path: Path) -> RankRecords:
         records = [json.loads(line) for line in lines]
         if fields["version"] != VERSION or records.pop() != ["end", len(lines) - 1]:
             raise ValueError("another version, or cut short")
-        return _of_lines(RecordHeader(**fields), records)
+        header = RecordHeader(**fields)
+        _check_types(header)
+        return _of_lines(header, records)
     except (UnreadableFile, ValueError, TypeError, KeyError, IndexError) as error:
         what = "is no whole record of a rank"
+        got = error.what if isinstance(error, UnreadableFile) else str(error)[:80]
         fix = "record steps again with --profile"
-        raise UserError(Fault(str(path), what, got=str(error)[:80], fix=fix)) from None
+        raise UserError(Fault(str(path), what, got=printable(got), fix=fix)) from None
+
+
+def _check_types(header: RecordHeader) -> None:
+    """Every field has the type that it is declared with.
+
+    Raises:
+        ValueError: one has not.
+    """
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "str": (str,), "float": (int, float)}
+    for field in fields_of(header):
+        value = getattr(header, field.name)
+        if not isinstance(value, kinds[str(field.type)]) or value != value:
+            raise ValueError(f"{field.name} is {value!r}")
 
 
 def _of_lines(header: RecordHeader, lines: Iterable[list[Any]]) -> RankRecords:
@@ -198,13 +215,13 @@ def _of_lines(header: RecordHeader, lines: Iterable[list[Any]]) -> RankRecords:
         match kind:
             case "phase":
                 step, name, start = fields
-                phases.append(PhaseRecord(int(step), str(name), start * NANOSECOND))
+                phases.append(PhaseRecord(_whole_number(step), _text(name), _seconds(start)))
             case "action":
                 name, start, end = fields
-                actions.append(ActionRecord(str(name), start * NANOSECOND, end * NANOSECOND))
+                actions.append(ActionRecord(_text(name), _seconds(start), _seconds(end)))
             case "block":
                 name, start = fields
-                blocks.append(BlockStart(str(name), start * NANOSECOND))
+                blocks.append(BlockStart(_text(name), _seconds(start)))
             case "call":
                 calls.append(_call(*fields))
             case _:
@@ -213,8 +230,38 @@ def _of_lines(header: RecordHeader, lines: Iterable[list[Any]]) -> RankRecords:
 
 
 def _call(
-    op: str, axis: str, ranks: list[int], num_bytes: int, communicator: str, *times: int
+    op: object, axis: object, ranks: object, num_bytes: object, communicator: object, *times: object
 ) -> CallRecord:
-    start, started, wait, waited = (time * NANOSECOND for time in times)
-    group = tuple(map(int, ranks))
-    return CallRecord(op, axis, group, num_bytes, communicator, start, started, wait, waited)
+    if not isinstance(ranks, list):
+        raise ValueError(f"{ranks!r} are no ranks")
+    start, started, wait, waited = map(_seconds, times)
+    call = CallRecord(
+        op=_text(op),
+        axis=_text(axis),
+        ranks=tuple(map(_whole_number, ranks)),
+        num_bytes=_whole_number(num_bytes),
+        communicator=_text(communicator),
+        start=start,
+        started=started,
+        wait=wait,
+        waited=waited,
+    )
+    if not call.ranks or (call.is_p2p and len(call.ranks) != 2):
+        raise ValueError(f"{ranks!r} are no ranks of a call")
+    return call
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _whole_number(value: object) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def _seconds(value: object) -> float:
+    return _whole_number(value) * NANOSECOND

@@ -11,6 +11,7 @@ from weft.commands.console import check_files, print_json, print_result, show_he
 from weft.commands.run_list import run_folder_of
 from weft.config.command_options import JsonOptions, read_options
 from weft.config.run import hardware_of
+from weft.config.run_files import stored_config
 from weft.errors import EXIT_OK, ConfigError, Fault, UserError
 from weft.layout.plan import Plan
 from weft.profiler.measured_steps import MeasuredSteps
@@ -24,7 +25,7 @@ from weft.view.svg import TitledTimeline, stacked_svg
 from weft.view.text import wrapped
 from weft_plan.commands.schedule import screen_columns, write_picture
 from weft_plan.entries import TRACE
-from weft_plan.tracing.compared_steps import Trace, common_steps
+from weft_plan.tracing.compared_steps import Trace, fits_plan, whole_steps
 from weft_plan.tracing.step_prediction import StepPrediction, predict_schedule
 from weft_plan.tracing.trace_report import (
     MOST_RANKS,
@@ -125,16 +126,21 @@ def _trace_of(profile: Profile, options: TraceOptions) -> Trace:
         UserError: there are none.
     """
     plan = _plan_of(profile)
+    if not fits_plan(profile, plan):
+        what = "is not the plan of the ranks whose records are beside it"
+        fix = "record steps again with --profile"
+        raise UserError(Fault(str(profile.folder / PLAN_FILE), what, fix=fix))
     steps = MeasuredSteps.of(profile)
-    numbers = common_steps(steps, () if options.step is None else (options.step,))
+    whole = whole_steps(steps, plan.table)
+    numbers = tuple(each for each in whole if options.step in (None, each))
     if not numbers:
         header = profile.ranks[0].header
-        need = f"one of {', '.join(map(str, steps.numbers))}"
-        if not steps.numbers:
+        got = "no whole step" if options.step is None else str(options.step)
+        need = f"one of {', '.join(map(str, whole))}"
+        if not whole:
             need = f"a whole one of steps {header.first} to {header.end - 1}"
-        fix = "leave --step out" if steps.numbers else "record steps again with --profile"
-        what = "was not recorded on all ranks"
-        raise UserError(Fault("step", what, got=str(options.step), need=need, fix=fix))
+        fix = "leave --step out" if whole else "record steps again with --profile"
+        raise UserError(Fault("step", "was not recorded on all ranks", got, need, fix))
     return Trace(profile, plan, steps, numbers, _predict(profile, plan, steps, numbers, options))
 
 
@@ -150,8 +156,9 @@ def _plan_of(profile: Profile) -> Plan:
     except (UnreadableFile, ValidationError) as error:
         what = "is no plan of a run"
         first = str(error).partition("\n")[0]
+        got = error.what if isinstance(error, UnreadableFile) else first
         fix = "record steps again with --profile"
-        raise UserError(Fault(str(path), what, got=first, fix=fix)) from None
+        raise UserError(Fault(str(path), what, got=got, fix=fix)) from None
 
 
 def _predict(
@@ -164,7 +171,7 @@ def _predict(
     """On the device of the options or of the run; without one, of the schedule alone."""
     config = profile.folder / CONFIG_FILE
     flags = [] if options.hardware is None else ["--hardware", options.hardware]
-    if not flags and "\nhardware = " not in f"\n{config.read_text(encoding='utf-8')}":
+    if not flags and stored_config(profile.folder).get("hardware") is None:
         return predict_schedule(plan, steps, numbers)
     run = load_checked_run([str(config), *flags])
     hardware = hardware_of(run)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from weft.layout.plan import Plan
 from weft.profiler.critical_path import CriticalPath, critical_path
 from weft.profiler.measured_steps import MeasuredSteps, StepAccount
 from weft.profiler.profile_folder import Profile
+from weft.schedule.actions import Table
 from weft_plan.tracing.step_prediction import StepPrediction
 
 SLOW_FACTOR = 1.5
@@ -261,6 +262,28 @@ def work_name(kind: str, stage: int) -> str:
     return f"{kind}{stage}"
 
 
-def common_steps(steps: MeasuredSteps, asked: Sequence[int]) -> tuple[int, ...]:
-    """The recorded steps among those that are asked for; all where none is."""
-    return tuple(number for number in steps.numbers if not asked or number in asked)
+def whole_steps(steps: MeasuredSteps, table: Table) -> tuple[int, ...]:
+    """The steps of which every rank has recorded all actions of its row."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for rank, row in enumerate(steps.actions):
+        counts.update((rank, action.step) for action in row)
+    rows = [table.rows[steps.mesh.index(rank, pipeline_axis())] for rank in range(len(steps.ranks))]
+    return tuple(
+        number
+        for number in steps.numbers
+        if all(counts[rank, number] == len(row) for rank, row in enumerate(rows))
+    )
+
+
+def fits_plan(profile: Profile, plan: Plan) -> bool:
+    """Whether the records are of a run with this plan: its mesh, its actions, its ranks."""
+    if profile.mesh != plan.mesh:
+        return False
+    for number, rank in enumerate(profile.ranks):
+        row = plan.table.rows[plan.mesh.index(number, pipeline_axis())]
+        known = set(map(str, row))
+        if any(action.name not in known for action in rank.actions):
+            return False
+        if any(not 0 <= each < plan.mesh.size for call in rank.calls for each in call.ranks):
+            return False
+    return True
