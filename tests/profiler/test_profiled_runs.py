@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from itertools import pairwise
@@ -306,3 +308,31 @@ def trace_code(*words: str) -> int:
         return trace(words)
     except UserError:
         return EXIT_USER
+
+
+def test_the_prediction_is_that_of_a_device_where_one_is_named(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = json.loads(say(capsys, str(recorded), "--json"))["predicted"]
+    assert alone["exposed_s"] is None
+    answer = json.loads(say(capsys, str(recorded), "--json", "--hardware", "h100"))
+    assert answer["predicted"]["exposed_s"] is not None
+    assert "H100" in answer["predicted"]["source"]
+    names = {each["name"] for each in answer["differences"]}
+    assert names == {"F0", "B0", "F1", "B1", "reduce", "update"}
+    lanes = {span[5] for span in answer["predicted"]["timeline"]["spans"]}
+    assert "pp to 1" in lanes
+
+
+def test_ranks_as_processes_write_their_records(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    flags = ("--transport", "process", "--steps", "4", "--profile", "2:4", "--out", str(out))
+    source = ("--data.source", str(write_text(tmp_path)), "--prove.before", "never")
+    words = (sys.executable, "-m", "weft", "train", "--mesh", "pp2", *TINY, *source, *flags)
+    subprocess.run(words, check=True, capture_output=True, timeout=100)
+    profile = read_profile(out)
+    assert MeasuredSteps.of(profile).numbers == (2, 3)
+    assert profile.clock_error_s == 0
+    headers = [rank.header for rank in profile.ranks]
+    assert [header.rank for header in headers] == [0, 1]
+    assert abs(headers[0].origin_s - headers[1].origin_s) < 60  # one clock
