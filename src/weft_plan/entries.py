@@ -37,3 +37,9 @@ SIMULATE = Command(
     imported("weft_plan.commands.simulate:simulate_run"),
     purpose=PURPOSE,
 )
+TRACE = Command(
+    "RUN [--hardware mine.toml] [--step 11] [--json] [--svg x.svg] [--perfetto x.json]",
+    "profiled steps, measured and predicted: waits, slow ranks",
+    imported("weft_plan.commands.trace:trace"),
+    purpose="train",
+)

@@ -36,6 +36,7 @@ PAGES = [
     "docs/runs.md",
     "docs/schedules.md",
     "docs/sites.md",
+    "docs/trace.md",
 ]
 SLOW_PAGES = {
     "docs/checkpoints.md",
@@ -56,6 +57,7 @@ SLOW_PAGES = {
     "docs/runs.md",
     "docs/schedules.md",
     "docs/sites.md",
+    "docs/trace.md",
 }
 """Other tests run the same commands with other flags; `make slow` runs these pages."""
 SLOW_COMMANDS = (

@@ -200,6 +200,9 @@ STATES = {
     "ready: runs train here on {}; try weft train --mesh dp2 --steps 20": State(
         "doctor", code=EXIT_OK
     ),
+    "{}; see weft trace {}": State(
+        f"train --steps 3 --profile 2:4 --out 'a run' {TINY}", code=EXIT_OK
+    ),
     "weft report {}": State(f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK),
     "weft generate {} --prompt 'def ' --tokens 40": State(
         f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK

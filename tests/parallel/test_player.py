@@ -239,9 +239,7 @@ def test_before_last_backward_is_called_once_right_before_the_last_b_or_w_of_a_s
         model = parallelize(chain_of_layers(("",) * 4), plan_of(schedule, "pp2", 4, layers=4), comm)
         events: list[Act | int] = []
         player = Player(
-            model,
-            before_last_backward=events.append,
-            on_action=lambda act, *times: events.append(act),
+            model, before_last_backward=events.append, on_action=lambda act: events.append(act)
         )
         player.play(batches, torch.tensor(1.0))
         return events
@@ -280,7 +278,7 @@ def test_buckets_are_reduced_during_the_last_w(monkeypatch: pytest.MonkeyPatch) 
                 events.append("last"),
                 reducer.set_requires_gradient_sync(stage),
             ),
-            on_action=lambda act, *times: events.append(str(act)),
+            on_action=lambda act: events.append(str(act)),
         )
         player.play(copy.deepcopy(batches), torch.tensor(1.0))
         reducer.finish()

@@ -144,7 +144,7 @@ def test_the_page_needs_no_other_file_and_shows_every_span() -> None:
         for row, name, kind, start, end in data["spans"]
     }
     expected = {
-        (span.rank, span.lane, span.name, span.kind, span.start, span.end)
+        (f"rank {span.rank}", span.lane, span.name, span.kind, span.start, span.end)
         for span in timeline.spans
     }
     assert shown == expected

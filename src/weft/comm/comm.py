@@ -14,9 +14,11 @@ from weft.comm.device_groups import policy_of
 from weft.comm.group import Group, axis_group, world_stages
 from weft.comm.observe import (
     CallMonitor,
+    CallProfiler,
     LateRanks,
     MonitoredCall,
     Observer,
+    RecordedCall,
     TimedCall,
     WaitClock,
     failure_note,
@@ -65,6 +67,7 @@ class Comm:
         checked: whether members first compare their signatures, if that costs messages (processes).
             True at first; it may be switched, on every rank at the same point.
         wait_clock: measures the time in which this rank waits for calls; None: it is not measured.
+        recorder: sees when each call is started and waited for; None: nothing is recorded.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Comm:
         self.device = transport.device
         self.checked = True
         self.wait_clock: WaitClock | None = None
+        self.recorder: CallProfiler | None = None
         self._groups: dict[tuple[Axis, bool, Communicator], Group] = {}
 
     def degree(self, axis: Axis) -> int:
@@ -387,7 +391,9 @@ class Comm:
         return Work(pending, finish, note)
 
     def _start_call(self, call: Call, channel: Channel) -> PendingCall | None:
-        """Hand a call to the transport, once the monitor has seen it."""
+        """Hand a call to the transport, once the monitor and the recorder have seen it."""
+        recorder = self.recorder
+        begin = None if recorder is None else recorder.begin_call(call)
         if self.monitor is None:
             pending = channel.start(call, self._report_late)
         else:
@@ -395,9 +401,12 @@ class Comm:
             pending = channel.start(call, self._report_late)
             if pending is not None:
                 pending = MonitoredCall(pending, call, monitor=self.monitor, position=position)
-        if pending is None or self.wait_clock is None:
-            return pending
-        return TimedCall(pending, self.wait_clock)
+        record = [] if recorder is None else recorder.call_started(call, begin)
+        if pending is None:
+            return None
+        if self.wait_clock is not None:
+            pending = TimedCall(pending, self.wait_clock)
+        return pending if recorder is None else RecordedCall(pending, recorder, record)
 
     def _report_late(self, call: Call, missing: tuple[int, ...], waited_s: float) -> None:
         self.on_late(late_ranks(call, missing, waited_s, mesh=self.mesh, rank=self.rank))

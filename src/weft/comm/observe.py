@@ -1,4 +1,4 @@
-"""Observation of communication: `Observer` of operations, `CallMonitor` of waits, `Counter`, and notes on late ranks."""
+"""Observation of communication: `Observer` of operations, `CallMonitor` and `CallProfiler` of waits, `Counter`, late ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -96,6 +96,44 @@ class MonitoredCall:
             self._pending.wait()
         finally:
             self._monitor.finished()
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._pending.is_completed()
+
+
+class CallProfiler(Protocol):
+    """Sees when each call of a rank is started and waited for, while a profile is recorded."""
+
+    def begin_call(self, call: Call) -> Any:
+        """The time before a call is handed over."""
+        ...
+
+    def call_started(self, call: Call, begin: Any) -> list[Any]:
+        """The record of a call that was begun at this time; others may join it already."""
+        ...
+
+    def begin_wait(self, record: list[Any]) -> None: ...
+    def end_wait(self, record: list[Any]) -> None: ...
+
+
+class RecordedCall:
+    """A pending call whose wait is recorded."""
+
+    __slots__ = ("_pending", "_record", "_recorder")
+
+    def __init__(self, pending: PendingCall, recorder: CallProfiler, record: list[Any]) -> None:
+        self._pending = pending
+        self._recorder = recorder
+        self._record = record
+
+    def wait(self) -> None:
+        """Block until the call is complete."""
+        self._recorder.begin_wait(self._record)
+        try:
+            self._pending.wait()
+        finally:
+            self._recorder.end_wait(self._record)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""

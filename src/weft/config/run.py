@@ -88,6 +88,12 @@ class Run(ConfigSection):
         description="trackers that get every number of the run: tensorboard, wandb, mlflow, trackio, csv, prometheus",
     )
     report: bool = Field(True, description="write the page report.html into the folder at the end")
+    profile: str | None = Field(
+        None,
+        title="steps FIRST:END",
+        examples=["10:13"],
+        description="steps to record for `weft trace`; END is not among them: 10:13 are 10, 11 and 12",
+    )
     out: str | None = Field(None, description="run folder; None: a fresh one under runs/")
     resume: str | None = Field(
         None,

@@ -20,6 +20,7 @@ from weft.config.layout_rules import (
     sequence_parallel_has_sequences,
     sharded_sizes,
 )
+from weft.config.profiled_steps import profile_faults
 from weft.config.run import Run
 from weft.config.schema import ParallelConfig
 from weft.config.section_rules import (
@@ -109,6 +110,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("guard",), partial(guard_factors_are_above_one, run.guard)),
         Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
+        Check(("profile", "steps"), partial(profile_faults, run.profile, num_steps=run.steps)),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
         Check(("hardware", "stack"), partial(stack_faults, run.hardware, run.stack)),

@@ -27,10 +27,10 @@ from weft.core.precision import Dtype, dtype_faults
 from weft.core.sequence import DEFAULT_CONTEXT, Context, length_unit
 from weft.errors import Fault, PlanError, counted
 from weft.layout.stages import split_by_cost, split_by_counts
-from weft.schedule.actions import Table
+from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import DEFAULT_SCHEDULE, find, short_name
 from weft.schedule.lower import Program, lower
-from weft.schedule.simulate import simulate
+from weft.schedule.simulate import UNIT_COSTS, simulate
 from weft.schedule.table_file import TableLines
 from weft.schedule.timeline import bubble
 
@@ -148,6 +148,11 @@ class Plan(BaseModel):
         if self.pipeline_size == 1:
             return 0.0
         return float(bubble(simulate(self.table)))
+
+    def action_units(self, act: Act) -> float:
+        """Time of an action by the FLOPs of its stage: 1 unit is the mean forward of a stage."""
+        mean_flops = sum(stage.flops for stage in self.stages) / len(self.stages)
+        return UNIT_COSTS[act.kind] * self.stages[act.stage].flops / mean_flops
 
     def boundary_shape(self, stage: int) -> tuple[int, ...]:
         """Shape of what `stage` sends on for one micro-batch, as one rank holds it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from weft.checkpoint.resume import starts_new
 from weft.comm.planned_groups import StepGroups
 from weft.config.keys import Flat, flatten
 from weft.config.lora import adapter_flops
+from weft.config.profiled_steps import profiled_steps
 from weft.config.run import Run
 from weft.config.schema import TrackerName
 from weft.core.mesh import Mesh
@@ -50,7 +51,9 @@ from weft.train.event_log import EventLog, append_missing_end_event
 from weft.train.last_save import check_room
 from weft.train.loop import run_training
 from weft.train.out_of_memory import held_bytes, named_out_of_memory
+from weft.train.run_records import note_event
 from weft.train.step_check import ProofRecord
+from weft.train.step_profiler import StepProfiler
 from weft.train.training import Event, Training
 from weft.train.training_parts import is_restart
 from weft.view.live import open_view
@@ -134,6 +137,7 @@ def _train(
         prediction=prediction,
         proof=proof,
         live=LiveProof.of(run, os.environ),
+        profiled=profiled_steps(run.profile),
         track=run.track,
         config=flatten(run.model_dump(mode="json")),
         deterministic=run.deterministic,
@@ -213,6 +217,7 @@ class RankJob:
         prediction: of the run, read by rank 0.
         proof: of the run, or its verdict, for the records; None: nothing is proved.
         live: which steps are compared while they train.
+        profiled: numbers of the steps that are recorded.
         track: trackers of rank 0.
         config: the dotted keys of the run, for trackers.
         records: the run folder, and its URL.
@@ -230,6 +235,7 @@ class RankJob:
     prediction: RunningAnswer | None
     proof: RunningProof | Verdict | None
     live: LiveProof
+    profiled: range
     track: tuple[TrackerName, ...]
     config: Flat
     deterministic: bool
@@ -295,6 +301,7 @@ def train_rank(
         if not is_restart(world.attempt):
             check_room(training)
         training = job.live.attached(training, record, is_restart=is_restart(world.attempt))
+        training = with_profiler(training, job.profiled)
         sample = None
         if job.generate_text is not None:
             sample = partial(_sample_event, training.step.model, job.generate_text)
@@ -309,6 +316,23 @@ def train_rank(
             outcome = run_training(training, log, at_end=sample, with_more=with_more)
     if outcome == "stopped":
         raise OrderlyEnd(EXIT_PREEMPTED)
+
+
+def with_profiler(training: Training, steps: range) -> Training:
+    """The training run of this rank with the recorder of these steps; a note where all of them are
+    done already.
+    """
+    num_done = training.step_range.start
+    if not steps or steps[-1] <= num_done:
+        events = training.opening_events
+        if steps and num_done < training.step_range.total:
+            text = f"profile: steps {steps.start}:{steps.stop} are done: this run begins after step {num_done}"
+            events = (*events, note_event(text))
+        return replace(training, opening_events=events)
+    profiler = StepProfiler(
+        training.step, steps, run_folder=training.run_folder, files=training.files
+    )
+    return replace(training, profiler=profiler, on_phase=profiler.observed(training.on_phase))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from weft.train.loop_texts import non_finite_advice, restart_note, stop_note
 from weft.train.step import TrainStep
 from weft.train.step_check import StepCheck
 from weft.train.step_loop import StepLoop, ignore_phase
+from weft.train.step_profiler import StepProfiler
 from weft.train.straggler import StragglerWatch
 from weft.train.training import Evaluator, Event, StepRange, Training
 
@@ -52,6 +53,9 @@ def run_training(
         log.emit(event)
     num_done = _run_steps(training, log, with_more)
     training.step.finish()
+    if training.profiler is not None:
+        for event in training.profiler.close():
+            log.emit(event)
     history = EvalHistory()
     if training.evaluator is not None:
         history = training.evaluator.history
@@ -100,6 +104,7 @@ def _run_steps(
         on_phase=training.on_phase,
         snapshots=training.snapshots,
         check=training.check,
+        profiler=training.profiler,
     )
     try:
         for event in events:
@@ -176,6 +181,7 @@ def step_events(
     on_phase: OnPhase | None = None,
     snapshots: MemorySnapshots | None = None,
     check: StepCheck | None = None,
+    profiler: StepProfiler | None = None,
 ) -> Iterator[Event]:
     """Train step by step; yields the events of steps, evaluations, saves and guards. Ends early
     after a stop request.
@@ -185,6 +191,7 @@ def step_events(
         digests: compare the training state of replicas.
         stragglers: reports slow ranks.
         check: compares some steps before their update.
+        profiler: records some steps.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
@@ -204,6 +211,7 @@ def step_events(
         on_phase=on_phase,
         snapshots=snapshots,
         check=check,
+        profiler=profiler,
     )
     if saver is not None and guard.needs_first_save:
         yield from saver.save(step_range.start)

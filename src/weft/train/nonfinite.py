@@ -133,7 +133,7 @@ def _blocks_with_nonfinite_output(model: ParallelModel, batches: Sequence[Batch]
     found_now: set[str] = set()
     found: BlocksFound = {}
 
-    def after_action(act: Act, _start: float, _end: float) -> None:
+    def after_action(act: Act) -> None:
         for name in sorted(found_now):
             found.setdefault(name, []).append(act.mb)
         found_now.clear()

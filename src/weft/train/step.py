@@ -20,7 +20,7 @@ from weft.errors import CheckpointError, Fault, NonFiniteError, PlanError
 from weft.models.common.batch import Batch
 from weft.parallel.local_updates.outer_step import LocalUpdates, OuterReport, OuterSettings
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.pipeline.player import ActionCallback, Player, PlayResult
+from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero import grad_norm
 from weft.parallel.zero.fixed_order import Leaf, exact_sum
 from weft.parallel.zero.gradient_reducer import GradientReducer
@@ -133,7 +133,6 @@ class TrainStep:
         fixed_order: whether loss, norm and gradients have the same bits for every number of data
             ranks.
         outer: settings of the outer optimizer; for a mesh with an axis of local updates.
-        on_action: called after every pipeline action, for profiles.
 
     Attributes:
         grads: the gradients, and the tensors that the optimizer updates.
@@ -151,7 +150,6 @@ class TrainStep:
         clip: float,
         fixed_order: bool = False,
         outer: OuterSettings | None = None,
-        on_action: ActionCallback | None = None,
     ) -> None:
         self.model = model
         self.clip = clip
@@ -164,9 +162,7 @@ class TrainStep:
             self.optimizer.attach(entries, model.comm, owners=owners, fixed_order=fixed_order)
         self.local_updates = _local_updates(model, self.grads, outer)
         self.loss_scale = LossScale.of(model.plan)
-        self.player = Player(
-            model, before_last_backward=self.grads.set_requires_gradient_sync, on_action=on_action
-        )
+        self.player = Player(model, before_last_backward=self.grads.set_requires_gradient_sync)
 
     @property
     def num_params(self) -> int:

@@ -20,6 +20,7 @@ from weft.train.late_report import LateReports, LaunchedStep, reports_late
 from weft.train.loop_texts import step_event
 from weft.train.step import StepReport, TrainStep
 from weft.train.step_check import OnGradients, StepCheck
+from weft.train.step_profiler import StepProfiler
 from weft.train.straggler import StragglerWatch
 from weft.train.training import Evaluator, Event, StepRange
 
@@ -73,6 +74,7 @@ class StepLoop:
     on_phase: OnPhase | None
     snapshots: MemorySnapshots | None
     check: StepCheck | None = None
+    profiler: StepProfiler | None = None
 
     def train_from(self, start: int) -> Generator[Event, None, int | None]:
         """Train the steps after the first `start`; returns where to go on after a rollback, None at
@@ -89,6 +91,8 @@ class StepLoop:
         with prefetch(self.loader.batches, batch_numbers, most=self.step_range.prefetch) as batches:
             for index in steps:
                 number = index + 1
+                if self.profiler is not None:
+                    yield from self.profiler.before_step(number)
                 report_phase(number, "data")
                 is_first = index < start + CHECKED_STEPS
                 comm.checked = is_first

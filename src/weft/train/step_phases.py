@@ -6,21 +6,29 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from weft.models.common.batch import activation_of
 from weft.run.rank_status import OnBlock, Phase
 from weft.schedule.actions import Act
 
 
-def report_blocks(blocks: Mapping[str, nn.Module], on_block: OnBlock) -> None:
+def report_blocks(
+    blocks: Mapping[str, nn.Module], on_block: OnBlock
+) -> tuple[RemovableHandle, ...]:
     """Call `on_block` with the name of each block when its forward begins, and when its backward
     does: when the gradient of its output is known. The computation does not change.
+
+    Returns:
+        Handles that end it.
     """
+    hooks: list[RemovableHandle] = []
     for name, block in blocks.items():
         before_forward = partial(_report_forward, on_block, name)
         before_backward = partial(_report_backward, on_block, name)
-        block.register_forward_pre_hook(before_forward)
-        block.register_forward_hook(before_backward)
+        hooks.append(block.register_forward_pre_hook(before_forward))
+        hooks.append(block.register_forward_hook(before_backward))
+    return tuple(hooks)
 
 
 def _report_forward(on_block: OnBlock, name: str, module: nn.Module, args: object) -> None:

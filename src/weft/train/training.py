@@ -18,6 +18,7 @@ from weft.train.guard import StepGuard
 from weft.train.loop_texts import MAX_ADVISED_LR
 from weft.train.step import TrainStep
 from weft.train.step_check import StepCheck
+from weft.train.step_profiler import StepProfiler
 from weft.train.straggler import StragglerWatch
 
 Event = dict[str, Any]
@@ -76,6 +77,7 @@ class Training:
         on_phase: called with the step and the phase whenever this rank begins a phase.
         snapshots: in memory; None if there are none.
         check: compares some steps before their update; None: none.
+        profiler: records some steps; None: none.
     """
 
     step: TrainStep
@@ -94,4 +96,5 @@ class Training:
     on_phase: OnPhase | None = None
     snapshots: MemorySnapshots | None = None
     check: StepCheck | None = None
+    profiler: StepProfiler | None = None
     save_wait_s: float = 0.0

@@ -7,16 +7,17 @@ microseconds. Phases used: M (names), X (a span), s and f (the arrow of a messag
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from weft.schedule.actions import Act
 from weft.schedule.timeline import COMPUTE, Span, Timeline, lanes_of
+from weft.view.svg import TitledTimeline
 
 TraceEvent = dict[str, Any]
-Threads = Mapping[tuple[int, str], int]
-"""(rank, lane) -> number of its thread."""
 MICROSECONDS = 1e6
 MESSAGE_TO = " to rank "
 """Between the action that produces a message and the rank that receives it, in a span's name."""
@@ -32,12 +33,21 @@ class _Lane:
 
 def perfetto(timeline: Timeline, *, title: str) -> str:
     """The timeline as a JSON trace; one unit of a timeline without seconds becomes one second."""
-    threads = _threads(timeline)
-    events = [
-        *_names(timeline, threads),
-        *(_span_event(span, threads) for span in timeline.spans),
-        *_arrows(timeline, threads),
-    ]
+    return stacked_perfetto([TitledTimeline(title, timeline)], title=title)
+
+
+def stacked_perfetto(titled: Sequence[TitledTimeline], *, title: str) -> str:
+    """Timelines of one time as a JSON trace: the processes of the first one, then of the next."""
+    events: list[TraceEvent] = []
+    first_start = min(
+        (float(span.start) for each in titled for span in each.timeline.spans), default=0
+    )
+    process = 0
+    for each in titled:
+        part = _Part(each, first_process=process, zero=min(first_start, 0.0))
+        events.extend(part.events())
+        process += each.timeline.num_ranks
+    timeline = titled[-1].timeline
     trace = {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -46,81 +56,84 @@ def perfetto(timeline: Timeline, *, title: str) -> str:
     return json.dumps(trace) + "\n"
 
 
-def _threads(timeline: Timeline) -> Threads:
-    """The thread number of each lane of each rank."""
-    threads: dict[tuple[int, str], int] = {}
-    for rank in range(timeline.num_ranks):
-        lanes = lanes_of(timeline, rank)
-        for number, lane in enumerate(lanes):
-            threads[rank, lane] = number
-    return threads
+@dataclass(frozen=True)
+class _Part:
+    """The events of one timeline.
 
+    Attributes:
+        first_process: number of the process of its rank 0.
+        zero: the time at which the trace begins.
+    """
 
-def _names(timeline: Timeline, threads: Threads) -> Iterator[TraceEvent]:
-    for rank in range(timeline.num_ranks):
-        process = _Lane(process=rank, thread=0)
-        yield _metadata("process_name", process, name=f"rank {rank}")
-        yield _metadata("process_sort_index", process, sort_index=rank)
-    for (rank, lane), number in threads.items():
-        thread = _Lane(process=rank, thread=number)
-        yield _metadata("thread_name", thread, name=lane)
-        yield _metadata("thread_sort_index", thread, sort_index=number)
+    titled: TitledTimeline
+    first_process: int
+    zero: float
+
+    def events(self) -> Iterator[TraceEvent]:
+        yield from self._names()
+        for span in self.titled.timeline.spans:
+            yield self._span_event(span)
+        yield from self._arrows()
+
+    @cached_property
+    def lanes(self) -> dict[tuple[int, str], _Lane]:
+        """The thread of each lane of each rank."""
+        timeline = self.titled.timeline
+        return {
+            (rank, lane): _Lane(self.first_process + rank, number)
+            for rank in range(timeline.num_ranks)
+            for number, lane in enumerate(lanes_of(timeline, rank))
+        }
+
+    def _names(self) -> Iterator[TraceEvent]:
+        for rank in range(self.titled.timeline.num_ranks):
+            process = _Lane(self.first_process + rank, thread=0)
+            yield _metadata("process_name", process, name=self.titled.rank_name(rank))
+            yield _metadata("process_sort_index", process, sort_index=process.process)
+        for (_, name), lane in self.lanes.items():
+            yield _metadata("thread_name", lane, name=name)
+            yield _metadata("thread_sort_index", lane, sort_index=lane.thread)
+
+    def _at(self, span: Span) -> TraceEvent:
+        """The thread of a span, and its start."""
+        lane = self.lanes[span.rank, span.lane]
+        ts = (float(span.start) - self.zero) * MICROSECONDS
+        return {"pid": lane.process, "tid": lane.thread, "ts": ts}
+
+    def _span_event(self, span: Span) -> TraceEvent:
+        duration = float(span.duration) * MICROSECONDS
+        return {"ph": "X", "name": span.name, "cat": span.kind, **self._at(span), "dur": duration}
+
+    def _arrows(self) -> Iterator[TraceEvent]:
+        """From each message to the action that uses it."""
+        actions: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
+        messages: list[Span] = []
+        for span in self.titled.timeline.spans:
+            if span.kind in COMPUTE:
+                actions[span.rank, span.name].append(span)
+            if MESSAGE_TO in span.name and span.kind == "send":
+                messages.append(span)
+        for number, message in enumerate(messages):
+            user = _user_of(message, actions)
+            if user is None:
+                continue
+            place = f"{self.first_process}.{number}" if self.first_process else number
+            arrow = {"cat": "message", "name": "message", "id": place}
+            yield {**arrow, "ph": "s", **self._at(message)}
+            yield {**arrow, "ph": "f", "bp": "e", **self._at(user)}
 
 
 def _metadata(name: str, lane: _Lane, /, **args: object) -> TraceEvent:
     return {"ph": "M", "name": name, "pid": lane.process, "tid": lane.thread, "args": args}
 
 
-def _span_event(span: Span, threads: Threads) -> TraceEvent:
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": span.kind,
-        "pid": span.rank,
-        "tid": threads[span.rank, span.lane],
-        "ts": float(span.start) * MICROSECONDS,
-        "dur": float(span.duration) * MICROSECONDS,
-    }
-
-
-def _arrows(timeline: Timeline, threads: Threads) -> Iterator[TraceEvent]:
-    """From each message to the action that uses it."""
-    actions: dict[str, Span] = {}
-    messages: list[Span] = []
-    for span in timeline.spans:
-        if span.kind in COMPUTE:
-            actions[span.name] = span
-        if MESSAGE_TO in span.name:
-            messages.append(span)
-    for number, message in enumerate(messages):
-        user = _user_of(message, actions)
-        if user is None:
-            continue
-        arrow = {"cat": "message", "name": "message", "id": number}
-        yield {
-            **arrow,
-            "ph": "s",
-            "pid": message.rank,
-            "tid": threads[message.rank, message.lane],
-            "ts": float(message.start) * MICROSECONDS,
-        }
-        yield {
-            **arrow,
-            "ph": "f",
-            "bp": "e",
-            "pid": user.rank,
-            "tid": threads[user.rank, user.lane],
-            "ts": float(user.start) * MICROSECONDS,
-        }
-
-
-def _user_of(message: Span, actions: Mapping[str, Span]) -> Span | None:
-    """The action that uses the tensor of a message."""
-    producer, _, _ = message.name.partition(MESSAGE_TO)
+def _user_of(message: Span, actions: Mapping[tuple[int, str], Sequence[Span]]) -> Span | None:
+    """The action that uses the tensor of a message: the first one after it began."""
+    producer, _, receiver = message.name.partition(MESSAGE_TO)
     for act in _users(Act.parse(producer)):
-        user = actions.get(str(act))
-        if user is not None:
-            return user
+        for user in actions.get((int(receiver), str(act)), ()):
+            if user.end > message.start:
+                return user
     return None
 
 

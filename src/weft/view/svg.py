@@ -10,7 +10,16 @@ from weft.schedule.timeline import COMPUTE, KERNELS, Span, Timeline, lanes_of, m
 from weft.view.svg_elements import document_start, element, text_element, with_tooltip
 from weft.view.text import action_labels, figures, legend, wrapped
 
-COLOURS = {"F": "#8ab4f8", "B": "#81c995", "I": "#78d9ec", "W": "#fdd663"}
+COLOURS = {
+    "F": "#8ab4f8",
+    "B": "#81c995",
+    "I": "#78d9ec",
+    "W": "#fdd663",
+    "wait": "#f28b82",
+    "critical path": "#d01884",
+    "block forward": "#c6dafc",
+    "block backward": "#ceead6",
+}
 OTHER_COLOUR = "#dadce0"
 """Of phases before and after the actions."""
 LANE_COLOUR = "#c58af9"
@@ -34,10 +43,29 @@ TICK_COLOUR = "#5f6368"
 
 @dataclass(frozen=True)
 class TitledTimeline:
-    """A timeline and the line above its picture."""
+    """A timeline and the texts of its picture.
+
+    Attributes:
+        title: the line above it.
+        figures: the line below it; None: its bubble, its length and activations held at once.
+        rank_names: at the left of the rows; () for `rank 0`, `rank 1` ...
+    """
 
     title: str
     timeline: Timeline
+    figures: str | None = None
+    rank_names: tuple[str, ...] = ()
+
+    @property
+    def figures_text(self) -> str:
+        """The line below the picture."""
+        if self.figures is not None:
+            return self.figures
+        return figures(self.timeline.only(kinds=COMPUTE))
+
+    def rank_name(self, rank: int) -> str:
+        """The text at the left of the row of a rank."""
+        return self.rank_names[rank] if self.rank_names else f"rank {rank}"
 
 
 def svg(timeline: Timeline, *, title: str, width: int = 960, lanes: bool = False) -> str:
@@ -121,11 +149,11 @@ def _timeline_parts(
     columns = int((width - 2 * MARGIN) / CHARACTER_WIDTH)
     heading = wrapped(titled.title, columns)
     footer = wrapped(legend(actions), columns)
-    footer += wrapped(figures(computed), columns)
+    footer += wrapped(titled.figures_text, columns)
     heading_height = LINE_HEIGHT * len(heading)
     footer_height = LINE_HEIGHT * len(footer)
     first_row_top = top + MARGIN + heading_height + 4
-    rows, axis_top = _rows(drawn, first_row_top)
+    rows, axis_top = _rows(titled, drawn, first_row_top)
     footer_top = axis_top + AXIS_HEIGHT
 
     starts = [float(span.start) for span in drawn.spans]
@@ -152,14 +180,14 @@ def _timeline_parts(
     return parts, footer_top + footer_height + MARGIN
 
 
-def _rows(timeline: Timeline, top: int) -> tuple[list[_BoxRow], int]:
+def _rows(titled: TitledTimeline, timeline: Timeline, top: int) -> tuple[list[_BoxRow], int]:
     """The rows of all ranks, and where they end."""
     rows: list[_BoxRow] = []
     for rank, spans in enumerate(timeline.by_rank):
         for lane in lanes_of(timeline, rank):
             is_main = lane == KERNELS
             row = _BoxRow(
-                title=f"rank {rank}" if is_main else lane,
+                title=titled.rank_name(rank) if is_main else lane,
                 top=top,
                 height=BOX_HEIGHT if is_main else LANE_HEIGHT,
                 spans=tuple(span for span in spans if span.lane == lane),

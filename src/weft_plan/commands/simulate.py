@@ -19,8 +19,7 @@ from weft.config.run import hardware_of, plan_of
 from weft.errors import EXIT_OK, ConfigError, Fault
 from weft.layout.plan import Plan
 from weft.models import model_label
-from weft.schedule.actions import Act
-from weft.schedule.simulate import UNIT_COSTS, simulate
+from weft.schedule.simulate import simulate
 from weft.schedule.timeline import Timeline
 from weft.start.auto_mesh import choose_mesh
 from weft.start.checked_run import load_checked_run
@@ -83,7 +82,7 @@ def simulate_run(words: Sequence[str]) -> int:
 
 def _simulate_in_units(plan: Plan, options: SimulateOptions) -> int:
     """Draw the schedule with costs of stages by their FLOPs; communication takes no time."""
-    timeline = simulate(plan.table, lambda act: action_units(plan, act))
+    timeline = simulate(plan.table, plan.action_units)
     if options.json is not None:
         print_json(options.json, {"timeline": json.loads(timeline.to_json())})
     else:
@@ -167,9 +166,3 @@ def _write_files(timeline: Timeline, options: SimulateOptions, *, title: str) ->
         write_picture("html", options.html, html(timeline, title=title))
     if options.perfetto is not None:
         write_picture("perfetto", options.perfetto, perfetto(timeline, title=title))
-
-
-def action_units(plan: Plan, act: Act) -> float:
-    """Units of one action: 1 is the mean forward of a stage."""
-    mean_flops = sum(stage.flops for stage in plan.stages) / len(plan.stages)
-    return UNIT_COSTS[act.kind] * plan.stages[act.stage].flops / mean_flops

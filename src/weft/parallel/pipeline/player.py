@@ -11,13 +11,12 @@ recv                                                         recvs
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,16 @@ from weft.schedule.actions import Act, Table
 from weft.schedule.lower import Send, Transfer, grouped_transfers, lower
 from weft.schedule.simulate import ACTIVATION_CHANGE
 
-ActionCallback = Callable[[Act, float, float], None]
-"""Called with each action, its start and its end, seconds of `time.perf_counter`."""
+ActionCallback = Callable[[Act], None]
+"""Called with each action."""
+
+
+class ActionRecorder(Protocol):
+    """Sees when each action begins and ends, while a profile is recorded."""
+
+    def begin_action(self, act: Act) -> None: ...
+    def end_action(self) -> None: ...
+
 
 MAX_SENDS = 8
 """Sends under way at once; before one more the oldest is waited for, which the order of a lowered
@@ -127,10 +134,11 @@ class Player:
         model: this rank's stages.
         before_last_backward: called with a stage just before the backward that completes its
             gradients.
-        on_action: called after every action, for profiles.
+        on_action: called after every action.
         table: the schedule; default: the plan's.
 
     Attributes:
+        action_recorder: sees when each action begins and ends; None: nothing is recorded.
         max_sends: sends under way at once; of more, the oldest is waited for.
     """
 
@@ -147,6 +155,7 @@ class Player:
         self.rank = model.comm.index(PP)
         self.before_last_backward = before_last_backward
         self.on_action = on_action
+        self.action_recorder: ActionRecorder | None = None
         self.max_sends = MAX_SENDS
         self.last_backward: dict[int, Act] = {}
         for act in self.table.rows[self.rank]:
@@ -192,10 +201,14 @@ class Player:
         return PlayResult(state.loss, state.loads, tuple(state.losses))
 
     def _execute(self, state: StepState, act: Act) -> None:
-        start = time.perf_counter()
+        recorder = self.action_recorder
+        if recorder is not None:
+            recorder.begin_action(act)
         self._run_action(state, act)
+        if recorder is not None:
+            recorder.end_action()
         if self.on_action:
-            self.on_action(act, start, time.perf_counter())
+            self.on_action(act)
 
     def _start_transfers(self, state: StepState, transfers: Sequence[Transfer]) -> None:
         """Sends and receives between two actions: none of them waits for another."""

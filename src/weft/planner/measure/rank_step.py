@@ -291,7 +291,7 @@ class _Marker:
             return
         self.recorder.begin(str(phase))
 
-    def on_action(self, act: Act, start_s: float, end_s: float) -> None:
+    def on_action(self, act: Act) -> None:
         self.recorder.rename(str(act))
         self.recorder.begin(f"after {act}")
 

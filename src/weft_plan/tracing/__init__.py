@@ -1,0 +1,1 @@
+"""Measured steps beside predicted ones: what `weft trace` says and draws."""
