@@ -6,13 +6,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from weft.data.order import Ints, layout_of, places_of_step
+from weft.data.order import Ints, draw_keys, layout_of, places_of_step
 from weft.data.samples import Samples
 from weft.models.common.batch import IGNORE, Batch, with_later_targets
 
@@ -52,24 +52,34 @@ class DataLoader:
         numbers.
         """
         chosen = samples_of(self.samples, step, global_size=self.global_size, seed=self.seed)
-        return self.micro_batches(chosen)
+        places = places_of_step(step, self.global_size)
+        return self.micro_batches(chosen, draw_keys=draw_keys(places, seed=self.seed))
 
-    def micro_batches(self, chosen: Ints) -> list[Batch]:
+    def micro_batches(self, chosen: Ints, *, draw_keys: Ints | None = None) -> list[Batch]:
         """This rank's micro-batches of a global batch of these samples; a negative number is a
         sample without targets.
+
+        Args:
+            draw_keys: of random numbers, one for each sample; None: nothing is drawn.
         """
-        local = layout_of(
-            chosen,
+        sequences = whole_batch(self.samples, self._local(chosen), later=self.later)
+        if draw_keys is not None:
+            own_keys = torch.from_numpy(self._local(draw_keys).ravel().copy())
+            sequences = replace(sequences, draw_keys=own_keys)
+        shard = sequences.columns(index=self.context_index, degree=self.context_degree)
+        on_device = shard.map(self._to_device)
+        starts = range(0, len(sequences.inputs), self.micro_size)
+        return [on_device.rows(slice(start, start + self.micro_size)) for start in starts]
+
+    def _local(self, of_samples: Ints) -> Ints:
+        """This rank's numbers of those of a global batch, [micro-batch, place]."""
+        return layout_of(
+            of_samples,
             index=self.index,
             degree=self.degree,
             micro_size=self.micro_size,
             outer=self.outer,
         )
-        sequences = whole_batch(self.samples, local, later=self.later)
-        shard = sequences.columns(index=self.context_index, degree=self.context_degree)
-        on_device = shard.map(self._to_device)
-        starts = range(0, local.size, self.micro_size)
-        return [on_device.rows(slice(start, start + self.micro_size)) for start in starts]
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from weft.models.common.batch import Batch, Extra, activation_of
+from weft.models.common.dropout_mode import CounterDropout
 from weft.prove.arithmetic import NumberTypes
 from weft.prove.live_step.kept_graphs import KeptGraphs
 from weft.prove.live_step.meta_chain import MetaChain
@@ -194,7 +195,9 @@ class PlainPass:
             seed = (each.seed * len(self._names) + index) * len(self.units) + each.unit
             self._noise = torch.Generator().manual_seed(seed)
             x = self._perturbed(x)
-        output = functional_call(self.chain.blocks[name], params, (x, self.batches[each.unit]))
+        batch = self.batches[each.unit]
+        with CounterDropout(name, batch.draw_keys):
+            output = functional_call(self.chain.blocks[name], params, (x, batch))
         self._noise = None
         return output
 
