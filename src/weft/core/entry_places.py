@@ -1,4 +1,4 @@
-"""Where the entries of a rank's shard of an activation lie in the whole one, dim by dim: what their random numbers depend on. No torch."""
+"""Places of a shard's entries in the whole activation, dim by dim, on which their random numbers depend. No torch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ from weft.data.samples import SampleArrays, Samples, SequenceSamples
 from weft.models.common.batch import IGNORE, Batch
 from weft.prove.raw_rows import rows_of
 
-
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 

@@ -25,12 +25,7 @@ from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.plain_preferences import LOSS, PlainPreferenceLoss, ReferenceModel
-from weft.prove.raw_batch import (
-    batch_of,
-    evaluated_samples,
-    samples_of_step,
-    with_draw_keys,
-)
+from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step, with_draw_keys
 from weft.prove.record import rated_steps
 from weft.prove.reference_pass import ReferencePass
 from weft.prove.reference_trace import ReferenceTrace

@@ -149,7 +149,7 @@ class FusedAttention:
                 spec,
                 allowed=_allowed_keys(spec.mask, q_BHSK, documents),
                 distance=columns_S[:, None] - columns_S,
-                factors=spec.draws and spec.draws.of_columns(columns_S),
+                factors=None if spec.draws is None else spec.draws.of_columns(columns_S),
             )
         return out_BHSW.transpose(1, 2)[..., :width]
 

@@ -73,7 +73,7 @@ class DropoutDraws:
         out = torch.empty((row_keys.shape[1], len(columns)), dtype=dtype, device=rows.device)
         scale = _scale(self.p, dtype)
         least = round(self.p * 2**32) - 2**31
-        for chunk in _chunks(*out.shape, rows.device):
+        for chunk in _chunks(out):
             if self.p >= 1:
                 out[chunk] = 0
                 continue
@@ -100,9 +100,11 @@ def _scale(p: float, dtype: torch.dtype) -> float:
     return float(torch.ones((), dtype=dtype).div_(1 - p))
 
 
-def _chunks(num_rows: int, num_columns: int, device: torch.device) -> Iterator[slice]:
+def _chunks(matrix: Tensor) -> Iterator[slice]:
     """Runs of rows that are computed at a time."""
-    at_a_time = max(1, CHUNK_ENTRIES.get(device.type, 2**24) // max(num_columns, 1))
+    num_rows, num_columns = matrix.shape
+    most = CHUNK_ENTRIES.get(matrix.device.type, matrix.numel())
+    at_a_time = max(1, most // max(num_columns, 1))
     for start in range(0, num_rows, at_a_time):
         yield slice(start, start + at_a_time)
 
@@ -167,9 +169,7 @@ class AttentionDraws:
         """What the weights of whole sequences are multiplied with, [B, H, S, S], by number type."""
         return partial(self.factors, columns_S, columns_S, length=len(columns_S))
 
-    def factors(
-        self, queries: Tensor, keys: Tensor, dtype: torch.dtype, *, length: int
-    ) -> Tensor:
+    def factors(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, *, length: int) -> Tensor:
         """What weights are multiplied with, [B, H, queries, keys].
 
         Args:
@@ -187,16 +187,14 @@ def attention_draws(q_BSHK: Tensor, p: float) -> AttentionDraws | None:
     nothing is dropped.
     """
     if has_torch_function_unary(q_BSHK):
-        found: AttentionDraws | None = handle_torch_function(
-            attention_draws, (q_BSHK,), q_BSHK, p
-        )
+        found: AttentionDraws | None = handle_torch_function(attention_draws, (q_BSHK,), q_BSHK, p)
         return found
     batch_size, _, num_heads, _ = q_BSHK.shape
     keys = torch.randint(-(2**63), 2**63 - 1, (batch_size,), device=q_BSHK.device)
     return AttentionDraws(DimEntries.whole(num_heads), DropoutDraws(p, keys, 0, ()))
 
 
-def drop_path(x: Tensor, p: float, training: bool = True) -> Tensor:  # noqa: FBT001, FBT002
+def drop_path(x: Tensor, p: float, training: bool = True) -> Tensor:
     """x_B... with all entries of a sequence 0 with probability p, and those of others divided by
     1 - p: stochastic depth (Huang et al. 2016), for the branch beside a residual.
 
@@ -207,7 +205,7 @@ def drop_path(x: Tensor, p: float, training: bool = True) -> Tensor:  # noqa: FB
         out: Tensor = handle_torch_function(drop_path, (x,), x, p, training)
         return out
     ones = x.new_ones((x.shape[0], *[1] * (x.dim() - 1)))
-    return x * F.dropout(ones, p, training)
+    return x.mul(F.dropout(ones, p, training))
 
 
 class DropPath(nn.Module):

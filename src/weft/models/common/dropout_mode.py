@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.core.entry_places import ONE_DEVICE, WHOLE, DimEntries, DimShard, ShardingRank, held_entries
+from weft.core.entry_places import ONE_DEVICE, WHOLE, DimShard, ShardingRank, held_entries
 from weft.errors import Fault, PlanError
 from weft.models.common.dropout import (
     AttentionDraws,
@@ -306,9 +306,7 @@ def _multi_head_attention(mode: CounterDropout, *args: Any, **kwargs: Any) -> An
 def _without_override(function: FunctionType) -> FunctionType:
     """A function of torch that does not look for modes at its beginning."""
     own_globals = {**function.__globals__, "has_torch_function": lambda _tensors: False}
-    copied = FunctionType(
-        function.__code__, own_globals, function.__name__, function.__defaults__
-    )
+    copied = FunctionType(function.__code__, own_globals, function.__name__, function.__defaults__)
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 

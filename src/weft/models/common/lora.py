@@ -73,7 +73,7 @@ class LoraLinear(nn.Linear):
 
 def take_adapter(module: nn.Module, source: nn.Module | None = None) -> None:
     """Register the adapter of `source` in `module`, or none."""
-    module.lora_dropout = getattr(source, "lora_dropout", 0.0)
+    vars(module)["lora_dropout"] = dropout_of(source)
     for name in FACTORS:
         factor = getattr(source, name, None)
         module.register_module(name, factor)
@@ -92,8 +92,13 @@ def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def adapter_input(module: nn.Module, x: Tensor) -> Tensor:
     """x, of which an adapter with drop-out drops entries in training."""
-    p = getattr(module, "lora_dropout", 0.0)
+    p = dropout_of(module)
     return F.dropout(x, p, module.training) if p else x
+
+
+def dropout_of(module: nn.Module | None) -> float:
+    """Probability that an entry of the adapter's input is dropped; 0 without an adapter."""
+    return float(vars(module).get("lora_dropout", 0.0)) if module is not None else 0.0
 
 
 def add_product(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:

@@ -56,9 +56,7 @@ def blocks(cfg: Config) -> dict[str, nn.Module]:
 
 
 def _embed(cfg: Config) -> EmbedWithPositions:
-    return EmbedWithPositions(
-        cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len, dropout=cfg.dropout
-    )
+    return EmbedWithPositions(cfg.vocab, cfg.dim, max_seq_len=cfg.max_seq_len, dropout=cfg.dropout)
 
 
 def _head(cfg: Config) -> Head:

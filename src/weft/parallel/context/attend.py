@@ -15,8 +15,8 @@ from weft.models import FAMILIES
 from weft.models.common.attention import AttentionImplementation, AttentionSpec, set_implementations
 from weft.models.common.batch import Batch
 from weft.parallel.context.blocks import BlockAttention
-from weft.parallel.context.dropout_columns import column_shards
 from weft.parallel.context.documents import document_ranges, whole_documents_of
+from weft.parallel.context.dropout_columns import column_shards
 from weft.parallel.context.kv_exchange import AllGatherExchange, KVExchange
 from weft.parallel.context.position_sum import replace_position_sums
 from weft.parallel.context.probe import check_blocks

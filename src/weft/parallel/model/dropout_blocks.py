@@ -109,11 +109,7 @@ class DroppingBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        block: nn.Module,
-        calls: tuple[CallShards, ...] | None,
-        rank: ShardingRank,
+        self, name: str, block: nn.Module, calls: tuple[CallShards, ...] | None, rank: ShardingRank
     ) -> None:
         super().__init__()
         self.name = name

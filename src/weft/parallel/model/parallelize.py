@@ -23,8 +23,8 @@ from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.model.chain import ChainSnapshot
 from weft.parallel.model.dropout_blocks import (
     DropoutShards,
-    drops_out,
     dropping_block,
+    drops_out,
     sharding_rank,
 )
 from weft.parallel.model.ties import (
