@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weft.core.entry_places import DimShard
 from weft.errors import Fault, PlanError
-from weft.models.common.batch import Batch, activation_of
+from weft.models.common.batch import Batch
 from weft.models.common.dropout_mode import CallShards
-from weft.models.runs_without_memory import run_without_memory
-from weft.parallel.model.dropout_blocks import NotedDropout
-
-CallShapes = dict[str, list[tuple[int, ...]]]
-
+from weft.parallel.model.dropout_blocks import call_shapes, check_calls
 
 def column_shards(
     blocks: Mapping[str, nn.Module], batch: Batch
@@ -32,13 +26,11 @@ def column_shards(
     """
     length = batch.inputs.shape[1]
     short_length = length // 2
-    long = run_without_memory(_shapes, dict(blocks), batch)
-    short = run_without_memory(_shapes, dict(blocks), batch.window(slice(0, short_length)))
+    long = call_shapes(blocks, batch)
+    short = call_shapes(blocks, batch.window(slice(0, short_length)))
     found: dict[str, tuple[CallShards, ...]] = {}
     for name, shapes in long.items():
-        if len(shapes) != len(short[name]):
-            what = "drops out in other calls where its length differs"
-            raise PlanError(Fault(name, what, fix="a forward without branches"))
+        check_calls(name, shapes, short[name])
         found[name] = tuple(
             tuple(
                 _shard(name, place, sizes, lengths=(length, short_length), rows=len(batch.inputs))
@@ -61,18 +53,3 @@ def _shard(
         need = "positions as a dim of their own"
         raise PlanError(Fault(name, what, got=f"{sizes[0]} entries", need=need))
     return DimShard(columns=True)
-
-
-def _shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> CallShapes:
-    """The shape of the tensor of each call."""
-    found: CallShapes = {}
-    x: Any = batch.inputs
-    for name, block in blocks.items():
-        shapes = found.setdefault(name, [])
-
-        def note(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
-            shapes.append(tuple(tensor.shape))
-
-        with torch.no_grad(), NotedDropout(name, note):
-            x = activation_of(block(x, batch))
-    return found

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.core.dimension import activation_axes, position_axes
 from weft.core.entry_places import WHOLE, DimShard, ShardingRank
 from weft.errors import Fault, PlanError
-from weft.models.common.batch import Batch
+from weft.models.common.batch import Batch, activation_of
 from weft.models.common.dropout import DropoutDraws
 from weft.models.common.dropout_mode import CallShards, CounterDropout, has_compiled, may_drop
+from weft.models.runs_without_memory import run_without_memory
+from weft.parallel.model.chain import PlainChain
 
 
 def sharding_rank(comm: Comm) -> ShardingRank:
@@ -52,6 +55,14 @@ class DropoutShards:
 
     calls: dict[str, tuple[CallShards, ...]] | None = None
 
+    def start(self, chain: PlainChain, *, num_parts: int) -> None:
+        """Note the calls of the plain chain on whole sequences, of which its batch is one of so many
+        parts.
+        """
+        whole = chain.batch.map(lambda x: x if x.dim() == 1 else torch.cat([x] * num_parts, 1))
+        shapes = call_shapes(chain.blocks, whole)
+        self.add({name: [(WHOLE,) * len(shape) for shape in own] for name, own in shapes.items()})
+
     def add(self, found: Mapping[str, Sequence[CallShards]]) -> None:
         """Join what one axis shards with what others do.
 
@@ -63,15 +74,45 @@ class DropoutShards:
             return
         for name in {*self.calls, *found}:
             known, new = self.calls.get(name, ()), tuple(found.get(name, ()))
-            if len(known) != len(new):
-                what = "drops out in other calls where its length differs"
-                got = f"{len(known)} and {len(new)} calls"
-                raise PlanError(Fault(name, what, got=got, fix="a forward without branches"))
+            check_calls(name, known, new)
             self.calls[name] = tuple(map(_joined, known, new))
 
     def of_block(self, name: str) -> tuple[CallShards, ...] | None:
         """The calls of a block; None: nothing is sharded, and they are not known."""
         return None if self.calls is None else self.calls.get(name, ())
+
+
+def check_calls(name: str, one: Sequence[object], other: Sequence[object]) -> None:
+    """Reject a block that drops out in other calls on whole sequences and on parts of them.
+
+    Raises:
+        PlanError: the numbers of calls differ.
+    """
+    if len(one) != len(other):
+        what = "drops out in other calls on whole sequences than on a rank's part of them"
+        got = f"{len(one)} and {len(other)} calls"
+        raise PlanError(Fault(name, what, got=got, fix="a forward without branches on sizes"))
+
+
+def call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+    """Block -> the shape of the tensor of each call of drop-out, of a plain chain without memory."""
+    return run_without_memory(_call_shapes, dict(blocks), batch)
+
+
+def _call_shapes(
+    blocks: Mapping[str, nn.Module], batch: Batch
+) -> dict[str, list[tuple[int, ...]]]:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    x: Any = batch.inputs
+    for name, block in blocks.items():
+        shapes = found.setdefault(name, [])
+
+        def note(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
+            shapes.append(tuple(tensor.shape))
+
+        with torch.no_grad(), NotedDropout(name, note):
+            x = activation_of(block(x, batch))
+    return found
 
 
 def _joined(known: CallShards, new: CallShards) -> CallShards:

@@ -160,6 +160,8 @@ def parallelize(
     _shard_parameters(blocks, plan, comm, axes=whole.axes)
     tie(blocks, ties_here)
     drop_out = DropoutShards()
+    if chain is not None and drops_out(blocks.values()):
+        drop_out.start(chain.chain(), num_parts=comm.degree(position_axes()))
     partial = _apply_transforms(
         blocks,
         plan,
