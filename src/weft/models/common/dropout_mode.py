@@ -153,9 +153,12 @@ def has_compiled(block: nn.Module) -> bool:
 
 
 def may_drop(block: nn.Module) -> bool:
-    """Whether a forward of the block may drop out: a module of torch or weft does, or it has code of
-    others.
+    """Whether a forward of the block may drop out: it says so in `drops_out`, a module of torch or
+    weft does, or it has code of others.
     """
+    declared = getattr(block, "drops_out", None)
+    if isinstance(declared, bool):
+        return declared
     return any(map(_may_drop, block.modules()))
 
 

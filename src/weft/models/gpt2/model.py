@@ -32,7 +32,7 @@ class EmbedWithPositions(nn.Module):
 class GeluMLP(nn.Module):
     """down(gelu(up(x))) with the tanh form of GELU (Hendrycks and Gimpel 2016)."""
 
-    def __init__(self, dim: int, ffn: int, *, dropout: float) -> None:
+    def __init__(self, dim: int, ffn: int, *, dropout: float = 0.0) -> None:
         super().__init__()
         self.up = nn.Linear(dim, ffn)
         self.down = nn.Linear(ffn, dim)

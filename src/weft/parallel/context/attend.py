@@ -108,12 +108,12 @@ def transform(
     """
     if comm.degree(AXIS) == 1:
         return ()
-    if chain is not None:
-        plain = chain.chain()
-        drop_out.add(column_shards(plain.blocks, plain.batch))
     apply(blocks, comm=comm, variant=plan.context)
     replace_position_sums(blocks, comm, AXIS)
     _check_stages(blocks, plan, comm)
+    if chain is not None:
+        plain = chain.chain()
+        drop_out.add(column_shards(plain.blocks, plain.batch))
     return ()
 
 

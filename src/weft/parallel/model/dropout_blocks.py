@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.comm.comm import Comm
 from weft.core.dimension import activation_axes, position_axes
 from weft.core.entry_places import WHOLE, DimShard, ShardingRank
-from weft.errors import Fault, PlanError
+from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, activation_of
 from weft.models.common.dropout import DropoutDraws
 from weft.models.common.dropout_mode import CallShards, CounterDropout, has_compiled, may_drop
@@ -55,9 +55,9 @@ class DropoutShards:
 
     calls: dict[str, tuple[CallShards, ...]] | None = None
 
-    def start(self, chain: PlainChain, *, num_parts: int) -> None:
-        """Note the calls of the plain chain on whole sequences, of which its batch is one of so many
-        parts.
+    def add_whole(self, chain: PlainChain, *, num_parts: int) -> None:
+        """Compare with the calls of the plain chain on whole sequences, of which its batch is one of
+        so many parts.
         """
         whole = chain.batch.map(lambda x: x if x.dim() == 1 else torch.cat([x] * num_parts, 1))
         shapes = call_shapes(chain.blocks, whole)
@@ -110,8 +110,15 @@ def _call_shapes(
         def note(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
             shapes.append(tuple(tensor.shape))
 
-        with torch.no_grad(), NotedDropout(name, note):
-            x = activation_of(block(x, batch))
+        try:
+            with torch.no_grad(), NotedDropout(name, note):
+                x = activation_of(block(x, batch))
+        except PlanError:
+            raise
+        except Exception as error:
+            what = f"its forward fails without values: {type_and_message(error)}"
+            fix = "shapes must not depend on values; create tensors on x.device"
+            raise PlanError(Fault(name, what, fix=fix)) from error
     return found
 
 

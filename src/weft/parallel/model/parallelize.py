@@ -160,8 +160,6 @@ def parallelize(
     _shard_parameters(blocks, plan, comm, axes=whole.axes)
     tie(blocks, ties_here)
     drop_out = DropoutShards()
-    if chain is not None and drops_out(blocks.values()):
-        drop_out.start(chain.chain(), num_parts=comm.degree(position_axes()))
     partial = _apply_transforms(
         blocks,
         plan,
@@ -171,6 +169,8 @@ def parallelize(
         chain=chain,
         drop_out=drop_out,
     )
+    if chain is not None and drops_out(blocks.values()):
+        drop_out.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
     dropping = {
         name: dropping_block(name, block, drop_out, sharding_rank(comm))
         for name, block in blocks.items()
