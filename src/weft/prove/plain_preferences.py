@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.data.logprob_files import Logprobs
 from weft.data.order import Ints
 from weft.models.common.batch import IGNORE, Batch, activation_of
-from weft.models.common.dropout_mode import call_block
+from weft.models.common.dropout_mode import run_block
 
 LOSS = "loss"
 """The block that computes the loss, the last one of a chain."""
@@ -98,5 +98,5 @@ class ReferenceModel:
     def _logprobs(self, batch: Batch) -> Tensor:
         x: Any = batch.inputs
         for name, block in self.blocks.items():
-            x = self.perturbed(activation_of(call_block(name, block, x, batch)))
+            x = self.perturbed(activation_of(run_block(name, block, x, batch)))
         return target_logprobs(x, batch.targets).double()

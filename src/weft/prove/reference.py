@@ -19,7 +19,7 @@ from weft.core.axes import Box
 from weft.data.order import Ints
 from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, activation_of
-from weft.models.common.dropout_mode import call_block
+from weft.models.common.dropout_mode import run_block
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
@@ -205,7 +205,7 @@ class Reference:
         """The sum over targets of the last block's loss."""
         x: Any = batch.inputs
         for name, block in self.blocks.items():
-            x = activation_of(call_block(name, block, x, batch))
+            x = activation_of(run_block(name, block, x, batch))
             if isinstance(x, Tensor) and x.dim():
                 x = self.perturbed(x)
         return float(x.double())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import Batch, Extra, activation_of
-from weft.models.common.dropout_mode import call_block
+from weft.models.common.dropout_mode import run_block
 from weft.models.user_family import LOSS
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.train.model_effects import NO_DRAWS, Pure, check_scalar
@@ -92,7 +92,7 @@ class BlockTrial:
         return out, extra
 
     def _run(self, x: Any, batch: Batch) -> Any:
-        return call_block(self.name, self.block, x, batch)
+        return run_block(self.name, self.block, x, batch)
 
     def _check_same(self, first: Any, second: Any) -> None:
         """A second run computes the same: a backward with recomputation relies on it."""

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, activation_of, forward
-from weft.models.common.dropout_mode import call_block
+from weft.models.common.dropout_mode import run_block
 from weft.models.common.init import path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 from weft.parallel.autograd.tree import tensors_in
@@ -92,7 +92,7 @@ class Pure:
             _Effects(self, running, kept),
             _Hooks(self.label, running),
         ):
-            out = call_block(name, block, x, batch)
+            out = run_block(name, block, x, batch)
         after = state_of(block, name, self.packages)
         changed = changed_name(before, after)
         if changed:
@@ -124,7 +124,7 @@ class Pure:
                 )
             )
         try:
-            call_block(name, block, x, batch)
+            run_block(name, block, x, batch)
         finally:
             for handle in handles:
                 handle.remove()

@@ -29,7 +29,7 @@ from weft.core.model_config import ModelConfig
 from weft.data.order import draw_keys
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import IGNORE, Batch, activation_of, image_batch, token_batch
-from weft.models.common.dropout_mode import call_block
+from weft.models.common.dropout_mode import run_block
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_family import UserFamily, meta_blocks
 from weft.parallel.autograd.tree import map_leaves
@@ -203,7 +203,7 @@ def _drawn_output(name: str, block: nn.Module, x: Any, batch: Batch) -> Any:
         device = own_batch.inputs.device
         without = map_leaves(x, Tensor, lambda one: torch.empty_like(one, device=device))
         (only,) = blocks.values()
-        return call_block(name, only, without, own_batch)
+        return run_block(name, only, without, own_batch)
 
     with torch.no_grad():
         meta_batch = batch.map(lambda field: field.to("meta"))

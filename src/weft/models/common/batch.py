@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.sequence import zigzag
-from weft.models.common.dropout_mode import call_block
+from weft.models.common.dropout_mode import run_block
 
 IGNORE = -100
 """Target of a token that does not count in the loss."""
@@ -223,7 +223,7 @@ def forward(blocks: Mapping[str, nn.Module] | nn.ModuleDict, batch: Batch) -> Te
     """The plain chain on one device: the summed loss with all extra losses, or the output of the
     last of these blocks.
     """
-    out = chain(blocks, batch.inputs, batch, call=call_block)
+    out = chain(blocks, batch.inputs, batch, call=run_block)
     is_loss = out.x.dim() == 0
     if is_loss and out.loss is not None:
         return out.x + out.loss

@@ -139,7 +139,7 @@ class HasDrawKeys(Protocol):
         """int64 [B]; None: nothing is dropped."""
 
 
-def call_block(name: str, block: nn.Module, x: Any, batch: HasDrawKeys) -> Any:
+def run_block(name: str, block: nn.Module, x: Any, batch: HasDrawKeys) -> Any:
     """The output of a plain block on whole sequences, in which drop-out is by counter."""
     if has_compiled(block):
         return block(x, batch)
