@@ -151,7 +151,9 @@ MODELS = {
         "layer0: computes a sequence differently where another one is in the batch",
         *("--batch.micro_size", "4", "--batch.global_size", "8"),
     ),
-    "the length": in_layer("x = x * torch.rand_like(x) if x.shape[1] > 64 else x", f"layer0: {DRAWS}"),
+    "the length": in_layer(
+        "x = x * torch.rand_like(x) if x.shape[1] > 64 else x", f"layer0: {DRAWS}"
+    ),
     "the length of a rank's columns": in_layer(
         "x = x * torch.rand_like(x) if x.shape[1] < 100 else x", f"layer0: {DRAWS}", *CP
     ),
@@ -171,8 +173,7 @@ MODELS = {
         *("--batch.micro_size", "2", "--batch.global_size", "4"),
     ),
     "alpha drop-out": in_layer(
-        "x = F.alpha_dropout(x, 0.1, training=True)",
-        "layer0: alpha drop-out draws random numbers",
+        "x = F.alpha_dropout(x, 0.1, training=True)", "layer0: alpha drop-out draws random numbers"
     ),
     "the length, in values": in_layer(
         "x = x - x.mean(0) if x.shape[1] > 64 else x",

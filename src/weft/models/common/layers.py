@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.k_norm = k_norm or nn.Identity()
         self.rope = rope
         self.attend = attend or Attend()
-        self.drop = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         q_BSHK = self._by_head(self.q(x_BSD))
@@ -63,7 +63,9 @@ class Attention(nn.Module):
             q_BSHK = rotate(q_BSHK, turn)
             k_BSGK = rotate(k_BSGK, turn)
         attended = self.attend(q_BSHK, k_BSGK, v_BSGK, batch)
-        out_BSD: Tensor = self.drop(self.o(attended.flatten(2)))
+        out_BSD: Tensor = self.o(attended.flatten(2))
+        if self.dropout:
+            out_BSD = F.dropout(out_BSD, self.dropout, self.training)
         return out_BSD
 
     def _by_head(self, x: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ class EmbedWithPositions(nn.Module):
         super().__init__()
         self.tok = nn.Embedding(vocab, dim)
         self.pos = nn.Embedding(max_seq_len, dim)
-        self.drop = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
-        x_BSD: Tensor = self.drop(self.tok(tokens_BS) + self.pos(batch.positions))
-        return x_BSD
+        x_BSD: Tensor = self.tok(tokens_BS) + self.pos(batch.positions)
+        return F.dropout(x_BSD, self.dropout, self.training)
 
 
 class GeluMLP(nn.Module):
@@ -36,12 +36,12 @@ class GeluMLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(dim, ffn)
         self.down = nn.Linear(ffn, dim)
-        self.drop = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x), approximate="tanh")
-        out: Tensor = self.drop(self.down(hidden))
-        return out
+        out: Tensor = self.down(hidden)
+        return F.dropout(out, self.dropout, self.training)
 
 
 def builders(cfg: Config) -> Builders:

@@ -12,6 +12,7 @@ from weft.models.common.batch import Batch
 from weft.models.common.dropout_mode import CallShards
 from weft.parallel.model.dropout_blocks import call_shapes, check_calls
 
+
 def column_shards(
     blocks: Mapping[str, nn.Module], batch: Batch
 ) -> dict[str, tuple[CallShards, ...]]:

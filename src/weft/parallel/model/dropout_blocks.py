@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -99,9 +99,7 @@ def call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list
     return run_without_memory(_call_shapes, dict(blocks), batch)
 
 
-def _call_shapes(
-    blocks: Mapping[str, nn.Module], batch: Batch
-) -> dict[str, list[tuple[int, ...]]]:
+def _call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list[tuple[int, ...]]]:
     found: dict[str, list[tuple[int, ...]]] = {}
     x: Any = batch.inputs
     for name, block in blocks.items():
@@ -149,6 +147,13 @@ def dropping_block(
     return DroppingBlock(name, block, calls, rank)
 
 
+@dataclass(frozen=True)
+class BlockName:
+    """The name of a block; equal to any other, since blocks that drop other entries cost the same."""
+
+    text: str = field(compare=False)
+
+
 class DroppingBlock(nn.Module):
     """A block that drops out by counter: see Note [Counter-based drop-out] in models/common/dropout.py.
 
@@ -160,7 +165,7 @@ class DroppingBlock(nn.Module):
         self, name: str, block: nn.Module, calls: tuple[CallShards, ...] | None, rank: ShardingRank
     ) -> None:
         super().__init__()
-        self.name = name
+        self.name = BlockName(name)
         self.block = block
         self.calls = calls
         self.rank = rank
@@ -170,7 +175,7 @@ class DroppingBlock(nn.Module):
         """The block's own forward."""
         if not self._drops:
             return self.block(x, batch)
-        mode = CounterDropout(self.name, batch.draw_keys, calls=self.calls, rank=self.rank)
+        mode = CounterDropout(self.name.text, batch.draw_keys, calls=self.calls, rank=self.rank)
         with mode:
             out = self.block(x, batch)
         if batch.draw_keys is not None:
