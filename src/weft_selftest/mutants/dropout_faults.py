@@ -170,6 +170,7 @@ MUTANTS = (
         "the loss of an evaluation is that of training",
         MutantLayout("dp2", family="gpt2", options=DROPOUT, evaluates=True),
         (FunctionFault(MICRO_BATCHES, in_evaluation),),
+        blocks=("",),
     ),
     Mutant(
         "all_layers_drop_the_same_entries",

@@ -179,7 +179,8 @@ class AttentionDraws:
         heads = _places(self.heads, queries.device)
         rows = (heads[:, None] * length + queries).flatten()
         found = self.draws.factors_of(rows, keys, dtype)
-        return found.unflatten(1, (len(heads), -1))
+        by_head: Tensor = found.unflatten(1, (len(heads), -1))
+        return by_head
 
 
 def attention_draws(q_BSHK: Tensor, p: float) -> AttentionDraws | None:
@@ -205,7 +206,8 @@ def drop_path(x: Tensor, p: float, training: bool = True) -> Tensor:
         out: Tensor = handle_torch_function(drop_path, (x,), x, p, training)
         return out
     ones = x.new_ones((x.shape[0], *[1] * (x.dim() - 1)))
-    return x.mul(F.dropout(ones, p, training))
+    factors = F.dropout(ones, p, training)
+    return torch.mul(x, factors)
 
 
 class DropPath(nn.Module):
