@@ -1,4 +1,4 @@
-"""Each of the thirteen models under each layout equals one device within 1e-9, or is rejected in one line before the first step."""
+"""Each of thirteen models under each layout equals one device within 1e-9, or is rejected in one line before the first step."""
 
 from __future__ import annotations
 

@@ -71,12 +71,11 @@ class DropoutDraws:
         keys = hash_64(self.sequence_keys * GOLDEN_64 + self.call)
         row_keys = row_keys_of(rows, keys[:, None]).flatten(1).unsqueeze(-1)
         out = torch.empty((row_keys.shape[1], len(columns)), dtype=dtype, device=rows.device)
+        if self.p >= 1:
+            return out.zero_().view(len(keys), len(rows), len(columns))
         scale = _scale(self.p, dtype)
         least = round(self.p * 2**32) - 2**31
         for chunk in _chunks(out):
-            if self.p >= 1:
-                out[chunk] = 0
-                continue
             bits = hash_columns(columns, row_keys[:, chunk])
             torch.mul(bits >= least, scale, out=out[chunk])
         return out.view(len(keys), len(rows), len(columns))
@@ -93,11 +92,9 @@ def _places(dim: DimEntries, device: torch.device) -> Tensor:
     return spans[0] if len(spans) == 1 else torch.cat(spans)
 
 
-def _scale(p: float, dtype: torch.dtype) -> float:
-    """1 / (1 - p) as torch computes it in this type."""
-    if p >= 1:
-        return 0.0
-    return float(torch.ones((), dtype=dtype).div_(1 - p))
+def _scale(p: float, dtype: torch.dtype) -> Tensor:
+    """1 / (1 - p) in this type, as torch computes it; on the CPU, from where a scalar may be used."""
+    return torch.ones((), dtype=dtype).div_(1 - p)
 
 
 def _chunks(matrix: Tensor) -> Iterator[slice]:
