@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from weft.core.attention_mask import AttentionMask
 from weft.core.entry_places import DimEntries, DimShard, ShardingRank, held_entries
 from weft.data.order import draw_keys
 from weft.errors import PlanError
+from weft.models.common import dropped_attention
+from weft.models.common.attention import visible_keys
 from weft.models.common.batch import token_batch
 from weft.models.common.dropout import DropoutDraws, call_key, drop, times_factors
 from weft.models.common.dropout_mode import CounterDropout, may_drop
@@ -318,6 +321,56 @@ def test_attention_drops_the_weights_that_one_would_drop_by_hand(is_causal: bool
         ours = attend(*(x.transpose(1, 2) for x in (q, k, v)), token_batch(ids, ids))
     torch.testing.assert_close(theirs, by_hand, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours.transpose(1, 2), by_hand, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.parametrize(
+    "mask", [AttentionMask(), AttentionMask(causal=False), AttentionMask(window=3)], ids=str
+)
+def test_gradients_of_attention_are_those_by_hand(
+    mask: AttentionMask, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several chunks of queries, shared key heads, and packed documents."""
+    monkeypatch.setattr(dropped_attention, "MOST_SCORES", {"cpu": 2 * 4 * 8 * chunk})
+    q, k, v = (
+        torch.randn(2, 8, heads, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0] * 8])
+    batch = replace(token_batch(ids, ids), documents=documents)
+    allowed = documents[:, None, :, None] == documents[:, None, None, :]
+    columns = torch.arange(8)
+    seen = visible_keys(mask, columns, columns)
+    allowed = allowed if seen is None else allowed & seen
+
+    def by_hand() -> Tensor:
+        wide_k, wide_v = (x.repeat_interleave(2, 2).transpose(1, 2) for x in (k, v))
+        scores = q.transpose(1, 2) @ wide_k.transpose(-1, -2) * 6**-0.5
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        return (F.dropout(weights, P) @ wide_v).transpose(1, 2)
+
+    found = []
+    for function in (by_hand, lambda: Attend(mask=mask, dropout=P)(q, k, v, batch)):
+        with CounterDropout("layer0", keys_of(2)):
+            out = function()
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for right, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_keeps_no_scores() -> None:
+    q = torch.randn(2, 64, 4, 8, requires_grad=True)
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    hooks = saved_tensors_hooks(note, lambda tensor: tensor)
+    with hooks, CounterDropout("layer0", keys_of(2)):
+        Attend(dropout=P)(q, q, q, token_batch(ids, ids))
+    assert max(sizes) == q.numel()
 
 
 def test_attention_of_shared_heads_and_of_masks_drops_weights() -> None:

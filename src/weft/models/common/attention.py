@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
 from weft.models.common.batch import Batch
 from weft.models.common.dropout import AttentionDraws, attention_draws, times_factors
+from weft.models.common.dropped_attention import DroppedScores, dropped_attention
 from weft.models.common.seam import check_declared, check_supported
 
 
@@ -63,7 +64,12 @@ class AttentionSpec:
     @property
     def fits_fused_kernel(self) -> bool:
         """Whether torch's fused attention computes it: nothing but a scale and a mask."""
-        others = (self.softcap, self.sinks, self.head_bias, self.draws)
+        return self.is_plain and self.draws is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is nothing but a scale, a mask and drop-out."""
+        others = (self.softcap, self.sinks, self.head_bias)
         return all(other is None for other in others)
 
     def scale_of(self, q: Tensor) -> float:
@@ -140,6 +146,14 @@ class FusedAttention:
                 scale=spec.scale,
                 enable_gqa=True,
             )
+        elif spec.is_plain and spec.draws is not None:
+            scores = DroppedScores(
+                spec.scale_of(q_BHSK),
+                None if is_triangle else _allowed_keys(spec.mask, q_BHSK, documents),
+                is_triangle,
+                spec.draws,
+            )
+            out_BHSW = dropped_attention(q_BHSK, k_BGSK, v_BGSW, scores)
         else:
             columns_S = torch.arange(len(columns), device=q_BHSK.device)
             out_BHSW = eager_attention(

@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.core.entry_places import ONE_DEVICE, WHOLE, DimShard, ShardingRank, held_entries
+from weft.core.entry_places import (
+    ONE_DEVICE,
+    WHOLE,
+    DimEntries,
+    DimShard,
+    ShardingRank,
+    held_entries,
+)
 from weft.errors import Fault, PlanError
 from weft.models.common.dropout import (
     AttentionDraws,
@@ -30,6 +37,7 @@ from weft.models.common.dropout import (
     drop_path,
     times_factors,
 )
+from weft.models.common.dropped_attention import DroppedScores, dropped_attention
 
 CallShards = tuple[DimShard, ...]
 """How each dim of the tensor of one call is sharded."""
@@ -279,8 +287,12 @@ def _scaled_dot_product_attention(
         group_size = query.shape[-3] // key.shape[-3]
         key = key.repeat_interleave(group_size, -3)
         value = value.repeat_interleave(group_size, -3)
-    wide = torch.promote_types(query.dtype, torch.float32)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
+    if attn_mask is None and _is_of_whole_sequences(query, key, draws):
+        heads = AttentionDraws(draws.dims[0], draws)
+        dropped = DroppedScores(factor, None, is_causal, heads)
+        return dropped_attention(query, key, value, dropped)
+    wide = torch.promote_types(query.dtype, torch.float32)
     scores = (query @ key.transpose(-1, -2)).to(wide) * factor
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -298,6 +310,14 @@ def _scaled_dot_product_attention(
 
     out: Tensor = times_factors(weights, factors).to(value.dtype) @ value
     return out
+
+
+def _is_of_whole_sequences(query: Tensor, key: Tensor, draws: DropoutDraws) -> bool:
+    """Whether q and k are of as many columns, [B, H, S, K], of which a rank may hold some heads."""
+    if query.dim() != 4 or query.shape[2] != key.shape[2] or len(draws.dims) != 3:
+        return False
+    whole = DimEntries.whole(query.shape[2])
+    return draws.dims[1:] == (whole, whole)
 
 
 def _multi_head_attention(mode: CounterDropout, *args: Any, **kwargs: Any) -> Any:
