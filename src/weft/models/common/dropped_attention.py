@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.models.common.dropout import AttentionDraws, times_factors
+from weft.models.common.dropout import AttentionDraws, has_no_memory
 
-MOST_SCORES = {"cpu": 2**21, "cuda": 2**26}
+MOST_SCORES = {"cpu": 2**19, "cuda": 2**26}
 """Scores that exist at a time."""
 
 
@@ -68,13 +68,13 @@ class DroppedScores:
             allowed = allowed[..., queries, :]
         return found if allowed is None else found.masked_fill(~allowed, float("-inf"))
 
-    def dropped(self, weights: Tensor, queries: slice, *, length: int) -> Tensor:
-        """Weights, or their gradients, times the factors of drop-out."""
+    def factors(self, weights: Tensor, queries: slice, *, length: int) -> Tensor:
+        """What weights, and their gradients, are multiplied with."""
+        if has_no_memory(weights):
+            return torch.ones_like(weights)
         columns = torch.arange(length, device=weights.device)
         own, seen = columns[queries], columns[self.keys(queries)]
-        return times_factors(
-            weights, lambda dtype: self.draws.factors(own, seen, dtype, length=length)
-        )
+        return self.draws.factors(own, seen, weights.dtype, length=length)
 
 
 def dropped_attention(
@@ -106,8 +106,9 @@ class _DroppedAttention(torch.autograd.Function):
         for queries in scores.chunks(q):
             keys = scores.keys(queries)
             found = scores.scores(q[:, :, queries], wide_k[:, :, keys], queries)
-            weights = scores.dropped(found.softmax(-1), queries, length=length)
-            outs.append(weights.to(v.dtype) @ wide_v[:, :, keys])
+            weights = found.softmax(-1)
+            dropped = weights * scores.factors(weights, queries, length=length)
+            outs.append(dropped.to(v.dtype) @ wide_v[:, :, keys])
             lses.append(found.logsumexp(-1))
         out = torch.cat(outs, 2)
         ctx.save_for_backward(q, k, v, out, torch.cat(lses, 2))
@@ -129,12 +130,12 @@ class _DroppedAttention(torch.autograd.Function):
             own_q, own_grad = q[:, :, queries], grad[:, :, queries]
             found = scores.scores(own_q, wide_k[:, :, keys], queries)
             weights = torch.exp(found - lse[:, :, queries, None])
-            dropped = scores.dropped(weights, queries, length=length).to(q.dtype)
+            factors = scores.factors(weights, queries, length=length)
+            dropped = (weights * factors).to(q.dtype)
             dv[:, :, keys] += dropped.transpose(-1, -2) @ own_grad
             dweights = (own_grad @ wide_v[:, :, keys].transpose(-1, -2)).to(wide)
-            dweights = scores.dropped(dweights, queries, length=length)
             mean = (own_grad.to(wide) * out[:, :, queries]).sum(-1, keepdim=True)
-            dscores = (weights * (dweights - mean) * scores.scale).to(q.dtype)
+            dscores = (weights * (dweights * factors - mean) * scores.scale).to(q.dtype)
             dq[:, :, queries] = dscores @ wide_k[:, :, keys]
             dk[:, :, keys] += dscores.transpose(-1, -2) @ own_q
         return dq, _by_key_head(dk, k), _by_key_head(dv, v), None
