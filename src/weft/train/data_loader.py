@@ -52,20 +52,16 @@ class DataLoader:
         numbers.
         """
         chosen = samples_of(self.samples, step, global_size=self.global_size, seed=self.seed)
-        places = places_of_step(step, self.global_size)
-        return self.micro_batches(chosen, draw_keys=draw_keys(places, seed=self.seed))
+        places = self._local(places_of_step(step, self.global_size))
+        keys = torch.from_numpy(draw_keys(places, seed=self.seed)).to(self.device)
+        batches = self.micro_batches(chosen)
+        return [replace(batch, draw_keys=own) for batch, own in zip(batches, keys, strict=True)]
 
-    def micro_batches(self, chosen: Ints, *, draw_keys: Ints | None = None) -> list[Batch]:
-        """This rank's micro-batches of a global batch of these samples; a negative number is a
-        sample without targets.
-
-        Args:
-            draw_keys: of random numbers, one for each sample; None: nothing is drawn.
+    def micro_batches(self, chosen: Ints) -> list[Batch]:
+        """This rank's micro-batches of a global batch of these samples, of which nothing is dropped;
+        a negative number is a sample without targets.
         """
         sequences = whole_batch(self.samples, self._local(chosen), later=self.later)
-        if draw_keys is not None:
-            own_keys = torch.from_numpy(self._local(draw_keys).ravel().copy())
-            sequences = replace(sequences, draw_keys=own_keys)
         shard = sequences.columns(index=self.context_index, degree=self.context_degree)
         on_device = shard.map(self._to_device)
         starts = range(0, len(sequences.inputs), self.micro_size)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from weft.core.entry_places import ShardingRank
@@ -20,6 +21,7 @@ from weft_selftest.mutants.fault import FunctionFault, Mutant, MutantLayout
 
 DROPOUT = "--model.dropout 0.1"
 KEYS = "weft.train.data_loader:draw_keys"
+BATCHES = "weft.train.data_loader:DataLoader.batches"
 MICRO_BATCHES = "weft.train.data_loader:DataLoader.micro_batches"
 SHARDING_RANK = "weft.parallel.model.parallelize:sharding_rank"
 DROPPING_BLOCK = "weft.parallel.model.parallelize:dropping_block"
@@ -27,14 +29,20 @@ SELECT_HEADS = "weft.models.common.dropout:AttentionDraws.select_heads"
 FIRST = ("embed", "")
 
 
-def of_first_step(keys: Callable[..., Ints], places: Ints, *, seed: int) -> Ints:
+def _with_keys_of(batches: list[Batch], others: list[Batch]) -> list[Batch]:
+    return [
+        replace(own, draw_keys=other.draw_keys) for own, other in zip(batches, others, strict=True)
+    ]
+
+
+def of_first_step(batches: Callable[..., list[Batch]], loader: Any, step: int) -> list[Batch]:
     """Each step has the keys of the first."""
-    return keys(places - places[0], seed=seed)
+    return _with_keys_of(batches(loader, step), batches(loader, 0))
 
 
-def of_next_step(keys: Callable[..., Ints], places: Ints, *, seed: int) -> Ints:
+def of_next_step(batches: Callable[..., list[Batch]], loader: Any, step: int) -> list[Batch]:
     """Steps are counted from 1."""
-    return keys(places + len(places), seed=seed)
+    return _with_keys_of(batches(loader, step), batches(loader, step + 1))
 
 
 def of_other_seed(keys: Callable[..., Ints], places: Ints, *, seed: int) -> Ints:
@@ -44,34 +52,22 @@ def of_other_seed(keys: Callable[..., Ints], places: Ints, *, seed: int) -> Ints
 
 def same_in_each_sequence(keys: Callable[..., Ints], places: Ints, *, seed: int) -> Ints:
     """All sequences of a step have the key of its first one."""
-    return np.full_like(places, keys(places, seed=seed)[0])
+    return np.full_like(places, keys(places, seed=seed).flat[0])
 
 
-def same_on_data_ranks(
-    micro_batches: Callable[..., list[Batch]],
-    loader: Any,
-    chosen: Ints,
-    *,
-    draw_keys: Ints | None = None,
-) -> list[Batch]:
+def same_on_data_ranks(batches: Callable[..., list[Batch]], loader: Any, step: int) -> list[Batch]:
     """Each data rank has the keys of the first one."""
-    found = micro_batches(loader, chosen, draw_keys=draw_keys)
-    first = micro_batches(replace(loader, index=0), chosen, draw_keys=draw_keys)
-    return [
-        replace(own, draw_keys=other.draw_keys) for own, other in zip(found, first, strict=True)
-    ]
+    return _with_keys_of(batches(loader, step), batches(replace(loader, index=0), step))
 
 
 def in_evaluation(
-    micro_batches: Callable[..., list[Batch]],
-    loader: Any,
-    chosen: Ints,
-    *,
-    draw_keys: Ints | None = None,
+    micro_batches: Callable[..., list[Batch]], loader: Any, chosen: Ints
 ) -> list[Batch]:
     """Batches of an evaluation have keys, too."""
-    keys = chosen if draw_keys is None else draw_keys
-    return micro_batches(loader, chosen, draw_keys=keys)
+    return [
+        replace(batch, draw_keys=torch.arange(len(batch.inputs)))
+        for batch in micro_batches(loader, chosen)
+    ]
 
 
 def first_context_rank(rank: Callable[..., ShardingRank], comm: Any) -> ShardingRank:
@@ -134,14 +130,14 @@ MUTANTS = (
         "masks_of_every_step_are_those_of_the_first",
         "the step is not in the counter: the first step is right",
         DP,
-        (FunctionFault(KEYS, of_first_step),),
+        (FunctionFault(BATCHES, of_first_step),),
         blocks=FIRST,
     ),
     Mutant(
         "masks_are_those_of_the_next_step",
         "steps are counted from 1",
         DP,
-        (FunctionFault(KEYS, of_next_step),),
+        (FunctionFault(BATCHES, of_next_step),),
         blocks=FIRST,
     ),
     Mutant(
@@ -162,7 +158,7 @@ MUTANTS = (
         "data_ranks_drop_the_same_entries",
         "each rank seeds its generator alike",
         DP,
-        (FunctionFault(MICRO_BATCHES, same_on_data_ranks),),
+        (FunctionFault(BATCHES, same_on_data_ranks),),
         blocks=FIRST,
     ),
     Mutant(
