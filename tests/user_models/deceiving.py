@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from weft import Attend
 
@@ -172,6 +173,13 @@ MODELS = {
         "layer0: computes a sequence differently where another one is in the batch",
         *("--batch.micro_size", "2", "--batch.global_size", "4"),
     ),
+    "drop-out that torch repeats": in_layer(
+        "x = checkpoint(lambda t: F.dropout(t, 0.1), x, use_reentrant=False)",
+        "layer0: drops out inside torch.utils.checkpoint",
+    ),
+    "a drop path of one's own": in_layer(
+        "x = x * x.new_empty(len(x), 1, 1).bernoulli_(0.9)", f"layer0: {DRAWS}"
+    ),
     "alpha drop-out": in_layer(
         "x = F.alpha_dropout(x, 0.1, training=True)", "layer0: alpha drop-out draws random numbers"
     ),
@@ -181,7 +189,7 @@ MODELS = {
     ),
     "a length that costs too much": in_layer(
         "x = x - x.mean(0) if x.shape[1] > 64 else x",
-        "my_model.py, line 77 runs at the sizes of the run alone",
+        "my_model.py, line 78 runs at the sizes of the run alone",
         *("--data.seq_len", "65536", "--model.dim", "256"),
     ),
     "the number type": in_layer(

@@ -42,6 +42,7 @@ from weft.models.common.dropped_attention import DroppedScores, dropped_attentio
 CallShards = tuple[DimShard, ...]
 """How each dim of the tensor of one call is sharded."""
 NO_KEYS = "drops out in training, and its batch has no keys of random numbers"
+CHECKPOINT = "torch.utils.checkpoint"
 COMPILED = "torch._dynamo.eval_frame"
 """Module that defines the class of what `torch.compile` makes of a module."""
 
@@ -101,6 +102,12 @@ class CounterDropout(TorchFunctionMode):
         number = self.num_calls
         self.num_calls += 1
         keys = self.sequence_keys
+        if torch.is_grad_enabled() and _is_checkpointed():
+            what = (
+                "drops out inside torch.utils.checkpoint, which repeats it without this run's masks"
+            )
+            fix = "--parallel.recompute full in its place"
+            raise PlanError(Fault(self.block, what, fix=fix))
         if keys is None:
             if not torch.is_grad_enabled():
                 return None
@@ -137,6 +144,12 @@ class CounterDropout(TorchFunctionMode):
         shards = self._shards(self.num_calls - 1)
         heads = held_entries(shards[2] if shards else WHOLE, q_BSHK.shape[2], self.rank)
         return AttentionDraws(heads, draws)
+
+
+def _is_checkpointed() -> bool:
+    """Whether the running code is repeated by torch.utils.checkpoint, outside of modes."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and getattr(hooks[0], "__module__", "") == CHECKPOINT
 
 
 class HasDrawKeys(Protocol):

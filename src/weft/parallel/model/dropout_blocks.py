@@ -72,7 +72,7 @@ class DropoutShards:
         if self.calls is None:
             self.calls = {name: tuple(calls) for name, calls in found.items()}
             return
-        for name in {*self.calls, *found}:
+        for name in dict.fromkeys((*self.calls, *found)):  # in the order of the chain
             known, new = self.calls.get(name, ()), tuple(found.get(name, ()))
             check_calls(name, known, new)
             self.calls[name] = tuple(map(_joined, known, new))
