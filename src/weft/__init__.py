@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weft.layout.plan import Plan
     from weft.models.common.attention import Attend
     from weft.models.common.batch import Batch, Extra
+    from weft.models.common.dropout import DropPath, drop_path
     from weft.models.common.layers import Loss, RegionInput, RegionOutput
     from weft.models.user_model import Model
     from weft.parallel.autograd.shard_gradient import clip_grad_norm_
@@ -50,6 +51,7 @@ _HOMES = {
     "Comm": "weft.comm.comm",
     "DataParallel": "weft.parallel.data_parallel.replicas",
     "DistributedDataParallel": "weft.parallel.data_parallel.ddp",
+    "DropPath": "weft.models.common.dropout",
     "Extra": "weft.models.common.batch",
     "FullyShardedDataParallel": "weft.parallel.zero.fsdp",
     "Loss": "weft.models.common.layers",
@@ -72,6 +74,7 @@ _HOMES = {
     "WeftError": "weft.errors",
     "Work": "weft.comm.transport",
     "clip_grad_norm_": "weft.parallel.autograd.shard_gradient",
+    "drop_path": "weft.models.common.dropout",
     "init": "weft.run.init",
     "layouts": "weft.pytest_plugin",
     "load": "weft.checkpoint.scripts",
@@ -89,6 +92,7 @@ __all__ = [
     "Comm",
     "DataParallel",
     "DistributedDataParallel",
+    "DropPath",
     "Extra",
     "FullyShardedDataParallel",
     "Loss",
@@ -111,6 +115,7 @@ __all__ = [
     "WeftError",
     "Work",
     "clip_grad_norm_",
+    "drop_path",
     "init",
     "layouts",
     "load",

@@ -85,7 +85,7 @@ TransportName = Literal["threads", "processes"]
 @dataclass(frozen=True)
 class Case:
     """One layout of one model; `layers` 0: as many as the model has by itself; `split`: layers of
-    every stage as words.
+    every stage as words; `dropout`: of the model where it has one, else of adapters.
     """
 
     mesh: str
@@ -105,6 +105,7 @@ class Case:
     clip: float = CLIP
     layers: int = 0
     split: str = ""
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         options = {
@@ -117,6 +118,7 @@ class Case:
             "free": self.clip != CLIP,
             f"l{self.layers}": self.layers > 0,
             f"b{self.bucket_bytes}": self.bucket_bytes != 4096,
+            f"drop{self.dropout}": self.dropout > 0,
             f"split_{self.split.replace(' ', '_')}": self.split != "",
         }
         words = [self.family]
@@ -140,9 +142,18 @@ class Case:
         else:
             known = {**CONFIGS, **MIXTURES}
             fields = known.get(self.family) or small_fields(self.family, dim=32, window=3)
+        if self.dropout and not self.lora:
+            fields = {**fields, "dropout": self.dropout}
         if not self.layers:
             return fields
         return {**fields, "layers": self.layers}
+
+    @property
+    def lora(self) -> dict[str, object]:
+        """Adapters, where the family has no drop-out of its own."""
+        if not self.dropout or "dropout" in FAMILIES[self.family].Config.model_fields:
+            return {}
+        return {"rank": 3, "dropout": self.dropout}
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -161,6 +172,7 @@ class Case:
                 "batch": BatchSizes(global_size=size, micro_size=self.micro_size),
                 "optim": OptimConfig(lr=LR, warmup=0, clip=self.clip),
                 "seed": SEED,
+                "lora": self.lora,
                 "parallel": ParallelConfig(
                     sequence=self.sequence,
                     zero=self.zero,
@@ -297,6 +309,7 @@ def on_one_device(case: Case) -> Case:
         seq_len=case.seq_len,
         clip=case.clip,
         layers=case.layers,
+        dropout=case.dropout,
     )
 
 

@@ -27,6 +27,7 @@ from weft.planner.measure.measured_run import MeasuredRun
 from weft.start.checked_run import load_checked_run
 from weft.start.transformers_model import prepared
 
+PDROPS = '{"attn_pdrop": 0.2, "resid_pdrop": 0.1, "embd_pdrop": 0.1}'
 TINY = {name: size.tiny for name, size in SIZES.items()} | {"settings": ""}
 
 
@@ -44,6 +45,17 @@ def test_loss_and_gradients_are_those_of_transformers(name: str) -> None:
         ("gemma2", {"mesh": "cp2"}),
         ("mixtral", {"mesh": "ep2"}),
         ("gpt2", {"mesh": "dp2", "parallel.zero": 3}),
+        ("llama", {"mesh": "cp2", "model.settings": '{"attention_dropout": 0.2}'}),
+        ("gpt2", {"mesh": "pp2", "model.settings": PDROPS}),
+        ("qwen3_moe", {"mesh": "ep2", "model.settings": '{"attention_dropout": 0.2}'}),
+        (
+            "phi",
+            {
+                "mesh": "tp2",
+                "parallel.recompute": "full",
+                "model.settings": '{"attention_dropout": 0.2, "resid_pdrop": 0.1}',
+            },
+        ),
     ],
 )
 def test_a_layout_computes_what_one_device_does(name: str, keys: dict[str, Any]) -> None:
@@ -85,8 +97,18 @@ def test_parameters_have_the_names_of_transformers() -> None:
     assert names["head.lm.lm_head.weight"] == "lm_head.weight"
 
 
-def test_drop_out_is_0() -> None:
+def test_drop_out_is_what_settings_name() -> None:
     assert config_of("gpt2", TINY).resid_pdrop == 0.0
+    settings = {"settings": '{"resid_pdrop": 0.25}'}
+    config = config_of("gpt2", TINY | settings)
+    assert (config.resid_pdrop, config.attn_pdrop) == (0.25, 0.0)
+    assert config_of("gpt2", TINY | settings | {"dropout": False}).resid_pdrop == 0.0
+
+
+def test_skipped_layers_are_0() -> None:
+    settings = {"settings": '{"layerdrop": 0.25, "dropout": 0.1}'}
+    config = config_of("opt", TINY | settings)
+    assert (config.layerdrop, config.dropout) == (0.0, 0.1)
 
 
 def test_what_the_transforms_refuse_is_whole_and_said() -> None:

@@ -1,4 +1,4 @@
-"""Twelve models of users under five layouts: each equals one device within 1e-9, or is rejected in one line.
+"""Thirteen models of users under five layouts: each equals one device within 1e-9, or is rejected in one line.
 
 `python -m tests.user_models.sweep` prints the table of docs/your-model.md.
 """
@@ -31,6 +31,7 @@ MODELS = {
     "torch_attention": "nn.MultiheadAttention",
     "torch_encoder": "nn.TransformerEncoderLayer",
     "weight_norm": "weight-normed linear",
+    "drop_out": "drop-out of every kind",
 }
 LAYOUTS = {
     "tp2": ("--mesh", "tp2"),

@@ -13,6 +13,7 @@ class Config:
     dim: int = 16
     heads: int = 4
     vocab: int = 256
+    dropout: float = 0.1
 
 
 class TorchAttentionLayer(nn.Module):
@@ -20,7 +21,7 @@ class TorchAttentionLayer(nn.Module):
         super().__init__()
         self.n1 = nn.LayerNorm(c.dim)
         self.n2 = nn.LayerNorm(c.dim)
-        self.attn = nn.MultiheadAttention(c.dim, c.heads, batch_first=True)
+        self.attn = nn.MultiheadAttention(c.dim, c.heads, c.dropout, batch_first=True)
         self.up = nn.Linear(c.dim, 32)
         self.down = nn.Linear(32, c.dim)
 

@@ -11,7 +11,7 @@ class Config:
     dim: int = 16
     heads: int = 4
     vocab: int = 256
-    dropout: float = 0.0
+    dropout: float = 0.1
 
 
 class WholeModel(nn.Module):

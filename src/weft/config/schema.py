@@ -361,6 +361,9 @@ class LoraConfig(ConfigSection):
         (),
         description="linears with adapters, by name or pattern: q v, or layer1.attn.*; nothing: all of attention and MLPs",
     )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability that an entry of an adapter's input is dropped"
+    )
     base: str | None = Field(
         None,
         description="run or checkpoint whose parameters are frozen; None: model.from_hf, or random initial values",

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Feature = Literal[
-    "causal", "bidirectional", "window", "documents", "prefix", "softcap", "sinks", "head_bias"
+    "causal",
+    "bidirectional",
+    "window",
+    "documents",
+    "prefix",
+    "softcap",
+    "sinks",
+    "head_bias",
+    "dropout",
 ]
 """What a model can require of attention, as messages name it."""
 

@@ -22,6 +22,8 @@ _Words = NDArray[np.uint64]
 NUM_ROUNDS = 8
 UNIFORM_KEY = 0x64726177
 """Makes the seed of `uniform_draws` differ from those of epochs."""
+DRAW_KEY = 0x64726F70
+"""Makes the seed of `draw_keys` differ from those of epochs."""
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -76,6 +78,13 @@ def uniform_draws(numbers: Ints, *, seed: int) -> NDArray[np.float64]:
     highest_53_bits = words >> np.uint64(11)
     fractions = highest_53_bits.astype(np.float64)
     return fractions / 2**53
+
+
+def draw_keys(places: Ints, *, seed: int) -> Ints:
+    """A 64-bit key of random numbers for each sequence, by its place in the order of the whole run."""
+    key = np.uint64(hash_numbers(seed, DRAW_KEY))
+    increments = (places.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN_RATIO)
+    return _hashed(_hashed(increments) + key).view(np.int64)
 
 
 def layout_of(samples: Ints, *, index: int, degree: int, micro_size: int, outer: int = 1) -> Ints:

@@ -177,7 +177,7 @@ class CachedAttention:
 
     name = "cached"
     supports: frozenset[Feature] = frozenset(
-        ("causal", "window", "documents", "softcap", "sinks", "head_bias")
+        ("causal", "window", "documents", "softcap", "sinks", "head_bias", "dropout")
     )
     alternative = "a causal mask without a prefix: tokens are generated from left to right"
 

@@ -111,7 +111,7 @@ def adapter_config(cfg: ModelConfig, lora: LoraConfig, *, base: str | None) -> d
         },
         "target_modules": sorted(_short_names(modules, _all_modules(cfg))),
         "fan_in_fan_out": any(target.is_transposed for target in targets),
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, activation_of
+from weft.models.common.dropout_mode import run_block
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 
 
@@ -64,7 +65,7 @@ def measure_blocks(
         try:
             with torch.no_grad(), counter, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a dry run, about gradients and devices
-                out = block(x, batch)
+                out = run_block(block_name, block, x, batch)
         except Exception as error:
             fault = Fault(
                 f"{name}: block {block_name!r}",

@@ -15,6 +15,7 @@ from weft.core.model_config import ModelConfig
 from weft.errors import type_and_message
 from weft.models import Family
 from weft.models.common.batch import Batch, activation_of
+from weft.models.common.dropout_mode import run_block
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_family import UserFamily, example, meta_blocks
@@ -100,7 +101,7 @@ def _run(
             casts = _Casts()
             try:
                 with casts:
-                    x = activation_of(block(x, batch))
+                    x = activation_of(run_block(name, block, x, batch))
             except Exception as error:
                 raise _BlockError(name) from error
             if casts.coarsest is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from weft.data.logprob_files import Logprobs
 from weft.data.order import Ints
 from weft.models.common.batch import IGNORE, Batch, activation_of
+from weft.models.common.dropout_mode import run_block
 
 LOSS = "loss"
 """The block that computes the loss, the last one of a chain."""
@@ -96,6 +97,6 @@ class ReferenceModel:
     @torch.no_grad()
     def _logprobs(self, batch: Batch) -> Tensor:
         x: Any = batch.inputs
-        for block in self.blocks.values():
-            x = self.perturbed(activation_of(block(x, batch)))
+        for name, block in self.blocks.items():
+            x = self.perturbed(activation_of(run_block(name, block, x, batch)))
         return target_logprobs(x, batch.targets).double()

@@ -6,17 +6,20 @@ Independent of the code that feeds ranks (`weft.train.data_loader`, `weft.data.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weft.data.conversations import ConversationSamples
-from weft.data.order import Ints
+from weft.data.order import DRAW_KEY, Ints
 from weft.data.samples import SampleArrays, Samples, SequenceSamples
 from weft.models.common.batch import IGNORE, Batch
 from weft.prove.raw_rows import rows_of
+
+GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
 def is_masked(sample: int, column: int) -> bool:
@@ -112,6 +115,23 @@ def samples_of_step(samples: Samples, step: int, *, global_size: int, seed: int)
     first = step * global_size
     places = np.arange(first, first + global_size, dtype=np.int64)
     return samples.at(places, seed=seed)
+
+
+def with_draw_keys(batch: Batch, places: Iterable[int], *, seed: int) -> Batch:
+    """The batch with keys of random numbers: of each sequence, by its place in the order of the run."""
+    key = _mixed((seed + 1) * GOLDEN_RATIO)
+    key = _mixed(key + (DRAW_KEY + 1) * GOLDEN_RATIO)
+    words = [_mixed(_mixed((place + 1) * GOLDEN_RATIO) + key) for place in places]
+    keys = torch.tensor([word - 2**64 if word >= 2**63 else word for word in words])
+    return replace(batch, draw_keys=keys.to(batch.inputs.device))
+
+
+def _mixed(word: int) -> int:
+    """SplitMix64's finalizer, of the lowest 64 bits."""
+    word %= 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
 
 
 def evaluated_samples(samples: Samples, global_size: int) -> list[Ints]:

@@ -19,12 +19,13 @@ from weft.core.axes import Box
 from weft.data.order import Ints
 from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, activation_of
+from weft.models.common.dropout_mode import run_block
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.plain_preferences import LOSS, PlainPreferenceLoss, ReferenceModel
-from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step
+from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step, with_draw_keys
 from weft.prove.record import rated_steps
 from weft.prove.reference_pass import ReferencePass
 from weft.prove.reference_trace import ReferenceTrace
@@ -203,8 +204,8 @@ class Reference:
     def _loss_alone(self, batch: Batch) -> float:
         """The sum over targets of the last block's loss."""
         x: Any = batch.inputs
-        for block in self.blocks.values():
-            x = activation_of(block(x, batch))
+        for name, block in self.blocks.items():
+            x = activation_of(run_block(name, block, x, batch))
             if isinstance(x, Tensor) and x.dim():
                 x = self.perturbed(x)
         return float(x.double())
@@ -215,7 +216,9 @@ class Reference:
         numbers = samples_of_step(
             task.samples, step - 1, global_size=task.batch.global_size, seed=task.seed
         )
-        return self.batch_of(numbers)
+        first = (step - 1) * task.batch.global_size
+        places = range(first, first + task.batch.global_size)
+        return with_draw_keys(self.batch_of(numbers), places, seed=task.seed)
 
     def batch_of(self, numbers: Ints) -> Batch:
         """The batch of these samples; pairs have log-probabilities under the reference model."""

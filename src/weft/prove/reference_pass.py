@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.models.common.batch import Batch, Extra, activation_of
+from weft.models.common.dropout_mode import run_block
 from weft.prove.reference_trace import ReferenceTrace, TensorKey
 
 
@@ -87,7 +88,7 @@ class ReferencePass:
         x: Any = part.inputs
         losses: list[Tensor] = []
         for name, block in self.blocks.items():
-            out = block(x, part)
+            out = run_block(name, block, x, part)
             if isinstance(out, Extra):
                 losses.extend(self._take_extra(name, out))
             x = activation_of(out)

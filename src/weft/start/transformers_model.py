@@ -43,15 +43,15 @@ def _prepared(run: Run) -> tuple[Run, tuple[str, ...]]:
 
 
 def _notes(model_type: str, values: Mapping[str, Any], *, packs_documents: bool) -> Iterator[str]:
-    """Drop-out that is left out, and a comparison that could not be made."""
-    from weft.models.transformers.build import drop_out_of  # they import torch
+    """Random numbers that are left out, and a comparison that could not be made."""
+    from weft.models.transformers.build import noise_of  # they import torch
     from weft.models.transformers.check import check_against_transformers
     from weft.models.transformers.sizes import SETTINGS
 
-    dropped = drop_out_of(json.loads(values[SETTINGS] or "{}"))
-    if dropped:
-        names = ", ".join(f"{name} {value:g}" for name, value in dropped.items())
-        yield f"trained without drop-out (config.json: {names})"
+    left_out = noise_of(json.loads(values[SETTINGS] or "{}"))
+    if left_out:
+        names = ", ".join(f"{name} {value:g}" for name, value in left_out.items())
+        yield f"trained without random noise (config.json: {names})"
     note = check_against_transformers(model_type, values, packs_documents=packs_documents)
     if note:
         yield note

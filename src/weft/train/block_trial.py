@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import Batch, Extra, activation_of
+from weft.models.common.dropout_mode import run_block
 from weft.models.user_family import LOSS
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.train.model_effects import NO_DRAWS, Pure, check_scalar
@@ -70,8 +71,8 @@ class BlockTrial:
         """
         first_row, other_rows = self.batch.rows(slice(0, 1)), self.batch.rows(slice(1, None))
         whole = self.pure(self.name, self.block, x.whole, self.batch)
-        self._check_same(whole, self.block(x.whole, self.batch))
-        out = RowParts(whole, self.block(x.first, first_row), self.block(x.others, other_rows))
+        self._check_same(whole, self._run(x.whole, self.batch))
+        out = RowParts(whole, self._run(x.first, first_row), self._run(x.others, other_rows))
         extra = RowParts(
             *(
                 before + _extra_loss(one)
@@ -89,6 +90,9 @@ class BlockTrial:
         elif self.name != LOSS:
             self._check_rows(out)
         return out, extra
+
+    def _run(self, x: Any, batch: Batch) -> Any:
+        return run_block(self.name, self.block, x, batch)
 
     def _check_same(self, first: Any, second: Any) -> None:
         """A second run computes the same: a backward with recomputation relies on it."""
@@ -129,13 +133,14 @@ class BlockTrial:
         tensors = list(tensors_in(x))
         if not half or not all(_has_columns(tensor, 2 * half) for tensor in tensors):
             return
+        undrawn = replace(self.batch, draw_keys=None)
 
         def loss_of(columns: slice) -> Tensor:
             def select(tensor: Tensor) -> Tensor:
                 return tensor[:, columns]
 
             loss: Tensor = activation_of(
-                self.block(map_leaves(x, Tensor, select), self.batch.map(select))
+                self._run(map_leaves(x, Tensor, select), undrawn.window(columns))
             )
             return loss
 

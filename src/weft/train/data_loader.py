@@ -6,13 +6,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from weft.data.order import Ints, layout_of, places_of_step
+from weft.data.order import Ints, draw_keys, layout_of, places_of_step
 from weft.data.samples import Samples
 from weft.models.common.batch import IGNORE, Batch, with_later_targets
 
@@ -52,24 +52,30 @@ class DataLoader:
         numbers.
         """
         chosen = samples_of(self.samples, step, global_size=self.global_size, seed=self.seed)
-        return self.micro_batches(chosen)
+        places = self._local(places_of_step(step, self.global_size))
+        keys = torch.from_numpy(draw_keys(places, seed=self.seed)).to(self.device)
+        batches = self.micro_batches(chosen)
+        return [replace(batch, draw_keys=own) for batch, own in zip(batches, keys, strict=True)]
 
     def micro_batches(self, chosen: Ints) -> list[Batch]:
-        """This rank's micro-batches of a global batch of these samples; a negative number is a
-        sample without targets.
+        """This rank's micro-batches of a global batch of these samples, of which nothing is dropped;
+        a negative number is a sample without targets.
         """
-        local = layout_of(
-            chosen,
+        sequences = whole_batch(self.samples, self._local(chosen), later=self.later)
+        shard = sequences.columns(index=self.context_index, degree=self.context_degree)
+        on_device = shard.map(self._to_device)
+        starts = range(0, len(sequences.inputs), self.micro_size)
+        return [on_device.rows(slice(start, start + self.micro_size)) for start in starts]
+
+    def _local(self, of_samples: Ints) -> Ints:
+        """This rank's numbers of those of a global batch, [micro-batch, place]."""
+        return layout_of(
+            of_samples,
             index=self.index,
             degree=self.degree,
             micro_size=self.micro_size,
             outer=self.outer,
         )
-        sequences = whole_batch(self.samples, local, later=self.later)
-        shard = sequences.columns(index=self.context_index, degree=self.context_degree)
-        on_device = shard.map(self._to_device)
-        starts = range(0, local.size, self.micro_size)
-        return [on_device.rows(slice(start, start + self.micro_size)) for start in starts]
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)

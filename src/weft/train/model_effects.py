@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, activation_of, forward
+from weft.models.common.dropout_mode import run_block
 from weft.models.common.init import path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 from weft.parallel.autograd.tree import tensors_in
@@ -31,7 +32,7 @@ from weft.train.model_state import changed_name, is_generator, state_of
 CHANGES = "keeps state outside its parameters: its forward changes it"
 NO_CHANGES = "nn.LayerNorm or nn.GroupNorm in place of BatchNorm; no attributes set in forward"
 DRAWS = "its forward draws random numbers, which differ between layouts"
-NO_DRAWS = "drop-out of 0; constants drawn in the constructor, as a buffer"
+NO_DRAWS = "drop-out by nn.Dropout, F.dropout or weft.drop_path; constants drawn in the constructor, as a buffer"
 HOOKED = "has a gradient hook, which no layout would run on its whole gradient"
 NO_HOOK = 'no hook: scale in the forward, or --optim.groups "PATTERN: lr_scale=2"'
 STATISTICS = "normalises over the batch, of which each layout computes another part"
@@ -96,7 +97,7 @@ class Pure:
             _Effects(self, running, kept),
             _Hooks(self.label, running),
         ):
-            out = block(x, batch)
+            out = run_block(name, block, x, batch)
         after = state_of(block, name, self.packages)
         changed = changed_name(before, after)
         if changed:
@@ -128,7 +129,7 @@ class Pure:
                 )
             )
         try:
-            block(x, batch)
+            run_block(name, block, x, batch)
         finally:
             for handle in handles:
                 handle.remove()

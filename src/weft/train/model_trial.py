@@ -17,16 +17,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from weft.core.model_config import ModelConfig
+from weft.data.order import draw_keys
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import IGNORE, Batch, activation_of, image_batch, token_batch
+from weft.models.common.dropout_mode import run_block
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_family import UserFamily, meta_blocks
 from weft.parallel.autograd.tree import map_leaves
@@ -148,7 +151,7 @@ class Trial:
             num_entries, kind = num_computed_entries(block), kind_of(block)
             if num_entries > MOST_BLOCK or (kind in seen and num_entries > left):
                 without_values = without_values or meta_blocks(self.family, self.config)
-                x = RowParts.of(_drawn_output(without_values[name], x.whole, batch))
+                x = RowParts.of(_drawn_output(name, without_values[name], x.whole, batch))
                 continue
             seen.add(kind)
             left -= num_entries
@@ -178,23 +181,29 @@ class Trial:
             generator = torch.Generator().manual_seed(SEED)
             images = torch.randint(0, 256, (sizes.rows, 1, size, size), generator=generator)
             targets_B = torch.randint(0, classes, (sizes.rows,), generator=generator)
-            return image_batch(images.to(torch.uint8), targets_B)
+            return _with_keys(image_batch(images.to(torch.uint8), targets_B))
         ids_BS = draw_ids(
             sizes.rows, sizes.length + 1, vocab=self._vocab, named=self.pure.ids.found
         )
         targets_BS = ids_BS[:, 1:].clone()
         targets_BS[0, 0] = IGNORE
-        return token_batch(ids_BS[:, :-1].contiguous(), targets_BS)
+        return _with_keys(token_batch(ids_BS[:, :-1].contiguous(), targets_BS))
 
 
-def _drawn_output(block: nn.Module, x: Any, batch: Batch) -> Any:
+def _with_keys(batch: Batch) -> Batch:
+    """The batch with keys of random numbers, as a step has them."""
+    places = np.arange(len(batch.inputs), dtype=np.int64)
+    return replace(batch, draw_keys=torch.from_numpy(draw_keys(places, seed=SEED)))
+
+
+def _drawn_output(name: str, block: nn.Module, x: Any, batch: Batch) -> Any:
     """Drawn numbers of the shape that a block on the meta device hands on."""
 
     def run(blocks: Mapping[str, nn.Module], own_batch: Batch) -> Any:
         device = own_batch.inputs.device
         without = map_leaves(x, Tensor, lambda one: torch.empty_like(one, device=device))
         (only,) = blocks.values()
-        return only(without, own_batch)
+        return run_block(name, only, without, own_batch)
 
     with torch.no_grad():
         meta_batch = batch.map(lambda field: field.to("meta"))

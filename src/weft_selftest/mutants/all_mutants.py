@@ -11,6 +11,7 @@ from weft_selftest.mutants import (
     composition_faults,
     context_faults,
     data_faults,
+    dropout_faults,
     expert_faults,
     gather_faults,
     gradient_faults,
@@ -50,6 +51,7 @@ LISTS: tuple[Sequence[Mutant], ...] = (
     shard_faults.MUTANTS,
     rate_faults.MUTANTS,
     sample_faults.MUTANTS,
+    dropout_faults.MUTANTS,
 )
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from weft.core.attention_mask import ALL_FEATURES, CAUSAL, AttentionMask, Feature
 from weft.models.common.batch import Batch
+from weft.models.common.dropout import AttentionDraws, attention_draws, times_factors
+from weft.models.common.dropped_attention import DroppedScores, dropped_attention
 from weft.models.common.seam import check_declared, check_supported
 
 
@@ -33,6 +35,8 @@ class AttentionSpec:
         sinks: one logit per head [H] in the denominator of the softmax, with no value (gpt-oss).
         head_bias: one slope per head [H]: scores get slope * (key column - query column) (ALiBi,
             Press et al. 2022).
+        dropout: probability that a weight of the softmax is dropped, in training.
+        draws: the random numbers by which they are; None: nothing is dropped now.
     """
 
     mask: AttentionMask = CAUSAL
@@ -40,6 +44,8 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Tensor | None = None
     head_bias: Tensor | None = None
+    dropout: float = 0.0
+    draws: AttentionDraws | None = None
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -51,11 +57,18 @@ class AttentionSpec:
             found.add("sinks")
         if self.head_bias is not None:
             found.add("head_bias")
+        if self.dropout:
+            found.add("dropout")
         return frozenset(found)
 
     @property
     def fits_fused_kernel(self) -> bool:
         """Whether torch's fused attention computes it: nothing but a scale and a mask."""
+        return self.is_plain and self.draws is None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is nothing but a scale, a mask and drop-out."""
         others = (self.softcap, self.sinks, self.head_bias)
         return all(other is None for other in others)
 
@@ -73,6 +86,8 @@ class AttentionSpec:
             spec = replace(spec, sinks=self.sinks[heads])
         if self.head_bias is not None:
             spec = replace(spec, head_bias=self.head_bias[heads])
+        if self.draws is not None:
+            spec = replace(spec, draws=self.draws.select_heads(heads))
         return spec
 
 
@@ -131,6 +146,14 @@ class FusedAttention:
                 scale=spec.scale,
                 enable_gqa=True,
             )
+        elif spec.is_plain and spec.draws is not None:
+            scores = DroppedScores(
+                spec.scale_of(q_BHSK),
+                None if is_triangle else _allowed_keys(spec.mask, q_BHSK, documents),
+                is_triangle,
+                spec.draws,
+            )
+            out_BHSW = dropped_attention(q_BHSK, k_BGSK, v_BGSW, scores)
         else:
             columns_S = torch.arange(len(columns), device=q_BHSK.device)
             out_BHSW = eager_attention(
@@ -140,6 +163,7 @@ class FusedAttention:
                 spec,
                 allowed=_allowed_keys(spec.mask, q_BHSK, documents),
                 distance=columns_S[:, None] - columns_S,
+                factors=None if spec.draws is None else spec.draws.of_columns(columns_S),
             )
         return out_BHSW.transpose(1, 2)[..., :width]
 
@@ -173,6 +197,7 @@ class Attend(nn.Module):
         softcap: see `AttentionSpec`.
         sinks: parameter of the model, [H]; sharded as the heads are.
         head_bias: parameter of the model, [H]; sharded as the heads are.
+        dropout: see `AttentionSpec`.
     """
 
     def __init__(
@@ -183,6 +208,7 @@ class Attend(nn.Module):
         softcap: float | None = None,
         sinks: nn.Parameter | None = None,
         head_bias: nn.Parameter | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.mask = mask
@@ -190,15 +216,21 @@ class Attend(nn.Module):
         self.softcap = softcap
         self.sinks = sinks
         self.head_bias = head_bias
+        self.dropout = dropout
         self.implementation: AttentionImplementation = FusedAttention()
 
     @property
     def requirements(self) -> AttentionSpec:
         """What this attention computes, for every implementation of it."""
-        return AttentionSpec(self.mask, self.scale, self.softcap, self.sinks, self.head_bias)
+        return AttentionSpec(
+            self.mask, self.scale, self.softcap, self.sinks, self.head_bias, self.dropout
+        )
 
     def forward(self, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGW: Tensor, batch: Batch) -> Tensor:
-        return self.implementation(q_BSHK, k_BSGK, v_BSGW, batch, self.requirements)
+        spec = self.requirements
+        if self.training and spec.dropout:
+            spec = replace(spec, draws=attention_draws(q_BSHK, spec.dropout))
+        return self.implementation(q_BSHK, k_BSGK, v_BSGW, batch, spec)
 
 
 def visible_keys(mask: AttentionMask, queries: Tensor, keys_T: Tensor) -> Tensor | None:
@@ -225,12 +257,14 @@ def eager_attention(
     *,
     allowed: Tensor | None,
     distance: Tensor,
+    factors: Callable[[torch.dtype], Tensor] | None = None,
 ) -> Tensor:
     """Attention with all scores in memory, in float32 at least; every feature -> out_BHSW.
 
     Args:
         allowed: True where a query sees a key, broadcastable to [B, H, S, T].
         distance: query column - key column, broadcastable to [B, H, S, T].
+        factors: of drop-out, by which the weights are multiplied, [B, H, S, T].
     """
     group_size = q_BHSK.shape[1] // k_BGTK.shape[1]
     k_BHTK = k_BGTK.repeat_interleave(group_size, dim=1)
@@ -246,6 +280,8 @@ def eager_attention(
     if allowed is not None:
         scores_BHST = scores_BHST.masked_fill(~allowed, float("-inf"))
     weights_BHST = _softmax(scores_BHST, spec.sinks)
+    if factors is not None:
+        weights_BHST = times_factors(weights_BHST, factors)
     return weights_BHST.to(v_BHTW.dtype) @ v_BHTW
 
 
@@ -319,4 +355,5 @@ def _plain_attend(spec: AttentionSpec) -> Attend:
         softcap=spec.softcap,
         sinks=parameter(spec.sinks),
         head_bias=parameter(spec.head_bias),
+        dropout=spec.dropout,
     )

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.sequence import zigzag
+from weft.models.common.dropout_mode import run_block
 
 IGNORE = -100
 """Target of a token that does not count in the loss."""
@@ -35,6 +36,8 @@ class Batch:
             pairs.
         whole_documents: documents_BT of whole sequences, where the other fields hold a shard of the
             columns.
+        draw_keys: keys_B int64, a hash of seed, step and sequence, of which drop-out is a function;
+            None: nothing is dropped (evaluation, generation).
     """
 
     inputs: Tensor
@@ -46,6 +49,7 @@ class Batch:
     whole_documents: Tensor | None = None
     pairs: Tensor | None = None
     references: Tensor | None = None
+    draw_keys: Tensor | None = None
 
     def num_targets(self) -> Tensor:
         """Number of targets that count, or of preference pairs, int64 scalar; stays on the device."""
@@ -66,12 +70,20 @@ class Batch:
         length = self.inputs.shape[1]
         spans = zigzag(length, degree, index)
 
-        def select(x: Tensor) -> Tensor:
-            parts = [x[:, span.start : span.stop] for span in spans]
-            return torch.cat(parts, dim=1)
-
-        own = self.map(select)
+        own = self._columns_at(*(slice(span.start, span.stop) for span in spans))
         return replace(own, whole_documents=self.documents)
+
+    def window(self, columns: slice) -> Batch:
+        """Some columns of every sequence, which are sequences of their own."""
+        return self._columns_at(columns)
+
+    def _columns_at(self, *columns: slice) -> Batch:
+        def select(x: Tensor) -> Tensor:
+            if x.dim() == 1:  # of sequences
+                return x
+            return torch.cat([x[:, own] for own in columns], dim=1)
+
+        return self.map(select)
 
     def map(self, act: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with `act` applied to each tensor: `batch.map(lambda x: x[:4])`,
@@ -96,14 +108,19 @@ def token_example(num: int, seq_len: int) -> Batch:
     """A batch of token ids on the meta device, with the fields that multi-token prediction reads."""
     tokens_BS = torch.zeros((num, seq_len), dtype=torch.int64, device="meta")
     batch = token_batch(tokens_BS, tokens_BS)
-    return with_later_targets(batch)
+    return replace(with_later_targets(batch), draw_keys=_keys_without_values(num))
+
+
+def _keys_without_values(num: int) -> Tensor:
+    return torch.zeros(num, dtype=torch.int64, device="meta")
 
 
 def image_example(num: int, size: int) -> Batch:
     """A batch of square grey images on the meta device."""
     images_B1HW = torch.zeros((num, 1, size, size), dtype=torch.uint8, device="meta")
     targets_B = torch.zeros(num, dtype=torch.int64, device="meta")
-    return image_batch(images_B1HW, targets_B)
+    batch = image_batch(images_B1HW, targets_B)
+    return replace(batch, draw_keys=_keys_without_values(num))
 
 
 def image_batch(images_BCHW: Tensor, targets_B: Tensor) -> Batch:
@@ -171,12 +188,26 @@ class Chained(NamedTuple):
     loads: dict[str, Tensor]
 
 
-def chain(blocks: Mapping[str, nn.Module] | nn.ModuleDict, x: Tensor, batch: Batch) -> Chained:
-    """Run consecutive blocks on the output of the block before them."""
+def _call(name: str, block: nn.Module, x: Any, batch: Batch) -> Any:
+    return block(x, batch)
+
+
+def chain(
+    blocks: Mapping[str, nn.Module] | nn.ModuleDict,
+    x: Tensor,
+    batch: Batch,
+    *,
+    call: Callable[[str, nn.Module, Any, Batch], Any] = _call,
+) -> Chained:
+    """Run consecutive blocks on the output of the block before them.
+
+    Args:
+        call: (name, block, x, batch) -> the output of a block.
+    """
     total: Tensor | None = None
     loads: dict[str, Tensor] = {}
     for name, block in blocks.items():
-        out = block(x, batch)
+        out = call(name, block, x, batch)
         if not isinstance(out, Extra):
             x = out
             continue
@@ -192,7 +223,7 @@ def forward(blocks: Mapping[str, nn.Module] | nn.ModuleDict, batch: Batch) -> Te
     """The plain chain on one device: the summed loss with all extra losses, or the output of the
     last of these blocks.
     """
-    out = chain(blocks, batch.inputs, batch)
+    out = chain(blocks, batch.inputs, batch, call=run_block)
     is_loss = out.x.dim() == 0
     if is_loss and out.loss is not None:
         return out.x + out.loss

@@ -6,10 +6,8 @@ Note [Counter-based numbers]
     used: integer arithmetic, a table look-up, one addition and one multiplication of float32
     numbers; no logarithm or cosine, which differ between devices.
 
-    - An entry at [..., column] belongs to the row of its leading indices. Two rounds of SplitMix64's
-      finalizer (Steele et al. 2014) turn (key, row) into three 32-bit row keys; a 32-bit
-      multiply-xorshift hash, with a row key mixed in before each round, turns the column into 32
-      bits.
+    - An entry at [..., column] belongs to the row of its leading indices; key, row and column are
+      hashed to 32 bits: see Note [Counter-based bits] in counter_hash.py.
     - Each half of the 32 bits selects one of 65,536 quantiles of a normal distribution. The sum of
       both has variance 1, kurtosis 3 to three digits, and reaches 6 standard deviations.
 
@@ -30,19 +28,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.axes import Box
+from weft.models.common.counter_hash import hash_columns, row_keys_of
 
 NUM_QUANTILES = 2**16
 CHUNK_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """Elements that are drawn at a time: on a CPU the temporaries stay in the cache."""
 MAX_COLUMNS = 2**15
 """A longer last dim is drawn in pieces, so that a chunk has bounded size."""
-
-_GOLDEN_64 = 0x9E3779B97F4A7C15 - 2**64
-_MULTIPLIER_64_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MULTIPLIER_64_2 = 0x94D049BB133111EB - 2**64
-_GOLDEN_32 = 0x9E3779B1 - 2**32
-_MULTIPLIER_32_1 = 0x7FEB352D
-_MULTIPLIER_32_2 = 0x846CA68B - 2**32
 
 
 def normal_entries(
@@ -71,11 +63,11 @@ def normal_entries(
     values = torch.empty((num_rows, num_columns), dtype=torch.float32, device=device)
     table = torch.from_numpy(_quantiles()).to(device)
     scale = torch.tensor(std, dtype=torch.float32, device=device)
-    row_keys = _row_keys(rows, key)
+    row_keys = row_keys_of(rows, key)
     for chosen_rows, columns in _chunks(num_rows, num_columns, device):
         numbers = torch.arange(columns.start, columns.stop, dtype=torch.int64, device=device)
         keys = row_keys[:, chosen_rows, None]
-        bits = _hash_columns(numbers + first_column, keys)
+        bits = hash_columns(numbers + first_column, keys)
         normal = _sum_of_quantiles(bits, table)
         values[chosen_rows, columns] = normal * scale
     return values.reshape(box.shape)
@@ -107,42 +99,6 @@ def _runs(length: int, at_a_time: int) -> Iterator[slice]:
     for start in range(0, length, at_a_time):
         stop = min(start + at_a_time, length)
         yield slice(start, stop)
-
-
-def _row_keys(rows: Tensor, key: int) -> Tensor:
-    """Three independent 32-bit keys of each row: int32 [3, rows]."""
-    signed_key = (key + 2**63) % 2**64 - 2**63
-    first_word = _hash_64(rows * _GOLDEN_64 + signed_key)
-    second_word = _hash_64(first_word + _GOLDEN_64)
-    halves = torch.stack([first_word, second_word]).view(torch.int32)
-    words = halves.view(2, -1, 2)
-    first_words, second_words = words
-    keys = [first_words[:, 0], first_words[:, 1], second_words[:, 0]]
-    return torch.stack(keys)
-
-
-def _hash_64(words: Tensor) -> Tensor:
-    """SplitMix64's finalizer, on int64; the masks make its shifts logical."""
-    high = (words >> 30) & (2**34 - 1)
-    words = (words ^ high) * _MULTIPLIER_64_1
-    high = (words >> 27) & (2**37 - 1)
-    words = (words ^ high) * _MULTIPLIER_64_2
-    high = (words >> 31) & (2**33 - 1)
-    return words ^ high
-
-
-def _hash_columns(columns: Tensor, keys: Tensor) -> Tensor:
-    """32 bits for each row and column, int32 [rows, columns]; see Note [Counter-based numbers]."""
-    first_key, second_key, third_key = keys
-    words = columns.to(torch.int32) * _GOLDEN_32 + first_key
-    words ^= (words >> 16) & 0xFFFF
-    words *= _MULTIPLIER_32_1
-    words ^= second_key
-    words ^= (words >> 15) & 0x1FFFF
-    words *= _MULTIPLIER_32_2
-    words ^= third_key
-    hashed: Tensor = words ^ ((words >> 16) & 0xFFFF)
-    return hashed
 
 
 def _sum_of_quantiles(bits: Tensor, table: Tensor) -> Tensor:

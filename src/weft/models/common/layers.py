@@ -20,7 +20,7 @@ class Attention(nn.Module):
 
     `q_norm` and `k_norm` normalise each head of q and k before it is rotated (Dehghani et al. 2023,
     as in Qwen3). `attend` declares what the attention requires (mask, scale, soft-cap, sinks,
-    bias); default: causal, within documents.
+    bias); default: causal, within documents. `dropout` is that of the output.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class Attention(nn.Module):
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         attend: Attend | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.head_size = head_size
@@ -49,6 +50,7 @@ class Attention(nn.Module):
         self.k_norm = k_norm or nn.Identity()
         self.rope = rope
         self.attend = attend or Attend()
+        self.dropout = dropout
 
     def forward(self, x_BSD: Tensor, batch: Batch) -> Tensor:
         q_BSHK = self._by_head(self.q(x_BSD))
@@ -62,6 +64,8 @@ class Attention(nn.Module):
             k_BSGK = rotate(k_BSGK, turn)
         attended = self.attend(q_BSHK, k_BSGK, v_BSGK, batch)
         out_BSD: Tensor = self.o(attended.flatten(2))
+        if self.dropout:
+            out_BSD = F.dropout(out_BSD, self.dropout, self.training)
         return out_BSD
 
     def _by_head(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): a frozen linear plus a trainable product of two thin matrices.
 
-    y = W x + b + (alpha / rank) B A x          A: rank x in, drawn by its name; B: out x rank, zero
+    y = W x + b + (alpha / rank) B A drop(x)    A: rank x in, drawn by its name; B: out x rank, zero
 
 `AdaptedFamily` is a `Family` whose models have adapters; it works under any layout. Its tables are
 those of the plain family, plus two rows for every row of a matrix: A has the linear's input axis, B
@@ -50,6 +50,7 @@ class LoraLinear(nn.Linear):
 
     lora_a: LoraFactor
     lora_b: LoraFactor
+    lora_dropout: float
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, lora: LoraConfig) -> LoraLinear:
@@ -61,6 +62,7 @@ class LoraLinear(nn.Linear):
         self.weight = linear.weight
         self.bias = linear.bias
         scale = lora.alpha / lora.rank
+        self.lora_dropout = lora.dropout
         self.lora_a = LoraFactor(linear.in_features, lora.rank)
         self.lora_b = LoraFactor(lora.rank, linear.out_features, scale=scale)
         return self
@@ -71,6 +73,7 @@ class LoraLinear(nn.Linear):
 
 def take_adapter(module: nn.Module, source: nn.Module | None = None) -> None:
     """Register the adapter of `source` in `module`, or none."""
+    vars(module)["lora_dropout"] = dropout_of(source)
     for name in FACTORS:
         factor = getattr(source, name, None)
         module.register_module(name, factor)
@@ -83,8 +86,19 @@ def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     if lora_a is None:
         return y
     lora_b = getattr(module, name_b)
-    product: Tensor = lora_b(lora_a(x))
+    product: Tensor = lora_b(lora_a(adapter_input(module, x)))
     return y + product
+
+
+def adapter_input(module: nn.Module, x: Tensor) -> Tensor:
+    """x, of which an adapter with drop-out drops entries in training."""
+    p = dropout_of(module)
+    return F.dropout(x, p, module.training) if p else x
+
+
+def dropout_of(module: nn.Module | None) -> float:
+    """Probability that an entry of the adapter's input is dropped; 0 without an adapter."""
+    return float(vars(module).get("lora_dropout", 0.0)) if module is not None else 0.0
 
 
 def add_product(weight: Tensor, product: Tensor, *, scale: float) -> Tensor:

@@ -36,6 +36,9 @@ class Config(ModelConfig):
     vocab: int = Field(256, ge=1, description="entries of the vocabulary; 256 for bytes")
     max_seq_len: int = Field(256, ge=1, description="learned positions: no sequence may be longer")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in LayerNorm")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="of embeddings, attention and residuals; 0.1 as published"
+    )
 
     @field_validator("heads")
     @classmethod

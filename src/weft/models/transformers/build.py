@@ -1,4 +1,4 @@
-"""Configs and models of transformers from the fields of a weft config, without drop-out."""
+"""Configs and models of transformers from the fields of a weft config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from weft.errors import Fault, PlanError, counted, type_and_message
 from weft.models.transformers.capture import OTHER, Captured, capture
 from weft.models.transformers.experts import expert_params
 from weft.models.transformers.interfaces import EAGER, NAME, register
-from weft.models.transformers.sizes import SETTINGS, TINY, TOKENS, fields_of, is_drop_out, own_name
+from weft.models.transformers.sizes import (
+    DROPOUT,
+    SETTINGS,
+    TINY,
+    TOKENS,
+    fields_of,
+    is_drop_out,
+    is_noise,
+    own_name,
+)
 
 LAYER_LISTS = ("layer_types", "mlp_layer_types")
 
@@ -40,7 +49,7 @@ def default_config(model_type: str) -> Any:
 
 
 def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
-    """The config of transformers of these sizes and settings; drop-out is 0.
+    """The config of transformers of these sizes and settings; drop-out that these do not name is 0.
 
     Raises:
         PlanError: transformers rejects it.
@@ -57,7 +66,9 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
         tiny = {name: value for name, value in TINY.items() if name in vars(default)}
         given |= {**tiny, **dict(_token_ids(default, values["vocab"])), **settings}
     every = {**default.to_dict(), **given}
-    given |= {name: type(value)(0) for name, value in drop_out_of(every).items()}
+    kept = settings.keys() - noise_of(settings) if values.get(DROPOUT, True) else ()
+    random = {name: value for name, value in random_of(every).items() if name not in kept}
+    given |= {name: type(value)(0) for name, value in random.items()}
     try:
         return type(default)(**given)
     except Exception as error:
@@ -65,9 +76,18 @@ def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
         raise PlanError(Fault(KEY, what, fix="other sizes")) from error
 
 
-def drop_out_of(config: Mapping[str, Any]) -> dict[str, float]:
-    """The keys of a config that drop out something, which no layout computes: they are set to 0."""
-    return {name: value for name, value in config.items() if is_drop_out(name, value)}
+def random_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """The keys of a config by which it draws random numbers."""
+    return {
+        name: value
+        for name, value in config.items()
+        if is_drop_out(name, value) or is_noise(name, value)
+    }
+
+
+def noise_of(config: Mapping[str, Any]) -> dict[str, float]:
+    """Those of them that no layout computes, which are set to 0."""
+    return {name: value for name, value in config.items() if is_noise(name, value)}
 
 
 def _token_ids(default: Any, vocab: int) -> Iterator[tuple[str, int]]:

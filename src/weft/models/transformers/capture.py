@@ -34,7 +34,13 @@ class CapturedAttention:
         sinks = None
         if spec.sinks is not None:
             (sinks,) = (one for one in module.parameters(recurse=False) if one.dim() == 1)
-        return Attend(mask=spec.mask, scale=spec.scale, softcap=spec.softcap, sinks=sinks)
+        return Attend(
+            mask=spec.mask,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            sinks=sinks,
+            dropout=spec.dropout,
+        )
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from weft.models.common.layers import RegionInput
 from weft.models.transformers.capture import Captured, forward_options
 from weft.models.transformers.experts import set_dispatch
 from weft.models.transformers.interfaces import ATTEND, BlockCall, calling, current_call
+from weft.models.transformers.sizes import is_drop_out
 
 
 class BlockDone(Exception):  # noqa: N818 - no error: the end of a block's part of a forward
@@ -127,6 +128,7 @@ class WholeBlock(nn.Module):
         self.takes = captured.takes
         self.has_mask = captured.has_mask
         self.width = captured.width
+        self.drops_out = drops_out(lm)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self.lm, x, batch, self)
@@ -143,12 +145,19 @@ class LayerBlock(nn.Module):
         self.takes = captured.takes
         self.has_mask = captured.has_mask
         self.width = captured.width
+        self.drops_out = drops_out(lm)
         kinds = {type(module) for module in layer.modules()}
         self.mixes_outside_attend = Attend not in kinds or nn.Conv1d in kinds
         """Whether it reads other tokens by code of its own: short convolutions, recurrent states."""
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return run(self._lm[0], x, batch, self)
+
+
+def drops_out(lm: nn.Module) -> bool:
+    """Whether the config of a model names a probability of drop-out that is not 0."""
+    config: Any = lm.config
+    return any(is_drop_out(name, value) for name, value in config.to_dict().items())
 
 
 def run(lm: nn.Module, x: Tensor, batch: Batch, block: WholeBlock | LayerBlock) -> Tensor:

@@ -18,7 +18,7 @@ from weft.models.transformers.axis_rows import axes_of, shards
 from weft.models.transformers.build import architecture_of, build, default_config
 from weft.models.transformers.chain import blocks_of_model
 from weft.models.transformers.folders import folder_mapping
-from weft.models.transformers.sizes import AXES, SETTINGS, SIZES, fields_of
+from weft.models.transformers.sizes import AXES, DROPOUT, SETTINGS, SIZES, fields_of
 from weft.models.user_family import UserFamily
 from weft.models.user_model import Model
 
@@ -86,7 +86,9 @@ def _config_class(model_type: str) -> type:
     texts = [
         (name, str, field(default="", metadata={"help": text})) for name, text in TEXTS.items()
     ]
-    return make_dataclass("Config", [*entries, *texts], frozen=True)
+    help_text = {"help": "drop-out as the settings say; False: none"}
+    dropout = (DROPOUT, bool, field(default=True, metadata=help_text))
+    return make_dataclass("Config", [*entries, dropout, *texts], frozen=True)
 
 
 def _text_part(model_type: str) -> str:

@@ -115,6 +115,7 @@ def _attend_of(module: nn.Module, mask: Any, options: dict[str, Any]) -> Attend:
         scale=options.get("scaling"),
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
+        dropout=options.get("dropout") or 0.0,
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 SETTINGS = "settings"
 """Field with all other keys of config.json, as JSON."""
+DROPOUT = "dropout"
+"""Field that says whether settings drop out."""
 AXES = "axes"
 """Field with the axes that a run shards, by patterns of names, as JSON."""
 
@@ -118,8 +120,16 @@ def _is_settable(config: Any, name: str) -> bool:
 
 
 def is_drop_out(name: str, value: object) -> bool:
-    """Whether a key of config.json is a probability of drop-out or noise that is not 0."""
-    words = ("dropout", "_pdrop", "dropout_p", "drop_rate", "layerdrop", "jitter")
+    """Whether a key of config.json is a probability of drop-out that is not 0."""
+    return _has_word(name, value, ("dropout", "_pdrop", "drop_rate"))
+
+
+def is_noise(name: str, value: object) -> bool:
+    """Whether a key of config.json skips layers, or disturbs numbers, at random."""
+    return _has_word(name, value, ("layerdrop", "jitter"))
+
+
+def _has_word(name: str, value: object, words: tuple[str, ...]) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value != 0 and any(word in name for word in words)
 

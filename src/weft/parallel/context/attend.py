@@ -16,12 +16,15 @@ from weft.models.common.attention import AttentionImplementation, AttentionSpec,
 from weft.models.common.batch import Batch
 from weft.parallel.context.blocks import BlockAttention
 from weft.parallel.context.documents import document_ranges, whole_documents_of
+from weft.parallel.context.dropout_columns import column_shards
 from weft.parallel.context.kv_exchange import AllGatherExchange, KVExchange
 from weft.parallel.context.position_sum import replace_position_sums
 from weft.parallel.context.probe import check_blocks
 from weft.parallel.context.ring import RingExchange
 from weft.parallel.context.ulysses import UlyssesAttention
 from weft.parallel.cp import AXIS
+from weft.parallel.model.chain import ChainSnapshot
+from weft.parallel.model.dropout_blocks import DropoutShards
 
 
 class BlockwiseAttention:
@@ -88,7 +91,13 @@ VARIANTS: Mapping[Context, Callable[[Comm], AttentionImplementation]] = {
 
 
 def transform(
-    blocks: dict[str, nn.Module], *, plan: Plan, comm: Comm, **_unused: object
+    blocks: dict[str, nn.Module],
+    *,
+    plan: Plan,
+    comm: Comm,
+    drop_out: DropoutShards,
+    chain: ChainSnapshot | None = None,
+    **_unused: object,
 ) -> tuple[str, ...]:
     """The transform of the dimension cp: attention reads the keys and values of every rank along
     it.
@@ -102,6 +111,9 @@ def transform(
     apply(blocks, comm=comm, variant=plan.context)
     replace_position_sums(blocks, comm, AXIS)
     _check_stages(blocks, plan, comm)
+    if chain is not None:
+        plain = chain.chain()
+        drop_out.add(column_shards(plain.blocks, plain.batch))
     return ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,9 +47,13 @@ class BlockAttention:
     def scores(self, block: BlockMask, source: int, q_BHSK: Tensor) -> Scores:
         """How the scores of a block are computed."""
         distance = None
-        if self.spec.head_bias is not None:
+        factors = None
+        if self.spec.head_bias is not None or self.spec.draws is not None:
             queries, keys = self._columns(block, source, q_BHSK.device)
             distance = queries[:, None] - keys
+            if self.spec.draws is not None:
+                length = self.blocks.length
+                factors = partial(self.spec.draws.factors, queries, keys, length=length)
         return Scores(
             self.spec.scale_of(q_BHSK),
             causal=block.kind == "triangle",
@@ -56,6 +61,7 @@ class BlockAttention:
             softcap=self.spec.softcap,
             head_bias=self.spec.head_bias,
             distance=distance,
+            factors=factors,
         )
 
     def _mask(self, block: BlockMask, source: int, device: torch.device) -> Tensor | None:

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.models.common.dropout import times_factors
+
 aten: Any = torch.ops.aten
 
 NO_WEIGHT = float("-inf")
@@ -37,6 +39,8 @@ class Scores:
         softcap: scores s become softcap * tanh(s / softcap).
         head_bias: slopes [H]: scores get -slope * distance.
         distance: query column - key column, [Sq, Sk]; given with `head_bias`.
+        factors: of drop-out, by number type: the weights of the softmax are multiplied by these,
+            [B, H, Sq, Sk]; lse is that of all keys.
     """
 
     scale: float
@@ -45,6 +49,13 @@ class Scores:
     softcap: float | None = None
     head_bias: Tensor | None = None
     distance: Tensor | None = None
+    factors: Callable[[torch.dtype], Tensor] | None = None
+
+    def dropped(self, weights: Tensor) -> Tensor:
+        """Weights of the softmax, or gradients of them, after drop-out."""
+        if self.factors is None:
+            return weights
+        return times_factors(weights, self.factors)
 
 
 class BlockGradients(NamedTuple):
@@ -131,7 +142,8 @@ def attend_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
 
 
 def _choose_kernel(q: Tensor, scores: Scores) -> Kernel:
-    if scores.softcap is not None or scores.head_bias is not None:
+    others = (scores.softcap, scores.head_bias, scores.factors)
+    if any(other is not None for other in others):
         return PLAIN
     if not q.is_cuda:
         return CPU
@@ -318,7 +330,7 @@ def _plain_forward(block: Block, scores: Scores) -> tuple[Tensor, Tensor]:
     raw = _raw_scores(q, k, scores).to(wide)
     final = _final_scores(raw, scores)
     lse = final.logsumexp(-1)
-    weights = final.softmax(-1).to(v.dtype)
+    weights = scores.dropped(final.softmax(-1)).to(v.dtype)
     out = weights @ _repeat_heads(v, q)
     return out, lse
 
@@ -332,10 +344,10 @@ def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
     raw = _raw_scores(q, k, scores).to(wide)
     final = _final_scores(raw, scores)
     weights = torch.exp(final - lse.unsqueeze(-1))
-    dweights = grad @ v_per_query.transpose(-1, -2)
+    dweights = scores.dropped((grad @ v_per_query.transpose(-1, -2)).to(wide))
     dots = (grad * out).to(wide)
     mean_dweights = dots.sum(-1, keepdim=True)
-    dfinal = weights * (dweights.to(wide) - mean_dweights)
+    dfinal = weights * (dweights - mean_dweights)
     dhead_bias: Tensor | None = None
     if scores.head_bias is not None and scores.distance is not None:
         by_slope = dfinal * scores.distance
@@ -348,7 +360,7 @@ def _plain_backward(block: Block, output: BlockOutput, scores: Scores) -> BlockG
     dscaled = (draw * scores.scale).to(q.dtype)
     dq = dscaled @ k_per_query
     dk_per_query = dscaled.transpose(-1, -2) @ q
-    narrow_weights = weights.to(q.dtype)
+    narrow_weights = scores.dropped(weights).to(q.dtype)
     dv_per_query = narrow_weights.transpose(-1, -2) @ grad
     return BlockGradients(dq, _sum_heads(dk_per_query, k), _sum_heads(dv_per_query, v), dhead_bias)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from weft.core.attention_mask import ALL_FEATURES
 from weft.models.common.attention import Attend, AttentionImplementation, AttentionSpec
 from weft.models.common.batch import Batch, activation_of
+from weft.models.common.dropout_mode import run_block
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.model.block_values import drawn_value, tables_of
 
@@ -114,7 +115,7 @@ class ProbeBlock:
     def _run(self, values: dict[str, Tensor], x: Activation, batch: Batch) -> Activation:
         self.attended.clear()
         block = _FunctionalBlock(self.block, values)
-        out: Activation = activation_of(block(x, batch))
+        out: Activation = activation_of(run_block("", block, x, batch))
         return out
 
 

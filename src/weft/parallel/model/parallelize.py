@@ -21,6 +21,12 @@ from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.model.chain import ChainSnapshot
+from weft.parallel.model.dropout_blocks import (
+    DropoutShards,
+    dropping_block,
+    drops_out,
+    sharding_rank,
+)
 from weft.parallel.model.ties import (
     CrossStageTie,
     block_of,
@@ -153,6 +159,7 @@ def parallelize(
     tie(blocks, ties_here)
     _shard_parameters(blocks, plan, comm, axes=whole.axes)
     tie(blocks, ties_here)
+    drop_out = DropoutShards()
     partial = _apply_transforms(
         blocks,
         plan,
@@ -160,8 +167,15 @@ def parallelize(
         axes=whole.axes,
         sizes=_axis_lengths(whole.shapes, whole.axes),
         chain=chain,
+        drop_out=drop_out,
     )
-    stages = _stages_of(blocks, plan, rank=here)
+    if chain is not None and drops_out(blocks.values()):
+        drop_out.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
+    dropping = {
+        name: dropping_block(name, block, drop_out, sharding_rank(comm))
+        for name, block in blocks.items()
+    }
+    stages = _stages_of(dropping, plan, rank=here)
     params = own_named_parameters(blocks, ties_here)
     shards: dict[str, ParamShard] = {}
     for name in params:
@@ -260,9 +274,12 @@ def _stages_of(
 def _plain_chain(
     whole: _WholeModel, plan: Plan, comm: Comm, example: Batch | None
 ) -> ChainSnapshot | None:
-    """The model before it is sharded, for a trace; None where no axis shards activations."""
+    """The model before it is sharded, for a trace; None where no axis shards activations, or only
+    positions of a model without drop-out.
+    """
     degree = comm.degree(activation_axes())
-    if degree == 1:
+    has_columns = comm.degree(position_axes()) > 1
+    if degree == 1 and not (has_columns and drops_out(dict(whole.blocks.items()).values())):
         return None
     if example is None:
         columns = plan.seq_len // comm.degree(position_axes())
@@ -326,6 +343,7 @@ def _apply_transforms(
     axes: AxisTable,
     sizes: Mapping[str, int],
     chain: ChainSnapshot | None,
+    drop_out: DropoutShards,
 ) -> dict[str, frozenset[str]]:
     """Apply each dimension's transform: mesh axis -> names of parameters whose gradients are
     partial sums along it.
@@ -335,7 +353,13 @@ def _apply_transforms(
         transform = dimension.load_transform()
         if transform is not None:
             names = transform(
-                blocks, plan=plan, comm=comm, axes=axes, axis_sizes=sizes, chain=chain
+                blocks,
+                plan=plan,
+                comm=comm,
+                axes=axes,
+                axis_sizes=sizes,
+                chain=chain,
+                drop_out=drop_out,
             )
             partial[axis] = frozenset(names)
     return partial

@@ -367,6 +367,9 @@ LOSS = "loss"
 class _UserBlock(nn.Module):
     """A module of the user's with the signature of a block."""
 
+    drops_out = False
+    """By counter: in a plain script torch's generator decides."""
+
     def __init__(
         self, module: nn.Module, *, unpacking: Packing | None, packing: Packing | None
     ) -> None:
@@ -383,6 +386,8 @@ class _UserBlock(nn.Module):
 
 
 class _LossBlock(nn.Module):
+    drops_out = False
+
     def __init__(self, loss: LossOf) -> None:
         super().__init__()
         self.loss = loss

@@ -80,8 +80,8 @@ class FullRecompute:
         repeats the call once for each run of the autograd engine, where a split backward is
         two: here a recomputed tensor stays until the node that needs it has run.
 
-    weft's models draw no random numbers, so no generator is restored. The call must do the same
-    when it is repeated.
+    Drop-out is by counter, so no generator is restored. The call must do the same when it is
+    repeated.
     """
 
     def __init__(self, call: Callable[[], Any]) -> None:

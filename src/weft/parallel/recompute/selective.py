@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from weft.models.common.dropout import drop
 from weft.parallel.autograd.tree import map_leaves, tensors_in
 from weft.parallel.recompute.recomputed_tensor import (
     CallArgument,
@@ -62,6 +63,7 @@ SAVE_NOTHING: frozenset[Callable[..., Any]] = frozenset(
     {
         *ELEMENTWISE_PRODUCTS, torch.add, Tensor.add, torch.sub, Tensor.sub, torch.neg, Tensor.neg, torch.cat, torch.stack, F.pad,
         Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type_as, Tensor.contiguous, Tensor.clone,
+        drop,
     }
 )  # fmt: skip
 """Functions whose backward reads at most constants."""

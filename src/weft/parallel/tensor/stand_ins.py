@@ -13,6 +13,7 @@ from weft.core.attention_mask import ALL_FEATURES, Feature
 from weft.models.common.attention import AttentionSpec
 from weft.models.common.batch import Batch
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
+from weft.models.common.lora import adapter_input
 from weft.parallel.autograd.tree import map_leaves
 from weft.parallel.tensor.dims import Dims, ShardingError, is_sharded, length, whole_dims
 from weft.parallel.tensor.sharding_mode import ShardingTrace, Value
@@ -50,6 +51,7 @@ class TracedRow(nn.Module):
             if name != "bias":
                 value = trace.value(param)
                 trace.use(value.params, partial=True)
+        adapter_input(self.linear, x)
         y_shape = (*outer_shape, out_features)
         y = trace.leave(y_shape, x)
         bias: Tensor | None = self.linear.bias

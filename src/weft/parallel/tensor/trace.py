@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError, first_line
 from weft.models.common.batch import Batch, activation_of
+from weft.models.common.dropout_mode import CallShards
 from weft.models.common.init import path_below
 from weft.parallel.autograd.tree import tensors_in
+from weft.parallel.model.dropout_blocks import NotedDropout
 from weft.parallel.model.fingerprint import META, Fingerprint, TensorSpec, fingerprint
 from weft.parallel.tensor.dims import DECLARE_AXES, DimFactor, ShardingError, whole_dim
+from weft.parallel.tensor.dropout_dims import call_shards
 from weft.parallel.tensor.instrument import LocalParam, instrument, local_block
 from weft.parallel.tensor.region import SEQ_DIM
 from weft.parallel.tensor.sharded_modules import ShardedModules
@@ -144,8 +147,15 @@ class ChainTrace:
                 return self._repeat(record, name)
         block = self._instrument(name)
         before = self._state(block, batch)
-        with self.trace, SizesOfShards(self.trace):
+        calls: list[CallShards] = []
+
+        def note(tensor: Tensor) -> None:
+            dims = self.trace.value(tensor).dims
+            calls.append(call_shards(dims, len(batch.inputs)))
+
+        with NotedDropout(name, note), self.trace, SizesOfShards(self.trace):
             x = _run(name, block, x, batch, self.trace)
+        self.trace.findings.drop_out[name] = tuple(calls)
         if before is None or self._state(block, batch) != before:
             self._is_stateless = False
         if key is not None and self._is_stateless and type(x) is Tensor:

@@ -18,6 +18,7 @@ from weft.layout.plan import Plan
 from weft.models.common.init import named_parameters, path_below
 from weft.models.common.layers import Loss, RegionInput, RegionOutput
 from weft.parallel.model.chain import ChainSnapshot, PlainChain, replace_module
+from weft.parallel.model.dropout_blocks import DropoutShards
 from weft.parallel.tensor.dims import DECLARE_AXES, Dim, DimFactor
 from weft.parallel.tensor.instrument import LocalParam
 from weft.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -36,12 +37,14 @@ def transform(
     comm: Comm,
     axes: AxisTable,
     axis_sizes: Mapping[str, int],
+    drop_out: DropoutShards,
     chain: ChainSnapshot | None = None,
     **_unused: object,
 ) -> frozenset[str]:
     """Make the blocks tensor parallel; their parameters are sharded already.
 
     Args:
+        drop_out: takes how the tensors of drop-out are sharded.
         chain: the whole model before it was sharded, for the trace; see Note [Sharding trace].
 
     Returns the names of the parameters whose gradients are partial sums over tp: those used inside
@@ -54,6 +57,7 @@ def transform(
         return frozenset()
     assert chain is not None, "parallelize passes the chain where an axis shards activations"
     regions = _find_regions(chain, plan, comm, axes=axes)
+    drop_out.add(regions.findings.drop_out)
     region = Region(comm, AXIS, plan.sequence_parallel)
     made: dict[int, nn.Module] = {}
     for name, block in blocks.items():

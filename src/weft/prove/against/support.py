@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from weft.config.schema import LoraConfig, ModelSection
 from weft.core.model_config import ModelConfig
 from weft.errors import Fault, UserError
 from weft.models import FAMILIES
+from weft.models.transformers.sizes import SETTINGS, is_drop_out
 
 KEY = "--against"
 CROSS_ENTROPY = "cross_entropy"
@@ -56,6 +58,7 @@ def _faults(model: ModelSection, lora: LoraConfig) -> Iterator[Fault]:
         )
         return
     yield from unwritable(model, FAMILIES)
+    yield from _drop_out_faults(model)
     if lora.rank:
         yield Fault(
             "lora.rank",
@@ -64,6 +67,22 @@ def _faults(model: ModelSection, lora: LoraConfig) -> Iterator[Fault]:
             need="0",
             fix="prove the base model: --lora.rank 0",
         )
+
+
+def _drop_out_faults(model: ModelSection) -> Iterator[Fault]:
+    """Drop-out of the family's own, or that settings of transformers name."""
+    dropout = getattr(model, "dropout", 0)
+    got = ""
+    if isinstance(dropout, bool):
+        settings: Json = json.loads(getattr(model, SETTINGS) or "{}")
+        named = [name for name, value in settings.items() if is_drop_out(name, value)]
+        got = ", ".join(named) if dropout else ""
+    elif dropout:
+        got = f"{dropout:g}"
+    if got:
+        fix = f"prove it without drop-out: --model.dropout {type(dropout)(0)}"
+        what = "transformers drops other entries than weft"
+        yield Fault("model.dropout", what, got=got, need="none", fix=fix)
 
 
 def compared_config(

@@ -34,7 +34,7 @@ from weft.prove.live_step.units import Unit, num_units, units_of_rank
 from weft.prove.live_step.verdict import different, not_compared, verdict_of, verdict_text
 from weft.prove.live_step.whole_params import WholeParameters, sum_over_ranks
 from weft.prove.places import RankPlaces
-from weft.prove.raw_batch import batch_of
+from weft.prove.raw_batch import batch_of, with_draw_keys
 from weft.prove.subject import LiveTask
 from weft.train.data_loader import samples_of
 from weft.train.step import ComputedStep
@@ -333,7 +333,15 @@ class LiveStepCheck:
             seed=self.training.loader.seed,
         )
         chosen = of_step[self._replica.sequences]
-        return [self._batch(chosen[list(unit.rows)]) for unit in units]
+        first = live.batch_number * len(of_step) + self._replica.sequences.start
+        return [
+            with_draw_keys(
+                self._batch(chosen[list(unit.rows)]),
+                [first + row for row in unit.rows],
+                seed=self.training.loader.seed,
+            )
+            for unit in units
+        ]
 
     def _checks_initial(self, live: LiveStep) -> bool:
         return self.is_new and live.number == 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from weft.models.common.batch import Batch, Extra, activation_of
+from weft.models.common.dropout_mode import CounterDropout
 from weft.prove.arithmetic import NumberTypes
 from weft.prove.live_step.kept_graphs import KeptGraphs
 from weft.prove.live_step.meta_chain import MetaChain
@@ -188,9 +189,10 @@ class PlainPass:
 
     def _call(self, index: int, each: UnitPass, x: Any, values: Mapping[str, Tensor]) -> Any:
         """The output of a block on whole sequences."""
-        block = self.chain.blocks[self._names[index]]
+        name = self._names[index]
+        block = self.chain.blocks[name]
         batch = self.batches[each.unit]
-        with self._noise_of(index, each):
+        with self._noise_of(index, each), CounterDropout(name, batch.draw_keys):
             x = self._perturbed(x, place=0)
             return self._with_params(index, values, lambda: block(x, batch))
 

@@ -14,6 +14,7 @@ from weft.core.model_config import ModelConfig
 from weft.generate.sample import Sampling, TokenPosition, uniform
 from weft.models import Family
 from weft.models.common.batch import IGNORE, Batch, activation_of
+from weft.models.common.dropout_mode import run_block
 from weft.models.common.init import named_parameters, tie
 from weft.prove.parts.prompts import Prompt
 from weft.prove.parts.watched_decoder import TokenPlace
@@ -117,7 +118,7 @@ def plain_outputs(
     x = batch.inputs
     found = {}
     for name, block in blocks.items():
-        x = activation_of(block(x, batch))
+        x = activation_of(run_block(name, block, x, batch))
         found[name] = x[0]
     return found
 

@@ -1,0 +1,221 @@
+"""Drop-out by counter: whether an entry is dropped is a function of its sequence's key, its call and its place, on any layout.
+
+Note [Counter-based drop-out]
+    The mask of one call is a function of
+
+        key      of the sequence: a hash of the run's seed and the sequence's number in the run, which
+                 counts steps and samples, not ranks or micro-batches (`Batch.draw_keys`)
+        call     name of the block, and number of the call within its forward
+        entry    place within the sequence's own part of the tensor, in row-major order, as one device
+                 holds it: [column, feature] of x_BSD, [head, query, key] of the weights of attention
+
+    so every rank computes the masks of what it holds, the mask of a repeated forward is the same,
+    and nothing is stored: the backward computes the mask again. What is kept is multiplied by
+    1 / (1 - p), as torch does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from weft.core.entry_places import DimEntries
+from weft.models.common.counter_hash import GOLDEN_64, hash_64, hash_columns, row_keys_of, signed
+
+CHUNK_ENTRIES = {"cpu": 2**16, "cuda": 2**24}
+"""Entries that are computed at a time: on a CPU the temporaries stay in the cache."""
+
+
+def call_key(block: str, call: int) -> int:
+    """A key of 63 bits for a call within the forward of a block."""
+    digest = hashlib.sha256(f"dropout:{block}:{call}".encode()).digest()
+    return signed(int.from_bytes(digest[:8], "big"))
+
+
+@dataclass(frozen=True)
+class DropoutDraws:
+    """The random numbers of one call, for the entries that a rank holds.
+
+    Attributes:
+        p: probability that an entry is dropped.
+        sequence_keys: int64 [B].
+        call: key of the call.
+        dims: the entries of each dim after the first one.
+    """
+
+    p: float
+    sequence_keys: Tensor
+    call: int
+    dims: tuple[DimEntries, ...]
+
+    def factors(self, dtype: torch.dtype) -> Tensor:
+        """What entries are multiplied with, 0 or 1 / (1 - p): [B, *dims]."""
+        *row_dims, column_dim = self.dims or (DimEntries.whole(1),)
+        device = self.sequence_keys.device
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        for dim in row_dims:
+            rows = (rows[:, None] * dim.length + _places(dim, device)).flatten()
+        found = self.factors_of(rows, _places(column_dim, device), dtype)
+        return found.reshape(len(self.sequence_keys), *map(_num_entries, self.dims))
+
+    def factors_of(self, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+        """The same for rows and columns of these numbers: [B, rows, columns]."""
+        keys = hash_64(self.sequence_keys * GOLDEN_64 + self.call)
+        row_keys = row_keys_of(rows, keys[:, None]).flatten(1).unsqueeze(-1)
+        out = torch.empty((row_keys.shape[1], len(columns)), dtype=dtype, device=rows.device)
+        if self.p >= 1:
+            return out.zero_().view(len(keys), len(rows), len(columns))
+        scale = _scale(self.p, dtype)
+        least = round(self.p * 2**32) - 2**31
+        for chunk in _chunks(out):
+            bits = hash_columns(columns, row_keys[:, chunk])
+            torch.mul(bits >= least, scale, out=out[chunk])
+        return out.view(len(keys), len(rows), len(columns))
+
+
+def _num_entries(dim: DimEntries) -> int:
+    return sum(map(len, dim.spans))
+
+
+def _places(dim: DimEntries, device: torch.device) -> Tensor:
+    spans = [
+        torch.arange(span.start, span.stop, dtype=torch.int64, device=device) for span in dim.spans
+    ]
+    return spans[0] if len(spans) == 1 else torch.cat(spans)
+
+
+def _scale(p: float, dtype: torch.dtype) -> Tensor:
+    """1 / (1 - p) in this type, as torch computes it; on the CPU, from where a scalar may be used."""
+    return torch.ones((), dtype=dtype).div_(1 - p)
+
+
+def _chunks(matrix: Tensor) -> Iterator[slice]:
+    """Runs of rows that are computed at a time."""
+    num_rows, num_columns = matrix.shape
+    most = CHUNK_ENTRIES.get(matrix.device.type, matrix.numel())
+    at_a_time = max(1, most // max(num_columns, 1))
+    for start in range(0, num_rows, at_a_time):
+        yield slice(start, start + at_a_time)
+
+
+def drop(x: Tensor, draws: DropoutDraws) -> Tensor:
+    """x_B... with some entries 0, and the others scaled; a function of torch to modes, which may
+    repeat it.
+    """
+    if has_torch_function_unary(x):
+        out: Tensor = handle_torch_function(drop, (x,), x, draws)
+        return out
+    return times_factors(x, lambda dtype: draws.factors(dtype).view(x.shape))
+
+
+def times_factors(x: Tensor, factors: Callable[[torch.dtype], Tensor]) -> Tensor:
+    """x times what `factors` returns for its type, which broadcasts to x; the backward computes the
+    factors again.
+    """
+    product: Tensor = _TimesFactors.apply(x, factors)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _TimesFactors(torch.autograd.Function):
+    """Saves nothing. Its backward is the same function of the gradient, which may be differentiated
+    again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Callable[[torch.dtype], Tensor]) -> Tensor:
+        ctx.factors = factors
+        if has_no_memory(x):
+            return x * 1.0
+        return x * factors(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return times_factors(gradient, ctx.factors), None
+
+
+def has_no_memory(x: Tensor) -> bool:
+    """Whether a tensor has a shape and no values: on the meta device, or a fake one."""
+    return x.is_meta or hasattr(x, "fake_mode")
+
+
+@dataclass(frozen=True)
+class AttentionDraws:
+    """The random numbers of one call of attention: of its weights [B, H, S, T].
+
+    Attributes:
+        heads: query heads of this rank.
+        draws: p, keys and call; its dims are not used.
+    """
+
+    heads: DimEntries
+    draws: DropoutDraws
+
+    def select_heads(self, chosen: slice) -> AttentionDraws:
+        """The same for some of the query heads."""
+        return replace(self, heads=self.heads.select(chosen))
+
+    def of_columns(self, columns_S: Tensor) -> Callable[[torch.dtype], Tensor]:
+        """What the weights of whole sequences are multiplied with, [B, H, S, S], by number type."""
+        return partial(self.factors, columns_S, columns_S, length=len(columns_S))
+
+    def factors(self, queries: Tensor, keys: Tensor, dtype: torch.dtype, *, length: int) -> Tensor:
+        """What weights are multiplied with, [B, H, queries, keys].
+
+        Args:
+            queries, keys: their columns in the sequence.
+            length: of the sequence.
+        """
+        heads = _places(self.heads, queries.device)
+        rows = (heads[:, None] * length + queries).flatten()
+        found = self.draws.factors_of(rows, keys, dtype)
+        by_head: Tensor = found.unflatten(1, (len(heads), -1))
+        return by_head
+
+
+def attention_draws(q_BSHK: Tensor, p: float) -> AttentionDraws | None:
+    """The random numbers of one attention; those of torch's generator outside of a run, None where
+    nothing is dropped.
+    """
+    if has_torch_function_unary(q_BSHK):
+        found: AttentionDraws | None = handle_torch_function(attention_draws, (q_BSHK,), q_BSHK, p)
+        return found
+    batch_size, _, num_heads, _ = q_BSHK.shape
+    keys = torch.randint(-(2**63), 2**63 - 1, (batch_size,), device=q_BSHK.device)
+    return AttentionDraws(DimEntries.whole(num_heads), DropoutDraws(p, keys, 0, ()))
+
+
+def drop_path(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """x_B... with all entries of a sequence 0 with probability p, and those of others divided by
+    1 - p: stochastic depth (Huang et al. 2016), for the branch beside a residual.
+
+    A training run of weft drops the same sequences on any layout; elsewhere torch's generator
+    decides.
+    """
+    if has_torch_function_unary(x):
+        out: Tensor = handle_torch_function(drop_path, (x,), x, p, training)
+        return out
+    ones = x.new_ones((x.shape[0], *[1] * (x.dim() - 1)))
+    factors = F.dropout(ones, p, training)
+    return torch.mul(x, factors)
+
+
+class DropPath(nn.Module):
+    """`drop_path` as a module: drops nothing in evaluation."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return drop_path(x, self.p, self.training)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

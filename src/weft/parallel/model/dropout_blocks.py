@@ -1,0 +1,183 @@
+"""Blocks of a parallel model that drop out: which entries of each call's tensor a rank holds, as the transforms find out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.comm import Comm
+from weft.core.dimension import activation_axes, position_axes
+from weft.core.entry_places import WHOLE, DimShard, ShardingRank
+from weft.errors import Fault, PlanError, type_and_message
+from weft.models.common.batch import Batch, activation_of
+from weft.models.common.dropout import DropoutDraws
+from weft.models.common.dropout_mode import CallShards, CounterDropout, has_compiled, may_drop
+from weft.models.runs_without_memory import run_without_memory
+from weft.parallel.model.chain import PlainChain
+
+
+def sharding_rank(comm: Comm) -> ShardingRank:
+    """This rank among those that share activations."""
+    return ShardingRank(
+        context_index=comm.index(position_axes()),
+        context_degree=comm.degree(position_axes()),
+        tensor_index=comm.index(activation_axes()),
+        tensor_degree=comm.degree(activation_axes()),
+    )
+
+
+class NotedDropout(CounterDropout):
+    """A forward that drops nothing, and calls `note` with the tensor of each call that would."""
+
+    def __init__(self, block: str, note: Callable[[Tensor], None]) -> None:
+        super().__init__(block, None)
+        self._note = note
+
+    def draws(self, x: Tensor, shape: tuple[int, ...], p: float) -> DropoutDraws | None:
+        """None."""
+        self._note(x)
+        return None
+
+
+@dataclass
+class DropoutShards:
+    """How the tensors of calls are sharded, by block; transforms add what they find.
+
+    Attributes:
+        calls: block -> calls of its forward, each with the dims of its tensor; None: no axis shards
+            activations.
+    """
+
+    calls: dict[str, tuple[CallShards, ...]] | None = None
+
+    def add_whole(self, chain: PlainChain, *, num_parts: int) -> None:
+        """Compare with the calls of the plain chain on whole sequences, of which its batch is one of
+        so many parts.
+        """
+        whole = chain.batch.map(lambda x: x if x.dim() == 1 else torch.cat([x] * num_parts, 1))
+        shapes = call_shapes(chain.blocks, whole)
+        self.add({name: [(WHOLE,) * len(shape) for shape in own] for name, own in shapes.items()})
+
+    def add(self, found: Mapping[str, Sequence[CallShards]]) -> None:
+        """Join what one axis shards with what others do.
+
+        Raises:
+            PlanError: a block drops out in other calls where it was looked at differently.
+        """
+        if self.calls is None:
+            self.calls = {name: tuple(calls) for name, calls in found.items()}
+            return
+        for name in dict.fromkeys((*self.calls, *found)):  # in the order of the chain
+            known, new = self.calls.get(name, ()), tuple(found.get(name, ()))
+            check_calls(name, known, new)
+            self.calls[name] = tuple(map(_joined, known, new))
+
+    def of_block(self, name: str) -> tuple[CallShards, ...] | None:
+        """The calls of a block; None: nothing is sharded, and they are not known."""
+        return None if self.calls is None else self.calls.get(name, ())
+
+
+def check_calls(name: str, one: Sequence[object], other: Sequence[object]) -> None:
+    """Reject a block that drops out in other calls on whole sequences and on parts of them.
+
+    Raises:
+        PlanError: the numbers of calls differ.
+    """
+    if len(one) != len(other):
+        what = "drops out in other calls on whole sequences than on a rank's part of them"
+        got = f"{len(one)} and {len(other)} calls"
+        raise PlanError(Fault(name, what, got=got, fix="a forward without branches on sizes"))
+
+
+def call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+    """Block -> the shape of the tensor of each call of drop-out, of a plain chain without memory."""
+    return run_without_memory(_call_shapes, dict(blocks), batch)
+
+
+def _call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list[tuple[int, ...]]]:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    x: Any = batch.inputs
+    for name, block in blocks.items():
+        shapes = found.setdefault(name, [])
+
+        def note(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
+            shapes.append(tuple(tensor.shape))
+
+        try:
+            with torch.no_grad(), NotedDropout(name, note):
+                x = activation_of(block(x, batch))
+        except PlanError:
+            raise
+        except Exception as error:
+            what = f"its forward fails without values: {type_and_message(error)}"
+            fix = "shapes must not depend on values; create tensors on x.device"
+            raise PlanError(Fault(name, what, fix=fix)) from error
+    return found
+
+
+def _joined(known: CallShards, new: CallShards) -> CallShards:
+    return tuple(
+        DimShard(
+            columns=one.columns or other.columns,
+            sharded=one.sharded or other.sharded,
+            parts=one.parts or other.parts,
+        )
+        for one, other in zip_longest(known, new, fillvalue=WHOLE)
+    )
+
+
+def drops_out(blocks: Iterable[nn.Module]) -> bool:
+    """Whether one of these blocks may drop out."""
+    return any(map(may_drop, blocks))
+
+
+def dropping_block(
+    name: str, block: nn.Module, shards: DropoutShards, rank: ShardingRank
+) -> nn.Module:
+    """The block, in which drop-out is by counter; itself where it drops nothing."""
+    calls = shards.of_block(name)
+    drops = may_drop(block) if calls is None else bool(calls)
+    if not drops or has_compiled(block):
+        return block
+    return DroppingBlock(name, block, calls, rank)
+
+
+@dataclass(frozen=True)
+class BlockName:
+    """The name of a block; equal to any other, since blocks that drop other entries cost the same."""
+
+    text: str = field(compare=False)
+
+
+class DroppingBlock(nn.Module):
+    """A block that drops out by counter: see Note [Counter-based drop-out] in models/common/dropout.py.
+
+    A block of users' code is seen to drop nothing in its first training forward; the later ones run
+    without the mode.
+    """
+
+    def __init__(
+        self, name: str, block: nn.Module, calls: tuple[CallShards, ...] | None, rank: ShardingRank
+    ) -> None:
+        super().__init__()
+        self.name = BlockName(name)
+        self.block = block
+        self.calls = calls
+        self.rank = rank
+        self._drops = True
+
+    def forward(self, x: Tensor, batch: Batch) -> Any:
+        """The block's own forward."""
+        if not self._drops:
+            return self.block(x, batch)
+        mode = CounterDropout(self.name.text, batch.draw_keys, calls=self.calls, rank=self.rank)
+        with mode:
+            out = self.block(x, batch)
+        if batch.draw_keys is not None:
+            self._drops = mode.num_calls > 0
+        return out
