@@ -185,6 +185,7 @@ def test_prepare_says_what_was_read_and_what_of_a_folder_was_left_out(tmp_path, 
         (b"a" + "\u00e9".encode() * 8000, "1 text file"),  # the head ends inside of a character
         (gzip.compress("café ".encode("latin-1") * 3000), "1 text file (gz, not UTF-8)"),
     ],
+    ids=["latin-1", "utf-8", "cut", "compressed"],  # compressed bytes hold the time
 )
 def test_text_that_is_not_utf8_is_said(tmp_path, content, said):
     file = tmp_path / "a.txt"
