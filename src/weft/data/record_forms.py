@@ -146,7 +146,7 @@ def _with_text(message: Message, template: ChatTemplate, where: str) -> Message:
         return message
     if len(parts) != 1:
         what = f"{where} has {len(parts)} content parts, and {template.name} renders one text"
-        raise record_fault(what, fix="join them: how they are separated is yours to say")
+        raise record_fault(what, fix="join them into one text")
     return {**message, "content": parts[0]["text"]}
 
 
