@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -155,7 +156,7 @@ def train(
     return Result(run, prepared.out, recorded.history, recorded.status)
 
 
-def steps(config: Config = None, *, model: Any = None, data: Any = None) -> Iterator[Step]:
+def steps(config: Config = None, *, model: Any = None, data: Any = None) -> Generator[Step]:
     """Train a run, and yield the event of each step as it ends; the run does not wait for the loop.
 
         for step in weft.steps({"steps": 1000}, model="my_model.py"):
@@ -264,11 +265,13 @@ class _PreparedRun:
         """The run folder: a new one where the config names none."""
         return Path(self.run.out or run_folder.new_run_folder(self.run.model, datetime.now()))
 
-    def steps_of_process(self) -> Iterator[Step]:
-        """Train in a process of its own; yields its steps."""
+    def steps_of_process(self) -> Generator[Step]:
+        """Train in a process of its own; yields its steps. Closed, it stops the run, which saves."""
         own_model = FAMILIES.value_of(self.run.model.name)
         process = RunProcess(self.words, self.values, self.out, own_model, self.tokens)
-        return map(Step, steps_of_process(process))
+        with closing(steps_of_process(process)) as events:
+            for event in events:
+                yield Step(event)
 
 
 def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:

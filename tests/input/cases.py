@@ -1234,15 +1234,15 @@ def schedules() -> Iterator[Case]:
     yield Case(
         "a model larger than the machine",
         wide,
-        "model: parameters, gradients and optimizer states need more",
+        "model: parameters, gradients and optimizer states are larger than the memory",
     )
     layers = ("explain", "--model.layers", "10000")
     yield Case("5,000 stages", (*layers, "--mesh", "pp5000"), "too many stages", faults=3)
     for name, path in (("is a folder", "prep"), ("in no folder", "none/x.html"), ("empty", "")):
         yield Case(f"html {name}", ("explain", "--html", path), "html")
-    yield Case("html without a file", ("explain", "--html", "--json"), "html: needs a file")
+    yield Case("html without a file", ("explain", "--html", "--json"), "html: has no value")
     yield Case("svg in /proc", ("schedule", "--svg", "/proc/x.svg"), "svg")
-    yield Case("json below a file", ("schedule", "--json", "text.txt/x"), "json")
+    yield Case("json below a file", ("schedule", "--json", "text.txt/x.json"), "json")
 
 
 def command_lines() -> Iterator[Case]:
@@ -1599,7 +1599,7 @@ def auto_meshes() -> Iterator[Case]:
     yield Case("auto of a broken launcher", ("train", "--mesh", "auto"), "MASTER_PORT", env=env)
     yield Case("auto in capitals", ("train", "--mesh", "AUTO"), "mesh: ")
     launch = ("launch", "slurm", "--mesh", "auto", "--dry-run")
-    yield Case("auto in a job file", launch, "mesh: auto is chosen by weft train")
+    yield Case("auto in a job file", launch, "mesh: auto is chosen by `weft train`")
     words = ("plan", "--mesh", "auto", "--devices", "4", "--hardware", "h100")
     yield Case("auto of a search", words, "mesh: auto is what `weft plan` looks for")
 

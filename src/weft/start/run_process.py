@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -46,7 +46,7 @@ class RunProcess:
     tokens: Any
 
 
-def steps_of_process(process: RunProcess) -> Iterator[Mapping[str, Any]]:
+def steps_of_process(process: RunProcess) -> Generator[Mapping[str, Any]]:
     """Train in a process of its own; yields the events of steps. Where the caller ends the loop early,
     the run is asked to stop, and saves.
 
