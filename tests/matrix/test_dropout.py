@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.matrix.layouts import Case, shallow
+from tests.matrix.layouts import check as check_layout
 from tests.matrix.test_matrix import Check
 from tests.one_device import PATIENCE_S
 from tests.sampling import sampled
@@ -50,3 +51,8 @@ def cases() -> Iterator[Case]:
 @pytest.mark.parametrize("case", sampled(cases()), ids=str)
 def test_drop_out_is_that_of_one_device(case: Case, check: Check) -> None:
     check(case)
+
+
+def test_drop_out_in_real_processes_is_that_of_one_device() -> None:
+    case = Case("cp2 tp2", family="gpt2", dropout=0.2, sequence=True, recompute="full")
+    check_layout(shallow(case), transport="processes")

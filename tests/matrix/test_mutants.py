@@ -69,13 +69,20 @@ SEEN_IN_KEPT_STRUCTURE = (
 """They show only where a reduction keeps documents, layers, micro-batches, routing, shard bounds, two
 heads of a rank, experts above the mean, buckets, steps of the decay, types of losses.
 """
+DROP_OUT = (
+    "masks_of_every_step_are_those_of_the_first",
+    "a_recomputed_forward_drops_other_entries",
+    "context_ranks_drop_by_their_own_columns",
+    "tensor_ranks_drop_by_their_own_heads",
+)
+"""Masks of the wrong step, of a recomputation, of columns, of heads."""
 SEEN_IN_FIRST_STEP = (
     "ids_have_fifteen_bits",
     "positions_are_rounded_to_bfloat16",
     "the_first_row_of_a_large_gradient_is_not_normed",
 )
 """They need sizes that a reduction does not keep."""
-ATTRIBUTED = (*REPRESENTATIVE, *MORE_REPRESENTATIVE, *SEEN_IN_KEPT_STRUCTURE)
+ATTRIBUTED = (*REPRESENTATIVE, *MORE_REPRESENTATIVE, *SEEN_IN_KEPT_STRUCTURE, *DROP_OUT)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +98,7 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MutantTrials]:
         *REPRESENTATIVE,
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in (*MORE_REPRESENTATIVE, *SEEN_IN_KEPT_STRUCTURE)
+            for name in (*MORE_REPRESENTATIVE, *SEEN_IN_KEPT_STRUCTURE, *DROP_OUT)
         ),
     ],
 )

@@ -28,8 +28,8 @@ MODELS = {
     "batch_norm": "conv net with BatchNorm",
     "head_bias": "T5's per-head bias",
     "shared_router": "mixture, shared router",
-    "torch_attention": "nn.MultiheadAttention",
-    "torch_encoder": "nn.TransformerEncoderLayer",
+    "torch_attention": "nn.MultiheadAttention, with drop-out",
+    "torch_encoder": "nn.TransformerEncoderLayer, with drop-out",
     "weight_norm": "weight-normed linear",
     "drop_out": "drop-out of every kind",
 }

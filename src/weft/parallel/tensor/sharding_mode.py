@@ -189,6 +189,7 @@ class ShardingTrace(TorchDispatchMode):
         self.sequence_parallel = sequence_parallel
         self.findings = Findings()
         self.module = ""
+        self.is_paused = False
         self._values: TensorNotes[Value] = TensorNotes()
         self._readers: dict[int, str] = {}
 
@@ -349,7 +350,9 @@ class ShardingTrace(TorchDispatchMode):
     def paused(self) -> Iterator[None]:
         """Operations inside are not followed."""
         values, self._values = self._values, TensorNotes()
+        self.is_paused = True
         try:
             yield
         finally:
             self._values = values
+            self.is_paused = False
