@@ -331,7 +331,8 @@ def test_gradients_of_attention_are_those_by_hand(
     mask: AttentionMask, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several chunks of queries, shared key heads, and packed documents."""
-    monkeypatch.setattr(dropped_attention, "MOST_SCORES", {"cpu": 2 * 4 * 8 * chunk})
+    monkeypatch.setattr(dropped_attention, "MOST_SCORES", {"cpu": 0})
+    monkeypatch.setattr(dropped_attention, "LEAST_QUERIES", chunk)
     q, k, v = (
         torch.randn(2, 8, heads, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
     )

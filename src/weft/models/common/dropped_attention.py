@@ -25,6 +25,8 @@ from weft.models.common.dropout import AttentionDraws, has_no_memory
 
 MOST_SCORES = {"cpu": 2**19, "cuda": 2**26}
 """Scores that exist at a time."""
+LEAST_QUERIES = 32
+"""Of which scores exist at a time: products of fewer are slow."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class DroppedScores:
         batch_size, num_heads, length, _ = q_BHSK.shape
         num_scores = batch_size * num_heads * length
         most = MOST_SCORES.get(q_BHSK.device.type, num_scores * length)
-        at_a_time = max(1, most // max(num_scores, 1))
+        at_a_time = max(LEAST_QUERIES, most // max(num_scores, 1))
         for start in range(0, length, at_a_time):
             yield slice(start, min(start + at_a_time, length))
 
