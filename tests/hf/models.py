@@ -135,7 +135,7 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
     assert not info["mismatched_keys"]
     if dtype == torch.float64:
         read_as_stored(model, folder)
-    model.eval()  # drop-out, of which weft has none
+    model.eval()  # dropout, of which weft has none
     return model
 
 

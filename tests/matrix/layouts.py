@@ -150,7 +150,7 @@ class Case:
 
     @property
     def lora(self) -> dict[str, object]:
-        """Adapters, where the family has no drop-out of its own."""
+        """Adapters, where the family has no dropout of its own."""
         if not self.dropout or "dropout" in FAMILIES[self.family].Config.model_fields:
             return {}
         return {"rank": 3, "dropout": self.dropout}

@@ -1,4 +1,4 @@
-"""Drop-out under every dimension == one device: the same entries are dropped, in float64 within 1e-9."""
+"""Dropout under every dimension == one device: the same entries are dropped, in float64 within 1e-9."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXPERTS = (
 
 
 def cases() -> Iterator[Case]:
-    """GPT-2 with its own drop-out, LLaMA with that of adapters on every layout; mixtures of experts."""
+    """GPT-2 with its own dropout, LLaMA with that of adapters on every layout; mixtures of experts."""
     for layout in LAYOUTS:
         yield shallow(replace(layout, family="gpt2", dropout=0.2))
         yield shallow(replace(layout, dropout=0.3))

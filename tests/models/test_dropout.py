@@ -1,4 +1,4 @@
-"""Drop-out by counter: quality of its numbers, independence of shards, gradients, and every function of torch that drops out."""
+"""Dropout by counter: quality of its numbers, independence of shards, gradients, and every function of torch that drops out."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_a_tensor_without_sequences_first_is_rejected() -> None:
 
 
 def test_alpha_drop_out_is_rejected_by_name() -> None:
-    with CounterDropout("layer0", keys_of(4)), pytest.raises(PlanError, match="alpha drop-out"):
+    with CounterDropout("layer0", keys_of(4)), pytest.raises(PlanError, match="alpha dropout"):
         nn.AlphaDropout(P)(torch.ones(4, 8))
 
 

@@ -158,30 +158,30 @@ MODELS = {
     "the length of a rank's columns": in_layer(
         "x = x * torch.rand_like(x) if x.shape[1] < 100 else x", f"layer0: {DRAWS}", *CP
     ),
-    "drop-out by the length of a rank's columns": in_layer(
+    "dropout by the length of a rank's columns": in_layer(
         "x = F.dropout(x, 0.1) if x.shape[1] < 100 else x",
         "layer0: drops out in other calls on whole sequences than on a rank's part of them",
         *CP,
     ),
-    "drop-out of features and sequences": in_layer(
+    "dropout of features and sequences": in_layer(
         "x = F.dropout(x.transpose(0, 2), 0.1).transpose(0, 2)",
         "layer0: drops entries of a tensor whose first dim does not count sequences",
         *("--batch.micro_size", "3", "--batch.global_size", "6"),
     ),
-    "drop-out of columns and sequences": in_layer(
+    "dropout of columns and sequences": in_layer(
         "x = F.dropout(x.transpose(0, 1).flatten(0, 1), 0.1).unflatten(0, (-1, len(x))).transpose(0, 1)",
         "layer0: computes a sequence differently where another one is in the batch",
         *("--batch.micro_size", "2", "--batch.global_size", "4"),
     ),
-    "drop-out that torch repeats": in_layer(
+    "dropout that torch repeats": in_layer(
         "x = checkpoint(lambda t: F.dropout(t, 0.1), x, use_reentrant=False)",
         "layer0: drops out inside torch.utils.checkpoint",
     ),
     "a drop path of one's own": in_layer(
         "x = x * x.new_empty(len(x), 1, 1).bernoulli_(0.9)", f"layer0: {DRAWS}"
     ),
-    "alpha drop-out": in_layer(
-        "x = F.alpha_dropout(x, 0.1, training=True)", "layer0: alpha drop-out draws random numbers"
+    "alpha dropout": in_layer(
+        "x = F.alpha_dropout(x, 0.1, training=True)", "layer0: alpha dropout draws random numbers"
     ),
     "the length, in values": in_layer(
         "x = x - x.mean(0) if x.shape[1] > 64 else x",

@@ -1,4 +1,4 @@
-"""A decoder with drop-out of every kind that users write: modules, functions, attention, paths."""
+"""A decoder with dropout of every kind that users write: modules, functions, attention, paths."""
 
 from dataclasses import dataclass
 

@@ -28,10 +28,10 @@ MODELS = {
     "batch_norm": "conv net with BatchNorm",
     "head_bias": "T5's per-head bias",
     "shared_router": "mixture, shared router",
-    "torch_attention": "nn.MultiheadAttention, with drop-out",
-    "torch_encoder": "nn.TransformerEncoderLayer, with drop-out",
+    "torch_attention": "nn.MultiheadAttention, with dropout",
+    "torch_encoder": "nn.TransformerEncoderLayer, with dropout",
     "weight_norm": "weight-normed linear",
-    "drop_out": "drop-out of every kind",
+    "drop_out": "dropout of every kind",
 }
 LAYOUTS = {
     "tp2": ("--mesh", "tp2"),

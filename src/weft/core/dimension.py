@@ -31,7 +31,7 @@ Transform = Callable[..., Collection[str]]
 
 `axes` is the table of logical axes, `axis_sizes` the full length of each logical axis, `chain` the
 whole model before it was sharded, on the meta device (None where nothing is to be traced);
-`drop_out` takes how the tensors of drop-out are sharded.
+`drop_out` takes how the tensors of dropout are sharded.
 Returns the global names of the parameters whose gradients are partial sums along the axis. It is
 called under every mesh, also where the axis has one rank.
 """

@@ -32,7 +32,7 @@ from weft.train.model_state import changed_name, is_generator, state_of
 CHANGES = "keeps state outside its parameters: its forward changes it"
 NO_CHANGES = "nn.LayerNorm or nn.GroupNorm in place of BatchNorm; no attributes set in forward"
 DRAWS = "its forward draws random numbers, which differ between layouts"
-NO_DRAWS = "drop-out by nn.Dropout, F.dropout or weft.drop_path; constants drawn in the constructor, as a buffer"
+NO_DRAWS = "dropout by nn.Dropout, F.dropout or weft.drop_path; constants drawn in the constructor, as a buffer"
 HOOKED = "has a gradient hook, which no layout would run on its whole gradient"
 NO_HOOK = 'no hook: scale in the forward, or --optim.groups "PATTERN: lr_scale=2"'
 STATISTICS = "normalises over the batch, of which each layout computes another part"
@@ -207,7 +207,7 @@ class _Effects(TorchDispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operation that may draw does: attention without drop-out does not."""
+    """Whether an operation that may draw does: attention without dropout does not."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.name in ("dropout_p", "p", "dropout") and isinstance(value, (int, float)):
             return value > 0

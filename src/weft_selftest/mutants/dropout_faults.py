@@ -1,4 +1,4 @@
-"""Mutants of drop-out: masks of another step, sequence, layer, column, head or feature, of a recomputation, in an evaluation."""
+"""Mutants of dropout: masks of another step, sequence, layer, column, head or feature, of a recomputation, in an evaluation."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "all_sequences_of_a_step_have_one_mask",
-        "drop-out that is alike in a batch",
+        "dropout that is alike in a batch",
         MutantLayout("pp2", family="gpt2", options=DROPOUT),
         (FunctionFault(KEYS, same_in_each_sequence),),
         blocks=FIRST,

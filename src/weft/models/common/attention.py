@@ -68,7 +68,7 @@ class AttentionSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is nothing but a scale, a mask and drop-out."""
+        """Whether it is nothing but a scale, a mask and dropout."""
         others = (self.softcap, self.sinks, self.head_bias)
         return all(other is None for other in others)
 
@@ -264,7 +264,7 @@ def eager_attention(
     Args:
         allowed: True where a query sees a key, broadcastable to [B, H, S, T].
         distance: query column - key column, broadcastable to [B, H, S, T].
-        factors: of drop-out, by which the weights are multiplied, [B, H, S, T].
+        factors: of dropout, by which the weights are multiplied, [B, H, S, T].
     """
     group_size = q_BHSK.shape[1] // k_BGTK.shape[1]
     k_BHTK = k_BGTK.repeat_interleave(group_size, dim=1)

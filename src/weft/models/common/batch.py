@@ -36,7 +36,7 @@ class Batch:
             pairs.
         whole_documents: documents_BT of whole sequences, where the other fields hold a shard of the
             columns.
-        draw_keys: keys_B int64, a hash of seed, step and sequence, of which drop-out is a function;
+        draw_keys: keys_B int64, a hash of seed, step and sequence, of which dropout is a function;
             None: nothing is dropped (evaluation, generation).
     """
 

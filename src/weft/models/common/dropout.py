@@ -1,6 +1,6 @@
-"""Drop-out by counter: whether an entry is dropped is a function of its sequence's key, its call and its place, on any layout.
+"""Dropout by counter: whether an entry is dropped is a function of its sequence's key, its call and its place, on any layout.
 
-Note [Counter-based drop-out]
+Note [Counter-based dropout]
     The mask of one call is a function of
 
         key      of the sequence: a hash of the run's seed and the sequence's number in the run, which

@@ -1,8 +1,8 @@
-"""The mode in which blocks run: drop-out of torch, of attention and of paths by counter. See Note [Counter-based drop-out].
+"""The mode in which blocks run: dropout of torch, of attention and of paths by counter. See Note [Counter-based dropout].
 
-Note [Drop-out of torch]
+Note [Dropout of torch]
     `CounterDropout` is a mode of torch that sees every call of a torch function in the forward of a
-    block: nn.Dropout, F.dropout, F.dropout1d to 3d, the drop-out of scaled_dot_product_attention and
+    block: nn.Dropout, F.dropout, F.dropout1d to 3d, the dropout of scaled_dot_product_attention and
     of nn.MultiheadAttention, weft's Attend and drop_path. Where the batch has keys they drop by
     counter; where it has none, in evaluation and generation, they drop nothing. What else draws
     random numbers runs as it is, and is rejected when a model is checked.
@@ -48,7 +48,7 @@ COMPILED = "torch._dynamo.eval_frame"
 
 
 class CounterDropout(TorchFunctionMode):
-    """One forward of a block, whose drop-out is by counter.
+    """One forward of a block, whose dropout is by counter.
 
     Args:
         block: its name.
@@ -153,7 +153,7 @@ def _is_checkpointed() -> bool:
 
 
 class HasDrawKeys(Protocol):
-    """A batch, as far as drop-out reads it."""
+    """A batch, as far as dropout reads it."""
 
     @property
     def draw_keys(self) -> Tensor | None:
@@ -161,7 +161,7 @@ class HasDrawKeys(Protocol):
 
 
 def run_block(name: str, block: nn.Module, x: Any, batch: HasDrawKeys) -> Any:
-    """The output of a plain block on whole sequences, in which drop-out is by counter."""
+    """The output of a plain block on whole sequences, in which dropout is by counter."""
     if has_compiled(block):
         return block(x, batch)
     with CounterDropout(name, batch.draw_keys):
@@ -169,7 +169,7 @@ def run_block(name: str, block: nn.Module, x: Any, batch: HasDrawKeys) -> Any:
 
 
 def has_compiled(block: nn.Module) -> bool:
-    """Whether modules of a block are compiled: their drop-out is torch's own."""
+    """Whether modules of a block are compiled: their dropout is torch's own."""
     return any(type(module).__module__ == COMPILED for module in block.modules())
 
 
@@ -267,7 +267,7 @@ def _alpha_dropout(
 ) -> Tensor:
     if not training or p == 0:
         return input
-    what = "alpha drop-out draws random numbers, which would differ between layouts"
+    what = "alpha dropout draws random numbers, which would differ between layouts"
     raise PlanError(Fault(mode.block, what, fix="nn.Dropout in its place"))
 
 

@@ -1,10 +1,10 @@
-"""Attention with drop-out on one device: no scores are kept between forward and backward, some queries at a time.
+"""Attention with dropout on one device: no scores are kept between forward and backward, some queries at a time.
 
-Note [Drop-out of attention]
-    Fused kernels take no mask of drop-out, and autograd would keep three tensors [B, H, S, T] a
+Note [Dropout of attention]
+    Fused kernels take no mask of dropout, and autograd would keep three tensors [B, H, S, T] a
     layer. Here the scores of some queries exist at a time; q, k, v, the output and the log-sum-exp
     of each query are kept, and scores and masks computed again in the backward. With weights
-    w = softmax(s) and factors f of drop-out, out = (w f) v, so for a gradient g of out
+    w = softmax(s) and factors f of dropout, out = (w f) v, so for a gradient g of out
 
         dv = (w f)^T g       dw = f (g v^T)       ds = w (dw - sum(w dw)) = w (dw - g . out)
 
@@ -82,7 +82,7 @@ class DroppedScores:
 def dropped_attention(
     q_BHSK: Tensor, k_BGSK: Tensor, v_BGSW: Tensor, scores: DroppedScores
 ) -> Tensor:
-    """Attention of whole sequences with drop-out -> out_BHSW; G divides H."""
+    """Attention of whole sequences with dropout -> out_BHSW; G divides H."""
     out: Tensor = _DroppedAttention.apply(q_BHSK, k_BGSK, v_BGSW, scores)  # type: ignore[no-untyped-call]
     return out
 

@@ -91,7 +91,7 @@ def plus_adapter(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def adapter_input(module: nn.Module, x: Tensor) -> Tensor:
-    """x, of which an adapter with drop-out drops entries in training."""
+    """x, of which an adapter with dropout drops entries in training."""
     p = dropout_of(module)
     return F.dropout(x, p, module.training) if p else x
 

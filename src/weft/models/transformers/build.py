@@ -49,7 +49,7 @@ def default_config(model_type: str) -> Any:
 
 
 def config_of(model_type: str, values: Mapping[str, Any]) -> Any:
-    """The config of transformers of these sizes and settings; drop-out that these do not name is 0.
+    """The config of transformers of these sizes and settings; dropout that these do not name is 0.
 
     Raises:
         PlanError: transformers rejects it.

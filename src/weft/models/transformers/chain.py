@@ -155,7 +155,7 @@ class LayerBlock(nn.Module):
 
 
 def drops_out(lm: nn.Module) -> bool:
-    """Whether the config of a model names a probability of drop-out that is not 0."""
+    """Whether the config of a model names a probability of dropout that is not 0."""
     config: Any = lm.config
     return any(is_drop_out(name, value) for name, value in config.to_dict().items())
 

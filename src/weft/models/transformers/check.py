@@ -111,7 +111,7 @@ def _filled(found: Architecture, implementation: str) -> nn.Module:
         lm = build(found.config, implementation=implementation).double()
         for param in lm.parameters():
             param.add_(torch.randn_like(param), alpha=NOISE)
-    return lm.eval()  # without drop-out, which transformers draws in another way
+    return lm.eval()  # without dropout, which transformers draws in another way
 
 
 def _logits(lm: nn.Module, batch: Batch) -> Tensor:

@@ -86,7 +86,7 @@ def _config_class(model_type: str) -> type:
     texts = [
         (name, str, field(default="", metadata={"help": text})) for name, text in TEXTS.items()
     ]
-    help_text = {"help": "drop-out as the settings say; False: none"}
+    help_text = {"help": "dropout as the settings say; False: none"}
     dropout = (DROPOUT, bool, field(default=True, metadata=help_text))
     return make_dataclass("Config", [*entries, dropout, *texts], frozen=True)
 

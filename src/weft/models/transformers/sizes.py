@@ -120,7 +120,7 @@ def _is_settable(config: Any, name: str) -> bool:
 
 
 def is_drop_out(name: str, value: object) -> bool:
-    """Whether a key of config.json is a probability of drop-out that is not 0."""
+    """Whether a key of config.json is a probability of dropout that is not 0."""
     return _has_word(name, value, ("dropout", "_pdrop", "drop_rate"))
 
 

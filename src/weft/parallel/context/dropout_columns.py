@@ -1,4 +1,4 @@
-"""Which dims of the tensors of drop-out count positions: those that grow with the length of sequences."""
+"""Which dims of the tensors of dropout count positions: those that grow with the length of sequences."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Scores:
         softcap: scores s become softcap * tanh(s / softcap).
         head_bias: slopes [H]: scores get -slope * distance.
         distance: query column - key column, [Sq, Sk]; given with `head_bias`.
-        factors: of drop-out, by number type: the weights of the softmax are multiplied by these,
+        factors: of dropout, by number type: the weights of the softmax are multiplied by these,
             [B, H, Sq, Sk]; lse is that of all keys.
     """
 
@@ -52,7 +52,7 @@ class Scores:
     factors: Callable[[torch.dtype], Tensor] | None = None
 
     def dropped(self, weights: Tensor) -> Tensor:
-        """Weights of the softmax, or gradients of them, after drop-out."""
+        """Weights of the softmax, or gradients of them, after dropout."""
         if self.factors is None:
             return weights
         return times_factors(weights, self.factors)

@@ -95,7 +95,7 @@ def check_calls(name: str, one: Sequence[object], other: Sequence[object]) -> No
 
 
 def call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list[tuple[int, ...]]]:
-    """Block -> the shape of the tensor of each call of drop-out, of a plain chain without memory."""
+    """Block -> the shape of the tensor of each call of dropout, of a plain chain without memory."""
     return run_without_memory(_call_shapes, dict(blocks), batch)
 
 
@@ -139,7 +139,7 @@ def drops_out(blocks: Iterable[nn.Module]) -> bool:
 def dropping_block(
     name: str, block: nn.Module, shards: DropoutShards, rank: ShardingRank
 ) -> nn.Module:
-    """The block, in which drop-out is by counter; itself where it drops nothing."""
+    """The block, in which dropout is by counter; itself where it drops nothing."""
     calls = shards.of_block(name)
     drops = may_drop(block) if calls is None else bool(calls)
     if not drops or has_compiled(block):
@@ -155,7 +155,7 @@ class BlockName:
 
 
 class DroppingBlock(nn.Module):
-    """A block that drops out by counter: see Note [Counter-based drop-out] in models/common/dropout.py.
+    """A block that drops out by counter: see Note [Counter-based dropout] in models/common/dropout.py.
 
     A block of users' code is seen to drop nothing in its first training forward; the later ones run
     without the mode.

@@ -275,7 +275,7 @@ def _plain_chain(
     whole: _WholeModel, plan: Plan, comm: Comm, example: Batch | None
 ) -> ChainSnapshot | None:
     """The model before it is sharded, for a trace; None where no axis shards activations, or only
-    positions of a model without drop-out.
+    positions of a model without dropout.
     """
     degree = comm.degree(activation_axes())
     has_columns = comm.degree(position_axes()) > 1

@@ -80,7 +80,7 @@ class FullRecompute:
         repeats the call once for each run of the autograd engine, where a split backward is
         two: here a recomputed tensor stays until the node that needs it has run.
 
-    Drop-out is by counter, so no generator is restored. The call must do the same when it is
+    Dropout is by counter, so no generator is restored. The call must do the same when it is
     repeated.
     """
 

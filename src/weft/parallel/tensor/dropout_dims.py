@@ -1,4 +1,4 @@
-"""Dims of the tensors of drop-out, as the sharding trace sees them, as the shards that random numbers depend on."""
+"""Dims of the tensors of dropout, as the sharding trace sees them, as the shards that random numbers depend on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _without_sequences(dim: Dim, num_sequences: int) -> Dim:
     while factors and left > 1 and not factors[0].sharded and left % factors[0].size == 0:
         left //= factors.pop(0).size
     if left > 1:
-        raise ShardingError("drop-out of a tensor whose first dim does not count sequences")
+        raise ShardingError("dropout of a tensor whose first dim does not count sequences")
     return tuple(factors)
 
 
@@ -39,12 +39,12 @@ def _shard(dim: Sequence[DimFactor]) -> DimShard:
         return WHOLE
     *outer, last = factors
     if any(factor.sharded for factor in outer):
-        raise ShardingError("drop-out of a dim in which a sharded one is not the last")
+        raise ShardingError("dropout of a dim in which a sharded one is not the last")
     num_parts = 1
     for factor in outer:
         num_parts *= factor.size
     if num_parts == 1:
         return DimShard(sharded=True, parts=last.parts)
     if last.parts:
-        raise ShardingError("drop-out of a dim with parts within parts")
+        raise ShardingError("dropout of a dim with parts within parts")
     return DimShard(sharded=True, parts=(last.size,) * num_parts)

@@ -105,7 +105,7 @@ class Findings:
             used.
         sharded_losses: loss whose logits are sharded along the vocabulary -> this rank's entries of
             it.
-        drop_out: name of a block -> how the tensors of its calls of drop-out are sharded.
+        drop_out: name of a block -> how the tensors of its calls of dropout are sharded.
     """
 
     entries: dict[str, list[str]] = field(default_factory=dict)

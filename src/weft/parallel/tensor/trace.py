@@ -33,7 +33,7 @@ UNSHARDED_INPUT = (
     "it has no parameters, so its input must be whole: in AXES name None instead of the sharded "
     "axis ('vocab') in the block before it, and in parameters tied to that"
 )
-DROPOUT_IN_REGION = "no drop-out there (of adapters: other lora.targets), or a mesh without tp"
+DROPOUT_IN_REGION = "no dropout there (of adapters: other lora.targets), or a mesh without tp"
 COMPILED = "torch._dynamo.eval_frame"
 """Module that defines the class of what `torch.compile` makes of a module."""
 
@@ -153,7 +153,7 @@ class ChainTrace:
         def note(tensor: Tensor) -> None:
             if self.trace.is_paused:
                 raise ShardingError(
-                    "drop-out inside a region whose both ends are declared, where tensors are not followed",
+                    "dropout inside a region whose both ends are declared, where tensors are not followed",
                     fix=DROPOUT_IN_REGION,
                 )
             dims = self.trace.value(tensor).dims

@@ -44,7 +44,7 @@ def transform(
     """Make the blocks tensor parallel; their parameters are sharded already.
 
     Args:
-        drop_out: takes how the tensors of drop-out are sharded.
+        drop_out: takes how the tensors of dropout are sharded.
         chain: the whole model before it was sharded, for the trace; see Note [Sharding trace].
 
     Returns the names of the parameters whose gradients are partial sums over tp: those used inside

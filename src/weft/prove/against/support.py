@@ -70,7 +70,7 @@ def _faults(model: ModelSection, lora: LoraConfig) -> Iterator[Fault]:
 
 
 def _drop_out_faults(model: ModelSection) -> Iterator[Fault]:
-    """Drop-out of the family's own, or that settings of transformers name."""
+    """Dropout of the family's own, or that settings of transformers name."""
     dropout = getattr(model, "dropout", 0)
     got = ""
     if isinstance(dropout, bool):
@@ -80,7 +80,7 @@ def _drop_out_faults(model: ModelSection) -> Iterator[Fault]:
     elif dropout:
         got = f"{dropout:g}"
     if got:
-        fix = f"prove it without drop-out: --model.dropout {type(dropout)(0)}"
+        fix = f"prove it without dropout: --model.dropout {type(dropout)(0)}"
         what = "transformers drops other entries than weft"
         yield Fault("model.dropout", what, got=got, need="none", fix=fix)
 
