@@ -42,6 +42,7 @@ from weft.models.common.experts import Dispatch, Experts
 from weft.models.common.init import named_parameters
 from weft.models.common.layers import Loss
 from weft.models.common.moe import Choice, MoE, Router
+from weft.parallel.tensor.dims import DimFactor, ShardingError, regroup, whole_dim
 from weft.parallel.tensor.sharded_sizes import ShardedNumber, ShardedSize
 from weft.testing import run_ranks
 
@@ -560,3 +561,14 @@ def test_attention_computed_in_place_is_followed_through_its_products() -> None:
     for block in (InPlace, ByHand):
         for layout in ("tp2", "tp2, sequence parallel"):
             assert compare(Shape(block, PLAIN), layout) < TOLERANCE
+
+
+def test_a_view_that_infers_another_dim_than_the_sharded_one_is_rejected() -> None:
+    """view(B, -1, heads, size) by the number of all heads takes half of the sequence for them."""
+    x = (whole_dim(2), whole_dim(8), (DimFactor(16, sharded=True),))
+    with pytest.raises(ShardingError, match="view infers another dim than the sharded one"):
+        regroup(x, (2, 4, 4, 8), inferred=1, name="view")
+    sharded_heads = (DimFactor(2, sharded=True),)
+    by_heads = (whole_dim(2), whole_dim(8), sharded_heads, whole_dim(8))
+    assert regroup(x, (2, 8, 2, 8), inferred=2, name="view") == by_heads
+    assert regroup(x, (2, 8, 2, 8), inferred=1, name="view") == by_heads

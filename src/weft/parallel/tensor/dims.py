@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 DECLARE_AXES = (
     "declare the axes of its parameters (Stacked for fused ones), or name axes that are not sharded"
 )
+INFER = "write -1 for the sharded size, such as the number of heads, and no other"
 
 
 class ShardingError(Exception):
@@ -113,6 +114,7 @@ def regroup(
     for dim in dims:
         stream.extend(factor for factor in dim if factor.size > 1 or factor.sharded)
     found: list[Dim] = []
+    cut_place = -1
     for place, size in enumerate(sizes):
         taken: list[DimFactor] = []
         remaining = size
@@ -124,6 +126,8 @@ def regroup(
         ):
             factor = stream.pop(0)
             if factor.size > remaining:
+                if place == inferred and not factor.sharded:
+                    cut_place = place
                 factor, rest = _split(factor, remaining, name)
                 stream.insert(0, rest)
             if remaining % factor.size:
@@ -132,6 +136,8 @@ def regroup(
             taken.append(factor)
             if remaining == 1 and factor.sharded:
                 break
+        if place == cut_place + 1 > 0 and is_sharded(tuple(taken)):
+            raise ShardingError(f"{name} infers another dim than the sharded one", fix=INFER)
         if taken:
             found.append(tuple(taken) if has_tokens else canonical(taken))
         else:
