@@ -127,7 +127,7 @@ class WindowAttend(Attend):
     [
         (
             Attend(mask=AttentionMask(causal=False)),
-            "layer1.attn.attend: cached attention does not support bidirectional (need one of causal, documents, "
+            "layer1.attn.attend: cached attention does not support bidirectional (need one of causal, documents, dropout, "
             "head_bias, sinks, softcap, window). Fix: a causal mask without a prefix: tokens are generated from left to right",
         ),
         (

@@ -103,7 +103,11 @@ CASES: dict[str, tuple[str, str, str]] = {
         "return x + self.down(F.relu(self.up(x - x.mean(dim=(0, 1)))))",
         "layer0: computes a sequence differently where another one is in the batch",
     ),
-    "dropout": (FORWARD, "return F.dropout(self.down(self.up(x)), 0.1)", "draws random numbers"),
+    "random numbers": (
+        FORWARD,
+        "return self.down(self.up(x)) * torch.rand_like(x)",
+        "draws random numbers",
+    ),
     "a mean loss": ('"sum"', '"mean"', "the loss: is no sum over targets"),
     "a mean over each sequence": (
         'batch.targets.flatten(), reduction="sum")',

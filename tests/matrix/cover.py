@@ -5,7 +5,7 @@ parallelism need two dimensions, seldom three, to meet; so every three choices t
 in some row of covering_rows.txt (a covering array of strength 3). The first rows of it hold every
 two.
 
-    PYTHONPATH=. .venv/bin/python -m tests.matrix.cover      finds the rows anew and writes the list (a quarter of a minute)
+    PYTHONPATH=. .venv/bin/python -m tests.matrix.cover      finds the rows anew and writes the list (a minute)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.core.mesh import Mesh
 from weft.core.sequence import length_unit
 
 LIST = Path(__file__).with_name("covering_rows.txt")
-SEED, TRIES, PATIENCE = 2026, 24, 400
+SEED, TRIES, PATIENCE = 2026, 24, 1600
 MOST_RANKS, MOST_SEQUENCES = 32, 48
 
 CHOICES: dict[str, tuple[Any, ...]] = {

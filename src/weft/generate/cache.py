@@ -30,6 +30,7 @@ from weft.models.common.attention import (
 )
 from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.rope import Rope
+from weft.parallel.model.dropout_blocks import without_dropout
 
 BLOCK = 256
 """Cells that are allocated at once; growth copies what is there."""
@@ -246,9 +247,10 @@ def install_kv_cache(stages: Mapping[int, nn.ModuleDict]) -> tuple[KVCache, ...]
     caches: list[KVCache] = []
     for stage in stages.values():
         for name, block in stage.items():
+            inner = without_dropout(block)
             caches.extend(
                 implementation.cache
-                for implementation in set_implementations(block, CachedAttention, name=name)
+                for implementation in set_implementations(inner, CachedAttention, name=name)
             )
     return tuple(caches)
 

@@ -20,6 +20,7 @@ from weft.models import Family
 from weft.models.common.batch import chain
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
+from weft.parallel.model.dropout_blocks import without_dropout
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
 from weft.parallel.pp import AXIS as PP
@@ -207,13 +208,17 @@ class Decoder:
 
 def mixes_outside_attend(stages: Iterable[nn.ModuleDict]) -> bool:
     """Whether some block reads other tokens by code of its own."""
-    blocks = (block for stage in stages for block in stage.values())
+    blocks = (without_dropout(block) for stage in stages for block in stage.values())
     return any(getattr(block, "mixes_outside_attend", False) for block in blocks)
 
 
 def inference_blocks(stage: nn.ModuleDict) -> Mapping[str, nn.Module]:
     """The blocks of a stage that text is generated with."""
-    return {name: block for name, block in stage.items() if not name.startswith(TRAINING_BLOCKS)}
+    return {
+        name: without_dropout(block)
+        for name, block in stage.items()
+        if not name.startswith(TRAINING_BLOCKS)
+    }
 
 
 def _select_columns(x_BSD: Tensor, columns: Sequence[int]) -> Tensor:

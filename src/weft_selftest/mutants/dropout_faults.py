@@ -121,6 +121,7 @@ class OtherMasksWhenRecomputed:
         return forward(RecomputedBlock(Calls(call), block.mode), x, batch)
 
 
+ANY_AXIS = ("",)
 DP = MutantLayout("dp2", family="gpt2", options=DROPOUT)
 CP = MutantLayout("cp2", family="gpt2", options=DROPOUT)
 TP = MutantLayout("tp2", family="gpt2", options=DROPOUT)
@@ -131,6 +132,7 @@ MUTANTS = (
         "the step is not in the counter: the first step is right",
         DP,
         (FunctionFault(BATCHES, of_first_step),),
+        axes=ANY_AXIS,
         blocks=FIRST,
     ),
     Mutant(
@@ -138,6 +140,7 @@ MUTANTS = (
         "steps are counted from 1",
         DP,
         (FunctionFault(BATCHES, of_next_step),),
+        axes=ANY_AXIS,
         blocks=FIRST,
     ),
     Mutant(
@@ -145,6 +148,7 @@ MUTANTS = (
         "another run of the same seed drops other entries",
         DP,
         (FunctionFault(KEYS, of_other_seed),),
+        axes=ANY_AXIS,
         blocks=FIRST,
     ),
     Mutant(
@@ -152,6 +156,7 @@ MUTANTS = (
         "dropout that is alike in a batch",
         MutantLayout("pp2", family="gpt2", options=DROPOUT),
         (FunctionFault(KEYS, same_in_each_sequence),),
+        axes=ANY_AXIS,
         blocks=FIRST,
     ),
     Mutant(
@@ -159,6 +164,7 @@ MUTANTS = (
         "each rank seeds its generator alike",
         DP,
         (FunctionFault(BATCHES, same_on_data_ranks),),
+        axes=ANY_AXIS,
         blocks=FIRST,
     ),
     Mutant(
@@ -166,6 +172,7 @@ MUTANTS = (
         "the loss of an evaluation is that of training",
         MutantLayout("dp2", family="gpt2", options=DROPOUT, evaluates=True),
         (FunctionFault(MICRO_BATCHES, in_evaluation),),
+        axes=ANY_AXIS,
         blocks=("",),
     ),
     Mutant(
@@ -173,6 +180,7 @@ MUTANTS = (
         "the block is not in the counter",
         MutantLayout("pp2", family="gpt2", options=DROPOUT),
         (FunctionFault(DROPPING_BLOCK, as_first_layer),),
+        axes=ANY_AXIS,
         blocks=("layer1", "layer2"),
     ),
     Mutant(
@@ -184,6 +192,7 @@ MUTANTS = (
                 "weft.parallel.recompute.blocks:RecomputedBlock.forward", OtherMasksWhenRecomputed()
             ),
         ),
+        axes=ANY_AXIS,
         blocks=("layer*",),
     ),
     Mutant(

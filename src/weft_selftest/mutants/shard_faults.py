@@ -16,6 +16,7 @@ from weft.parallel.dp import AXIS as DP_AXIS
 from weft.parallel.tp import AXIS as TP_AXIS
 from weft.parallel.zero.gradient_reducer import GradientReducer
 from weft.parallel.zero.param_group import ParamGroup
+from weft.parallel.zero.reductions_under_way import ReductionsUnderWay
 from weft_selftest.mutants.changes import result_times
 from weft_selftest.mutants.fault import FunctionFault, ModuleFault, Mutant, MutantLayout
 
@@ -39,20 +40,19 @@ def reversed_when_frozen(wait: Callable[..., None], group: ParamGroup) -> None:
 
 
 def without_second_bucket(
-    start_reduce: Callable[..., None], reducer: GradientReducer, group: ParamGroup
+    start: Callable[..., None], reductions: ReductionsUnderWay, group: ParamGroup
 ) -> None:
-    """The second of several buckets of equal axes stays local."""
-    alike = [
-        each
-        for each in reducer.trained_groups
-        if (each.axes, each.stage) == (group.axes, group.stage)
-    ]
+    """The second of several buckets of equal axes that are reduced stays local."""
+    started: list[ParamGroup] = vars(reductions).setdefault("started_groups", [])
+    if group not in started:
+        started.append(group)
+    alike = [each for each in started if (each.axes, each.stage) == (group.axes, group.stage)]
     if len(alike) > 1 and group is alike[1]:
         group.axes, axes = (), group.axes
-        start_reduce(reducer, group)
+        start(reductions, group)
         group.axes = axes
         return
-    start_reduce(reducer, group)
+    start(reductions, group)
 
 
 @dataclass
@@ -144,7 +144,7 @@ MUTANTS = (
         MutantLayout("dp2", options=SEVERAL_BUCKETS),
         (
             FunctionFault(
-                "weft.parallel.zero.gradient_reducer:GradientReducer._start_reduce",
+                "weft.parallel.zero.reductions_under_way:ReductionsUnderWay.start",
                 without_second_bucket,
             ),
         ),

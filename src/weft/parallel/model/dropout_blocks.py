@@ -147,6 +147,11 @@ def dropping_block(
     return DroppingBlock(name, block, calls, rank)
 
 
+def without_dropout(block: nn.Module) -> nn.Module:
+    """The block itself, as text is generated with it."""
+    return block.block if isinstance(block, DroppingBlock) else block
+
+
 @dataclass(frozen=True)
 class BlockName:
     """The name of a block; equal to any other, since blocks that drop other entries cost the same."""
