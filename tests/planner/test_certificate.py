@@ -53,6 +53,14 @@ def test_a_healthy_layout_has_no_finding(case: Case) -> None:
     assert all(step.num_gradients > 0 for step in certificate.steps)
 
 
+def test_preference_pairs_with_dropout_have_no_finding() -> None:
+    model = ("--model.name", "gpt2", "--model.dropout", "0.1")
+    certificate = certificate_of(
+        (*model, "--loss", "dpo", "--data.format", "preference", "--mesh", "tp2")
+    )
+    assert [finding.text for finding in certificate.findings] == []
+
+
 def shared_expert_is_summed_alone(forward: Callable[..., Tensor], module: Any, x: Tensor) -> Tensor:
     """The shared expert is whole on every rank where its region sums parts."""
     return ops.reduce_from_region(forward(module, x), module.gate.region.comm, "tp")

@@ -102,8 +102,10 @@ def call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list
 def _call_shapes(blocks: Mapping[str, nn.Module], batch: Batch) -> dict[str, list[tuple[int, ...]]]:
     found: dict[str, list[tuple[int, ...]]] = {}
     x: Any = batch.inputs
-    for name, block in blocks.items():
+    for number, (name, block) in enumerate(blocks.items(), start=1):
         shapes = found.setdefault(name, [])
+        if number == len(blocks) and not may_drop(block):
+            break  # a loss, which may read more than an example batch has
 
         def note(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
             shapes.append(tuple(tensor.shape))
