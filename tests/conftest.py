@@ -87,6 +87,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _ctrl_c_arrives():
+    """A command that Ctrl-C has ended ignores a second one, and programs of later tests inherit that."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
 def _fixed_seeds():
     random.seed(0)
     if "torch" in sys.modules:  # tests of the pure core never load it
