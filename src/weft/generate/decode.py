@@ -214,11 +214,7 @@ def mixes_outside_attend(stages: Iterable[nn.ModuleDict]) -> bool:
 
 def inference_blocks(stage: nn.ModuleDict) -> Mapping[str, nn.Module]:
     """The blocks of a stage that text is generated with."""
-    return {
-        name: without_dropout(block)
-        for name, block in stage.items()
-        if not name.startswith(TRAINING_BLOCKS)
-    }
+    return {name: block for name, block in stage.items() if not name.startswith(TRAINING_BLOCKS)}
 
 
 def _select_columns(x_BSD: Tensor, columns: Sequence[int]) -> Tensor:

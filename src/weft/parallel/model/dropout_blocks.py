@@ -150,7 +150,7 @@ def dropping_block(
 
 
 def without_dropout(block: nn.Module) -> nn.Module:
-    """The block itself, as text is generated with it."""
+    """The block itself, to look at. Its forward is not called, as torch's dropout would act in it."""
     return block.block if isinstance(block, DroppingBlock) else block
 
 
