@@ -307,7 +307,7 @@ class Subject:
         # Training goes on after a save, which must leave everything as it was: after each step, where
         # the run does not say when.
         saves_every = (self.run.save.every or 1) if resume is None and self.steps > 1 else 0
-        values = {"out": out, "resume": resume, "save.every": saves_every}
+        values = {"out": out, "resume": resume, "save.every": saves_every, "save.wait_s": 0.0}
         run = self.run.with_values(values)
         if resume is not None and self.first_unclipped is not None:
             run = run.with_values({"optim.clip": run.optim.clip * UNCLIPPED})

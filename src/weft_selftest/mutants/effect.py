@@ -62,7 +62,7 @@ def trained_numbers(case: ProofCase, folder: Path) -> TrainedNumbers:
         folder: empty; receives the run folder.
     """
     out = folder / "run"
-    saved_at_end = {"out": str(out), "save.at_end": True, "save.every": 0}
+    saved_at_end = {"out": str(out), "save.at_end": True, "save.every": 0, "save.wait_s": 0.0}
     parts: dict[str, dict[str, Any]] = {
         "first": {"steps": STEPS_BEFORE},
         "resumed": {"steps": STEPS, "resume": "auto"},
