@@ -154,6 +154,8 @@ def test_a_pair_without_a_prompt_begins_with_it(
     [
         ({"chosen": "two", "rejected": "a mat"}, "no common beginning"),
         ({"chosen": "two plus", "rejected": "two"}, "an answer that is the beginning"),
+        ({"chosen": "two", "rejected": [ASK, ANSWER]}, r"not alike \(got str and list"),
+        ({"chosen": 2, "rejected": 7}, r"not alike \(got int and int"),
         ({"prompt": "two", "completion": "a", "label": False}, "label says whether .* desired"),
         ({"prompt": "two", "completion": "a", "label": True}, "label says whether .* desired"),
         ({"conversations": [{"from": "bot", "value": "two"}]}, "turn 1 of 'conversations' has no"),

@@ -218,8 +218,8 @@ def test_the_gradient_has_the_same_factors_and_nothing_is_saved() -> None:
 def test_gradients_are_right_to_the_second_order() -> None:
     draws = DropoutDraws(P, keys_of(2), 1, (DimEntries.whole(3), DimEntries.whole(4)))
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda t: drop(t, draws).square(), x)
-    assert torch.autograd.gradgradcheck(lambda t: drop(t, draws).pow(3), x)
+    assert torch.autograd.gradcheck(lambda t: drop(t, draws, t.shape).square(), x)
+    assert torch.autograd.gradgradcheck(lambda t: drop(t, draws, t.shape).pow(3), x)
 
 
 FUNCTIONS = {

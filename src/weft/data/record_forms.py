@@ -76,7 +76,9 @@ def pair_with_prompt(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]
     """
     chosen, rejected = fields["chosen"], fields["rejected"]
     if type(chosen) is not type(rejected) or not isinstance(chosen, (str, list)):
-        return fields
+        got = f"{type(chosen).__name__} and {type(rejected).__name__}"
+        need = "two texts, or two lists of messages"
+        raise record_fault(f"{where}: chosen and rejected are not alike", got=got, need=need)
     equal = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
     length = sum(1 for _ in equal)
     if isinstance(chosen, str) and chosen[:length].endswith(" "):

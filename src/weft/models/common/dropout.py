@@ -17,7 +17,7 @@ Note [Counter-based dropout]
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -106,14 +106,17 @@ def _chunks(matrix: Tensor) -> Iterator[slice]:
         yield slice(start, start + at_a_time)
 
 
-def drop(x: Tensor, draws: DropoutDraws) -> Tensor:
+def drop(x: Tensor, draws: DropoutDraws, shape: Sequence[int]) -> Tensor:
     """x_B... with some entries 0, and the others scaled; a function of torch to modes, which may
     repeat it.
+
+    Args:
+        shape: of the factors, which broadcasts to that of x.
     """
     if has_torch_function_unary(x):
-        out: Tensor = handle_torch_function(drop, (x,), x, draws)
+        out: Tensor = handle_torch_function(drop, (x,), x, draws, shape)
         return out
-    return times_factors(x, lambda dtype: draws.factors(dtype).view(x.shape))
+    return times_factors(x, lambda dtype: draws.factors(dtype).view(shape))
 
 
 def times_factors(x: Tensor, factors: Callable[[torch.dtype], Tensor]) -> Tensor:

@@ -201,22 +201,9 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    if not training or p == 0 or not input.numel():
+    if not training:
         return input
-    draws = mode.draws(input, tuple(input.shape), p)
-    if draws is None:
-        return input
-    if inplace:
-        return input.mul_(draws.factors(input.dtype).view(input.shape))
-    return drop(input, draws)
-
-
-def _torch_dropout(mode: CounterDropout, input: Tensor, p: float, train: bool) -> Tensor:
-    return _dropout(mode, input, p, train)
-
-
-def _torch_dropout_(mode: CounterDropout, input: Tensor, p: float, train: bool) -> Tensor:
-    return _dropout(mode, input, p, train, inplace=True)
+    return _dropped(mode, input, p, num_dims=input.dim(), inplace=inplace)
 
 
 def _channels(
@@ -227,19 +214,24 @@ def _channels(
     inplace: bool = False,
 ) -> Tensor:
     """Whole channels: entries of the first two dims."""
-    if not training or p == 0 or not input.numel():
-        return input
-    draws = mode.draws(input, tuple(input.shape[:2]), p)
+    return _dropped(mode, input, p, num_dims=2, inplace=inplace) if training else input
+
+
+def _torch_dropout_(mode: CounterDropout, input: Tensor, p: float, train: bool) -> Tensor:
+    return _dropout(mode, input, p, train, inplace=True)
+
+
+def _dropped(mode: CounterDropout, x: Tensor, p: float, *, num_dims: int, inplace: bool) -> Tensor:
+    """x without some entries of its first dims, each of them with all entries below it."""
+    if p == 0 or not x.numel():
+        return x
+    draws = mode.draws(x, tuple(x.shape[:num_dims]), p)
     if draws is None:
-        return input
-    shape = (*input.shape[:2], *[1] * (input.dim() - 2))
-
-    def factors(dtype: torch.dtype) -> Tensor:
-        return draws.factors(dtype).view(shape)
-
+        return x
+    shape = (*x.shape[:num_dims], *[1] * (x.dim() - num_dims))
     if inplace:
-        return input.mul_(factors(input.dtype))
-    return times_factors(input, factors)
+        return x.mul_(draws.factors(x.dtype).view(shape))
+    return drop(x, draws, shape)
 
 
 def _path(mode: CounterDropout, x: Tensor, p: float, training: bool = True) -> Tensor:
@@ -351,7 +343,7 @@ _UNCHECKED_MULTI_HEAD_ATTENTION = _without_override(F.multi_head_attention_forwa
 
 REPLACEMENTS: Mapping[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: _dropout,
-    torch.dropout: _torch_dropout,
+    torch.dropout: _dropout,
     torch.dropout_: _torch_dropout_,
     F.dropout1d: _channels,
     F.dropout2d: _channels,
