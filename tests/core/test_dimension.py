@@ -63,7 +63,7 @@ def test_each_logical_axis_is_sharded_over_one_mesh_axis() -> None:
 def test_transforms_take_the_arguments_that_parallelize_passes(name: str) -> None:
     transform = dimensions()[name].load_transform()
     if transform is not None:
-        arguments = dict.fromkeys(("plan", "comm", "axes", "axis_sizes", "drop_out"))
+        arguments = dict.fromkeys(("plan", "comm", "axes", "axis_sizes", "dropout"))
         inspect.signature(transform).bind({}, **arguments)
 
 

@@ -31,7 +31,7 @@ MODELS = {
     "torch_attention": "nn.MultiheadAttention, with dropout",
     "torch_encoder": "nn.TransformerEncoderLayer, with dropout",
     "weight_norm": "weight-normed linear",
-    "drop_out": "dropout of every kind",
+    "dropout": "dropout of every kind",
 }
 LAYOUTS = {
     "tp2": ("--mesh", "tp2"),

@@ -36,8 +36,8 @@ ALWAYS = (
     ("fused_block", "tp2 sp"),
     ("shared_layer", "tp2"),
     ("torch_attention", "dp2 zero3"),
-    ("drop_out", "cp2"),
-    ("drop_out", "tp2 sp"),
+    ("dropout", "cp2"),
+    ("dropout", "tp2 sp"),
 )
 """Cases that run by default; `make slow` runs all."""
 

@@ -26,12 +26,12 @@ same sequences.
 """
 
 Transform = Callable[..., Collection[str]]
-"""`transform(blocks, *, plan, comm, axes, axis_sizes, chain, drop_out)`: changes this rank's blocks
+"""`transform(blocks, *, plan, comm, axes, axis_sizes, chain, dropout)`: changes this rank's blocks
 (name -> module) in place.
 
 `axes` is the table of logical axes, `axis_sizes` the full length of each logical axis, `chain` the
 whole model before it was sharded, on the meta device (None where nothing is to be traced);
-`drop_out` takes how the tensors of dropout are sharded.
+`dropout` takes how the tensors of dropout are sharded.
 Returns the global names of the parameters whose gradients are partial sums along the axis. It is
 called under every mesh, also where the axis has one rank.
 """

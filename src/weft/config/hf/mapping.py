@@ -170,7 +170,7 @@ IGNORED = frozenset(
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     """.split()  # noqa: SIM905 - words, not code
 )
-"""Keys that change no logit: names, token ids, dropout (weft has none), starting values, defaults
+"""Keys that change no logit: names, token ids, dropout (0, unless --model.dropout says so), starting values, defaults
 of generation.
 """
 

@@ -95,7 +95,7 @@ def transform(
     *,
     plan: Plan,
     comm: Comm,
-    drop_out: DropoutShards,
+    dropout: DropoutShards,
     chain: ChainSnapshot | None = None,
     **_unused: object,
 ) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def transform(
     _check_stages(blocks, plan, comm)
     if chain is not None:
         plain = chain.chain()
-        drop_out.add(column_shards(plain.blocks, plain.batch))
+        dropout.add(column_shards(plain.blocks, plain.batch))
     return ()
 
 

@@ -159,7 +159,7 @@ def parallelize(
     tie(blocks, ties_here)
     _shard_parameters(blocks, plan, comm, axes=whole.axes)
     tie(blocks, ties_here)
-    drop_out = DropoutShards()
+    dropout = DropoutShards()
     partial = _apply_transforms(
         blocks,
         plan,
@@ -167,12 +167,12 @@ def parallelize(
         axes=whole.axes,
         sizes=_axis_lengths(whole.shapes, whole.axes),
         chain=chain,
-        drop_out=drop_out,
+        dropout=dropout,
     )
     if chain is not None and drops_out(blocks.values()):
-        drop_out.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
+        dropout.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
     dropping = {
-        name: dropping_block(name, block, drop_out, sharding_rank(comm))
+        name: dropping_block(name, block, dropout, sharding_rank(comm))
         for name, block in blocks.items()
     }
     stages = _stages_of(dropping, plan, rank=here)
@@ -343,7 +343,7 @@ def _apply_transforms(
     axes: AxisTable,
     sizes: Mapping[str, int],
     chain: ChainSnapshot | None,
-    drop_out: DropoutShards,
+    dropout: DropoutShards,
 ) -> dict[str, frozenset[str]]:
     """Apply each dimension's transform: mesh axis -> names of parameters whose gradients are
     partial sums along it.
@@ -359,7 +359,7 @@ def _apply_transforms(
                 axes=axes,
                 axis_sizes=sizes,
                 chain=chain,
-                drop_out=drop_out,
+                dropout=dropout,
             )
             partial[axis] = frozenset(names)
     return partial

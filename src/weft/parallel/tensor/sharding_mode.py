@@ -105,14 +105,14 @@ class Findings:
             used.
         sharded_losses: loss whose logits are sharded along the vocabulary -> this rank's entries of
             it.
-        drop_out: name of a block -> how the tensors of its calls of dropout are sharded.
+        dropout: name of a block -> how the tensors of its calls of dropout are sharded.
     """
 
     entries: dict[str, list[str]] = field(default_factory=dict)
     inside_columns: set[str] = field(default_factory=set)
     uses: dict[str, set[bool]] = field(default_factory=dict)
     sharded_losses: dict[str, int] = field(default_factory=dict)
-    drop_out: dict[str, tuple[CallShards, ...]] = field(default_factory=dict)
+    dropout: dict[str, tuple[CallShards, ...]] = field(default_factory=dict)
 
     @property
     def partial(self) -> frozenset[str]:
@@ -138,7 +138,7 @@ class Findings:
         for path, num_entries in self.sharded_losses.items():
             if _is_below(path, block):
                 found.sharded_losses[path] = num_entries
-        found.drop_out[block] = self.drop_out.get(block, ())
+        found.dropout[block] = self.dropout.get(block, ())
         return found
 
     def renamed(self, old: str, new: str) -> Findings:
@@ -156,8 +156,8 @@ class Findings:
             found.uses[rename(name)] = set(is_partial)
         for path, num_entries in self.sharded_losses.items():
             found.sharded_losses[rename(path)] = num_entries
-        for name, calls in self.drop_out.items():
-            found.drop_out[rename(name)] = calls
+        for name, calls in self.dropout.items():
+            found.dropout[rename(name)] = calls
         return found
 
     def add(self, other: Findings) -> None:
@@ -166,7 +166,7 @@ class Findings:
         self.inside_columns.update(other.inside_columns)
         self.uses.update(other.uses)
         self.sharded_losses.update(other.sharded_losses)
-        self.drop_out.update(other.drop_out)
+        self.dropout.update(other.dropout)
 
 
 def _is_below(path: str, block: str) -> bool:

@@ -161,7 +161,7 @@ class ChainTrace:
 
         with NotedDropout(name, note), self.trace, SizesOfShards(self.trace):
             x = _run(name, block, x, batch, self.trace)
-        self.trace.findings.drop_out[name] = tuple(calls)
+        self.trace.findings.dropout[name] = tuple(calls)
         if before is None or self._state(block, batch) != before:
             self._is_stateless = False
         if key is not None and self._is_stateless and type(x) is Tensor:

@@ -37,14 +37,14 @@ def transform(
     comm: Comm,
     axes: AxisTable,
     axis_sizes: Mapping[str, int],
-    drop_out: DropoutShards,
+    dropout: DropoutShards,
     chain: ChainSnapshot | None = None,
     **_unused: object,
 ) -> frozenset[str]:
     """Make the blocks tensor parallel; their parameters are sharded already.
 
     Args:
-        drop_out: takes how the tensors of dropout are sharded.
+        dropout: takes how the tensors of dropout are sharded.
         chain: the whole model before it was sharded, for the trace; see Note [Sharding trace].
 
     Returns the names of the parameters whose gradients are partial sums over tp: those used inside
@@ -57,7 +57,7 @@ def transform(
         return frozenset()
     assert chain is not None, "parallelize passes the chain where an axis shards activations"
     regions = _find_regions(chain, plan, comm, axes=axes)
-    drop_out.add(regions.findings.drop_out)
+    dropout.add(regions.findings.dropout)
     region = Region(comm, AXIS, plan.sequence_parallel)
     made: dict[int, nn.Module] = {}
     for name, block in blocks.items():
