@@ -1,6 +1,6 @@
 """Tokens/s of weft and of torch, in turns in the same processes: one rank against a plain loop, dp2 against DDP.
 
-    python -m benchmarks.throughput [--layers 6 --dim 256 --seq-len 256 --sequences 8 --rounds 8]
+    python -m benchmarks.throughput [--layers 6 --dim 256 --vocab 4096 --seq-len 256 --sequences 8 --rounds 8] [--ranks 1 2]
 
 Both train the same model from the same initial values on the same tokens with the same optimizer kernel. Printed are the
 median step time of each, and the median of the ratios of neighbouring turns (A B A B ...), since machines drift.
@@ -41,7 +41,6 @@ from weft.train.step import TrainStep
 STEPS_PER_TURN = 3
 NUM_RANKS = (1, 2)
 HEAD_SIZE = 64
-VOCAB = 4096
 SEED = 1
 CLIP = 1.0
 LR = 1e-3
@@ -53,16 +52,23 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=6, help="layers of the model")
     parser.add_argument("--dim", type=int, default=256, help="width of the model")
+    parser.add_argument("--vocab", type=int, default=4096, help="entries of the vocabulary")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=8, help="sequences of a step on each rank")
     parser.add_argument("--rounds", type=int, default=8, help="timed turns of each side")
+    parser.add_argument("--ranks", type=int, nargs="+", default=NUM_RANKS, help="numbers of ranks")
     return parser.parse_args()
 
 
 def model_config(args: argparse.Namespace) -> llama3.Config:
     heads = args.dim // HEAD_SIZE
     return llama3.Config(
-        layers=args.layers, dim=args.dim, heads=heads, kv_heads=heads, ffn=4 * args.dim, vocab=VOCAB
+        layers=args.layers,
+        dim=args.dim,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * args.dim,
+        vocab=args.vocab,
     )
 
 
@@ -70,7 +76,7 @@ def global_batch(args: argparse.Namespace, num_ranks: int) -> Batch:
     num_sequences = args.sequences * num_ranks
     shape = (num_sequences, args.seq_len + 1)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, VOCAB, shape, generator=generator)
+    tokens = torch.randint(0, args.vocab, shape, generator=generator)
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
     return token_batch(inputs, targets)
@@ -186,7 +192,7 @@ def main() -> None:
     print(
         f"llama3 {args.layers} layers x {args.dim}, {args.sequences} x {args.seq_len} tokens a rank, float32, CPU, measured"
     )
-    for num_ranks in NUM_RANKS:
+    for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             launch(partial(compare, args, folder), num_ranks, device="cpu")
 

@@ -91,6 +91,7 @@ class ParamGroup:
         self.unsharded_grad: Tensor | None = None
         self.sharded_grad: Tensor | None = None
         self._grad_views: dict[str, Tensor] = {}
+        self._is_zeroed = False  # by `zero_grad`, not by a script
         self._reducing: Work | FixedOrderSum | StageSums | None = None
         self._replica_sum: Work | None = None
         self.leaf = FIRST_LEAF
@@ -216,9 +217,18 @@ class ParamGroup:
     # gradients
 
     def zero_grad(self) -> None:
-        """Set every gradient to 0."""
+        """Set every gradient to 0, before the first backward of a step.
+
+        Where autograd adds to the unsharded gradient itself, the first gradient of the step is copied
+        there instead: one pass over the memory in place of a fill and an addition. Parameters that
+        get none have 0 once the group is reduced.
+        """
         policy = self.policy
-        if self.unsharded_grad is not None:
+        if policy.accumulates_in_place:
+            for name in self._grad_views:
+                self.params[name].grad = None
+            self._is_zeroed = True
+        elif self.unsharded_grad is not None:
             self.unsharded_grad.zero_()
         if self.sharded_grad is not None and not policy.shares_grad_memory:
             self.sharded_grad.zero_()
@@ -326,12 +336,16 @@ class ParamGroup:
 
     def _zero_unset_grads(self) -> None:
         """Set the views of parameters to 0 whose `.grad` was set to None between steps and that
-        have had no gradient since; to gradients that were set by hand.
+        have had no gradient since; to gradients that were set by hand. `.grad` stays None where a
+        script has set it to None, so that its optimizer leaves the parameter as it is.
         """
         for name, view in self._grad_views.items():
-            grad = self.params[name].grad
+            param = self.params[name]
+            grad = param.grad
             if grad is None:
                 view.zero_()
+                if self._is_zeroed:
+                    param.grad = view
             elif grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
 
@@ -417,6 +431,7 @@ class ParamGroup:
             self._finish_fixed_order()
         self.expect_gradients()
         self.is_reduced = False
+        self._is_zeroed = False
 
     def _finish_fixed_order(self) -> None:
         """Have the sum of all micro-batches in the sharded gradient."""
