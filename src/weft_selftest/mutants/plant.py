@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.comm.transport import Call, Channel, PendingCall
-from weft.parallel.model.dropout_blocks import DroppingBlock
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.recompute.blocks import RecomputedBlock
+from weft.parallel.recompute.blocks import block_as_written
 from weft_selftest.mutants.fault import (
     CollectiveFault,
     FunctionChange,
@@ -106,9 +105,7 @@ def _with_faulty_module(
     block = model.blocks.get(block_name)
     if block is None:
         return model
-    while isinstance(block, RecomputedBlock | DroppingBlock):
-        block = block.block
-    module: nn.Module = block.get_submodule(path)
+    module: nn.Module = block_as_written(block).get_submodule(path)
     module.forward = functools.partial(fault.change, type(module).forward, module)
     return model
 

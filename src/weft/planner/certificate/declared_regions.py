@@ -29,6 +29,7 @@ from weft.parallel.context.position_sum import ContextPositionSum
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertParallelDispatch, ShardedBalance
+from weft.parallel.recompute.blocks import block_as_written
 from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dim, with_dim
 from weft.parallel.tensor.vocab import (
     VocabParallelEmbedding,
@@ -107,7 +108,7 @@ class DeclaredRegions:
 
     def wrap(self, name: str, block: nn.Module) -> None:
         """Declare the modules of a block, and note in the mode which module runs."""
-        for path, module in block.named_modules():
+        for path, module in block_as_written(block).named_modules():
             if module in self._wrapped:
                 continue  # several blocks hold it
             self._wrapped.add(module)

@@ -27,6 +27,7 @@ from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
+from weft.parallel.recompute.blocks import block_as_written
 from weft.parallel.zero.param_group import ParamGroup
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.played_actions import (
@@ -175,7 +176,7 @@ def dispatches(step: TrainStep) -> Iterator[MetaLoadedDispatch]:
     if step.model.comm.degree(EP) == 1:
         return
     for name, block in step.model.blocks.items():
-        for path, module in block.named_modules():
+        for path, module in block_as_written(block).named_modules():
             if isinstance(module, MetaLoadedDispatch):
                 yield module
             elif isinstance(module, MoE):
