@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import weft
@@ -61,10 +63,80 @@ class Endless(Dataset[torch.Tensor]):
         return torch.arange(16)
 
 
+class Pairs(Dataset[dict[str, object]]):
+    """A map-style data set as people write them, of a number and its square."""
+
+    def __init__(self, length: int = 8) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return {"x": torch.full((self.length,), index / 8), "y": np.float32(index**2 / 64)}
+
+
+class Regression(nn.Module):
+    def forward(self, x: torch.Tensor, batch: weft.Batch) -> torch.Tensor:
+        assert batch.fields is not None
+        return (x.squeeze(1) - batch.fields["y"].to(x.dtype)).square().sum()
+
+
+@dataclass(frozen=True)
+class Width:
+    dim: int = 4
+
+
+REGRESSION = weft.Model(
+    Config=Width,
+    blocks=lambda c: {
+        "layer0": nn.Linear(3, c.dim),
+        "layer1": nn.Linear(c.dim, 1),
+        "loss": Regression(),
+    },
+    AXES={"*.weight": (None, None), "*.bias": (None,)},
+    INPUTS={"x": weft.InputSpec((3,)), "y": weft.InputSpec()},
+    name="regression",
+)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Pairs(3),
+        {
+            "x": torch.arange(8)[:, None].expand(8, 3) / 8,
+            "y": np.arange(8, dtype=np.float32) ** 2 / 64,
+        },
+    ],
+    ids=["dataset", "arrays"],
+)
+def test_samples_are_dicts_of_arrays_or_arrays_by_name(data: object, tmp_path: Path) -> None:
+    """The losses are those of torch's own loop on the same samples in their order."""
+    keys = {"steps": 2, "batch": {"global_size": 8, "micro_size": 4}, "prove": {"before": "never"}}
+    config = {**keys, "out": tmp_path / "run", "optim": {"name": "sgd", "lr": 0.1, "warmup": 0}}
+    result = weft.train({**config, "optim.clip": 1e9}, model=REGRESSION, data=data)
+    torch.manual_seed(1)
+    chain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    x, y = torch.stack([torch.full((3,), i / 8) for i in range(8)]), torch.arange(8) ** 2 / 64
+    first = (chain(x).squeeze(1) - y).square().mean()
+    assert result.history[0]["loss"] == pytest.approx(first.item(), rel=1e-6)
+    assert result.history[1]["loss"] < result.history[0]["loss"]
+
+
+def test_samples_of_other_shapes_are_named(tmp_path: Path) -> None:
+    class Ragged(Pairs):
+        def __getitem__(self, index: int) -> dict[str, object]:
+            return {**super().__getitem__(index), "x": torch.zeros(3 + index // 5)}
+
+    with pytest.raises(weft.WeftError, match="sample 5 of the dataset has another array"):
+        weft.train({"steps": 1, "out": tmp_path / "run"}, model=REGRESSION, data=Ragged())
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "data",
-    [Endless(), [Endless()], DataLoader(Endless()), iter([1, 2]), {"tokens": [1, 2]}, object(), []],
+    [Endless(), [Endless()], DataLoader(Endless()), iter([1, 2]), object(), []],
     ids=lambda data: type(data).__name__,
 )
 def test_data_of_another_type_is_one_fault_at_once(data: object) -> None:

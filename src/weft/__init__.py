@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from weft.comm.comm import Comm
     from weft.comm.transport import Work
     from weft.core.attention_mask import AttentionMask
+    from weft.core.input_spec import InputSpec
     from weft.core.mesh import Mesh
     from weft.core.shard import Stacked
     from weft.errors import WeftError
@@ -54,6 +55,7 @@ _HOMES = {
     "DropPath": "weft.models.common.dropout",
     "Extra": "weft.models.common.batch",
     "FullyShardedDataParallel": "weft.parallel.zero.fsdp",
+    "InputSpec": "weft.core.input_spec",
     "Loss": "weft.models.common.layers",
     "Mesh": "weft.core.mesh",
     "Model": "weft.models.user_model",
@@ -95,6 +97,7 @@ __all__ = [
     "DropPath",
     "Extra",
     "FullyShardedDataParallel",
+    "InputSpec",
     "Loss",
     "Mesh",
     "Model",

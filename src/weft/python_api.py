@@ -33,7 +33,7 @@ from weft.start import preflight, run_folder
 from weft.start.auto_mesh import choose_before_ranks, choose_mesh
 from weft.start.checked_run import load_checked_run
 from weft.start.environment import is_joining
-from weft.start.given_values import given_values, stored_tokens
+from weft.start.given_values import given_values, stored_data
 from weft.start.preflight import data_checks
 from weft.start.prove_parts import prove_run_parts
 from weft.start.prove_run import proof_data_checks, prove_config, prove_folder
@@ -137,7 +137,8 @@ def train(
         config: a TOML file, or keys: `{"mesh": "dp2", "steps": 10, "optim": {"lr": 1e-3}}`.
         model: a family, a model file, a module, a `weft.Model`, or a class or object with the same
             names.
-        data: a data source, or a one-dimensional array of tokens.
+        data: a data source; a one-dimensional array of tokens; or, for models of arrays, arrays by name
+            or a map-style dataset whose samples are dicts of arrays.
         on_step: called with each step, under torchrun on every rank, else once. If it raises, the
             run saves and ends, and the exception is raised here.
 
@@ -214,7 +215,7 @@ def prove(
     words, values = given_values(config, model, data)
     tokens = None if isinstance(data, (str, Path)) else data
     with tempfile.TemporaryDirectory() as folder:
-        of_tokens = {} if tokens is None else stored_tokens(tokens, Path(folder))
+        of_tokens = {} if tokens is None else stored_data(tokens, Path(folder))
         run = load_checked_run(
             words,
             proof_data_checks,
@@ -279,7 +280,7 @@ def _prepare(config: Config, model: Any, data: Any) -> _PreparedRun:
     tokens = None if data is None or isinstance(data, (str, Path)) else data
     is_rank = is_joining(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        of_tokens = {} if tokens is None else stored_tokens(tokens, Path(folder))
+        of_tokens = {} if tokens is None else stored_data(tokens, Path(folder))
         run = load_checked_run(
             words,
             data_checks,
@@ -321,7 +322,7 @@ def _train_here(prepared: _PreparedRun, on_step: OnStep | None) -> Result:
     def complete(run: Run, out: Path) -> Run:
         """The run in its folder, with tokens that were given as an array."""
         tokens = prepared.tokens
-        return run if tokens is None else run.with_values(stored_tokens(tokens, out))
+        return run if tokens is None else run.with_values(stored_data(tokens, out))
 
     try:
         trained = train_checked(

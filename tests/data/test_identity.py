@@ -11,6 +11,7 @@ from weft.data import identity
 from weft.data.identity import DataIdentity
 from weft.data.prepare import PrepareOptions, prepare
 from weft.errors import DataError
+from weft.models.llama3.config import Config
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def text(tmp_path):
 
 
 def identity_of(source, **keys):
-    return DataIdentity.of(DataConfig(source=str(source), **keys), kind="tokens")
+    return DataIdentity.of(DataConfig(source=str(source), **keys), model=Config())
 
 
 def replace_content(file):
@@ -93,7 +94,7 @@ def test_evaluation_data_tokenizer_and_template_are_compared(tmp_path, text):
     for file in files:
         file.write_text("some text")
     data = DataConfig(source=str(text), chat_template=str(files[1]))
-    found = DataIdentity.of(data, kind="tokens", evaluated_on=str(files[0]))
+    found = DataIdentity.of(data, model=Config(), evaluated_on=str(files[0]))
     for file in files:
         replace_content(file)
     with pytest.raises(DataError) as error:

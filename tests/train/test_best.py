@@ -95,7 +95,7 @@ def test_training_stops_early_and_a_resume_stays_stopped(tmp_path):
     assert end["steps"] == 4
     assert end["text"] == (
         "stopped early after step 4: no lower loss in 2 evaluations; "
-        "the lowest was 2.0000 nats after step 2"
+        "the lowest was 2.0000 after step 2"
     )
     again = trained(out, f"{words} --resume auto", [1.0])
     assert again[-1]["reason"] == "early_stop"

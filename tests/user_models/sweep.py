@@ -1,4 +1,4 @@
-"""Thirteen models of users under five layouts: each equals one device within 1e-9, or is rejected in one line.
+"""Sixteen models of users under five layouts: each equals one device within 1e-9, or is rejected in one line.
 
 `python -m tests.user_models.sweep` prints the table of docs/your-model.md.
 """
@@ -32,6 +32,9 @@ MODELS = {
     "torch_encoder": "nn.TransformerEncoderLayer, with dropout",
     "weight_norm": "weight-normed linear",
     "dropout": "dropout of every kind",
+    "encoder_decoder": "an encoder-decoder, named arrays",
+    "diffusion": "a diffusion transformer, named arrays",
+    "unet": "a U-Net, named arrays",
 }
 LAYOUTS = {
     "tp2": ("--mesh", "tp2"),

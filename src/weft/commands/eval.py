@@ -205,7 +205,11 @@ def _check(run: Run, source: ModelSource) -> None:
             for fault in environment.world_faults(run.device_mesh, None)
         )
     faults.extend(environment.device_faults(run.device))
-    faults.extend(validation_faults(run.data, run.model, run.eval, loss=run.loss))
+    faults.extend(
+        validation_faults(
+            run.data, run.model, run.eval, loss=run.loss, global_size=run.batch.global_size
+        )
+    )
     if faults:
         raise UserError(*faults)
     if source.kind == "checkpoint":

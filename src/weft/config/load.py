@@ -37,7 +37,7 @@ from weft.config.value_faults import rate_faults, undecodable
 from weft.core.mesh import Mesh
 from weft.errors import ConfigError, Fault, MeshError
 
-DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits"}
+DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits", "arrays": "random"}
 """Kind of model -> data source where none is named."""
 
 NAME = "model.name"

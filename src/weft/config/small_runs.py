@@ -220,7 +220,7 @@ def _smaller_data(run: Run) -> Run:
 
     Scaling of rotary embeddings begins at a context that is shorter by as much.
     """
-    if run.model.kind == "images":
+    if run.model.kind != "tokens":
         return run
     shortest = DOCUMENT_SEQ_LEN if has_documents(run.data) else SEQ_LENS[0]
     for seq_len in _lengths(run):

@@ -14,6 +14,7 @@ from weft.config.schema import (
     OptimConfig,
     SaveConfig,
     SupervisionConfig,
+    label_of,
 )
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
@@ -31,6 +32,17 @@ def sample_is_text(model: ModelConfig, sample: int) -> Iterator[Fault]:
             need="0",
             fix="--sample 0",
         )
+
+
+OF_TEXT = ("format", "packing", "chat_template", "tokenizer", "text_field", "round_trip", "long")
+"""Options of data that are read of text alone."""
+
+
+def text_options_are_of_text(model: ModelConfig, data: DataConfig) -> Iterator[Fault]:
+    """Options of text and records have no meaning for images and arrays."""
+    if model.kind != "tokens":
+        what = f"is an option of text, and {label_of(model.family)} reads {model.kind}"
+        yield from set_keys(data, "data", OF_TEXT, what, fix="leave it out")
 
 
 def switched_off(

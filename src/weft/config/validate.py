@@ -112,6 +112,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("lora", "model"), partial(lora.rank_is_low, run.lora, model)),
         Check(("profile", "steps"), partial(profile_faults, run.profile, num_steps=run.steps)),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
+        Check(("model", "data"), partial(unused_keys.text_options_are_of_text, model, data)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
         Check(("hardware", "stack"), partial(stack_faults, run.hardware, run.stack)),
         Check(

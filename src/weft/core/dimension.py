@@ -53,7 +53,7 @@ class LayoutRequest:
     Attributes:
         degrees: mesh axis -> number of ranks along it, 1 for axes that the mesh does not name.
         model_name: family of the model.
-        model_kind: "tokens" or "images".
+        model_kind: "tokens", "images" or "arrays".
         local_sizes: logical axis -> units on one rank ("heads": 4); axes that do not divide evenly
             are left out.
         axis_sizes: logical axis -> units of the whole model.

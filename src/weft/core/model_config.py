@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from weft.core.input_spec import InputSpec
 from weft.core.shard import DimAxis
 from weft.errors import Fault, PlanError
 
@@ -38,6 +39,9 @@ InitTable = Mapping[str, Draw]
 """Pattern of global parameter names -> its initial values; each parameter is matched exactly once.
 """
 
+InputKind = Literal["tokens", "images", "arrays"]
+"""What a model reads: text, square grey images with classes, or arrays that it names itself."""
+
 LinearShapes = dict[str, tuple[int, int]]
 """Name of a linear -> features out, in."""
 
@@ -52,12 +56,15 @@ class BlockSpec:
             attention counted half.
         out: shape of its output: ("batch", "seq", 4096), ("batch", 128), or () for the scalar loss.
         is_layer: False for embed, head and loss.
+        parts: where the output is a tuple or dict of tensors, the name (of a tuple "") and shape of each,
+            which a pipeline stage can send; then `out` is ().
     """
 
     name: str
     flops: float
     out: tuple[str | int, ...]
     is_layer: bool
+    parts: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
 
 
 class ModelConfig(BaseModel):
@@ -73,7 +80,7 @@ class ModelConfig(BaseModel):
     )
 
     family: ClassVar[str]
-    kind: ClassVar[Literal["tokens", "images"]]
+    kind: ClassVar[InputKind]
     is_opaque: ClassVar[bool] = False
     """Whether it may compute something else for some ids or lengths, as a user's code may."""
 
@@ -95,6 +102,12 @@ class ModelConfig(BaseModel):
     def check_seq_len(self, seq_len: int) -> Fault | None:
         """What is wrong with sequences of this length, if anything."""
         return None
+
+    def input_specs(self) -> Mapping[str, InputSpec]:
+        """The arrays of a sample by name, of a model that reads arrays; what the first block reads
+        comes first.
+        """
+        return {}
 
     def linears(self) -> LinearShapes:
         """Projections of attention and feed-forward parts, which may get adapters: global name ->

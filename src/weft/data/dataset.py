@@ -8,6 +8,7 @@ from dataclasses import replace
 from weft.config.schema import DataConfig
 from weft.core.model_config import ModelConfig
 from weft.data import images
+from weft.data.arrays import open_arrays
 from weft.data.conversations import PAIR, ConversationSamples
 from weft.data.document_bounds import longest_document
 from weft.data.files import KEY
@@ -56,16 +57,18 @@ def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None)
     if source is None:
         if data.mix or prepared_of(data.source) is None:
             got = "several sources" if data.mix else repr(data.source)
-            fix = (
-                "--eval.source FILE, or a prepared folder, which keeps documents for it: "
-                "weft data prepare INPUT --out FOLDER, then --data.source FOLDER"
-            )
+            fix = "--eval.source FILE"
+            if model.kind == "tokens":
+                fix += (
+                    ", or a prepared folder, which keeps documents for it: "
+                    "weft data prepare INPUT --out FOLDER, then --data.source FOLDER"
+                )
             raise DataError(
                 Fault(
                     EVAL_KEY,
                     "there is nothing to evaluate on",
                     got=got,
-                    need="a prepared data.source",
+                    need="a prepared data.source" if model.kind == "tokens" else "eval.source",
                     fix=fix,
                 )
             )
@@ -89,6 +92,8 @@ def open_validation(data: DataConfig, model: ModelConfig, *, source: str | None)
 def _open_split(data: DataConfig, model: ModelConfig, *, split: Split) -> Samples:
     if model.kind == "images":
         return _open_images(data, model)
+    if model.kind == "arrays":
+        return open_arrays(data.source, model.input_specs())
     if holds_records(data.source, data):
         vocab = model.axis_sizes()["vocab"]
         return open_records(data.source, data, vocab=vocab, split=split)

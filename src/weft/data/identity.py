@@ -11,9 +11,10 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from weft.config.schema import DataConfig
+from weft.core.model_config import ModelConfig
+from weft.data.arrays import array_files
 from weft.data.chat_template import BUILT_IN, TOKENIZER_CONFIG
 from weft.data.chat_template import FILE as TEMPLATE_FILE
 from weft.data.files import KEY, find_files
@@ -75,19 +76,19 @@ class DataIdentity:
 
     @staticmethod
     def of(
-        data: DataConfig, *, kind: Literal["tokens", "images"], evaluated_on: str | None = None
+        data: DataConfig, *, model: ModelConfig, evaluated_on: str | None = None
     ) -> DataIdentity:
         """The identity of the files of a run's data, as they are now.
 
         Args:
-            kind: of the data.
+            model: that reads the data.
             evaluated_on: `eval.source`.
 
         Raises:
             DataError: as `find_files`.
         """
         sources = [*sources_of(data), *([evaluated_on] if evaluated_on else [])]
-        files = [file for source in sources for file in _files_of(source, kind)]
+        files = [file for source in sources for file in _files_of(source, model)]
         if data.tokenizer != BYTES:
             tokenizer = Path(open_tokenizer(data.tokenizer).name)
             beside = (tokenizer.with_name(name) for name in (TEMPLATE_FILE, TOKENIZER_CONFIG))
@@ -117,8 +118,11 @@ class DataIdentity:
             raise DataError(*faults)
 
 
-def _files_of(source: str, kind: Literal["tokens", "images"]) -> Iterator[Path]:
+def _files_of(source: str, model: ModelConfig) -> Iterator[Path]:
     """The files that are read of a source; none of what comes with Python and its packages."""
+    if model.kind == "arrays":
+        yield from array_files(source, model.input_specs())
+        return
     if source in NO_FILES:
         return
     prepared = prepared_of(source)
@@ -126,7 +130,7 @@ def _files_of(source: str, kind: Literal["tokens", "images"]) -> Iterator[Path]:
         names = [META, FILE, *(f"{split}.{each}" for split in SPLITS for each in SUFFIXES)]
         files = (prepared.folder / name for name in names)
         yield from (file for file in files if file.exists())
-    elif kind == "images":
+    elif model.kind == "images":
         yield from find_pair(Path(source).expanduser())
     else:
         yield from find_files(source)

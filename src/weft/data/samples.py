@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.input_spec import TARGETS
 from weft.data.images import LabelledImages
 from weft.data.mixture import MixtureSampler
 from weft.data.order import Ints, epoch_order, hash_numbers
@@ -39,6 +41,7 @@ class SampleArrays:
         documents: documents_BS int64; None: a sequence is one document.
         pairs: bool_BS, one token of each preference pair; None: the data has no pairs.
         references: logprobs_BS float64, of the targets under the reference model.
+        fields: the other arrays of a model that names its inputs, by name.
     """
 
     inputs: NDArray[Any]
@@ -47,6 +50,7 @@ class SampleArrays:
     documents: Ints | None = None
     pairs: NDArray[np.bool_] | None = None
     references: NDArray[np.float64] | None = None
+    fields: Mapping[str, NDArray[Any]] | None = None
 
 
 class Samples(Protocol):
@@ -69,6 +73,20 @@ class Samples(Protocol):
 
     def facts(self) -> dict[str, object]:
         """The field `data` of the run event."""
+
+
+ARRAYS = "arrays"
+"""Fact of samples of named arrays: the type and shape of each."""
+
+
+def num_evaluated(samples: Samples, global_size: int) -> int:
+    """Samples of an evaluation: all of them; those of whole batches where a sample that does not count
+    cannot fill the last one.
+    """
+    arrays = samples.facts().get(ARRAYS)
+    if isinstance(arrays, Mapping) and TARGETS not in arrays:
+        return samples.num_samples // global_size * global_size
+    return samples.num_samples
 
 
 @dataclass(frozen=True)
@@ -224,11 +242,17 @@ class MixtureSamples:
             indices.append(own_indices)
             arrays.append(own_arrays)
         original_order = np.argsort(np.concatenate(indices))
-        joined: dict[str, NDArray[Any]] = {}
+
+        def join(values: list[NDArray[Any]]) -> NDArray[Any]:
+            return np.concatenate(values)[original_order]
+
+        joined: dict[str, Any] = {}
         for name, value in vars(arrays[0]).items():
-            if value is not None:
-                values = [getattr(part, name) for part in arrays]
-                joined[name] = np.concatenate(values)[original_order]
+            values = [getattr(part, name) for part in arrays]
+            if isinstance(value, Mapping):
+                joined[name] = {key: join([each[key] for each in values]) for key in value}
+            elif value is not None:
+                joined[name] = join(values)
         return SampleArrays(**joined)
 
     def place(self, sample: int) -> dict[str, object]:

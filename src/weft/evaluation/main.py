@@ -14,7 +14,7 @@ import torch
 from weft.config.run import Run, plan_of
 from weft.data.dataset import open_validation
 from weft.data.prepared import tokenizer_of
-from weft.data.samples import Samples
+from weft.data.samples import Samples, num_evaluated
 from weft.generate.decode import load_model
 from weft.generate.main import open_source
 from weft.generate.model_source import ModelSource
@@ -90,22 +90,24 @@ def result_text(job: EvalJob, report: EvalReport, samples: Samples) -> str:
         of_bytes = ""
     else:
         of_bytes = f", {bits:.4f} bits per byte"
+    loss = f"loss {report.loss:.4f}"
+    if report.has_perplexity:
+        loss += f" nats, perplexity {report.perplexity:,.2f}"
     number = f"{report.targets:,} targets in {facts['sequences']:,} sequences"
     return (
-        f"{job.source.path} on {job.data}: loss {report.loss:.4f} nats, "
-        f"perplexity {report.perplexity:,.2f}{of_bytes}; {number}, {short_time(report.seconds)}"
+        f"{job.source.path} on {job.data}: {loss}{of_bytes}; {number}, {short_time(report.seconds)}"
     )
 
 
 def result_facts(job: EvalJob, report: EvalReport, samples: Samples) -> dict[str, Any]:
     """The result with its units: loss in nats per target, bits per byte of the targets' text."""
     most = job.run.eval.batches * job.run.batch.global_size
-    num_sequences = samples.num_samples
+    num_sequences = num_evaluated(samples, job.run.batch.global_size)
     return {
         "model": str(job.source.path),
         "data": job.data,
         "loss": report.loss,
-        "perplexity": report.perplexity,
+        "perplexity": report.perplexity if report.has_perplexity else None,
         "bits_per_byte": report.bits_per_byte,
         "targets": report.targets,
         "bytes": report.num_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -44,13 +45,16 @@ MeshField = Annotated[
 
 
 class Stage(BaseModel):
-    """Consecutive blocks that one pipeline rank runs as one, and the shape of their output."""
+    """Consecutive blocks that one pipeline rank runs as one, and the shape of their output; `parts` as
+    of `BlockSpec`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     blocks: tuple[str, ...]
     out: tuple[str | int, ...]
     flops: float
+    parts: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
 
 
 def _default_rule() -> tuple[tuple[str, str], ...]:
@@ -156,15 +160,22 @@ class Plan(BaseModel):
 
     def boundary_shape(self, stage: int) -> tuple[int, ...]:
         """Shape of what `stage` sends on for one micro-batch, as one rank holds it."""
+        shapes = self.part_shapes(stage)
+        if shapes:
+            return (self.micro_size, sum(math.prod(shape[1:]) for shape in shapes))
+        return self._local_shape(self.stages[stage].out)
+
+    def part_shapes(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors that `stage` hands on for one micro-batch, where they are several."""
+        return tuple(self._local_shape(dims) for _, dims in self.stages[stage].parts)
+
+    def _local_shape(self, dims: Sequence[str | int]) -> tuple[int, ...]:
+        """On one rank."""
         num_shards = self.mesh.degree(position_axes())
         if self.sequence_parallel:
             num_shards *= self.mesh.degree(activation_axes())
         sizes = {"batch": self.micro_size, "seq": self.seq_len // num_shards}
-        shape: list[int] = []
-        for entry in self.stages[stage].out:
-            size = sizes[entry] if isinstance(entry, str) else entry
-            shape.append(size)
-        return tuple(shape)
+        return tuple(sizes[entry] if isinstance(entry, str) else entry for entry in dims)
 
     def check(self) -> None:
         """Reject a plan whose parts do not fit together.
@@ -209,7 +220,8 @@ def make_stages(
     stages = []
     for names in names_of_stages:
         flops = sum(specs[name].flops for name in names)
-        stages.append(Stage(blocks=names, out=specs[names[-1]].out, flops=flops))
+        last = specs[names[-1]]
+        stages.append(Stage(blocks=names, out=last.out, flops=flops, parts=last.parts))
     return tuple(stages)
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 from pydantic import Field, create_model, model_validator
 
 from weft.config.schema import ModelSection
+from weft.core.input_spec import InputSpec
 from weft.core.model_config import BlockSpec, LinearShapes, ModelConfig
 from weft.errors import ConfigError, Fault
 from weft.models.field_help import field_descriptions
@@ -29,6 +30,8 @@ class ModelParts(Protocol):
 
     def user_config(self, cfg: Any) -> Any: ...
 
+    def input_specs(self, cfg: Any) -> dict[str, InputSpec]: ...
+
 
 class UserModelConfig(ModelConfig):
     """Base of the configs that are made from the `Config` of user models."""
@@ -45,6 +48,9 @@ class UserModelConfig(ModelConfig):
 
     def linears(self) -> LinearShapes:
         return self.parts.linears(self)
+
+    def input_specs(self) -> dict[str, InputSpec]:
+        return self.parts.input_specs(self)
 
     def check_seq_len(self, seq_len: int) -> Fault | None:
         """Longer than the context that a field of the config names."""

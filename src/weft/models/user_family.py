@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from weft.code.identity import CodeIdentity, identity_of_reads
 from weft.config.hf.mapping import HFMapping
 from weft.config.user_code import file_folder
+from weft.core.input_spec import InputSpec, spec_problem
 from weft.core.model_config import AxisTable, BlockSpec, InitTable, LinearShapes, ModelConfig
-from weft.errors import Fault, PlanError, type_and_message
+from weft.errors import ConfigError, Fault, PlanError, type_and_message
 from weft.layout.plan import Plan
-from weft.models.common.batch import Batch, image_example, token_example
+from weft.models.common.batch import Batch, example_of
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.layers import Loss
 from weft.models.common.uncompiled import keep_compiler_unimported
@@ -34,7 +35,7 @@ from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_chain import META, chain_of, has_meta_values, move_to_meta, parameters_on_meta
 from weft.models.user_config import UserModelConfig, config_type
 from weft.models.user_facts import ModelFacts, facts_of, is_numbered, rows_of, units_of_axes
-from weft.models.user_model import KEY, Model, no_axes, table_of
+from weft.models.user_model import INPUTS_FIX, KEY, Model, no_axes, table_of
 from weft.models.user_specs import MeasuredBlock, measure_blocks, output_dims
 
 LOSS = "loss"
@@ -182,10 +183,26 @@ class UserFamily:
         return _facts_of(self, _config_text(cfg))
 
     def example(self, cfg: Any, plan: Plan) -> Batch | None:
-        """A micro-batch of images on the meta device; None for tokens."""
+        """A micro-batch on the meta device of a model that reads no tokens; None for tokens."""
         if self.model.kind == "tokens":
             return None
-        return image_example(plan.micro_size, cfg.image_size)
+        return example_of(cfg, plan.micro_size, plan.seq_len)
+
+    def input_specs(self, cfg: Any) -> dict[str, InputSpec]:
+        """The arrays of a sample that INPUTS names.
+
+        Raises:
+            ConfigError: INPUTS is no mapping of names to specs.
+        """
+        inputs = self.model.INPUTS
+        specs = inputs(self.user_config(cfg)) if callable(inputs) else inputs
+        if isinstance(specs, str) or specs is None:
+            return {}
+        problem = spec_problem(specs)
+        if problem is not None:
+            fault = Fault(KEY, f"{self.model.label}: {problem}", fix=INPUTS_FIX)
+            raise ConfigError(fault)
+        return dict(specs)
 
     def facts(self, cfg: Any) -> ModelFacts:
         """Shapes, ties and linears of the whole model."""
@@ -326,14 +343,16 @@ def _specs_of(family: UserFamily, text: str, seq_len: int) -> tuple[BlockSpec, .
     specs: list[BlockSpec] = []
     for name in blocks:
         out = output_dims(first[name].shape, second[name].shape, lengths=(seq_len, second_len))
+        parts = []
+        for one, other in zip(first[name].parts, second[name].parts, strict=False):
+            dims = output_dims(one[1], other[1], lengths=(seq_len, second_len))
+            parts.append((one[0], dims))
         flops = first[name].flops / 2
-        spec = BlockSpec(name, flops, out, is_layer=name in layers)
+        spec = BlockSpec(name, flops, out, is_layer=name in layers, parts=tuple(parts))
         specs.append(spec)
     return tuple(specs)
 
 
 def example(family: UserFamily, cfg: Any, *, rows: int, seq_len: int) -> Batch:
     """A batch on the meta device."""
-    if family.model.kind == "images":
-        return image_example(rows, cfg.image_size)
-    return token_example(rows, seq_len)
+    return example_of(cfg, rows, seq_len)

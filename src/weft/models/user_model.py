@@ -5,7 +5,7 @@ blocks(config)     modules by name, in order; each is called with (x) or (x, bat
 AXES               pattern of parameter names -> logical axis of each dimension; or a function of the config
 TIES               alias -> owner of tied parameters; or a function of the config. Optional
 INIT               pattern of parameter names -> distribution of initial values. Optional
-INPUTS             "tokens" or "images". Optional
+INPUTS             "tokens", "images", or named arrays: name -> weft.InputSpec; or a function of the config. Optional
 HF                 weft.config.hf.mapping.HFMapping. Optional
 blocks_of(module)  blocks by name of the one module that `blocks` returns. Optional
 """
@@ -33,12 +33,14 @@ from weft.config.user_code import (
     source_digest,
     source_text,
 )
-from weft.core.model_config import InitTable
+from weft.core.input_spec import InputSpec, spec_problem
+from weft.core.model_config import InitTable, InputKind
 from weft.core.shard import DimAxis
 from weft.errors import ConfigError, Fault
 
 KEY = "model.name"
-Kind = Literal["tokens", "images"]
+INPUTS_FIX = 'INPUTS = {"pixels": weft.InputSpec((3, 32, 32), "uint8"), "targets": weft.InputSpec((), "int64", below=10)}'
+"""An example of what a model of arrays declares."""
 IMAGE_FIELDS = ("image_size", "classes")
 """Fields that a model of images has: height and width in pixels, and number of classes."""
 
@@ -47,6 +49,8 @@ CODE = ("Config", "blocks", "AXES", "TIES", "INIT", "INPUTS", "blocks_of")
 """What decides what a model computes."""
 OF_WEFT = ("name", "digest", "text", "code", "reads")
 """Attributes of a model that no user defines."""
+Inputs = Literal["tokens", "images"] | Mapping[str, InputSpec]
+"""What a model reads."""
 UserTable = Mapping[str, tuple[DimAxis | None, ...]]
 """As `AxisTable`; None is the axis of a dim that is not sharded."""
 
@@ -63,7 +67,9 @@ class Model:
         TIES: alias -> owner of tied parameters, or (config) -> such a table.
         INIT: pattern of parameter names -> `("normal", std)`, `("ones",)` or `("zeros",)`; None: the
             values that the modules' constructors give after `torch.manual_seed(seed)`.
-        INPUTS: what the model reads; None: images where Config has a field `image_size`.
+        INPUTS: what the model reads: "tokens", "images", or the arrays of a sample by name, the first of
+            which the first block reads; or (config) -> such a mapping. None: images where Config has
+            a field `image_size`, else tokens.
         HF: its format in Hugging Face folders.
         blocks_of: (module) -> blocks by name, where `blocks` returns another module than a chain.
         name: as messages and folders call it; for a file its absolute path.
@@ -78,7 +84,7 @@ class Model:
     AXES: UserTable | Callable[[Any], UserTable] | None = None
     TIES: Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None = None
     INIT: InitTable | Callable[[Any], InitTable] | None = None
-    INPUTS: Kind | None = None
+    INPUTS: Inputs | Callable[[Any], Inputs] | None = None
     HF: HFMapping | None = None
     blocks_of: Callable[[Any], Any] | None = None
     name: str = "model"
@@ -88,10 +94,12 @@ class Model:
     reads: Reads = field(default_factory=Reads, compare=False)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> InputKind:
         """What it reads."""
-        if self.INPUTS is not None:
+        if self.INPUTS == "tokens" or self.INPUTS == "images":
             return self.INPUTS
+        if self.INPUTS is not None:
+            return "arrays"
         names = {each.name for each in dataclasses.fields(self.Config)}
         return "images" if "image_size" in names else "tokens"
 
@@ -223,14 +231,14 @@ def _faults(found: Mapping[str, Any], name: str) -> Iterator[Fault]:
 
 def _input_faults(config: type, inputs: Any, name: str) -> Iterator[Fault]:
     """INPUTS is unknown, or fields that a model of images needs are missing."""
-    if inputs not in (None, "tokens", "images"):
-        yield Fault(
-            KEY,
-            f"{name}: INPUTS",
-            got=repr(inputs),
-            need='"tokens" or "images"',
-            fix='INPUTS = "tokens"',
-        )
+    if isinstance(inputs, str) and inputs not in ("tokens", "images"):
+        need = '"tokens", "images", or arrays by name'
+        fix = 'INPUTS = "tokens"'
+        yield Fault(KEY, f"{name}: INPUTS", got=repr(inputs), need=need, fix=fix)
+    elif inputs is not None and not isinstance(inputs, str) and not callable(inputs):
+        problem = spec_problem(inputs)
+        if problem is not None:
+            yield Fault(KEY, f"{name}: {problem}", fix=INPUTS_FIX)
     names = {each.name for each in dataclasses.fields(config)}
     missing = [each for each in IMAGE_FIELDS if each not in names]
     reads_images = inputs == "images"

@@ -20,10 +20,13 @@ from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_m
 
 @dataclass(frozen=True)
 class MeasuredBlock:
-    """Output shape of a block, () for several tensors, and FLOPs."""
+    """Output shape of a block and FLOPs; of several tensors their names (of a tuple "") and shapes, where
+    a pipeline stage can send them.
+    """
 
     shape: tuple[int, ...]
     flops: float
+    parts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @uncompiled_mode
@@ -77,8 +80,28 @@ def measure_blocks(
         shape: tuple[int, ...] = ()
         if isinstance(x, Tensor):
             shape = tuple(x.shape)
-        found[block_name] = MeasuredBlock(shape, counter.total)
+        found[block_name] = MeasuredBlock(shape, counter.total, _parts_of(x, len(batch.inputs)))
     return found
+
+
+def _parts_of(out: Any, num: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Name and shape of each tensor of a tuple or dict; () of anything else, and of tensors whose first
+    dim does not count samples or that are not of one floating-point type, which carries gradients.
+    """
+    if isinstance(out, dict):
+        named = list(out.items())
+    elif type(out) is tuple:
+        named = [("", tensor) for tensor in out]
+    else:
+        return ()
+    tensors = [tensor for _, tensor in named if isinstance(tensor, Tensor)]
+    has_samples = all(tensor.dim() > 0 and len(tensor) == num for tensor in tensors)
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(tensors) < len(named) or not has_samples or len(dtypes) != 1:
+        return ()
+    if not tensors[0].is_floating_point() or not all(isinstance(name, str) for name, _ in named):
+        return ()
+    return tuple((name, tuple(tensor.shape)) for name, tensor in named)
 
 
 def output_dims(

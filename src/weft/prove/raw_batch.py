@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from weft.data.arrays import ArraySamples
 from weft.data.conversations import ConversationSamples
 from weft.data.order import DRAW_KEY, Ints
-from weft.data.samples import SampleArrays, Samples, SequenceSamples
-from weft.models.common.batch import IGNORE, Batch
+from weft.data.samples import SampleArrays, Samples, SequenceSamples, num_evaluated
+from weft.models.common.batch import IGNORE, Batch, array_batch
 from weft.prove.raw_rows import rows_of
 
 GOLDEN_RATIO = 0x9E3779B97F4A7C15
@@ -136,7 +138,8 @@ def _mixed(word: int) -> int:
 
 def evaluated_samples(samples: Samples, global_size: int) -> list[Ints]:
     """The samples of an evaluation, in their order: see `FirstSamples`."""
-    number = FirstSamples.of(samples, global_size=global_size).num_samples
+    first = FirstSamples.of(samples, global_size=global_size)
+    number = num_evaluated(first, global_size)
     found = []
     for start in range(0, number, global_size):
         end = min(start + global_size, number)
@@ -150,6 +153,9 @@ def batch_of(samples: Samples, numbers: Ints, *, later: bool) -> Batch:
     if isinstance(raw, ConversationSamples):
         rows = rows_of(raw, numbers.ravel().tolist())
         return _with_later(rows) if later and not raw.has_pairs else rows
+    if isinstance(raw, ArraySamples):
+        arrays = raw.rows(numbers.ravel())
+        return array_batch({name: torch.from_numpy(array) for name, array in arrays.items()})
     if not isinstance(raw, SequenceSamples):
         return _batch_of_arrays(samples.read(numbers), later=later)
     sequences = [_sequence(raw, number) for number in numbers.tolist()]
@@ -208,7 +214,7 @@ def _tensor(rows: list[list[int]]) -> Tensor:
 
 
 def _batch_of_arrays(arrays: SampleArrays, *, later: bool) -> Batch:
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, array in vars(arrays).items():
         if array is not None:
             fields[name] = torch.from_numpy(array)

@@ -167,9 +167,8 @@ class Recorder:
         self._kept.append(batches)
         for number, batch in enumerate(batches):
             self._place_of_batch[id(batch)] = _MicroBatch(index + 1, number)
-            for name, tensor in vars(batch).items():
-                if tensor is not None:
-                    self._keep_input(index + 1, number, name, tensor)
+            for name, tensor in batch.tensors().items():
+                self._keep_input(index + 1, number, name, tensor)
 
     def _keep_input(self, step: int, micro_batch: int, name: str, tensor: Tensor) -> None:
         site = Site(step, "batch", block="", tensor=name, micro_batch=micro_batch)

@@ -260,9 +260,8 @@ class Reference:
 
     def _keep_inputs(self, step: int, batch: Batch, num_targets: int) -> None:
         """Keep the batch of a step, and the parameters as its forward uses them."""
-        for name, tensor in vars(batch).items():
-            if tensor is not None:
-                self.trace.keep(step, "batch", name, tensor)
+        for name, tensor in batch.tensors().items():
+            self.trace.keep(step, "batch", name, tensor)
         if batch.documents is not None:
             self.trace.keep(step, "batch", "whole_documents", batch.documents)
         for name, param in self.params.items():

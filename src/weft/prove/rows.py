@@ -24,18 +24,18 @@ def open_rows(
     Raises:
         DataError: the data is missing, empty or broken.
     """
-    if rows == "own" or model.kind == "images":
+    if rows == "own" or model.kind != "tokens":
         return open_data(data, model)
     return _excerpt(data, model).samples(num_samples)
 
 
 def rows_digest(data: DataConfig, model: ModelSection) -> str:
-    """Hash of the rows that the proof of a reduced run reads; "" of images, which it reads as they are.
+    """Hash of the rows that the proof of a reduced run reads; "" of images and arrays, which it reads as they are.
 
     Raises:
         DataError: as `open_rows`.
     """
-    return "" if model.kind == "images" else _excerpt(data, model).sha256
+    return "" if model.kind != "tokens" else _excerpt(data, model).sha256
 
 
 def _excerpt(data: DataConfig, model: ModelSection) -> Excerpt:

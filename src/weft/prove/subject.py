@@ -336,7 +336,7 @@ class Subject:
         sizes = run.model.architecture
         words = [f"{key} {sizes[key]}" for key in MAIN_SIZES if key in sizes]
         batch = f"batch {run.batch.global_size}"
-        if run.model.kind != "images":
+        if run.model.kind == "tokens":
             batch = f"{batch} x {run.data.seq_len}"
         words.append(batch)
         return f"{run.model.name} ({', '.join(words)})"

@@ -10,6 +10,7 @@ import numpy as np
 from weft.core.dimension import pipeline_axis
 from weft.report.downsample import Curve, downsampled
 from weft.report.recorded_values import Column, RunRecord
+from weft.view.progress import loss_unit
 
 POINTS_OF_PAGE = 24_000
 """Points of all curves together: about 400 kB of the page."""
@@ -69,7 +70,7 @@ class Measure:
 
 
 MEASURES = (
-    Measure("loss", "Loss", lambda run: "nats"),
+    Measure("loss", "Loss", lambda run: loss_unit(run.unit).strip()),
     Measure("grad_norm", "Gradient norm", lambda run: ""),
     Measure("lr", "Learning rate", lambda run: ""),
     Measure("tokens_per_s", "Speed", lambda run: f"{run.unit}/s"),

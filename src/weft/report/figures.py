@@ -10,6 +10,7 @@ import numpy as np
 
 from weft.errors import counted, printable
 from weft.report.recorded_values import RunRecord, number
+from weft.view.progress import loss_unit
 from weft.view.quantity import clock, count, memory, percent, short_time
 
 GUARDED = ("nonfinite", "spike", "digest")
@@ -118,9 +119,9 @@ def final_figures(run: RunRecord) -> Mapping[str, str]:
         "state": printable(run.state),
         "layout": printable(str(run.start.get("layout") or "one rank")),
         "steps": count(int(run.steps[-1])) if len(run.steps) else "-",
-        "first loss": _loss(losses[0] if len(losses) else math.nan),
-        "last loss": _loss(losses[-1] if len(losses) else math.nan),
-        "best evaluation": _loss(min(evaluated, default=math.nan)),
+        "first loss": _loss(losses[0] if len(losses) else math.nan, run.unit),
+        "last loss": _loss(losses[-1] if len(losses) else math.nan, run.unit),
+        "best evaluation": _loss(min(evaluated, default=math.nan), run.unit),
         "trained on": f"{count(tokens)} {run.unit}" if math.isfinite(tokens) else "-",
         "speed": f"{count(speed)} {run.unit}/s" if math.isfinite(speed) else "-",
         "time of the steps": clock(3600 * float(run.hours[-1])) if len(run.steps) else "-",
@@ -129,8 +130,8 @@ def final_figures(run: RunRecord) -> Mapping[str, str]:
     }
 
 
-def _loss(value: float) -> str:
-    return f"{value:.4f} nats" if math.isfinite(value) else "-"
+def _loss(value: float, unit: str) -> str:
+    return f"{value:.4f}{loss_unit(unit)}" if math.isfinite(value) else "-"
 
 
 def config_rows(runs: Sequence[RunRecord], keys: Sequence[str]) -> Iterator[tuple[str, ...]]:

@@ -12,11 +12,11 @@ from weft.data import images
 from weft.data.dataset import open_data, open_validation
 from weft.data.files import KEY
 from weft.data.prepared import Split, prepared_of, sources_of, tokenizer_of
-from weft.data.samples import Samples
+from weft.data.samples import Samples, num_evaluated
 from weft.data.token_sources import split_of
 from weft.data.tokenizer import FILE
 from weft.data.verify import content_faults
-from weft.errors import DataError, Fault
+from weft.errors import DataError, Fault, counted
 from weft.generate.model_source import is_guess
 
 CROSS_ENTROPY = "cross_entropy"
@@ -95,14 +95,28 @@ def sample_faults(data: DataConfig, model: ModelSection, sample: int) -> Iterato
 
 
 def validation_faults(
-    data: DataConfig, model: ModelSection, evaluation: EvalConfig, *, loss: str = CROSS_ENTROPY
+    data: DataConfig,
+    model: ModelSection,
+    evaluation: EvalConfig,
+    *,
+    loss: str = CROSS_ENTROPY,
+    global_size: int = 1,
 ) -> Iterator[Fault]:
-    """Faults of the validation data, where the run has evaluations."""
+    """Faults of the validation data, where the run has evaluations.
+
+    Args:
+        global_size: samples of a batch.
+    """
     if not evaluation.every:
         return
     try:
         samples = open_validation(data, model, source=evaluation.source)
         yield from kind_faults(samples, loss)
+        if not num_evaluated(samples, global_size):
+            what = "holds less than a batch, and a sample that does not count cannot fill it"
+            got, need = counted(samples.num_samples, "sample"), f"{global_size} or more"
+            fix = f"--batch.global_size {samples.num_samples}, or an array targets in INPUTS"
+            yield Fault("eval.source", what, got=got, need=need, fix=fix)
         sources = sources_of(data)
         if evaluation.source:
             sources = (evaluation.source,)

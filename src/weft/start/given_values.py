@@ -18,6 +18,8 @@ from weft.models import FAMILIES
 
 TOKENS = "tokens.bin"
 """File of a run folder with the tokens that were given as an array."""
+ARRAYS = "arrays"
+"""Folder of a run folder with the named arrays that were given, one .npy file each."""
 MAX_TOKENS = 2**32
 """Tokens are stored in at most four bytes."""
 
@@ -41,7 +43,9 @@ def given_values(config: Any, model: Any, data: Any) -> tuple[tuple[str, ...], M
     if isinstance(data, (str, Path)):
         values["data.source"] = str(data)
     elif data is not None:
-        _check_tokens(data)
+        _check_data(data)
+        if isinstance(data, Mapping) or _is_dataset(data):
+            _check_reads_arrays(values.get("model.name"), has_file=bool(words))
     return tuple(words), values
 
 
@@ -75,6 +79,39 @@ def model_name(model: Any) -> str:
     return family.model.name
 
 
+def _check_data(data: Any) -> None:
+    """Tokens, or arrays by name, or samples of such arrays; their shapes are checked where they are
+    stored.
+    """
+    if isinstance(data, Mapping):
+        for name, array in data.items():
+            if not isinstance(name, str) or not hasattr(array, "__array__"):
+                got = f"{name!r}: {type(array).__name__}"
+                need = "names with arrays or tensors, of one row a sample"
+                raise UserError(Fault("data", "is no mapping of arrays", got=got, need=need))
+    elif not _is_dataset(data):
+        _check_tokens(data)
+
+
+def _check_reads_arrays(name: str | None, *, has_file: bool) -> None:
+    """Only models that name their arrays read arrays by name; what a file names is not looked at here."""
+    if name is None and has_file:
+        return
+    kind = "tokens" if name is None else FAMILIES[name].Config.kind
+    if kind != "arrays":
+        what = f"gives arrays by name, and the model reads {kind}"
+        fix = "name them in INPUTS of the model: see docs/your-model.md"
+        raise UserError(Fault("data", what, fix=fix))
+
+
+def _is_dataset(data: Any) -> bool:
+    """Whether an object is a map-style dataset, such as torch's: numbered samples, each a dict."""
+    is_sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not is_sized or _is_array(data) or isinstance(data, (str, bytes)):
+        return False
+    return len(data) > 0 and isinstance(data[0], Mapping)
+
+
 def _check_tokens(data: Any) -> None:
     """An array of tokens has one dimension and whole numbers."""
     import numpy as np
@@ -103,12 +140,65 @@ def _is_array(data: Any) -> bool:
 
 
 def _no_data(got: str) -> Fault:
-    need = "a data source, or tokens: an array, tensor or list of whole numbers in one dimension"
+    need = (
+        "a data source; tokens: an array, tensor or list of whole numbers in one dimension; or arrays "
+        "by name, or a dataset of samples that are dicts of arrays"
+    )
     return Fault("data", "is no data", got=got, need=need)
 
 
-def stored_tokens(tokens: Any, out: Path) -> dict[str, Any]:
-    """Write tokens to a file in the run folder; the keys that name it."""
+def stored_data(data: Any, out: Path) -> dict[str, Any]:
+    """Write tokens, or arrays by name, into the run folder; the keys that name them.
+
+    Raises:
+        UserError: the samples of a dataset have arrays of different names, shapes or types.
+    """
+    import numpy as np
+
+    if isinstance(data, Mapping):
+        folder = out / ARRAYS
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, array in data.items():
+            np.save(folder / f"{name}.npy", np.asarray(array))
+        return {"data.source": str(folder)}
+    if _is_dataset(data):
+        return _stored_samples(data, out / ARRAYS)
+    return _stored_tokens(data, out)
+
+
+def _stored_samples(dataset: Any, folder: Path) -> dict[str, Any]:
+    """Write the samples of a dataset one after the other, each into its row of an .npy file."""
+    import numpy as np
+
+    folder.mkdir(parents=True, exist_ok=True)
+    first = {name: np.asarray(value) for name, value in dataset[0].items()}
+    rows: dict[str, Any] = {}
+    for name, value in first.items():
+        shape = (len(dataset), *value.shape)
+        path = folder / f"{name}.npy"
+        rows[name] = np.lib.format.open_memmap(path, "w+", dtype=value.dtype, shape=shape)
+    for number in range(len(dataset)):
+        sample = {name: np.asarray(value) for name, value in dataset[number].items()}
+        for name, value in sample.items():
+            like = first.get(name)
+            if like is None or value.shape != like.shape or value.dtype != like.dtype:
+                got = f"{name} {value.dtype} {list(value.shape)}"
+                need = ", ".join(
+                    f"{key} {one.dtype} {list(one.shape)}" for key, one in first.items()
+                )
+                what = f"sample {number} of the dataset has another array than sample 0"
+                raise UserError(Fault("data", what, got=got, need=need, fix="pad it to one shape"))
+            rows[name][number] = value
+        if len(sample) < len(first):
+            missing = ", ".join(name for name in first if name not in sample)
+            what = f"sample {number} of the dataset lacks {missing}"
+            raise UserError(Fault("data", what, fix="give every sample the same arrays"))
+    for written in rows.values():
+        written.flush()
+    return {"data.source": str(folder)}
+
+
+def _stored_tokens(tokens: Any, out: Path) -> dict[str, Any]:
     import numpy as np
 
     stored = np.asarray(tokens)

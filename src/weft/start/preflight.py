@@ -37,8 +37,15 @@ def data_checks(run: Run) -> tuple[Check, ...]:
         reads=READ_KEYS, find=partial(source_faults, run.data, run.model, loss=run.loss)
     )
     validation = Check(
-        reads=(*READ_KEYS, "eval"),
-        find=partial(validation_faults, run.data, run.model, run.eval, loss=run.loss),
+        reads=(*READ_KEYS, "eval", "batch.global_size"),
+        find=partial(
+            validation_faults,
+            run.data,
+            run.model,
+            run.eval,
+            loss=run.loss,
+            global_size=run.batch.global_size,
+        ),
     )
     return training, validation
 

@@ -19,7 +19,7 @@ import cloudpickle  # noqa: TID251 - between this process and its own child
 from weft.errors import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_USER, UserError, WeftError
 from weft.start.auto_mesh import choose_before_ranks
 from weft.start.checked_run import load_checked_run
-from weft.start.given_values import model_name, stored_tokens
+from weft.start.given_values import model_name, stored_data
 from weft.start.preflight import data_checks, environment_checks
 from weft.start.train_checked import train_checked
 from weft.train.event_log import EVENTS
@@ -137,7 +137,7 @@ def train_as_child() -> None:
         model_name(process.own_model)
     values = {**process.values, "out": str(process.out)}
     if process.tokens is not None:
-        values |= stored_tokens(process.tokens, process.out)
+        values |= stored_data(process.tokens, process.out)
     try:
         run = load_checked_run(
             process.words,

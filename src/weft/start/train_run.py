@@ -192,7 +192,7 @@ def _train(
 def data_identity(run: Run) -> DataIdentity:
     """The identity of the data files that the checks before the start have verified."""
     return DataIdentity.of(
-        run.data, kind=run.model.kind, evaluated_on=run.eval.source if run.eval.every else None
+        run.data, model=run.model, evaluated_on=run.eval.source if run.eval.every else None
     )
 
 

@@ -77,7 +77,7 @@ class EvalHistory:
         text = f"stopped early after step {step}: no lower loss in {evaluations}"
         if best is None:
             return text
-        return f"{text}; the lowest was {best.loss:.4f} nats after step {best.step}"
+        return f"{text}; the lowest was {best.loss:.4f} after step {best.step}"
 
 
 def recorded_history(comm: Comm, run_folder: Path, *, start: int, patience: int) -> EvalHistory:

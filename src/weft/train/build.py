@@ -28,7 +28,7 @@ from weft.data.samples import Samples
 from weft.hf.folder import HfFolder
 from weft.layout.plan import Plan
 from weft.models import FAMILIES, Family
-from weft.models.common.batch import image_example
+from weft.models.common.batch import example_of
 from weft.models.common.lora import adapted
 from weft.parallel.local_updates.outer_step import OuterSettings
 from weft.parallel.model.materialize import materialize_params
@@ -66,10 +66,9 @@ def build_model(
         source: holds initial values; parameters that it does not hold are drawn.
     """
     blocks = lazy_blocks(family, config)
-    if config.kind == "images":
-        example = image_example(plan.micro_size, config.model_dump()["image_size"])
-    else:
-        example = None
+    example = None
+    if config.kind != "tokens":
+        example = example_of(config, plan.micro_size, plan.seq_len)
     model = parallelize(
         blocks, plan, comm, axes=family.axes(config), ties=family.ties(config), example=example
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,9 +93,11 @@ def whole_batch(samples: Samples, chosen: Ints, *, later: bool) -> Batch:
     arrays.targets[is_filler] = IGNORE
     if arrays.pairs is not None:
         arrays.pairs[is_filler] = False
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for name, array in vars(arrays).items():
-        if array is not None:
+        if isinstance(array, Mapping):
+            tensors[name] = {key: torch.from_numpy(field) for key, field in array.items()}
+        elif array is not None:
             tensors[name] = torch.from_numpy(array)
     batch = Batch(**tensors)
     return with_later_targets(batch) if later else batch

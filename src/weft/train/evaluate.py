@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.core.dimension import replicated_axes
 from weft.data.order import Ints
+from weft.data.samples import num_evaluated
 from weft.models.common.batch import IGNORE, Batch
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.forward import ForwardPlayer
@@ -35,14 +36,15 @@ class EvalReport:
         targets: number of targets.
         seconds: duration on this rank.
         num_bytes: bytes of the targets' text; 0 where they are not counted.
-        has_pairs: whether the targets are preference pairs, whose loss has no perplexity.
+        has_perplexity: whether the loss is that of tokens or classes, not of preference pairs or of
+            arrays.
     """
 
     loss: float
     targets: int
     seconds: float
     num_bytes: int = 0
-    has_pairs: bool = False
+    has_perplexity: bool = True
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -89,12 +91,13 @@ class Evaluation:
         is_first_copy = comm.index(replicated_axes()) == 0
         last_stage_rank = self.model.plan.table.stage_to_rank[-1]
         is_last_stage = comm.index(PP) == last_stage_rank
-        has_pairs = False
+        has_perplexity = True
         local = torch.zeros(3, dtype=torch.float64, device=comm.device)
-        num_samples = self.loader.samples.num_samples
+        num_samples = num_evaluated(self.loader.samples, self.loader.global_size)
         for chosen in batches_of(num_samples, self.loader.global_size, most=self.most_batches):
             micro_batches: list[Batch] = self.loader.micro_batches(chosen)
-            has_pairs = micro_batches[0].pairs is not None
+            first = micro_batches[0]
+            has_perplexity = first.pairs is None and first.fields is None
             loss = self.player.loss(micro_batches)
             targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum()
             if is_first_copy and is_last_stage:
@@ -108,7 +111,7 @@ class Evaluation:
             targets=int(num_targets),
             seconds=time.perf_counter() - start,
             num_bytes=int(num_bytes),
-            has_pairs=has_pairs,
+            has_perplexity=has_perplexity,
         )
 
     def _num_bytes(self, batch: Batch) -> int:
@@ -138,7 +141,7 @@ def batches_of(num_samples: int, size: int, *, most: int) -> Iterator[Ints]:
 def eval_event(step: int, report: EvalReport) -> dict[str, Any]:
     """The `eval` event of events.jsonl; `tokens` counts targets, or pairs, over all ranks."""
     event: dict[str, Any] = {"event": "eval", "step": step, "loss": report.loss}
-    if not report.has_pairs:
+    if report.has_perplexity:
         event["perplexity"] = report.perplexity
     event["tokens"] = report.targets
     event["seconds"] = report.seconds

@@ -133,20 +133,23 @@ def _columns(batch: Batch, plan: Plan) -> Iterator[Batch]:
 
 
 def check_stage_outputs(family: UserFamily, plan: Plan) -> None:
-    """Reject a pipeline whose stages hand on several tensors.
+    """Reject a pipeline whose stages hand on what cannot be sent.
 
     Raises:
         PlanError: the first block that does.
     """
+    num_parts = plan.mesh.degree(position_axes())
     for stage in plan.stages[:-1]:
-        if not stage.out:
-            raise PlanError(
-                Fault(
-                    f"{family.model.label}: {stage.blocks[-1]}",
-                    "hands on several tensors, and a pipeline stage sends one",
-                    fix="concatenate them along the last dim, or a mesh without pp",
-                )
-            )
+        name = f"{family.model.label}: {stage.blocks[-1]}"
+        if stage.parts and num_parts > 1:
+            what = "hands on several tensors, and under cp a pipeline stage sends one"
+            fix = "concatenate them along the last dim, or a mesh without cp or pp"
+            raise PlanError(Fault(name, what, fix=fix))
+        if not stage.out and not stage.parts:
+            what = "hands on something that a pipeline stage cannot send"
+            need = "a tensor, or a tuple or dict of tensors of one floating-point type, batch first"
+            fix = "return these alone; blocks of later stages can read the batch, too"
+            raise PlanError(Fault(name, what, need=need, fix=fix))
 
 
 def check_layout(family: Family, config: ModelConfig, plan: Plan) -> None:

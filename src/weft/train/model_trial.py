@@ -26,9 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.model_config import ModelConfig
+from weft.data.arrays import drawn_arrays
 from weft.data.order import draw_keys
 from weft.errors import Fault, PlanError, type_and_message
-from weft.models.common.batch import IGNORE, Batch, activation_of, image_batch, token_batch
+from weft.models.common.batch import (
+    IGNORE,
+    Batch,
+    activation_of,
+    array_batch,
+    image_batch,
+    token_batch,
+)
 from weft.models.common.dropout_mode import run_block
 from weft.models.runs_without_memory import run_without_memory
 from weft.models.user_family import UserFamily, meta_blocks
@@ -174,7 +182,11 @@ class Trial:
         return self.config.axis_sizes().get("vocab", 0)
 
     def _batch(self, sizes: TrialSizes) -> Batch:
-        """Sequences of drawn ids, or images; where they are tokens one target does not count."""
+        """Sequences of drawn ids, images or arrays; where they are tokens one target does not count."""
+        if self.config.kind == "arrays":
+            drawn = drawn_arrays(np.arange(sizes.rows), self.config.input_specs(), seed=SEED)
+            arrays = {name: torch.from_numpy(array) for name, array in drawn.items()}
+            return _with_keys(array_batch(arrays))
         if self.config.kind == "images":
             fields = self.config.model_dump()
             size, classes = fields["image_size"], fields["classes"]

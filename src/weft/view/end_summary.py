@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from weft.errors import counted
-from weft.view.progress import Progress
+from weft.view.progress import Progress, loss_unit
 from weft.view.quantity import clock
 
 
@@ -34,7 +34,7 @@ def _trained(progress: Progress) -> str:
 
 def _loss(progress: Progress) -> str:
     """`5.5611 to 1.9865 nats; best evaluation 2.0041 after step 180`."""
-    text = f"{progress.losses[0]:.4f} to {progress.losses[-1]:.4f} nats"
+    text = f"{progress.losses[0]:.4f} to {progress.losses[-1]:.4f}{loss_unit(progress.unit)}"
     best = progress.end.get("best_loss")
     if best is not None:
         text += f"; best evaluation {best:.4f} after step {progress.end['best_step']}"

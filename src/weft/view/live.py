@@ -22,6 +22,7 @@ from weft.view.progress import (
     Progress,
     View,
     event_text,
+    loss_unit,
     run_summary,
     stage_memory,
     step_count,
@@ -245,7 +246,7 @@ def _status(progress: Progress) -> str:
 def _loss_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
     loss = float(progress.step["loss"])
     style = "bold" if math.isfinite(loss) else "bold red"
-    line = _line("loss", (f"{loss:.4f}", style), (" nats  ", "dim"))
+    line = _line("loss", (f"{loss:.4f}", style), (f"{loss_unit(progress.unit)}  ", "dim"))
     room = max(width - line.cell_len - 2, 0)
     curve = sparkline(progress.losses, room, blocks=glyphs.blocks)
     return line.append(curve, "cyan")

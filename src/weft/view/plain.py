@@ -7,7 +7,15 @@ from typing import IO
 
 from weft.view.end_summary import end_summary
 from weft.view.output import ViewOutput
-from weft.view.progress import Event, Progress, event_text, run_summary, stage_memory, step_count
+from weft.view.progress import (
+    Event,
+    Progress,
+    event_text,
+    loss_unit,
+    run_summary,
+    stage_memory,
+    step_count,
+)
 from weft.view.quantity import clock, short_time
 
 NUM_LINES = 50
@@ -81,7 +89,7 @@ def step_line(progress: Progress) -> str:
     step = progress.step
     parts = [
         f"step {step_count(progress)}",
-        f"loss {float(step['loss']):.4f} nats",
+        f"loss {float(step['loss']):.4f}{loss_unit(progress.unit)}",
         f"grad norm {float(step['grad_norm']):.3f}",
         f"lr {step['lr']:.2e}",
         f"{progress.tokens_per_s:,.0f} {progress.unit}/s",

@@ -163,6 +163,9 @@ def _data_text(run: Event) -> str:
     if not isinstance(data, Mapping):
         return str(data)
     parts = [str(data.get("source", "data"))]
+    arrays = data.get("arrays")
+    if isinstance(arrays, Mapping):
+        parts.extend(f"{name} {text}" for name, text in arrays.items())
     for key, value in data.items():
         if key in ("source", "read_as") or isinstance(value, Mapping | list):
             continue
@@ -185,17 +188,32 @@ def _has_images(run: Event) -> bool:
 
 
 def _unit_of(run: Event) -> str:
-    """`tokens`, `pairs` of a run on preference pairs, or `images`."""
+    """`tokens`, `pairs` of a run on preference pairs, `images`; of arrays `targets`, or `samples` where
+    each is one target.
+    """
     data = run.get("data")
+    arrays = data.get("arrays") if isinstance(data, Mapping) else None
+    if isinstance(arrays, Mapping):
+        return "targets" if "[]" not in str(arrays.get("targets", "[]")) else "samples"
     if isinstance(data, Mapping) and "pairs" in data:
         return "pairs"
     return "images" if _has_images(run) else "tokens"
 
 
+def loss_unit(unit: str) -> str:
+    """What follows the number of a loss: the models of named arrays have losses of any unit.
+
+    Args:
+        unit: what a run counts; see `Progress.unit`.
+    """
+    return "" if unit in ("samples", "targets") else " nats"
+
+
 def _step_text(run: Event) -> str:
     batch = run["batch_size"]
     if _has_images(run):
-        return f"{batch} images"
+        unit = "sample" if _unit_of(run) in ("samples", "targets") else "image"
+        return counted(batch, unit)
     length = run.get("seq_len")
     if not length:
         return counted(batch, "sample")
@@ -289,7 +307,7 @@ def _overflow_text(event: Event) -> str:
 def _eval_text(event: Event, unit: str) -> str:
     step = event.get("step")
     loss = event.get("loss", math.nan)
-    results = [f"loss {loss:.4f} nats"]
+    results = [f"loss {loss:.4f}{loss_unit(unit)}"]
     if "perplexity" in event:
         results.append(f"perplexity {event['perplexity']:,.2f}")
     count_of_unit = event.get("tokens", 0)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.core.input_spec import TARGETS, InputSpec
+from weft.core.model_config import ModelConfig
 from weft.core.sequence import zigzag
 from weft.models.common.dropout_mode import run_block
 
@@ -36,6 +38,8 @@ class Batch:
             pairs.
         whole_documents: documents_BT of whole sequences, where the other fields hold a shard of the
             columns.
+        fields: the other arrays of samples that a model names in INPUTS, by name; None: it reads text
+            or images. `inputs` is its first array, `targets` the one of this name, else zeros_B.
         draw_keys: keys_B int64, a hash of seed, step and sequence, of which dropout is a function;
             None: nothing is dropped (evaluation, generation).
     """
@@ -50,6 +54,7 @@ class Batch:
     pairs: Tensor | None = None
     references: Tensor | None = None
     draw_keys: Tensor | None = None
+    fields: Mapping[str, Tensor] | None = None
 
     def num_targets(self) -> Tensor:
         """Number of targets that count, or of preference pairs, int64 scalar; stays on the device."""
@@ -89,11 +94,23 @@ class Batch:
         """The batch with `act` applied to each tensor: `batch.map(lambda x: x[:4])`,
         `batch.map(torch.Tensor.cuda)`.
         """
-        changed: dict[str, Tensor] = {}
+        changed: dict[str, Any] = {}
         for name, x in vars(self).items():
-            if x is not None:
+            if isinstance(x, Tensor):
                 changed[name] = act(x)
+            elif x is not None:
+                changed[name] = {key: act(field) for key, field in x.items()}
         return Batch(**changed)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name, those of `fields` by their own."""
+        found: dict[str, Tensor] = {}
+        for name, x in vars(self).items():
+            if isinstance(x, Tensor):
+                found[name] = x
+            elif x is not None:
+                found.update(x)
+        return found
 
 
 def token_batch(inputs_BS: Tensor, targets_BS: Tensor) -> Batch:
@@ -121,6 +138,38 @@ def image_example(num: int, size: int) -> Batch:
     targets_B = torch.zeros(num, dtype=torch.int64, device="meta")
     batch = image_batch(images_B1HW, targets_B)
     return replace(batch, draw_keys=_keys_without_values(num))
+
+
+def array_example(num: int, specs: Mapping[str, InputSpec]) -> Batch:
+    """A batch of named arrays on the meta device."""
+    arrays: dict[str, Tensor] = {}
+    for name, spec in specs.items():
+        dtype = getattr(torch, spec.dtype)
+        arrays[name] = torch.zeros((num, *spec.shape), dtype=dtype, device="meta")
+    return replace(array_batch(arrays), draw_keys=_keys_without_values(num))
+
+
+def example_of(model: ModelConfig, num: int, seq_len: int) -> Batch:
+    """A batch of what a model reads, on the meta device."""
+    if model.kind == "images":
+        return image_example(num, model.model_dump()["image_size"])
+    if model.kind == "arrays":
+        return array_example(num, model.input_specs())
+    return token_example(num, seq_len)
+
+
+def array_batch(arrays: Mapping[str, Tensor]) -> Batch:
+    """Named arrays, the first of which the first block reads; each sample is one target where none are
+    named.
+    """
+    first, *others = arrays
+    inputs = arrays[first]
+    positions_B = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+    targets = positions_B.clone()
+    if TARGETS in others:
+        targets = arrays[TARGETS].long()
+    fields = {name: arrays[name] for name in others if name != TARGETS}
+    return Batch(inputs, targets, positions_B, fields=fields)
 
 
 def image_batch(images_BCHW: Tensor, targets_B: Tensor) -> Batch:

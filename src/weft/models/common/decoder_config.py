@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -19,6 +19,7 @@ from weft.core.model_config import (
     AxisTable,
     BlockSpec,
     Draw,
+    InputKind,
     LinearShapes,
     ModelConfig,
     attention_linears,
@@ -44,7 +45,7 @@ RopeTheta = Annotated[float, Field(gt=0, description="base of RoPE's wavelengths
 class DecoderConfig(ModelConfig):
     """Shape of a decoder without its feed-forward part."""
 
-    kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+    kind: ClassVar[InputKind] = "tokens"
 
     layers: int = Field(4, ge=1, description="transformer layers")
     dim: int = Field(128, ge=1, description="width of the residual stream")

@@ -12,6 +12,7 @@ from weft.core.model_config import (
     AxisTable,
     BlockSpec,
     Draw,
+    InputKind,
     LinearShapes,
     ModelConfig,
     causal_attention_flops,
@@ -27,7 +28,7 @@ class Config(ModelConfig):
     """DeepSeek's shape; the defaults are deepseek-tiny."""
 
     family: ClassVar[str] = "deepseek"
-    kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+    kind: ClassVar[InputKind] = "tokens"
 
     layers: int = Field(4, ge=1, description="transformer layers")
     first_k_dense: int = Field(1, ge=0, description="leading layers with a dense feed-forward part")

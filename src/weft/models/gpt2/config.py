@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
@@ -11,6 +11,7 @@ from weft.core.model_config import (
     AxisTable,
     BlockSpec,
     Draw,
+    InputKind,
     LinearShapes,
     ModelConfig,
     attention_linears,
@@ -27,7 +28,7 @@ class Config(ModelConfig):
     """GPT-2's shape; the defaults are gpt2-tiny."""
 
     family: ClassVar[str] = "gpt2"
-    kind: ClassVar[Literal["tokens", "images"]] = "tokens"
+    kind: ClassVar[InputKind] = "tokens"
 
     layers: int = Field(4, ge=1, description="transformer layers")
     dim: int = Field(128, ge=1, description="width of the residual stream")

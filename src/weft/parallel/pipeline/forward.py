@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from weft.core.axes import span_sizes
 from weft.models.common.batch import Batch, chain
 from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.boundary import received_input, sent_output
 from weft.parallel.pipeline.player import ActionCallback, Player, StepState
 from weft.parallel.pp import AXIS as PP
 from weft.parallel.tp import AXIS as TP
@@ -93,14 +95,14 @@ class ForwardPlayer(Player):
     def _forward(self, state: StepState, act: Act) -> None:
         batch = state.batches[act.mb]
         source = self.table.source(act)
-        if source is None:
-            x = batch.inputs
-        else:
-            x = state.take_output(source)
+        plan = self.model.plan
+        x: Any = batch.inputs
+        if source is not None:
+            x = received_input(plan, source.stage, state.take_output(source))
         blocks = self.model.stages[act.stage]
         out = chain(blocks, x, batch)
         last_stage = self.table.num_stages - 1
         if act.stage == last_stage:
             state.loss += out.x.double()
         else:
-            state.outputs[act] = out.x
+            state.outputs[act] = sent_output(plan, act.stage, out.x)

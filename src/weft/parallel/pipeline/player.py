@@ -25,6 +25,7 @@ from weft.comm.transport import Work
 from weft.models.common.batch import Batch, chain
 from weft.parallel.autograd.split_backward import SplitBackward
 from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.pipeline.boundary import received_input, sent_output
 from weft.parallel.pp import AXIS as PP
 from weft.schedule.actions import Act, Table
 from weft.schedule.lower import Send, Transfer, grouped_transfers, lower
@@ -237,24 +238,26 @@ class Player:
         else:
             x = state.take_output(source)
             x.requires_grad_()
+        taken = x if source is None else received_input(self.model.plan, source.stage, x)
         split: SplitBackward | None = None
         if key in self.table.splits:
             split = SplitBackward(self._params[act.stage])
         blocks = self.model.stages[act.stage]
         with split or nullcontext():
-            out = chain(blocks, x, batch)
+            out = chain(blocks, taken, batch)
+            sent = sent_output(self.model.plan, act.stage, out.x)
         losses: list[Tensor] = []
         if out.loss is not None:
             losses.append(out.loss)
-        state.activations[key] = _Saved(x, (out.x, *losses), split)
+        state.activations[key] = _Saved(x, (sent, *losses), split)
         for name, load in out.loads.items():
             total = state.loads.get(name, 0)
             state.loads[name] = total + load
         last_stage = self.table.num_stages - 1
         if act.stage == last_stage:
-            losses.insert(0, out.x)
+            losses.insert(0, sent)
         else:
-            state.outputs[act] = out.x.detach()
+            state.outputs[act] = sent.detach()
         for loss in losses:
             value = loss.detach().double()
             state.loss += value

@@ -211,9 +211,7 @@ class ChainTrace:
 
     def _batch_facts(self, batch: Batch) -> Hashable:
         facts: list[Hashable] = []
-        for field_name, tensor in vars(batch).items():
-            if tensor is None:
-                continue
+        for field_name, tensor in batch.tensors().items():
             of_tensor = self._tensor_facts(tensor)
             facts.append((field_name, of_tensor))
         return tuple(facts)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.parallel.tensor.dims import DimFactor, is_sharded
-from weft.planner.certificate.axis_types import Types, flattened, of_dims, replicated
+from weft.planner.certificate.axis_types import AxisType, Types, flattened, of_dims, replicated
 
 ViewKey = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Offset, shape and strides of a view of a storage; the stride of a dim of one entry is 1."""
@@ -130,6 +130,7 @@ class TensorTypes:
         views = self._of(tensor) or {}
         key = _key(tensor)
         start, stop = _span(key)
+        is_constant = all(each.is_same_everywhere for each in types)
         for other in list(views):
             other_start, other_stop = _span(other)
             if other_stop <= start or other_start >= stop or other == key:
@@ -143,6 +144,8 @@ class TensorTypes:
                         views[left, (right - left,), (1,)] = flattened(old, right - left)
             elif len(other[1]) == len(key[1]) and _is_around(other, key):
                 views[other] = _widened(types, other[1], old)
+            elif is_constant and _is_inside(key, other) and all(map(_is_no_sum, old)):
+                views[other] = _widened(types, other[1], old)  # such as x[:, 0] = 1
         self.set(tensor, types)
 
     def pieces(self, tensor: Tensor) -> list[TypedPiece]:
@@ -173,6 +176,19 @@ def _is_around(outer: ViewKey, inner: ViewKey) -> bool:
     start, stop = _span(outer)
     inner_start, inner_stop = _span(inner)
     return outer[2] == inner[2] and start <= inner_start and inner_stop <= stop
+
+
+def _is_inside(inner: ViewKey, outer: ViewKey) -> bool:
+    """Whether the memory of a view holds that of another one and more."""
+    start, stop = _span(outer)
+    inner_start, inner_stop = _span(inner)
+    return (
+        start <= inner_start and inner_stop <= stop and (start, stop) != (inner_start, inner_stop)
+    )
+
+
+def _is_no_sum(one: AxisType) -> bool:
+    return one.kind == "sharded" or one.is_same_everywhere
 
 
 def _widened(types: Types, shape: tuple[int, ...], old: Types) -> Types:

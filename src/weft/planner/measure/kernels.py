@@ -95,10 +95,18 @@ def kernel_of(
         sizes = (batch, rows, columns, inner)
         return KernelLaunch("gemm", dtype, flops, num_bytes, sizes)
     if packet in flop_registry:
-        out = outputs[0] if len(outputs) == 1 else outputs
-        flops = flop_registry[packet](*args, out_val=out)
+        flops = flop_registry[packet](*args, out_val=_whole_result(packet, args, outputs))
         return KernelLaunch("gemm", dtype, flops, num_bytes)
     return KernelLaunch("memory", dtype, 0, num_bytes)
+
+
+def _whole_result(packet: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
+    """What a call returned, with None for the gradients of a convolution that nothing needs."""
+    if packet is torch.ops.aten.convolution_backward:
+        given = iter(outputs)
+        *_, needed = args
+        return tuple(next(given) if is_needed else None for is_needed in needed)
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _distinct_bytes(tensors: Sequence[Tensor]) -> int:

@@ -20,7 +20,7 @@ from weft.core.dimension import pipeline_axis, position_axes
 from weft.errors import Fault, PlanError
 from weft.layout.plan import Plan
 from weft.layout.utilization import ALL_TRAINED, AdapterFlops
-from weft.models.common.batch import Batch, image_example, token_example
+from weft.models.common.batch import Batch, example_of, token_example
 from weft.models.common.moe import MoE
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.ep import AXIS as EP
@@ -118,8 +118,8 @@ def example_batch(run: MeasuredRun, comm: Comm) -> Batch:
     """A micro-batch of this rank on the meta device."""
     model = run.config.model
     plan = run.plan
-    if model.kind == "images":
-        return image_example(plan.micro_size, model.model_dump()["image_size"])
+    if model.kind != "tokens":
+        return example_of(model, plan.micro_size, plan.seq_len)
     whole = token_example(plan.micro_size, plan.seq_len)
     tokens_BS = whole.inputs
     if run.fields.documents:

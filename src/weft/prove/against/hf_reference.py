@@ -96,9 +96,8 @@ class HFReference:
 
     def _keep_inputs(self, step: int, batch: Batch, num_targets: int) -> None:
         """Keep the batch of a step, and the parameters as the model holds them."""
-        for name, tensor in vars(batch).items():
-            if tensor is not None:
-                self.trace.keep(step, "batch", name, tensor)
+        for name, tensor in batch.tensors().items():
+            self.trace.keep(step, "batch", name, tensor)
         for name, value in self.weights.read(self.hf.published).items():
             self.trace.keep(step, "forward", f"{name} as used", value)
         self.trace.keep_number(step, "batch", "number of targets", num_targets)
