@@ -105,13 +105,13 @@ def _stored(source: str, specs: Mapping[str, InputSpec]) -> Arrays:
 
 
 def _read_npz(path: Path, names: Iterable[str]) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Those of the named arrays that an .npz file has; arrays of Python objects are an error."""
+    """Those of the named arrays that an .npz file has, which NumPy reads without unpickling."""
     with zipfile.ZipFile(path) as archive:
         members = set(archive.namelist())
         for name in names:
             if f"{name}{NPY}" in members:
                 with archive.open(f"{name}{NPY}") as member:
-                    yield name, read_array(member, allow_pickle=False)
+                    yield name, read_array(member)
 
 
 def _faults(source: str, stored: Arrays, specs: Mapping[str, InputSpec]) -> Iterator[Fault]:
