@@ -17,10 +17,13 @@ from tests.hf.folders import CONFIGS, Memory, config_of, edit, edit_config, rand
 from weft.checkpoint.folder import checkpoint_path
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
+from weft.config.load import load
 from weft.config.toml import read
 from weft.core.axes import Box
 from weft.core.model_config import ModelConfig
 from weft.hf.folder import HfFolder
+from weft.models import FAMILIES
+from weft.start.preflight import training_notes
 from weft.train.event_lines import read_events
 from weft.train.event_log import EVENTS
 
@@ -346,3 +349,28 @@ def test_errors_are_reported_within_two_seconds_and_without_torch(fresh: Path):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2, (
         "CPU seconds of all three"
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "said"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.2}, "--model.dropout 0.1 trains with it"),
+        ("llama3", {"attention_dropout": 0.3}, "--model.name hf:llama trains with it"),
+        ("llama3", {"attention_dropout": 0.0}, ""),
+    ],
+)
+def test_dropout_of_a_folder_that_is_left_out_is_said(
+    tmp_path: Path, family: str, keys: dict[str, float], said: str
+) -> None:
+    cfg = CONFIGS[family]
+    write(tmp_path / "hf", cfg, random_values(cfg))
+    edit_config(tmp_path / "hf", **keys)
+    run = load(("--model.from_hf", str(tmp_path / "hf")), FAMILIES)
+    notes = [note for note in training_notes(run) if "nothing is dropped" in note]
+    assert len(notes) == (1 if said else 0)
+    assert all(said in note for note in notes)
+    if family == "gpt2":
+        dropped = load(
+            ("--model.from_hf", str(tmp_path / "hf"), "--model.dropout", "0.1"), FAMILIES
+        )
+        assert not [note for note in training_notes(dropped) if "nothing is dropped" in note]

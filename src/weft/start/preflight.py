@@ -12,6 +12,9 @@ from weft.checkpoint.resume import AUTO, RESUME_KEYS, resume_faults, starts_new
 from weft.config.checks import Check
 from weft.config.elastic import elastic_note, fit_to_ranks
 from weft.config.finetuning import defaults_note
+from weft.config.hf.architectures import PREFIX
+from weft.config.hf.read_config import CONFIG
+from weft.config.hf.safetensors_files import read_json
 from weft.config.optimizers import is_user_class
 from weft.config.run import Run
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
@@ -29,6 +32,12 @@ from weft.start.data_checks import READ_KEYS, sample_faults, source_faults, vali
 from weft.start.memory_bound import memory_faults
 from weft.start.run_folder import is_started_again, out_faults, resumes_in
 from weft.track.tracker import tracker_faults
+
+DROPOUT_KEYS = (
+    *("embd_pdrop", "attn_pdrop", "resid_pdrop", "dropout"),
+    *("attention_dropout", "hidden_dropout", "embedding_dropout"),
+)
+"""Keys of config.json."""
 
 
 def data_checks(run: Run) -> tuple[Check, ...]:
@@ -261,6 +270,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
         found.append("started again by the agent without a checkpoint in --out: from step 0")
     if starts_new(run.resume, run.out):
         found.extend(_random_base_notes(run.model, run.lora))
+        found.extend(_dropout_notes(run.model))
         defaults = defaults_note(
             run.model, run.optim, seq_len=run.data.seq_len, lora_rank=run.lora.rank
         )
@@ -292,6 +302,21 @@ def _outer_step_notes(mesh: Mesh, site: SiteConfig, *, num_steps: int) -> Iterat
     if local_update_axis(mesh) is not None and num_left:
         steps = counted(num_left, "step")
         yield f"site.every: the last {steps} of steps {num_steps} are in no outer step"
+
+
+def _dropout_notes(model: ModelSection) -> Iterator[str]:
+    """Dropout that the settings of a folder name and weft's own families leave out."""
+    if model.from_hf is None or model.name.startswith(PREFIX):  # transformers' own code drops out
+        return
+    config = read_json(Path(model.from_hf) / CONFIG)
+    named = [f"{key} {config[key]}" for key in DROPOUT_KEYS if config.get(key)]
+    sizes = model.architecture
+    if not named or sizes.get("dropout"):
+        return
+    fix = f"--model.name {PREFIX}{config.get('model_type')} trains with it"
+    if "dropout" in sizes:
+        fix = f"--model.dropout {named[0].split()[-1]} trains with it"
+    yield f"{CONFIG} names {', '.join(named)}; nothing is dropped here: {fix}"
 
 
 def _random_base_notes(model: ModelSection, lora: LoraConfig) -> Iterator[str]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from weft.comm.comm import Comm
 from weft.comm.transport import Call, Channel, PendingCall
+from weft.parallel.model.dropout_blocks import block_as_written
 from weft.parallel.model.parallelize import ParallelModel
-from weft.parallel.recompute.blocks import block_as_written
 from weft_selftest.mutants.fault import (
     CollectiveFault,
     FunctionChange,

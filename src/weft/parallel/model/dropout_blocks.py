@@ -19,6 +19,7 @@ from weft.models.common.dropout import DropoutDraws
 from weft.models.common.dropout_mode import CallShards, CounterDropout, has_compiled, may_drop
 from weft.models.runs_without_memory import run_without_memory
 from weft.parallel.model.chain import PlainChain
+from weft.parallel.recompute.blocks import RecomputedBlock
 
 
 def sharding_rank(comm: Comm) -> ShardingRank:
@@ -188,3 +189,10 @@ class DroppingBlock(nn.Module):
         if batch.draw_keys is not None:
             self._drops = mode.num_calls > 0
         return out
+
+
+def block_as_written(block: nn.Module) -> nn.Module:
+    """The block that a model file has, whose modules have the names of its parameters."""
+    while isinstance(block, RecomputedBlock | DroppingBlock):
+        block = block.block
+    return block

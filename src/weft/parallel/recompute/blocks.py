@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.layout.plan import Recompute
 from weft.models.common.batch import Batch
 from weft.parallel.autograd.split_backward import active_split_backward
-from weft.parallel.model.dropout_blocks import DroppingBlock
 from weft.parallel.recompute.selective import SelectiveRecompute
 
 NEVER_RECOMPUTED = ("embed", "head", "loss")
@@ -50,13 +49,6 @@ class RecomputedBlock(nn.Module):
             return recompute.run()
         with SelectiveRecompute():
             return self.block(x, batch)
-
-
-def block_as_written(block: nn.Module) -> nn.Module:
-    """The block that a model file has, whose modules have the names of its parameters."""
-    while isinstance(block, RecomputedBlock | DroppingBlock):
-        block = block.block
-    return block
 
 
 class RecomputedSlot:

@@ -29,7 +29,7 @@ from weft.parallel.context.position_sum import ContextPositionSum
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertParallelDispatch, ShardedBalance
-from weft.parallel.recompute.blocks import block_as_written
+from weft.parallel.model.dropout_blocks import block_as_written
 from weft.parallel.tensor.dims import DimFactor, is_sharded, whole_dim, with_dim
 from weft.parallel.tensor.vocab import (
     VocabParallelEmbedding,

@@ -25,9 +25,9 @@ from weft.models.common.moe import MoE
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.ep import AXIS as EP
 from weft.parallel.expert.dispatch import ExpertLoad, MetaLoadedDispatch, even_load
+from weft.parallel.model.dropout_blocks import block_as_written
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
-from weft.parallel.recompute.blocks import block_as_written
 from weft.parallel.zero.param_group import ParamGroup
 from weft.planner.measure.measured_run import MeasuredRun
 from weft.planner.measure.played_actions import (
