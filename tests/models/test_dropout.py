@@ -440,12 +440,23 @@ def test_code_of_others_that_drops_nothing_runs_without_the_mode_from_its_second
     batch = with_draw_keys(token_batch(ids, ids), range(2), seed=0)
 
     class Block(nn.Module):
-        def forward(self, x: Tensor, _: object) -> Tensor:
-            return x
+        def __init__(self) -> None:
+            super().__init__()
+            self.dropout = 0.0
+            self.modes = 0
 
-    plain = DroppingBlock("layer0", Block(), None, ShardingRank())
-    plain(torch.ones(2, 8), batch)
-    assert not plain._drops
+        def forward(self, x: Tensor, _: object) -> Tensor:
+            self.modes = torch._C._len_torch_function_stack()
+            return F.dropout(x, self.dropout)
+
+    block = Block()
+    plain = DroppingBlock("layer0", block, None, ShardingRank())
+    seen = []
+    for p in (0.0, 0.0, P, P, 0.0, 0.0):
+        block.dropout = p
+        plain(torch.ones(2, 8), batch)
+        seen.append(block.modes)
+    assert seen == [1, 0, 1, 1, 1, 0]
     assert BlockName("layer0") == BlockName("layer1")
 
 

@@ -10,7 +10,8 @@ Note [Dropout of torch]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -187,8 +188,19 @@ def _may_drop(module: nn.Module) -> bool:
     home = type(module).__module__
     if not home.startswith(("torch.", "weft.")) or "forward" in vars(module):
         return True
-    chances = (getattr(module, name, None) for name in ("p", "dropout", "lora_dropout"))
-    return any(isinstance(p, int | float) and p > 0 for p in chances)
+    return any(p > 0 for p in _probabilities(module))
+
+
+def probabilities(block: nn.Module) -> tuple[float, ...]:
+    """The dropout probabilities that modules of a block have as attributes."""
+    return tuple(itertools.chain.from_iterable(map(_probabilities, block.modules())))
+
+
+def _probabilities(module: nn.Module) -> Iterator[float]:
+    for name in ("p", "dropout", "lora_dropout"):
+        p = getattr(module, name, None)
+        if isinstance(p, int | float):
+            yield p
 
 
 # What is called in place of functions of torch and weft; arguments as theirs.

@@ -16,7 +16,13 @@ from weft.core.entry_places import WHOLE, DimShard, ShardingRank
 from weft.errors import Fault, PlanError, type_and_message
 from weft.models.common.batch import Batch, activation_of
 from weft.models.common.dropout import DropoutDraws
-from weft.models.common.dropout_mode import CallShards, CounterDropout, has_compiled, may_drop
+from weft.models.common.dropout_mode import (
+    CallShards,
+    CounterDropout,
+    has_compiled,
+    may_drop,
+    probabilities,
+)
 from weft.models.runs_without_memory import run_without_memory
 from weft.parallel.model.chain import PlainChain
 from weft.parallel.recompute.blocks import RecomputedBlock
@@ -166,7 +172,7 @@ class DroppingBlock(nn.Module):
     """A block that drops out by counter: see Note [Counter-based dropout] in models/common/dropout.py.
 
     A block of users' code is seen to drop nothing in its first training forward; the later ones run
-    without the mode.
+    without the mode, until a probability that a module has as an attribute is changed.
     """
 
     def __init__(
@@ -177,17 +183,19 @@ class DroppingBlock(nn.Module):
         self.block = block
         self.calls = calls
         self.rank = rank
-        self._drops = True
+        self._without: tuple[float, ...] | None = (
+            None  # probabilities with which nothing is dropped
+        )
 
     def forward(self, x: Tensor, batch: Batch) -> Any:
         """The block's own forward."""
-        if not self._drops:
+        if self._without is not None and self._without == probabilities(self.block):
             return self.block(x, batch)
         mode = CounterDropout(self.name.text, batch.draw_keys, calls=self.calls, rank=self.rank)
         with mode:
             out = self.block(x, batch)
         if batch.draw_keys is not None:
-            self._drops = mode.num_calls > 0
+            self._without = None if mode.num_calls else probabilities(self.block)
         return out
 
 
