@@ -122,7 +122,7 @@ def test_sources_of_arrays_are_mixed(tmp_path: Path) -> None:
 
 
 def without(name: str) -> Callable[[Values], None]:
-    return lambda found: found.pop(name)  # type: ignore[arg-type, return-value]
+    return lambda found: found.pop(name)  # type: ignore[return-value]
 
 
 def put(name: str, array: NDArray[Any]) -> Callable[[Values], None]:

@@ -189,6 +189,9 @@ USERS = [
     ("head_bias.py", "dp2"),  # reads the positions of the first sequence
     ("latents.py", "dp2"),  # one tensor of queries, repeated for every sequence
     ("latents.py", "tp2"),  # one head a rank
+    ("encoder_decoder.py", "pp2 dp2 tp2"),  # sets columns of a mask; a stage sends two tensors
+    ("unet.py", "pp2 dp2"),  # convolutions, the first of which has no input gradient
+    ("diffusion.py", "dp2 tp2"),
 ]
 
 

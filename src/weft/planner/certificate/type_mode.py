@@ -281,7 +281,8 @@ class TypeMode(TorchDispatchMode):
             return
         large = [tensor for tensor in operands if tensor.numel() > 1]
         if name in ENTRYWISE and outputs[0].is_contiguous():
-            self.tensors.set_pieces(outputs[0], self._merged(name, large))
+            sources = operands if name == "copy_" else large  # one entry is copied, too
+            self.tensors.set_pieces(outputs[0], self._merged(name, sources))
             return
         for tensor in outputs:
             self.tensors.write(tensor, (UNTYPED,) * len(self.axes))
