@@ -11,12 +11,10 @@ from pydantic import Field
 
 from weft.commands.console import check_files, print_json, print_result
 from weft.config.command_options import JsonOptions, take_options
-from weft.config.run import hardware_of, plan_of
-from weft.config.schema import SiteConfig
+from weft.config.run import Run, hardware_of, plan_of
 from weft.data.epochs import DataSummary
 from weft.errors import EXIT_FAILED, EXIT_OK
 from weft.layout.explain import explain as explain_plan
-from weft.layout.plan import Plan
 from weft.models import model_label
 from weft.start.auto_mesh import choose_mesh
 from weft.start.checked_run import load_checked_run
@@ -47,8 +45,9 @@ def explain(words: Sequence[str]) -> int:
     run = load_checked_run(rest, choose_mesh=choose_mesh)
     hardware = hardware_of(run)
     plan = plan_of(run)
+    layout = explain_plan(plan, kind=run.model.kind)
     if output.json is None:
-        print_result(explain_plan(plan))
+        print_result(layout)
     num_read = run.steps * run.batch.global_size
     data = DataSummary.of(run.data, run.model, num_read=num_read)
     if output.json is None:
@@ -66,37 +65,40 @@ def explain(words: Sequence[str]) -> int:
     measured = MeasuredRun.of(run)
     costs = run_costs(measured, hardware)
     title = f"{model_label(run.model)} on {plan.mesh}"
-    return _explain_costs(costs, certify(measured), plan, run.site, output, title=title, data=data)
+    return _explain_costs(
+        costs, certify(measured), run, output, layout=layout, title=title, data=data
+    )
 
 
 def _explain_costs(
     costs: RunCosts,
     certificate: Certificate,
-    plan: Plan,
-    site: SiteConfig,
+    run: Run,
     output: ExplainOptions,
     *,
+    layout: str,
     title: str,
     data: DataSummary,
 ) -> int:
     """Print the costs, or write them to a page.
 
     Args:
+        layout: the plan as text.
         title: of the page.
     """
     from weft.planner.costs_json import costs_json  # late: they import torch
     from weft.planner.report import costs_text
     from weft.planner.simulate.site_costs import site_costs, site_json, site_text
 
-    fields: dict[str, Any] = {"plan": json.loads(plan.to_json()), **costs_json(costs)}
+    fields: dict[str, Any] = {"plan": json.loads(plan_of(run).to_json()), **costs_json(costs)}
     fields["data"] = data.to_dict()
     fields["types"] = certificate.to_dict()
     step_s = None if costs.prediction is None else costs.prediction.step.total_s
-    sites = site_costs(costs.roles, site, step_s=step_s)
+    sites = site_costs(costs.roles, run.site, step_s=step_s)
     if sites is not None:
         fields["sites"] = site_json(sites)
     if output.html is not None:
-        page = explain_page(fields, title=title, layout=explain_plan(plan))
+        page = explain_page(fields, title=title, layout=layout)
         Path(output.html).write_text(page, encoding="utf-8")
     if output.json is not None:
         print_json(output.json, fields)

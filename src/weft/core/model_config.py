@@ -42,6 +42,13 @@ InitTable = Mapping[str, Draw]
 InputKind = Literal["tokens", "images", "arrays"]
 """What a model reads: text, square grey images with classes, or arrays that it names itself."""
 
+SAMPLE_NAMES: Mapping[InputKind, str] = {
+    "tokens": "sequence",
+    "images": "image",
+    "arrays": "sample",
+}
+"""What one sample of each kind is called."""
+
 LinearShapes = dict[str, tuple[int, int]]
 """Name of a linear -> features out, in."""
 

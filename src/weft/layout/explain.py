@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from weft.core.axes import data_axes, state_axes
 from weft.core.dimension import activation_axes, dimensions, pipeline_axis
 from weft.core.mesh import WIDTH
+from weft.core.model_config import SAMPLE_NAMES, InputKind
 from weft.errors import counted
 from weft.layout.plan import Plan
 
@@ -22,12 +23,15 @@ ZERO_TRAFFIC = {
 """What is sent in place of an all-reduce of gradients."""
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Plan, *, kind: InputKind = "tokens") -> str:
     """The layout of a plan and the reasons for it; lines that are longer than 80 columns are
     continued, indented.
+
+    Args:
+        kind: what the model reads.
     """
     lines = plan.mesh.overview().splitlines()
-    lines.extend(_batch_lines(plan))
+    lines.extend(_batch_lines(plan, kind))
     lines.extend(_stage_lines(plan))
     lines.extend(_traffic_lines(plan))
     fitting: list[str] = []
@@ -42,15 +46,18 @@ def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _batch_lines(plan: Plan) -> list[str]:
-    sequences = counted(plan.global_size, "sequence")
+def _batch_lines(plan: Plan, kind: InputKind) -> list[str]:
+    name = SAMPLE_NAMES[kind]
+    samples = counted(plan.global_size, name)
+    if kind == "tokens":
+        samples += f" of {plan.seq_len}"
     data_ranks = counted(plan.num_data_ranks, "data rank")
     microbatches = counted(plan.microbatches, "micro-batch", "micro-batches")
-    micro_sequences = counted(plan.micro_size, "sequence")
+    micro_samples = counted(plan.micro_size, name)
     when = EVERY_MICROBATCH if plan.zero > 1 else ONCE
     return [
-        f"batch: {sequences} of {plan.seq_len} a step",
-        f"  {data_ranks} x {microbatches} of {micro_sequences}",
+        f"batch: {samples} a step",
+        f"  {data_ranks} x {microbatches} of {micro_samples}",
         f"  gradients are reduced {when}",
     ]
 

@@ -258,7 +258,7 @@ def build_training(
     optimizer = optimizer_text(run.optim, run.lora, run.model)
     opening_events = start_events(
         steps,
-        run_event(config, step, steps.samples, optimizer=optimizer),
+        run_event(config, step, steps.samples, kind=run.model.kind, optimizer=optimizer),
         resumes=run.resume is not None,
         set_aside_paths=set_aside_paths,
         attempt=attempt,

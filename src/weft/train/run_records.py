@@ -12,7 +12,7 @@ from weft.code.identity import CodeIdentity
 from weft.comm.text import all_gather_text
 from weft.config.lora import adapted_linears
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, label_of
-from weft.core.model_config import ModelConfig
+from weft.core.model_config import InputKind, ModelConfig
 from weft.data.samples import Samples
 from weft.errors import counted
 from weft.layout.explain import explain
@@ -76,12 +76,13 @@ def facts_of(
 
 
 def run_event(
-    config: Mapping[str, Any], step: TrainStep, samples: Samples, *, optimizer: str
+    config: Mapping[str, Any], step: TrainStep, samples: Samples, *, kind: InputKind, optimizer: str
 ) -> Event:
     """The `run` event of events.jsonl: model, data and layout.
 
     Args:
         config: all keys of the run, as JSON.
+        kind: what the model reads.
         optimizer: `optimizer_text`.
     """
     plan = step.model.plan
@@ -91,7 +92,7 @@ def run_event(
         "model": model["preset"] or label_of(model["name"]),
         "params": step.num_params,
         "layout": str(plan.mesh),
-        "why": explain(plan),
+        "why": explain(plan, kind=kind),
         "schedule": _schedule_text(plan),
         "plan": plan.digest,
         "ranks": plan.mesh.size,
