@@ -74,7 +74,8 @@ class DataConfig(ConfigSection):
 
     source: str = Field(
         "stdlib",
-        description="stdlib (this Python's sources), digits, a prepared folder, a file, a folder or a glob; .bin holds tokens",
+        description="stdlib (this Python's sources), digits, a prepared folder, a file, a folder or a glob; "
+        ".bin holds tokens; .npz, .safetensors, .npy: arrays, for models that name them",
     )
     mix: tuple[str, ...] = Field(
         (), description='instead of one source several with weights: "a/=0.7" "b/=0.3"'
