@@ -256,6 +256,16 @@ TOML: dict[str, tuple[str | bytes, str]] = {
 }
 
 
+BASES: dict[str, tuple[str, str]] = {
+    "itself": ('"bad.toml"', "base: is a cycle (got bad.toml -> bad.toml)"),
+    "nowhere": ('"nowhere.toml"', "base: of bad.toml: no such file (got 'nowhere.toml'"),
+    "a device": ('"/dev/zero"', "base: of bad.toml: is no regular file"),
+    "no TOML": ('"text.txt"', "base: of bad.toml: text.txt is not TOML"),
+    "a number": ("3", "base: of bad.toml is no path (got 3"),
+    "a section": ('{file = "x"}', "base.file: unknown key"),
+}
+
+
 def toml_files() -> Iterator[Case]:
     for name, (content, line) in TOML.items():
         yield Case(name, ("train", "bad.toml"), line, write("bad.toml", content), faults=2)
@@ -265,6 +275,15 @@ def toml_files() -> Iterator[Case]:
     yield Case("a device", words, "is no regular file", link("bad.toml", "/dev/zero"))
     yield Case("a dangling link", words, "no such file", link("bad.toml", "nowhere"))
     yield Case("a link to itself", words, "error: config", link("bad.toml", "bad.toml"))
+    for name, (base, line) in BASES.items():
+        content = f"base = {base}\n"
+        for command in ("train", "explain"):
+            words = (command, "bad.toml")
+            yield Case(f"base: {name}, {command}", words, line, write("bad.toml", content))
+    content = 'base = "../../outside/secret.txt"\n'
+    words = ("train", "run")
+    line = "base: is not read from run/run.toml, which lies in a run folder"
+    yield Case("a base in a run folder", words, line, write("run/run.toml", content))
 
 
 # ---------------------------------------------------------------------------------------------- data
