@@ -218,7 +218,8 @@ def _read_sources(
     words, of_folder = with_run_file(words)
     chain, file_faults = _read_files(words.loose)
     file = keys_of_chain(chain)
-    file.update(of_folder | out_of_stored(words.loose, file))
+    if chain:
+        file.update(of_folder | out_of_stored(words.loose, file))
     file_faults = (*word_faults, *file_faults)
     values = dict(given_values)
     first = {**values, **flags.first_words(words)}
