@@ -188,6 +188,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "save.every": ("-1", "1e13"),
     "save.keep": ("0", "1e13"),
     "eval.every": ("-1", "1e13"),
+    "log.every": ("-1", "1e13", "1.5", "often"),
     "resume": ("nowhere", "text.txt", "prep"),
     "model.name": ("lama", "", "LLAMA3"),
     "model.preset": ("llama3-9b", "gpt2-tiny-x"),

@@ -16,6 +16,7 @@ from weft.config.schema import (
     DpoConfig,
     EvalConfig,
     GuardConfig,
+    LogConfig,
     LoraConfig,
     ModelSection,
     OptimConfig,
@@ -129,6 +130,7 @@ class Run(ConfigSection):
     eval: EvalConfig = Field(
         default_factory=EvalConfig, description="loss on text that is not trained on"
     )
+    log: LogConfig = Field(default_factory=LogConfig, description="the screen")
     prove: ProveConfig = Field(
         default_factory=ProveConfig, description="proof of the run before its first step"
     )

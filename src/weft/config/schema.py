@@ -137,6 +137,17 @@ class EvalConfig(ConfigSection):
     )
 
 
+class LogConfig(ConfigSection):
+    """What a run shows on the screen."""
+
+    every: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between two lines on the screen (events and reports have all); 0: about 50 lines a run",
+    )
+
+
 class BatchConfig(ConfigSection):
     """Batch sizes."""
 

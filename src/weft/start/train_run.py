@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,6 +57,7 @@ from weft.train.step_profiler import StepProfiler
 from weft.train.training import Event, Training
 from weft.train.training_parts import is_restart
 from weft.view.live import open_view
+from weft.view.progress import View
 
 PROMPT = "def "
 UNRECORDED_END = "killed before it could record its end (found when the run was started again)"
@@ -146,6 +147,7 @@ def _train(
         generate_text=generate_text,
         on_event=on_event,
         shows_events=caller is None or world is not None,
+        line_every=run.log.every,
     )
     main = partial(train_rank, job, stop_request)
     expand_segments()
@@ -225,6 +227,7 @@ class RankJob:
         generate_text: called after the last step; None: not.
         on_event: called on every rank with each event; None: not.
         shows_events: rank 0 shows the events on the terminal.
+        line_every: steps between two lines there; 0: chosen from the length of the run.
     """
 
     device: DeviceChoice
@@ -244,6 +247,7 @@ class RankJob:
     generate_text: GenerateText | None
     on_event: OnEvent | None
     shows_events: bool
+    line_every: int
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,10 @@ def train_rank(
         _verdict_of(job.proof) as verdict,
         nullcontext() if watch is None else end_of_joined_rank(job.records, world),
         open_event_log(
-            job.records.out, world, has_launcher=watch is None, is_shown=job.shows_events
+            job.records.out,
+            world,
+            has_launcher=watch is None,
+            views=[open_view(every=job.line_every)] if job.shows_events else [],
         ) as log,
         heartbeat(log.out),
         nullcontext() if watch is None else watch(comm, log),
@@ -383,20 +390,19 @@ def _reported_error(world: World) -> Iterator[None]:
 
 
 def open_event_log(
-    out: Path | None, world: World, *, has_launcher: bool, is_shown: bool = True
+    out: Path | None, world: World, *, has_launcher: bool, views: Sequence[View]
 ) -> EventLog:
-    """The run folder and the view on rank 0; an event log without outputs on other ranks.
+    """The run folder and the views on rank 0; an event log without outputs on other ranks.
 
     An earlier attempt in the same folder that was killed without an `end` event gets one.
 
     Args:
         has_launcher: whether the process that started the ranks writes the `end` event after an
             error.
-        is_shown: on the terminal.
+        views: on the terminal, of rank 0.
     """
     if world.rank > 0:
         return EventLog(None)
-    views = [open_view()] if is_shown else []
     if out is None:
         return EventLog(None, views)
     is_restart = world.attempt is not None and world.attempt.restart is not None
