@@ -147,6 +147,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "device": ("gpu", "cuda:0", "tpu"),
     "transport": ("mpi", "nccl"),
     "sample": ("-1", "1e30"),
+    "sample_every": ("-1", "1e30", "x"),
     "batch.global_size": ("0", "-8", "3", "1e18", "x"),
     "batch.micro_size": ("0", "-1", "3", "1e18"),
     "data.seq_len": ("0", "-5", "16777217", "1e12"),

@@ -84,6 +84,12 @@ class Run(ConfigSection):
     sample: int = Field(
         0, ge=0, le=2**24, description="tokens to generate after the last step; 0: none"
     )
+    sample_every: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between texts of `sample` tokens; 0: only after the last step",
+    )
     track: tuple[TrackerName, ...] = Field(
         (),
         description="trackers that get every number of the run: tensorboard, wandb, mlflow, trackio, csv, prometheus",

@@ -23,7 +23,6 @@ from weft.core.mesh import Mesh
 from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
 from weft.layout.utilization import AdapterFlops
-from weft.parallel.model.parallelize import ParallelModel
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.forked_answer import ForkedAnswer, RunningAnswer, StartAnswer
@@ -52,18 +51,15 @@ from weft.train.last_save import check_room
 from weft.train.loop import run_training
 from weft.train.out_of_memory import held_bytes, named_out_of_memory
 from weft.train.run_records import note_event
+from weft.train.sample_texts import GenerateText, SampleTexts
 from weft.train.step_check import ProofRecord
 from weft.train.step_profiler import StepProfiler
-from weft.train.training import Event, Training
+from weft.train.training import Training
 from weft.train.training_parts import is_restart
 from weft.view.live import open_view
 from weft.view.progress import View
 
-PROMPT = "def "
 UNRECORDED_END = "killed before it could record its end (found when the run was started again)"
-
-GenerateText = Callable[[ParallelModel, str], str]
-"""(the trained model, a prompt) -> text; called on every rank, equal on every rank."""
 
 OnEvent = Callable[[Mapping[str, Any], Training], None]
 """Called on every rank with an event of the run, which it must not change, and the training of the rank."""
@@ -81,7 +77,8 @@ def train(
     the exit code.
 
     Args:
-        generate_text: called on every rank after the last step; its text is an event.
+        generate_text: called on every rank after the last step, and as often before as the run
+            asks for; its text is an event.
         adapt_attempt: see `Supervision`.
         on_event: see `OnEvent`.
         caller: of a run in the process of a script, which stops it by this request: its events are
@@ -145,6 +142,7 @@ def _train(
         records=records,
         build=partial(build_training, run, makes_copies=True),
         generate_text=generate_text,
+        sample_every=run.sample_every,
         on_event=on_event,
         shows_events=caller is None or world is not None,
         line_every=run.log.every,
@@ -224,7 +222,8 @@ class RankJob:
         config: the dotted keys of the run, for trackers.
         records: the run folder, and its URL.
         build: the training run of this rank, from its communication.
-        generate_text: called after the last step; None: not.
+        generate_text: called after the last step, and every `sample_every` steps if that is not 0;
+            None: not.
         on_event: called on every rank with each event; None: not.
         shows_events: rank 0 shows the events on the terminal.
         line_every: steps between two lines there; 0: chosen from the length of the run.
@@ -245,6 +244,7 @@ class RankJob:
     records: RecordFolder
     build: Callable[..., Training]
     generate_text: GenerateText | None
+    sample_every: int
     on_event: OnEvent | None
     shows_events: bool
     line_every: int
@@ -309,9 +309,7 @@ def train_rank(
             check_room(training)
         training = job.live.attached(training, record, is_restart=is_restart(world.attempt))
         training = with_profiler(training, job.profiled)
-        sample = None
-        if job.generate_text is not None:
-            sample = partial(_sample_event, training.step.model, job.generate_text)
+        training = with_samples(training, job.generate_text, every=job.sample_every)
         if job.on_event is not None:
             log.views = (*log.views, EventObserver(job.on_event, training))
         if log.out is not None:
@@ -320,7 +318,7 @@ def train_rank(
         if world.rank == 0:
             with_more = _comparison(job, training, device).events
         with named_out_of_memory(comm, partial(held_bytes, training.step)):
-            outcome = run_training(training, log, at_end=sample, with_more=with_more)
+            outcome = run_training(training, log, with_more=with_more)
     if outcome == "stopped":
         raise OrderlyEnd(EXIT_PREEMPTED)
 
@@ -340,6 +338,15 @@ def with_profiler(training: Training, steps: range) -> Training:
         training.step, steps, run_folder=training.run_folder, files=training.files
     )
     return replace(training, profiler=profiler, on_phase=profiler.observed(training.on_phase))
+
+
+def with_samples(training: Training, generate: GenerateText | None, *, every: int) -> Training:
+    """The training run of this rank with the texts that its model generates, if it does."""
+    if generate is None:
+        return training
+    last_step = training.step_range.total
+    samples = SampleTexts(training.step.model, generate, every=every, last_step=last_step)
+    return replace(training, samples=samples)
 
 
 @contextmanager
@@ -409,8 +416,3 @@ def open_event_log(
     if not is_restart:
         append_missing_end_event(out, error=UNRECORDED_END)
     return EventLog(out, views, ends_on_error=world.attempt is None or not has_launcher)
-
-
-def _sample_event(model: ParallelModel, generate_text: GenerateText) -> Event:
-    """The `sample` event of a trained model; every rank must call it."""
-    return {"event": "sample", "prompt": PROMPT, "text": generate_text(model, PROMPT)}

@@ -285,9 +285,16 @@ def event_text(event: Event, *, unit: str = "tokens") -> str:
         case "restart":
             return _restart_text(event)
         case "sample":
-            prompt = event.get("prompt", "")
-            return f"sample after the prompt {prompt!r}:\n{prompt}{event.get('text', '')}"
+            return _sample_text(event)
     return ""
+
+
+def _sample_text(event: Event) -> str:
+    """A text that the model has generated, below its step and prompt."""
+    prompt = event.get("prompt", "")
+    step = event.get("step")
+    at = f"sample of step {step}" if step else "sample"
+    return f"{at} after the prompt {prompt!r}:\n{prompt}{event.get('text', '')}"
 
 
 def _layout_reasons(run: Event) -> str:

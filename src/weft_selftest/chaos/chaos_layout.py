@@ -109,6 +109,7 @@ class ChaosLayout:
             "guard.digest_every": 1,
             "guard.stragglers": 0,
             "sample": 0,
+            "sample_every": 0,
             "save.every": 8,
             "save.keep": 3,
             "save.memory_every": 2,
