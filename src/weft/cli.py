@@ -24,6 +24,7 @@ from weft.commands import replay as commands_replay
 from weft.commands import report_page as commands_report
 from weft.commands import runs as commands_runs
 from weft.commands import status as commands_status
+from weft.commands import sweep as commands_sweep
 from weft.commands.command import Command, imported, installed_command, installed_commands
 from weft.commands.console import HELP, help_of_run, prepare_streams, print_result, wants_help
 from weft.config.command_options import take_options
@@ -279,6 +280,9 @@ COMMANDS = {
         "prepare token files from texts and records; show their contents",
         imported("weft.commands.data:run"),
         purpose=TRAIN,
+    ),
+    "sweep": Command(
+        commands_sweep.USAGE, commands_sweep.LINE, commands_sweep.sweep, purpose=TRAIN
     ),
     "launch": Command(
         "ENGINE [CONFIG.toml] [--nodes N ...]",

@@ -120,7 +120,7 @@ def test_a_chain_has_an_end(tmp_path: Path) -> None:
 def test_base_is_no_flag_and_is_not_read_in_a_run_folder(tmp_path: Path) -> None:
     assert faults("--base", "x.toml") == [
         "base: is a key of config files. Fix: "
-        'write base = "other.toml" into the file, or train with that file: weft train other.toml'
+        'write base = "other.toml" into the file, or name that file in place of this flag'
     ]
     write(tmp_path, "b.toml", "seed = 5\n")
     write(tmp_path, "run/run.toml", 'base = "../b.toml"\n')

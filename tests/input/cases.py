@@ -1750,6 +1750,39 @@ def newer_features() -> Iterator[Case]:
     yield Case("a stored config names a module", ("generate", "run"), "no such module", dotted)
 
 
+SWEEPS: dict[str, tuple[tuple[str, ...], str, int]] = {
+    "nothing": ((), "weft sweep: no key has several values", 1),
+    "one value": (("--optim.lr", "1"), "weft sweep: no key has several values", 1),
+    "a value twice": (("--seed", "1", "1"), "seed: has a value twice (got 1)", 1),
+    "no number": (("--optim.lr", "1", "x"), "optim.lr: wrong type, in the run lr=x", 1),
+    "an unknown key": (("--optim.lrr", "1", "2"), "optim.lrr: unknown key. Fix: did you mean", 1),
+    "a fault of all runs": (("--seed", "1", "2", "--steps", "0"), "steps: out of range (got 0", 1),
+    "a batch that ranks do not divide": (
+        ("--mesh", "dp2", "--mesh", "dp3"),
+        "batch.global_size: ",
+        1,
+    ),
+    "no file": (("nowhere.toml", "--seed", "1", "2"), "config: no such file", 1),
+    "a URL": (("--seed", "1", "2", "--out", "s3://x/y"), "out: is a URL", 1),
+    "a copy at a URL": (
+        ("--seed", "1", "2", "--save.remote", "file://copy"),
+        "save.remote: is one URL, to which all runs would copy",
+        1,
+    ),
+    "a file as its folder": (("--seed", "1", "2", "--out", "text.txt"), "out: cannot be", 2),
+    "JSON nowhere": (("--seed", "1", "2", "--json", "nowhere/x.json"), "json: its folder does", 1),
+}
+
+
+def sweeps() -> Iterator[Case]:
+    """What `weft sweep` rejects before the first run."""
+    for name, (words, line, faults) in SWEEPS.items():
+        yield Case(f"sweep: {name}", ("sweep", *words), line, faults=faults)
+    words = ("sweep", "--seed", "1", "2")
+    line = "weft sweep: starts its runs itself"
+    yield Case("sweep: ranks of torchrun", words, line, env=TORCHRUN)
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "config": config_values,
     "toml": toml_files,
@@ -1767,4 +1800,5 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "auto mesh": auto_meshes,
     "start": starts,
     "newer": newer_features,
+    "sweeps": sweeps,
 }

@@ -59,7 +59,9 @@ hbm_tb_s = {FIGURE}
 DATED = "{{ strftime_now('%Y') }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TINY = "--model.layers 1 --model.dim 32 --data.seq_len 16 --batch.global_size 4 --transport threads"
 WRAPPED = re.compile(r"\n {8,}")
-SLOW = re.compile(r"^(train|explain|axes|bench|doctor|eval|export|generate|import|prove|plan)\b")
+SLOW = re.compile(
+    r"^(train|explain|axes|bench|doctor|eval|export|generate|import|prove|plan|sweep)\b"
+)
 """Commands that import torch."""
 
 
@@ -206,6 +208,9 @@ STATES = {
     "weft report {}": State(f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK),
     "weft generate {} --prompt 'def ' --tokens 40": State(
         f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK
+    ),
+    "the two best: weft compare {}": State(
+        f"sweep --seed 1 2 --steps 1 --out swept {TINY}", code=EXIT_OK
     ),
     "weft prove {}": State("prove run", code=EXIT_FAILED),
     "weft prove --full --first {} {}": State("prove --mesh dp2 --json", code=EXIT_OK),

@@ -154,5 +154,5 @@ def with_note_on_base(fault: Fault) -> Fault:
     """The fault of a key; of `base`, which is a key of files alone, it says so."""
     if fault.key != BASE:
         return fault
-    fix = 'write base = "other.toml" into the file, or train with that file: weft train other.toml'
+    fix = 'write base = "other.toml" into the file, or name that file in place of this flag'
     return replace(fault, what="is a key of config files", fix=fix)
