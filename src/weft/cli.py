@@ -18,6 +18,7 @@ from weft.code.trust import TRUST_FLAG, trusting_all
 from weft.commands import compare as commands_compare
 from weft.commands import doctor as commands_doctor
 from weft.commands import explain as commands_explain
+from weft.commands import init_file as commands_init
 from weft.commands import launch as commands_launch
 from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
@@ -262,6 +263,7 @@ PURPOSES = ("before a run", "train", "be sure of the numbers", "use a model")
 """Headings of `weft --help`: what a reader wants."""
 BEFORE, TRAIN, NUMBERS, USE = PURPOSES
 COMMANDS = {
+    "init": Command(commands_init.USAGE, commands_init.LINE, commands_init.init, purpose=BEFORE),
     "explain": Command(
         f"{CONFIG_USAGE} {commands_explain.USAGE}",
         "print the layout of a run, its memory and its traffic",

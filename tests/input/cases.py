@@ -1783,6 +1783,24 @@ def sweeps() -> Iterator[Case]:
     yield Case("sweep: ranks of torchrun", words, line, env=TORCHRUN)
 
 
+def new_files() -> Iterator[Case]:
+    """What `weft init` rejects; it never asks here, as the input is no terminal."""
+    rows: dict[str, tuple[tuple[str, ...], str]] = {
+        "a file that is there": (("bad.toml",), "weft init: overwrites no file (got 'bad.toml')"),
+        "no TOML": (("text.txt",), "weft init: writes a TOML file (got 'text.txt'"),
+        "two files": (("a.toml", "b.toml"), "weft init: writes one file (got a.toml b.toml)"),
+        "a folder that is missing": (("no/a.toml",), "the folder of the file does not exist"),
+        "an unknown key": (("a.toml", "--stepz", "3"), "stepz: unknown key"),
+        "no steps": (("a.toml", "--steps", "0"), "steps: out of range"),
+        "no devices": (("a.toml", "--devices", "0"), "devices: out of range"),
+        "no data": (("a.toml", "--data.source", "nowhere.txt"), "data.source: no such file"),
+        "no model": (("a.toml", "--model.preset", "llama-9b"), "model.preset: unknown preset"),
+    }
+    for name, (words, line) in rows.items():
+        change = write("bad.toml", "steps = 1\n")
+        yield Case(f"init: {name}", ("init", *words), line, change)
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "config": config_values,
     "toml": toml_files,
@@ -1801,4 +1819,5 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "start": starts,
     "newer": newer_features,
     "sweeps": sweeps,
+    "new files": new_files,
 }

@@ -65,8 +65,12 @@ SLOW = re.compile(
 """Commands that import torch."""
 
 
+INIT = "commands/test_init.py::test_the_commands_of_a_file_run"
 PAGES = "docs/test_commands.py::test_commands_of_a_page_run_in_order"
 RUN_ELSEWHERE = {
+    "# A flag overrides a key of this file: weft train {} --optim.lr 1e-3": INIT,
+    "  weft explain {}": INIT,
+    "  weft train {}": INIT,
     "  weft bench compute  matrix products, attention, memory, launches": PAGES,
     "correct the file, or write another: weft bench compute --write NEW.toml": PAGES,
     "weft bench compute --write gpu.toml, then --hardware gpu.toml; or name a mesh": PAGES,
