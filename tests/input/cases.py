@@ -189,6 +189,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "save.every": ("-1", "1e13"),
     "save.keep": ("0", "1e13"),
     "eval.every": ("-1", "1e13"),
+    "alert.command": ("", "no-such-program", "cat 'x"),
+    "alert.url": ("$WEFT_NOT_SET", "ftp://host/x", "https://me:key@host/x", "https://host/x?k=1"),
     "log.every": ("-1", "1e13", "1.5", "often"),
     "resume": ("nowhere", "text.txt", "prep"),
     "model.name": ("lama", "", "LLAMA3"),

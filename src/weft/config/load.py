@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from weft.code.identity import CodeIdentity, changed_parts, stored_parts
+from weft.code.trust import trust_text
 from weft.config import flags
 from weft.config.base_files import (
     ConfigFile,
@@ -50,6 +51,7 @@ DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits", "arrays": "random"}
 
 NAME = "model.name"
 RESUME_CODE = "resume_code"
+ALERT_KEYS = ("alert.command", "alert.url")
 
 AUTO_MESH = "auto"
 """As `mesh`: a command chooses it for the devices that are there."""
@@ -263,10 +265,15 @@ def _is_of_model(key: str) -> bool:
 
 
 def _trust_named(*layers: Flat) -> None:
-    """Trust the code that the user names: in flags, or in a config file that weft has not written."""
+    """Trust the code, and what alerts run, that the user names: in flags, or in a config file that
+    weft has not written.
+    """
     for layer in layers:
         for key in (NAME, OPTIMIZER):
             trust_named(layer.get(key, ""))
+        for key in ALERT_KEYS:
+            if isinstance(layer.get(key), str):
+                trust_text(key, layer[key])
 
 
 def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from weft.config.hardware import Hardware, find_hardware
 from weft.config.schema import (
     MAX_COUNT,
+    AlertConfig,
     BatchConfig,
     ConfigSection,
     DataConfig,
@@ -136,6 +137,7 @@ class Run(ConfigSection):
     eval: EvalConfig = Field(
         default_factory=EvalConfig, description="loss on text that is not trained on"
     )
+    alert: AlertConfig = Field(default_factory=AlertConfig, description="events that are passed on")
     log: LogConfig = Field(default_factory=LogConfig, description="the screen")
     prove: ProveConfig = Field(
         default_factory=ProveConfig, description="proof of the run before its first step"

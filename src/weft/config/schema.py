@@ -148,6 +148,23 @@ class LogConfig(ConfigSection):
     )
 
 
+class AlertConfig(ConfigSection):
+    """A program and a URL that get the events of guards, restarts, failures and the end."""
+
+    command: str | None = Field(
+        None,
+        title="a command with its arguments, run without a shell",
+        examples=['"notify-send training"'],
+        description="gets each of these events as JSON on its standard input: see docs/runs.md",
+    )
+    url: str | None = Field(
+        None,
+        title="a URL of http or https, in which $NAME stands for an environment variable",
+        examples=["'$ALERT_URL'"],
+        description="gets each of these events as JSON by POST; $NAME: a variable, which is not stored",
+    )
+
+
 class BatchConfig(ConfigSection):
     """Batch sizes."""
 

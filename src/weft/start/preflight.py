@@ -31,6 +31,7 @@ from weft.start import environment, initial_weights, remote_folder
 from weft.start.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
 from weft.start.memory_bound import memory_faults
 from weft.start.run_folder import is_started_again, out_faults, resumes_in
+from weft.track.alert_rules import alert_faults
 from weft.track.tracker import tracker_faults
 
 DROPOUT_KEYS = (
@@ -88,6 +89,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         ),
         Check(("transport",), partial(environment.transport_faults, run.transport)),
         Check(("track",), partial(tracker_faults, run.track)),
+        Check(("alert",), partial(alert_faults, run.alert, os.environ)),
         Check(
             reads=("save.remote", "out", "resume"),
             find=partial(remote_folder.remote_faults, run.save.remote, run.out, run.resume),

@@ -18,7 +18,7 @@ from weft.config.keys import Flat, flatten
 from weft.config.lora import adapter_flops
 from weft.config.profiled_steps import profiled_steps
 from weft.config.run import Run
-from weft.config.schema import TrackerName
+from weft.config.schema import AlertConfig, TrackerName
 from weft.core.mesh import Mesh
 from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
@@ -41,6 +41,7 @@ from weft.start.live_proof import LiveProof
 from weft.start.memory_before import check_memory
 from weft.start.proof_before import RunningProof, Verdict, start_proof
 from weft.start.report_at_end import report_at_end
+from weft.track.alert_process import alerts
 from weft.track.sink import tracker_sinks
 from weft.track.tracker import TrackedRun
 from weft.train.allocator_peak import AllocatorPeak
@@ -90,6 +91,29 @@ def train(
         import_modules_of_ranks(run.device_mesh)  # once, for the proof and all ranks
     if world is None:
         check_memory(run)
+    told = run.alert if has_rank_0 else AlertConfig()
+    with alerts(told, Path(run.out) if run.out else None):
+        return _train_and_report(
+            run,
+            world,
+            generate_text=generate_text,
+            adapt_attempt=adapt_attempt,
+            on_event=on_event,
+            caller=caller,
+        )
+
+
+def _train_and_report(
+    run: Run,
+    world: World | None,
+    *,
+    generate_text: GenerateText | None,
+    adapt_attempt: Callable[[int, Attempt], Attempt],
+    on_event: OnEvent | None,
+    caller: StopRequest | None,
+) -> int:
+    """Start the proof and the training, and write the page at the end."""
+    has_rank_0 = world is None or world.rank == 0
     start_answer = answer_here if caller is not None and world is None else ForkedAnswer
     proof = start_proof(run, os.environ, start_answer) if has_rank_0 else None
     page_folder = Path(run.out) if run.out and run.report and has_rank_0 else None

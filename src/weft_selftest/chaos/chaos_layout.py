@@ -110,6 +110,8 @@ class ChaosLayout:
             "guard.stragglers": 0,
             "sample": 0,
             "sample_every": 0,
+            "alert.command": None,
+            "alert.url": None,
             "save.every": 8,
             "save.keep": 3,
             "save.memory_every": 2,
