@@ -64,8 +64,7 @@ def run_training(
     _save_last(training, log, num_done, outcome)
     if training.samples is not None and is_finished:
         on_token = partial(training.on_phase or ignore_phase, num_done, "end")
-        for event in training.samples.event(num_done, on_token=on_token):
-            log.emit(event)
+        log.emit(training.samples.event(num_done, on_token=on_token))
     newest = newest_path(training.run_folder)
     fields: Event = {}
     if history.best is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class SampleTexts:
         """Whether a text follows step `step` (the first is 1), which is not the last one."""
         return bool(self.every) and step % self.every == 0 and step < self.last_step
 
-    def event(self, step: int, *, on_token: Callable[[], object]) -> Iterator[dict[str, Any]]:
+    def event(self, step: int, *, on_token: Callable[[], object]) -> dict[str, Any]:
         """The `sample` event after a step; every rank must call it.
 
         Args:
@@ -47,4 +47,5 @@ class SampleTexts:
         start_s = time.perf_counter()
         text = self.generate(self.model, PROMPT, on_token=on_token)
         seconds = time.perf_counter() - start_s
-        yield {"event": "sample", "step": step, "prompt": PROMPT, "text": text, "seconds": seconds}
+        fields = {"step": step, "prompt": PROMPT, "text": text, "seconds": seconds}
+        return {"event": "sample", **fields}

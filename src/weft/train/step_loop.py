@@ -227,9 +227,8 @@ class StepLoop:
         if self.evaluator is not None and self.evaluator.history.is_exhausted:
             return _Left(None)
         if self.samples is not None and self.samples.is_due(number):
-            yield from self.samples.event(
-                number, on_token=partial(report_phase, number, "evaluate")
-            )
+            on_token = partial(report_phase, number, "evaluate")
+            yield self.samples.event(number, on_token=on_token)
             clock.last_s = time.perf_counter()
         return None
 
