@@ -18,12 +18,14 @@ from weft.code.trust import TRUST_FLAG, trusting_all
 from weft.commands import compare as commands_compare
 from weft.commands import doctor as commands_doctor
 from weft.commands import explain as commands_explain
+from weft.commands import init_file as commands_init
 from weft.commands import launch as commands_launch
 from weft.commands import prove as commands_prove
 from weft.commands import replay as commands_replay
 from weft.commands import report_page as commands_report
 from weft.commands import runs as commands_runs
 from weft.commands import status as commands_status
+from weft.commands import sweep as commands_sweep
 from weft.commands.command import Command, imported, installed_command, installed_commands
 from weft.commands.console import HELP, help_of_run, prepare_streams, print_result, wants_help
 from weft.config.command_options import take_options
@@ -261,6 +263,7 @@ PURPOSES = ("before a run", "train", "be sure of the numbers", "use a model")
 """Headings of `weft --help`: what a reader wants."""
 BEFORE, TRAIN, NUMBERS, USE = PURPOSES
 COMMANDS = {
+    "init": Command(commands_init.USAGE, commands_init.LINE, commands_init.init, purpose=BEFORE),
     "explain": Command(
         f"{CONFIG_USAGE} {commands_explain.USAGE}",
         "print the layout of a run, its memory and its traffic",
@@ -279,6 +282,9 @@ COMMANDS = {
         "prepare token files from texts and records; show their contents",
         imported("weft.commands.data:run"),
         purpose=TRAIN,
+    ),
+    "sweep": Command(
+        commands_sweep.USAGE, commands_sweep.LINE, commands_sweep.sweep, purpose=TRAIN
     ),
     "launch": Command(
         "ENGINE [CONFIG.toml] [--nodes N ...]",

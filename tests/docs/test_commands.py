@@ -36,6 +36,7 @@ PAGES = [
     "docs/runs.md",
     "docs/schedules.md",
     "docs/sites.md",
+    "docs/sweeps.md",
     "docs/trace.md",
 ]
 SLOW_PAGES = {
@@ -57,6 +58,7 @@ SLOW_PAGES = {
     "docs/runs.md",
     "docs/schedules.md",
     "docs/sites.md",
+    "docs/sweeps.md",
     "docs/trace.md",
 }
 """Other tests run the same commands with other flags; `make slow` runs these pages."""

@@ -147,6 +147,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "device": ("gpu", "cuda:0", "tpu"),
     "transport": ("mpi", "nccl"),
     "sample": ("-1", "1e30"),
+    "sample_every": ("-1", "1e30", "x"),
     "batch.global_size": ("0", "-8", "3", "1e18", "x"),
     "batch.micro_size": ("0", "-1", "3", "1e18"),
     "data.seq_len": ("0", "-5", "16777217", "1e12"),
@@ -188,6 +189,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "save.every": ("-1", "1e13"),
     "save.keep": ("0", "1e13"),
     "eval.every": ("-1", "1e13"),
+    "alert.command": ("", "no-such-program", "cat 'x"),
+    "alert.url": ("$WEFT_NOT_SET", "ftp://host/x", "https://me:key@host/x", "https://host/x?k=1"),
+    "log.every": ("-1", "1e13", "1.5", "often"),
     "resume": ("nowhere", "text.txt", "prep"),
     "model.name": ("lama", "", "LLAMA3"),
     "model.preset": ("llama3-9b", "gpt2-tiny-x"),
@@ -256,6 +260,16 @@ TOML: dict[str, tuple[str | bytes, str]] = {
 }
 
 
+BASES: dict[str, tuple[str, str]] = {
+    "itself": ('"bad.toml"', "base: is a cycle (got bad.toml -> bad.toml)"),
+    "nowhere": ('"nowhere.toml"', "base: of bad.toml: no such file (got 'nowhere.toml'"),
+    "a device": ('"/dev/zero"', "base: of bad.toml: is no regular file"),
+    "no TOML": ('"text.txt"', "base: of bad.toml: text.txt is not TOML"),
+    "a number": ("3", "base: of bad.toml is no path (got 3"),
+    "a section": ('{file = "x"}', "base.file: unknown key"),
+}
+
+
 def toml_files() -> Iterator[Case]:
     for name, (content, line) in TOML.items():
         yield Case(name, ("train", "bad.toml"), line, write("bad.toml", content), faults=2)
@@ -265,6 +279,15 @@ def toml_files() -> Iterator[Case]:
     yield Case("a device", words, "is no regular file", link("bad.toml", "/dev/zero"))
     yield Case("a dangling link", words, "no such file", link("bad.toml", "nowhere"))
     yield Case("a link to itself", words, "error: config", link("bad.toml", "bad.toml"))
+    for name, (base, line) in BASES.items():
+        content = f"base = {base}\n"
+        for command in ("train", "explain"):
+            words = (command, "bad.toml")
+            yield Case(f"base: {name}, {command}", words, line, write("bad.toml", content))
+    content = 'base = "../../outside/secret.txt"\n'
+    words = ("train", "run")
+    line = "base: is not read from run/run.toml, which lies in a run folder"
+    yield Case("a base in a run folder", words, line, write("run/run.toml", content))
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -1729,6 +1752,57 @@ def newer_features() -> Iterator[Case]:
     yield Case("a stored config names a module", ("generate", "run"), "no such module", dotted)
 
 
+SWEEPS: dict[str, tuple[tuple[str, ...], str, int]] = {
+    "nothing": ((), "weft sweep: no key has several values", 1),
+    "one value": (("--optim.lr", "1"), "weft sweep: no key has several values", 1),
+    "a value twice": (("--seed", "1", "1"), "seed: has a value twice (got 1)", 1),
+    "no number": (("--optim.lr", "1", "x"), "optim.lr: wrong type, in the run lr=x", 1),
+    "an unknown key": (("--optim.lrr", "1", "2"), "optim.lrr: unknown key. Fix: did you mean", 1),
+    "a fault of all runs": (("--seed", "1", "2", "--steps", "0"), "steps: out of range (got 0", 1),
+    "a batch that ranks do not divide": (
+        ("--mesh", "dp2", "--mesh", "dp3"),
+        "batch.global_size: ",
+        1,
+    ),
+    "no file": (("nowhere.toml", "--seed", "1", "2"), "config: no such file", 1),
+    "a URL": (("--seed", "1", "2", "--out", "s3://x/y"), "out: is a URL", 1),
+    "a copy at a URL": (
+        ("--seed", "1", "2", "--save.remote", "file://copy"),
+        "save.remote: is one URL, to which all runs would copy",
+        1,
+    ),
+    "a file as its folder": (("--seed", "1", "2", "--out", "text.txt"), "out: cannot be", 2),
+    "JSON nowhere": (("--seed", "1", "2", "--json", "nowhere/x.json"), "json: its folder does", 1),
+}
+
+
+def sweeps() -> Iterator[Case]:
+    """What `weft sweep` rejects before the first run."""
+    for name, (words, line, faults) in SWEEPS.items():
+        yield Case(f"sweep: {name}", ("sweep", *words), line, faults=faults)
+    words = ("sweep", "--seed", "1", "2")
+    line = "weft sweep: starts its runs itself"
+    yield Case("sweep: ranks of torchrun", words, line, env=TORCHRUN)
+
+
+def new_files() -> Iterator[Case]:
+    """What `weft init` rejects; it never asks here, as the input is no terminal."""
+    rows: dict[str, tuple[tuple[str, ...], str]] = {
+        "a file that is there": (("bad.toml",), "weft init: overwrites no file (got 'bad.toml')"),
+        "no TOML": (("text.txt",), "weft init: writes a TOML file (got 'text.txt'"),
+        "two files": (("a.toml", "b.toml"), "weft init: writes one file (got a.toml b.toml)"),
+        "a folder that is missing": (("no/a.toml",), "the folder of the file does not exist"),
+        "an unknown key": (("a.toml", "--stepz", "3"), "stepz: unknown key"),
+        "no steps": (("a.toml", "--steps", "0"), "steps: out of range"),
+        "no devices": (("a.toml", "--devices", "0"), "devices: out of range"),
+        "no data": (("a.toml", "--data.source", "nowhere.txt"), "data.source: no such file"),
+        "no model": (("a.toml", "--model.preset", "llama-9b"), "model.preset: unknown preset"),
+    }
+    for name, (words, line) in rows.items():
+        change = write("bad.toml", "steps = 1\n")
+        yield Case(f"init: {name}", ("init", *words), line, change)
+
+
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "config": config_values,
     "toml": toml_files,
@@ -1746,4 +1820,6 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "auto mesh": auto_meshes,
     "start": starts,
     "newer": newer_features,
+    "sweeps": sweeps,
+    "new files": new_files,
 }

@@ -27,6 +27,7 @@ NOT_PRINTED = ("# found by weft schedule --search:",)
 SMALL = {
     "train": "--model.layers 1 --data.seq_len 16 --batch.global_size 4 --transport threads",
     "explain": "--model.layers 1",
+    "sweep": "--model.layers 1 --data.seq_len 16 --batch.global_size 4 --transport threads",
     "bench comm": "--largest 4KB",
     "bench compute": "--seconds 0.0001 --ranks 1",
 }

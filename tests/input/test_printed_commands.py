@@ -59,12 +59,18 @@ hbm_tb_s = {FIGURE}
 DATED = "{{ strftime_now('%Y') }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TINY = "--model.layers 1 --model.dim 32 --data.seq_len 16 --batch.global_size 4 --transport threads"
 WRAPPED = re.compile(r"\n {8,}")
-SLOW = re.compile(r"^(train|explain|axes|bench|doctor|eval|export|generate|import|prove|plan)\b")
+SLOW = re.compile(
+    r"^(train|explain|axes|bench|doctor|eval|export|generate|import|prove|plan|sweep)\b"
+)
 """Commands that import torch."""
 
 
+INIT = "commands/test_init.py::test_the_commands_of_a_file_run"
 PAGES = "docs/test_commands.py::test_commands_of_a_page_run_in_order"
 RUN_ELSEWHERE = {
+    "# A flag overrides a key of this file: weft train {} --optim.lr 1e-3": INIT,
+    "  weft explain {}": INIT,
+    "  weft train {}": INIT,
     "  weft bench compute  matrix products, attention, memory, launches": PAGES,
     "correct the file, or write another: weft bench compute --write NEW.toml": PAGES,
     "weft bench compute --write gpu.toml, then --hardware gpu.toml; or name a mesh": PAGES,
@@ -206,6 +212,9 @@ STATES = {
     "weft report {}": State(f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK),
     "weft generate {} --prompt 'def ' --tokens 40": State(
         f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK
+    ),
+    "the two best: weft compare {}": State(
+        f"sweep --seed 1 2 --steps 1 --out swept {TINY}", code=EXIT_OK
     ),
     "weft prove {}": State("prove run", code=EXIT_FAILED),
     "weft prove --full --first {} {}": State("prove --mesh dp2 --json", code=EXIT_OK),

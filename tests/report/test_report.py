@@ -25,6 +25,7 @@ from weft.report.downsample import downsampled
 from weft.report.figures import answers, final_figures
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
+from weft.report.svg_charts import WIDTH, chart_svg, picture
 from weft.train.event_lines import to_line
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m"
@@ -156,6 +157,69 @@ def test_the_command_writes_page_picture_and_table(
     assert rows[3]["loss"] == ""
     runs = [RunRecord.read(folder) for folder in (one, two)]
     assert different_keys([dict(run.config) for run in runs]) == ["optim.lr"]
+
+
+def test_a_png_is_the_picture_with_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("resvg_py")
+    monkeypatch.chdir(tmp_path)
+    one = write_run(tmp_path / "one", [3.0, 1.0, 2.0], mesh="dp2")
+    assert main(["report", str(one), "--png", "one.png", "--svg", "one.svg"]) == EXIT_OK
+    assert "one.png: " in capsys.readouterr().out
+    drawn = image.open(tmp_path / "one.png").convert("RGB")
+    height = re.search(r'height="(\d+)"', (tmp_path / "one.svg").read_text())
+    assert height is not None
+    assert drawn.size == (2 * WIDTH, 2 * int(height[1]))
+    colours = {colour for _, colour in drawn.getcolors(1 << 20)}
+    assert {(255, 255, 255), (0x25, 0x63, 0xEB)} <= colours, "ground and the first curve"
+    title = drawn.crop((0, 0, 200, 60)).getcolors(1 << 20)
+    assert len(title) > 10, "edges of letters have many shades"
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (None, "png: resvg_py is not installed. Fix: pip install 'weft-train[png]', or use --svg"),
+        (object(), "png: there is no font on this machine for the text in a picture"),
+    ],
+)
+def test_a_png_without_its_package_or_a_font_is_one_line(
+    found: object,
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("weft.report.png_picture.importlib.util.find_spec", lambda name: found)
+    monkeypatch.setattr("weft.report.png_picture._rasterized", lambda svg: b"blank")
+    one = write_run(tmp_path / "one", [3.0], mesh="dp2")
+    png = tmp_path / "one.png"
+    assert main(["report", str(one), "--png", str(png)]) == EXIT_USER
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+    assert not png.exists()
+    assert not (one / "report.html").exists()
+
+
+def test_a_legend_has_as_many_names_as_there_is_room_for(tmp_path: Path) -> None:
+    names = [f"lr=1e-{number},global_size=8" for number in range(8)]
+    runs = []
+    for name in names:
+        folder = write_run(tmp_path / name, [3.0, 2.0], mesh="dp2")
+        add_events(folder, {"event": "eval", "step": 2, "loss": 2.5, "tokens": 9, "seconds": 1.0})
+        runs.append(RunRecord.read(folder))
+    (loss, *_) = charts(runs)
+    svg = chart_svg(loss)
+    entries = [float(x) for x in re.findall(r'<text x="([\d.-]+)" y="16" text-anchor="end"', svg)]
+    assert "Loss, nats; points are evaluations" in svg
+    assert re.search(r">and \d more<", svg)
+    assert "evaluation<" not in svg
+    assert min(entries) > 64 + 7 * len("Loss, nats; points are evaluations")
+    assert chart_svg(charts(runs[:1])[0]).count(">evaluation<") == 1
+    drawn = picture(charts(runs), names=names)
+    assert all(drawn.count(f">{name}<") == 1 for name in names), "once, above all charts"
+    assert not re.search(r">and \d more<", drawn)
 
 
 @pytest.mark.parametrize(

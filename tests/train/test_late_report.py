@@ -103,6 +103,17 @@ def test_events_are_the_same(words, text, tmp_path, monkeypatch):
     assert count == 8
 
 
+def test_a_text_is_of_the_model_after_its_own_step(text, tmp_path, monkeypatch):
+    words = ("--mesh", "dp2", "--steps", "6", "--sample", "8", "--sample_every", "2")
+    events_both_ways(text, tmp_path, monkeypatch, *words)
+    texts = [
+        [(event["step"], event["text"]) for event in events_of(out) if event["event"] == "sample"]
+        for out in (tmp_path / "early", tmp_path / "late")
+    ]
+    assert [step for step, _ in texts[0]] == [2, 4, 6]
+    assert texts[0] == texts[1]
+
+
 def test_nothing_changes_from_the_first_step_that_is_not_finite_until_the_host_has_seen_it(
     monkeypatch,
 ):

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from weft.view.live import LiveView, open_view
-from weft.view.plain import PlainView, round_up
+from weft.view.plain import PlainView
 from weft.view.progress import Progress, event_text, run_summary
 from weft.view.quantity import clock, count, memory, short_time, sparkline
+from weft.view.step_lines import round_up
 
 RUN = {
     "event": "run",
@@ -38,7 +39,7 @@ HEADER = """\
 ╰──────────────────────────────────────────────────────────────────────────────╯
 """
 AFTER_FOUR = """\
- step         4/200  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   2%   0:39 left
+ step         4/200  ━━━━━━━━━━━━━━━━━━━━━━━━━━   2%   0:06 elapsed, 0:39 left
  loss       2.0000 nats  █▆▃▁
  gradient   norm 1.234     lr 3.00e-03
  speed      12,345 tokens/s, 200 ms a step
@@ -118,9 +119,15 @@ def live(width: int, height: int = 24, **options) -> tuple[LiveView, io.StringIO
     return LiveView(console, now=iter(range(10**6)).__next__), file
 
 
-def plain() -> tuple[PlainView, io.StringIO]:
+def plain(every: int = 0) -> tuple[PlainView, io.StringIO]:
     file = io.StringIO()
-    return PlainView(file), file
+    return PlainView(file, every=every, now=iter(range(10**6)).__next__), file
+
+
+def numbers_of_lines(file: io.StringIO) -> list[int]:
+    """The steps that have a line."""
+    lines = file.getvalue().splitlines()
+    return [int(line[4:].partition("/")[0]) for line in lines if line.startswith("step ")]
 
 
 def show(view, *events) -> None:
@@ -222,8 +229,8 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_the_panel(monkeypatch):
 
 
 def test_plain_lines_are_about_fifty_with_first_and_last():
-    file = io.StringIO()
-    show(PlainView(file), {**RUN, "steps": 1234}, *(step(k) for k in range(1, 1235)))
+    view, file = plain()
+    show(view, {**RUN, "steps": 1234}, *(step(k) for k in range(1, 1235)))
     lines = [line for line in file.getvalue().splitlines() if line.startswith("step")]
     assert [line.split("/")[0] for line in (lines[0], lines[1], lines[-1])] == [
         "step    1",
@@ -233,8 +240,60 @@ def test_plain_lines_are_about_fifty_with_first_and_last():
     assert len(lines) == 26
     assert lines[1] == (
         "step   50/1234  loss -44.0000 nats  grad norm 1.234  lr 3.00e-03  12,345 tokens/s  200 ms/step  "
-        "memory pp0 312 MiB, pp1 298 MiB  3:57 left"
+        "memory pp0 312 MiB, pp1 298 MiB  0:50 elapsed  3:57 left"
     )
+
+
+def test_plain_lines_of_every_nth_step_and_of_steps_that_something_follows():
+    view, file = plain(every=4)
+    saved = {"event": "save", "step": 6, "path": "x", "bytes": 1, "stall_s": 0, "write_s": 0}
+    spike = {"event": "guard", "kind": "spike", "step": 10, "text": "guard: a spike"}
+    show(
+        view,
+        {**RUN, "steps": 15},
+        *(step(k) for k in range(1, 6)),
+        {"event": "eval", "step": 5, "loss": 2.5},
+        step(6),
+        step(7),
+        saved,  # it was written while step 7 was trained
+        *(step(k) for k in range(8, 10)),
+        spike,  # before the event of its step
+        *(step(k) for k in range(10, 16)),
+    )
+    assert numbers_of_lines(file) == [1, 4, 5, 6, 8, 10, 12, 15]
+    lines = file.getvalue().splitlines()
+    place = lines.index(next(line for line in lines if line.startswith("evaluated after step 5")))
+    assert lines[place - 1].startswith("step  5/15"), "the line of a step is above what follows it"
+
+
+def test_a_step_that_is_trained_again_has_its_line_again():
+    view, file = plain(every=1)
+    back = {"event": "resume", "step": 1, "path": "x", "layout": "dp2"}
+    show(view, RUN, step(1), step(2), back, step(2), step(3))
+    assert numbers_of_lines(file) == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("make", [lambda: live(80), plain], ids=["live", "plain"])
+def test_the_last_evaluation_stands_beside_the_loss(make):
+    view, file = make()
+    show(view, {**RUN, "steps": 2}, step(1), {"event": "eval", "step": 1, "loss": 4.25}, step(2))
+    row = next(row for row in reversed(Terminal(200).read(file.getvalue())) if "4.0000" in row)
+    assert "4.0000 nats" in row
+    assert "evaluation 4.25" in row
+
+
+def test_a_terminal_gets_lines_above_the_panel_where_their_number_is_named():
+    file = TerminalFile()
+    show(
+        LiveView(Console(file=file, force_terminal=True, width=200), every=2),
+        RUN,
+        *map(step, range(1, 6)),
+    )
+    rows = Terminal(200).read(file.getvalue())
+    assert [row[:12] for row in rows if row.startswith("step")] == [
+        f"step   {k}/200" for k in (1, 2, 4)
+    ]
+    assert sum(row.startswith(" step") for row in rows) == 1
 
 
 @pytest.mark.parametrize("make", [lambda: live(80), plain], ids=["live", "plain"])

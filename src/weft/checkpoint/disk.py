@@ -35,7 +35,7 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, text: str, *, kept: Path | None = None) -> None:
+def replace_file(path: Path, content: str | bytes, *, kept: Path | None = None) -> None:
     """Write a file whole: to a private temporary file, flushed to the disk, then renamed.
 
     A symbolic link at `path` is replaced, not followed; one at the temporary name is an error.
@@ -47,8 +47,8 @@ def replace_file(path: Path, text: str, *, kept: Path | None = None) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(temporary, flags, 0o666), "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(os.open(temporary, flags, 0o666), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         if kept is not None:

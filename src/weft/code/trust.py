@@ -71,12 +71,32 @@ def trust(reference: str, environ: Mapping[str, str] | None = None) -> None:
     """
     environ = os.environ if environ is None else environ
     digest = digest_before_import(reference)
-    if digest is None or is_trusted(digest, environ):
+    if digest is not None:
+        _put_on_list(digest, reference, environ)
+
+
+def digest_of_text(key: str, text: str) -> str:
+    """The digest of a text that a run acts on, such as a command: the value of a key of its config."""
+    return hashlib.sha256(f"{key}\0{text}".encode()).hexdigest()[:DIGITS]
+
+
+def trust_text(key: str, text: str) -> None:
+    """Put a text that a run acts on on the list of this user; the list does not hold the text itself."""
+    _put_on_list(digest_of_text(key, text), key, os.environ)
+
+
+def is_text_trusted(key: str, text: str, environ: Mapping[str, str]) -> bool:
+    """Whether the user has named this text, or trusts everything in this command."""
+    return environ.get(VARIABLE) == ALL or is_trusted(digest_of_text(key, text), environ)
+
+
+def _put_on_list(digest: str, name: str, environ: Mapping[str, str]) -> None:
+    if is_trusted(digest, environ):
         return
     folder = user_folder(environ) / FOLDER
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (folder / digest).write_text(f"{reference}\n", encoding="utf-8")
+        (folder / digest).write_text(f"{name}\n", encoding="utf-8")
     if not is_trusted(digest, environ) and environ.get(VARIABLE) != ALL:
         digests = filter(None, (environ.get(VARIABLE, ""), digest))
         os.environ[VARIABLE] = ":".join(digests)

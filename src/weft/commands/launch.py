@@ -185,8 +185,9 @@ def _job(run: Run, options: LaunchOptions, *, out: Path, engine: Engine) -> Clus
 
 
 def _names_code(run: Run) -> bool:
-    """Whether the config names code of the user, who trusts it here by now."""
-    return is_reference(run.model.name) or is_user_class(run.optim.name)
+    """Whether the config names code of the user, or whom to tell: the user trusts it here by now."""
+    names_alert = run.alert.command is not None or run.alert.url is not None
+    return is_reference(run.model.name) or is_user_class(run.optim.name) or names_alert
 
 
 def _option_faults(

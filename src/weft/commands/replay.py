@@ -79,7 +79,7 @@ def run_to_repeat(folder: Path, layout: str) -> Run:
     else:
         one_device = {"mesh": "", "parallel": ParallelConfig(), "pipeline": PipelineConfig()}
         run = run.model_copy(update=one_device)
-    without_folder = {"nproc": None, "sample": 0, "out": None, "resume": None}
+    without_folder = {"nproc": None, "sample": 0, "sample_every": 0, "out": None, "resume": None}
     return run.model_copy(update=without_folder)
 
 

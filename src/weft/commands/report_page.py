@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.report.recorded_values import RunRecord
 
 NAME = "weft report"
-USAGE = "RUN [RUN ...] [--out FILE.html] [--svg FILE.svg] [--csv FILE.csv]"
+USAGE = "RUN [RUN ...] [--out FILE.html] [--svg FILE.svg] [--png FILE.png] [--csv FILE.csv]"
 LINE = "show runs on one page: curves, memory, proof, events, config"
 MAX_RUNS = 8
 
@@ -47,6 +47,13 @@ class ReportOptions(ConfigSection):
         examples=["x.svg"],
         pattern=r"\.svg$",
         description="a file for all charts as one picture",
+    )
+    png: str | None = Field(
+        None,
+        title="the name of a PNG file",
+        examples=["x.png"],
+        pattern=r"\.png$",
+        description="the same picture as PNG; needs weft-train[png]",
     )
     csv: str | None = Field(
         None,
@@ -71,7 +78,9 @@ def report(words: Sequence[str]) -> int:
         raise UserError(Fault(NAME, "takes run folders", got=got, need=need, fix="see weft runs"))
     folders = [run_folder_of(place, command=NAME) for place in places]
     page = options.out or str(folders[0] / FILE if len(folders) == 1 else FILE)
-    check_files(options.model_copy(update={"out": page}), "out", "svg", "csv")
+    check_files(options.model_copy(update={"out": page}), "out", "svg", "png", "csv")
+    if options.png:
+        _check_png()
     from weft.report.charts import charts  # late: they import numpy
     from weft.report.page import report_page
     from weft.report.recorded_values import RunRecord
@@ -82,19 +91,41 @@ def report(words: Sequence[str]) -> int:
         RunRecord.read(folder, state=run_status(folder, now_s=now_s).state) for folder in folders
     ]
     _write("out", page, report_page(runs))
-    if options.svg:
-        title = ", ".join(run.name for run in runs)
+    if options.svg or options.png:
         marks = runs[0].marks if len(runs) == 1 else ()
-        _write("svg", options.svg, picture(charts(runs), title=title, marks=marks))
+        svg = picture(charts(runs), names=[run.name for run in runs], marks=marks)
+        if options.svg:
+            _write("svg", options.svg, svg)
+        if options.png:
+            _write("png", options.png, _rasterized(svg))
     if options.csv:
         _write("csv", options.csv, _table(runs))
     return EXIT_OK
 
 
-def _write(key: str, file: str, text: str) -> None:
+def _check_png() -> None:
+    """What a PNG needs is here.
+
+    Raises:
+        UserError: a package or a font is missing; nothing is written.
+    """
+    from weft.report.png_picture import png_faults  # late: with the rest of the report
+
+    faults = list(png_faults())
+    if faults:
+        raise UserError(*faults)
+
+
+def _rasterized(svg: str) -> bytes:
+    from weft.report.png_picture import png_of
+
+    return png_of(svg)
+
+
+def _write(key: str, file: str, content: str | bytes) -> None:
     """Write a file whole, so that a reader never sees half of it."""
     try:
-        replace_file(Path(file), text)
+        replace_file(Path(file), content)
     except OSError as error:
         reason = error.strerror or str(error)
         fix = f"--{key} with a file in another folder"

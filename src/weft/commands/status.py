@@ -47,8 +47,9 @@ NOW_S = 0.01
 """A shorter time since the last progress is shown as now."""
 
 State = Literal["running", "stuck", "failed", "done", "stopped", "interrupted"]
+DONE: State = "done"
 STATES: dict[str, State] = {
-    "finished": "done",
+    "finished": DONE,
     "failed": "failed",
     "stopped": "stopped",
     "interrupted": "interrupted",

@@ -91,7 +91,7 @@ def _groups(
             values = []
         elif name in known and _is_alone(known[name]) and values[:1] in (["False"], ["false"]):
             continue
-        if name in known and _takes_several(name, known[name]):
+        if name in known and takes_several(name, known[name]):
             several.setdefault(name, []).extend(values)
         else:
             yield name, [word] if equals and values else [flag, *values]
@@ -108,14 +108,15 @@ def _values(left: Sequence[str], name: str, field: FieldInfo | None) -> Iterator
             return
         if field is not None and _is_alone(field) and not _names_json(word):
             return
-        if field is not None and number and not _takes_several(name, field):
+        if field is not None and number and not takes_several(name, field):
             return
         if number and word.endswith((".toml", ".py")):
             return
         yield word
 
 
-def _takes_several(name: str, field: FieldInfo) -> bool:
+def takes_several(name: str, field: FieldInfo) -> bool:
+    """Whether a value of this option has several words."""
     return name in flags.JOINED or "tuple" in str(field.annotation)
 
 

@@ -14,7 +14,16 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from weft.code.identity import CodeIdentity, changed_parts, stored_parts
-from weft.config import flags, toml
+from weft.code.trust import trust_text
+from weft.config import flags
+from weft.config.base_files import (
+    ConfigFile,
+    keys_of_chain,
+    merged_keys,
+    read_chain,
+    with_note_on_base,
+    with_source,
+)
 from weft.config.families import ModelChoice, choose_model, default_model, preset_fields, run_type
 from weft.config.finetuning import finetuning_defaults
 from weft.config.hf.from_hf import KEY as FROM_HF
@@ -42,6 +51,7 @@ DEFAULT_SOURCE = {"tokens": "stdlib", "images": "digits", "arrays": "random"}
 
 NAME = "model.name"
 RESUME_CODE = "resume_code"
+ALERT_KEYS = ("alert.command", "alert.url")
 
 AUTO_MESH = "auto"
 """As `mesh`: a command chooses it for the devices that are there."""
@@ -82,11 +92,13 @@ class _Sources:
     """What file and flags say, and the model that they choose.
 
     Attributes:
+        chain: the config file behind its bases.
         values: of keys, which win over the file as flags do.
         run_folder: of the config file, which is a run's where the run has written it.
     """
 
     file: Flat
+    chain: tuple[ConfigFile, ...]
     values: Flat
     words: flags.Words
     folder: FolderModel
@@ -134,7 +146,7 @@ def try_load(
     named = {**sources.values, **given.values}
     is_table = partial(table_key, known=known)
     unknown = [
-        unknown_key(key, known)
+        with_source(unknown_key(key, known), sources.chain)
         for key in {**sources.file, **sources.values}
         if key not in known and not is_table(key)
     ]
@@ -183,15 +195,14 @@ def try_load(
         run = run.with_values({"mesh": ""})
     faults = (
         *sources.faults,
-        *unknown,
-        *given.faults,
+        *map(with_note_on_base, (*unknown, *given.faults)),
         *undecodable(asked),
         *unexpanded(asked),
         *contradicting,
         *rates,
         *schedule.faults,
         *changed,
-        *invalid,
+        *(fault if fault.key in named else with_source(fault, sources.chain) for fault in invalid),
         *too_large,
         *optimizer,
         *mesh_faults,
@@ -207,16 +218,21 @@ def _read_sources(
     """
     words, word_faults = _with_model_file(flags.split(argv))
     words, of_folder = with_run_file(words)
-    file, file_faults = _read_file(words.loose)
-    file.update(of_folder | out_of_stored(words.loose, file))
+    chain, file_faults = _read_files(words.loose)
+    file = keys_of_chain(chain)
+    if chain:
+        file.update(of_folder | out_of_stored(words.loose, file))
     file_faults = (*word_faults, *file_faults)
     values = dict(given_values)
     first = {**values, **flags.first_words(words)}
     for layer in (file, first):
         if is_reference(layer.get(NAME)):
             layer[NAME] = canonical_reference(layer[NAME])
-    is_unknown = is_stored(words.loose, file) and first.get(RESUME_CODE) != "any"
+    is_from_run = any(is_stored([each.path], file) for each in chain)
+    is_unknown = is_from_run and first.get(RESUME_CODE) != "any"
     _trust_named(first, {} if is_unknown else file)
+    if len(chain) > 1:
+        file = _of_one_model(file, chain, families)
     folder, folder_faults = select_folder(file, first, families)
     folder_name = str(first.get(FROM_HF, file.get(FROM_HF)))
     if HUB_NAME.fullmatch(folder_name) and not Path(folder_name).exists():
@@ -230,6 +246,7 @@ def _read_sources(
         file = _without_model(file)
     return _Sources(
         file=file,
+        chain=chain,
         values=values,
         words=words,
         folder=folder,
@@ -240,14 +257,23 @@ def _read_sources(
 
 
 def _without_model(layer: Flat) -> Flat:
-    return {key: value for key, value in layer.items() if not key.startswith("model.")}
+    return {key: value for key, value in layer.items() if not _is_of_model(key)}
+
+
+def _is_of_model(key: str) -> bool:
+    return key.startswith("model.")
 
 
 def _trust_named(*layers: Flat) -> None:
-    """Trust the code that the user names: in flags, or in a config file that weft has not written."""
+    """Trust the code, and what alerts run, that the user names: in flags, or in a config file that
+    weft has not written.
+    """
     for layer in layers:
         for key in (NAME, OPTIMIZER):
             trust_named(layer.get(key, ""))
+        for key in ALERT_KEYS:
+            if isinstance(layer.get(key), str):
+                trust_text(key, layer[key])
 
 
 def _with_model_file(words: flags.Words) -> tuple[flags.Words, tuple[Fault, ...]]:
@@ -303,14 +329,26 @@ def _changed_file(sources: _Sources, families: Families, values: Flat) -> Iterat
     yield Fault(DIGEST, what, got=current, need=str(values[DIGEST]), fix=fix)
 
 
-def _read_file(paths: Sequence[str]) -> tuple[Flat, tuple[Fault, ...]]:
+def _of_one_model(file: Flat, chain: Sequence[ConfigFile], families: Families) -> Flat:
+    """The keys of a file without fields of a model that only one of its bases chooses."""
+    with_names = [replace(each, keys=_with_canonical_name(each.keys)) for each in chain]
+    kept = merged_keys(with_names, families)
+    return {key: value for key, value in file.items() if key in kept or not _is_of_model(key)}
+
+
+def _with_canonical_name(keys: Flat) -> Flat:
+    name = keys.get(NAME)
+    return {**keys, NAME: canonical_reference(str(name))} if is_reference(name) else keys
+
+
+def _read_files(paths: Sequence[str]) -> tuple[tuple[ConfigFile, ...], tuple[Fault, ...]]:
     if len(paths) > 1:
         fix = "give one; text with spaces needs quotes, and keys begin with two dashes"
-        return {}, (Fault("config", "more than one config file", got=" ".join(paths), fix=fix),)
+        return (), (Fault("config", "more than one config file", got=" ".join(paths), fix=fix),)
     try:
-        return (toml.read(paths[0]) if paths else {}), ()
+        return (read_chain(paths[0]) if paths else ()), ()
     except ConfigError as error:
-        return {}, error.faults
+        return (), error.faults
 
 
 def _download(hub_name: str) -> str:

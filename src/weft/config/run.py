@@ -10,12 +10,14 @@ from pydantic import BaseModel, Field
 from weft.config.hardware import Hardware, find_hardware
 from weft.config.schema import (
     MAX_COUNT,
+    AlertConfig,
     BatchConfig,
     ConfigSection,
     DataConfig,
     DpoConfig,
     EvalConfig,
     GuardConfig,
+    LogConfig,
     LoraConfig,
     ModelSection,
     OptimConfig,
@@ -83,6 +85,12 @@ class Run(ConfigSection):
     sample: int = Field(
         0, ge=0, le=2**24, description="tokens to generate after the last step; 0: none"
     )
+    sample_every: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between texts of `sample` tokens; 0: only after the last step",
+    )
     track: tuple[TrackerName, ...] = Field(
         (),
         description="trackers that get every number of the run: tensorboard, wandb, mlflow, trackio, csv, prometheus",
@@ -129,6 +137,8 @@ class Run(ConfigSection):
     eval: EvalConfig = Field(
         default_factory=EvalConfig, description="loss on text that is not trained on"
     )
+    alert: AlertConfig = Field(default_factory=AlertConfig, description="events that are passed on")
+    log: LogConfig = Field(default_factory=LogConfig, description="the screen")
     prove: ProveConfig = Field(
         default_factory=ProveConfig, description="proof of the run before its first step"
     )

@@ -66,10 +66,11 @@ def is_stored(files: Sequence[str], file: Flat) -> bool:
     if not files:
         return False
     path = Path(files[0])
-    return STORED_NAME.fullmatch(path.name) is not None or DIGEST in file or _is_of_run(path)
+    return STORED_NAME.fullmatch(path.name) is not None or DIGEST in file or is_of_run(path)
 
 
-def _is_of_run(path: Path) -> bool:
+def is_of_run(path: Path) -> bool:
+    """Whether a config lies beside what a run has written."""
     return any((path.parent / name).exists() for name in FILES_OF_RUNS)
 
 
@@ -88,7 +89,7 @@ def out_of_stored(files: Sequence[str], file: Flat) -> Flat:
     if not files or STORED_NAME.fullmatch(Path(files[0]).name) is None:
         return {}
     path, out = Path(files[0]), file.get("out")
-    if not isinstance(out, str) or "://" in out or not _is_of_run(path):
+    if not isinstance(out, str) or "://" in out or not is_of_run(path):
         return {}
     old = os.path.realpath(os.path.expanduser(out))
     if old == os.path.realpath(path.parent):

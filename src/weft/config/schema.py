@@ -138,6 +138,34 @@ class EvalConfig(ConfigSection):
     )
 
 
+class LogConfig(ConfigSection):
+    """What a run shows on the screen."""
+
+    every: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between two lines on the screen (events and reports have all); 0: about 50 lines a run",
+    )
+
+
+class AlertConfig(ConfigSection):
+    """A program and a URL that get the events of guards, restarts, failures and the end."""
+
+    command: str | None = Field(
+        None,
+        title="a command with its arguments, run without a shell",
+        examples=['"notify-send training"'],
+        description="gets each of these events as JSON on its standard input: see docs/runs.md",
+    )
+    url: str | None = Field(
+        None,
+        title="a URL of http or https, in which $NAME stands for an environment variable",
+        examples=["'$ALERT_URL'"],
+        description="gets each of these events as JSON by POST; $NAME: a variable, which is not stored",
+    )
+
+
 class BatchConfig(ConfigSection):
     """Batch sizes."""
 

@@ -104,6 +104,7 @@ def _smaller_schedule(run: Run) -> Run:
         "optim.clip": min(optim.clip, CLIP),
         "eval.every": 0,
         "sample": 0,
+        "sample_every": 0,
         "save.every": 0,
         "resume": None,
         "resume_code": "same",

@@ -45,6 +45,13 @@ def text_options_are_of_text(model: ModelConfig, data: DataConfig) -> Iterator[F
         yield from set_keys(data, "data", OF_TEXT, what, fix="leave it out")
 
 
+def samples_are_on(*, sample: int, sample_every: int) -> Iterator[Fault]:
+    """How often a text is generated is read only where a text has tokens."""
+    if sample_every and not sample:
+        what = "is set, and sample is 0 (no texts)"
+        yield Fault("sample_every", what, got=str(sample_every), fix="--sample 40")
+
+
 def switched_off(
     *,
     evaluation: EvalConfig,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from weft.config import lora, sites, suggestions, unused_keys
+from weft.config.alert_keys import secret_faults
 from weft.config.checks import Check, Suggestion
 from weft.config.hardware import hardware_faults, stack_faults
 from weft.config.layout_rules import (
@@ -113,6 +114,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
         Check(("profile", "steps"), partial(profile_faults, run.profile, num_steps=run.steps)),
         Check(("model", "sample"), partial(unused_keys.sample_is_text, model, run.sample)),
         Check(("model", "data"), partial(unused_keys.text_options_are_of_text, model, data)),
+        Check(("alert",), partial(secret_faults, run.alert)),
         Check(("data",), partial(unused_keys.sources_are_one_or_mixed, data)),
         Check(("hardware", "stack"), partial(stack_faults, run.hardware, run.stack)),
         Check(

@@ -13,7 +13,8 @@ Note [A cell is a position]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from weft.core.attention_mask import AttentionMask, Feature
 from weft.models.common.attention import (
+    Attend,
     AttentionSpec,
     FusedAttention,
     eager_attention,
@@ -253,6 +255,25 @@ def install_kv_cache(stages: Mapping[int, nn.ModuleDict]) -> tuple[KVCache, ...]
                 for implementation in set_implementations(inner, CachedAttention, name=name)
             )
     return tuple(caches)
+
+
+@contextmanager
+def restored_modules(stages: Mapping[int, nn.ModuleDict]) -> Iterator[None]:
+    """Around generation with a model that trains on: its modules, and the implementations of their
+    attention, are then those of before.
+    """
+    modules = [dict(stage.named_modules(remove_duplicate=False)) for stage in stages.values()]
+    attends = [each for found in modules for each in found.values() if isinstance(each, Attend)]
+    implementations = [attend.implementation for attend in attends]
+    try:
+        yield
+    finally:
+        for stage, found in zip(stages.values(), modules, strict=True):
+            for path, module in found.items():  # parents before what they hold
+                if path and stage.get_submodule(path) is not module:
+                    stage.set_submodule(path, module)
+        for attend, implementation in zip(attends, implementations, strict=True):
+            attend.implementation = implementation
 
 
 Angles = tuple[Tensor, Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from weft.config.schema import DataConfig
 from weft.core.model_config import ModelConfig
 from weft.data.prepared import tokenizer_of
 from weft.errors import counted
+from weft.generate.cache import restored_modules
 from weft.generate.decode import Decoder, TextRow, decode, load_model
 from weft.generate.detokenize import GeneratedText
 from weft.generate.job import GenerationJob, max_positions
@@ -31,7 +32,7 @@ from weft.run.world import World, detect
 from weft.train.build import family_of
 
 TRAINING_TEMPERATURE = 0.8
-"""Of the text that a training run samples at its end."""
+"""Of the texts that a training run samples."""
 
 
 def generate(job: GenerationJob) -> int:
@@ -190,12 +191,15 @@ def sample_trained(
     data: DataConfig,
     num_tokens: int,
     seed: int,
+    on_token: Callable[[], object] = lambda: None,
 ) -> str:
-    """Text of `num_tokens` tokens that a trained model continues `prompt` with, on the mesh that
-    trained it.
+    """Text of `num_tokens` tokens that a model which trains continues `prompt` with, on its mesh.
 
     Every rank takes part and returns it; a model with learned positions stops at its last one. The
-    model must not be trained on: its attention computes with a cache from now on.
+    model can be trained on: nothing is drawn from a generator, and its modules are put back.
+
+    Args:
+        on_token: called before each token.
     """
     tokenizer = tokenizer_of(data)
     row = TextRow(tuple(tokenizer.encode(prompt)) or (0,))
@@ -205,10 +209,10 @@ def sample_trained(
         num_positions = len(row.prompt) + len(row.tokens)
         return len(row.tokens) == num_tokens or num_positions == limit
 
-    sampling = Sampling(TRAINING_TEMPERATURE, seed=seed)
-    decoder = Decoder(model, vocab=config.axis_sizes()["vocab"], max_positions=limit)
-    for _ in decode(
-        decoder, [row], choose=partial(_sample_with, sampling), is_finished=is_finished
-    ):
-        pass
+    choose = partial(_sample_with, Sampling(TRAINING_TEMPERATURE, seed=seed))
+    with restored_modules(model.stages):
+        on_token()
+        decoder = Decoder(model, vocab=config.axis_sizes()["vocab"], max_positions=limit)
+        for _ in decode(decoder, [row], choose=choose, is_finished=is_finished):
+            on_token()
     return tokenizer.decode(row.tokens)

@@ -20,8 +20,8 @@ from weft.small_files import UnreadableFile, read_json_object, user_folder
 MAX_BYTES = 2**16
 FOLDER = "proofs"
 IRRELEVANT = {
-    "out", "resume", "seed", "device", "transport", "nproc", "port", "sample", "data", "save",
-    "run", "guard", "eval", "prove", "track", "report",
+    "out", "resume", "seed", "device", "transport", "nproc", "port", "sample", "sample_every", "data", "save",
+    "run", "guard", "eval", "prove", "track", "report", "log", "alert",
 }  # fmt: skip
 """Sections and keys that do not change what is computed, or are not compared."""
 

@@ -48,8 +48,12 @@ DARK = {
 }
 
 
-def report_page(runs: Sequence[RunRecord]) -> str:
-    """The page of one run, or of several over each other."""
+def report_page(runs: Sequence[RunRecord], others: Sequence[RunRecord] = ()) -> str:
+    """The page of one run, or of several over each other.
+
+    Args:
+        others: runs that stand in the tables of figures and of keys alone.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined  # late: 60 ms to import
 
     environment = Environment(
@@ -57,7 +61,8 @@ def report_page(runs: Sequence[RunRecord]) -> str:
     )
     environment.filters["lines"] = _lines
     found = charts(runs)
-    configs = [dict(run.config) for run in runs]
+    tabled = [*runs, *others]
+    configs = [dict(run.config) for run in tabled]
     scripts = [_file("uplot.js"), _file("charts.js")]
     sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     template = environment.get_template("page.html")
@@ -68,12 +73,13 @@ def report_page(runs: Sequence[RunRecord]) -> str:
         scripts=scripts,
         data=_data(runs, found),
         runs=runs,
+        tabled=tabled,
         charts=[(chart, chart_svg(chart, marks=_across(runs))) for chart in found],
         answers=[(run, answers(run)) for run in runs],
-        figures=_by_name([final_figures(run) for run in runs]),
-        differing=list(config_rows(runs, different_keys(configs))),
+        figures=_by_name([final_figures(run) for run in tabled]),
+        differing=list(config_rows(tabled, different_keys(configs))),
         config=list(
-            config_rows(runs, list(dict.fromkeys(key for each in configs for key in each)))
+            config_rows(tabled, list(dict.fromkeys(key for each in configs for key in each)))
         ),
         layouts=[(run, mesh_picture(str(run.start.get("layout", "")))) for run in runs],
         marks=[(run, list(reversed(run.marks))[:MOST_MARKS]) for run in runs],

@@ -65,7 +65,7 @@ class RunRecord:
         stage_bytes: measured memory, a row for each step and a column for each stage.
         repeated: steps that a resume or restart went back behind.
         proofs: verdicts of the last start: those before it may be of other layouts.
-        samples: texts.
+        samples: texts, the newest of each step.
         prediction, end: events; empty where there is none.
     """
 
@@ -119,7 +119,7 @@ class RunRecord:
             evaluations=tuple(_evaluations(by_kind.get("eval", ()))),
             marks=tuple(_marks(events, unit=Progress(run=start).unit)),
             proofs=tuple(_since_last(events, "run", of="proof")),
-            samples=tuple(by_kind.get("sample", ())),
+            samples=tuple(_samples(by_kind.get("sample", ()))),
             prediction=_last(by_kind, "prediction"),
             end=end,
         )
@@ -194,6 +194,12 @@ def _evaluations(events: Sequence[Event]) -> Iterator[tuple[int, float]]:
     """Step and loss, the newest of each step, in the order of steps."""
     newest = {event.get("step", 0): number(event.get("loss")) for event in events}
     yield from sorted(newest.items())
+
+
+def _samples(events: Sequence[Event]) -> list[Event]:
+    """The newest text of each step, in the order of steps; one without a step is of the end."""
+    newest = {number(event.get("step", math.inf)): event for event in events}
+    return [newest[step] for step in sorted(newest)]
 
 
 def _marks(events: Sequence[Event], *, unit: str) -> Iterator[Mark]:

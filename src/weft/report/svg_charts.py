@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 30
 MOST_POINTS = 600
 MOST_TICKS = 5
-MOST_LEGEND = 6
+CHARACTER_PX = 7.1
+"""Width of a character of a label, at most on average."""
+ROW_PX = 20
+"""Height of a row of a legend above the charts."""
+LEGEND_PX = 30
+"""Width of an entry of a legend beside its name."""
 QUIET_MARKS = ("save", "note")
 """Kinds without a line across the chart."""
 COLOURS = ("#2563eb", "#d9480f", "#15803d", "#9333ea", "#0e7490", "#be123c", "#a16207", "#475569")
@@ -81,19 +87,44 @@ class Axis:
             yield index * step
 
 
-def picture(charts: Sequence[Chart], *, title: str, marks: Sequence[Mark] = ()) -> str:
-    """All charts below each other, as one document."""
-    height = HEIGHT * len(charts) + 40
+def picture(charts: Sequence[Chart], *, names: Sequence[str], marks: Sequence[Mark] = ()) -> str:
+    """All charts below each other, as one document.
+
+    Args:
+        names: of the runs; several stand beside their colours above the charts.
+    """
+    heading, top = _heading(names)
+    height = HEIGHT * len(charts) + top
     parts = [
         document_start(WIDTH, height, font_family="DejaVu Sans, sans-serif", font_size=12),
         f"<style>{style('')}</style>",
         element("rect", width=WIDTH, height=height, **{"class": "bg"}),
-        text_element(title, x=12, y=26, font_size=16, font_weight="bold", **{"class": "ink"}),
+        *heading,
     ]
     for index, chart in enumerate(charts):
-        content = "\n".join(_elements(chart, marks))
-        parts.append(element("g", content, transform=f"translate(0 {40 + index * HEIGHT})"))
+        content = "\n".join(_elements(chart, marks, has_legend=len(names) == 1))
+        parts.append(element("g", content, transform=f"translate(0 {top + index * HEIGHT})"))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _heading(names: Sequence[str]) -> tuple[list[str], int]:
+    """The name of a run, or those of several in their colours, in rows; and the height of all that."""
+    if len(names) == 1:
+        title = text_element(
+            names[0], x=12, y=26, font_size=16, font_weight="bold", **{"class": "ink"}
+        )
+        return [title], 40
+    parts: list[str] = []
+    x, y = float(LEFT), 24
+    for index, name in enumerate(names):
+        width = CHARACTER_PX * len(name) + LEGEND_PX
+        if x > LEFT and x + width > WIDTH - RIGHT:
+            x, y = float(LEFT), y + ROW_PX
+        dot = {"class": f"f{index % len(COLOURS)}"}
+        parts.append(element("rect", x=px(x), y=y - 9, width=10, height=10, rx=2, **dot))
+        parts.append(text_element(name, x=px(x + 16), y=y, **{"class": "ink"}))
+        x += width
+    return parts, y + ROW_PX
 
 
 def chart_svg(chart: Chart, *, marks: Sequence[Mark] = ()) -> str:
@@ -109,7 +140,7 @@ def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _elements(chart: Chart, marks: Sequence[Mark]) -> Iterator[str]:
+def _elements(chart: Chart, marks: Sequence[Mark], *, has_legend: bool = True) -> Iterator[str]:
     x_axis = Axis.over(
         [float(x) for series in chart.series for x in series.curve.x[[0, -1]]],
         start=LEFT,
@@ -120,6 +151,8 @@ def _elements(chart: Chart, marks: Sequence[Mark]) -> Iterator[str]:
         [float(values.min()), float(values.max())], start=HEIGHT - BOTTOM, end=TOP, room=0.05
     )
     heading = f"{chart.title}, {chart.unit}" if chart.unit else chart.title
+    if _shares_colours(chart.series):
+        heading += "; points are evaluations"
     yield text_element(heading, x=LEFT, y=16, font_weight="bold", **{"class": "ink"})
     yield from _grid(x_axis, y_axis)
     for mark in marks:
@@ -128,7 +161,14 @@ def _elements(chart: Chart, marks: Sequence[Mark]) -> Iterator[str]:
             yield element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, **{"class": "mark"})
     for series in chart.series:
         yield _curve(series, x_axis, y_axis)
-    yield from _legend(chart.series)
+    if has_legend:
+        yield from _legend(chart.series, start=LEFT + CHARACTER_PX * len(heading))
+
+
+def _shares_colours(series: Sequence[ChartSeries]) -> bool:
+    """Whether points have the colours of curves: those of several runs do."""
+    curves = {each.colour for each in series if each.style != "points"}
+    return any(each.style == "points" and each.colour in curves for each in series)
 
 
 def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
@@ -157,15 +197,28 @@ def _curve(series: ChartSeries, x_axis: Axis, y_axis: Axis) -> str:
     return element("polyline", points=corners, stroke_width=1.5, **{"class": f"s{colour}"})
 
 
-def _legend(series: Sequence[ChartSeries]) -> Iterator[str]:
-    """The names of several curves, from the right."""
-    if len(series) == 1:
+def _legend(series: Sequence[ChartSeries], *, start: float) -> Iterator[str]:
+    """The names of several curves, as many as there is room for behind `start`; points have the
+    colour of the curve of their run.
+    """
+    named = [each for each in series if each.style != "points" or not _shares_colours(series)]
+    if len(named) == 1:
         return
+    labels = [each.label if len(each.label) <= 24 else f"{each.label[:23]}…" for each in named]
+    widths = [CHARACTER_PX * len(label) + LEGEND_PX for label in labels]
+    room = WIDTH - RIGHT - start
+    num_shown = sum(width <= room for width in itertools.accumulate(widths))
     x = float(WIDTH - RIGHT)
-    for each in reversed(series[:MOST_LEGEND]):
-        label = each.label if len(each.label) <= 24 else f"{each.label[:23]}…"
+    if num_shown < len(named):
+        rest = f"and {len(named) - num_shown} more"
+        num_shown -= sum(widths[:num_shown]) + CHARACTER_PX * len(rest) > room
+        rest = f"and {len(named) - num_shown} more"
+        yield text_element(rest, x=px(x), y=16, text_anchor="end", **{"class": "dim"})
+        x -= CHARACTER_PX * len(rest) + 14
+    shown = list(zip(named, labels, strict=True))[:num_shown]
+    for each, label in reversed(shown):
         yield text_element(label, x=px(x), y=16, text_anchor="end", **{"class": "dim"})
-        x -= 7.1 * len(label) + 16
+        x -= CHARACTER_PX * len(label) + 16
         yield element(
             "rect",
             x=px(x),

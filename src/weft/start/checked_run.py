@@ -7,14 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weft.config import toml
 from weft.config.checks import Adaptation, CheckTable, run_checks
+from weft.config.keys import Flat, flatten
 from weft.config.load import NO_VALUES, Loaded, try_load
 from weft.config.run import Run, plan_of
+from weft.config.run_files import absolute_paths
 from weft.config.schema import ModelSection
 from weft.config.validate import config_checks
 from weft.errors import Fault, UserError
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
+from weft.small_files import parse_toml
 from weft.start.auto_mesh import ChooseMesh, not_taken
 from weft.start.environment import is_first
 from weft.start.transformers_model import prepared
@@ -68,6 +72,12 @@ def load_checked_run(
     if FAMILIES.is_user_model(run.model.name):
         _check_user_model(run.model, plan_of(run))
     return run
+
+
+def stored_form(run: Run) -> Flat:
+    """The dotted keys of a run as its run.toml has them."""
+    absolute = absolute_paths(flatten(run.model_dump(mode="json")))
+    return flatten(parse_toml(toml.dump(run.with_values(absolute))))
 
 
 def _check_without_mesh(loaded: Loaded, *tables: CheckTable, adapt: Adaptation | None) -> None:

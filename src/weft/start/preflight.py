@@ -18,7 +18,7 @@ from weft.config.hf.safetensors_files import read_json
 from weft.config.optimizers import is_user_class
 from weft.config.run import Run
 from weft.config.schema import LoraConfig, ModelSection, OptimConfig, SiteConfig
-from weft.config.unused_keys import full_mesh_is_elastic, switched_off
+from weft.config.unused_keys import full_mesh_is_elastic, samples_are_on, switched_off
 from weft.config.validate import config_checks
 from weft.config.value_faults import rate_notes
 from weft.core.axes import local_update_axis
@@ -31,6 +31,7 @@ from weft.start import environment, initial_weights, remote_folder
 from weft.start.data_checks import READ_KEYS, sample_faults, source_faults, validation_faults
 from weft.start.memory_bound import memory_faults
 from weft.start.run_folder import is_started_again, out_faults, resumes_in
+from weft.track.alert_rules import alert_faults
 from weft.track.tracker import tracker_faults
 
 DROPOUT_KEYS = (
@@ -88,6 +89,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         ),
         Check(("transport",), partial(environment.transport_faults, run.transport)),
         Check(("track",), partial(tracker_faults, run.track)),
+        Check(("alert",), partial(alert_faults, run.alert, os.environ)),
         Check(
             reads=("save.remote", "out", "resume"),
             find=partial(remote_folder.remote_faults, run.save.remote, run.out, run.resume),
@@ -263,6 +265,7 @@ def training_notes(run: Run) -> tuple[str, ...]:
         leaves_rest_to_adamw=_leaves_rest_to_adamw(run.optim),
     )
     found.extend(map(str, unused_keys))
+    found.extend(map(str, samples_are_on(sample=run.sample, sample_every=run.sample_every)))
     found.extend(rate_notes(run.optim))
     found.extend(_prediction_notes(run.hardware, run.site))
     found.extend(_outer_step_notes(run.device_mesh, run.site, num_steps=run.steps))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +18,11 @@ from weft.config.keys import Flat, flatten
 from weft.config.lora import adapter_flops
 from weft.config.profiled_steps import profiled_steps
 from weft.config.run import Run
-from weft.config.schema import TrackerName
+from weft.config.schema import AlertConfig, TrackerName
 from weft.core.mesh import Mesh
 from weft.data.identity import DataIdentity
 from weft.errors import EXIT_OK, EXIT_PREEMPTED, WeftError
 from weft.layout.utilization import AdapterFlops
-from weft.parallel.model.parallelize import ParallelModel
 from weft.run.devices import DeviceChoice, choose_device
 from weft.run.folder_lock import heartbeat, publish_status_board
 from weft.run.forked_answer import ForkedAnswer, RunningAnswer, StartAnswer
@@ -42,6 +41,7 @@ from weft.start.live_proof import LiveProof
 from weft.start.memory_before import check_memory
 from weft.start.proof_before import RunningProof, Verdict, start_proof
 from weft.start.report_at_end import report_at_end
+from weft.track.alert_process import alerts
 from weft.track.sink import tracker_sinks
 from weft.track.tracker import TrackedRun
 from weft.train.allocator_peak import AllocatorPeak
@@ -52,17 +52,15 @@ from weft.train.last_save import check_room
 from weft.train.loop import run_training
 from weft.train.out_of_memory import held_bytes, named_out_of_memory
 from weft.train.run_records import note_event
+from weft.train.sample_texts import GenerateText, SampleTexts
 from weft.train.step_check import ProofRecord
 from weft.train.step_profiler import StepProfiler
-from weft.train.training import Event, Training
+from weft.train.training import Training
 from weft.train.training_parts import is_restart
 from weft.view.live import open_view
+from weft.view.progress import View
 
-PROMPT = "def "
 UNRECORDED_END = "killed before it could record its end (found when the run was started again)"
-
-GenerateText = Callable[[ParallelModel, str], str]
-"""(the trained model, a prompt) -> text; called on every rank, equal on every rank."""
 
 OnEvent = Callable[[Mapping[str, Any], Training], None]
 """Called on every rank with an event of the run, which it must not change, and the training of the rank."""
@@ -80,7 +78,8 @@ def train(
     the exit code.
 
     Args:
-        generate_text: called on every rank after the last step; its text is an event.
+        generate_text: called on every rank after the last step, and as often before as the run
+            asks for; its text is an event.
         adapt_attempt: see `Supervision`.
         on_event: see `OnEvent`.
         caller: of a run in the process of a script, which stops it by this request: its events are
@@ -92,6 +91,29 @@ def train(
         import_modules_of_ranks(run.device_mesh)  # once, for the proof and all ranks
     if world is None:
         check_memory(run)
+    told = run.alert if has_rank_0 else AlertConfig()
+    with alerts(told, Path(run.out) if run.out else None):
+        return _train_and_report(
+            run,
+            world,
+            generate_text=generate_text,
+            adapt_attempt=adapt_attempt,
+            on_event=on_event,
+            caller=caller,
+        )
+
+
+def _train_and_report(
+    run: Run,
+    world: World | None,
+    *,
+    generate_text: GenerateText | None,
+    adapt_attempt: Callable[[int, Attempt], Attempt],
+    on_event: OnEvent | None,
+    caller: StopRequest | None,
+) -> int:
+    """Start the proof and the training, and write the page at the end."""
+    has_rank_0 = world is None or world.rank == 0
     start_answer = answer_here if caller is not None and world is None else ForkedAnswer
     proof = start_proof(run, os.environ, start_answer) if has_rank_0 else None
     page_folder = Path(run.out) if run.out and run.report and has_rank_0 else None
@@ -144,8 +166,10 @@ def _train(
         records=records,
         build=partial(build_training, run, makes_copies=True),
         generate_text=generate_text,
+        sample_every=run.sample_every,
         on_event=on_event,
         shows_events=caller is None or world is not None,
+        line_every=run.log.every,
     )
     main = partial(train_rank, job, stop_request)
     expand_segments()
@@ -222,9 +246,11 @@ class RankJob:
         config: the dotted keys of the run, for trackers.
         records: the run folder, and its URL.
         build: the training run of this rank, from its communication.
-        generate_text: called after the last step; None: not.
+        generate_text: called after the last step, and every `sample_every` steps if that is not 0;
+            None: not.
         on_event: called on every rank with each event; None: not.
         shows_events: rank 0 shows the events on the terminal.
+        line_every: steps between two lines there; 0: chosen from the length of the run.
     """
 
     device: DeviceChoice
@@ -242,8 +268,10 @@ class RankJob:
     records: RecordFolder
     build: Callable[..., Training]
     generate_text: GenerateText | None
+    sample_every: int
     on_event: OnEvent | None
     shows_events: bool
+    line_every: int
 
 
 @dataclass(frozen=True)
@@ -284,7 +312,10 @@ def train_rank(
         _verdict_of(job.proof) as verdict,
         nullcontext() if watch is None else end_of_joined_rank(job.records, world),
         open_event_log(
-            job.records.out, world, has_launcher=watch is None, is_shown=job.shows_events
+            job.records.out,
+            world,
+            has_launcher=watch is None,
+            views=[open_view(every=job.line_every)] if job.shows_events else [],
         ) as log,
         heartbeat(log.out),
         nullcontext() if watch is None else watch(comm, log),
@@ -302,9 +333,7 @@ def train_rank(
             check_room(training)
         training = job.live.attached(training, record, is_restart=is_restart(world.attempt))
         training = with_profiler(training, job.profiled)
-        sample = None
-        if job.generate_text is not None:
-            sample = partial(_sample_event, training.step.model, job.generate_text)
+        training = with_samples(training, job.generate_text, every=job.sample_every)
         if job.on_event is not None:
             log.views = (*log.views, EventObserver(job.on_event, training))
         if log.out is not None:
@@ -313,7 +342,7 @@ def train_rank(
         if world.rank == 0:
             with_more = _comparison(job, training, device).events
         with named_out_of_memory(comm, partial(held_bytes, training.step)):
-            outcome = run_training(training, log, at_end=sample, with_more=with_more)
+            outcome = run_training(training, log, with_more=with_more)
     if outcome == "stopped":
         raise OrderlyEnd(EXIT_PREEMPTED)
 
@@ -333,6 +362,15 @@ def with_profiler(training: Training, steps: range) -> Training:
         training.step, steps, run_folder=training.run_folder, files=training.files
     )
     return replace(training, profiler=profiler, on_phase=profiler.observed(training.on_phase))
+
+
+def with_samples(training: Training, generate: GenerateText | None, *, every: int) -> Training:
+    """The training run of this rank with the texts that its model generates, if it does."""
+    if generate is None:
+        return training
+    last_step = training.step_range.total
+    samples = SampleTexts(training.step.model, generate, every=every, last_step=last_step)
+    return replace(training, samples=samples)
 
 
 @contextmanager
@@ -383,28 +421,22 @@ def _reported_error(world: World) -> Iterator[None]:
 
 
 def open_event_log(
-    out: Path | None, world: World, *, has_launcher: bool, is_shown: bool = True
+    out: Path | None, world: World, *, has_launcher: bool, views: Sequence[View]
 ) -> EventLog:
-    """The run folder and the view on rank 0; an event log without outputs on other ranks.
+    """The run folder and the views on rank 0; an event log without outputs on other ranks.
 
     An earlier attempt in the same folder that was killed without an `end` event gets one.
 
     Args:
         has_launcher: whether the process that started the ranks writes the `end` event after an
             error.
-        is_shown: on the terminal.
+        views: on the terminal, of rank 0.
     """
     if world.rank > 0:
         return EventLog(None)
-    views = [open_view()] if is_shown else []
     if out is None:
         return EventLog(None, views)
     is_restart = world.attempt is not None and world.attempt.restart is not None
     if not is_restart:
         append_missing_end_event(out, error=UNRECORDED_END)
     return EventLog(out, views, ends_on_error=world.attempt is None or not has_launcher)
-
-
-def _sample_event(model: ParallelModel, generate_text: GenerateText) -> Event:
-    """The `sample` event of a trained model; every rank must call it."""
-    return {"event": "sample", "prompt": PROMPT, "text": generate_text(model, PROMPT)}

@@ -13,7 +13,7 @@ An event is a flat dict with an "event" key:
             validation data
     proof   verdict (equal, different, unknown), text, reason (where it is not equal); of a step that was compared: step, and what
             was; of the proof before the first step: compared (tensors), steps, seconds, source
-    sample  prompt, text: what the model generates
+    sample  step, prompt, text: what the model generates after that step; seconds
     note    text: a line for the reader
     save    step, path, bytes, stall_s (training waited), write_s (until it was on the disk), remote (URL of the copy, if the
             run makes copies)

@@ -20,6 +20,7 @@ from weft.train.event_log import EventLog
 from weft.train.guard import StepGuard
 from weft.train.last_save import LastSave
 from weft.train.loop_texts import non_finite_advice, restart_note, stop_note
+from weft.train.sample_texts import SampleTexts
 from weft.train.step import TrainStep
 from weft.train.step_check import StepCheck
 from weft.train.step_loop import StepLoop, ignore_phase
@@ -34,14 +35,12 @@ def run_training(
     training: Training,
     log: EventLog,
     *,
-    at_end: Callable[[], Event] | None = None,
     with_more: Callable[[Event], Iterable[Event]] | None = None,
 ) -> Outcome:
     """Train; every rank calls it, and the event log of rank 0 writes.
 
     Args:
         with_more: an event -> what is logged for it: the event, and what follows from it.
-        at_end: called on all ranks after the last step of a finished run; its event is logged.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
@@ -63,8 +62,9 @@ def run_training(
     is_finished = num_done >= num_steps or history.is_exhausted
     outcome: Outcome = "finished" if is_finished else "stopped"
     _save_last(training, log, num_done, outcome)
-    if at_end is not None and is_finished:
-        log.emit(at_end())
+    if training.samples is not None and is_finished:
+        on_token = partial(training.on_phase or ignore_phase, num_done, "end")
+        log.emit(training.samples.event(num_done, on_token=on_token))
     newest = newest_path(training.run_folder)
     fields: Event = {}
     if history.best is not None:
@@ -105,6 +105,7 @@ def _run_steps(
         snapshots=training.snapshots,
         check=training.check,
         profiler=training.profiler,
+        samples=training.samples,
     )
     try:
         for event in events:
@@ -182,8 +183,9 @@ def step_events(
     snapshots: MemorySnapshots | None = None,
     check: StepCheck | None = None,
     profiler: StepProfiler | None = None,
+    samples: SampleTexts | None = None,
 ) -> Iterator[Event]:
-    """Train step by step; yields the events of steps, evaluations, saves and guards. Ends early
+    """Train step by step; yields the events of steps, evaluations, saves, guards and texts. Ends early
     after a stop request.
 
     Args:
@@ -192,6 +194,7 @@ def step_events(
         stragglers: reports slow ranks.
         check: compares some steps before their update.
         profiler: records some steps.
+        samples: texts that the model generates.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
@@ -212,6 +215,7 @@ def step_events(
         snapshots=snapshots,
         check=check,
         profiler=profiler,
+        samples=samples,
     )
     if saver is not None and guard.needs_first_save:
         yield from saver.save(step_range.start)

@@ -18,6 +18,7 @@ from weft.train.evaluate import eval_event
 from weft.train.guard import FailedStep, StepGuard
 from weft.train.late_report import LateReports, LaunchedStep, reports_late
 from weft.train.loop_texts import step_event
+from weft.train.sample_texts import SampleTexts
 from weft.train.step import StepReport, TrainStep
 from weft.train.step_check import OnGradients, StepCheck
 from weft.train.step_profiler import StepProfiler
@@ -75,6 +76,7 @@ class StepLoop:
     snapshots: MemorySnapshots | None
     check: StepCheck | None = None
     profiler: StepProfiler | None = None
+    samples: SampleTexts | None = None
 
     def train_from(self, start: int) -> Generator[Event, None, int | None]:
         """Train the steps after the first `start`; returns where to go on after a rollback, None at
@@ -155,13 +157,16 @@ class StepLoop:
         return partial(self.on_phase, number) if self.on_phase else None
 
     def _ends_wait(self, number: int) -> bool:
-        """Whether what follows a step needs its state: an evaluation, a save, a snapshot, the end."""
+        """Whether what follows a step needs its state: an evaluation, a save, a snapshot, a text, the
+        end.
+        """
         snapshots = self.snapshots
         return (
             number == self.step_range.total
             or (self.evaluator is not None and self.evaluator.is_due(number))
             or (self.saver is not None and self.saver.is_due(number))
             or (snapshots is not None and snapshots.is_due(number, 0))
+            or (self.samples is not None and self.samples.is_due(number))
         )
 
     def _read_late(
@@ -221,6 +226,10 @@ class StepLoop:
             return _Left(None)
         if self.evaluator is not None and self.evaluator.history.is_exhausted:
             return _Left(None)
+        if self.samples is not None and self.samples.is_due(number):
+            on_token = partial(report_phase, number, "evaluate")
+            yield self.samples.event(number, on_token=on_token)
+            clock.last_s = time.perf_counter()
         return None
 
     def _evaluate(self, number: int, evaluator: Evaluator) -> Generator[Event, None, float | None]:

@@ -16,6 +16,7 @@ from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
 from weft.train.guard import StepGuard
 from weft.train.loop_texts import MAX_ADVISED_LR
+from weft.train.sample_texts import SampleTexts
 from weft.train.step import TrainStep
 from weft.train.step_check import StepCheck
 from weft.train.step_profiler import StepProfiler
@@ -77,6 +78,7 @@ class Training:
         on_phase: called with the step and the phase whenever this rank begins a phase.
         snapshots: in memory; None if there are none.
         check: compares some steps before their update; None: none.
+        samples: texts that the model generates; None: none.
         profiler: records some steps; None: none.
     """
 
@@ -96,5 +98,6 @@ class Training:
     on_phase: OnPhase | None = None
     snapshots: MemorySnapshots | None = None
     check: StepCheck | None = None
+    samples: SampleTexts | None = None
     profiler: StepProfiler | None = None
     save_wait_s: float = 0.0

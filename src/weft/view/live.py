@@ -28,6 +28,7 @@ from weft.view.progress import (
     step_count,
 )
 from weft.view.quantity import ASCII_BLOCKS, BLOCKS, clock, short_time, sparkline
+from weft.view.step_lines import StepLines
 
 FRAME_S = 0.1
 MAX_WIDTH = 120
@@ -41,35 +42,43 @@ LABEL_WIDTH = 11
 # characters, redrawn at 24 columns, goes up 1 row instead of 6 and leaves the rest of the old frame behind.
 
 
-def open_view(file: TextIO | None = None) -> View:
+def open_view(file: TextIO | None = None, *, every: int = 0) -> View:
     """The live view if `file` (default: standard output) is a terminal with a movable cursor, else
     plain lines.
+
+    Args:
+        every: steps between two lines; 0: about fifty lines a run, none on a terminal.
     """
     console = Console(file=file or sys.stdout, highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveView(console)
-    return PlainView(console.file)
+        return LiveView(console, every=every)
+    return PlainView(console.file, every=every)
 
 
 class LiveView:
     """A summary panel, then lines that follow the run.
 
     ```
-     step       121/200  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  60%   0:13 left
-     loss       2.3456 nats  ▇▆▅▄▄▃▃▂▂▂▁▁▁
+     step       121/200  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  60%   0:20 elapsed, 0:13 left
+     loss       2.3456 nats, evaluation 2.4012  ▇▆▅▄▄▃▃▂▂▂▁▁▁
      gradient   norm 1.234     lr 2.31e-03
      speed      12,345 tokens/s, 166 ms a step
      memory     pp0 312 MiB, pp1 298 MiB
     ```
 
     Args:
+        every: steps between two lines above the panel; 0: none.
         now: a clock in seconds; frames are at least `FRAME_S` apart.
     """
 
-    def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, *, every: int = 0, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.progress = Progress()
         self._region = LiveRegion(console)
+        self._lines = StepLines(every) if every else None
         self._now = now
+        self._start_s = now()
         self._drawn_at = -math.inf
         encoding = (console.encoding or "").lower()
         self._glyphs = UNICODE if encoding.startswith("utf") else ASCII
@@ -80,27 +89,39 @@ class LiveView:
         if kind == "run":
             panel = summary_panel(event, self._glyphs, width=self._width)
             self._region.print_above(panel)
+        now_s = self._now()
+        self._print_steps(event, elapsed_s=now_s - self._start_s)
         text = event_text(event, unit=self.progress.unit)
         if text:
             self._region.print_above(Text(text))
         if kind == "end":
             for label, end_text in end_summary(self.progress):
                 self._region.print_above(_line(label, end_text))
-        since_last_frame_s = self._now() - self._drawn_at
-        if kind != "step" or since_last_frame_s >= FRAME_S:
-            self._draw()
+        if kind != "step" or now_s - self._drawn_at >= FRAME_S:
+            self._draw(now_s)
 
     def close(self) -> None:
         if self.progress.run or self.progress.step:
-            self._draw()
+            self._draw(self._now())
+
+    def _print_steps(self, event: Event, *, elapsed_s: float) -> None:
+        """Print the lines of steps that are due at an event."""
+        if self._lines is None:
+            return
+        due = self._lines.before(event)
+        if event.get("event") == "step":
+            due = self._lines.of_step(self.progress, elapsed_s=elapsed_s)
+        for line in due:
+            self._region.print_above(Text(line))
 
     @property
     def _width(self) -> int:
         return min(self._region.console.width, MAX_WIDTH)
 
-    def _draw(self) -> None:
-        self._drawn_at = self._now()
-        lines = progress_lines(self.progress, self._glyphs, width=self._width)
+    def _draw(self, now_s: float) -> None:
+        self._drawn_at = now_s
+        elapsed_s = now_s - self._start_s
+        lines = progress_lines(self.progress, self._glyphs, width=self._width, elapsed_s=elapsed_s)
         self._region.draw(lines)
 
 
@@ -198,9 +219,11 @@ def summary_panel(run: Event, glyphs: Glyphs, *, width: int) -> Panel:
     )
 
 
-def progress_lines(progress: Progress, glyphs: Glyphs, *, width: int) -> list[Text]:
+def progress_lines(
+    progress: Progress, glyphs: Glyphs, *, width: int, elapsed_s: float
+) -> list[Text]:
     """The lines that follow the run, the most important first."""
-    lines = [_bar_line(progress, glyphs, width=width)]
+    lines = [_bar_line(progress, glyphs, width=width, elapsed_s=elapsed_s)]
     if not progress.step:
         lines.append(Text(" waiting for the first step", "dim"))
         return lines
@@ -212,10 +235,10 @@ def progress_lines(progress: Progress, glyphs: Glyphs, *, width: int) -> list[Te
     return lines
 
 
-def _bar_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
+def _bar_line(progress: Progress, glyphs: Glyphs, *, width: int, elapsed_s: float) -> Text:
     share = _share_done(progress)
     steps = step_count(progress)
-    status = _status(progress)
+    status = _status(progress, elapsed_s)
     line = _line("step", (f"{steps}  ", "bold"))
     end = Text(f" {share:4.0%}   {status}", "dim")
     room = width - 2 - line.cell_len - end.cell_len
@@ -235,18 +258,20 @@ def _share_done(progress: Progress) -> float:
     return min(share, 1.0)
 
 
-def _status(progress: Progress) -> str:
+def _status(progress: Progress, elapsed_s: float) -> str:
     status = progress.end.get("status")
     if status:
         return str(status)
-    left = clock(progress.left_s)
-    return f"{left} left"
+    return f"{clock(elapsed_s)} elapsed, {clock(progress.left_s)} left"
 
 
 def _loss_line(progress: Progress, glyphs: Glyphs, *, width: int) -> Text:
     loss = float(progress.step["loss"])
     style = "bold" if math.isfinite(loss) else "bold red"
-    line = _line("loss", (f"{loss:.4f}", style), (f"{loss_unit(progress.unit)}  ", "dim"))
+    line = _line("loss", (f"{loss:.4f}", style), (loss_unit(progress.unit), "dim"))
+    if progress.evaluation:
+        line.append(", evaluation ", "dim").append(f"{progress.evaluation_loss:.4f}")
+    line.append("  ")
     room = max(width - line.cell_len - 2, 0)
     curve = sparkline(progress.losses, room, blocks=glyphs.blocks)
     return line.append(curve, "cyan")

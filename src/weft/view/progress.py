@@ -49,6 +49,7 @@ class Progress:
     run: Event = field(default_factory=dict)
     step: Event = field(default_factory=dict)
     end: Event = field(default_factory=dict)
+    evaluation: Event = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     recent: deque[StepSpeed] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
     total_tokens: float = 0.0
@@ -63,6 +64,8 @@ class Progress:
                 self.run = {"start_step": event["step"], **self.run, "steps": event["steps"]}
             case "end":
                 self.end = event
+            case "eval":
+                self.evaluation = event
             case "step":
                 self._add_step(event)
 
@@ -83,6 +86,11 @@ class Progress:
     def unit(self) -> str:
         """What the number `tokens` of steps and evaluations counts."""
         return _unit_of(self.run)
+
+    @property
+    def evaluation_loss(self) -> float:
+        """Loss of the last evaluation; NaN before the first."""
+        return _as_float(self.evaluation.get("loss"))
 
     @property
     def num_steps(self) -> int:
@@ -277,9 +285,16 @@ def event_text(event: Event, *, unit: str = "tokens") -> str:
         case "restart":
             return _restart_text(event)
         case "sample":
-            prompt = event.get("prompt", "")
-            return f"sample after the prompt {prompt!r}:\n{prompt}{event.get('text', '')}"
+            return _sample_text(event)
     return ""
+
+
+def _sample_text(event: Event) -> str:
+    """A text that the model has generated, below its step and prompt."""
+    prompt = event.get("prompt", "")
+    step = event.get("step")
+    at = f"sample of step {step}" if step else "sample"
+    return f"{at} after the prompt {prompt!r}:\n{prompt}{event.get('text', '')}"
 
 
 def _layout_reasons(run: Event) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.config import flags, toml
+from weft.config.base_files import read_with_bases
 from weft.config.changed_runs import changes
 from weft.config.checks import as_flags, run_checks
 from weft.config.families import DEFAULT_PRESET
@@ -200,7 +201,7 @@ def _pinned_keys(words: Sequence[str]) -> frozenset[str]:
         is_config = path.endswith(".toml") and Path(path).is_file()
         if not is_config:
             continue
-        for key, value in toml.read(path).items():
+        for key, value in read_with_bases(path).items():
             is_chosen = key == "mesh" and value == AUTO_MESH
             if not is_chosen:
                 names.add(key)
