@@ -77,11 +77,12 @@ class Axis:
             self.end - self.start
         )
 
-    def ticks(self) -> Iterator[float]:
-        """Round values."""
+    def ticks(self, *, least: float = 0.0) -> Iterator[float]:
+        """Round values, at least so far apart."""
         span = self.high - self.low or 1.0
         size = 10.0 ** math.floor(math.log10(span))
         step = next(f * size for f in (0.1, 0.2, 0.5, 1, 2, 5) if span / (f * size) <= MOST_TICKS)
+        step = max(step, least)
         first = math.ceil(self.low / step)
         for index in range(first, math.floor(self.high / step) + 1):
             yield index * step
@@ -179,7 +180,7 @@ def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
         yield text_element(
             label, x=LEFT - 7, y=px(y_axis.at(value) + 4), text_anchor="end", **{"class": "dim"}
         )
-    for value in x_axis.ticks():
+    for value in x_axis.ticks(least=1):  # steps are whole numbers
         x = px(x_axis.at(value))
         yield text_element(
             count(value), x=x, y=HEIGHT - BOTTOM + 18, text_anchor="middle", **{"class": "dim"}
