@@ -398,3 +398,12 @@ def test_a_last_rate_that_is_no_share_is_rejected_with_the_share(tmp_path):
     assert read("--optim.lr", "3e-4", *fix).optim.last_lr == pytest.approx(3e-5)
     with pytest.raises(ConfigError, match=r"optim.min_lr: is a share"):
         read(config_file(tmp_path, "[optim]\nmin_lr = 0.0003\n"))
+
+
+def test_another_spelling_of_a_key_is_read_everywhere(tmp_path):
+    """`sample` is a number, so `sample.every` cannot be the key of a section."""
+    (tmp_path / "a.toml").write_text("sample.every = 3\n")
+    assert flatten({"sample": {"every": 3}}) == {"sample_every": 3}
+    for words in (("--sample.every", "3"), (str(tmp_path / "a.toml"),)):
+        run = load(words, FAMILIES)
+        assert (run.sample, run.sample_every) == (0, 3)

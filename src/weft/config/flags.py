@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from weft.config.keys import (
+    SPELLINGS,
     Flat,
     choices,
     example,
@@ -75,7 +76,8 @@ def split(argv: Sequence[str]) -> Words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             values = [value] if equals else []
-            flags.append((name.replace("-", "_"), values))
+            name = name.replace("-", "_")
+            flags.append((SPELLINGS.get(name, name), values))
         elif is_short_flag and not wants_value:
             flags.append((word, []))
         elif not flags or (is_file and not wants_value):

@@ -14,6 +14,9 @@ from weft.errors import Fault, did_you_mean
 Flat = dict[str, Any]
 """Dotted key -> value: `{"mesh": "dp2", "optim.lr": 0.003}`."""
 
+SPELLINGS: Mapping[str, str] = {"sample.every": "sample_every"}
+"""Other spellings of keys: `sample` itself is a number, so no section can have its name."""
+
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "-n": ("nproc",),
     "batch_size": ("batch.global_size", "batch.micro_size"),
@@ -95,7 +98,8 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> Flat:
         if isinstance(value, Mapping):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
-            flat[prefix + name] = _as_tuple(value)
+            key = prefix + name
+            flat[SPELLINGS.get(key, key)] = _as_tuple(value)
     return flat
 
 
