@@ -59,7 +59,7 @@ continue.
 SAME_KEYS_WITH_LORA = ("precision.compute",)
 """Further ones of runs with adapters: frozen parameters are stored in this dtype."""
 
-SAME_KEYS_WITH_DPO = ("dpo.beta",)
+SAME_KEYS_WITH_DPO = ("dpo.beta", "dpo.loss_type", "dpo.gamma", "dpo.label_smoothing")
 """Further ones of runs on preference pairs."""
 
 SAME_DATA_FACTS = ("sha256", "samples", "weights")

@@ -20,6 +20,10 @@ DEFAULT_RESTARTS = 3
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 
+PairLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
+"""Losses of preference pairs, by TRL's names."""
+REFERENCE_FREE: tuple[PairLossType, ...] = ("simpo", "orpo")
+
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "csv", "prometheus"]
 
 
@@ -475,13 +479,28 @@ class ProveConfig(ConfigSection):
 
 
 class DpoConfig(ConfigSection):
-    """Direct preference optimization: `loss dpo` on pairs of answers."""
+    """Direct preference optimization and its relatives: `loss dpo` on pairs of answers."""
 
+    loss_type: PairLossType = Field(
+        "sigmoid", description="sigmoid (DPO), hinge, ipo; without a reference model simpo, orpo"
+    )
     beta: float = Field(
         0.1,
         gt=0,
-        description="how strongly the model is kept near the initial one, per nat of log-probability",
+        description="factor of margins in nats, 1 / (2 beta) the target margin of ipo, weight of the odds ratio of orpo",
     )
+    gamma: float = Field(0.5, ge=0, description="target margin of simpo, after the factor beta")
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="probability that the answers of a pair are exchanged; of sigmoid and simpo",
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log-probabilities are compared with those of the initial model."""
+        return self.loss_type not in REFERENCE_FREE
 
 
 class SaveConfig(ConfigSection):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from weft.config.optimizers import unread_settings
 from weft.config.schema import (
     ConfigSection,
     DataConfig,
+    DpoConfig,
     EvalConfig,
     GuardConfig,
     LoraConfig,
     OptimConfig,
+    PairLossType,
     SaveConfig,
     SupervisionConfig,
     label_of,
@@ -37,6 +39,12 @@ def sample_is_text(model: ModelConfig, sample: int) -> Iterator[Fault]:
 OF_TEXT = ("format", "packing", "chat_template", "tokenizer", "text_field", "round_trip", "long")
 """Options of data that are read of text alone."""
 
+DPO_KEYS: Mapping[str, tuple[PairLossType, ...]] = {
+    "gamma": ("simpo",),
+    "label_smoothing": ("sigmoid", "simpo"),
+}
+"""Keys of `dpo` that not every loss reads, and the losses that do."""
+
 
 def text_options_are_of_text(model: ModelConfig, data: DataConfig) -> Iterator[Fault]:
     """Options of text and records have no meaning for images and arrays."""
@@ -52,8 +60,19 @@ def samples_are_on(*, sample: int, sample_every: int) -> Iterator[Fault]:
         yield Fault("sample_every", what, got=str(sample_every), fix="--sample 40")
 
 
+def pair_loss_reads_keys(dpo: DpoConfig) -> Iterator[Fault]:
+    """A target margin and label smoothing are of some losses of preference pairs alone."""
+    for key, losses in DPO_KEYS.items():
+        if dpo.loss_type not in losses:
+            what = f"is set, and dpo.loss_type is {dpo.loss_type!r}, which reads no such key"
+            fix = f"leave it out, or --dpo.loss_type {' or '.join(losses)}"
+            yield from set_keys(dpo, "dpo", (key,), what, fix=fix)
+
+
 def switched_off(
     *,
+    loss: str,
+    dpo: DpoConfig,
     evaluation: EvalConfig,
     lora: LoraConfig,
     guard: GuardConfig,
@@ -69,6 +88,7 @@ def switched_off(
     Args:
         leaves_rest_to_adamw: whether the run's optimizer updates whole matrices alone.
     """
+    yield from pairs_are_compared(loss, dpo)
     yield from evaluation_is_on(evaluation)
     yield from adapters_are_on(lora)
     yield from guards_continue(guard)
@@ -76,6 +96,13 @@ def switched_off(
     yield from rate_decays(optim)
     yield from unread_settings(optim, leaves_rest_to_adamw=leaves_rest_to_adamw)
     yield from ranks_start_again(supervision, save)
+
+
+def pairs_are_compared(loss: str, dpo: DpoConfig) -> Iterator[Fault]:
+    """Constants of the loss of preference pairs are read by that loss alone."""
+    if loss != "dpo":
+        what = f"is set, and loss is {loss!r}"
+        yield from set_keys(dpo, "dpo", tuple(DpoConfig.model_fields), what, fix="--loss dpo")
 
 
 def evaluation_is_on(evaluation: EvalConfig) -> Iterator[Fault]:

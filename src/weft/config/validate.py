@@ -107,6 +107,7 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             ),
         ),
         Check(("loss", "model"), partial(preference_loss_fits, run.loss, model)),
+        Check(("dpo",), partial(unused_keys.pair_loss_reads_keys, run.dpo)),
         Check(("eval", "save.best"), partial(evaluations_exist, run.eval, run.save)),
         Check(("guard",), partial(guard_factors_are_above_one, run.guard)),
         Check(("lora", "model"), partial(lora.targets_exist, run.lora, model)),

@@ -1,15 +1,16 @@
-"""Direct preference optimization on one device, by its definition (Rafailov et al. 2023, equation 7), pair by pair."""
+"""Losses of preference pairs on one device, by their definitions, pair by pair, and the model that a policy is compared with."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.config.schema import DpoConfig
 from weft.data.logprob_files import Logprobs
 from weft.data.order import Ints
 from weft.models.common.batch import IGNORE, Batch, activation_of
@@ -28,32 +29,119 @@ def target_logprobs(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     return chosen_BS.where(counts_BS, 0.0)
 
 
-class PlainPreferenceLoss(nn.Module):
-    """The sum over pairs of -log(1 / (1 + exp(-beta (chosen - rejected)))): each of them a sum over
-    the answer of log-probabilities under the policy, minus those under the reference model.
+@dataclass(frozen=True)
+class _PlainAnswer:
+    """One answer.
+
+    Attributes:
+        policy: log-probabilities of its targets under the model.
+        reference: under the reference model; None where the loss has none.
     """
 
-    def __init__(self, beta: float) -> None:
+    policy: Tensor
+    reference: Tensor | None
+
+    @property
+    def gain(self) -> Tensor:
+        """log(pi(y|x) / pi_ref(y|x)): products of probabilities are sums of logarithms."""
+        assert self.reference is not None, "the reference model was evaluated"
+        return (self.policy - self.reference).sum()
+
+    @property
+    def mean_gain(self) -> Tensor:
+        """The same for one token of the answer."""
+        return self.gain / len(self.policy)
+
+    @property
+    def mean_policy(self) -> Tensor:
+        """(1 / |y|) log pi(y|x)."""
+        return self.policy.sum() / len(self.policy)
+
+    @property
+    def inverse_odds(self) -> Tensor:
+        """(1 - p) / p, where p is the geometric mean of the probabilities of the tokens."""
+        return torch.expm1(-self.mean_policy)
+
+
+def _plain_dpo(chosen: _PlainAnswer, rejected: _PlainAnswer, dpo: DpoConfig) -> Tensor:
+    """Rafailov et al. 2023, equation 7; Mitchell 2023 ("cDPO") with label smoothing."""
+    return _plain_bradley_terry(dpo.beta * (chosen.gain - rejected.gain), dpo.label_smoothing)
+
+
+def _plain_hinge(chosen: _PlainAnswer, rejected: _PlainAnswer, dpo: DpoConfig) -> Tensor:
+    """Liu et al. 2023 (RSO), equation 10, after Zhao et al. 2023 (SLiC)."""
+    missing = 1 - dpo.beta * (chosen.gain - rejected.gain)
+    return torch.where(missing > 0, missing, 0.0)
+
+
+def _plain_ipo(chosen: _PlainAnswer, rejected: _PlainAnswer, dpo: DpoConfig) -> Tensor:
+    """Azar et al. 2023, equation 17, for one token of each answer; tau is beta."""
+    distance = chosen.mean_gain - rejected.mean_gain - 0.5 / dpo.beta
+    return distance * distance
+
+
+def _plain_simpo(chosen: _PlainAnswer, rejected: _PlainAnswer, dpo: DpoConfig) -> Tensor:
+    """Meng et al. 2024, equation 6."""
+    reward = dpo.beta * chosen.mean_policy - dpo.beta * rejected.mean_policy
+    return _plain_bradley_terry(reward - dpo.gamma, dpo.label_smoothing)
+
+
+def _plain_orpo(chosen: _PlainAnswer, rejected: _PlainAnswer, dpo: DpoConfig) -> Tensor:
+    """Hong et al. 2024, equations 6 and 7: -log(1 / (1 + odds of rejected / odds of chosen))."""
+    ratio = chosen.inverse_odds / rejected.inverse_odds
+    return -chosen.mean_policy + dpo.beta * torch.log1p(ratio)
+
+
+def _plain_bradley_terry(margin: Tensor, flipped: float) -> Tensor:
+    """-log of the probability 1 / (1 + exp(-margin)) of the label, which is wrong with probability
+    `flipped`.
+    """
+    right = torch.log1p(torch.exp(-margin))
+    if not flipped:
+        return right
+    wrong = torch.log1p(torch.exp(margin))
+    return (1 - flipped) * right + flipped * wrong
+
+
+PLAIN_LOSSES = {
+    "sigmoid": _plain_dpo,
+    "hinge": _plain_hinge,
+    "ipo": _plain_ipo,
+    "simpo": _plain_simpo,
+    "orpo": _plain_orpo,
+}
+
+
+class PlainPreferenceLoss(nn.Module):
+    """The sum over pairs of `dpo.loss_type`, from the log-probabilities of each answer's tokens."""
+
+    def __init__(self, dpo: DpoConfig) -> None:
         super().__init__()
-        self.beta = beta
+        self.dpo = dpo
 
     def forward(self, logits_BSV: Tensor, batch: Batch) -> Tensor:
         """logits -> scalar."""
         assert batch.documents is not None, "pairs are documents"
         assert batch.pairs is not None, "pairs are marked"
-        assert batch.references is not None, "the reference model was evaluated"
         policy_BS = target_logprobs(logits_BSV, batch.targets)
-        gains_BS = policy_BS - batch.references.to(policy_BS.dtype)
-        total = gains_BS.new_zeros(())
-        for gains_S, documents_S, marks_S in zip(
-            gains_BS, batch.documents, batch.pairs, strict=True
-        ):
-            for chosen in documents_S[marks_S].tolist():
-                margin = (
-                    gains_S[documents_S == chosen].sum() - gains_S[documents_S == chosen + 1].sum()
-                )
-                total = total + torch.log1p(torch.exp(-self.beta * margin))
+        definition = PLAIN_LOSSES[self.dpo.loss_type]
+        total = policy_BS.new_zeros(())
+        for row, column in batch.pairs.nonzero().tolist():
+            number = int(batch.documents[row, column])
+            chosen = _answer(policy_BS, batch, row=row, document=number)
+            rejected = _answer(policy_BS, batch, row=row, document=number + 1)
+            total = total + definition(chosen, rejected, self.dpo)
         return total
+
+
+def _answer(policy_BS: Tensor, batch: Batch, *, row: int, document: int) -> _PlainAnswer:
+    """The targets of a document of a row."""
+    assert batch.documents is not None, "pairs are documents"
+    is_target_S = (batch.documents[row] == document) & (batch.targets[row] != IGNORE)
+    reference = None
+    if batch.references is not None:
+        reference = batch.references[row][is_target_S].to(policy_BS.dtype)
+    return _PlainAnswer(policy_BS[row][is_target_S], reference)
 
 
 class ReferenceModel:

@@ -90,11 +90,12 @@ class Reference:
         self.values = self._initial_values(family, task.source)
         self.trained = self._fill_parameters()
         self.reference_model: ReferenceModel | None = None
-        if task.beta is not None:
-            self.blocks[LOSS] = PlainPreferenceLoss(task.beta)
-            self.reference_model = ReferenceModel(
-                self.blocks, stored=None, perturbed=self.perturbed
-            )
+        if task.dpo is not None:
+            self.blocks[LOSS] = PlainPreferenceLoss(task.dpo)
+            if task.dpo.has_reference:
+                self.reference_model = ReferenceModel(
+                    self.blocks, stored=None, perturbed=self.perturbed
+                )
         axes = family.axes(task.model)
         self.optimizer = PlainOptimizer(self.trained, task.optim, axes)
         self.trace = ReferenceTrace(tuple(self.blocks), keeps_tensors=records)

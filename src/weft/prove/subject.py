@@ -14,6 +14,7 @@ from weft.config.other_layouts import on_mesh
 from weft.config.run import Run
 from weft.config.schema import (
     BatchConfig,
+    DpoConfig,
     ModelSection,
     OptimConfig,
     ParallelConfig,
@@ -62,7 +63,7 @@ class Task:
         family: with adapters.
         source: holds initial values; None if they are drawn.
         steps: of the learning rate schedule.
-        beta: of the loss of preference pairs; None: the loss is the cross entropy.
+        dpo: the loss of preference pairs; None: the loss is the cross entropy.
         first_unclipped: step from which the largest gradient norm is so large that nothing is
             clipped, so that a proof compares both cases; None: none.
     """
@@ -76,7 +77,7 @@ class Task:
     types: NumberTypes
     seed: int
     steps: int
-    beta: float | None = None
+    dpo: DpoConfig | None = None
     first_unclipped: int | None = None
 
     def clip_of(self, step: int) -> float:
@@ -286,7 +287,7 @@ class Subject:
             types=self.types,
             seed=run.seed,
             steps=run.steps,
-            beta=run.dpo.beta if run.loss == DPO else None,
+            dpo=run.dpo if run.loss == DPO else None,
             first_unclipped=self.first_unclipped,
         )
 

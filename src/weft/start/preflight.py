@@ -255,6 +255,8 @@ def training_notes(run: Run) -> tuple[str, ...]:
         *environment.launcher_notes(run.port, run.save.memory_every, restarts=run.run.restarts),
     ]
     unused_keys = switched_off(
+        loss=run.loss,
+        dpo=run.dpo,
         evaluation=run.eval,
         lora=run.lora,
         guard=run.guard,

@@ -82,7 +82,7 @@ def loss_family(run: Run) -> Family:
     """The family of a run's model, with its adapters and its loss."""
     family = family_of(run.model, run.lora)
     if run.loss == DPO:
-        return with_preference_loss(family, run.dpo.beta)
+        return with_preference_loss(family, run.dpo)
     return family
 
 
@@ -152,7 +152,7 @@ def build_run_steps(
         fixed_order=fixed_order_of(run.parallel, deterministic=run.deterministic),
     )
     references: References | None = None
-    if run.loss == DPO:
+    if run.loss == DPO and run.dpo.has_reference:
         references = References(
             model=step.model,
             load=load,

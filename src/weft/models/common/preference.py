@@ -1,11 +1,11 @@
-"""Direct preference optimization (Rafailov et al. 2023): the loss of pairs of answers, and families whose chain ends with it.
+"""The loss of preference pairs (direct preference optimization and its relatives), and families whose chain ends with it.
 
 Note [Pairs]
     A row holds pairs: document 2k is the chosen answer behind its prompt, 2k + 1 the rejected one.
-    The loss of a pair is -log sigmoid(beta * (chosen - rejected)), where chosen and rejected are
-    sums over the targets of a document of the log-probability under the model minus that under the
-    reference model. It is no sum over targets: ranks that share a sequence (cp) first add their
-    parts of each document's sum (`PositionSum`), then each computes 1 / cp of the loss of all pairs.
+    The loss of a pair is a function of sums over the targets of both documents: of log-probabilities
+    under the model (minus those under the reference model), and of targets; see Note [Pair losses].
+    It is no sum over targets: ranks that share a sequence (cp) first add their parts of each
+    document's sums (`PositionSum`), then each computes 1 / cp of the loss of all pairs.
     `Batch.pairs` marks one token of each pair, so that the pairs of a step are counted once.
 """
 
@@ -20,10 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.config.schema import DpoConfig
 from weft.models import Family, builders_of
 from weft.models.common.batch import IGNORE, Batch
 from weft.models.common.layers import Loss
 from weft.models.common.lazy_blocks import Builders
+from weft.models.common.pair_losses import AnswerSums, pair_losses
 
 LOSS_BLOCK = "loss"
 REQUIREMENT = "preference pairs"
@@ -43,16 +45,17 @@ class PositionSum(nn.Module):
 
 
 class PreferenceLoss(Loss):
-    """Sum over pairs of -log sigmoid(beta x margin); see Note [Pairs].
+    """Sum over pairs of their losses; see Note [Pairs].
 
     Attributes:
+        dpo: which loss, and its constants.
         on_token_losses: called with each micro-batch and its losses_BS: how reference
             log-probabilities are computed. While it is set the loss is 0.
     """
 
-    def __init__(self, beta: float) -> None:
+    def __init__(self, dpo: DpoConfig) -> None:
         super().__init__()
-        self.beta = beta
+        self.dpo = dpo
         self.position_sum: nn.Module = PositionSum()
         self.on_token_losses: Callable[[Batch, Tensor], None] | None = None
 
@@ -75,26 +78,31 @@ class PreferenceLoss(Loss):
         if self.on_token_losses is not None:
             self.on_token_losses(batch, losses_BS)
             return losses_BS.sum() * 0
-        if batch.pairs is None or batch.references is None or batch.documents is None:
-            raise ValueError(
-                "the loss of preference pairs needs pairs with reference log-probabilities"
-            )
+        if batch.pairs is None or batch.documents is None:
+            raise ValueError("the loss of preference pairs needs pairs")
         counts = batch.targets != IGNORE
-        references = batch.references.to(losses_BS.dtype)
-        gains_BS = torch.where(counts, -losses_BS - references, 0.0)
-        marks_BS = batch.pairs.to(losses_BS.dtype)
+        gains_BS = torch.where(counts, self._gains(losses_BS, batch), 0.0)
         whole = batch.whole_documents
         if whole is None:
             whole = batch.documents
         most_pairs = whole.shape[1] // 2 + 1
-        by_token = torch.stack((gains_BS, marks_BS))
+        dtype = losses_BS.dtype
+        by_token = torch.stack((gains_BS, counts.to(dtype), batch.pairs.to(dtype)))
         sums = _sum_by_document(by_token, batch.documents, 2 * most_pairs)
-        gains, marks = self.position_sum(sums).unbind(0)
-        margins = gains[:, 0::2] - gains[:, 1::2]
-        log_odds = F.logsigmoid(self.beta * margins)
-        pair_losses: Tensor = -log_odds * marks[:, 0::2]
+        gains, num_targets, marks = self.position_sum(sums).unbind(0)
+        chosen = AnswerSums(gains[:, 0::2], num_targets[:, 0::2])
+        rejected = AnswerSums(gains[:, 1::2], num_targets[:, 1::2])
+        losses: Tensor = pair_losses(chosen, rejected, self.dpo) * marks[:, 0::2]
         position_sum = cast(PositionSum, self.position_sum)
-        return pair_losses.sum() / position_sum.num_ranks
+        return losses.sum() / position_sum.num_ranks
+
+    def _gains(self, losses_BS: Tensor, batch: Batch) -> Tensor:
+        """Log-probabilities of targets, minus those under the reference model where there is one."""
+        if not self.dpo.has_reference:
+            return -losses_BS
+        if batch.references is None:
+            raise ValueError(f"the loss {self.dpo.loss_type} needs reference log-probabilities")
+        return -losses_BS - batch.references.to(losses_BS.dtype)
 
 
 def _sum_by_document(values: Tensor, documents_BS: Tensor, num_slots: int) -> Tensor:
@@ -110,7 +118,7 @@ class PreferenceFamily:
     """A family whose chain ends with the loss of preference pairs."""
 
     plain: Family
-    beta: float
+    dpo: DpoConfig
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
@@ -130,12 +138,12 @@ class PreferenceFamily:
 
     @cached_property
     def _build_loss(self) -> Callable[[], nn.Module]:
-        return partial(PreferenceLoss, self.beta)
+        return partial(PreferenceLoss, self.dpo)
 
 
-def with_preference_loss(plain: Family, beta: float) -> Family:
+def with_preference_loss(plain: Family, dpo: DpoConfig) -> Family:
     """The family with the loss of preference pairs."""
-    return cast(Family, PreferenceFamily(plain, beta))
+    return cast(Family, PreferenceFamily(plain, dpo))
 
 
 def preference_loss_of(blocks: Mapping[str, nn.Module]) -> PreferenceLoss | None:

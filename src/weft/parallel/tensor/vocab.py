@@ -143,7 +143,7 @@ class VocabParallelPreferenceLoss(PreferenceLoss):
     supports = frozenset({REQUIREMENT})
 
     def __init__(self, loss: PreferenceLoss, vocab: int, *, comm: Comm, axis: Axis = AXIS) -> None:
-        super().__init__(loss.beta)
+        super().__init__(loss.dpo)
         self.position_sum = loss.position_sum
         self.comm = comm
         self.axis = axis

@@ -31,11 +31,13 @@ class BatchFields:
 
     Attributes:
         documents: the document of each token: attention then has a mask.
-        pairs: marks and reference log-probabilities of preference pairs.
+        pairs: marks of preference pairs.
+        references: reference log-probabilities of their targets.
     """
 
     documents: bool = False
     pairs: bool = False
+    references: bool = False
 
     @staticmethod
     def of(run: Run) -> BatchFields:
@@ -43,7 +45,8 @@ class BatchFields:
         has_pairs = run.loss == DPO
         is_text = run.model.kind == "tokens"
         has_documents = has_pairs or (is_text and packs_documents(run.data))
-        return BatchFields(has_documents, has_pairs)
+        has_references = has_pairs and run.dpo.has_reference
+        return BatchFields(has_documents, has_pairs, has_references)
 
 
 @dataclass(frozen=True)

@@ -125,9 +125,9 @@ def example_batch(run: MeasuredRun, comm: Comm) -> Batch:
     if run.fields.documents:
         whole = replace(whole, documents=torch.zeros_like(tokens_BS))
     if run.fields.pairs:
-        pairs_BS = torch.zeros_like(tokens_BS, dtype=torch.bool)
-        references_BS = torch.zeros_like(tokens_BS, dtype=torch.float64)
-        whole = replace(whole, pairs=pairs_BS, references=references_BS)
+        whole = replace(whole, pairs=torch.zeros_like(tokens_BS, dtype=torch.bool))
+    if run.fields.references:
+        whole = replace(whole, references=torch.zeros_like(tokens_BS, dtype=torch.float64))
     if not model.reads_later_targets:
         whole = replace(whole, next_inputs=None, later_targets=None)
     axes = position_axes()
