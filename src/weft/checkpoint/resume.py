@@ -29,7 +29,7 @@ from weft.checkpoint.manifest import read_manifest
 from weft.checkpoint.remote_url import is_url
 from weft.code.identity import CodeIdentity, changed_parts
 from weft.config.optimizers import resume_values
-from weft.config.schema import ModelSection
+from weft.config.schema import DpoConfig, ModelSection
 from weft.config.user_code import file_folder
 from weft.errors import CheckpointError, Fault
 
@@ -59,7 +59,7 @@ continue.
 SAME_KEYS_WITH_LORA = ("precision.compute",)
 """Further ones of runs with adapters: frozen parameters are stored in this dtype."""
 
-SAME_KEYS_WITH_DPO = ("dpo.beta", "dpo.loss_type", "dpo.gamma", "dpo.label_smoothing")
+SAME_KEYS_WITH_DPO = tuple(f"dpo.{name}" for name in DpoConfig.model_fields)
 """Further ones of runs on preference pairs."""
 
 SAME_DATA_FACTS = ("sha256", "samples", "weights")
@@ -267,6 +267,10 @@ def _key_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterato
     for key in keys:
         stored = _value(facts.run, key)
         current = _value(config, key)
+        if stored is None and key in SAME_KEYS_WITH_DPO:
+            stored = _value(
+                {"dpo": DpoConfig().model_dump()}, key
+            )  # earlier versions had beta alone
         if stored is not None and stored != current:
             if isinstance(stored, list):
                 words = " ".join(str(item) for item in stored)
