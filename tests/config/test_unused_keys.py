@@ -48,6 +48,7 @@ def test_a_contradiction_is_one_fault_with_a_fix(words: str, line: str) -> None:
         ("--eval.source text.txt", "eval.source: is set, and eval.every is 0 (no evaluation)"),
         ("--eval.batches 3", "eval.batches: is set, and eval.every is 0"),
         ("--sample_every 5", "sample_every: is set, and sample is 0 (no texts)"),
+        ("--dpo.loss_type orpo", "dpo.loss_type: is set, and loss is 'cross_entropy'"),
         ("--lora.alpha 8", "lora.alpha: is set, and lora.rank is 0 (no adapters)"),
         ("--guard.max_failures 3", "guard.max_failures: is set, and no guard goes on"),
         ("--data.long error", "data.long: is set, and data.packing is 'stream'"),

@@ -677,6 +677,22 @@ def records() -> Iterator[Case]:
     )
     yield Case("beta 0", ("train", "--dpo.beta", "0"), "dpo.beta: out of range")
     yield Case(
+        "labels that are wrong as often as right",
+        ("train", "--dpo.label_smoothing", "0.5"),
+        "dpo.label_smoothing: out of range",
+    )
+    yield Case("another loss of pairs", ("train", "--dpo.loss_type", "kto"), "need one of sigmoid")
+    yield Case(
+        "label smoothing of a hinge",
+        ("train", "--loss", "dpo", "--dpo.loss_type", "hinge", "--dpo.label_smoothing", "0.1"),
+        "dpo.label_smoothing: is set, and dpo.loss_type is 'hinge'",
+    )
+    yield Case(
+        "a target margin of dpo",
+        ("train", "--loss", "dpo", "--dpo.gamma", "1"),
+        "Fix: leave it out, or --dpo.loss_type simpo",
+    )
+    yield Case(
         "dpo on images", ("train", "--model.name", "mnist", "--loss", "dpo"), "dpo", faults=2
     )
     yield Case("no best checkpoint", ("generate", "run/best"), "has recorded no best checkpoint")

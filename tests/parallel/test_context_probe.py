@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import weft
 from tests.matrix.layouts import Case
 from weft.comm.comm import Comm
+from weft.config.schema import DpoConfig
 from weft.core.attention_mask import AttentionMask
 from weft.models import FAMILIES
 from weft.models.common.attention import Attend
@@ -150,7 +151,7 @@ def test_families_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_loss_of_pairs_behind_blocks_of_a_user_is_not_run() -> None:
     """It cannot be run on tokens alone: the run was rejected."""
-    check_blocks({"layer0": GatedMLP(), "loss": PreferenceLoss(0.1)}, hidden_shape=(DIM,))
+    check_blocks({"layer0": GatedMLP(), "loss": PreferenceLoss(DpoConfig())}, hidden_shape=(DIM,))
 
 
 def test_a_block_that_takes_no_short_sequences_is_named() -> None:
