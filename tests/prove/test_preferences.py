@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.prove.faults import FLOAT64, report_of, small_run, unchanged
+from weft.config.schema import DpoConfig, PairLossType
 from weft.data.conversations import ConversationSamples
 from weft.models.common.batch import IGNORE, Batch
+from weft.models.common.pair_losses import AnswerSums
 from weft.models.common.preference import PreferenceLoss
 from weft.parallel.context.position_sum import ContextPositionSum
 from weft.prove.drawn_pairs import drawn_pairs
-from weft.prove.plain_preferences import PlainPreferenceLoss
+from weft.prove.plain_preferences import PlainPreferenceLoss, ReferenceModel
 from weft.prove.raw_batch import batch_of
 from weft.prove.subject import Subject
 from weft.train.reference_logprobs import References
@@ -36,22 +39,57 @@ def test_rows_by_definition_are_those_that_ranks_read() -> None:
     assert len(pairs_of_row.unique()) > 1
 
 
-def test_the_plain_loss_of_one_pair() -> None:
-    """Two tokens a document, of which the second is the answer."""
-    logits = torch.zeros(1, 4, 3, dtype=torch.float64)
+A = 2.0 - math.log(math.exp(2.0) + 2)
+B = math.log(1 / 3)
+"""Log-probabilities of a token with logit 2 beside two of logit 0, and of one of three equal ones."""
+
+
+def logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def odds(p: float) -> float:
+    return p / (1 - p)
+
+
+@pytest.mark.parametrize(
+    ("dpo", "right"),
+    [
+        (DpoConfig(beta=0.3), -math.log(logistic(0.3 * (A + B + 1 - (B + 1.5))))),
+        (
+            DpoConfig(beta=0.3, label_smoothing=0.1),
+            -0.9 * math.log(logistic(0.3 * (A - 0.5))) - 0.1 * math.log(logistic(0.3 * (0.5 - A))),
+        ),
+        (DpoConfig(loss_type="hinge", beta=0.3), 1 - 0.3 * (A - 0.5)),
+        (DpoConfig(loss_type="hinge", beta=30.0), 1 - 30 * (A - 0.5)),
+        (DpoConfig(loss_type="ipo", beta=0.3), ((A + B + 1) / 2 - (B + 1.5) - 1 / 0.6) ** 2),
+        (
+            DpoConfig(loss_type="simpo", beta=2.0, gamma=0.7),
+            -math.log(logistic(2 * ((A + B) / 2 - B) - 0.7)),
+        ),
+        (
+            DpoConfig(loss_type="orpo", beta=0.3),
+            -(A + B) / 2
+            - 0.3 * math.log(logistic(math.log(odds(math.exp((A + B) / 2)) / odds(1 / 3)))),
+        ),
+    ],
+    ids=str,
+)
+def test_the_plain_loss_of_one_pair(dpo: DpoConfig, right: float) -> None:
+    """The chosen answer has two tokens behind a prompt of one, the rejected one has one."""
+    logits = torch.zeros(1, 5, 3, dtype=torch.float64)
     logits[0, 0, 1] = 2.0
     batch = Batch(
-        inputs=torch.tensor([[0, 1, 0, 2]]),
-        targets=torch.tensor([[1, IGNORE, 2, IGNORE]]),
-        positions=torch.tensor([[0, 1, 0, 1]]),
-        documents=torch.tensor([[0, 0, 1, 1]]),
-        pairs=torch.tensor([[True, False, False, False]]),
-        references=torch.tensor([[-0.5, 0.0, -1.5, 0.0]], dtype=torch.float64),
+        inputs=torch.tensor([[0, 1, 2, 0, 2]]),
+        targets=torch.tensor([[1, 2, IGNORE, 2, IGNORE]]),
+        positions=torch.tensor([[0, 1, 2, 0, 1]]),
+        documents=torch.tensor([[0, 0, 0, 1, 1]]),
+        pairs=torch.tensor([[True, False, False, False, False]]),
     )
-    chosen = 2.0 - math.log(math.exp(2.0) + 2) + 0.5
-    rejected = math.log(1 / 3) + 1.5
-    right = -math.log(1 / (1 + math.exp(-0.3 * (chosen - rejected))))
-    assert float(PlainPreferenceLoss(0.3)(logits, batch)) == pytest.approx(right, rel=1e-14)
+    if dpo.has_reference:
+        references = torch.tensor([[-0.5, -0.5, 0.0, -1.5, 0.0]], dtype=torch.float64)
+        batch = replace(batch, references=references)
+    assert float(PlainPreferenceLoss(dpo)(logits, batch)) == pytest.approx(right, rel=1e-14)
 
 
 @pytest.mark.parametrize("mesh", ["dp2", "cp2 tp2"])
@@ -59,6 +97,56 @@ def test_layouts_of_preference_pairs_are_equal(mesh: str) -> None:
     report = report_of(f"--mesh '{mesh}' {DPO}")
     assert report.holds, "\n".join(report.lines())
     assert "the preference pairs are drawn" in report.notes[0]
+
+
+def of_loss(words: str) -> str:
+    """Flags of a loss of pairs."""
+    return f"{DPO} --dpo.loss_type {words}"
+
+
+OTHER_LOSSES = (
+    "sigmoid --dpo.label_smoothing 0.2",
+    "hinge",
+    "ipo",
+    "simpo --dpo.beta 2 --dpo.label_smoothing 0.1",
+    "orpo",
+)
+
+
+@pytest.mark.parametrize("mesh", ["dp2 cp2", "tp2", "pp2"])
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+def test_layouts_of_other_losses_are_equal(loss: str, mesh: str) -> None:
+    report = report_of(f"--mesh '{mesh}' {of_loss(loss)}")
+    assert report.holds, "\n".join(report.lines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mesh dp2 --parallel.zero 3 --lora.rank 2",
+        "--mesh cp2 --precision.compute bfloat16",
+        "--mesh dp2,ep2 --model.name deepseek --model.balance_loss 0 --model.mtp_depth 0",
+    ],
+)
+def test_options_of_other_losses_are_equal(loss: str, words: str) -> None:
+    packed = "--loss dpo --data.packing documents"
+    report = report_of(f"{packed} --dpo.loss_type {loss} {words}")
+    assert report.holds, "\n".join(report.lines())
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_losses_without_a_reference_model_evaluate_none(
+    loss: PairLossType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def evaluated(*_: object, **__: object) -> object:
+        raise AssertionError("log-probabilities under a reference model")
+
+    monkeypatch.setattr(References, "add_to", evaluated)
+    monkeypatch.setattr(ReferenceModel, "add_to", evaluated)
+    report = report_of(f"--mesh dp2 {of_loss(loss)}", steps=2)
+    assert report.holds, "\n".join(report.lines())
 
 
 @pytest.mark.slow
@@ -104,10 +192,44 @@ def test_a_margin_without_beta_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     """It has no effect on the loss of the first step, where every margin is zero."""
     right = PreferenceLoss.__init__
 
-    def without_beta(self: PreferenceLoss, beta: float) -> None:
-        right(self, unchanged(1.0, beta))
+    def without_beta(self: PreferenceLoss, dpo: DpoConfig) -> None:
+        right(self, dpo.model_copy(update={"beta": unchanged(1.0)}))
 
     monkeypatch.setattr(PreferenceLoss, "__init__", without_beta)
     report = report_of(f"--mesh dp2 {DPO}", steps=1)
     assert report.first is not None
     assert (report.first.phase, report.first.block) == ("backward", "loss")
+
+
+@pytest.mark.parametrize(
+    ("loss", "phase"), [("ipo", "backward"), ("simpo", "loss"), ("orpo", "loss"), ("hinge", "")]
+)
+def test_means_over_this_ranks_targets_are_found(
+    loss: PairLossType, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank divides the sum over the whole answer by the number of targets that it holds. In the
+    first step the sums of ipo are zero, and their gradients are not; a hinge has no means.
+    """
+    right = ContextPositionSum.forward
+
+    def own_counts(self: ContextPositionSum, sums: Tensor) -> Tensor:
+        gains, _, marks = right(self, sums).unbind(0)
+        return torch.stack((gains, sums[1], marks))
+
+    monkeypatch.setattr(ContextPositionSum, "forward", own_counts)
+    report = report_of(f"--mesh cp2 {of_loss(loss)}", steps=1)
+    found = ("", "")
+    if report.first is not None:
+        found = (report.first.phase, report.first.axis)
+    assert found == (phase, "cp" if phase else "")
+    assert report.holds == (not phase)
+
+
+def test_means_over_tokens_of_the_prompt_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_prompt(sums: AnswerSums) -> Tensor:
+        return sums.logprobs / (sums.num_targets + 2)
+
+    monkeypatch.setattr(AnswerSums, "means", property(with_prompt))
+    report = report_of(f"--mesh dp2 {of_loss('simpo')}", steps=1)
+    assert report.first is not None
+    assert (report.first.phase, report.first.block) == ("loss", "loss")
