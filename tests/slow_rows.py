@@ -159,6 +159,10 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "--mesh dp2 --deterministic True",
         "--mesh cp2",
     ),
+    "oracle/test_finetuning.py::test_other_losses_of_pairs_equal_a_plain_program": (
+        *("sigmoid-dp2 cp2", "hinge-dp2 cp2", "orpo-dp2 cp2", "simpo-dp2 cp2"),
+        *("sigmoid-tp2", "hinge-tp2", "ipo-tp2", "simpo-tp2", "sigmoid-pp2", "ipo-pp2", "orpo-pp2"),
+    ),
     "oracle/test_finetuning.py::test_conversations_are_trained_on_as_transformers_with_trl_masks": (
         '--mesh "dp2 tp2"',
     ),
@@ -285,6 +289,10 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
     ),
     "prove/test_inner_precision.py::test_a_float32_cast_inside_float64_is_no_difference": ("dp2",),
     "prove/test_preferences.py::test_layouts_of_preference_pairs_are_equal": ("cp2 tp2",),
+    "prove/test_preferences.py::test_layouts_of_other_losses_are_equal": (
+        *("hinge-tp2", "hinge-pp2", "ipo-tp2", "ipo-dp2 cp2", "orpo-pp2", "orpo-tp2"),
+        *("sigmoid-pp2", "sigmoid-dp2 cp2"),
+    ),
     "prove/test_sweep.py::test_a_layout_is_proved_and_its_steps_are_compared": (),
     "run/test_folder_lock.py::test_one_of_several_processes_takes_a_stale_lock": ("no flock",),
     "run/test_launch.py::test_a_signal_to_the_command_leaves_no_process": ("sigterm", "ctrl-c"),

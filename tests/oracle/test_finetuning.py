@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import shlex
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -170,8 +171,8 @@ def chat_losses(folder, tmp_path_factory):
     return plain(folder, run, loss)
 
 
-@pytest.fixture(scope="module")
-def dpo_losses(folder, tmp_path_factory):
+def pair_losses_of(folder, out, loss_of_pair, *, with_reference):
+    """The losses of a plain loop over pairs; a function of (sum, reference sum, number) of answers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -187,17 +188,67 @@ def dpo_losses(folder, tmp_path_factory):
         return tokens, [0] * len(prompt) + [1] * num_answer
 
     def loss(model, first, number):
-        gains = []
+        answers = []
         for name in ("chosen", "rejected"):
             tokens, mask = text(pairs[number], name)
-            with torch.no_grad():
-                reference = sum_of_logprobs(first, tokens, mask)
-            gains.append(sum_of_logprobs(model, tokens, mask) - reference)
-        margin = BETA * (gains[0] - gains[1])
-        return -F.logsigmoid(margin), 1
+            reference = 0.0
+            if with_reference:
+                with torch.no_grad():
+                    reference = sum_of_logprobs(first, tokens, mask)
+            answers.append((sum_of_logprobs(model, tokens, mask), reference, sum(mask[1:])))
+        return loss_of_pair(*answers), 1
 
-    run = run_of(folder, tmp_path_factory.mktemp("out"), "pairs")
-    return plain(folder, run, loss)
+    return plain(folder, run_of(folder, out, "pairs"), loss)
+
+
+def dpo(chosen, rejected, flipped=0.0):
+    margin = BETA * (chosen[0] - chosen[1] - (rejected[0] - rejected[1]))
+    return (1 - flipped) * F.softplus(-margin) + flipped * F.softplus(margin)
+
+
+def hinge(chosen, rejected):
+    return (1 - BETA * (chosen[0] - chosen[1] - rejected[0] + rejected[1])).clamp(min=0)
+
+
+def ipo(chosen, rejected):
+    means = [(sums - reference) / num for sums, reference, num in (chosen, rejected)]
+    return (means[0] - means[1] - 1 / (2 * BETA)) ** 2
+
+
+def simpo(chosen, rejected):
+    return F.softplus(0.7 - 2 * (chosen[0] / chosen[2] - rejected[0] / rejected[2]))
+
+
+def orpo(chosen, rejected):
+    p, other = (torch.exp(sums / num) for sums, _, num in (chosen, rejected))
+    return -torch.log(p) - BETA * F.logsigmoid(torch.log(p / (1 - p) * (1 - other) / other))
+
+
+OTHER_LOSSES = {
+    "sigmoid": (partial(dpo, flipped=0.2), "--dpo.label_smoothing 0.2"),
+    "hinge": (hinge, ""),
+    "ipo": (ipo, ""),
+    "simpo": (simpo, "--dpo.beta 2 --dpo.gamma 0.7"),
+    "orpo": (orpo, ""),
+}
+
+
+@pytest.fixture(scope="module")
+def dpo_losses(folder, tmp_path_factory):
+    return pair_losses_of(folder, tmp_path_factory.mktemp("out"), dpo, with_reference=True)
+
+
+@pytest.fixture(scope="module")
+def other_losses(folder, tmp_path_factory):
+    """Losses of a plain program by the name of the loss, computed once."""
+
+    @cache
+    def losses(name):
+        with_reference = name not in ("simpo", "orpo")
+        out = tmp_path_factory.mktemp("out")
+        return pair_losses_of(folder, out, OTHER_LOSSES[name][0], with_reference=with_reference)
+
+    return losses
 
 
 @pytest.mark.parametrize("words", ["", '--mesh "dp2 tp2"', "--mesh cp2"])
@@ -225,6 +276,27 @@ def test_dpo_equals_a_plain_program(folder, tmp_path, dpo_losses, words):
     assert dpo_losses[-1][0] < 0.6
     run = run_of(folder, tmp_path, "pairs", words)
     same(trained(run), dpo_losses)
+
+
+@pytest.mark.parametrize("mesh", ["dp2 cp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_other_losses_of_pairs_equal_a_plain_program(folder, tmp_path, other_losses, name, mesh):
+    expected = other_losses(name)
+    assert expected[-1][0] < expected[0][0]
+    words = f"--mesh '{mesh}' --dpo.loss_type {name} {OTHER_LOSSES[name][1]}"
+    same(trained(run_of(folder, tmp_path, "pairs", words)), expected)
+
+
+def test_a_loss_without_a_reference_model_stores_and_reads_none(folder, tmp_path, other_losses):
+    loss = f"--dpo.loss_type orpo --eval.every 1 --eval.source {folder}/pairs.jsonl"
+    head = trained(run_of(folder, tmp_path, "pairs", f"--mesh dp2 {loss} --steps 2"))
+    assert not (tmp_path / FOLDER).exists()
+    rest = trained(run_of(folder, tmp_path, "pairs", f"--mesh tp2 {loss} --resume auto"))
+    same([*head, *rest], other_losses("orpo"))
+    other = run_of(folder, tmp_path, "pairs", "--dpo.loss_type hinge --resume auto")
+    config = other.model_dump(mode="json")
+    (fault,) = resume_faults(other.model, config, resume="auto", out=str(tmp_path))
+    assert (fault.key, fault.fix) == ("dpo.loss_type", "--dpo.loss_type orpo")
 
 
 def test_dpo_resumes_with_the_stored_references_on_another_layout(folder, tmp_path, dpo_losses):

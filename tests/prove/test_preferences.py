@@ -24,6 +24,13 @@ from weft.prove.subject import Subject
 from weft.train.reference_logprobs import References
 
 DPO = f"--loss dpo --data.packing documents {FLOAT64}"
+OTHER_LOSSES = {
+    "sigmoid": "--dpo.label_smoothing 0.2",
+    "hinge": "",
+    "ipo": "",
+    "simpo": "--dpo.beta 2 --dpo.label_smoothing 0.1",
+    "orpo": "",
+}
 
 
 def test_rows_by_definition_are_those_that_ranks_read() -> None:
@@ -99,18 +106,9 @@ def test_layouts_of_preference_pairs_are_equal(mesh: str) -> None:
     assert "the preference pairs are drawn" in report.notes[0]
 
 
-def of_loss(words: str) -> str:
+def of_loss(name: str) -> str:
     """Flags of a loss of pairs."""
-    return f"{DPO} --dpo.loss_type {words}"
-
-
-OTHER_LOSSES = (
-    "sigmoid --dpo.label_smoothing 0.2",
-    "hinge",
-    "ipo",
-    "simpo --dpo.beta 2 --dpo.label_smoothing 0.1",
-    "orpo",
-)
+    return f"{DPO} --dpo.loss_type {name} {OTHER_LOSSES[name]}"
 
 
 @pytest.mark.parametrize("mesh", ["dp2 cp2", "tp2", "pp2"])
@@ -132,7 +130,7 @@ def test_layouts_of_other_losses_are_equal(loss: str, mesh: str) -> None:
 )
 def test_options_of_other_losses_are_equal(loss: str, words: str) -> None:
     packed = "--loss dpo --data.packing documents"
-    report = report_of(f"{packed} --dpo.loss_type {loss} {words}")
+    report = report_of(f"{packed} --dpo.loss_type {loss} {OTHER_LOSSES[loss]} {words}")
     assert report.holds, "\n".join(report.lines())
 
 
