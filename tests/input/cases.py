@@ -684,12 +684,12 @@ def records() -> Iterator[Case]:
     yield Case("another loss of pairs", ("train", "--dpo.loss_type", "kto"), "need one of sigmoid")
     yield Case(
         "label smoothing of a hinge",
-        ("train", "--loss", "dpo", "--dpo.loss_type", "hinge", "--dpo.label_smoothing", "0.1"),
+        ("train", "--dpo.loss_type", "hinge", "--dpo.label_smoothing", "0.1"),
         "dpo.label_smoothing: is set, and dpo.loss_type is 'hinge'",
     )
     yield Case(
         "a target margin of dpo",
-        ("train", "--loss", "dpo", "--dpo.gamma", "1"),
+        ("train", "--dpo.gamma", "1"),
         "Fix: leave it out, or --dpo.loss_type simpo",
     )
     yield Case(

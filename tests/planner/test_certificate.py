@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.matrix.layouts import Case, shallow
 from weft.cli import main
 from weft.comm import ops
+from weft.config.schema import PairLossType
 from weft.planner.certificate.certificate import Certificate, certify
 from weft.planner.certificate.type_mode import TypeMode, ValuesNeededError
 from weft.planner.measure.measured_run import MeasuredRun
@@ -59,6 +60,14 @@ def test_preference_pairs_with_dropout_have_no_finding() -> None:
         (*model, "--loss", "dpo", "--data.format", "preference", "--mesh", "tp2")
     )
     assert [finding.text for finding in certificate.findings] == []
+
+
+@pytest.mark.parametrize("loss", get_args(PairLossType))
+def test_losses_of_pairs_have_no_finding(loss: str) -> None:
+    words = ("--loss", "dpo", "--dpo.loss_type", loss, "--data.format", "preference")
+    certificate = certificate_of((*words, "--mesh", "cp2,tp2"))
+    assert [finding.text for finding in certificate.findings] == []
+    assert certificate.verdict == "agrees"
 
 
 def shared_expert_is_summed_alone(forward: Callable[..., Tensor], module: Any, x: Tensor) -> Tensor:
