@@ -69,7 +69,7 @@ def _plain_dpo(chosen: _PlainAnswer, rejected: _PlainAnswer, dpo: DpoConfig) -> 
 
 
 def _plain_hinge(chosen: _PlainAnswer, rejected: _PlainAnswer, dpo: DpoConfig) -> Tensor:
-    """Liu et al. 2023 (RSO), equation 10, after Zhao et al. 2023 (SLiC)."""
+    """Zhao et al. 2023 (SLiC), Liu et al. 2023 (RSO)."""
     missing = 1 - dpo.beta * (chosen.gain - rejected.gain)
     return torch.where(missing > 0, missing, 0.0)
 

@@ -8,8 +8,10 @@ import shlex
 import pytest
 import torch
 
+from tests.data.chat_files import write_jsonl
 from tests.tiny_run import MODEL, SEQUENCES
 from weft.cli import main
+from weft.parallel.context.position_sum import ContextPositionSum
 from weft.parallel.zero import grad_norm
 from weft.prove.live_step.judgement import Judgement
 from weft.train import build
@@ -116,6 +118,39 @@ def fails(train, tmp_path, capsys, *words) -> str:
 def test_planted_faults_are_named(train, tmp_path, capsys, mutant, words, named):
     with planted(all_mutants()[mutant]):
         assert named in fails(train, tmp_path, capsys, *words, *FLOAT64)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Flags of a file of preference pairs."""
+    records = []
+    for number in range(8):
+        answers = {"chosen": "it is " * (1 + number % 3), "rejected": "no"}
+        records.append({"prompt": f"{number}? ", **answers})
+    file = write_jsonl(tmp_path / "pairs.jsonl", records)
+    data = ("--data.source", str(file), "--data.format", "preference", "--data.seq_len", "32")
+    return ("--loss", "dpo", *data, *FLOAT64)
+
+
+@pytest.mark.parametrize("loss", ["ipo", "orpo"])
+def test_a_step_on_pairs_is_equal(train, tmp_path, pairs, loss):
+    assert train("--mesh", "cp2 tp2", "--dpo.loss_type", loss, *pairs) == 0
+    (verdict,) = verdicts(tmp_path)
+    assert verdict["verdict"] == "equal"
+    assert verdict["closest"] < 1
+
+
+def test_means_over_this_ranks_targets_are_named(train, tmp_path, capsys, pairs, monkeypatch):
+    right = ContextPositionSum.forward
+
+    def own_counts(self, sums):
+        gains, _, marks = right(self, sums).unbind(0)
+        return torch.stack((gains, sums[1], marks))
+
+    monkeypatch.setattr(ContextPositionSum, "forward", own_counts)
+    error = fails(train, tmp_path, capsys, "--mesh", "cp2", "--dpo.loss_type", "orpo", *pairs)
+    assert "computes: loss of step 1: loss is " in error
+    assert " times the right value on ranks 0 1; " in error
 
 
 def test_noise_is_measured_where_numbers_differ_by_more_than_the_rounding_of_sums(
