@@ -96,10 +96,11 @@ def _plain_bradley_terry(margin: Tensor, flipped: float) -> Tensor:
     """-log of the probability 1 / (1 + exp(-margin)) of the label, which is wrong with probability
     `flipped`.
     """
-    right = torch.log1p(torch.exp(-margin))
+    zero = torch.zeros_like(margin)
+    right = torch.logaddexp(zero, -margin)  # log(exp(0) + exp(-margin)), which does not overflow
     if not flipped:
         return right
-    wrong = torch.log1p(torch.exp(margin))
+    wrong = torch.logaddexp(zero, margin)
     return (1 - flipped) * right + flipped * wrong
 
 
