@@ -134,6 +134,16 @@ def test_options_of_other_losses_are_equal(loss: str, words: str) -> None:
     assert report.holds, "\n".join(report.lines())
 
 
+@pytest.mark.parametrize(
+    "words", ["simpo --dpo.beta 100", "sigmoid --dpo.label_smoothing 0.2 --dpo.beta 300"]
+)
+def test_rounding_of_large_margins_is_no_difference(words: str) -> None:
+    """In float32: margins of hundreds of nats saturate, and a rounding counts beta times."""
+    packed = "--loss dpo --data.packing documents"
+    report = report_of(f"--mesh dp2 {packed} --dpo.loss_type {words}")
+    assert report.holds, "\n".join(report.lines())
+
+
 @pytest.mark.parametrize("loss", ["simpo", "orpo"])
 def test_losses_without_a_reference_model_evaluate_none(
     loss: PairLossType, monkeypatch: pytest.MonkeyPatch

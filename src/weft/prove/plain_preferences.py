@@ -29,6 +29,10 @@ def target_logprobs(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     return chosen_BS.where(counts_BS, 0.0)
 
 
+def _as_is(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True)
 class _PlainAnswer:
     """One answer.
@@ -114,17 +118,22 @@ PLAIN_LOSSES = {
 
 
 class PlainPreferenceLoss(nn.Module):
-    """The sum over pairs of `dpo.loss_type`, from the log-probabilities of each answer's tokens."""
+    """The sum over pairs of `dpo.loss_type`, from the log-probabilities of each answer's tokens.
 
-    def __init__(self, dpo: DpoConfig) -> None:
+    Args:
+        perturbed: applied to log-probabilities, whose rounding counts `dpo.beta` times.
+    """
+
+    def __init__(self, dpo: DpoConfig, *, perturbed: Callable[[Tensor], Tensor] = _as_is) -> None:
         super().__init__()
         self.dpo = dpo
+        self.perturbed = perturbed
 
     def forward(self, logits_BSV: Tensor, batch: Batch) -> Tensor:
         """logits -> scalar."""
         assert batch.documents is not None, "pairs are documents"
         assert batch.pairs is not None, "pairs are marked"
-        policy_BS = target_logprobs(logits_BSV, batch.targets)
+        policy_BS = self.perturbed(target_logprobs(logits_BSV, batch.targets))
         definition = PLAIN_LOSSES[self.dpo.loss_type]
         total = policy_BS.new_zeros(())
         for row, column in batch.pairs.nonzero().tolist():

@@ -91,7 +91,7 @@ class Reference:
         self.trained = self._fill_parameters()
         self.reference_model: ReferenceModel | None = None
         if task.dpo is not None:
-            self.blocks[LOSS] = PlainPreferenceLoss(task.dpo)
+            self.blocks[LOSS] = PlainPreferenceLoss(task.dpo, perturbed=self.perturbed)
             if task.dpo.has_reference:
                 self.reference_model = ReferenceModel(
                     self.blocks, stored=None, perturbed=self.perturbed
