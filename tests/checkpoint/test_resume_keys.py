@@ -44,3 +44,7 @@ def test_a_checkpoint_of_an_earlier_version_was_trained_with_the_loss_of_dpo() -
     assert changed_keys(stored, DpoConfig()) == []
     faults = changed_keys(stored, DpoConfig(loss_type="hinge"))
     assert faults == [("dpo.loss_type", "--dpo.loss_type sigmoid")]
+
+
+def test_an_imported_model_is_trained_with_any_loss_of_pairs() -> None:
+    assert changed_keys({}, DpoConfig(loss_type="orpo", beta=0.3)) == []

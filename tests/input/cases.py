@@ -681,6 +681,11 @@ def records() -> Iterator[Case]:
         ("train", "--dpo.label_smoothing", "0.5"),
         "dpo.label_smoothing: out of range",
     )
+    yield Case(
+        "a loss of pairs as the loss",
+        ("train", "--loss", "orpo"),
+        "it is a dpo.loss_type (got 'orpo'; need one of cross_entropy, dpo). Fix: did you mean 'dpo'?",
+    )
     yield Case("another loss of pairs", ("train", "--dpo.loss_type", "kto"), "need one of sigmoid")
     yield Case(
         "label smoothing of a hinge",

@@ -59,8 +59,10 @@ continue.
 SAME_KEYS_WITH_LORA = ("precision.compute",)
 """Further ones of runs with adapters: frozen parameters are stored in this dtype."""
 
-SAME_KEYS_WITH_DPO = tuple(f"dpo.{name}" for name in DpoConfig.model_fields)
-"""Further ones of runs on preference pairs."""
+DPO_DEFAULTS = {f"dpo.{name}": value for name, value in DpoConfig().model_dump().items()}
+"""Further ones of runs on preference pairs, with the values of checkpoints of earlier versions, which
+hold `beta` alone.
+"""
 
 SAME_DATA_FACTS = ("sha256", "samples", "weights")
 """Facts about the data source that must be unchanged; its location may change."""
@@ -263,14 +265,12 @@ def _key_changes(config: Mapping[str, Any], facts: Facts, path: Path) -> Iterato
     if has_lora:
         keys += SAME_KEYS_WITH_LORA
     if _value(config, "loss") == "dpo":
-        keys += SAME_KEYS_WITH_DPO
+        keys += tuple(DPO_DEFAULTS)
     for key in keys:
         stored = _value(facts.run, key)
         current = _value(config, key)
-        if stored is None and key in SAME_KEYS_WITH_DPO:
-            stored = _value(
-                {"dpo": DpoConfig().model_dump()}, key
-            )  # earlier versions had beta alone
+        if stored is None and _value(facts.run, "loss") == "dpo":
+            stored = DPO_DEFAULTS.get(key)
         if stored is not None and stored != current:
             if isinstance(stored, list):
                 words = " ".join(str(item) for item in stored)

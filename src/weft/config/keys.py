@@ -30,6 +30,7 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "dataset": ("data.source",),
     "gpus": ("mesh",),
     "world_size": ("mesh",),
+    "simpo_gamma": ("dpo.gamma",),
 }
 """Names of other programs -> keys with that meaning."""
 
@@ -43,11 +44,22 @@ VALUE_SYNONYMS: Mapping[str, str] = {
     "fp8": "bfloat16",
     "float8": "bfloat16",
     "fp64": "float64",
+    "ipo": "dpo",
+    "simpo": "dpo",
+    "orpo": "dpo",
 }
 """Values of other programs -> the value with that meaning."""
 NO_8_BITS = "types of 8 bits are not implemented"
-REASONS: Mapping[str, str] = {"fp8": NO_8_BITS, "float8": NO_8_BITS, "int8": NO_8_BITS}
-"""Why a value of other programs has no counterpart."""
+OF_PAIRS = "it is a dpo.loss_type"
+REASONS: Mapping[str, str] = {
+    "fp8": NO_8_BITS,
+    "float8": NO_8_BITS,
+    "int8": NO_8_BITS,
+    "ipo": OF_PAIRS,
+    "simpo": OF_PAIRS,
+    "orpo": OF_PAIRS,
+}
+"""Why a value of other programs has no counterpart here, or where it has one."""
 
 
 USUAL_KEYS: Mapping[str, tuple[str, ...]] = {

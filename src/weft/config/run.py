@@ -126,7 +126,7 @@ class Run(ConfigSection):
     )
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig, description="number types")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
-    dpo: DpoConfig = Field(default_factory=DpoConfig, description="direct preference optimization")
+    dpo: DpoConfig = Field(default_factory=DpoConfig, description="loss of preference pairs")
     save: SaveConfig = Field(default_factory=SaveConfig, description="checkpoints")
     guard: GuardConfig = Field(
         default_factory=GuardConfig, description="guards against steps that would destroy a run"
