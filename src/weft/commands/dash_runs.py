@@ -91,8 +91,9 @@ class FollowedStatus:
         """The status; that of a run that has ended and is not resumed is the one from before."""
         if self._run is not None and not has_grown and self._run.status.state not in UNDER_WAY:
             return self._run.status
-        others = () if self._last.get("event") == "step" else (self._last,)
-        events = [*self._starts, *self._steps, *(each for each in others if each)]
+        events = [*self._starts, *self._steps]
+        if self._last.get("event") not in (None, "run", "restart", "step"):
+            events.append(self._last)
         return status_of(self._folder, events, self._config, now_s=now_s)
 
     def _read_events(self) -> bool:
