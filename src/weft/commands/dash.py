@@ -64,10 +64,10 @@ def dash(words: Sequence[str]) -> int:
 def _folder(places: Sequence[str]) -> Path:
     if len(places) > 1:
         got = " ".join(places)
-        raise UserError(Fault(NAME, "takes one folder", got=got, fix=f"{NAME} {DEFAULT_FOLDER}"))
+        raise UserError(Fault(NAME, "takes one folder", got=got, fix="weft dash runs"))
     root = Path(places[0] if places else DEFAULT_FOLDER).expanduser()
     if not root.is_dir():
-        fix = f"{NAME} FOLDER, or start a run: weft train --steps 20"
+        fix = "weft dash FOLDER, or start a run: weft train --steps 20"
         raise UserError(Fault(NAME, "there is no such folder", got=repr(str(root)), fix=fix))
     return root
 

@@ -160,7 +160,7 @@ class Guard:
             return PlainTextResponse("only GET is served\n", 405, {"allow": "GET"})
         given = request.query_params.getlist("token") or [request.cookies.get(self.cookie, "")]
         if not all(hmac.compare_digest(each.encode(), self.token.encode()) for each in given):
-            text = "the token is missing or wrong: open the address that weft dash has printed\n"
+            text = "the token is missing or wrong: open the address that was printed\n"
             return PlainTextResponse(text, 403)
         return None
 
