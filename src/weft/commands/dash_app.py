@@ -31,7 +31,7 @@ POLL_S = 1.0
 QUIET_S = 15.0
 """After so long a stream without news sends a comment, so that a closed connection is found."""
 MOST_CONNECTIONS = 64
-LAST_S = 1
+LAST_S = 3
 """At the end, requests that are being answered may take so long."""
 PAGES = ("/", "/report")
 """Addresses that take the token, and are left without it."""
