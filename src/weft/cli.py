@@ -16,6 +16,7 @@ from weft.checkpoint.disk import DISK_FULL_ERRNOS
 from weft.checkpoint.remote_url import is_url, local_folder
 from weft.code.trust import TRUST_FLAG, trusting_all
 from weft.commands import compare as commands_compare
+from weft.commands import dash as commands_dash
 from weft.commands import doctor as commands_doctor
 from weft.commands import explain as commands_explain
 from weft.commands import init_file as commands_init
@@ -302,6 +303,7 @@ COMMANDS = {
     "report": Command(
         commands_report.USAGE, commands_report.LINE, commands_report.report, purpose=TRAIN
     ),
+    "dash": Command(commands_dash.USAGE, commands_dash.LINE, commands_dash.dash, purpose=TRAIN),
     "axes": Command(
         "MODEL.py [--check False] [--key value ...]",
         "propose the AXES of a model file by tracing it, and prove them",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,22 +64,34 @@ def run_folder_of(word: str, *, command: str) -> Path:
 
 def find_runs(root: Path) -> Iterator[ListedRun]:
     """The runs below a folder, or in it, in the order of their names."""
-    for folder in _run_folders(root, depth=0):
-        events = folder / EVENTS
-        config = stored_config(folder)
-        mesh = config.get("mesh", "")
-        yield ListedRun(
-            name=str(folder.relative_to(root)) if folder != root else folder.name,
-            folder=folder,
+    for folder in run_folders(root):
+        yield listed_run(
+            folder,
+            root,
             status=run_status(folder, now_s=time.monotonic()),
-            model=str(config.get("model.preset") or config.get("model.name", "")),
-            layout=mesh if isinstance(mesh, str) else "",
-            age_s=max(0.0, time.time() - events.stat().st_mtime),
-            size_bytes=_size_of(folder),
+            config=stored_config(folder),
+            size_bytes=size_of(folder),
         )
 
 
-def _run_folders(folder: Path, *, depth: int) -> Iterator[Path]:
+def listed_run(
+    folder: Path, root: Path, *, status: RunStatus, config: Mapping[str, Any], size_bytes: int
+) -> ListedRun:
+    """The run of a folder below `root`, as its parts that are read already say it."""
+    mesh = config.get("mesh", "")
+    return ListedRun(
+        name=str(folder.relative_to(root)) if folder != root else folder.name,
+        folder=folder,
+        status=status,
+        model=str(config.get("model.preset") or config.get("model.name", "")),
+        layout=mesh if isinstance(mesh, str) else "",
+        age_s=max(0.0, time.time() - (folder / EVENTS).stat().st_mtime),
+        size_bytes=size_bytes,
+    )
+
+
+def run_folders(folder: Path, *, depth: int = 0) -> Iterator[Path]:
+    """The folders of runs below a folder, or itself, in the order of their names."""
     if (folder / RUN_FILE).is_file() and (folder / EVENTS).is_file():
         yield folder
     if depth == MAX_DEPTH:
@@ -90,7 +102,7 @@ def _run_folders(folder: Path, *, depth: int) -> Iterator[Path]:
     except OSError:  # a folder that this user may not read
         return
     for name in names:
-        yield from _run_folders(folder / name, depth=depth + 1)
+        yield from run_folders(folder / name, depth=depth + 1)
 
 
 def _is_searched(entry: os.DirEntry[str]) -> bool:
@@ -98,7 +110,7 @@ def _is_searched(entry: os.DirEntry[str]) -> bool:
     return entry.is_dir(follow_symlinks=False) and not is_hidden and entry.name not in SKIPPED
 
 
-def _size_of(folder: Path) -> int:
+def size_of(folder: Path) -> int:
     """Bytes of the files below a folder; files that vanish meanwhile do not count."""
     total = 0
     for place, _, names in os.walk(folder):

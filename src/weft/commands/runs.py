@@ -111,11 +111,12 @@ def _table(found: Sequence[ListedRun]) -> Table:
     for name in ("age", "size"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in found:
-        table.add_row(*map(printable, _cells(run)))
+        table.add_row(*map(printable, run_cells(run)))
     return table
 
 
-def _cells(run: ListedRun) -> Iterator[str]:
+def run_cells(run: ListedRun) -> Iterator[str]:
+    """The texts of a row, in the order of the columns."""
     status = run.status
     yield run.name
     yield status.state

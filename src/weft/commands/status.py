@@ -210,8 +210,18 @@ def run_status(folder: Path, *, now_s: float) -> RunStatus:
     Raises:
         UserError: there is no run in the folder.
     """
+    return status_of(folder, _last_events(folder / EVENTS), _config(folder), now_s=now_s)
+
+
+def status_of(
+    folder: Path, events: Sequence[dict[str, Any]], config: Mapping[str, Any], *, now_s: float
+) -> RunStatus:
+    """As `run_status`, of a run whose last events and whose config have been read already.
+
+    Raises:
+        UserError: there is no run in the folder.
+    """
     lock = find_lock(folder) if folder.is_dir() else None
-    events = _last_events(folder / EVENTS)
     if lock is None and not events:
         fault = Fault(
             "weft status",
@@ -221,7 +231,6 @@ def run_status(folder: Path, *, now_s: float) -> RunStatus:
             fix="name the folder that the run printed, such as runs/first",
         )
         raise UserError(fault)
-    config = _config(folder)
     steps = config.get("steps")
     found = RunStatus(
         run=str(folder),

@@ -1,11 +1,10 @@
 "use strict";
 // Draws the charts of a report with uPlot in place of the static pictures; reads the JSON of the element "data".
 (function () {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const get = id => document.getElementById(id), x = get("x"), log = get("log"), smooth = get("smooth");
+  const get = id => document.getElementById(id), read = () => JSON.parse(get("data").textContent);
+  let data = read();
+  const x = get("x"), log = get("log"), smooth = get("smooth");
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-  const loud = data.marks.filter(mark => mark.kind !== "save" && mark.kind !== "note");
-  const saves = data.marks.filter(mark => mark.kind === "save");
   let plots = [];
 
   // From a step to the chosen x, between the places where it is known.
@@ -43,6 +42,8 @@
   }
 
   function draw(plot) {
+    const loud = data.marks.filter(mark => mark.kind !== "save" && mark.kind !== "note");
+    const saves = data.marks.filter(mark => mark.kind === "save");
     const pen = plot.ctx, box = plot.bbox, ratio = devicePixelRatio || 1;
     pen.save();
     pen.beginPath(); pen.rect(box.left, box.top, box.width, box.height); pen.clip();
@@ -94,8 +95,27 @@
     document.querySelectorAll("figure[data-chart]").forEach(open);
   }
 
+  // The part of x that is shown; undefined where it is the whole run.
+  function zoomed() {
+    const plot = plots[0], xs = plot && plot.data[0];
+    if (!xs || !xs.length) return undefined;
+    const { min, max } = plot.scales.x;
+    return min > xs[0] || max < xs[xs.length - 1] ? { min, max } : undefined;
+  }
+
+  // New data of a page that is kept up to date; its figures are new elements, its controls are the old ones.
+  function renew() {
+    const part = zoomed();
+    data = read();
+    controls.hidden = false;
+    show();
+    if (part) plots.forEach(plot => plot.setScale("x", part));
+  }
+
   let width = innerWidth;
-  get("controls").hidden = false;
+  const controls = get("controls");
+  controls.hidden = false;
+  document.addEventListener("data", renew);
   [x, log].forEach(input => input.addEventListener("change", show));
   smooth.addEventListener("input", show);
   get("all").addEventListener("click", show);

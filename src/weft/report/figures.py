@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.errors import counted, printable
-from weft.report.recorded_values import RunRecord, number
+from weft.report.recorded_values import RunRecord
+from weft.report.run_history import number
 from weft.view.progress import loss_unit
 from weft.view.quantity import clock, count, memory, percent, short_time
 

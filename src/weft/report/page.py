@@ -1,6 +1,6 @@
-"""The report as one self-contained HTML page: nothing is fetched, and of scripts only its own two may run.
+"""The report as one self-contained HTML page: nothing is fetched, and of scripts only its own may run.
 
-A content security policy names the digests of the two scripts, so that a script in a recorded text could not run even if
+A content security policy names the digests of the scripts, so that a script in a recorded text could not run even if
 it were not escaped.
 """
 
@@ -10,8 +10,9 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,11 @@ from weft.report.mesh_picture import mesh_picture
 from weft.report.recorded_values import Mark, RunRecord
 from weft.report.svg_charts import COLOURS, PALETTE, chart_svg, style
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+SCRIPTS = ("uplot.js", "charts.js")
+LIVE_SCRIPTS = (*SCRIPTS, "live.js")
 MOST_MARKS = 300
 """Events of a run that the table lists, the newest."""
 MOST_LINES = 3
@@ -48,28 +54,40 @@ DARK = {
 }
 
 
-def report_page(runs: Sequence[RunRecord], others: Sequence[RunRecord] = ()) -> str:
+@dataclass(frozen=True)
+class LiveSource:
+    """What a live page needs to stay up to date.
+
+    Attributes:
+        stream: address of its server-sent events.
+        version: what they said when the page was made.
+        reload_s: after so long a browser without scripts loads the page again.
+    """
+
+    stream: str
+    version: str
+    reload_s: int = 10
+
+
+def report_page(
+    runs: Sequence[RunRecord], others: Sequence[RunRecord] = (), *, live: LiveSource | None = None
+) -> str:
     """The page of one run, or of several over each other.
 
     Args:
         others: runs that stand in the tables of figures and of keys alone.
+        live: of a page that a server keeps up to date; None: the page is a file, which fetches
+            nothing.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # late: 60 ms to import
-
-    environment = Environment(
-        loader=PackageLoader("weft.report", "."), autoescape=True, undefined=StrictUndefined
-    )
-    environment.filters["lines"] = _lines
     found = charts(runs)
     tabled = [*runs, *others]
     configs = [dict(run.config) for run in tabled]
-    scripts = [_file("uplot.js"), _file("charts.js")]
-    sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    template = environment.get_template("page.html")
-    return template.render(
+    scripts = list(map(script_file, LIVE_SCRIPTS if live else SCRIPTS))
+    return page_template("page.html").render(
         title=" · ".join(printable(run.name) for run in runs),
-        csp=f"default-src 'none'; style-src 'unsafe-inline'; script-src {sources}; base-uri 'none'; form-action 'none'",
-        css=_css(),
+        csp=policy(scripts, live=live is not None),
+        css=page_css(),
+        live=live,
         scripts=scripts,
         data=_data(runs, found),
         runs=runs,
@@ -90,7 +108,38 @@ def report_page(runs: Sequence[RunRecord], others: Sequence[RunRecord] = ()) -> 
     )
 
 
-def _file(name: str) -> str:
+def page_template(name: str) -> Template:
+    """A template of this package: every text is escaped, and the filter `lines` writes out its control
+    characters.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # late: 60 ms to import
+
+    environment = Environment(
+        loader=PackageLoader("weft.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    environment.filters["lines"] = _lines
+    return environment.get_template(name)
+
+
+def policy(scripts: Sequence[str], *, live: bool) -> str:
+    """The content security policy of a page: these scripts may run, and a live page may read its
+    server.
+    """
+    sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policies = ["default-src 'none'", "style-src 'unsafe-inline'", f"script-src {sources}"]
+    own = "'self'" if live else "'none'"
+    if live:
+        policies.append(f"connect-src {own}")
+    return "; ".join([*policies, "base-uri 'none'", f"form-action {own}"])
+
+
+def live_policy() -> str:
+    """The policy of the server of live pages: their scripts, of which each page allows its own."""
+    return policy(list(map(script_file, LIVE_SCRIPTS)), live=True)
+
+
+def script_file(name: str) -> str:
+    """A script or style sheet of this package."""
     return resources.files("weft.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -104,12 +153,19 @@ def _lines(text: object) -> str:
     return "\n".join(map(printable, shortened.split("\n")))
 
 
-def _css() -> str:
+def page_css() -> str:
+    """The style of pages, in light and dark."""
     light = "".join(f"--{name}:{value};" for name, value in PALETTE.items())
     dark = "".join(f"--{name}:{value};" for name, value in DARK.items())
     media = f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
     return "\n".join(
-        [f":root {{ {light} }}", media, style("var(--{})"), _file("uplot.css"), _file("page.css")]
+        [
+            f":root {{ {light} }}",
+            media,
+            style("var(--{})"),
+            script_file("uplot.css"),
+            script_file("page.css"),
+        ]
     )
 
 

@@ -13,28 +13,13 @@ from numpy.typing import NDArray
 
 from weft.config.run_files import stored_config
 from weft.errors import Fault, UserError
+from weft.report.run_history import Event, RunHistory, number
 from weft.small_files import UnreadableFile
-from weft.train.event_lines import read_run_events, step_history
+from weft.train.event_lines import read_run_events
 from weft.train.event_log import EVENTS
 from weft.view.progress import Progress, event_text
 
-Event = Mapping[str, Any]
 Column = NDArray[np.float64]
-
-COLUMNS = (
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "tokens_per_s",
-    "step_s",
-    "mfu",
-    "mem_bytes",
-    "expert_load",
-)
-"""Numbers of a step event; NaN where a step has none."""
-MARKED = ("guard", "restart", "resume", "save", "save_failed", "note")
-"""Kinds of events that are listed."""
 
 
 @dataclass(frozen=True)
@@ -95,32 +80,38 @@ class RunRecord:
         Raises:
             UserError: its events are damaged, or cannot be read.
         """
+        history = RunHistory()
         try:
-            events = list(read_run_events(folder / EVENTS))
+            for event in read_run_events(folder / EVENTS):
+                history.add(event)
         except (ValueError, UnreadableFile) as error:
             what = "the events cannot be read"
             raise UserError(Fault(str(folder), f"{what}: {error}")) from None
-        by_kind: dict[str, list[Event]] = {}
-        for event in events:
-            by_kind.setdefault(event["event"], []).append(event)
-        steps = step_history(events)
-        start = _last(by_kind, "run")
-        end = events[-1] if events and events[-1]["event"] == "end" else {}
+        return RunRecord.of(history, folder, state=state)
+
+    @staticmethod
+    def of(history: RunHistory, folder: Path, *, state: str = "") -> RunRecord:
+        """The run of a folder whose events have been read; a copy, which later events do not change."""
+        unit = Progress(run=history.start).unit
+        last = history.last
+        end = last if last.get("event") == "end" else {}
         return RunRecord(
             name=folder.name or str(folder),
             state=state or str(end.get("status", "no end recorded")),
             config=stored_config(folder),
-            start=start,
-            unit=Progress(run=start).unit,
-            steps=np.array([step["step"] for step in steps], dtype=np.int64),
-            columns={name: _column(steps, name) for name in COLUMNS},
-            stage_bytes=_stages(steps),
-            repeated=len(by_kind.get("step", ())) - len(steps),
-            evaluations=tuple(_evaluations(by_kind.get("eval", ()))),
-            marks=tuple(_marks(events, unit=Progress(run=start).unit)),
-            proofs=tuple(_since_last(events, "run", of="proof")),
-            samples=tuple(_samples(by_kind.get("sample", ()))),
-            prediction=_last(by_kind, "prediction"),
+            start=history.start,
+            unit=unit,
+            steps=np.array(history.steps, dtype=np.int64),
+            columns={
+                name: np.array(column, dtype=np.float64) for name, column in history.columns.items()
+            },
+            stage_bytes=_table(history.stages, num_rows=len(history.steps)),
+            repeated=history.num_trained - len(history.steps),
+            evaluations=tuple(sorted(history.evaluations.items())),
+            marks=tuple(_marks(history.marked, unit=unit)),
+            proofs=tuple(history.proofs),
+            samples=tuple(history.samples[step] for step in sorted(history.samples)),
+            prediction=history.prediction,
             end=end,
         )
 
@@ -158,59 +149,20 @@ def median(values: Column) -> float:
     return float(np.median(finite)) if finite.size else math.nan
 
 
-def number(value: Any) -> float:
-    """The value of a field as a number; NaN where it is none."""
-    return float(value) if type(value) in (int, float) else math.nan
-
-
-def _last(by_kind: Mapping[str, Sequence[Event]], kind: str) -> Event:
-    found = by_kind.get(kind)
-    return found[-1] if found else {}
-
-
-def _since_last(events: Sequence[Event], start: str, *, of: str) -> Iterator[Event]:
-    """The events of one kind behind the last one of another."""
-    first = max((at for at, event in enumerate(events) if event["event"] == start), default=0)
-    return (event for event in events[first:] if event["event"] == of)
-
-
-def _column(steps: Sequence[Event], name: str) -> Column:
-    return np.array([number(step.get(name)) for step in steps], dtype=np.float64)
-
-
-def _stages(steps: Sequence[Event]) -> Column:
-    """Memory by stage; of steps with fewer stages than the widest one, which a resume on another
+def _table(columns: Sequence[Sequence[float]], *, num_rows: int) -> Column:
+    """Columns side by side; of steps with fewer stages than the widest one, which a resume on another
     layout has, the others are NaN.
     """
-    rows = [step.get("stage_mem_bytes") or () for step in steps]
-    rows = [row if isinstance(row, list) else () for row in rows]
-    table = np.full((len(rows), max(map(len, rows), default=0)), math.nan)
-    for index, row in enumerate(rows):
-        table[index, : len(row)] = [number(each) for each in row]
+    table = np.empty((num_rows, len(columns)))
+    for index, column in enumerate(columns):
+        table[:, index] = column
     return table
 
 
-def _evaluations(events: Sequence[Event]) -> Iterator[tuple[int, float]]:
-    """Step and loss, the newest of each step, in the order of steps."""
-    newest = {event.get("step", 0): number(event.get("loss")) for event in events}
-    yield from sorted(newest.items())
-
-
-def _samples(events: Sequence[Event]) -> list[Event]:
-    """The newest text of each step, in the order of steps; one without a step is of the end."""
-    newest = {number(event.get("step", math.inf)): event for event in events}
-    return [newest[step] for step in sorted(newest)]
-
-
-def _marks(events: Sequence[Event], *, unit: str) -> Iterator[Mark]:
-    done = 0
-    for event in events:
+def _marks(events: Sequence[tuple[int, Event]], *, unit: str) -> Iterator[Mark]:
+    for done, event in events:
         kind = event["event"]
-        if kind in ("step", "resume", "restart"):
-            done = event.get("step", done)
-        is_skipped = kind == "step" and bool(event.get("skipped"))
-        if kind not in MARKED and not is_skipped:
-            continue
+        is_skipped = kind == "step"
         shown_kind = str(event.get("kind", "guard")) if kind == "guard" else kind
         if is_skipped:
             shown_kind = "skipped"

@@ -72,6 +72,18 @@ def read_run_events(path: Path) -> Iterator[dict[str, Any]]:
         yield event
 
 
+def parse_run_event(line: bytes) -> dict[str, Any]:
+    """The event of a run in a line.
+
+    Raises:
+        ValueError: the line is damaged, or no event of a run.
+    """
+    event = _parse_event(line)
+    if not _is_run_event(event):
+        raise ValueError(f"no event of a run: {str(event)[:80]}")
+    return event
+
+
 def _is_run_event(event: Mapping[str, Any]) -> bool:
     kind = event.get("event")
     step = event.get("step", 0)
