@@ -57,7 +57,9 @@ VERSION = ("--version", "-v", "-V", "version")
 MAX_FAULTS_SHOWN = 50
 INPUT_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 """Errors of the file system that a name or the rights of the input cause."""
-LOCAL_COMMANDS = {"status": 1, "prove": 1, "replay": 1, "generate": 1, "export": 2, "import": 1}
+LOCAL_COMMANDS = {
+    "status": 1, "prove": 1, "replay": 1, "generate": 1, "chat": 1, "export": 2, "import": 1
+}  # fmt: skip
 """Commands that read local folders, and how many of their first words may name one."""
 PATIENCE_S = 1.0
 """Time that other ranks wait after a fault, so that torchrun does not end the first one before it
@@ -324,6 +326,12 @@ COMMANDS = {
         "MODEL [--prompt TEXT ...]",
         "generate text with a run, checkpoint or Hugging Face folder",
         imported("weft.commands.generate:generate"),
+        purpose=USE,
+    ),
+    "chat": Command(
+        "MODEL [--system TEXT ...]",
+        "a conversation with a run, checkpoint or Hugging Face folder",
+        imported("weft.commands.chat:chat"),
         purpose=USE,
     ),
     "eval": Command(

@@ -27,11 +27,14 @@ PRELOADED = (
 
 @dataclass(frozen=True)
 class Command:
-    """One command line of a page, without its comment; `output` is the file after `>`."""
+    """One command line of a page, without its comment; `output` is the file after `>`, `input` the
+    one after `<`.
+    """
 
     text: str
     words: tuple[str, ...]
     output: str | None = None
+    input: str | None = None
 
     @property
     def program(self) -> str:
@@ -56,7 +59,11 @@ def commands_of(page: Path) -> Iterator[Command]:
             if ">" in words:
                 output = words[words.index(">") + 1]
                 words = words[: words.index(">")]
-            yield Command(command, tuple(words), output)
+            given = None
+            if "<" in words:
+                given = words[words.index("<") + 1]
+                words = words[: words.index("<")]
+            yield Command(command, tuple(words), output, given)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,8 @@ class CommandServer:
     def _run_weft(self, command: Command, folder: Path) -> subprocess.CompletedProcess[str] | None:
         words = command.words[1:]
         if command.program == "weft":
-            return self._programs.run(WEFT, *words, folder=folder, timeout=TIMEOUT_S)
+            text = (folder / command.input).read_text(encoding="utf-8") if command.input else ""
+            return self._programs.run(WEFT, *words, folder=folder, timeout=TIMEOUT_S, text=text)
         if command.program == "torchrun":
             torchrun = "torch.distributed.run"
             return self._programs.run("", *words, module=torchrun, folder=folder, timeout=TIMEOUT_S)

@@ -1319,6 +1319,11 @@ def command_lines() -> Iterator[Case]:
         "generate from a file": ("generate", "text.txt", "--prompt", "x"),
         "generate from a folder": ("generate", "prep", "--prompt", "x"),
         "generate with a zero byte": ("generate", "a\0b", "--prompt", "x"),
+        "chat with nothing": ("chat",),
+        "chat with nowhere": ("chat", "nowhere"),
+        "chat with a file": ("chat", "text.txt"),
+        "chat with two": ("chat", "run", "run"),
+        "chat with a zero byte": ("chat", "a\0b"),
         "prove a zero byte": ("prove", "a\0b"),
         "prove a model file that is not there": ("prove", "nowhere.py", "--mesh", "tp2"),
         "train a model file that is not there": ("train", "nowhere.py"),
@@ -1620,7 +1625,7 @@ def starts() -> Iterator[Case]:
     held = ("train", "--out", "new", "--save.remote", "file://run")
     yield Case("a URL that holds a run", held, "out: holds a run already")
     yield Case("resume of a URL", ("train", "--resume", "s3://bucket/run"), "resume: is a URL")
-    for name in ("status", "prove", "replay", "generate", "export"):
+    for name in ("status", "prove", "replay", "generate", "chat", "export"):
         yield Case(f"{name} of a URL", (name, "s3://bucket/run"), "reads local folders")
 
 
@@ -1706,6 +1711,7 @@ def newer_features() -> Iterator[Case]:
     kubeflow = ("launch", "kubeflow", "--mesh", "dp2", "--dry-run", "--image", "a")
     sky = ("launch", "skypilot", "--mesh", "dp2", "--dry-run")
     bucket = (*sky, "--bucket", "s3://runs")
+    chat = ("chat", "run", "--chat_template", "chatml")
     rows: dict[str, tuple[tuple[str, ...], str]] = {
         "time below save_s": ((*slurm, "--time", "1"), "before it has trained"),
         "time of 60 s": ((*slurm, "--time", "0:60", "--save_s", "60"), "need more than the 60 s"),
@@ -1745,6 +1751,17 @@ def newer_features() -> Iterator[Case]:
         "generate temperature -1": (("generate", "run", "--temperature", "-1"), "temperature: "),
         "generate a text": (("generate", "text.txt"), "text.txt"),
         "generate an axis": (("generate", "run", "--mesh", "zero2"), "--mesh dp2"),
+        "chat without a template": (("chat", "run"), "has no chat template (got bytes). Fix: --chat_template chatml or alpaca"),
+        "chat, no template there": (("chat", "run", "--chat_template", "no.jinja"), "chat_template: "),
+        "chat of a broken template": ((*chat[:2], "--chat_template", "text.txt"), "chat_template"),
+        "chat, cp": ((*chat, "--mesh", "cp2"), "mesh: cp shards long sequences"),
+        "chat, tp of 3": ((*chat, "--mesh", "tp3"), "mesh: tp3 does not divide"),
+        "chat of no tokens": ((*chat, "--tokens", "0"), "tokens: out of range"),
+        "chat, context 0": ((*chat, "--context", "0"), "context: out of range"),
+        "chat, top_p 2": ((*chat, "--top_p", "2"), "top_p: out of range"),
+        "chat with a prompt": ((*chat, "--prompt", "x"), "prompt: unknown key"),
+        "chat, transport": ((*chat, "--transport", "threads"), "transport: unknown key"),
+        "chat, json in no folder": ((*chat, "--json", "no/x.json"), "json: its folder does not exist"),
         "export to a file": (("export", "run", "text.txt"), "text.txt"),
         "export nothing": (("export",), "weft export"),
         "export int8": (("export", "run", "new", "--dtype", "int8"), "dtype: unknown value"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -60,7 +61,7 @@ DATED = "{{ strftime_now('%Y') }}{% for message in messages %}{{ message.content
 TINY = "--model.layers 1 --model.dim 32 --data.seq_len 16 --batch.global_size 4 --transport threads"
 WRAPPED = re.compile(r"\n {8,}")
 SLOW = re.compile(
-    r"^(train|explain|axes|bench|doctor|eval|export|generate|import|prove|plan|sweep)\b"
+    r"^(train|explain|axes|bench|chat|doctor|eval|export|generate|import|prove|plan|sweep)\b"
 )
 """Commands that import torch."""
 
@@ -99,6 +100,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "")  # no cluster takes a job
     monkeypatch.setenv("WEFT_PROVE_BEFORE", "never")
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     return tmp_path
 
 

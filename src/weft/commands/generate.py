@@ -9,7 +9,7 @@ from weft.checkpoint.data_file import check_stored_bytes
 from weft.commands.console import check_files, show_help, wants_help
 from weft.config.command_options import read_options
 from weft.errors import Fault, UserError, counted
-from weft.generate.job import make_job
+from weft.generate.job import ModelJob, make_job
 from weft.generate.model_source import find_model
 from weft.generate.request import Request
 from weft.hf.folder_checks import weight_faults
@@ -28,6 +28,20 @@ def environment_faults(request: Request) -> Iterator[Fault]:
     for fault in environment.world_faults(mesh, None):
         yield replace(fault, fix=f"start {ranks}, or choose another mesh")
     yield from environment.device_faults(request.device)
+
+
+def check_weights(job: ModelJob) -> None:
+    """Check the files of the stored parameters.
+
+    Raises:
+        UserError: one is missing, of another size, or of another model.
+    """
+    if job.source.kind == "checkpoint":
+        check_stored_bytes(job.source.path)
+        return
+    faults = tuple(weight_faults(job.source.path, job.config))
+    if faults:
+        raise UserError(*faults)
 
 
 def generate(words: Sequence[str]) -> int:
@@ -49,12 +63,7 @@ def generate(words: Sequence[str]) -> int:
         )
     source = find_model(places[0])
     job = make_job(request, source, other_faults=environment_faults(request))
-    if source.kind == "checkpoint":
-        check_stored_bytes(source.path)
-    else:
-        faults = tuple(weight_faults(source.path, job.config))
-        if faults:
-            raise UserError(*faults)
+    check_weights(job)
     notes = (*job.notes(), *environment.notes(request.device_mesh, request.device))
     print_messages(f"note: {note}" for note in notes)
     set_openmp_policy()

@@ -149,6 +149,11 @@ class Decoder:
         self.lengths = [self.lengths[row] for row in rows]
         self.texts = [self.texts[row] for row in rows]
 
+    def keep_first(self, num_tokens: int) -> None:
+        """Keep the first tokens of each row alone: what is read next follows them."""
+        self.lengths = [num_tokens for _ in self.lengths]
+        self.texts = [text[:num_tokens] for text in self.texts]
+
     def reset(self) -> None:
         """Drop all rows, and release the memory of the caches."""
         for cache in self.caches:
@@ -232,11 +237,13 @@ class TextRow:
     Attributes:
         sample: its number among those of the same prompt.
         tokens: what was sampled so far.
+        num_read: tokens of the prompt that the decoder has read before.
     """
 
     prompt: tuple[int, ...]
     sample: int = 0
     tokens: list[int] = field(default_factory=list)
+    num_read: int = 0
 
     @property
     def next_position(self) -> TokenPosition:
@@ -261,7 +268,7 @@ def decode(
     out, one after another.
     """
     shares = RowShares(rows, decoder.model.comm)
-    logits_BV = decoder.read([row.prompt for row in shares.own])
+    logits_BV = decoder.read([row.prompt[row.num_read :] for row in shares.own])
     while True:
         chosen = []
         if logits_BV is not None:

@@ -7,9 +7,9 @@ from typing import Literal, Protocol
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
-FinishReason = Literal["length", "stop", "end of text", "context"]
+FinishReason = Literal["length", "stop", "end of text", "context", "interrupted"]
 """Why a text is finished: it has all its tokens, the stop text came, the model ended it, the model
-has no more positions.
+has no more positions, the user stopped it.
 """
 
 

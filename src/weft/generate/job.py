@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from weft.config import layout_rules
@@ -18,11 +18,12 @@ from weft.data.chat_template import (
     find_template,
     template_fault,
 )
+from weft.data.chat_template import KEY as TEMPLATE_KEY
 from weft.data.prepared import prepared_of, sources_of
 from weft.data.tokenizer import Tokenizer, open_tokenizer
-from weft.errors import ConfigError, Fault, UserError, counted
+from weft.errors import ConfigError, DataError, Fault, UserError, counted
 from weft.generate.model_source import ModelSource
-from weft.generate.request import Request, read_prompts
+from weft.generate.request import Request, SamplingOptions, read_prompts
 from weft.layout.plan import Plan, canonical_json, make_stages
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.dp import AXIS as DP
@@ -40,23 +41,19 @@ UNSUPPORTED_AXES = {
 
 
 @dataclass(frozen=True)
-class GenerationJob:
-    """A checked request, as every rank gets it.
+class ModelJob:
+    """A stored model with checked options, as every rank gets it.
 
     Attributes:
         config: the model without what only training reads.
         dtype: in which it computes.
-        prompts: their text.
-        tokens: their tokens.
     """
 
-    request: Request
+    request: SamplingOptions
     source: ModelSource
     config: ModelSection
     dtype: Dtype
     tokenizer: Tokenizer
-    prompts: tuple[str, ...]
-    tokens: tuple[tuple[int, ...], ...]
 
     @property
     def max_positions(self) -> int | None:
@@ -84,6 +81,20 @@ class GenerationJob:
             compute=self.dtype,
             reduce=self.dtype,
         )
+
+
+@dataclass(frozen=True)
+class GenerationJob(ModelJob):
+    """A checked request of `weft generate`.
+
+    Attributes:
+        prompts: their text.
+        tokens: their tokens.
+    """
+
+    request: Request
+    prompts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
 
     def notes(self) -> Iterator[str]:
         """Remarks on the job that are no faults."""
@@ -115,14 +126,14 @@ def make_job(
     faults = [*mesh_faults(request.device_mesh, config), *other_faults]
     vocab = config.axis_sizes()["vocab"]
     try:
-        tokenizer = _tokenizer_of(request, source)
+        tokenizer = open_model_tokenizer(request, source)
         prompts = read_prompts(request)
         texts = prompts
         if request.chat:
-            chat = _chat_format(request, source, tokenizer)
+            chat = chat_format(request, source, tokenizer)
             texts = tuple(map(chat.render, prompts))
             request = request.model_copy(update={"stop": request.stop or chat.stop})
-        tokens = tuple(_encode(text, tokenizer, vocab=vocab) for text in texts)
+        tokens = tuple(encode_prompt(text, tokenizer, vocab=vocab) for text in texts)
     except UserError as error:
         raise UserError(*faults, *error.faults) from None
     for prompt_tokens in tokens:
@@ -141,7 +152,7 @@ def make_job(
 
 
 @dataclass(frozen=True)
-class _ChatFormat:
+class ChatFormat:
     """How questions are rendered, and the text that ends an answer."""
 
     template: ChatTemplate
@@ -153,17 +164,25 @@ class _ChatFormat:
         Raises:
             DataError: the template does not render it.
         """
+        return self.render_messages([_question(question)])
+
+    def render_messages(self, messages: Sequence[Message]) -> str:
+        """A conversation with the header of its next answer.
+
+        Raises:
+            DataError: the template does not render it.
+        """
         try:
-            return self.template.render([_question(question)], add_generation_prompt=True)
+            return self.template.render(messages, add_generation_prompt=True)
         except TemplateFault as error:
-            raise template_fault(self.template, error, "the prompt") from None
+            raise _template_error(self.template, error, "the prompt") from None
 
 
 def _question(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _chat_format(request: Request, source: ModelSource, tokenizer: Tokenizer) -> _ChatFormat:
+def chat_format(request: SamplingOptions, source: ModelSource, tokenizer: Tokenizer) -> ChatFormat:
     """The template that the model was trained with, or the one that is asked for.
 
     Raises:
@@ -176,15 +195,30 @@ def _chat_format(request: Request, source: ModelSource, tokenizer: Tokenizer) ->
         for data_source in sources_of(source.run.data):
             prepared = prepared_of(data_source)
             folder = prepared.folder if prepared is not None else folder
-    template = find_template(name, tokenizer, folder=folder)
+    try:
+        template = find_template(name, tokenizer, folder=folder)
+    except DataError as error:
+        raise DataError(*map(_of_this_command, error.faults)) from None
     example = [_question(EXAMPLE), {"role": ASSISTANT, "content": EXAMPLE_ANSWER}]
     try:
         rendered = template.render_answers(example)
     except TemplateFault as error:
-        raise template_fault(template, error, "an example") from None
+        raise _template_error(template, error, "an example") from None
     (start, stop) = rendered.answers[-1] if rendered.answers else (0, 0)
     _, _, end = rendered.text[start:stop].partition(EXAMPLE_ANSWER)
-    return _ChatFormat(template, end.strip())
+    return ChatFormat(template, end.strip())
+
+
+def _template_error(template: ChatTemplate, fault: TemplateFault, where: str) -> DataError:
+    return DataError(*map(_of_this_command, template_fault(template, fault, where).faults))
+
+
+def _of_this_command(fault: Fault) -> Fault:
+    """A fault of the template that names the option of this command in place of the run's key."""
+    if fault.key != TEMPLATE_KEY:
+        return fault
+    fix = fault.fix.replace(f"--{TEMPLATE_KEY}", "--chat_template")
+    return replace(fault, key="chat_template", fix=fix)
 
 
 def inference_model(model: ModelSection) -> ModelSection:
@@ -221,7 +255,12 @@ def _axis_faults(mesh: Mesh) -> Iterator[Fault]:
         )
 
 
-def _tokenizer_of(request: Request, source: ModelSource) -> Tokenizer:
+def open_model_tokenizer(request: SamplingOptions, source: ModelSource) -> Tokenizer:
+    """The tokenizer that is asked for, or the model's own.
+
+    Raises:
+        ConfigError: it is unknown, or cannot be read.
+    """
     try:
         if request.tokenizer:
             return open_tokenizer(request.tokenizer)
@@ -232,7 +271,7 @@ def _tokenizer_of(request: Request, source: ModelSource) -> Tokenizer:
         raise ConfigError(*faults) from None
 
 
-def _encode(prompt: str, tokenizer: Tokenizer, *, vocab: int) -> tuple[int, ...]:
+def encode_prompt(prompt: str, tokenizer: Tokenizer, *, vocab: int) -> tuple[int, ...]:
     """The tokens of a prompt; an empty one begins a document, where the tokenizer has a token
     between documents.
     """

@@ -11,17 +11,19 @@ from functools import partial
 from torch import Tensor
 
 from weft.checkpoint.read import Source, open_checkpoint
+from weft.comm.comm import Comm
 from weft.config.command_options import json_writer
 from weft.config.schema import DataConfig
 from weft.core.model_config import ModelConfig
 from weft.data.prepared import tokenizer_of
 from weft.errors import counted
 from weft.generate.cache import restored_modules
-from weft.generate.decode import Decoder, TextRow, decode, load_model
+from weft.generate.decode import ChooseToken, Decoder, TextRow, decode, load_model
 from weft.generate.detokenize import GeneratedText
-from weft.generate.job import GenerationJob, max_positions
+from weft.generate.job import GenerationJob, ModelJob, max_positions
 from weft.generate.model_source import ModelSource
 from weft.generate.output import JsonOutput, OutputText, TextOutput, to_stdout
+from weft.generate.request import SamplingOptions
 from weft.generate.sample import Sampling, TokenPosition, sample_token
 from weft.hf.folder import HfFolder
 from weft.parallel.model.parallelize import ParallelModel
@@ -53,16 +55,12 @@ def generate_rank(job: GenerationJob, world: World) -> None:
     """Entry point of one rank; the first one shows what all of them generate."""
     device = choose_device(job.request.device, world)
     with open_comm(world, job.request.device_mesh, device) as comm:
-        stored = open_source(job.source)
-        family = family_of(job.config, job.source.run.lora)
-        model = load_model(family, job.config, stored, plan=job.plan, comm=comm)
-        vocab = job.config.axis_sizes()["vocab"]
+        decoder = open_decoder(job, comm)
         texts = TextBatch(job)
         if world.rank == 0:
             output = make_output(job, texts)
         else:
             output = None
-        decoder = Decoder(model, vocab=vocab, max_positions=job.max_positions)
         for _ in texts.generate(decoder):
             if output is not None:
                 output.update()
@@ -70,6 +68,15 @@ def generate_rank(job: GenerationJob, world: World) -> None:
         if world.rank == 0:
             for line in texts.summary():
                 sys.stderr.write(f"{line}\n")
+
+
+def open_decoder(job: ModelJob, comm: Comm) -> Decoder:
+    """This rank's part of the stored model, ready to read tokens."""
+    stored = open_source(job.source)
+    family = family_of(job.config, job.source.run.lora)
+    model = load_model(family, job.config, stored, plan=job.plan, comm=comm)
+    vocab = job.config.axis_sizes()["vocab"]
+    return Decoder(model, vocab=vocab, max_positions=job.max_positions)
 
 
 def make_output(job: GenerationJob, texts: TextBatch) -> TextOutput | JsonOutput:
@@ -120,14 +127,7 @@ class TextBatch:
 
     def generate(self, decoder: Decoder) -> Iterator[None]:
         """Generate them; yields after each token. Every rank must iterate to the end."""
-        request = self.job.request
-        sampling = Sampling(
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            seed=request.seed,
-        )
-        choose = partial(_sample_with, sampling)
+        choose = sampler(self.job.request)
         started = time.perf_counter()
         first_token = started
         steps = decode(decoder, self.rows, choose=choose, is_finished=self._take_newest)
@@ -177,6 +177,14 @@ class TextBatch:
         num_stopped = reasons.count("stop")
         if self.job.request.stop and num_stopped < num_texts:
             yield f"note: the stop text came in {num_stopped} of {num_texts} texts"
+
+
+def sampler(request: SamplingOptions) -> ChooseToken:
+    """The function that samples as the options say."""
+    sampling = Sampling(
+        temperature=request.temperature, top_k=request.top_k, top_p=request.top_p, seed=request.seed
+    )
+    return partial(_sample_with, sampling)
 
 
 def _sample_with(sampling: Sampling, logits_V: Tensor, at: TokenPosition) -> int:

@@ -1,4 +1,4 @@
-"""Options of `weft generate`, and the prompts that they name. No torch."""
+"""Options of `weft generate` and `weft chat`, and the prompts that they name. No torch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,9 @@ MAX_PROMPT_BYTES = 16 * MIB
 """Size of the largest file of prompts."""
 
 
-class Request(JsonOptions):
-    """What to generate, how, and where."""
+class SamplingOptions(JsonOptions):
+    """How tokens are sampled, and where: the options that `weft generate` and `weft chat` share."""
 
-    prompt: str = Field("", description="text to continue; nothing: a new document")
-    prompt_file: str = Field(
-        "", description=f"file with the prompt, or {LINES} with one on each line"
-    )
-    tokens: int = Field(200, ge=1, le=2**24, description="most tokens of each text")
-    samples: int = Field(1, ge=1, le=2**16, description="texts for each prompt")
-    stop: str = Field("", description="text before which a text ends; nothing: none")
     temperature: float = Field(0.8, ge=0, description="0: the likeliest token; higher: more random")
     top_k: Annotated[int, Field(ge=1)] | None = Field(
         None, description="sample from so many likeliest tokens; None: all"
@@ -45,11 +38,7 @@ class Request(JsonOptions):
         None, description="number type; None: as the run computes, or as the folder stores"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where ranks compute")
-    transport: TransportName = Field("process", description="what a rank is on this machine")
     tokenizer: str = Field("", description="bytes or a tokenizer.json; nothing: the model's own")
-    chat: bool = Field(
-        False, description="prompts are questions of a user, rendered by the chat template"
-    )
     chat_template: str | None = Field(
         None,
         description="chatml, alpaca, or a Jinja file; None: the one the model was trained with",
@@ -59,6 +48,32 @@ class Request(JsonOptions):
     def device_mesh(self) -> Mesh:
         """The mesh, parsed."""
         return Mesh.parse(self.mesh)
+
+
+class Request(SamplingOptions):
+    """What to generate, how, and where."""
+
+    prompt: str = Field("", description="text to continue; nothing: a new document")
+    prompt_file: str = Field(
+        "", description=f"file with the prompt, or {LINES} with one on each line"
+    )
+    tokens: int = Field(200, ge=1, le=2**24, description="most tokens of each text")
+    samples: int = Field(1, ge=1, le=2**16, description="texts for each prompt")
+    stop: str = Field("", description="text before which a text ends; nothing: none")
+    transport: TransportName = Field("process", description="what a rank is on this machine")
+    chat: bool = Field(
+        False, description="prompts are questions of a user, rendered by the chat template"
+    )
+
+
+class ChatRequest(SamplingOptions):
+    """What to say to the model first, how long its answers are, and how it samples them."""
+
+    system: str = Field("", description="system prompt of the conversation; nothing: none")
+    tokens: int = Field(512, ge=1, le=2**24, description="most tokens of each answer")
+    context: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="most tokens of a conversation; None: the model's max_seq_len"
+    )
 
 
 def read_prompts(request: Request) -> tuple[str, ...]:
