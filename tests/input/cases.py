@@ -192,6 +192,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "alert.command": ("", "no-such-program", "cat 'x"),
     "alert.url": ("$WEFT_NOT_SET", "ftp://host/x", "https://me:key@host/x", "https://host/x?k=1"),
     "log.every": ("-1", "1e13", "1.5", "often"),
+    "log.blocks": ("-1", "1e13", "1.5", "all"),
     "resume": ("nowhere", "text.txt", "prep"),
     "model.name": ("lama", "", "LLAMA3"),
     "model.preset": ("llama3-9b", "gpt2-tiny-x"),

@@ -138,7 +138,9 @@ class Run(ConfigSection):
         default_factory=EvalConfig, description="loss on text that is not trained on"
     )
     alert: AlertConfig = Field(default_factory=AlertConfig, description="events that are passed on")
-    log: LogConfig = Field(default_factory=LogConfig, description="the screen")
+    log: LogConfig = Field(
+        default_factory=LogConfig, description="the screen, and numbers of blocks"
+    )
     prove: ProveConfig = Field(
         default_factory=ProveConfig, description="proof of the run before its first step"
     )

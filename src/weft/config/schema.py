@@ -143,13 +143,19 @@ class EvalConfig(ConfigSection):
 
 
 class LogConfig(ConfigSection):
-    """What a run shows on the screen."""
+    """What a run shows on the screen, and what it records besides."""
 
     every: int = Field(
         0,
         ge=0,
         le=MAX_COUNT,
         description="steps between two lines on the screen (events and reports have all); 0: about 50 lines a run",
+    )
+    blocks: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between two measurements of each block: gradient norm, RMS of its parameters; 0: none",
     )
 
 

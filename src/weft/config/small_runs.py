@@ -105,6 +105,7 @@ def _smaller_schedule(run: Run) -> Run:
         "eval.every": 0,
         "sample": 0,
         "sample_every": 0,
+        "log.blocks": 0,
         "save.every": 0,
         "resume": None,
         "resume_code": "same",

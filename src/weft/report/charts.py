@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from weft.core.dimension import pipeline_axis
 from weft.report.downsample import Curve, downsampled
-from weft.report.recorded_values import Column, RunRecord
+from weft.report.recorded_values import Column, RunRecord, number
 from weft.view.progress import loss_unit
 
 POINTS_OF_PAGE = 24_000
@@ -79,12 +80,20 @@ MEASURES = (
 )
 
 
+BLOCK_MEASURES = {
+    "grad_norm": "Gradient norm of a block",
+    "param_rms": "RMS of the parameters of a block",
+}
+"""Field of a `blocks` event -> the title of its chart."""
+
+
 def charts(runs: Sequence[RunRecord]) -> tuple[Chart, ...]:
     """The charts that have values, in the order of the page."""
     num_curves = len(runs) * (len(MEASURES) + 1)
     most = min(MOST_POINTS, max(LEAST_POINTS, POINTS_OF_PAGE // num_curves))
     found = [_chart(measure, runs, most) for measure in MEASURES]
     found.insert(len(MEASURES) - 1, _memory(runs, most))
+    found.extend(_of_blocks(field, title, runs, most) for field, title in BLOCK_MEASURES.items())
     return tuple(chart for chart in found if chart.series)
 
 
@@ -132,6 +141,23 @@ def _fullest(runs: Sequence[RunRecord], most: int) -> Iterator[ChartSeries]:
         values = run.columns["mem_bytes"] / GIB
         if np.isfinite(values).any():
             yield ChartSeries(run.name, index, index, downsampled(_steps(run), values, most=most))
+
+
+def _of_blocks(field: str, title: str, runs: Sequence[RunRecord], most: int) -> Chart:
+    """A curve for each block of a single run: those of several would be too many."""
+    events = runs[0].blocks if len(runs) == 1 else ()
+    rows = [(number(event.get("step")), _numbers(event.get(field))) for event in events]
+    names = dict.fromkeys(name for _, row in rows for name in row)
+    x = np.array([step for step, _ in rows], dtype=np.float64)
+    series = []
+    for colour, name in enumerate(names):
+        y = np.array([number(row.get(name)) for _, row in rows], dtype=np.float64)
+        series.append(ChartSeries(name, 0, colour, downsampled(x, y, most=most)))
+    return Chart(f"block_{field}", title, "", tuple(series))
+
+
+def _numbers(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _steps(run: RunRecord) -> Column:

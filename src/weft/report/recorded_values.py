@@ -51,6 +51,7 @@ class RunRecord:
         repeated: steps that a resume or restart went back behind.
         proofs: verdicts of the last start: those before it may be of other layouts.
         samples: texts, the newest of each step.
+        blocks: numbers of the blocks, the newest of each step.
         prediction, end: events; empty where there is none.
     """
 
@@ -67,6 +68,7 @@ class RunRecord:
     marks: tuple[Mark, ...]
     proofs: tuple[Event, ...]
     samples: tuple[Event, ...]
+    blocks: tuple[Event, ...]
     prediction: Event
     end: Event
 
@@ -111,6 +113,7 @@ class RunRecord:
             marks=tuple(_marks(history.marked, unit=unit)),
             proofs=tuple(history.proofs),
             samples=tuple(history.samples[step] for step in sorted(history.samples)),
+            blocks=tuple(history.blocks[step] for step in sorted(history.blocks)),
             prediction=history.prediction,
             end=end,
         )

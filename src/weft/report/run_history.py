@@ -26,6 +26,8 @@ MARKED = ("guard", "restart", "resume", "save", "save_failed", "note")
 MAX_STEP = 2**63 - 1
 MOST_SAMPLES = 200
 """Texts that are kept, those of the last steps."""
+MOST_MEASURED = 1000
+"""Measurements of blocks that are kept; of more every other one."""
 MAX_STAGES = 4096
 """Columns of memory: more stages than any run has."""
 
@@ -45,6 +47,7 @@ class RunHistory:
         evaluations: step -> loss, the newest of each step.
         proofs: those since the last start.
         samples: step -> event, the newest of each step, of the last MOST_SAMPLES steps.
+        blocks: step -> event with numbers of the blocks, MOST_MEASURED at most.
     """
 
     def __init__(self) -> None:
@@ -59,6 +62,7 @@ class RunHistory:
         self.evaluations: dict[int, float] = {}
         self.proofs: list[Event] = []
         self.samples: dict[float, Event] = {}
+        self.blocks: dict[int, Event] = {}
         self._done = 0
 
     def add(self, event: Event) -> None:
@@ -90,6 +94,11 @@ class RunHistory:
                 self.samples[number(event.get("step", math.inf))] = event
                 if len(self.samples) > MOST_SAMPLES:
                     del self.samples[min(self.samples)]
+            case "blocks":
+                self.blocks[step] = event
+                if len(self.blocks) > MOST_MEASURED:
+                    kept = sorted(self.blocks)[::2]
+                    self.blocks = {step: self.blocks[step] for step in kept}
             case "prediction":
                 self.prediction = event
 
@@ -108,6 +117,7 @@ class RunHistory:
 
     def _go_back(self, last_kept: int) -> None:
         """Leave out the steps behind one that is trained again."""
+        self.blocks = {step: event for step, event in self.blocks.items() if step <= last_kept}
         kept = [at for at, step in enumerate(self.steps) if step <= last_kept]
         if len(kept) == len(self.steps):
             return

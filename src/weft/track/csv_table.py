@@ -24,7 +24,9 @@ class CsvTable:
         self._writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
-        """A row; series of single stages have no column."""
+        """A row; series of single stages and blocks have no column."""
+        if values.keys().isdisjoint(COLUMNS):
+            return
         self._writer.writerow({"step": step, **values})
         self._file.flush()
 

@@ -26,6 +26,8 @@ SERIES: Mapping[str, Mapping[str, str]] = {
 """Kind of event -> its field -> the series. Units are those of the fields."""
 
 STAGE_MEMORY = "memory/stage{stage}_bytes"
+BLOCK_SERIES = {"grad_norm": "blocks/grad_norm/{block}", "param_rms": "blocks/param_rms/{block}"}
+"""Field of a `blocks` event -> the series of each block."""
 TEXTS = ("guard", "restart", "proof", "save_failed", "sample", "note")
 """Kinds of events that are texts."""
 
@@ -41,6 +43,10 @@ def numbers_of(event: Event) -> dict[str, float]:
     if len(stages) > 1:
         for stage, num_bytes in enumerate(stages):
             numbers[STAGE_MEMORY.format(stage=stage)] = float(num_bytes)
+    if kind == "blocks":
+        for field, name in BLOCK_SERIES.items():
+            values = event.get(field) or {}
+            numbers |= {name.format(block=block): float(each) for block, each in values.items()}
     return numbers
 
 

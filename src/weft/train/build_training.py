@@ -22,6 +22,7 @@ from weft.models.code_of_run import code_of_run
 from weft.models.common.preference import with_preference_loss
 from weft.parallel.ep import AXIS as EP
 from weft.run.world import Attempt
+from weft.train.block_stats import BlockStats
 from weft.train.build import (
     RunSteps,
     StepConfig,
@@ -297,4 +298,5 @@ def build_training(
             **code_files(run.model, run.optim),
         },
         opening_events=tuple(opening_events),
+        blocks=BlockStats(step, run.log.blocks) if run.log.blocks else None,
     )

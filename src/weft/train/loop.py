@@ -13,6 +13,7 @@ from weft.config.schema import GuardConfig
 from weft.errors import CorruptionError, GuardError, NonFiniteError
 from weft.run.rank_status import OnPhase
 from weft.train.best import EvalHistory
+from weft.train.block_stats import BlockStats
 from weft.train.data_loader import DataLoader
 from weft.train.digest import StateDigests
 from weft.train.event_lines import STEP_COUNTING
@@ -106,6 +107,7 @@ def _run_steps(
         check=training.check,
         profiler=training.profiler,
         samples=training.samples,
+        blocks=training.blocks,
     )
     try:
         for event in events:
@@ -184,6 +186,7 @@ def step_events(
     check: StepCheck | None = None,
     profiler: StepProfiler | None = None,
     samples: SampleTexts | None = None,
+    blocks: BlockStats | None = None,
 ) -> Iterator[Event]:
     """Train step by step; yields the events of steps, evaluations, saves, guards and texts. Ends early
     after a stop request.
@@ -195,6 +198,7 @@ def step_events(
         check: compares some steps before their update.
         profiler: records some steps.
         samples: texts that the model generates.
+        blocks: measures the blocks of some steps.
 
     Raises:
         NonFiniteError: the loss or the gradient norm of a step is not finite; no update was made.
@@ -216,6 +220,7 @@ def step_events(
         check=check,
         profiler=profiler,
         samples=samples,
+        blocks=blocks,
     )
     if saver is not None and guard.needs_first_save:
         yield from saver.save(step_range.start)

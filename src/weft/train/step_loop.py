@@ -12,6 +12,7 @@ from weft.checkpoint.saver import Saver, StatusFlag
 from weft.errors import CorruptionError, GuardError, NonFiniteError
 from weft.models.common.batch import Batch
 from weft.run.rank_status import OnPhase, Phase
+from weft.train.block_stats import BlockStats
 from weft.train.data_loader import DataLoader, prefetch
 from weft.train.digest import StateDigests, StateFault
 from weft.train.evaluate import eval_event
@@ -19,9 +20,10 @@ from weft.train.guard import FailedStep, StepGuard
 from weft.train.late_report import LateReports, LaunchedStep, reports_late
 from weft.train.loop_texts import step_event
 from weft.train.sample_texts import SampleTexts
-from weft.train.step import StepReport, TrainStep
+from weft.train.step import ComputedStep, StepReport, TrainStep
 from weft.train.step_check import OnGradients, StepCheck
 from weft.train.step_profiler import StepProfiler
+from weft.train.step_stats import StepTotals
 from weft.train.straggler import StragglerWatch
 from weft.train.training import Evaluator, Event, StepRange
 
@@ -77,6 +79,7 @@ class StepLoop:
     check: StepCheck | None = None
     profiler: StepProfiler | None = None
     samples: SampleTexts | None = None
+    blocks: BlockStats | None = None
 
     def train_from(self, start: int) -> Generator[Event, None, int | None]:
         """Train the steps after the first `start`; returns where to go on after a rollback, None at
@@ -126,14 +129,22 @@ class StepLoop:
         return None
 
     def _is_checked(self, number: int) -> bool:
-        return self.check is not None and self.check.is_due(number)
+        """Whether something reads the gradients of a step before its update."""
+        is_measured = self.blocks is not None and self.blocks.is_due(number)
+        return is_measured or (self.check is not None and self.check.is_due(number))
 
     def _run_checked(self, number: int, batches: Sequence[Batch], lr: float) -> StepReport:
-        """Train on a step, wait for its numbers, and check it before its update where that is due."""
+        """Train on a step, wait for its numbers, and check it before its update and measure its
+        blocks where that is due.
+        """
+        measure = None
+        if self.blocks is not None and self.blocks.is_due(number):
+            measure = self.blocks.measure
         if self.check is None or not self.check.is_due(number):
-            return self._run(number, batches, lr)
+            return self._run(number, batches, lr, on_gradients=measure)
         batch_number = self.guard.batch_of(number - 1)
-        with self.check.watch(number, batch_number, batches) as on_gradients:
+        with self.check.watch(number, batch_number, batches) as check:
+            on_gradients = check if measure is None else partial(_call_both, check, measure)
             return self._run(number, batches, lr, on_gradients=on_gradients)
 
     def _run(
@@ -206,6 +217,8 @@ class StepLoop:
         report_phase(number, "end")
         yield step_event(number, report, lr=lr, elapsed_s=now - clock.last_s)
         clock.last_s = now
+        if self.blocks is not None:
+            yield from self.blocks.take_event(number)
         if self.check is not None:
             yield from map(dict, self.check.take_events())
         if self.stragglers is not None:
@@ -313,6 +326,13 @@ class StepLoop:
             self.digests.forget()
         yield restored.event
         return restored.num_done
+
+
+def _call_both(
+    first: OnGradients, second: OnGradients, computed: ComputedStep, totals: StepTotals
+) -> None:
+    first(computed, totals)
+    second(computed, totals)
 
 
 def _stop_at(step: int, fault: StateFault) -> Iterator[Event]:

@@ -11,6 +11,7 @@ from weft.checkpoint.memory import MemorySnapshots
 from weft.checkpoint.saver import Saver
 from weft.run.rank_status import OnPhase
 from weft.train.best import EvalHistory
+from weft.train.block_stats import BlockStats
 from weft.train.data_loader import DataLoader
 from weft.train.digest import StateDigests
 from weft.train.evaluate import Evaluation
@@ -79,6 +80,7 @@ class Training:
         snapshots: in memory; None if there are none.
         check: compares some steps before their update; None: none.
         samples: texts that the model generates; None: none.
+        blocks: measures the blocks of some steps; None: of none.
         profiler: records some steps; None: none.
     """
 
@@ -99,5 +101,6 @@ class Training:
     snapshots: MemorySnapshots | None = None
     check: StepCheck | None = None
     samples: SampleTexts | None = None
+    blocks: BlockStats | None = None
     profiler: StepProfiler | None = None
     save_wait_s: float = 0.0

@@ -32,7 +32,7 @@ def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
     for tie in model.cross_stage_ties:
         if tie.name not in reducer.sharded_params:
             continue  # this shard has no entry of it, on all of these ranks alike
-        own = _gradient(reducer, tie.name)
+        own = gradient_of(reducer, tie.name)
         terms = terms_of.setdefault(tie.name, {here: own.clone()})
         like = torch.empty_like(own)
         with comm.grouped_messages():
@@ -42,7 +42,7 @@ def sum_tied_gradients(model: ParallelModel, reducer: GradientReducer) -> None:
         terms[tie.peer] = receiving.wait()
     for name, terms in terms_of.items():
         first, second, *others = sorted(terms)
-        total = _gradient(reducer, name)
+        total = gradient_of(reducer, name)
         torch.add(terms[first], terms[second], out=total)
         for rank in others:
             total.add_(terms[rank])
@@ -60,7 +60,7 @@ def squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor:
     names = tuple(reducer.sharded_params)
     if not names:
         return torch.zeros((), dtype=torch.float64, device=model.comm.device)
-    gradients = [_gradient(reducer, name) for name in names]
+    gradients = [gradient_of(reducer, name) for name in names]
     squares = squares_of(gradients)
     weights = reducer.norm_weights.get(names)
     if weights is None:
@@ -120,7 +120,7 @@ def exact_squared_norm(model: ParallelModel, reducer: GradientReducer) -> Tensor
     for name in reducer.sharded_params:
         axes = reducer.shard_axes[name]
         if is_first_holder(model, name, sharded_over=axes):
-            gradients.append(_gradient(reducer, name))
+            gradients.append(gradient_of(reducer, name))
 
     def squares(gradient: Tensor) -> Tensor:
         return gradient.double().square()
@@ -179,7 +179,8 @@ def clip(reducer: GradientReducer, norm: Tensor, *, most: float, scale: float = 
         reducer.scale(factor / scale)
 
 
-def _gradient(reducer: GradientReducer, name: str) -> Tensor:
+def gradient_of(reducer: GradientReducer, name: str) -> Tensor:
+    """This rank's entries of the gradient of a trained parameter."""
     gradient = reducer.sharded_params[name].grad
     assert gradient is not None, f"{name} has no gradient: it is not in a trained group"
     return gradient

@@ -1,0 +1,103 @@
+"""Gradient norm and root mean square of the parameters of each block, over all ranks, every n steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.dimension import local_update_axes
+from weft.parallel.zero import grad_norm
+from weft.train.step import ComputedStep, TrainStep
+from weft.train.step_stats import StepTotals
+
+GRADIENTS, PARAMETERS, ENTRIES = range(3)
+"""Columns of the sums of a block: squares of the gradients, squares of the parameters, entries."""
+
+
+@dataclass
+class BlockStats:
+    """Measures the blocks of some steps when their gradients are reduced; every rank makes the same
+    calls.
+
+    Each logical parameter that is trained counts once, whatever ranks hold copies or shards of it,
+    and a tied one in its owner's block. Parameters are those before the update, gradients those
+    before clipping. Of replicas that train apart, norm and root mean square are the root of the mean
+    square over the replicas.
+
+    Args:
+        every: steps between two measurements.
+    """
+
+    step: TrainStep
+    every: int
+    _sums: Tensor | None = field(default=None, repr=False)
+    _scale: float = 1.0
+
+    def is_due(self, number: int) -> bool:
+        """Whether step `number` (the first is 1) is measured."""
+        return number % self.every == 0
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks of the whole model, in order."""
+        return tuple(name for stage in self.step.model.plan.stages for name in stage.blocks)
+
+    def measure(self, computed: ComputedStep, totals: StepTotals) -> None:
+        """Sum over all ranks; called when the gradients are reduced."""
+        comm = self.step.model.comm
+        sums = comm.sum_world(self._local_sums().flatten())
+        self._sums = sums.view(len(self.blocks), -1)
+        self._scale = computed.scale
+
+    def take_event(self, number: int) -> Iterator[dict[str, Any]]:
+        """The `blocks` event of a step that was measured; blocks that train nothing are left out."""
+        if self._sums is None:
+            return
+        table = dict(zip(self.blocks, self._sums.tolist(), strict=True))
+        self._sums = None
+        yield {"event": "blocks", "step": number, **self._fields(table)}
+
+    def _fields(self, table: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+        num_replicas = self.step.model.comm.degree(local_update_axes())
+        norms: dict[str, float] = {}
+        sizes: dict[str, float] = {}
+        for name, row in table.items():
+            if row[ENTRIES]:
+                norms[name] = (row[GRADIENTS] / num_replicas) ** 0.5 / self._scale
+                sizes[name] = (row[PARAMETERS] / row[ENTRIES]) ** 0.5
+        return {"grad_norm": norms, "param_rms": sizes}
+
+    def _local_sums(self) -> Tensor:
+        """This rank's part of the sums, [blocks, 3], float64: 0 for what an earlier rank counts."""
+        model, grads = self.step.model, self.step.grads
+        table = torch.zeros(len(self.blocks), 3, dtype=torch.float64, device=model.comm.device)
+        counted = [
+            name
+            for name in grads.sharded_params
+            if grad_norm.is_first_holder(model, name, sharded_over=grads.shard_axes[name])
+        ]
+        if not counted:
+            return table
+        params = [grads.sharded_params[name].detach() for name in counted]
+        places = [self._place(name) for name in counted]
+        rows = torch.tensor(places, device=table.device)
+        entries = torch.tensor([float(param.numel()) for param in params], device=table.device)
+        columns = {
+            GRADIENTS: grad_norm.squares_of(
+                [grad_norm.gradient_of(grads, name) for name in counted]
+            ),
+            PARAMETERS: grad_norm.squares_of(params),
+            ENTRIES: entries.double(),
+        }
+        for column, values in columns.items():
+            table[:, column].index_add_(0, rows, values)
+        return table
+
+    def _place(self, parameter: str) -> int:
+        """Number of the block that a parameter is of."""
+        block, _, _ = parameter.partition(".")
+        return self.blocks.index(block)
