@@ -1754,7 +1754,7 @@ def newer_features() -> Iterator[Case]:
         "generate an axis": (("generate", "run", "--mesh", "zero2"), "--mesh dp2"),
         "chat without a template": (("chat", "run"), "has no chat template (got bytes). Fix: --chat_template chatml or alpaca"),
         "chat, no template there": (("chat", "run", "--chat_template", "no.jinja"), "chat_template: "),
-        "chat of a broken template": ((*chat[:2], "--chat_template", "text.txt"), "chat_template"),
+        "chat, a text as template": ((*chat[:2], "--chat_template", "text.txt"), "leaves out messages of the role 'user'"),
         "chat, cp": ((*chat, "--mesh", "cp2"), "mesh: cp shards long sequences"),
         "chat, tp of 3": ((*chat, "--mesh", "tp3"), "mesh: tp3 does not divide"),
         "chat of no tokens": ((*chat, "--tokens", "0"), "tokens: out of range"),

@@ -114,6 +114,19 @@ def test_a_text_is_of_the_model_after_its_own_step(text, tmp_path, monkeypatch):
     assert texts[0] == texts[1]
 
 
+def test_a_step_whose_blocks_are_measured_is_not_late_and_those_around_it_are(
+    text, tmp_path, monkeypatch
+):
+    words = ("--mesh", "dp2", "--steps", "7", "--log.blocks", "3", "--parallel.zero", "2")
+    events_both_ways(text, tmp_path, monkeypatch, *words)
+    measured = [
+        [event for event in events_of(out) if event["event"] == "blocks"]
+        for out in (tmp_path / "early", tmp_path / "late")
+    ]
+    assert [event["step"] for event in measured[0]] == [3, 6]
+    assert measured[0] == measured[1]
+
+
 def test_nothing_changes_from_the_first_step_that_is_not_finite_until_the_host_has_seen_it(
     monkeypatch,
 ):

@@ -202,6 +202,8 @@ def chat_format(request: SamplingOptions, source: ModelSource, tokenizer: Tokeni
     example = [_question(EXAMPLE), {"role": ASSISTANT, "content": EXAMPLE_ANSWER}]
     try:
         rendered = template.render_answers(example)
+        if template.render([_question(EXAMPLE)]) == template.render([_question(EXAMPLE_ANSWER)]):
+            raise TemplateFault("it leaves out messages of the role 'user'")
     except TemplateFault as error:
         raise _template_error(template, error, "an example") from None
     (start, stop) = rendered.answers[-1] if rendered.answers else (0, 0)

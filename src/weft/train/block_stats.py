@@ -55,10 +55,10 @@ class BlockStats:
 
     def take_event(self, number: int) -> Iterator[dict[str, Any]]:
         """The `blocks` event of a step that was measured; blocks that train nothing are left out."""
-        if self._sums is None:
+        sums, self._sums = self._sums, None
+        if sums is None or not self.is_due(number):  # of a step that was rolled back
             return
-        table = dict(zip(self.blocks, self._sums.tolist(), strict=True))
-        self._sums = None
+        table = dict(zip(self.blocks, sums.tolist(), strict=True))
         yield {"event": "blocks", "step": number, **self._fields(table)}
 
     def _fields(self, table: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
