@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.commands.test_runs import write_run
 from tests.tiny_run import SEQUENCES, write_text
 from weft.checkpoint.read import open_checkpoint
 from weft.cli import main
 from weft.core.axes import Box
 from weft.errors import EXIT_OK
+from weft.report.charts import charts
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
 from weft.track.series import numbers_of
+from weft.train.event_lines import to_line
 
 Event = dict[str, Any]
 RATE = 0.5
@@ -195,3 +198,19 @@ def test_the_page_has_a_curve_for_each_block_and_trackers_get_the_numbers(tmp_pa
     rows = list(csv.DictReader((tmp_path / "run" / "metrics.csv").read_text().splitlines()))
     assert [row["step"] for row in rows if row["train/loss"]] == ["1", "2", "3", "4"]
     assert all(any(value for key, value in row.items() if key != "step") for row in rows)
+
+
+def test_the_curves_of_many_blocks_share_the_points_of_a_page(tmp_path: Path) -> None:
+    names = [f"layer{index}" for index in range(300)]
+    rows = [dict.fromkeys(names, 1.0 + step % 7) for step in range(400)]
+    folder = write_run(tmp_path / "run", [1.0] * len(rows))
+    with (folder / "events.jsonl").open("a") as file:
+        for step, row in enumerate(rows, start=1):
+            event = {"event": "blocks", "step": step, "grad_norm": row, "param_rms": row}
+            file.write(to_line(event))
+    record = RunRecord.read(folder)
+    of_blocks = [chart for chart in charts([record]) if chart.key.startswith("block_")]
+    assert [len(chart.series) for chart in of_blocks] == [300, 300]
+    lengths = [len(each.curve.x) for chart in of_blocks for each in chart.series]
+    assert max(lengths) <= 50
+    assert not [chart for chart in charts([record, record]) if chart.key.startswith("block_")]

@@ -17,6 +17,8 @@ POINTS_OF_PAGE = 24_000
 """Points of all curves together: about 400 kB of the page."""
 LEAST_POINTS, MOST_POINTS = 200, 2000
 """Points of one curve."""
+LEAST_POINTS_OF_BLOCK = 50
+"""Points of the curve of a block: a model may have hundreds of blocks."""
 GIB = 2.0**30
 LOAD = "Largest over mean load of an expert, in the worst block; 1 is balanced."
 MFU = "Model FLOPs of a step (three forwards; of frozen weights two) over the time of the step and the peak of its devices."
@@ -148,6 +150,9 @@ def _of_blocks(field: str, title: str, runs: Sequence[RunRecord], most: int) -> 
     events = runs[0].blocks if len(runs) == 1 else ()
     rows = [(number(event.get("step")), _numbers(event.get(field))) for event in events]
     names = dict.fromkeys(name for _, row in rows for name in row)
+    if names:
+        share = POINTS_OF_PAGE // (len(BLOCK_MEASURES) * len(names))
+        most = min(most, max(LEAST_POINTS_OF_BLOCK, share))
     x = np.array([step for step, _ in rows], dtype=np.float64)
     series = []
     for colour, name in enumerate(names):
