@@ -20,6 +20,7 @@ from weft.errors import EXIT_OK
 from weft.report.charts import charts
 from weft.report.page import report_page
 from weft.report.recorded_values import RunRecord
+from weft.report.run_history import RunHistory
 from weft.track.series import numbers_of
 from weft.train.event_lines import to_line
 
@@ -214,3 +215,12 @@ def test_the_curves_of_many_blocks_share_the_points_of_a_page(tmp_path: Path) ->
     lengths = [len(each.curve.x) for chart in of_blocks for each in chart.series]
     assert max(lengths) <= 50
     assert not [chart for chart in charts([record, record]) if chart.key.startswith("block_")]
+
+
+def test_a_history_keeps_a_thousand_measurements_and_none_of_steps_that_are_trained_again() -> None:
+    history = RunHistory()
+    for step in range(1, 1002):
+        history.add({"event": "blocks", "step": step, "grad_norm": {"embed": float(step)}})
+    assert list(history.blocks) == list(range(1, 1002, 2))
+    history.add({"event": "restart", "step": 500})
+    assert max(history.blocks) == 499

@@ -10,7 +10,8 @@ import numpy as np
 
 from weft.core.dimension import pipeline_axis
 from weft.report.downsample import Curve, downsampled
-from weft.report.recorded_values import Column, RunRecord, number
+from weft.report.recorded_values import Column, RunRecord
+from weft.report.run_history import number
 from weft.view.progress import loss_unit
 
 POINTS_OF_PAGE = 24_000
