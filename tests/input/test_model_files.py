@@ -168,7 +168,7 @@ def test_a_bad_model_file_is_one_line(
     assert os.listdir(tmp_path) == ["my_model.py"]
 
 
-def test_a_stage_that_hands_on_two_tensors_is_rejected(
+def test_a_stage_that_hands_on_a_number_beside_its_tensor_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before, an error on the ranks."""
@@ -178,7 +178,7 @@ def test_a_stage_that_hands_on_two_tensors_is_rejected(
             "forward(self, x):",
             "forward(self, pair):\n        x = pair if torch.is_tensor(pair) else pair[0]",
         )
-        .replace(FORWARD, f"{FORWARD}, x")
+        .replace(FORWARD, f"{FORWARD}, 3")
         .replace('"head": nn', '"one": One(), "head": nn')
         .replace(
             "def blocks",
@@ -187,10 +187,8 @@ def test_a_stage_that_hands_on_two_tensors_is_rejected(
     )
     argv = ["train", str(path), "--mesh", "pp2", "--data.seq_len", "16"]
     assert main(argv) == EXIT_USER
-    assert (
-        "layer0: hands on several tensors, and a pipeline stage sends one"
-        in capsys.readouterr().err
-    )
+    said = "layer0: hands on something that a pipeline stage cannot send (need a tensor, or a tuple"
+    assert said in capsys.readouterr().err
 
 
 def test_a_recurrent_layer_is_given_values(tmp_path: Path) -> None:
