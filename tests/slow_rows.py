@@ -137,6 +137,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
     "matrix/test_dropout.py::test_drop_out_is_that_of_one_device": (
         "gpt2-l2-drop0.2-pp2_dp2_tp2-1f1b-m4",
         "gpt2-allgather-docs-l2-drop0.2-cp2-1f1b-m4",
+        "deepseek-zero3-ring-drop0.3-ep2_cp2-1f1b-m4",
     ),
     "matrix/test_experts.py::test_mixture_computes_what_one_device_computes": (
         "deepseek-zero1-l2-pp2_dp2_ep2-1f1b-m4",
@@ -196,6 +197,8 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "sigmoid-pp2",
         "ipo-pp2",
         "orpo-pp2",
+        "hinge-pp2",
+        "orpo-tp2",
     ),
     "oracle/test_huggingface_generate.py::test_greedy_text_is_hugging_faces": ("llama3 tied-tp2",),
     "parallel/test_attention_layouts.py::test_layout_trains_a_model_with_attention_features_as_one_device_does": (
@@ -284,9 +287,11 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "shared_layer.py-dp2 tp2",
         "diffusion.py-dp2 tp2",
     ),
+    "planner/test_certificate.py::test_losses_of_pairs_have_no_finding": ("hinge", "simpo"),
     "planner/test_certificate.py::test_what_has_no_type_is_the_only_finding": (
         "dp2-loss.proj: not typed: aten.index of a sharded dim (axis dp)",
     ),
+    "planner/test_certificate_sweep.py::test_generated_layouts_have_no_finding": ("101-2",),
     "planner/test_repeated.py::test_buckets_of_several_blocks_are_measured_with_all_blocks": (
         "zero_bubble",
     ),
@@ -319,6 +324,7 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         '--mesh "dp2 tp2" --model.name gpt2 --model.layers 2 --model.vocab 257 --deterministic True',
         "--mesh dp2 --parallel.zero 3 --parallel.recompute full --batch.micro_size 2",
     ),
+    "prove/live_step/test_live_step.py::test_a_step_on_pairs_is_equal": ("ipo",),
     "prove/live_step/test_live_step.py::test_updates_are_compared_by_formula": (
         '--mesh "pp2 dp2" --parallel.zero 1 --optim.name sgd --optim.warmup 0-21',
         "--mesh dp2 --parallel.zero 2 --optim.name lion-21",
@@ -345,8 +351,17 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
         "orpo-tp2",
         "sigmoid-pp2",
         "sigmoid-dp2 cp2",
+        "sigmoid-tp2",
+        "hinge-dp2 cp2",
+        "simpo-dp2 cp2",
+        "simpo-tp2",
     ),
     "prove/test_preferences.py::test_layouts_of_preference_pairs_are_equal": ("cp2 tp2",),
+    "prove/test_preferences.py::test_losses_without_a_reference_model_evaluate_none": ("simpo",),
+    "prove/test_preferences.py::test_means_over_this_ranks_targets_are_found": ("simpo-loss",),
+    "prove/test_preferences.py::test_rounding_of_large_margins_is_no_difference": (
+        "sigmoid --dpo.label_smoothing 0.2 --dpo.beta 300",
+    ),
     "prove/test_sweep.py::test_a_layout_is_proved_and_its_steps_are_compared": (),
     "run/test_folder_lock.py::test_one_of_several_processes_takes_a_stale_lock": ("no flock",),
     "run/test_launch.py::test_a_signal_to_the_command_leaves_no_process": ("sigterm", "ctrl-c"),
@@ -363,6 +378,21 @@ SLOW_ROWS: dict[str, tuple[str, ...]] = {
     ),
     "test_python_api.py::test_a_proof_is_a_record_with_its_bounds_and_the_first_difference": (),
     "train/test_best.py::test_eval_finds_the_loss_of_the_run_on_any_layout": ("--mesh dp2",),
+    "train/test_block_stats.py::test_every_layout_measures_what_one_device_measures": (
+        "tp2",
+        "pp2",
+        "ZeRO 1",
+        "ZeRO 2",
+        "tp2, in a fixed order",
+    ),
+    "train/test_block_stats.py::test_the_norms_of_the_blocks_make_the_norm_of_the_step": (
+        "tied",
+        "adapters",
+    ),
+    "train/test_block_stats.py::test_tied_parameters_experts_and_adapters_count_once": (
+        "tied-tp2",
+        "experts-pp2 ep2",
+    ),
     "train/test_digest.py::test_a_replica_that_differs_is_named_or_both_of_two": (
         "dp3 tp2, zero 1-compute/layer0.attn.q-ranks5",
         "dp2 tp2-model/layer0.attn.q-ranks3",

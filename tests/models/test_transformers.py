@@ -75,7 +75,6 @@ def test_layers_that_read_other_documents_are_rejected_at_the_start() -> None:
     words = ("--model.name", "hf:falcon_h1", "--data.packing")
     with pytest.raises(PlanError, match=r"data.packing: its layers read the tokens of other doc"):
         load_checked_run((*words, "documents"))
-    load_checked_run((*words, "stream"))
 
 
 def test_tied_embeddings_are_tied_across_the_stages_of_a_pipeline() -> None:
