@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from weft.commands.console import check_files, show_help, wants_help
 from weft.commands.generate import check_weights
 from weft.config.command_options import read_options
-from weft.errors import Fault, UserError, counted
+from weft.errors import Fault, counted
 from weft.generate.conversation import make_chat_job
-from weft.generate.model_source import find_model
+from weft.generate.model_source import only_model
 from weft.generate.request import ChatRequest
 from weft.run.world import detect
 from weft.start import environment
@@ -40,17 +40,7 @@ def chat(words: Sequence[str]) -> int:
         return show_help(ChatRequest(), f"weft chat {USAGE}", LINE)
     request, places = read_options(words, ChatRequest)
     check_files(request, "json")
-    if len(places) != 1:
-        raise UserError(
-            Fault(
-                "weft chat",
-                "takes one model",
-                got=" ".join(places) or "nothing",
-                need="a run, a checkpoint or a folder",
-                fix="for example weft chat runs/first --chat_template chatml",
-            )
-        )
-    source = find_model(places[0])
+    source = only_model(places, "weft chat", example="--chat_template chatml")
     job = make_chat_job(request, source, _environment_faults(request))
     check_weights(job)
     notes = (*source.notes, *environment.notes(request.device_mesh, request.device))

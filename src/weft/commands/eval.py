@@ -31,7 +31,7 @@ from weft.data.chat_template import FILE as TEMPLATE_FILE
 from weft.data.files import ROW_SUFFIXES, inner_name
 from weft.data.prepared import prepared_of, sources_of
 from weft.errors import Fault, UserError, counted
-from weft.generate.model_source import ModelSource, find_model
+from weft.generate.model_source import ModelSource, only_model
 from weft.hf.folder_checks import weight_faults
 from weft.start import environment
 from weft.start.checked_run import set_openmp_policy
@@ -98,11 +98,7 @@ def evaluate(words: Sequence[str]) -> int:
         return show_help(EvalArguments(), f"weft eval {USAGE}", f"compute {LINE}")
     arguments, places = read_options(words, EvalArguments)
     check_files(arguments, "json")
-    if len(places) != 1:
-        fix = "for example weft eval runs/first --data texts/"
-        got, need = " ".join(places) or "nothing", "a run, a checkpoint or a folder"
-        raise UserError(Fault("weft eval", "takes one model", got=got, need=need, fix=fix))
-    source = find_model(places[0])
+    source = only_model(places, "weft eval", example="--data texts/")
     try:
         run = evaluation_run(source, arguments)
         _check(run, source)

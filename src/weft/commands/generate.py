@@ -10,7 +10,7 @@ from weft.commands.console import check_files, show_help, wants_help
 from weft.config.command_options import read_options
 from weft.errors import Fault, UserError, counted
 from weft.generate.job import ModelJob, make_job
-from weft.generate.model_source import find_model
+from weft.generate.model_source import only_model
 from weft.generate.request import Request
 from weft.hf.folder_checks import weight_faults
 from weft.start import environment
@@ -50,18 +50,7 @@ def generate(words: Sequence[str]) -> int:
         return show_help(Request(), f"weft generate {USAGE}", LINE)
     request, places = read_options(words, Request)
     check_files(request, "json")
-    if len(places) != 1:
-        fix = 'for example weft generate runs/first --prompt "def "'
-        raise UserError(
-            Fault(
-                "weft generate",
-                "takes one model",
-                got=" ".join(places) or "nothing",
-                need="a run, a checkpoint or a folder",
-                fix=fix,
-            )
-        )
-    source = find_model(places[0])
+    source = only_model(places, "weft generate", example='--prompt "def "')
     job = make_job(request, source, other_faults=environment_faults(request))
     check_weights(job)
     notes = (*job.notes(), *environment.notes(request.device_mesh, request.device))

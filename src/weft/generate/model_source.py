@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -28,7 +28,7 @@ from weft.core.precision import Dtype
 from weft.data.files import TOKEN_SUFFIX
 from weft.data.prepared import sources_of, tokenizer_of
 from weft.data.tokenizer import BYTES, FILE, KEY, Tokenizer, open_tokenizer
-from weft.errors import CheckpointError, DataError, Fault
+from weft.errors import CheckpointError, DataError, Fault, UserError
 from weft.models import FAMILIES
 from weft.small_files import UnreadableFile, open_regular, read_json_object
 
@@ -86,6 +86,23 @@ def is_guess(found: Tokenizer, data: DataConfig, model: ModelConfig) -> bool:
     if vocab <= found.vocab:
         return False
     return any(source.endswith(TOKEN_SUFFIX) for source in sources_of(data))
+
+
+def only_model(places: Sequence[str], command: str, *, example: str) -> ModelSource:
+    """The stored model that a command takes.
+
+    Args:
+        places: words beside the options.
+        command: for the message, with `example`: what else it needs.
+
+    Raises:
+        UserError: none is named, or several; or as `find_model`.
+    """
+    if len(places) != 1:
+        got, need = " ".join(places) or "nothing", "a run, a checkpoint or a folder"
+        fix = f"for example {command} runs/first {example}"
+        raise UserError(Fault(command, "takes one model", got=got, need=need, fix=fix))
+    return find_model(places[0])
 
 
 def find_model(word: str) -> ModelSource:
