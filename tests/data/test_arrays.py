@@ -178,7 +178,7 @@ def test_the_range_of_large_arrays_is_checked_when_they_are_read(
     found["label"][3] = 9
     samples = open_arrays(in_folder(found, tmp_path), SPECS)
     samples.read(np.array([0, 1, 2]))
-    with pytest.raises(DataError, match="out of range"):
+    with pytest.raises(DataError, match=r"out of range at sample 3 .got 9"):
         samples.read(np.array([2, 3]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -133,7 +133,7 @@ def _faults(source: str, stored: Arrays, specs: Mapping[str, InputSpec]) -> Iter
             fix = f"store it as {spec.dtype}, or change INPUTS"
             yield Fault(KEY, what, got=str(array.dtype), need=spec.dtype, fix=fix)
         elif array.nbytes <= MAX_CHECKED_BYTES:
-            yield from _range_faults(source, name, array, spec)
+            yield from _range_faults(source, name, array, spec, samples=range(len(array)))
     counts = {name: len(stored[name]) for name in specs if stored[name].ndim}
     if len(set(counts.values())) > 1:
         got = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -143,9 +143,13 @@ def _faults(source: str, stored: Arrays, specs: Mapping[str, InputSpec]) -> Iter
 
 
 def _range_faults(
-    source: str, name: str, array: NDArray[Any], spec: InputSpec, first: int = 0
+    source: str, name: str, array: NDArray[Any], spec: InputSpec, *, samples: Sequence[int]
 ) -> Iterator[Fault]:
-    """The first number that is out of range; targets that do not count are in it."""
+    """The first number that is out of range; targets that do not count are in it.
+
+    Args:
+        samples: numbers of the rows of the array.
+    """
     if spec.below is None or not array.size:
         return
     is_out = (array < 0) | (array >= spec.below)
@@ -153,7 +157,7 @@ def _range_faults(
         is_out &= array != IGNORE
     if is_out.any():
         place = np.argwhere(is_out)[0]
-        what = f"{source}: array {name} is out of range at sample {first + int(place[0])}"
+        what = f"{source}: array {name} is out of range at sample {samples[place[0]]}"
         need = f"0 to {spec.below - 1}" + (f", or {IGNORE}" if name == TARGETS else "")
         yield Fault(KEY, what, got=str(array[tuple(place)]), need=need, fix="change it, or INPUTS")
 
@@ -204,7 +208,9 @@ class ArraySamples:
         for name, spec in self.specs.items():
             rows = np.asarray(self.stored[name][numbers])
             if self.stored[name].nbytes > MAX_CHECKED_BYTES:
-                faults = list(_range_faults(self.source, name, rows, spec))
+                faults = list(
+                    _range_faults(self.source, name, rows, spec, samples=numbers.tolist())
+                )
                 if faults:
                     raise DataError(*faults)
             found[name] = rows.astype(spec.dtype)

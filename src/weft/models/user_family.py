@@ -344,9 +344,10 @@ def _specs_of(family: UserFamily, text: str, seq_len: int) -> tuple[BlockSpec, .
     for name in blocks:
         out = output_dims(first[name].shape, second[name].shape, lengths=(seq_len, second_len))
         parts = []
-        for one, other in zip(first[name].parts, second[name].parts, strict=False):
-            dims = output_dims(one[1], other[1], lengths=(seq_len, second_len))
-            parts.append((one[0], dims))
+        if len(first[name].parts) == len(second[name].parts):
+            for one, other in zip(first[name].parts, second[name].parts, strict=True):
+                dims = output_dims(one[1], other[1], lengths=(seq_len, second_len))
+                parts.append((one[0], dims))
         flops = first[name].flops / 2
         spec = BlockSpec(name, flops, out, is_layer=name in layers, parts=tuple(parts))
         specs.append(spec)

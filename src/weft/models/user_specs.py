@@ -99,7 +99,8 @@ def _parts_of(out: Any, num: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(tensors) < len(named) or not has_samples or len(dtypes) != 1:
         return ()
-    if not tensors[0].is_floating_point() or not all(isinstance(name, str) for name, _ in named):
+    has_names = type(out) is tuple or all(isinstance(name, str) and name for name, _ in named)
+    if not tensors[0].is_floating_point() or not has_names:
         return ()
     return tuple((name, tuple(tensor.shape)) for name, tensor in named)
 

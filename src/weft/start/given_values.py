@@ -85,12 +85,24 @@ def _check_data(data: Any) -> None:
     """
     if isinstance(data, Mapping):
         for name, array in data.items():
-            if not isinstance(name, str) or not hasattr(array, "__array__"):
+            if not isinstance(name, str) or not name.isidentifier() or not _has_numbers(array):
                 got = f"{name!r}: {type(array).__name__}"
-                need = "names with arrays or tensors, of one row a sample"
+                need = "names with arrays or tensors on the CPU, of one row a sample"
                 raise UserError(Fault("data", "is no mapping of arrays", got=got, need=need))
     elif not _is_dataset(data):
         _check_tokens(data)
+
+
+def _has_numbers(array: Any) -> bool:
+    """Whether NumPy reads an object as an array of numbers; tensors of other devices and those that
+    need gradients are none.
+    """
+    import numpy as np
+
+    try:
+        return hasattr(array, "__array__") and np.asarray(array).dtype.kind in "biuf"
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _check_reads_arrays(name: str | None, *, has_file: bool) -> None:
