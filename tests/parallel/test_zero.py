@@ -322,3 +322,28 @@ def test_a_parameter_that_only_some_backwards_use_is_summed_over_those() -> None
         found = gradients(one_after_the_other, zero)
         assert found["a"].tolist() == [2.0 * (1 + 3)] * 3
         assert found["b"].tolist() == [2.0 * (2 + 3)] * 3
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
+def test_the_first_gradient_of_a_step_replaces_the_last_one_and_what_is_unused_has_zeros(
+    mesh: str,
+) -> None:
+    """Zeros, not None: an optimizer decays a parameter that no sample of this step has used."""
+
+    def rank(comm: Comm) -> None:
+        dtype = torch.float64
+        policy = ShardingPolicy(
+            0, params=dtype, compute=dtype, reduce=dtype, keeps_unsharded_grad=True
+        )
+        params = {name: nn.Parameter(torch.ones(3, dtype=dtype)) for name in ("a", "b")}
+        group = ParamGroup(params, comm, policy, axes=("dp",))
+        reducer = GradientReducer((group,), comm)
+        for used, unused in (("a", "b"), ("b", "a"), ("b", "a")):
+            reducer.zero_grad()
+            for factor in (2, 3):  # two micro-batches
+                (factor * params[used]).sum().backward()
+            reducer.finish()
+            assert params[used].grad.tolist() == [5.0 * comm.degree("dp")] * 3
+            assert params[unused].grad.tolist() == [0.0] * 3
+
+    run_ranks(mesh, rank)
