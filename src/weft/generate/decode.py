@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -186,27 +187,30 @@ class Decoder:
         sizes = {"micro_size": num_rows, "seq_len": length * cp}
         plan = self.model.plan.model_copy(update=sizes)
 
-        def play(stage: int, x: Tensor) -> Tensor:
+        def play(stage: int, x: Any) -> Any:
             return self._run_stage(stage, x, batch, lasts)
 
-        x = run_stages(self.model, batch.inputs, play=play, shape_of=plan.boundary_shape)
+        x = run_stages(self.model, batch.inputs, play=play, plan=plan)
         if not self.is_last:
             return None
         return gather_vocabulary(x, self.model, vocab=self.vocab)
 
-    def _run_stage(self, stage: int, x: Tensor, batch: DecodeBatch, lasts: Sequence[int]) -> Tensor:
+    def _run_stage(self, stage: int, x: Any, batch: DecodeBatch, lasts: Sequence[int]) -> Any:
         """x_BSD through a stage's blocks; the last stage yields logits_BV behind each row's last
         token.
         """
-        has_head = "head" in self.model.stages[stage]
-        selects_before_head = has_head and self._num_sequence_parts == 1
+        has_columns = self._num_sequence_parts == 1
+        is_selected = False
         for name, block in inference_blocks(self.model.stages[stage]).items():
-            if name == "head" and selects_before_head:
+            if (
+                name == "head" and has_columns and isinstance(x, Tensor)
+            ):  # it may read several tensors
                 x = _select_columns(x, lasts).unsqueeze(1)
+                is_selected = True
             x = chain({name: block}, x, batch).x
         if stage + 1 < len(self.model.plan.table.stage_to_rank):
             return x
-        if selects_before_head:
+        if is_selected:
             return x.squeeze(1)
         return _select_columns(x, lasts)
 

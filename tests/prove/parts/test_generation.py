@@ -116,6 +116,7 @@ OWN_MODELS = Path(__file__).parents[2] / "user_models"
     "name",
     [
         "torch_attention",
+        "two_streams",
         pytest.param("torch_encoder", marks=pytest.mark.slow),
         pytest.param("scan", marks=pytest.mark.slow),
         pytest.param("head_bias", marks=pytest.mark.slow),
@@ -123,7 +124,7 @@ OWN_MODELS = Path(__file__).parents[2] / "user_models"
 )
 def test_a_model_without_caches_reads_whole_texts(name: str) -> None:
     """Its own modules mix positions, or see what a shorter row is filled up with; the last block of
-    one is no `head`.
+    one is no `head`; the stages of one hand on two tensors.
     """
     found = outcome_of(f"--model.name {OWN_MODELS / name}.py --mesh pp2")
     assert found.is_equal, found.error or [str(each) for each in found.passes[-1].differences]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.core.axes import span_sizes
+from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, chain
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.boundary import received_input, sent_output
@@ -18,18 +19,12 @@ from weft.parallel.tp import AXIS as TP
 from weft.schedule.actions import Act, Table
 
 
-def run_stages(
-    model: ParallelModel,
-    x: Tensor,
-    *,
-    play: Callable[[int, Tensor], Tensor],
-    shape_of: Callable[[int], tuple[int, ...]],
-) -> Tensor:
+def run_stages(model: ParallelModel, x: Any, *, play: Callable[[int, Any], Any], plan: Plan) -> Any:
     """`x` through all stages, one after the other; a collective over all ranks of the mesh.
 
     Args:
         play: (stage, its input) -> its output; called for the stages of this rank.
-        shape_of: stage -> shape of its output; nothing is sent where that has no entries.
+        plan: with the sizes of `x`; nothing is sent where an output has no entries.
 
     Returns: the output of the last stage on its ranks; elsewhere that of this rank's last stage.
     """
@@ -37,19 +32,22 @@ def run_stages(
     stage_to_rank = model.plan.table.stage_to_rank
     here = comm.index(PP)
     last_stage = len(stage_to_rank) - 1
-    dtype = getattr(torch, model.plan.compute)
+    dtype = getattr(torch, plan.compute)
     for stage, rank in enumerate(stage_to_rank):
         if rank != here:
             continue
         source = stage_to_rank[stage - 1] if stage > 0 else here
         if source != here:
-            x = torch.empty(shape_of(stage - 1), dtype=dtype, device=comm.device)
-            if x.numel():
-                x = comm.recv(x, PP, source=source)
+            arrived = torch.empty(plan.boundary_shape(stage - 1), dtype=dtype, device=comm.device)
+            if arrived.numel():
+                arrived = comm.recv(arrived, PP, source=source)
+            x = received_input(plan, stage - 1, arrived)
         x = play(stage, x)
         to = stage_to_rank[stage + 1] if stage < last_stage else here
-        if to != here and x.numel():
-            comm.send(x.contiguous(), PP, to=to)
+        if to != here:
+            sent = sent_output(plan, stage, x)
+            if sent.numel():
+                comm.send(sent.contiguous(), PP, to=to)
     return x
 
 

@@ -103,8 +103,8 @@ def _last_outputs(
 def plain_outputs(
     blocks: Mapping[str, nn.Module], texts: Sequence[Sequence[int]]
 ) -> dict[str, Tensor]:
-    """The output of each block, [S, D], of one sequence, whose documents are the texts, one after
-    the other.
+    """The output of each block that returns one tensor, [S, D], of one sequence, whose documents are the
+    texts, one after the other.
     """
     tokens = [token for text in texts for token in text]
     positions = [position for text in texts for position in range(len(text))]
@@ -119,7 +119,8 @@ def plain_outputs(
     found = {}
     for name, block in blocks.items():
         x = activation_of(run_block(name, block, x, batch))
-        found[name] = x[0]
+        if isinstance(x, Tensor):
+            found[name] = x[0]
     return found
 
 
