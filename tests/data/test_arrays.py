@@ -160,6 +160,12 @@ def test_damaged_missing_and_other_sources_are_rejected(tmp_path: Path) -> None:
     file.write_bytes(b"PK no archive")
     with pytest.raises(DataError, match="cannot be read"):
         open_arrays(str(file), SPECS)
+    for damaged in ("a.safetensors", "image.npy"):
+        (tmp_path / damaged).write_bytes(b"\x93NUMPY damaged")
+    for source in (tmp_path / "a.safetensors", tmp_path):
+        with pytest.raises(DataError, match="cannot be read"):
+            open_arrays(str(source), SPECS)
+    (tmp_path / "image.npy").unlink()
     with pytest.raises(DataError, match="no such file or folder"):
         open_arrays(str(tmp_path / "b.npz"), SPECS)
     (tmp_path / "c.txt").write_text("text")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from numpy.lib.format import open_memmap, read_array
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from weft.core.input_spec import TARGETS, InputSpec
-from weft.data.files import KEY
+from weft.data.files import KEY, READ_ERRORS
 from weft.data.order import Ints, epoch_order
 from weft.data.samples import ARRAYS, HASH_DIGITS, IGNORE, SampleArrays
 from weft.data.verify import block_checksums
@@ -93,12 +94,10 @@ def _stored(source: str, specs: Mapping[str, InputSpec]) -> Arrays:
         if path.suffix == NPZ:
             return dict(_read_npz(path, specs))
         if path.suffix == SAFETENSORS:
-            from safetensors import safe_open
-
             with safe_open(path, framework="numpy") as opened:
                 names = set(opened.keys())
                 return {name: opened.get_tensor(name) for name in specs if name in names}
-    except Exception as error:  # noqa: BLE001 - damaged files raise errors of many types
+    except (*READ_ERRORS, BadZipFile, SafetensorError, RuntimeError, ValueError) as error:
         what = f"{source} cannot be read: {type(error).__name__}: {error}"
         raise DataError(Fault(KEY, what, need=NEED, fix="write it anew")) from None
     raise DataError(Fault(KEY, "is no source of arrays", got=source, need=NEED))
@@ -106,7 +105,7 @@ def _stored(source: str, specs: Mapping[str, InputSpec]) -> Arrays:
 
 def _read_npz(path: Path, names: Iterable[str]) -> Iterator[tuple[str, NDArray[Any]]]:
     """Those of the named arrays that an .npz file has, which NumPy reads without unpickling."""
-    with zipfile.ZipFile(path) as archive:
+    with ZipFile(path) as archive:
         members = set(archive.namelist())
         for name in names:
             if f"{name}{NPY}" in members:
