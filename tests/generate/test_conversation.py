@@ -9,10 +9,12 @@ import pty
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.data.chat_files import tokenizer_folder, write_jsonl
@@ -435,6 +437,18 @@ def read_until(terminal: int, text: str) -> str:
     return written.decode()
 
 
+def wait_until_asleep(pid: int) -> None:
+    """Wait until the main thread of a process waits for something, here for the next line.
+
+    A Ctrl-C between the print of a prompt and the call that waits would be seen by Python's
+    `input` at the next key alone.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while psutil.Process(pid).status() != psutil.STATUS_SLEEPING:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_conversation_at_a_terminal(run: Path) -> None:
     terminal, end = pty.openpty()
     words = ("--temperature", "9", "--tokens", "100000", "--context", "200000")
@@ -454,6 +468,7 @@ def test_a_conversation_at_a_terminal(run: Path) -> None:
         typed(b"hi\n", "\\x")  # a control character of the answer
         typed(b"\x03", "note: the answer is stopped; Ctrl-C again ends the conversation\r\n> ")
         typed(b"/reset\n", "a new conversation, with a system prompt\r\n> ")
+        wait_until_asleep(program.pid)
         typed(b"\x03", "Ctrl-C again ends the conversation\r\n> ")
         typed(b"/reset\n", "a new conversation, with a system prompt\r\n> ")
         os.write(terminal, b"\x04")
