@@ -14,6 +14,7 @@ import pytest
 from tests.planner.test_step_costs import run_of
 from weft.cli import main
 from weft.config.hardware import find_hardware
+from weft.config.keys import flatten
 from weft.config.load import load
 from weft.config.lora import adapter_flops
 from weft.config.run import plan_of
@@ -26,7 +27,13 @@ from weft.planner.simulate.predict import predict
 from weft.planner.simulate.speeds import Speeds
 from weft.run.forked_answer import RunningAnswer
 from weft.start.answer_here import AnswerHere
-from weft.start.comparison import MeasuredAndPredicted, comparison_of, predicted, start_prediction
+from weft.start.comparison import (
+    MeasuredAndPredicted,
+    comparison_of,
+    predicted,
+    slow_compute_note,
+    start_prediction,
+)
 
 UTILIZATION = Utilization(flops=4e12, num_devices=2, peak_tflops=10.0)
 ANSWER = {
@@ -158,6 +165,20 @@ def test_the_peak_is_that_of_the_named_hardware_or_of_the_cuda_device() -> None:
     assert peak(None, "NVIDIA GB200") == find_hardware("gb200").bf16_tflops
     assert peak(None, "NVIDIA H100 PCIe") is None
     assert peak(None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [("", 15), ("--precision.matmul tf32", 2), ("--precision.compute bfloat16", None)],
+)
+def test_a_run_on_a_gpu_in_float32_says_what_bfloat16_would_bring(
+    options: str, factor: int | None
+) -> None:
+    config = flatten(run_of(f"--mesh dp2 {options}").model_dump(mode="json"))
+    text = f"computes in float32; --precision.compute bfloat16 has {factor} times the peak"
+    expected = text if factor else ""
+    assert slow_compute_note(config, "NVIDIA H100 80GB HBM3") == expected
+    assert slow_compute_note(config, "Some other device") == ""
 
 
 def test_the_prediction_is_for_the_precision_of_the_run() -> None:

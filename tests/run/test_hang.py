@@ -32,7 +32,7 @@ def snapshot(rank, *, waiting=None, started=None, phase="backward", times=QUICK,
 
 
 def call(*members, group=DP, position=4, text="all_reduce(sum) float32[8] over dp"):
-    return WaitingCall(text, members, group, position, since_ns=0)
+    return WaitingCall(text, members, group, position)
 
 
 @dataclass

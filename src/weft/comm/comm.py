@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -28,6 +29,7 @@ from weft.comm.observe import (
 )
 from weft.comm.transport import (
     Call,
+    CarriesOnDevice,
     Channel,
     Communicator,
     GroupsMessages,
@@ -95,6 +97,9 @@ class Comm:
         self.wait_clock: WaitClock | None = None
         self.recorder: CallProfiler | None = None
         self._groups: dict[tuple[Axis, bool, Communicator], Group] = {}
+        self._has_device_calls = policy_of(self.device.type).is_stream_ordered
+        if monitor is not None and isinstance(transport, CarriesOnDevice):
+            transport.report_device_calls(monitor.on_device)
 
     def degree(self, axis: Axis) -> int:
         """Number of ranks along `axis`."""
@@ -398,6 +403,8 @@ class Comm:
             pending = channel.start(call, self._report_late)
         else:
             position = self.monitor.started(call)
+            if self._has_device_calls:
+                call = replace(call, count=position)
             pending = channel.start(call, self._report_late)
             if pending is not None:
                 pending = MonitoredCall(pending, call, monitor=self.monitor, position=position)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from weft.comm.backend import OPERATIONS, ProcessGroupBackend
 from weft.comm.backend_work import BackendCall
 from weft.comm.device_groups import GLOO, POLICIES
 from weft.comm.group import QueueKey
-from weft.comm.group_watch import GroupWatch, WatchedCall
+from weft.comm.group_watch import DeviceCall, GroupWatch, WatchedCall
 from weft.comm.shared_group import SharedGroup, SharedProgress
 from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
@@ -44,6 +44,7 @@ class GroupCall(WatchedCall):
     Attributes:
         policy: how calls on the device type of its tensors are carried ("cpu" without any).
         launched: the call in the hands of the backend.
+        on_device: what the monitor sees of it, if a device carries it.
         done, error: set by the worker thread; `done` is None if the call was launched directly.
     """
 
@@ -54,6 +55,7 @@ class GroupCall(WatchedCall):
         self.device_type = "cpu" if tensor is None else tensor.device.type
         self.policy = POLICIES.get(self.device_type, GLOO)
         self.launched: BackendCall | None = None
+        self.on_device: DeviceCall | None = None
         self.done: threading.Event | None = None
         self.error: Exception | None = None
         self._watch = watch
@@ -68,6 +70,8 @@ class GroupCall(WatchedCall):
             else:
                 assert self.launched is not None, "it is waited for inside its block of messages"
                 self.wait_for_backend(self.launched)
+                if self.on_device is not None:
+                    self.on_device.waited_for(self.call.device)
         finally:
             self._watch.waiting.discard(self)
         if self.error is not None:
@@ -199,6 +203,11 @@ class GroupQueue:
         """Why the connections of the group were closed; None while they are open."""
         return self.watch.failure
 
+    @property
+    def oldest_on_device(self) -> DeviceCall | None:
+        """The oldest call that a device has not completed."""
+        return self.watch.on_device.oldest()
+
     def check_progress(self) -> None:
         """Report what is late, and abort a device whose call is too old: the monitor thread of the
         transport calls it from time to time.
@@ -207,7 +216,7 @@ class GroupQueue:
 
     def shut_down(self) -> None:
         """End the communicators of devices, if all calls on them are complete; every member does."""
-        is_unfinished = self.watch.on_device.oldest() is not None
+        is_unfinished = self.oldest_on_device is not None
         if self._backend is not None and not is_unfinished and self.failure is None:
             self._backend.shut_down()
 
@@ -247,6 +256,7 @@ class GroupQueue:
             group_calls, device_calls, launched_calls, strict=True
         ):
             group_call.launched = launched
+            group_call.on_device = device_call
             device_call.launched(launched)
             if not group_call.policy.is_stream_ordered:
                 self.watch.in_flight.add(group_call)
@@ -311,24 +321,49 @@ class GroupQueue:
         return backend
 
 
+class DeviceReports:
+    """Where the monitor thread of a transport reports the call that the device is in.
+
+    Attributes:
+        report: see `CarriesOnDevice.report_device_calls`; None: nothing is reported.
+    """
+
+    def __init__(self) -> None:
+        self.report: Callable[[Call | None], None] | None = None
+
+    def update(self, queues: Iterable[GroupQueue]) -> None:
+        """Report the oldest call of all groups that the device has not completed."""
+        if self.report is None:
+            return
+        found = [call for queue in queues if (call := queue.oldest_on_device) is not None]
+        oldest = min(found, key=lambda call: call.started_at_s, default=None)
+        self.report(None if oldest is None else oldest.call)
+
+
 def watch_queues(
     queues: Mapping[QueueKey, GroupQueue],
     closing: threading.Event,
+    reports: DeviceReports,
     *,
     interval_s: float,
     device: torch.device,
 ) -> None:
-    """Monitor thread of a transport: announces this rank's calls and reports late ranks, until
-    `closing` is set.
+    """Monitor thread of a transport: announces this rank's calls and reports late ranks and the call
+    that the device is in, until `closing` is set.
     """
     if device.type == "cuda":  # else its questions to CUDA would open a context on the first GPU
         torch.cuda.set_device(device)
+    is_store_lost = False
     while not closing.wait(interval_s):
-        for group_queue in list(queues.values()):
+        watched = list(queues.values())
+        reports.update(watched)
+        for group_queue in () if is_store_lost else watched:
             try:
                 group_queue.check_progress()
             except RuntimeError:
-                return  # the store is lost: calls report what they wait for when they fail
+                is_store_lost = True  # calls report what they wait for when they fail
+                break
+    reports.update(())
 
 
 def close_queues(

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from weft.comm.backend_work import BackendCall
 from weft.comm.store_keys import PresenceStore
 from weft.comm.transport import Call, OnLate
@@ -51,14 +53,27 @@ class DeviceCall(WatchedCall):
         self.position, self.on_late = call.position, call.on_late
         self.started_at_s = self.waiting_since_s = call.started_at_s
         self._launched: BackendCall | None = None
+        self._passed: torch.cuda.Event | None = None
 
     def launched(self, backend_call: BackendCall) -> None:
         """The backend has taken the call."""
         self._launched = BackendCall(backend_call.works)
 
+    def waited_for(self, device: torch.device) -> None:
+        """The caller's stream is ordered behind the call: an event there tells its completion, and
+        the backend's handles go, since they hold the tensors of the call.
+        """
+        if device.type == "cuda":
+            self._passed = torch.cuda.Event()
+            self._passed.record()
+            self._launched = None
+
     def is_completed(self) -> bool:
-        """Whether the device has completed it."""
-        return self._launched is not None and self._launched.is_completed()
+        """Whether the device has completed it; once it was waited for, all before the wait, too."""
+        launched, passed = self._launched, self._passed  # `waited_for` sets the second one first
+        if launched is not None:
+            return launched.is_completed()
+        return passed is not None and passed.query()
 
 
 class DeviceCalls:
@@ -66,7 +81,7 @@ class DeviceCalls:
     has completed them. The launching thread and the monitor use it at once.
 
     They complete in the order of their start, since a communicator runs its kernels one after the
-    other.
+    other; one that is waited for late may be seen as completed late.
     """
 
     def __init__(self) -> None:

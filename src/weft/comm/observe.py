@@ -67,7 +67,7 @@ class Observer(Protocol):
 
 class CallMonitor(Protocol):
     """Sees which call a rank is in: `started` before the transport gets it, `waiting` and
-    `finished` around the wait for it.
+    `finished` around the wait for it; `on_device`, from another thread, which call its device is in.
     """
 
     def started(self, call: Call) -> int:
@@ -76,6 +76,7 @@ class CallMonitor(Protocol):
 
     def waiting(self, call: Call, position: int) -> None: ...
     def finished(self) -> None: ...
+    def on_device(self, call: Call | None) -> None: ...
 
 
 class MonitoredCall:

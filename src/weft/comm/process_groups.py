@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +20,7 @@ from weft.comm.backend import ProcessGroupBackend
 from weft.comm.device_groups import NcclGroups, TorchProcessGroup
 from weft.comm.find_store import PollingStore, find_store, next_namespace
 from weft.comm.group import QueueKey
-from weft.comm.group_queue import GroupCall, GroupQueue, close_queues, watch_queues
+from weft.comm.group_queue import DeviceReports, GroupCall, GroupQueue, close_queues, watch_queues
 from weft.comm.host_meeting import Meeting, meet
 from weft.comm.local_peers import LocalPeers
 from weft.comm.planned_groups import PlannedGroup
@@ -137,10 +137,11 @@ class ProcessTransport:
         self._held: list[HeldMessage] | None = None
         self._nccl: NcclGroups | None = None
         self._closing = threading.Event()
+        self._reports = DeviceReports()
         self._monitor_interval_s = min(MONITOR_INTERVAL_S, late_after_s / 8)
         self._monitor = threading.Thread(
             target=watch_queues,
-            args=(self._queues, self._closing),
+            args=(self._queues, self._closing, self._reports),
             kwargs={"interval_s": self._monitor_interval_s, "device": self.device},
             name="weft monitor",
             daemon=True,
@@ -255,6 +256,10 @@ class ProcessTransport:
             self._store.set(f"{key}/rank", str(self.rank))
             return self.rank
         return int(self._store.get(f"{key}/rank"))
+
+    def report_device_calls(self, report: Callable[[Call | None], None]) -> None:
+        """See `CarriesOnDevice`."""
+        self._reports.report = report
 
     @property
     def carriers(self) -> frozenset[str]:

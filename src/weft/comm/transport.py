@@ -56,6 +56,8 @@ class Call:
         members: for send and recv: world ranks of the axis in mesh order.
         checked: whether members compare their signatures first, if that costs messages.
         communicator: which of the group's communicators carries the call.
+        count: calls of the group that this rank had started before, as its monitor counts them; set
+            where calls are carried by a device.
     """
 
     # Note [Flat calls]
@@ -88,6 +90,7 @@ class Call:
     members: tuple[int, ...] = ()
     checked: bool = True
     communicator: Communicator = "group"
+    count: int = 0
 
     @property
     def rank(self) -> int:
@@ -183,6 +186,17 @@ class ConnectsGroups(Protocol):
 
     def channel(self, axis: str, ranks: tuple[int, ...], *, communicator: Communicator) -> Channel:
         """Where the collectives of a group of this rank start."""
+        ...
+
+
+@runtime_checkable
+class CarriesOnDevice(Protocol):
+    """A transport whose calls may run on a device while the host goes on."""
+
+    def report_device_calls(self, report: Callable[[Call | None], None]) -> None:
+        """From now on `report` gets, from time to time and from a thread of the transport, the
+        oldest call that the device has not completed, without its tensors; None: there is none.
+        """
         ...
 
 

@@ -359,7 +359,7 @@ def _mesh(config: Mapping[str, Any]) -> Mesh:
 
 
 def _place(snapshot: RankSnapshot) -> str:
-    if snapshot.waiting is None:
+    if snapshot.waiting is None or snapshot.waiting.is_on_device:
         return snapshot.place
     return f"{snapshot.place}, in {snapshot.waiting.text}"
 

@@ -20,6 +20,10 @@ from weft.run.rank_status import Phase, RankSnapshot, WaitingCall
 #     a rank that has ended          its function returned before the others did
 #     all members have joined        the data does not arrive
 #
+# The host of a rank on GPUs does not wait in a collective, but somewhere behind it for its device. Such a rank waits in the
+# oldest call that its device has not completed, unless it makes progress. What looks like a deadlock may be a kernel there
+# that computes for long: it has the limit of data that does not arrive.
+#
 # A stopped process, a deadlock and a rank that has ended cannot resolve themselves: 2 s. Data that does not arrive has 5
 # times the 99th percentile of the step times, at least 2 s. A rank in code may pause (a compilation, an allocation, a slow
 # file system): 60 s at least, and twice as long after each restart at the same place, so that a pause of any length passes.
@@ -297,7 +301,9 @@ class _Diagnosis:
         return None if missing else self._stalled(snapshot, snapshot.waiting)
 
     def _stalled(self, snapshot: RankSnapshot, call: WaitingCall) -> Hang | None:
-        """A call that all members have joined: one of them is stuck elsewhere, or no data arrives."""
+        """A call that all members have joined: one of them is stuck elsewhere, no data arrives, or a
+        device does not get to it.
+        """
         seconds = min(self.stalled_s[member] for member in call.members)
         for member in call.members:
             other = self.snapshots[member]
@@ -308,21 +314,24 @@ class _Diagnosis:
                     return hang
         if seconds < self._limit_s(snapshot):
             return None
+        what = "its device has not completed it" if call.is_on_device else "no data has arrived"
         text = (
             f"{snapshot.place}: {_call_text(call)}: all members have joined, "
-            f"but no data has arrived for {seconds:.1f} s"
+            f"but {what} for {seconds:.1f} s"
         )
         others = tuple(member for member in call.members if member != snapshot.rank)
         return Hang("stalled", (snapshot.rank, *others), seconds, call, text)
 
-    def _deadlock(self, cycle: Sequence[RankSnapshot]) -> Hang:
+    def _deadlock(self, cycle: Sequence[RankSnapshot]) -> Hang | None:
         first, *others = cycle
         waits: list[str] = []
+        seconds = self.stalled_s[first.rank]
         for snapshot, awaited in zip(cycle, (*others, first), strict=True):
             assert snapshot.waiting is not None, "ranks of a cycle wait"
+            if snapshot.waiting.is_on_device and seconds < self._limit_s(snapshot):
+                return None
             call = _call_text(snapshot.waiting)
             waits.append(f"rank {snapshot.rank} waits in {call} for rank {awaited.rank}")
-        seconds = self.stalled_s[first.rank]
         text = f"{first.place}: deadlock for {seconds:.1f} s: {'; '.join(waits)}"
         ranks = tuple(snapshot.rank for snapshot in cycle)
         return Hang("deadlock", ranks, seconds, first.waiting, text)

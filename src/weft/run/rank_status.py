@@ -6,7 +6,8 @@
 
 A slot has one writer and no lock: the numbers are aligned 8-byte words, which are written whole, and
 `changed_ns` is written last. A reader may see the text of one call with the time of the next; the
-diagnosis reads slots of ranks that do not move. Imports no torch.
+diagnosis reads slots of ranks that do not move. The words and texts of the call that a device is in
+have a writer of their own, the thread of the transport that looks at the device. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,18 +51,26 @@ NUM_DURATIONS = 128
 NUM_GROUPS = 40
 """Groups of ranks whose calls are counted per rank."""
 MAX_TEXTS = 4096
+MAX_LOOK_AGE_S = 1.0
+"""Age of a look at the device after which it says nothing: the thread that looks does not run."""
 
-SLOT_BYTES = 4096
+SLOT_BYTES = 8192
 WORD_BYTES = 8
 NUM_WORDS = 256
-BLOCK_AT, CALL_AT, MEMBERS_AT = 2048, 2112, 2432
-PID, ATTEMPT, STEP, PHASE, PROGRESS, CHANGED, WAITING, POSITION, GROUP, NUM_STEPS = range(10)
+BLOCK_AT, CALL_AT, MEMBERS_AT, CALL_END = 2048, 2112, 2432, 4096
+ON_DEVICE = 4096
+"""How far behind those of the call that the host waits for the texts of the call on the device are."""
+PID, ATTEMPT, STEP, PHASE, PROGRESS, CHANGED, NUM_STEPS = range(7)
+WAITING, POSITION, GROUP = range(7, 10)
+DEVICE_SEEN, DEVICE_POSITION, DEVICE_GROUP = range(10, 13)
 DURATIONS_AT = 16
 GROUPS_AT = DURATIONS_AT + NUM_DURATIONS
 
 
 class ShownCall(Protocol):
-    """The part of a collective or message (`weft.comm.transport.Call`) that the board shows."""
+    """The part of a collective or message (`weft.comm.transport.Call`) that the board shows; `count`
+    is that of a call on a device.
+    """
 
     @property
     def signature(self) -> str: ...
@@ -71,25 +80,28 @@ class ShownCall(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
     @property
     def group_key(self) -> tuple[bool, tuple[int, ...]]: ...
+    @property
+    def count(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class WaitingCall:
-    """The collective or message that a rank waits for.
+    """The collective or message that a rank waits for, or that its device is in: the host of a rank
+    that makes no progress waits for its device then, in whatever line it stands.
 
     Attributes:
         text: operation, dtype, shape and axis: `all_reduce(sum) float32[4] over dp`.
         members: world ranks of its group; source and destination of a message.
         group: number that identifies the group.
         position: calls of the group that this rank had started before.
-        since_ns: time.monotonic_ns() at which the wait began.
+        is_on_device: whether the host has handed the call to its device and does not wait in it.
     """
 
     text: str
     members: tuple[int, ...]
     group: int
     position: int
-    since_ns: int
+    is_on_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,8 @@ class RankSnapshot:
         progress: grows with every change of phase or block and every call.
         changed_ns: time.monotonic_ns() of the last change.
         block: the block whose forward or backward began last; "" outside of them.
-        waiting: the call that it waits for; None if it waits for none.
+        waiting: the call that its host waits for, else the one that its device is in; None if there
+            is none.
         num_started: group -> calls of the group that it has started.
         step_times_s: durations of its last steps, without evaluation and saves.
     """
@@ -190,14 +203,10 @@ class StatusBoard:
         words = slot[: NUM_WORDS * WORD_BYTES].cast("q")
         waiting: WaitingCall | None = None
         if words[WAITING]:
-            members = _read_text(slot, MEMBERS_AT, SLOT_BYTES)
-            waiting = WaitingCall(
-                text=_read_text(slot, CALL_AT, MEMBERS_AT),
-                members=tuple(int(member) for member in members.split()),
-                group=words[GROUP],
-                position=words[POSITION],
-                since_ns=words[WAITING],
-            )
+            waiting = _read_call(slot, words[POSITION], words[GROUP])
+        elif time.monotonic_ns() - words[DEVICE_SEEN] < 1e9 * MAX_LOOK_AGE_S:
+            position, group = words[DEVICE_POSITION], words[DEVICE_GROUP]
+            waiting = _read_call(slot[ON_DEVICE:], position, group, is_on_device=True)
         num_started: dict[int, int] = {}
         for index in range(GROUPS_AT, GROUPS_AT + 2 * NUM_GROUPS, 2):
             if words[index]:
@@ -230,8 +239,8 @@ class StatusBoard:
 class RankStatus:
     """One rank's slot, written by that rank; every method takes a few microseconds or less.
 
-    `on_phase` and `on_block` are the callbacks of the training loop; `started`, `waiting` and
-    `finished` are those of a `Comm` (`weft.comm.observe.CallMonitor`).
+    `on_phase` and `on_block` are the callbacks of the training loop; `started`, `waiting`,
+    `finished` and `on_device` are those of a `Comm` (`weft.comm.observe.CallMonitor`).
     """
 
     def __init__(self, slot: memoryview) -> None:
@@ -239,6 +248,7 @@ class RankStatus:
         self._words = slot[: NUM_WORDS * WORD_BYTES].cast("q")
         self._phase: Phase = "start"
         self._step_began_ns = 0
+        self._call_on_device: ShownCall | None = None
         self._group_words: dict[tuple[bool, tuple[int, ...]], int] = {}
         self._texts: dict[tuple[str, str, tuple[int, ...]], bytes] = {}
         self._block_texts: dict[str, bytes] = {}
@@ -300,6 +310,22 @@ class RankStatus:
         words[WAITING] = now_ns
         self._changed(now_ns)
 
+    def on_device(self, call: ShownCall | None) -> None:
+        """The oldest call that the device has not completed; from the thread that looks at it."""
+        words = self._words
+        if call is not self._call_on_device:
+            self._call_on_device = call
+            words[DEVICE_SEEN] = 0
+        if call is None:
+            return
+        if not words[DEVICE_SEEN]:
+            text = _call_text(call)
+            start = ON_DEVICE + CALL_AT
+            self.slot[start : start + len(text)] = text
+            words[DEVICE_GROUP] = words[self._group_words[call.group_key]]
+            words[DEVICE_POSITION] = call.count
+        words[DEVICE_SEEN] = time.monotonic_ns()
+
     def finished(self) -> None:
         """The call that this rank waited for is complete, or has failed."""
         self._words[WAITING] = 0
@@ -329,16 +355,33 @@ class RankStatus:
         """Text and members of a call, as one piece of the slot."""
         if len(self._texts) >= MAX_TEXTS:
             self._texts.clear()
-        room = MEMBERS_AT - CALL_AT
-        described = _text(f"{call.signature} over {call.axis}", room)
-        members = " ".join(map(str, call.ranks)).encode()
-        room_of_members = SLOT_BYTES - MEMBERS_AT - 1
-        if len(members) > room_of_members:
-            members = b""
-        text = described.ljust(room, b"\0") + members + b"\0"
-        key = (call.signature, call.axis, call.ranks)
-        self._texts[key] = text
+        text = _call_text(call)
+        self._texts[call.signature, call.axis, call.ranks] = text
         return text
+
+
+def _call_text(call: ShownCall) -> bytes:
+    """What a call is, in MEMBERS_AT - CALL_AT bytes, and its members."""
+    room = MEMBERS_AT - CALL_AT
+    described = _text(f"{call.signature} over {call.axis}", room)
+    members = " ".join(map(str, call.ranks)).encode()
+    if len(members) >= CALL_END - MEMBERS_AT:
+        members = b""
+    return described.ljust(room, b"\0") + members + b"\0"
+
+
+def _read_call(
+    texts: memoryview, position: int, group: int, *, is_on_device: bool = False
+) -> WaitingCall:
+    """The call whose texts are where those of the first call of a slot are."""
+    members = _read_text(texts, MEMBERS_AT, CALL_END)
+    return WaitingCall(
+        text=_read_text(texts, CALL_AT, MEMBERS_AT),
+        members=tuple(int(member) for member in members.split()),
+        group=group,
+        position=position,
+        is_on_device=is_on_device,
+    )
 
 
 def _text(text: str, size: int) -> bytes:

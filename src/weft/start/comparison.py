@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from weft.config.hardware import Hardware, find_hardware, hardware_of_cuda
+from weft.config.keys import Flat
 from weft.config.run import Run, hardware_of, plan_of
 from weft.errors import WeftError, counted
 from weft.layout.plan import Plan
@@ -223,6 +225,16 @@ def comparison_of(
     if device is not None:
         utilization = Utilization.of(plan, peak_tflops=device.bf16_tflops, adapted=adapted)
     return MeasuredAndPredicted(utilization, prediction, allocator, last_step)
+
+
+def slow_compute_note(config: Flat, cuda_name: str) -> str:
+    """What a run on a GPU that computes in float32 would gain by bfloat16; "" if that is not known."""
+    device = hardware_of_cuda(cuda_name)
+    if device is None:
+        return ""
+    matmul: Literal["ieee", "tf32"] = "tf32" if config["precision.matmul"] == "tf32" else "ieee"
+    note = device.for_matmul(matmul).slow_compute_note(str(config["precision.compute"]))
+    return note.removeprefix("note: ")
 
 
 def _device(hardware: str | None, cuda_name: str | None) -> Hardware | None:

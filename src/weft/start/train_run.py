@@ -34,7 +34,12 @@ from weft.run.worker import OrderlyEnd
 from weft.run.worker_group import import_modules_of_ranks
 from weft.run.world import Attempt, World, detect
 from weft.start.answer_here import AnswerHere, answer_here
-from weft.start.comparison import MeasuredAndPredicted, comparison_of, start_prediction
+from weft.start.comparison import (
+    MeasuredAndPredicted,
+    comparison_of,
+    slow_compute_note,
+    start_prediction,
+)
 from weft.start.end_event import RecordFolder, end_of_joined_rank, end_of_local_ranks
 from weft.start.joined import Watch, run_joined
 from weft.start.live_proof import LiveProof
@@ -341,6 +346,10 @@ def train_rank(
         with_more = None
         if world.rank == 0:
             with_more = _comparison(job, training, device).events
+            if device.type == "cuda":
+                note = slow_compute_note(job.config, cuda_name_of(device))
+                if note:
+                    log.emit({"event": "note", "text": note})
         with named_out_of_memory(comm, partial(held_bytes, training.step)):
             outcome = run_training(training, log, with_more=with_more)
     if outcome == "stopped":
@@ -390,6 +399,11 @@ def _verdict_of(proof: RunningProof | Verdict | None) -> Iterator[Verdict | None
     yield verdict
 
 
+def cuda_name_of(device: torch.device) -> str:
+    """The name that CUDA gives a device."""
+    return torch.cuda.get_device_name(device)
+
+
 def _comparison(job: RankJob, training: Training, device: torch.device) -> MeasuredAndPredicted:
     """What rank 0 adds to the events of its run."""
     is_cuda = device.type == "cuda"
@@ -402,7 +416,7 @@ def _comparison(job: RankJob, training: Training, device: torch.device) -> Measu
         training.step.model.plan,
         job.hardware,
         adapted=job.adapted,
-        cuda_name=torch.cuda.get_device_name(device) if is_cuda else None,
+        cuda_name=cuda_name_of(device) if is_cuda else None,
         prediction=job.prediction,
         allocator=allocator,
         last_step=training.step_range.total,
