@@ -178,6 +178,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "parallel.zero": ("4", "-1", "yes"),
     "parallel.context": ("star",),
     "parallel.recompute": ("all",),
+    "compile": ("all", "True"),
     "pipeline.schedule": ("1fb1", "nowhere.txt", "/dev/zero", "prep", "text.txt"),
     "pipeline.chunks": ("0", "257"),
     "pipeline.split": ("0", "1 2", "x"),
@@ -1282,6 +1283,8 @@ def schedules() -> Iterator[Case]:
         "model: parameters, gradients and optimizer states are larger than the memory",
     )
     layers = ("explain", "--model.layers", "10000")
+    inside = "compile: blocks that communicate inside, along tp, are not compiled"
+    yield Case("compiled tp", ("train", "--mesh", "tp2", "--compile", "blocks"), inside)
     yield Case("5,000 stages", (*layers, "--mesh", "pp5000"), "too many stages", faults=3)
     for name, path in (("is a folder", "prep"), ("in no folder", "none/x.html"), ("empty", "")):
         yield Case(f"html {name}", ("explain", "--html", path), "html")

@@ -33,6 +33,7 @@ from weft.config.schema import (
 from weft.core.dimension import pipeline_axis, sequence_axes
 from weft.core.mesh import Mesh
 from weft.core.transports import TransportName
+from weft.layout.compilation import Compile
 from weft.layout.plan import Plan, canonical_json, make_stages
 
 
@@ -54,6 +55,10 @@ class Run(ConfigSection):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="where ranks compute; auto: a GPU for each rank, the CPU if there is no GPU",
+    )
+    compile: Compile = Field(
+        "off",
+        description="blocks: torch.compile compiles each block; auto: on GPUs, in layouts that allow it",
     )
     deterministic: bool = Field(
         False,
@@ -223,6 +228,7 @@ def plan_of(run: Run) -> Plan:
         context=run.parallel.context,
         zero=run.parallel.zero,
         recompute=run.parallel.recompute,
+        compile=run.compile,
         params=run.precision.params,
         compute=run.precision.compute,
         reduce=run.precision.reduce,

@@ -109,6 +109,7 @@ def _smaller_schedule(run: Run) -> Run:
         "save.every": 0,
         "resume": None,
         "resume_code": "same",
+        "compile": "off",
     }
     return run.with_values(values)
 

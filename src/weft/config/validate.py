@@ -22,7 +22,7 @@ from weft.config.layout_rules import (
     sharded_sizes,
 )
 from weft.config.profiled_steps import profile_faults
-from weft.config.run import Run
+from weft.config.run import Run, plan_of
 from weft.config.schema import ParallelConfig
 from weft.config.section_rules import (
     evaluations_exist,
@@ -35,6 +35,7 @@ from weft.config.section_rules import (
 from weft.core.dimension import Dimension, dimensions
 from weft.core.mesh import Mesh
 from weft.core.model_config import ModelConfig
+from weft.errors import Fault
 
 
 def config_checks(run: Run) -> tuple[Check, ...]:
@@ -98,6 +99,10 @@ def config_checks(run: Run) -> tuple[Check, ...]:
             find=partial(
                 order_is_fixed, mesh, batch, parallel, run.optim, is_wanted=run.deterministic
             ),
+        ),
+        Check(
+            reads=("compile", "mesh", "batch", "pipeline", "parallel.recompute"),
+            find=partial(blocks_can_be_compiled, run),
         ),
         Check(("mesh", "site"), partial(sites.sites_exist, mesh, run.site)),
         Check(
@@ -173,3 +178,9 @@ def _alternatives(
         smaller = Mesh.parse(suggestion["mesh"])
         if not any(dimension_faults(smaller, model, parallel, mesh_axis=dimension.name)):
             yield suggestion
+
+
+def blocks_can_be_compiled(run: Run) -> Iterator[Fault]:
+    """Compiled blocks: the layout leaves their inside as it is."""
+    if run.compile == "blocks":
+        yield from plan_of(run).compile_faults()

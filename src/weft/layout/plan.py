@@ -27,6 +27,7 @@ from weft.core.model_config import BlockSpec
 from weft.core.precision import Dtype, dtype_faults
 from weft.core.sequence import DEFAULT_CONTEXT, Context, length_unit
 from weft.errors import Fault, PlanError, counted
+from weft.layout.compilation import Compile, compile_faults
 from weft.layout.stages import split_by_cost, split_by_counts
 from weft.schedule.actions import Act, Table
 from weft.schedule.catalog import DEFAULT_SCHEDULE, find, short_name
@@ -71,6 +72,7 @@ class Plan(BaseModel):
         schedule_lines: content of that file; empty for a public name.
         microbatches: micro-batches of one data-parallel rank in a step, each of `micro_size`
             sequences.
+        compile: whether torch.compile compiles blocks; "auto": on GPUs, in layouts that allow it.
         rule: pairs (logical axis of a parameter, mesh axis that shards it), also for axes that this
             mesh does not have.
         clip: largest global gradient norm; 0: no clipping.
@@ -94,6 +96,7 @@ class Plan(BaseModel):
     rule: tuple[tuple[str, str], ...] = Field(default_factory=_default_rule)
     zero: Literal[0, 1, 2, 3] = 0
     recompute: Recompute = "none"
+    compile: Compile = "off"
     params: Dtype = "float32"
     compute: Dtype = "float32"
     reduce: Dtype = "float32"
@@ -145,6 +148,27 @@ class Plan(BaseModel):
     def program(self) -> Program:
         """The table with its sends and receives."""
         return lower(self.table)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes gradients of inputs and of weights apart."""
+        return any(act.kind == "W" for row in self.table.rows for act in row)
+
+    def compile_faults(self) -> tuple[Fault, ...]:
+        """Why the blocks cannot be compiled in this layout; empty where they can."""
+        found = compile_faults(
+            self.mesh,
+            recompute=self.recompute,
+            splits_backward=self.splits_backward,
+            schedule=self.schedule_name,
+        )
+        return tuple(found)
+
+    def compiles_blocks(self, device_type: str) -> bool:
+        """Whether blocks are compiled on devices of this type; "auto": on GPUs, where they can be."""
+        if self.compile == "auto":
+            return device_type == "cuda" and not self.compile_faults()
+        return self.compile == "blocks"
 
     @property
     def bubble(self) -> float:

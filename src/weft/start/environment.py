@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import glob
 import importlib.metadata
+import importlib.util
 import os
+import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -124,6 +126,20 @@ def _no_gpu_faults() -> Iterator[Fault]:
 def has_gpus(device: str) -> bool:
     """Whether ranks compute on GPUs, as far as can be seen without torch."""
     return device == "cuda" or (device == "auto" and not list(_no_gpu_faults()))
+
+
+def compiler_faults(compile_blocks: str, device: str) -> Iterator[Fault]:
+    """Blocks that are compiled need a C++ compiler on the CPU, and Triton on GPUs."""
+    fix = "--compile off"
+    if has_gpus(device):
+        if compile_blocks != "off" and importlib.util.find_spec("triton") is None:
+            yield Fault("compile", "needs triton on GPUs", got=compile_blocks, need="off", fix=fix)
+    elif compile_blocks == "blocks":
+        program = os.environ.get("CXX", "g++")
+        if shutil.which(program) is None:
+            what = f"needs a C++ compiler, and there is no {program}"
+            fix = f"install {program}, set CXX, or {fix}"
+            yield Fault("compile", what, got=compile_blocks, need="off", fix=fix)
 
 
 def launcher_notes(

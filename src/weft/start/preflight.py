@@ -74,6 +74,7 @@ def environment_checks(run: Run) -> tuple[Check, ...]:
         Check(("port",), partial(environment.port_faults, run.port)),
         Check((*READ_KEYS, "sample"), partial(sample_faults, run.data, run.model, run.sample)),
         Check(("device",), partial(environment.device_faults, run.device)),
+        Check(("compile", "device"), partial(environment.compiler_faults, run.compile, run.device)),
         Check(
             reads=(
                 "device",

@@ -65,6 +65,7 @@ from weft.train.training_parts import is_restart
 from weft.view.live import open_view
 from weft.view.progress import View
 
+COMPILES = "torch.compile compiles each kind of block during the first step, which takes longer"
 UNRECORDED_END = "killed before it could record its end (found when the run was started again)"
 
 OnEvent = Callable[[Mapping[str, Any], Training], None]
@@ -350,6 +351,8 @@ def train_rank(
                 note = slow_compute_note(job.config, cuda_name_of(device))
                 if note:
                     log.emit({"event": "note", "text": note})
+            if training.step.model.plan.compiles_blocks(device.type):
+                log.emit({"event": "note", "text": COMPILES})
         with named_out_of_memory(comm, partial(held_bytes, training.step)):
             outcome = run_training(training, log, with_more=with_more)
     if outcome == "stopped":

@@ -25,6 +25,7 @@ from weft.models.common.dropout_mode import (
 )
 from weft.models.runs_without_memory import run_without_memory
 from weft.parallel.model.chain import PlainChain
+from weft.parallel.model.compiled_block import CompiledBlock
 from weft.parallel.recompute.blocks import RecomputedBlock
 
 
@@ -88,6 +89,11 @@ class DropoutShards:
         """The calls of a block; None: nothing is sharded, and they are not known."""
         return None if self.calls is None else self.calls.get(name, ())
 
+    def may_drop(self, name: str, block: nn.Module) -> bool:
+        """Whether a forward of the block may drop out, as far as is known."""
+        calls = self.of_block(name)
+        return may_drop(block) if calls is None else bool(calls)
+
 
 def check_calls(name: str, one: Sequence[object], other: Sequence[object]) -> None:
     """Reject a block that drops out in other calls on whole sequences and on parts of them.
@@ -149,11 +155,9 @@ def dropping_block(
     name: str, block: nn.Module, shards: DropoutShards, rank: ShardingRank
 ) -> nn.Module:
     """The block, in which dropout is by counter; itself where it drops nothing."""
-    calls = shards.of_block(name)
-    drops = may_drop(block) if calls is None else bool(calls)
-    if not drops or has_compiled(block):
+    if not shards.may_drop(name, block) or has_compiled(block):
         return block
-    return DroppingBlock(name, block, calls, rank)
+    return DroppingBlock(name, block, shards.of_block(name), rank)
 
 
 def without_dropout(block: nn.Module) -> nn.Module:
@@ -201,6 +205,6 @@ class DroppingBlock(nn.Module):
 
 def block_as_written(block: nn.Module) -> nn.Module:
     """The block that a model file has, whose modules have the names of its parameters."""
-    while isinstance(block, RecomputedBlock | DroppingBlock):
+    while isinstance(block, RecomputedBlock | DroppingBlock | CompiledBlock):
         block = block.block
     return block

@@ -21,6 +21,7 @@ from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.model.chain import ChainSnapshot
+from weft.parallel.model.compiled_block import compiled_block
 from weft.parallel.model.dropout_blocks import (
     DropoutShards,
     dropping_block,
@@ -171,12 +172,15 @@ def parallelize(
     )
     if chain is not None and drops_out(blocks.values()):
         dropout.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
+    params = own_named_parameters(blocks, ties_here)
+    if plan.compiles_blocks(comm.device.type):
+        for name, block in blocks.items():
+            blocks[name] = compiled_block(name, block, drops_out=dropout.may_drop(name, block))
     dropping = {
         name: dropping_block(name, block, dropout, sharding_rank(comm))
         for name, block in blocks.items()
     }
     stages = _stages_of(dropping, plan, rank=here)
-    params = own_named_parameters(blocks, ties_here)
     shards: dict[str, ParamShard] = {}
     for name in params:
         shards[name] = _shard(
@@ -275,11 +279,12 @@ def _plain_chain(
     whole: _WholeModel, plan: Plan, comm: Comm, example: Batch | None
 ) -> ChainSnapshot | None:
     """The model before it is sharded, for a trace; None where no axis shards activations, or only
-    positions of a model without dropout.
+    positions of a model without dropout. Of compiled blocks it says which ones have dropout.
     """
     degree = comm.degree(activation_axes())
     has_columns = comm.degree(position_axes()) > 1
-    if degree == 1 and not (has_columns and drops_out(dict(whole.blocks.items()).values())):
+    needs_calls = has_columns or plan.compiles_blocks(comm.device.type)
+    if degree == 1 and not (needs_calls and drops_out(dict(whole.blocks.items()).values())):
         return None
     if example is None:
         columns = plan.seq_len // comm.degree(position_axes())

@@ -1,0 +1,90 @@
+"""Blocks whose training forward and backward torch.compile compiles; see Note [What is compiled] in layout/compilation.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import Fault, PlanError, type_and_message
+from weft.layout.compilation import KEY, NOT_COMPILED, OFF
+from weft.models.common.batch import Batch
+
+Forward = Callable[[Any, Batch], Any]
+MOST_KINDS = 64
+"""Graphs that the blocks of one class may have: one for each kind of layer and shape of batch."""
+
+
+def compiled_block(name: str, block: nn.Module, *, drops_out: bool) -> nn.Module:
+    """The block, compiled; itself if it is one of those that are not.
+
+    Args:
+        drops_out: whether its forward has dropout.
+
+    Raises:
+        PlanError: it has dropout: compiled code would draw masks of its own.
+    """
+    if name in NOT_COMPILED:
+        return block
+    if drops_out:
+        what = f"{name} drops out, which compiled blocks do not do by counter"
+        raise PlanError(Fault(KEY, what, got="blocks", need="off", fix=f"{OFF}, or dropout 0"))
+    return CompiledBlock(name, block)
+
+
+class CompiledBlock(nn.Module):
+    """A block whose forward is compiled where it is differentiated.
+
+    Evaluation, generation, and forwards without values (on the meta device) run it as it is written.
+    """
+
+    def __init__(self, name: str, block: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        self.block = block
+        self._compiled: Forward | None = None
+
+    def forward(self, x: Any, batch: Batch) -> Any:
+        """The block's own forward."""
+        if not torch.is_grad_enabled() or not _has_values(self.block):
+            return self.block(x, batch)
+        if self._compiled is not None:
+            return self._compiled(x, batch)
+        compiled = _compile(self.block.forward, next(self.block.parameters()).device)
+        out = self._named_errors(compiled, x, batch)
+        self._compiled = compiled
+        return out
+
+    def _named_errors(self, compiled: Forward, x: Any, batch: Batch) -> Any:
+        from torch._dynamo.exc import TorchDynamoException  # it is imported with the compiler
+
+        try:
+            return compiled(x, batch)
+        except TorchDynamoException as error:
+            cause = getattr(error, "inner_exception", None) or error
+            what = f"{self.name} cannot be compiled: {type_and_message(cause)}"
+            raise PlanError(Fault(KEY, what, got="blocks", need="off", fix=OFF)) from error
+
+
+def _has_values(block: nn.Module) -> bool:
+    """Whether the block has parameters, which are on no meta device, and runs for itself: not below a
+    mode that looks at its operations.
+    """
+    first = next(block.parameters(), None)
+    if first is None or first.is_meta:
+        return False
+    is_watched = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return not is_watched
+
+
+def _compile(forward: Forward, device: torch.device) -> Forward:
+    from torch._dynamo import config as dynamo  # late: 800 modules
+    from torch._inductor import config as inductor
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_KINDS)
+    if device.type == "cpu":
+        inductor.compile_threads = 1  # else in processes that it starts
+    compiled: Forward = torch.compile(forward, dynamic=False)
+    return compiled

@@ -1,0 +1,152 @@
+"""Compiled blocks == one device that compiles nothing: every gradient, moment and parameter, in float64 within 1e-9."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from tests.matrix.layouts import Case, subject_of
+from tests.one_device import PATIENCE_S, check_records, one_device, records_of
+from weft.config.validate import config_checks
+from weft.errors import PlanError
+from weft.layout.compilation import NOT_COMPILED
+from weft.models.common.batch import token_batch
+from weft.parallel.model.compiled_block import CompiledBlock, compiled_block
+
+pytestmark = [
+    pytest.mark.timeout(PATIENCE_S),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor"
+    ),  # of the compiler's own code
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not"),
+]
+
+slow = pytest.mark.slow
+COMPILED = {"compile": "blocks"}
+CASES = [
+    Case("dp2", zero=3, microbatches=2),
+    Case("pp2", schedule="1f1b", recompute="full", microbatches=2),
+    *(
+        pytest.param(case, marks=slow)
+        for case in (
+            Case("", family="gpt2"),
+            Case("dp2", family="gpt2", documents=True),
+            Case("dp2", zero=1, family="deepseek"),
+            Case("dp2", zero=2, family="gemma3"),
+            Case("dp2", zero=3, family="qwen3-moe", recompute="full"),
+            Case("pp2", schedule="interleaved", chunks=2, layers=4),
+            Case("pp2 dp2", schedule="gpipe", zero=1, grouped=True),
+            Case("fsdp2", zero=3),
+            Case("dp2 fsdp2", zero=3, recompute="full"),
+        )
+    ),
+]
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are traced and differentiated as always; the graphs run as they are, without new kernels."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiled_blocks_compute_what_one_device_computes(case: Case) -> None:
+    is_mixture = case.family in ("deepseek", "qwen3-moe")
+    subject = subject_of(case, num_steps=2, values=COMPILED)
+    assert not any(check.fails() for check in config_checks(subject.run))
+    records = records_of(subject)
+    assert counters["frames"]["ok"] > 0, "nothing was compiled"
+    assert is_mixture or not counters["graph_break"], "experts read their loads on the host"
+    check_records(subject, records, one_device(subject_of(case, num_steps=2)))
+
+
+@slow
+def test_kernels_of_the_compiler_compute_what_one_device_computes() -> None:
+    case = Case("dp2", zero=3, microbatches=2)
+    subject = subject_of(case, num_steps=2, values=COMPILED)
+    records = records_of(subject, transport="processes")
+    check_records(subject, records, one_device(subject_of(case, num_steps=2)))
+
+
+@pytest.mark.parametrize(
+    ("case", "fix"),
+    [
+        (Case("tp2"), "a mesh without tp"),
+        (Case("cp2"), "a mesh without cp"),
+        (Case("ep2", family="qwen3-moe"), "a mesh without ep"),
+        (Case("dp2", recompute="selective"), "--parallel.recompute full or none"),
+        (Case("pp2", schedule="zero_bubble"), "--pipeline.schedule 1f1b or interleaved"),
+        (Case("pp2", schedule="zbv", chunks=2), "--pipeline.schedule 1f1b or interleaved"),
+    ],
+    ids=str,
+)
+def test_layouts_that_look_inside_of_blocks_are_not_compiled(case: Case, fix: str) -> None:
+    plan = case.plan.model_copy(update=COMPILED)
+    (fault,) = plan.compile_faults()
+    assert fault.key == "compile"
+    assert fault.fix == f"--compile off, or {fix}"
+    run = case.run.with_values(COMPILED)
+    found = [fault for check in config_checks(run) for fault in check.find()]
+    assert [each.key for each in found] == ["compile"]
+    automatic = plan.model_copy(update={"compile": "auto"})
+    assert not automatic.compiles_blocks("cuda")
+
+
+def test_auto_compiles_on_gpus_alone() -> None:
+    plan = Case("dp2", zero=3).plan
+    assert not plan.compiles_blocks("cuda")
+    automatic = plan.model_copy(update={"compile": "auto"})
+    assert automatic.compiles_blocks("cuda")
+    assert not automatic.compiles_blocks("cpu")
+
+
+class Scaled(nn.Module):
+    """A block that looks at what runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: torch.Tensor, batch: object) -> torch.Tensor:
+        return x * self.scale * (3 if torch.compiler.is_compiling() else 1)
+
+
+@pytest.mark.usefixtures("traced")
+def test_forwards_that_are_not_differentiated_run_as_written() -> None:
+    batch = token_batch(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
+    block = compiled_block("layer0", Scaled(), drops_out=False)
+    x = torch.ones(2)
+    assert block(x, batch).tolist() == [6, 6]
+    with torch.no_grad():
+        assert block(x, batch).tolist() == [2, 2]
+    assert counters["frames"]["ok"] == 1
+
+
+def test_blocks_with_losses_and_tables_are_left_out() -> None:
+    for name in NOT_COMPILED:
+        assert isinstance(compiled_block(name, Scaled(), drops_out=True), Scaled)
+    assert isinstance(compiled_block("layer0", Scaled(), drops_out=False), CompiledBlock)
+
+
+def test_a_block_that_drops_out_is_rejected() -> None:
+    with pytest.raises(PlanError, match="layer0 drops out, which compiled blocks do not") as error:
+        compiled_block("layer0", Scaled(), drops_out=True)
+    assert error.value.faults[0].fix == "--compile off, or dropout 0"
+
+
+def test_a_block_that_cannot_be_compiled_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(graph: object, inputs: object) -> object:
+        raise OSError("no C++ compiler")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=no_compiler))
+    block = compiled_block("layer3", Scaled(), drops_out=False)
+    with pytest.raises(PlanError, match=r"layer3 cannot be compiled: OSError: no C\+\+ compiler"):
+        block(torch.ones(2), token_batch(*torch.zeros(2, 1, 1, dtype=torch.int64)))
