@@ -13,9 +13,9 @@ from weft.core.mesh import Mesh
 from weft.models import FAMILIES
 
 
-def fit(mesh: str, size: int, *, global_size: int = 16) -> str | None:
+def fit(mesh: str, size: int, *, global_size: int = 16, zero: int = 0) -> str | None:
     batch = ["--batch.global_size", str(global_size), "--batch.micro_size", "1"]
-    run = load(["--mesh", mesh, *batch], FAMILIES)
+    run = load(["--mesh", mesh, *batch, "--parallel.zero", str(zero)], FAMILIES)
 
     def is_valid(smaller: str) -> bool:
         checks = config_checks(run.with_values({"mesh": smaller}))
@@ -49,6 +49,20 @@ def fit(mesh: str, size: int, *, global_size: int = 16) -> str | None:
 )
 def test_data_parallelism_shrinks_first(mesh, size, expected):
     assert fit(mesh, size) == expected
+
+
+@pytest.mark.parametrize(
+    ("mesh", "size", "expected"),
+    [
+        ("dp2 fsdp4", 4, "fsdp4"),
+        ("dp2 fsdp4", 6, "dp2 fsdp3"),
+        ("fsdp4", 3, "fsdp3"),
+        ("fsdp4 tp2", 2, "tp2"),
+        ("fsdp4 tp2", 6, "fsdp3 tp2"),
+    ],
+)
+def test_shards_of_states_stay_as_small_as_the_ranks_allow(mesh, size, expected):
+    assert fit(mesh, size, global_size=24, zero=3) == expected
 
 
 def test_a_number_of_data_ranks_need_not_divide_the_configured_one():

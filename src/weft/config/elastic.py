@@ -4,6 +4,7 @@ configured   ranks   chosen
 dp4 tp2      8       dp4 tp2
 dp4 tp2      4       dp2 tp2      data parallelism shrinks first: every other axis shards what may not fit otherwise
 dp2 pp2 tp2  2       tp2          then the fewest ranks are taken from the other axes, from cp first, from tp last
+dp2 fsdp4    6       dp2 fsdp3    copies of the states leave before their shards grow
 site3 dp2    4       site2 dp2    whole sites leave before anything shrinks inside of them
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from weft.config.layout_rules import divisors
 from weft.config.suggestions import mesh_text
 from weft.core.axes import local_update_axis
-from weft.core.dimension import data_axis, local_update_axes
+from weft.core.dimension import data_axis, local_update_axes, plain_data_axes
 from weft.core.mesh import Mesh
 
 KEPT_FIRST = ("tp", "ep", "pp", "cp")
@@ -44,8 +45,9 @@ def fit_to_ranks(mesh: Mesh, size: int, *, is_valid: Callable[[str], bool]) -> s
 
 
 def smaller_meshes(mesh: Mesh, size: int) -> tuple[str, ...]:
-    """All meshes of `size` ranks whose axes are divisors of the given ones, except the data axis and
-    those of local updates (any number of sites up to the given one); best first.
+    """All meshes of `size` ranks whose axes are divisors of the given ones, except those that shard
+    sequences alone and those of local updates (any number up to the given one) and the data axis
+    (any number); best first.
     """
     data = data_axis()
     others = [(axis, degree) for axis, degree in mesh.axes if axis != data]
@@ -64,7 +66,7 @@ def smaller_meshes(mesh: Mesh, size: int) -> tuple[str, ...]:
 
 
 def _degrees_to_try(axis: str, degree: int) -> tuple[int, ...]:
-    if axis in local_update_axes():
+    if axis in (*local_update_axes(), *plain_data_axes()):
         return tuple(range(1, degree + 1))
     return divisors(degree)
 
