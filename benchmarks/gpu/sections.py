@@ -14,7 +14,14 @@ from benchmarks.gpu.layouts import check_determinism, layout_checks
 from benchmarks.gpu.process_groups import check_process_groups
 from benchmarks.gpu.report import Check, Row, Settings
 from benchmarks.gpu.saves import check_copies, check_stall
-from benchmarks.gpu.speed import check_documents, check_matrix_peak, check_tf32, speed_checks
+from benchmarks.gpu.speed import (
+    check_compiled_numbers,
+    check_documents,
+    check_matrix_peak,
+    check_tf32,
+    goal_checks,
+    speed_checks,
+)
 
 from weft.run.devices import find_gpus, fork_problem
 
@@ -77,11 +84,15 @@ def _one(name: str, run: Callable[[Settings], Iterator[Row]]) -> Callable[[Setti
 
 
 def _speed(settings: Settings) -> list[Check]:
-    return [Check("matrix products", check_matrix_peak), *speed_checks(settings)]
+    peak = Check("matrix products", check_matrix_peak)
+    return [peak, *goal_checks(settings), *speed_checks(settings)]
 
 
 def _switches(settings: Settings) -> list[Check]:
-    return [Check("TF32", check_tf32), Check("documents in long sequences", check_documents)]
+    checks = [Check("TF32", check_tf32), Check("documents in long sequences", check_documents)]
+    if not settings.is_rehearsal:  # on the CPU it compiles for a minute
+        checks.append(Check("compiled blocks", check_compiled_numbers))
+    return checks
 
 
 def _saves(settings: Settings) -> list[Check]:

@@ -26,6 +26,9 @@ from weft.train.step import TrainStep
 PEAK_SIZE, REHEARSED_PEAK_SIZE = 8192, 256
 ROUNDS, STEPS_A_ROUND = 6, 3
 LR = 1e-4
+SPEED_GOAL = 1.0
+COMPILED_BOUND = 1e-4
+"""Relative, of a loss or a norm in float32 products of IEEE precision."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,47 @@ def _check_way(
 ) -> Iterator[Row]:
     device = torch.device(settings.device)
     yield _row(name, make, workload, device, peak=peak_of(settings))
+
+
+def goal_checks(settings: Settings) -> list[Check]:
+    """One line a goal: weft is as fast as a plain loop, eager and compiled, in turns."""
+    checks = []
+    for workload in REHEARSED if settings.is_rehearsal else WORKLOADS:
+        for is_compiled in (False,) if settings.is_rehearsal else (False, True):
+            kind = "compiled" if is_compiled else "eager"
+            name = f"goal: {workload.preset} {kind}, weft against a plain loop"
+            run = partial(_check_goal, name, workload, is_compiled=is_compiled)
+            checks.append(Check(name, run))
+    return checks
+
+
+def _check_goal(
+    name: str, workload: Workload, settings: Settings, *, is_compiled: bool
+) -> Iterator[Row]:
+    device = torch.device(settings.device)
+    more = ("--compile", "blocks") if is_compiled else ()
+    ways = (plain_way(workload, device, is_compiled=is_compiled), weft_way(workload, device, *more))
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(1 if settings.is_rehearsal else 3):
+        for way, times in zip(ways, seconds, strict=True):
+            times.append(seconds_a_step(way, device))
+    plain, weft = map(statistics.median, seconds)
+    is_ok = None if settings.is_rehearsal else plain / weft >= SPEED_GOAL
+    yield Row(name, f"{plain / weft:.3f} times as fast (goal {SPEED_GOAL:.2f})", is_ok)
+
+
+def check_compiled_numbers(settings: Settings) -> Iterator[Row]:
+    """Losses and gradient norms of compiled blocks beside those of the same blocks as written."""
+    device = torch.device(settings.device)
+    workload = (REHEARSED if settings.is_rehearsal else WORKLOADS)[0]
+    found = []
+    for mode in ("off", "blocks"):
+        words = ("--precision.compute", "float32", "--compile", mode)
+        step, _ = train_step(workload, device, *words)
+        reports = [step([batch_of(workload, device)], lr=0.0) for _ in range(2)]
+        found.append([number for each in reports for number in (each.loss, each.grad_norm)])
+    worst = max(abs(a - b) / abs(a) for a, b in zip(*found, strict=True))
+    yield Row("compiled blocks, float32, numbers", f"{worst:.1e} apart", worst < COMPILED_BOUND)
 
 
 def check_tf32(settings: Settings) -> Iterator[Row]:
@@ -143,7 +187,7 @@ def ways(
         "weft selective recompute": lambda: weft_way(
             workload, device, "--parallel.recompute", "selective"
         ),
-        "weft, blocks compiled": lambda: weft_way(workload, device, is_compiled=True),
+        "weft, blocks compiled": lambda: weft_way(workload, device, "--compile", "blocks"),
     }
     if is_rehearsal:
         del found["plain compiled"], found["weft, blocks compiled"]
@@ -162,22 +206,14 @@ def flags(workload: Workload) -> list[str]:
 
 def batch_of(workload: Workload, device: torch.device) -> Batch:
     """Random tokens."""
-    tokens = torch.randint(0, 255, (workload.num_sequences, workload.seq_len + 1))
+    shape = (workload.num_sequences, workload.seq_len + 1)
+    tokens = torch.randint(0, 255, shape, generator=torch.Generator().manual_seed(0))
     return token_batch(tokens[:, :-1], tokens[:, 1:]).map(lambda x: x.to(device))
 
 
-def weft_way(
-    workload: Workload,
-    device: torch.device,
-    *more: str,
-    num_documents: int = 1,
-    is_compiled: bool = False,
-) -> Way:
+def weft_way(workload: Workload, device: torch.device, *more: str, num_documents: int = 1) -> Way:
     """One rank of weft."""
     step, run_step = train_step(workload, device, *more, num_documents=num_documents)
-    if is_compiled:
-        for block in step.model.blocks.values():
-            block.compile()
     return Way(run_step, step.num_params)
 
 
