@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import math
 import queue
 import struct
 import threading
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -259,6 +261,75 @@ def test_prometheus_reads_the_last_values(tmp_path: Path) -> None:
         "weft_guard_events": 1.0,
     }
     assert samples["weft_step"].labels == {"run": 'a "run"', "layout": "dp2"}
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes metrics by OTLP, as a collector does; refuses them where it is spoiled."""
+
+    code = 200
+    received: ClassVar[list[bytes]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        is_packed = self.headers.get("content-encoding") == "gzip"
+        assert self.path == "/v1/metrics"
+        self.received.append(gzip.decompress(body) if is_packed else body)
+        self.send_response(self.code)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Collector]]:
+    pytest.importorskip("opentelemetry.exporter.otlp")
+    monkeypatch.setattr(Collector, "received", [])
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield Collector
+        server.shutdown()
+        thread.join()
+
+
+def test_a_collector_gets_the_last_values(tmp_path: Path, collector: type[Collector]) -> None:
+    from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2
+
+    run = TrackedRun(tmp_path / "a run", {"mesh": "dp2"})
+    tracker = open_tracker("opentelemetry", run, first_step=1)
+    tracker.numbers(1, {"train/loss": 3.0})
+    tracker.text(2, "guard", "a spike")
+    tracker.numbers(2, {"train/loss": 2.5})
+    tracker.close("finished")
+    message = metrics_service_pb2.ExportMetricsServiceRequest.FromString(collector.received[-1])
+    (resource,) = message.resource_metrics
+    values = {}
+    for metric in resource.scope_metrics[0].metrics:
+        kind = metric.WhichOneof("data")
+        (point,) = getattr(metric, kind).data_points
+        labels = {label.key: label.value.string_value for label in point.attributes}
+        assert labels.pop("run") == "a run"
+        assert labels.pop("layout") == "dp2"
+        assert labels == ({"kind": "guard"} if kind == "sum" else {})
+        values[metric.name] = getattr(point, point.WhichOneof("value"))
+    assert values == {"weft.step": 2, "weft.train.loss": 2.5, "weft.events": 1}
+
+
+def test_a_collector_that_refuses_is_one_warning(
+    tmp_path: Path, collector: type[Collector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collector, "code", 400)
+    warnings: list[str] = []
+    sink = TrackerSink("opentelemetry", TrackedRun(tmp_path, {}), warn=warnings.append)
+    sink.handle(step(1, 2.0))
+    sink.close()
+    assert warnings == [
+        "warning: track: opentelemetry gets no more of this run: ConnectionError: the collector at "
+        "OTEL_EXPORTER_OTLP_ENDPOINT took no values. Training goes on"
+    ]
 
 
 def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

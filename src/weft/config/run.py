@@ -98,7 +98,8 @@ class Run(ConfigSection):
     )
     track: tuple[TrackerName, ...] = Field(
         (),
-        description="trackers that get every number of the run: tensorboard, wandb, mlflow, trackio, csv, prometheus",
+        description="trackers that get every number of the run: tensorboard, wandb, mlflow, trackio, csv, "
+        "prometheus, opentelemetry",
     )
     report: bool = Field(True, description="write the page report.html into the folder at the end")
     profile: str | None = Field(

@@ -24,7 +24,9 @@ PairLossType = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"]
 """Losses of preference pairs, by TRL's names."""
 REFERENCE_FREE: tuple[PairLossType, ...] = ("simpo", "orpo")
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "csv", "prometheus"]
+TrackerName = Literal[
+    "tensorboard", "wandb", "mlflow", "trackio", "csv", "prometheus", "opentelemetry"
+]
 
 
 class ConfigSection(BaseModel):

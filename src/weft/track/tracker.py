@@ -110,6 +110,7 @@ TRACKERS: Mapping[TrackerName, TrackerEntry] = {
     "trackio": TrackerEntry("trackio_run", "trackio", "trackio"),
     "csv": TrackerEntry("csv_table"),
     "prometheus": TrackerEntry("prometheus_text", "prometheus_client", "prometheus"),
+    "opentelemetry": TrackerEntry("otlp_metrics", "opentelemetry.exporter.otlp", "opentelemetry"),
 }
 
 
@@ -117,9 +118,16 @@ def tracker_faults(names: Sequence[TrackerName]) -> Iterator[Fault]:
     """The packages of these trackers are installed."""
     for name in names:
         entry = TRACKERS[name]
-        if entry.package and importlib.util.find_spec(entry.package) is None:
+        if entry.package and not _is_installed(entry.package):
             fix = f"pip install 'weft-train[{entry.distribution}]', or leave {name} out"
             yield Fault("track", f"{name} is not installed", got=name, fix=fix)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
 
 
 def open_tracker(name: TrackerName, run: TrackedRun, *, first_step: int) -> Tracker:
