@@ -20,8 +20,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.core.dimension import local_update_axes, position_axes
 from weft.errors import Fault, PlanError, type_and_message
+from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, activation_of, forward
+from weft.models.common.buffer_updates import (
+    BufferRecords,
+    apply_update,
+    record_batch_norm,
+    updating_modules,
+)
 from weft.models.common.dropout_mode import run_block
 from weft.models.common.init import path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
@@ -30,12 +38,20 @@ from weft.parallel.model.token_ids import NamedIds
 from weft.train.model_state import changed_name, is_generator, state_of
 
 CHANGES = "keeps state outside its parameters: its forward changes it"
-NO_CHANGES = "nn.LayerNorm or nn.GroupNorm in place of BatchNorm; no attributes set in forward"
+NO_CHANGES = "weft.update_buffers for a buffer; no attributes set in forward"
 DRAWS = "its forward draws random numbers, which differ between layouts"
 NO_DRAWS = "dropout by nn.Dropout, F.dropout or weft.drop_path; constants drawn in the constructor, as a buffer"
 HOOKED = "has a gradient hook, which no layout would run on its whole gradient"
 NO_HOOK = 'no hook: scale in the forward, or --optim.groups "PATTERN: lr_scale=2"'
-STATISTICS = "normalises over the batch, of which each layout computes another part"
+STATISTICS = (
+    "normalises over the batch, in evaluation, too, where each layout computes another part"
+)
+KEEP_STATISTICS = "track_running_stats=True: evaluation reads running statistics"
+SYNCHRONISED = "normalises over ranks, and each micro-batch has statistics of its own"
+OWN_STATISTICS = "nn.BatchNorm2d with a larger --batch.micro_size"
+SHARED = "updates buffers, and is a module of two blocks, which may be on two ranks"
+PARTS = "updates buffers by micro-batches, of which ranks of {axis} have parts"
+SITES = "updates buffers by all micro-batches of a step, and sites train apart"
 SPARSE = "has sparse gradients, and sums over ranks and shards are of dense ones"
 WRITES_WITHOUT_SCHEMA: Mapping[str, tuple[int, ...]] = {
     "native_batch_norm": (3, 4),
@@ -54,9 +70,11 @@ def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
     for block_name, block in blocks.items():
         for path, module in block.named_modules():
             name = f"{label}: {path_below(block_name, path)}"
+            if isinstance(module, nn.SyncBatchNorm):
+                raise PlanError(Fault(name, SYNCHRONISED, fix=OWN_STATISTICS))
             is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
             if is_batch_norm and module.training and not module.track_running_stats:
-                raise PlanError(Fault(name, STATISTICS, fix=NO_CHANGES))
+                raise PlanError(Fault(name, STATISTICS, fix=KEEP_STATISTICS))
             if getattr(module, "sparse", False) and isinstance(
                 module, (nn.Embedding, nn.EmbeddingBag)
             ):
@@ -68,6 +86,30 @@ def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
                     param._backward_hooks or param._post_accumulate_grad_hooks
                 ):
                     raise PlanError(Fault(f"{name}.{own}", HOOKED, fix=NO_HOOK))
+
+
+def check_updating(blocks: Mapping[str, nn.Module], plan: Plan, label: str) -> None:
+    """Reject a layout on which the ranks of a stage do not see whole micro-batches of all samples, for
+    a model that updates buffers; and a module that updates buffers of two blocks.
+
+    Raises:
+        PlanError: the first such module.
+    """
+    block_of: dict[int, str] = {}
+    for block_name, block in blocks.items():
+        for path, module in updating_modules(block, block_name).items():
+            name = f"{label}: {path}"
+            if block_of.setdefault(id(module), block_name) != block_name:
+                fix = "a module of its own in each block; its parameters may be shared"
+                raise PlanError(Fault(name, SHARED, got=block_of[id(module)], fix=fix))
+            if plan.mesh.degree(local_update_axes()) > 1:
+                raise PlanError(Fault(name, SITES, fix="a mesh with dp in place of site"))
+            axes = [axis for axis in position_axes() if plan.mesh.degree(axis) > 1]
+            if plan.sequence_parallel:
+                axes.append("parallel.sequence")
+            if axes:
+                fix = "a mesh with dp or pp in its place"
+                raise PlanError(Fault(name, PARTS.format(axis=axes[0]), fix=fix))
 
 
 @dataclass(frozen=True)
@@ -90,12 +132,15 @@ class Pure:
         Raises:
             PlanError: what it does, with the name of the module.
         """
+        record_batch_norm(block)
+        records = BufferRecords(updating_modules(block, name))
         before = state_of(block, name, self.packages)
         kept = _kept_storages(block, name)
         with (
             _module_paths(block, name) as running,
             _Effects(self, running, kept),
             _Hooks(self.label, running),
+            records.of_microbatch(0),
         ):
             out = run_block(name, block, x, batch)
         after = state_of(block, name, self.packages)
@@ -105,7 +150,32 @@ class Pure:
                 place = self._drawing_module(name, block, x, batch)
                 raise PlanError(Fault(f"{self.label}: {place}", DRAWS, got=changed, fix=NO_DRAWS))
             raise PlanError(Fault(f"{self.label}: {changed}", CHANGES, fix=NO_CHANGES))
+        self._check_updates(name, block, records)
         return out
+
+    def _check_updates(self, name: str, block: nn.Module, records: BufferRecords) -> None:
+        """Updates of buffers with values change these buffers alone.
+
+        Raises:
+            PlanError: what else they change.
+        """
+        for path, of_module in records.take().items():
+            module = records.modules[path]
+            for values in of_module[0]:
+                if any(value.is_meta for value in values):
+                    continue
+                buffers = {path_below(path, key) for key in module._buffers}
+                before = state_of(block, name, self.packages)
+                apply_update(module, values)
+                after = state_of(block, name, self.packages)
+                changed = changed_name(
+                    {key: value for key, value in before.items() if key not in buffers},
+                    {key: value for key, value in after.items() if key not in buffers},
+                )
+                if changed:
+                    what = "is changed by update_buffers, and is no buffer of its module"
+                    fix = "register_buffer for all that it changes"
+                    raise PlanError(Fault(f"{self.label}: {changed}", what, fix=fix))
 
     def _drawing_module(self, name: str, block: nn.Module, x: Any, batch: Batch) -> str:
         """The innermost module whose forward changes a generator."""
