@@ -91,6 +91,7 @@ CASES: dict[str, tuple[str, str, str]] = {
         "def blocks(c):",
         "class Norm(nn.BatchNorm1d):\n"
         "    def forward(self, x):\n"
+        "        self.num_batches_tracked += 1\n"
         "        return super().forward(x.transpose(1, 2)).transpose(1, 2)\n\n"
         "def blocks(c):\n"
         '    return {"embed": nn.Embedding(c.vocab, c.dim), "norm": Norm(c.dim, affine=False),\n'

@@ -212,3 +212,18 @@ def evaluating(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for module in changed:
             module.training = True
+
+
+@contextmanager
+def ignoring_updates(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """While active, forwards of these blocks update no buffers, nor do copies that are made of them."""
+    modules: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        record_batch_norm(block)
+        modules.update(updating_modules(block, name))
+    BufferRecords(modules)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del vars(module)[RECORDS]
