@@ -10,7 +10,7 @@ Note [Effects]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ from weft.models.common.init import path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.token_ids import NamedIds
-from weft.train.model_state import changed_name, is_generator, state_of
+from weft.train.model_state import State, changed_name, is_generator, state_of
 
 CHANGES = "keeps state outside its parameters: its forward changes it"
 NO_CHANGES = "weft.update_buffers for a buffer; no attributes set in forward"
@@ -51,6 +51,8 @@ SYNCHRONISED = "normalises over ranks, and each micro-batch has statistics of it
 OWN_STATISTICS = "nn.BatchNorm2d with a larger --batch.micro_size"
 SHARED = "updates buffers, and is a module of two blocks, which may be on two ranks"
 PARTS = "updates buffers by micro-batches, of which ranks of {axis} have parts"
+NO_BUFFER = "is changed by update_buffers, and is no buffer of its module"
+REGISTER = "register_buffer for all that it changes"
 SITES = "updates buffers by all micro-batches of a step, and sites train apart"
 SPARSE = "has sparse gradients, and sums over ranks and shards are of dense ones"
 WRITES_WITHOUT_SCHEMA: Mapping[str, tuple[int, ...]] = {
@@ -154,7 +156,7 @@ class Pure:
         return out
 
     def _check_updates(self, name: str, block: nn.Module, records: BufferRecords) -> None:
-        """Updates of buffers with values change these buffers alone.
+        """Updates of buffers with values change these buffers alone; they are undone.
 
         Raises:
             PlanError: what else they change.
@@ -164,18 +166,18 @@ class Pure:
             for values in of_module[0]:
                 if any(value.is_meta for value in values):
                     continue
-                buffers = {path_below(path, key) for key in module._buffers}
-                before = state_of(block, name, self.packages)
-                apply_update(module, values)
-                after = state_of(block, name, self.packages)
-                changed = changed_name(
-                    {key: value for key, value in before.items() if key not in buffers},
-                    {key: value for key, value in after.items() if key not in buffers},
-                )
+                names = {path_below(path, key) for key in module._buffers}
+                before = self._state_without(names, block, name)
+                with _kept_buffers(module):
+                    apply_update(module, values)
+                    after = self._state_without(names, block, name)
+                changed = changed_name(before, after)
                 if changed:
-                    what = "is changed by update_buffers, and is no buffer of its module"
-                    fix = "register_buffer for all that it changes"
-                    raise PlanError(Fault(f"{self.label}: {changed}", what, fix=fix))
+                    raise PlanError(Fault(f"{self.label}: {changed}", NO_BUFFER, fix=REGISTER))
+
+    def _state_without(self, names: Collection[str], block: nn.Module, name: str) -> State:
+        state = state_of(block, name, self.packages)
+        return {key: value for key, value in state.items() if key not in names}
 
     def _drawing_module(self, name: str, block: nn.Module, x: Any, batch: Batch) -> str:
         """The innermost module whose forward changes a generator."""
@@ -204,6 +206,17 @@ class Pure:
             for handle in handles:
                 handle.remove()
         return found[0] if found else name
+
+
+@contextmanager
+def _kept_buffers(module: nn.Module) -> Iterator[None]:
+    """The buffers of a module have their values again afterwards."""
+    buffers = dict(module._buffers)
+    values = {key: buffer.clone() for key, buffer in buffers.items() if buffer is not None}
+    try:
+        yield
+    finally:
+        module._buffers.update(buffers | values)
 
 
 def _generators(module: nn.Module, name: str, packages: frozenset[str]) -> dict[str, Any]:
