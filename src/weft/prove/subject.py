@@ -295,7 +295,9 @@ class Subject:
 
     def perturbations(self) -> Sequence[Perturbation]:
         """The perturbed versions of its reference, from which bounds are derived."""
-        blocks = lazy_blocks(self.family, self.model) if FAMILIES.is_user_model(self.model.name) else {}
+        blocks = (
+            lazy_blocks(self.family, self.model) if FAMILIES.is_user_model(self.model.name) else {}
+        )
         return perturbations(
             self.types,
             self.run.optim,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -43,10 +44,11 @@ def rank_after_rank(
 
 
 def without_bias_of_variance(
-    update: Callable[..., None], norm: nn.Module, mean: Tensor, variance: Tensor
+    update: Callable[..., None], norm: nn.Module, statistics: Tensor
 ) -> None:
     """The running variance is of the biased one, of 16 positions."""
-    update(norm, mean, variance * (15 / 16))
+    mean, variance = statistics
+    update(norm, torch.stack((mean, variance * (15 / 16))))
 
 
 def in_training_mode(evaluating: Callable[..., Any], blocks: Any) -> Any:

@@ -49,12 +49,16 @@ def update_buffers(module: nn.Module, *values: Tensor) -> None:
     of the samples; elsewhere at once. The values are detached; those of all micro-batches have the
     same shapes. See docs/your-model.md.
     """
-    detached = tuple(value.detach() for value in values)
+    _hand_over(module, tuple(value.detach().clone() for value in values))
+
+
+def _hand_over(module: nn.Module, values: tuple[Tensor, ...]) -> None:
+    """Record values that nobody changes, or call the method with them."""
     records: BufferRecords | None = vars(module).get(RECORDS)
     if records is not None:
-        records.add(module, detached)
+        records.add(module, values)
     elif module.training:
-        apply_update(module, detached)
+        apply_update(module, values)
 
 
 @torch.no_grad()
@@ -94,7 +98,7 @@ class BufferRecords:
         if name is None or self.microbatch is None or not module.training:
             return
         of_module = self.values.setdefault(name, {})
-        of_module.setdefault(self.microbatch, []).append(tuple(value.clone() for value in values))
+        of_module.setdefault(self.microbatch, []).append(values)
 
     @contextmanager
     def of_microbatch(self, microbatch: int) -> Iterator[None]:
@@ -140,25 +144,28 @@ class RecordingBatchNorm(_BatchNorm):
             mean, variance = running_mean.to(wide), running_var.to(wide)
             return F.batch_norm(x, mean, variance, weight, bias, eps=self.eps)
         # With momentum 1 the kernel writes the statistics themselves, the variance unbiased.
-        mean = torch.zeros_like(running_mean, dtype=wide)
-        variance = torch.zeros_like(running_var, dtype=wide)
+        statistics = running_mean.new_zeros((2, len(running_mean)), dtype=wide)
+        mean, variance = statistics.unbind()
         out = F.batch_norm(
             x, mean, variance, weight, bias, training=True, momentum=1.0, eps=self.eps
         )
-        update_buffers(self, mean, variance)
+        _hand_over(self, (statistics,))
         return out
 
-    def update_buffers(self, mean: Tensor, variance: Tensor) -> None:
-        """The formula of torch's BatchNorm; without a momentum the mean of all micro-batches."""
+    def update_buffers(self, statistics: Tensor) -> None:
+        """The formula of torch's BatchNorm, by mean and unbiased variance [2, C]; without a momentum the
+        mean of all micro-batches.
+        """
         assert self.running_mean is not None, "a BatchNorm that tracks its statistics"
         assert self.running_var is not None, "a BatchNorm that tracks its statistics"
+        mean, variance = statistics.to(self.running_mean.dtype).unbind()
         share: float | Tensor = self.momentum or 0.0
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
-                share = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
-        self.running_mean.mul_(1 - share).add_(mean * share)
-        self.running_var.mul_(1 - share).add_(variance * share)
+                share = self.num_batches_tracked.to(mean.dtype).reciprocal()
+        self.running_mean.lerp_(mean, share)
+        self.running_var.lerp_(variance, share)
 
 
 @lru_cache(maxsize=256)
