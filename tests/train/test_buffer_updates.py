@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import weft
 from weft.comm.comm import Comm
+from weft.config.load import load
 from weft.errors import PlanError
+from weft.models import FAMILIES
 from weft.models.common.buffer_updates import (
     BufferRecords,
     ignoring_updates,
@@ -22,7 +24,12 @@ from weft.models.common.buffer_updates import (
     updating_modules,
 )
 from weft.parallel.model.buffers import apply_updates
+from weft.prove.proof import prove
+from weft.prove.subject import Subject
 from weft.testing import run_ranks
+from weft_selftest.mutants.buffer_faults import MUTANTS
+from weft_selftest.mutants.plant import planted
+from weft_selftest.mutants.trial import try_mutants
 
 USER_MODELS = Path(__file__).parents[1] / "user_models"
 RESNET = USER_MODELS / "resnet.py"
@@ -209,3 +216,24 @@ def test_running_values_have_the_same_bits_on_all_numbers_of_data_ranks(
     keys = {"deterministic": True, "precision": {}, "steps": 2, "parallel.zero": zero}
     one, other = (trained(tmp_path / mesh, mesh=mesh, **keys) for mesh in ("dp2", "dp4"))
     assert difference(one, other) == 0
+
+
+def test_a_planted_fault_of_buffers_is_named() -> None:
+    words = ("--mesh", "dp2", "--batch.global_size", "8", "--model.layers", "1")
+    subject = Subject.of(load([str(RESNET), *words], FAMILIES), steps=1).in_float64()
+    mutant = next(each for each in MUTANTS if "rank_after_rank" in each.name)
+    with planted(mutant):
+        report = prove(subject)
+    assert not report.holds
+    assert report.first is not None
+    assert "running_" in report.first.tensor
+    assert report.first.axis == "dp"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS])
+def test_every_fault_of_buffers_is_found_at_its_place(name: str) -> None:
+    (result,) = try_mutants([mutant for mutant in MUTANTS if mutant.name == name])
+    assert result.has_effect
+    assert result.is_seen_by_proof, result.message
+    assert result.is_attributed, (result.axis, result.block, result.message)
