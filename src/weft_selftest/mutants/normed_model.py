@@ -27,7 +27,8 @@ class NormedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x.transpose(1, 2)).transpose(1, 2)
-        return x + self.down(F.gelu(self.up(normed)))
+        change: Tensor = self.down(F.gelu(self.up(normed)))
+        return x + change
 
 
 def blocks(c: Config) -> dict[str, nn.Module]:

@@ -134,7 +134,7 @@ class RecordingBatchNorm(_BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[N, C, ...] normalised for each channel."""
-        self._check_input_dim(x)
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
         running_mean, running_var = self.running_mean, self.running_var
         assert running_mean is not None, "a BatchNorm that tracks its statistics"
         assert running_var is not None, "a BatchNorm that tracks its statistics"
@@ -184,7 +184,8 @@ def record_batch_norm(block: nn.Module) -> None:
     """Let every BatchNorm of a block record its statistics in place of updating its buffers."""
     for module in block.modules():
         if is_batch_norm(module) and not isinstance(module, RecordingBatchNorm):
-            module.__class__ = _recording_class(type(module))
+            cls: Any = type(module)
+            module.__class__ = _recording_class(cls)
 
 
 def updating_modules(block: nn.Module, name: str) -> dict[str, nn.Module]:
