@@ -24,6 +24,7 @@ from weft.models.common.buffer_updates import (
     updating_modules,
 )
 from weft.parallel.model.buffers import apply_updates
+from weft.parallel.model.compiled_block import compiled_block
 from weft.prove.proof import prove
 from weft.prove.subject import Subject
 from weft.testing import run_ranks
@@ -162,6 +163,12 @@ def test_ignored_updates_are_those_of_copies_too() -> None:
     module(torch.randn(4, 2))
     assert module.get_buffer("running_mean").all()
     assert module.num_batches_tracked == 1
+
+
+def test_blocks_that_update_buffers_are_not_compiled() -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert compiled_block("layer0", block, drops_out=False) is block
+    assert compiled_block("layer0", block[0], drops_out=False) is not block[0]
 
 
 def test_modules_that_update_buffers_are_found_by_name() -> None:

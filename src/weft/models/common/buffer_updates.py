@@ -53,7 +53,7 @@ def update_buffers(module: nn.Module, *values: Tensor) -> None:
 
 
 def _hand_over(module: nn.Module, values: tuple[Tensor, ...]) -> None:
-    """Record values that nobody changes, or call the method with them."""
+    """Record values that nothing changes any more, or call the method with them."""
     records: BufferRecords | None = vars(module).get(RECORDS)
     if records is not None:
         records.add(module, values)
