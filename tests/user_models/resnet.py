@@ -12,13 +12,14 @@ class Config:
     classes: int = 10
     channels: int = 4
     layers: int = 3
+    frozen: bool = False  # the running values of the stem
 
 
 class Stem(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.conv = nn.Conv2d(1, c.channels, 3, stride=4, bias=False)
-        self.norm = nn.BatchNorm2d(c.channels, momentum=0.3)
+        self.norm = nn.BatchNorm2d(c.channels, momentum=0.3).train(not c.frozen)
 
     def forward(self, images):
         return self.norm(self.conv(images.to(self.conv.weight.dtype) / 255)).relu()

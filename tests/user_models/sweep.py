@@ -42,9 +42,10 @@ MODELS = {
 FILES = {
     "unet_norm": ("unet", "--model.norm", "batch"),
     "bias_before_norm": ("batch_norm", "--model.bias", "True"),
+    "frozen_norm": ("resnet", "--model.frozen", "True"),
 }
 """Model -> the name of its file, and further words; where they are not its own name alone."""
-BY_MICRO_BATCH = ("batch_norm", "unet_norm", "resnet", "mobilenet")
+BY_MICRO_BATCH = ("batch_norm", "unet_norm", "resnet", "mobilenet", "frozen_norm")
 """Models that normalise micro-batches, which need two samples."""
 LAYOUTS = {
     "tp2": ("--mesh", "tp2"),

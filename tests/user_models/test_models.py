@@ -49,6 +49,7 @@ ALWAYS = (
     ("unet_norm", "dp2 zero3"),
     ("batch_norm", "tp2"),
     ("resnet", "pp2"),
+    ("frozen_norm", "pp2"),
     ("mobilenet", "dp2 zero3"),
 )
 """Cases that run by default; `make slow` runs all."""

@@ -60,7 +60,9 @@ WRITES_WITHOUT_SCHEMA: Mapping[str, tuple[int, ...]] = {
     "cudnn_batch_norm": (3, 4),
     "miopen_batch_norm": (3, 4),
 }
-"""Operations that write to arguments of these places, which their schemas do not say."""
+"""Operations that write to arguments of these places in training, which their schemas do not say."""
+IS_TRAINING = 5
+"""The place of the argument that says whether they do."""
 
 
 def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
@@ -300,7 +302,7 @@ def _draws(func: Any, args: tuple[Any, ...]) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors to which an operation writes."""
     for place in WRITES_WITHOUT_SCHEMA.get(func.overloadpacket.__name__, ()):
-        if place < len(args) and isinstance(args[place], Tensor):
+        if args[IS_TRAINING] and isinstance(args[place], Tensor):
             yield args[place]
     if not func._schema.is_mutable:
         return
