@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weft.layout.plan import Plan
     from weft.models.common.attention import Attend
     from weft.models.common.batch import Batch, Extra
+    from weft.models.common.buffer_updates import update_buffers
     from weft.models.common.dropout import DropPath, drop_path
     from weft.models.common.layers import Loss, RegionInput, RegionOutput
     from weft.models.user_model import Model
@@ -84,6 +85,7 @@ _HOMES = {
     "ring_attention": "weft.parallel.context.ring",
     "save": "weft.checkpoint.scripts",
     "steps": "weft.python_api",
+    "update_buffers": "weft.models.common.buffer_updates",
 }
 
 __all__ = [
@@ -128,6 +130,7 @@ __all__ = [
     "save",
     "steps",
     "train",
+    "update_buffers",
 ]
 
 

@@ -16,7 +16,8 @@ PAGE = ROOT / "docs" / "proof-limits.md"
 TITLE = "## What a proof covers"
 ROWS = (
     *("initial values", "batches and masks", "forward", "backward", "reductions"),
-    *("norm and clipping", "updates by each optimizer", "the first update of a new run"),
+    *("norm and clipping", "updates by each optimizer", "buffers that training updates"),
+    "the first update of a new run",
     *("learning rate", "loss scale", "saves"),
     *("resumes", "snapshots in memory", "restarts of ranks", "elastic changes", "evaluation"),
     *("generation", "export", "import", "preference pairs", "inside a site"),

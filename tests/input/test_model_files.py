@@ -91,12 +91,42 @@ CASES: dict[str, tuple[str, str, str]] = {
         "def blocks(c):",
         "class Norm(nn.BatchNorm1d):\n"
         "    def forward(self, x):\n"
+        "        self.num_batches_tracked += 1\n"
         "        return super().forward(x.transpose(1, 2)).transpose(1, 2)\n\n"
         "def blocks(c):\n"
         '    return {"embed": nn.Embedding(c.vocab, c.dim), "norm": Norm(c.dim, affine=False),\n'
         '            "layer0": Layer(c), "layer1": Layer(c), "head": nn.Linear(c.dim, c.vocab)}\n\n'
         "def unused(c):",
         "norm.num_batches_tracked: keeps state outside",
+    ),
+    "BatchNorm of its batch in evaluation": (
+        "self.calls = 0",
+        "self.norm = nn.BatchNorm1d(c.dim, affine=False, track_running_stats=False)",
+        "layer0.norm: normalises over the batch, in evaluation, too",
+    ),
+    "BatchNorm over ranks": (
+        "self.calls = 0",
+        "self.norm = nn.SyncBatchNorm(c.dim, affine=False)",
+        "layer0.norm: normalises over ranks",
+    ),
+    "a BatchNorm of two blocks": (
+        "def blocks(c):",
+        "class Norm(nn.BatchNorm1d):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x.transpose(1, 2)).transpose(1, 2)\n\n"
+        "def blocks(c):\n"
+        "    norm = Norm(c.dim, affine=False)\n"
+        '    return {"embed": nn.Embedding(c.vocab, c.dim), "norm": norm, "again": norm,\n'
+        '            "layer0": Layer(c), "layer1": Layer(c), "head": nn.Linear(c.dim, c.vocab)}\n\n'
+        "def unused(c):",
+        "again: updates buffers, and is a module of two blocks",
+    ),
+    "an update of what is no buffer": (
+        FORWARD,
+        f"import weft; weft.update_buffers(self, x.mean()); {FORWARD}\n"
+        "    def update_buffers(self, mean):\n"
+        "        self.calls += 1",
+        "layer0.calls: is changed by update_buffers, and is no buffer",
     ),
     "BatchNorm without statistics": (
         FORWARD,

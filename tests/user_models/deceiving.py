@@ -260,8 +260,20 @@ MODELS = {
         "x = x * 1; x.requires_grad and x.register_hook(lambda grad: 2 * grad)",
         "layer0: has a gradient hook",
     ),
-    "BatchNorm of a large model": Deceiving(
-        BATCH_NORM, f"layer0.norm.num_batches_tracked: {KEEPS}", LARGE
+    "BatchNorm over positions": Deceiving(
+        BATCH_NORM, "layer0.norm: updates buffers by micro-batches, of which ranks of cp", CP
+    ),
+    "BatchNorm in a function of a large model": Deceiving(
+        (
+            *BATCH_NORM,
+            (
+                "y = self.norm(x.transpose(1, 2))",
+                "y = torch.batch_norm(x.transpose(1, 2), None, None, self.norm.running_mean, "
+                "self.norm.running_var, True, 0.1, 1e-5, False)",
+            ),
+        ),
+        f"layer0.norm.running_mean: {KEEPS}",
+        LARGE,
     ),
     "noise of a large model": in_layer("x = x * torch.rand_like(x)", f"layer0: {DRAWS}", *LARGE),
     "random in a large model": in_layer("x = x * random.random()", f"layer0: {DRAWS}", *LARGE),

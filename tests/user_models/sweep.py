@@ -1,4 +1,4 @@
-"""Sixteen models of users under five layouts: each equals one device within 1e-9, or is rejected in one line.
+"""Nineteen models of users under five layouts: each equals one device within 1e-9, or is rejected in one line.
 
 `python -m tests.user_models.sweep` prints the table of docs/your-model.md.
 """
@@ -35,7 +35,18 @@ MODELS = {
     "encoder_decoder": "an encoder-decoder, named arrays",
     "diffusion": "a diffusion transformer, named arrays",
     "unet": "a U-Net, named arrays",
+    "unet_norm": "a U-Net with BatchNorm",
+    "resnet": "a ResNet",
+    "mobilenet": "a MobileNet, with dropout",
 }
+FILES = {
+    "unet_norm": ("unet", "--model.norm", "batch"),
+    "bias_before_norm": ("batch_norm", "--model.bias", "True"),
+    "frozen_norm": ("resnet", "--model.frozen", "True"),
+}
+"""Model -> the name of its file, and further words; where they are not its own name alone."""
+BY_MICRO_BATCH = ("batch_norm", "unet_norm", "resnet", "mobilenet", "frozen_norm")
+"""Models that normalise micro-batches, which need two samples."""
 LAYOUTS = {
     "tp2": ("--mesh", "tp2"),
     "tp2 sp": ("--mesh", "tp2", "--parallel.sequence", "True"),
@@ -52,8 +63,10 @@ def checked(name: str, layout: str) -> Run:
     Raises:
         UserError: it is rejected.
     """
-    micro = ("--batch.micro_size", "1" if "dp2" in layout else "2")
-    argv = [str(FOLDER / f"{name}.py"), *LAYOUTS[layout], *SIZES, *micro]
+    is_one = "dp2" in layout and name not in BY_MICRO_BATCH
+    micro = ("--batch.micro_size", "1" if is_one else "2")
+    file, *words = FILES.get(name, (name,))
+    argv = [str(FOLDER / f"{file}.py"), *LAYOUTS[layout], *SIZES, *micro, *words]
     run = load(argv, FAMILIES)
     faults = run_checks(run, config_checks)
     if faults:

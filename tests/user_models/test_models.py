@@ -1,4 +1,4 @@
-"""Each of sixteen models under each layout equals one device within 1e-9, or is rejected in one line before the first step."""
+"""Each of nineteen models under each layout equals one device within 1e-9, or is rejected in one line before the first step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ TOLERANCE = 1e-9
 ATTEND = "mixes tokens outside of Attend"
 IMAGES = "reads images"
 ARRAYS = "reads arrays"
-OF_ARRAYS = ("encoder_decoder", "diffusion", "unet")
-STATE = "keeps state outside its parameters"
+OF_ARRAYS = ("encoder_decoder", "diffusion", "unet", "unet_norm")
 OUTSIDE = "scaled_dot_product_attention sums over a sharded dim"
 REJECTED = {
     ("vit", "tp2 sp"): IMAGES,
@@ -20,9 +19,11 @@ REJECTED = {
     ("scan", "cp2"): ATTEND,
     ("latents", "tp2 sp"): IMAGES,
     ("latents", "cp2"): IMAGES,
-    **{("batch_norm", layout): STATE for layout in ("tp2", "pp2", "dp2 zero3")},
-    ("batch_norm", "tp2 sp"): IMAGES,
-    ("batch_norm", "cp2"): IMAGES,
+    **{
+        (name, layout): IMAGES
+        for name in ("batch_norm", "resnet", "mobilenet")
+        for layout in ("tp2 sp", "cp2")
+    },
     ("head_bias", "tp2"): "index of a sharded tensor has no rule",
     ("head_bias", "tp2 sp"): "index of a sharded tensor has no rule",
     ("head_bias", "cp2"): ATTEND,
@@ -45,6 +46,11 @@ ALWAYS = (
     ("encoder_decoder", "tp2"),
     ("diffusion", "dp2 zero3"),
     ("unet", "pp2"),
+    ("unet_norm", "dp2 zero3"),
+    ("batch_norm", "tp2"),
+    ("resnet", "pp2"),
+    ("frozen_norm", "pp2"),
+    ("mobilenet", "dp2 zero3"),
 )
 """Cases that run by default; `make slow` runs all."""
 
@@ -64,6 +70,12 @@ def test_some_models_equal_one_device_after_one_step(name: str, layout: str) -> 
 @pytest.mark.parametrize(("name", "layout"), EQUAL)
 def test_every_model_equals_one_device(name: str, layout: str) -> None:
     compare(name, layout, steps=3)
+
+
+def test_a_bias_before_batch_norm_whose_gradient_is_rounding_is_no_false_alarm() -> None:
+    found = outcome("bias_before_norm", "pp2", steps=2)
+    assert isinstance(found, float), found
+    assert TOLERANCE < found < 1e-6
 
 
 @pytest.mark.parametrize(("name", "layout"), REJECTED)

@@ -15,6 +15,7 @@ import weft
 class Config:
     dim: int = 8
     size: int = 8
+    norm: str = "group"  # or batch
 
 
 def INPUTS(c):
@@ -23,9 +24,10 @@ def INPUTS(c):
 
 
 class Conv(nn.Module):
-    def __init__(self, into, out):
+    def __init__(self, into, out, norm):
         super().__init__()
-        self.norm, self.conv = nn.GroupNorm(1, into), nn.Conv2d(into, out, 3, padding=1)
+        self.norm = nn.BatchNorm2d(into) if norm == "batch" else nn.GroupNorm(1, into)
+        self.conv = nn.Conv2d(into, out, 3, padding=1)
 
     def forward(self, x):
         return F.silu(self.conv(self.norm(x)))
@@ -41,9 +43,9 @@ class Embed(nn.Module):
 
 
 class Down(nn.Module):
-    def __init__(self, dim):
+    def __init__(self, dim, norm):
         super().__init__()
-        self.conv = Conv(dim, 2 * dim)
+        self.conv = Conv(dim, 2 * dim, norm)
 
     def forward(self, x):
         x, *skips = x if isinstance(x, tuple) else (x,)
@@ -51,9 +53,9 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    def __init__(self, dim):
+    def __init__(self, dim, norm):
         super().__init__()
-        self.conv = Conv(3 * dim, dim)
+        self.conv = Conv(3 * dim, dim, norm)
 
     def forward(self, x):
         x, skip, *skips = x
@@ -71,8 +73,8 @@ class Loss(nn.Module):
 
 
 def blocks(c):
-    downs = {f"down{i}": Down(2**i * c.dim) for i in range(2)}
-    ups = {f"up{i}": Up(2**i * c.dim) for i in (1, 0)}
+    downs = {f"down{i}": Down(2**i * c.dim, c.norm) for i in range(2)}
+    ups = {f"up{i}": Up(2**i * c.dim, c.norm) for i in (1, 0)}
     return {"embed": Embed(c), **downs, **ups, "loss": Loss(c)}
 
 

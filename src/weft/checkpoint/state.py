@@ -2,6 +2,7 @@
 
     stored name                  content
     model/<parameter>            its values, in the dtype that the optimizer updates
+    model/<buffer>               the values of a buffer that training updates
     optim/<key>/<parameter>      optimizer state: of the parameter's shape ("exp_avg"), sums of its
                                  rows or columns ("row_var"), or one number, 0-dim ("step")
 
@@ -82,7 +83,7 @@ class TrainState:
         """Stored names of everything on this rank, including what other ranks hold of it under
         ZeRO.
         """
-        names = set()
+        names = {f"{MODEL}/{name}" for name in self.model.buffer_records.buffers()}
         for name, shard in self.model.shards.items():
             names.add(f"{MODEL}/{shard.owner}")
             for key in self.optimizer_keys.get(name, ()):
@@ -331,6 +332,7 @@ def param_values(
     """Values without optimizer state: those in `grads` (trained or sharded ones), else the
     parameters themselves.
     """
+    yield from _buffer_states(model)
     if grads is None:
         for name, param in model.params.items():
             yield _param_state(model, name, param, lo=0, hi=param.numel())
@@ -346,6 +348,24 @@ def param_values(
                 )
         elif not param.requires_grad:
             yield _param_state(model, name, param, lo=0, hi=param.numel())
+
+
+def _buffer_states(model: ParallelModel) -> Iterator[ParamState]:
+    """Buffers that training updates: whole on every rank of their stage."""
+    comm = model.comm
+    axes = tuple(axis for axis, _ in comm.mesh.axes if axis != PP)
+    for name, buffer in model.buffer_records.buffers().items():
+        yield ParamState(
+            param=ParamShard.of_buffer(name, tuple(buffer.shape)),
+            lo=0,
+            hi=buffer.numel(),
+            tensors={MODEL: buffer},
+            whole={},
+            replica_axes=axes,
+            num_replicas=comm.degree(axes),
+            replica=comm.index(axes),
+            is_alias=False,
+        )
 
 
 def _param_state(

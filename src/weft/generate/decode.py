@@ -21,6 +21,7 @@ from weft.models import Family
 from weft.models.common.batch import chain
 from weft.parallel.cp import AXIS as CP
 from weft.parallel.ep import AXIS as EP
+from weft.parallel.model.buffers import with_records
 from weft.parallel.model.dropout_blocks import without_dropout
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.parallel.pipeline.forward import gather_vocabulary, run_stages
@@ -43,8 +44,11 @@ def load_model(
     """
     blocks = lazy_blocks(family, config)
     model = parallelize(blocks, plan, comm, axes=family.axes(config), ties=family.ties(config))
+    model = with_records(model)
     dtype: torch.dtype = getattr(torch, plan.compute)
     place_buffers(model.blocks.values(), device=comm.device, dtype=dtype)
+    for module in model.buffer_records.modules.values():
+        module.eval()
     for param in model.params.values():
         values = torch.empty(param.shape, device=comm.device, dtype=dtype)
         allocated = nn.Parameter(values, requires_grad=False)

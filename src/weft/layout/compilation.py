@@ -5,7 +5,8 @@ Note [What is compiled]
     graph for all blocks of one kind. What weft puts around a block (recomputation, gathering and
     freeing of parameters, sums of gradients, messages of a pipeline) stays as it is. So the axes
     whose transforms change the inside of a block, selective recomputation, which looks at each of
-    its operations, and schedules that split its backward in two run without compilation.
+    its operations, and schedules that split its backward in two run without compilation; so do
+    blocks that update buffers, whose values are recorded by Python code.
 """
 
 from __future__ import annotations

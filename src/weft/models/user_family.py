@@ -28,6 +28,7 @@ from weft.core.model_config import AxisTable, BlockSpec, InitTable, LinearShapes
 from weft.errors import ConfigError, Fault, PlanError, type_and_message
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, example_of
+from weft.models.common.buffer_updates import record_batch_norm
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.layers import Loss
 from weft.models.common.uncompiled import keep_compiler_unimported
@@ -307,10 +308,12 @@ def _facts_of(family: UserFamily, text: str) -> ModelFacts:
 
 
 def meta_blocks(family: UserFamily, cfg: Any) -> dict[str, nn.Module]:
-    """The blocks without memory, buffers included."""
+    """The blocks without memory, buffers included, whose forwards update none."""
     with torch.device(META):
         blocks = family.blocks(cfg)
     move_to_meta(blocks, parameters_only=False)
+    for block in blocks.values():
+        record_batch_norm(block)
     return blocks
 
 

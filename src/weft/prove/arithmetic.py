@@ -102,15 +102,17 @@ def has_jumps(optim: OptimConfig) -> bool:
 
 
 def perturbations(
-    types: NumberTypes, optim: OptimConfig, *, micro_size: int
+    types: NumberTypes, optim: OptimConfig, *, micro_size: int, has_batch_norm: bool = False
 ) -> Sequence[Perturbation]:
     """What bounds are derived from; none where everything is float64 and updates are proportional
     to gradients, or are damped where these are rounding noise.
 
     Args:
         micro_size: sequences a micro-batch of the run.
+        has_batch_norm: whether the model has BatchNorm: the gradient of a bias before it is the rounding
+            of a large sum, which AdamW divides by its own size.
     """
-    if types.is_exact and not magnifies_noise(optim):
+    if types.is_exact and not magnifies_noise(optim) and not has_batch_norm:
         return ()
     other_size = 1 if micro_size > 1 else 2
     return (

@@ -116,5 +116,6 @@ class OwnState:
 
 
 def _unknown_entries(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of this shape, of NaN: its entries are not known yet."""
+    """A tensor of this shape, of NaN: its entries are not known yet. Counts become float64."""
+    dtype = dtype if dtype.is_floating_point else torch.float64
     return torch.full(like.shape, torch.nan, dtype=dtype)

@@ -101,12 +101,11 @@ class RankValues:
             return types.reduce
         if site.phase == "clip":
             return types.params
+        whole = self.found.reference.get(key_of(site))
         if site.phase == "update" and site.tensor == site.parameter:
-            return types.params
-        if site.phase == "moments":
-            whole = self.found.reference.get(key_of(site))
-            if whole is not None and whole.dim():
-                return whole.dtype
+            return None if whole is None else whole.dtype
+        if site.phase == "moments" and whole is not None and whole.dim():
+            return whole.dtype
         return None
 
     def _compare_numbers(self, record: RankRecord) -> None:

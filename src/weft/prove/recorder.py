@@ -16,7 +16,7 @@ from weft.comm.observe import Operation
 from weft.core.axes import Box
 from weft.core.dimension import plain_data_axes
 from weft.models.common.batch import Batch, Extra, activation_of
-from weft.parallel.model.parallelize import ParallelModel
+from weft.parallel.model.parallelize import ParallelModel, ParamShard
 from weft.prove.places import FlatPlace, Place, RankPlaces, ShardPlace
 from weft.prove.record import (
     BlockLoad,
@@ -114,7 +114,11 @@ class Recorder:
             self._name_of_param[id(param)] = name
         self._ended: set[int] = set()
         self._scale = 1.0
-        record.shards = self.model.shards
+        of_buffers = {
+            name: ParamShard.of_buffer(name, tuple(buffer.shape))
+            for name, buffer in self.model.buffer_records.buffers().items()
+        }
+        record.shards = {**self.model.shards, **of_buffers}
         record.progress.has_begun = True
 
     def _rank_places(self, training: Training) -> RankPlaces:

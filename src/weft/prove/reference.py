@@ -23,6 +23,7 @@ from weft.models.common.dropout_mode import run_block
 from weft.models.common.init import init_params, named_parameters, tie
 from weft.models.common.moe import MoE, Router
 from weft.prove.arithmetic import PLAIN, Perturbation
+from weft.prove.plain_buffers import PlainBuffers
 from weft.prove.plain_optimizers import PlainOptimizer, plain_learning_rate
 from weft.prove.plain_preferences import LOSS, PlainPreferenceLoss, ReferenceModel
 from weft.prove.raw_batch import batch_of, evaluated_samples, samples_of_step, with_draw_keys
@@ -84,6 +85,9 @@ class Reference:
         ties = family.ties(task.model)
         self.blocks = dict(family.blocks(task.model))
         tie(self.blocks, ties)
+        self.buffers = PlainBuffers(
+            self.blocks, compute=self.types.compute, dtype=self.types.params
+        )
         if perturbation.is_inside_blocks:
             self._perturb_modules()
         self.params = _owned_parameters(self.blocks, ties)
@@ -191,12 +195,14 @@ class Reference:
         loss = 0.0
         num_targets = 0
         task = self.task
+        self.buffers.set_training(False)
         for numbers in evaluated_samples(task.samples, task.batch.global_size):
             batch = self.batch_of(numbers)
             num_targets += _num_targets(batch)
             for rows in self.micro_batches(len(batch.inputs)):
                 part = batch.rows(slice(rows.start, rows.stop))
                 loss += self._loss_alone(part)
+        self.buffers.set_training(True)
         mean = loss / max(num_targets, 1)
         self.trace.keep_number(step, "evaluation", "evaluation loss", mean)
         self.trace.keep_number(step, "evaluation", "number of targets", num_targets)
@@ -242,8 +248,10 @@ class Reference:
         if computed.overflows:
             self.trace.skipped.add(step)
             self.scale = computed.scale / 2
+            self.buffers.undo()
         else:
             self.scale = computed.scale
+            self.buffers.finish_step()
             self._update(step, computed, lr=lr)
             self._rebalance(computed.forward.loads)
         self._keep_state(step)
@@ -271,6 +279,7 @@ class Reference:
 
     def _gradients(self, batch: Batch, num_targets: int, scale: float) -> _StepGradients:
         """Forward and backward of a batch with a loss scale."""
+        self.buffers.undo()
         trained = {name: self.params[name] for name in self.trained}
         forward = ReferencePass(
             self.blocks,
@@ -360,14 +369,19 @@ class Reference:
             else:
                 value = self.values[name]
             self.trace.keep(step, "update", name, value)
+        for name, buffer in self.buffers.values.items():
+            self.trace.keep(step, "update", name, buffer)
         for name, state in self.optimizer.state.items():
             for key, tensor in state.items():
                 self.trace.keep(step, "moments", f"{name} {key}", tensor)
 
     def micro_batches(self, num_rows: int) -> list[range]:
         """Rows of each micro-batch, in the order in which they are added; exact types take all at
-        once.
+        once. A model that updates buffers by micro-batches has those of the run, in their order.
         """
+        if self.buffers:
+            own = self.task.batch.micro_size
+            return [range(start, start + own) for start in range(0, num_rows, own)]
         size = self.perturbation.micro_size
         if not size:
             size = num_rows if self.types.is_exact else self.task.batch.micro_size

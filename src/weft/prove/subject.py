@@ -30,6 +30,7 @@ from weft.data.dataset import open_data
 from weft.data.samples import Samples
 from weft.errors import Fault, PlanError
 from weft.models import FAMILIES, Family
+from weft.models.common.buffer_updates import updates_buffers
 from weft.prove.arithmetic import NumberTypes, Perturbation, perturbations
 from weft.prove.drawn_pairs import SOURCE as DRAWN_PAIRS
 from weft.prove.drawn_pairs import drawn_pairs
@@ -40,6 +41,7 @@ from weft.prove.small_sizes import accepts_sizes
 from weft.run.world import Attempt
 from weft.train.build import family_of, initial_source
 from weft.train.build_training import DPO, build_training, loss_family
+from weft.train.init_from import lazy_blocks
 from weft.train.size_limits import SizeLimits
 from weft.train.training import Evaluator, Training
 
@@ -293,7 +295,15 @@ class Subject:
 
     def perturbations(self) -> Sequence[Perturbation]:
         """The perturbed versions of its reference, from which bounds are derived."""
-        return perturbations(self.types, self.run.optim, micro_size=self.run.batch.micro_size)
+        blocks = (
+            lazy_blocks(self.family, self.model) if FAMILIES.is_user_model(self.model.name) else {}
+        )
+        return perturbations(
+            self.types,
+            self.run.optim,
+            micro_size=self.run.batch.micro_size,
+            has_batch_norm=updates_buffers(dict(blocks.items())),
+        )
 
     def build_training(
         self, comm: Comm, *, out: str, resume: str | None, attempt: Attempt | None = None

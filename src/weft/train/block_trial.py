@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.errors import Fault, PlanError
 from weft.models.common.batch import Batch, Extra, activation_of
+from weft.models.common.buffer_updates import evaluating, updates_buffers
 from weft.models.common.dropout_mode import run_block
 from weft.models.user_family import LOSS
 from weft.parallel.autograd.tree import map_leaves, tensors_in
@@ -69,9 +70,22 @@ class BlockTrial:
         Raises:
             PlanError: it computes other numbers on other layouts.
         """
-        first_row, other_rows = self.batch.rows(slice(0, 1)), self.batch.rows(slice(1, None))
         whole = self.pure(self.name, self.block, x.whole, self.batch)
         self._check_same(whole, self._run(x.whole, self.batch))
+        blocks = {self.name: self.block}
+        if not updates_buffers(blocks):
+            return self._run_rows(whole, x, extra, is_last=is_last)
+        with evaluating(
+            blocks
+        ):  # in training the sequences of a micro-batch may depend on each other
+            whole = self._run(x.whole, self.batch)
+            return self._run_rows(whole, x, extra, is_last=is_last)
+
+    def _run_rows(
+        self, whole: Any, x: RowParts, extra: RowParts, *, is_last: bool
+    ) -> tuple[RowParts, RowParts]:
+        """Compare the output for the whole batch with those for its parts."""
+        first_row, other_rows = self.batch.rows(slice(0, 1)), self.batch.rows(slice(1, None))
         out = RowParts(whole, self._run(x.first, first_row), self._run(x.others, other_rows))
         extra = RowParts(
             *(

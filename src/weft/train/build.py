@@ -31,6 +31,7 @@ from weft.models import FAMILIES, Family
 from weft.models.common.batch import example_of
 from weft.models.common.lora import adapted
 from weft.parallel.local_updates.outer_step import OuterSettings
+from weft.parallel.model.buffers import with_records
 from weft.parallel.model.materialize import materialize_params
 from weft.parallel.model.parallelize import ParallelModel, parallelize
 from weft.train.data_loader import DataLoader
@@ -73,8 +74,9 @@ def build_model(
         blocks, plan, comm, axes=family.axes(config), ties=family.ties(config), example=example
     )
     compute: torch.dtype = getattr(torch, plan.compute)
-    place_buffers(model.blocks.values(), device=comm.device, dtype=compute)
+    model = with_records(model)
     dtype: torch.dtype = getattr(torch, plan.params)
+    place_buffers(model.blocks.values(), device=comm.device, dtype=compute, updated=dtype)
     table = family.init(config)
     stored = frozenset(source.shapes) if source else frozenset()
 

@@ -213,9 +213,12 @@ class StateDigests:
                 yield ReplicatedTensor(name=f"compute/{name}", axes=axes, tensor=param)
         sharded = {axis for shard in model.shards.values() for axis in shard.shard_axes}
         axes = self._axes_without(tuple(sharded))
+        stored = set(map(id, model.buffer_records.buffers().values()))
         for block_name, block in model.blocks.items():
             for path, buffer in block.named_buffers():
-                yield ReplicatedTensor(name=f"buffer/{block_name}.{path}", axes=axes, tensor=buffer)
+                if id(buffer) not in stored:
+                    name = f"buffer/{block_name}.{path}"
+                    yield ReplicatedTensor(name=name, axes=axes, tensor=buffer)
 
     def _axes_without(self, axes: Sequence[str]) -> tuple[str, ...]:
         excluded = (pipeline_axis(), *local_update_axes(), *axes)

@@ -18,6 +18,7 @@ from weft.errors import CheckpointError, Fault
 from weft.hf.adapters import merge_adapters, stored_lora
 from weft.hf.folder import HfFolder
 from weft.models import Family, builders_of
+from weft.models.common.buffer_updates import updating_modules
 from weft.models.common.init import named_parameters
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.parallel.model.parallelize import ParallelModel, read_shard
@@ -62,15 +63,29 @@ def lazy_blocks(family: Family, config: ModelConfig) -> Mapping[str, nn.Module]:
     return LazyBlocks(builders, meta_modules)
 
 
-def place_buffers(blocks: Iterable[nn.Module], *, device: torch.device, dtype: torch.dtype) -> None:
+def place_buffers(
+    blocks: Iterable[nn.Module],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    updated: torch.dtype | None = None,
+) -> None:
     """Move the buffers of a user's modules to the device of a rank, and floating-point ones to the
     dtype of compute; weft's own models have none.
+
+    Args:
+        updated: dtype of parameters, for buffers that training updates, which are float32 at least;
+            None: as `dtype`.
     """
     for block in blocks:
+        updating = {id(module) for module in updating_modules(block, "").values()}
         for module in block.modules():
+            own = dtype
+            if id(module) in updating:
+                own = torch.promote_types(updated or dtype, torch.float32)
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
-                    wide = dtype if buffer.is_floating_point() else buffer.dtype
+                    wide = own if buffer.is_floating_point() else buffer.dtype
                     module._buffers[name] = buffer.to(device=device, dtype=wide)
 
 

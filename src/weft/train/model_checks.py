@@ -35,7 +35,13 @@ from weft.parallel.model.token_ids import NamedIds
 from weft.train.block_trial import TrialSizes
 from weft.train.build_checks import check_builds
 from weft.train.init_from import lazy_blocks
-from weft.train.model_effects import Pure, check_effects, check_gradients, check_modules
+from weft.train.model_effects import (
+    Pure,
+    check_effects,
+    check_gradients,
+    check_modules,
+    check_updating,
+)
 from weft.train.model_trial import Trial, lengths_of
 
 
@@ -78,6 +84,7 @@ def _check_computation(family: UserFamily, config: ModelConfig, plan: Plan) -> N
     blocks = meta_blocks(family, config)
     tie(blocks, family.ties(config))
     check_modules(blocks, family.model.label)
+    check_updating(blocks, plan, family.model.label)
     for block in blocks.values():
         block.to(dtype)
     pure = Pure(

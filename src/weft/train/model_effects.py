@@ -10,7 +10,7 @@ Note [Effects]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,29 +20,49 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.core.dimension import local_update_axes, position_axes
 from weft.errors import Fault, PlanError, type_and_message
+from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, activation_of, forward
+from weft.models.common.buffer_updates import (
+    BufferRecords,
+    apply_update,
+    record_batch_norm,
+    updating_modules,
+)
 from weft.models.common.dropout_mode import run_block
 from weft.models.common.init import path_below
 from weft.models.common.uncompiled import keep_compiler_unimported, uncompiled_mode
 from weft.parallel.autograd.tree import tensors_in
 from weft.parallel.model.token_ids import NamedIds
-from weft.train.model_state import changed_name, is_generator, state_of
+from weft.train.model_state import State, changed_name, is_generator, state_of
 
 CHANGES = "keeps state outside its parameters: its forward changes it"
-NO_CHANGES = "nn.LayerNorm or nn.GroupNorm in place of BatchNorm; no attributes set in forward"
+NO_CHANGES = "weft.update_buffers for a buffer; no attributes set in forward"
 DRAWS = "its forward draws random numbers, which differ between layouts"
 NO_DRAWS = "dropout by nn.Dropout, F.dropout or weft.drop_path; constants drawn in the constructor, as a buffer"
 HOOKED = "has a gradient hook, which no layout would run on its whole gradient"
 NO_HOOK = 'no hook: scale in the forward, or --optim.groups "PATTERN: lr_scale=2"'
-STATISTICS = "normalises over the batch, of which each layout computes another part"
+STATISTICS = (
+    "normalises over the batch, in evaluation, too, where each layout computes another part"
+)
+KEEP_STATISTICS = "track_running_stats=True: evaluation reads running statistics"
+SYNCHRONISED = "normalises over ranks, and each micro-batch has statistics of its own"
+OWN_STATISTICS = "nn.BatchNorm2d with a larger --batch.micro_size"
+SHARED = "updates buffers, and is a module of two blocks, which may be on two ranks"
+PARTS = "updates buffers by micro-batches, of which ranks of {axis} have parts"
+NO_BUFFER = "is changed by update_buffers, and is no buffer of its module"
+REGISTER = "register_buffer for all that it changes"
+SITES = "updates buffers by all micro-batches of a step, and sites train apart"
 SPARSE = "has sparse gradients, and sums over ranks and shards are of dense ones"
 WRITES_WITHOUT_SCHEMA: Mapping[str, tuple[int, ...]] = {
     "native_batch_norm": (3, 4),
     "cudnn_batch_norm": (3, 4),
     "miopen_batch_norm": (3, 4),
 }
-"""Operations that write to arguments of these places, which their schemas do not say."""
+"""Operations that write to arguments of these places in training, which their schemas do not say."""
+IS_TRAINING = 5
+"""The place of the argument that says whether they do."""
 
 
 def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
@@ -54,9 +74,11 @@ def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
     for block_name, block in blocks.items():
         for path, module in block.named_modules():
             name = f"{label}: {path_below(block_name, path)}"
+            if isinstance(module, nn.SyncBatchNorm):
+                raise PlanError(Fault(name, SYNCHRONISED, fix=OWN_STATISTICS))
             is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
             if is_batch_norm and module.training and not module.track_running_stats:
-                raise PlanError(Fault(name, STATISTICS, fix=NO_CHANGES))
+                raise PlanError(Fault(name, STATISTICS, fix=KEEP_STATISTICS))
             if getattr(module, "sparse", False) and isinstance(
                 module, (nn.Embedding, nn.EmbeddingBag)
             ):
@@ -68,6 +90,30 @@ def check_modules(blocks: Mapping[str, nn.Module], label: str) -> None:
                     param._backward_hooks or param._post_accumulate_grad_hooks
                 ):
                     raise PlanError(Fault(f"{name}.{own}", HOOKED, fix=NO_HOOK))
+
+
+def check_updating(blocks: Mapping[str, nn.Module], plan: Plan, label: str) -> None:
+    """Reject a layout on which the ranks of a stage do not see whole micro-batches of all samples, for
+    a model that updates buffers; and a module that updates buffers of two blocks.
+
+    Raises:
+        PlanError: the first such module.
+    """
+    block_of: dict[int, str] = {}
+    for block_name, block in blocks.items():
+        for path, module in updating_modules(block, block_name).items():
+            name = f"{label}: {path}"
+            if block_of.setdefault(id(module), block_name) != block_name:
+                fix = "a module of its own in each block; its parameters may be shared"
+                raise PlanError(Fault(name, SHARED, got=block_of[id(module)], fix=fix))
+            if plan.mesh.degree(local_update_axes()) > 1:
+                raise PlanError(Fault(name, SITES, fix="a mesh with dp in place of site"))
+            axes = [axis for axis in position_axes() if plan.mesh.degree(axis) > 1]
+            if plan.sequence_parallel:
+                axes.append("parallel.sequence")
+            if axes:
+                fix = "a mesh with dp or pp in its place"
+                raise PlanError(Fault(name, PARTS.format(axis=axes[0]), fix=fix))
 
 
 @dataclass(frozen=True)
@@ -90,12 +136,15 @@ class Pure:
         Raises:
             PlanError: what it does, with the name of the module.
         """
+        record_batch_norm(block)
+        records = BufferRecords(updating_modules(block, name))
         before = state_of(block, name, self.packages)
         kept = _kept_storages(block, name)
         with (
             _module_paths(block, name) as running,
             _Effects(self, running, kept),
             _Hooks(self.label, running),
+            records.of_microbatch(0),
         ):
             out = run_block(name, block, x, batch)
         after = state_of(block, name, self.packages)
@@ -105,7 +154,32 @@ class Pure:
                 place = self._drawing_module(name, block, x, batch)
                 raise PlanError(Fault(f"{self.label}: {place}", DRAWS, got=changed, fix=NO_DRAWS))
             raise PlanError(Fault(f"{self.label}: {changed}", CHANGES, fix=NO_CHANGES))
+        self._check_updates(name, block, records)
         return out
+
+    def _check_updates(self, name: str, block: nn.Module, records: BufferRecords) -> None:
+        """Updates of buffers with values change these buffers alone; they are undone.
+
+        Raises:
+            PlanError: what else they change.
+        """
+        for path, of_module in records.take().items():
+            module = records.modules[path]
+            for values in of_module[0]:
+                if any(value.is_meta for value in values):
+                    continue
+                names = {path_below(path, key) for key in module._buffers}
+                before = self._state_without(names, block, name)
+                with _kept_buffers(module):
+                    apply_update(module, values)
+                    after = self._state_without(names, block, name)
+                changed = changed_name(before, after)
+                if changed:
+                    raise PlanError(Fault(f"{self.label}: {changed}", NO_BUFFER, fix=REGISTER))
+
+    def _state_without(self, names: Collection[str], block: nn.Module, name: str) -> State:
+        state = state_of(block, name, self.packages)
+        return {key: value for key, value in state.items() if key not in names}
 
     def _drawing_module(self, name: str, block: nn.Module, x: Any, batch: Batch) -> str:
         """The innermost module whose forward changes a generator."""
@@ -134,6 +208,17 @@ class Pure:
             for handle in handles:
                 handle.remove()
         return found[0] if found else name
+
+
+@contextmanager
+def _kept_buffers(module: nn.Module) -> Iterator[None]:
+    """The buffers of a module have their values again afterwards."""
+    buffers = dict(module._buffers)
+    values = {key: buffer.clone() for key, buffer in buffers.items() if buffer is not None}
+    try:
+        yield
+    finally:
+        module._buffers.update(buffers | values)
 
 
 def _generators(module: nn.Module, name: str, packages: frozenset[str]) -> dict[str, Any]:
@@ -217,7 +302,7 @@ def _draws(func: Any, args: tuple[Any, ...]) -> bool:
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors to which an operation writes."""
     for place in WRITES_WITHOUT_SCHEMA.get(func.overloadpacket.__name__, ()):
-        if place < len(args) and isinstance(args[place], Tensor):
+        if args[IS_TRAINING] and isinstance(args[place], Tensor):
             yield args[place]
     if not func._schema.is_mutable:
         return

@@ -15,10 +15,11 @@ from torch import Tensor
 from weft.checkpoint import restore
 from weft.checkpoint.state import TrainState
 from weft.core.axes import data_axes, local_update_axis
-from weft.core.dimension import local_update_axes, replicated_axes
+from weft.core.dimension import local_update_axes, plain_data_axes, replicated_axes
 from weft.errors import CheckpointError, Fault, NonFiniteError, PlanError
 from weft.models.common.batch import Batch
 from weft.parallel.local_updates.outer_step import LocalUpdates, OuterReport, OuterSettings
+from weft.parallel.model.buffers import apply_updates
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.player import Player, PlayResult
 from weft.parallel.zero import grad_norm
@@ -294,6 +295,7 @@ class TrainStep:
             grad_norm.clip(self.grads, totals.grad_norm_tensor / scale, most=self.clip, scale=scale)
             self.update(lr)
             rebalance_routers(self.model.blocks, computed.loads)
+            self._update_buffers()
         outer = self._join_sites(report_phase)
         if not skipped or (outer is not None and outer.is_applied):
             self.grads.after_optimizer_step()
@@ -332,6 +334,7 @@ class TrainStep:
         scale = self.loss_scale.value
         targets = self._count_targets(batches)
         self.grads.zero_grad()
+        self.model.buffer_records.take()  # of a step that was skipped, or whose update failed
         played = self.player.play(
             batches, scale / targets, before_action=self._before_action(on_phase)
         )
@@ -343,6 +346,19 @@ class TrainStep:
             played, targets, expert_load=imbalance(loads, self.model.comm.device), status=status()
         )
         return ComputedStep(start_s, scale, played, loads, totals)
+
+    def _update_buffers(self) -> None:
+        """Update buffers by the forwards of this step."""
+        model = self.model
+        num_runs = 1
+        if self.fixed_order and model.plan.zero < 2:
+            num_runs = model.comm.degree(plain_data_axes())
+        apply_updates(
+            model.buffer_records,
+            model.comm,
+            microbatches=model.plan.table.microbatches,
+            num_runs=num_runs,
+        )
 
     def _join_sites(self, on_phase: Callable[[Phase], None]) -> OuterReport | None:
         """Exchange outer gradients with other sites where that is due."""

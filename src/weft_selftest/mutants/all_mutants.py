@@ -8,6 +8,7 @@ from types import MappingProxyType
 from weft_selftest.mutants import (
     attention_faults,
     bias_faults,
+    buffer_faults,
     composition_faults,
     context_faults,
     data_faults,
@@ -52,6 +53,7 @@ LISTS: tuple[Sequence[Mutant], ...] = (
     rate_faults.MUTANTS,
     sample_faults.MUTANTS,
     dropout_faults.MUTANTS,
+    buffer_faults.MUTANTS,
 )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from weft.errors import Fault, PlanError, type_and_message
 from weft.layout.compilation import KEY, NOT_COMPILED, OFF
 from weft.models.common.batch import Batch
+from weft.models.common.buffer_updates import updates_buffers
 
 Forward = Callable[[Any, Batch], Any]
 MOST_KINDS = 64
@@ -26,7 +27,7 @@ def compiled_block(name: str, block: nn.Module, *, drops_out: bool) -> nn.Module
     Raises:
         PlanError: it has dropout: compiled code would draw masks of its own.
     """
-    if name in NOT_COMPILED:
+    if name in NOT_COMPILED or updates_buffers({name: block}):
         return block
     if drops_out:
         what = f"{name} drops out, which compiled blocks do not do by counter"

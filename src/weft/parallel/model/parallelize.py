@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from weft.core.shard import DimAxis, Shard, first_axes, shard_of
 from weft.layout.plan import Plan
 from weft.models import FAMILIES
 from weft.models.common.batch import Batch, token_example
+from weft.models.common.buffer_updates import BufferRecords, ignoring_updates
 from weft.models.common.init import named_parameters, tie
 from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
@@ -62,6 +63,12 @@ class ParamShard:
     reduce_axes: tuple[str, ...]
     logical: tuple[DimAxis, ...]
 
+    @classmethod
+    def of_buffer(cls, name: str, shape: tuple[int, ...]) -> ParamShard:
+        """A buffer, which every rank holds whole."""
+        whole = Shard((Box.whole(shape),))
+        return cls(name, name, shape, whole, (), (), ("whole",) * len(shape))
+
     @property
     def box(self) -> Box:
         """The shard as one box; a parameter with a `Stacked` dim has several, see `shard`."""
@@ -83,6 +90,8 @@ class ParallelModel:
             those ranks, in a fixed order.
         materialize: allocates the parameters of these names that are on the meta device and gives
             them their starting values.
+        buffer_records: of the modules here whose training forward updates buffers; none before
+            `weft.parallel.model.buffers.with_records`.
     """
 
     plan: Plan
@@ -93,6 +102,7 @@ class ParallelModel:
     stage_of: Mapping[str, int]
     cross_stage_ties: tuple[CrossStageTie, ...]
     materialize: Callable[[Sequence[str]], None] = lambda names: None
+    buffer_records: BufferRecords = field(default_factory=BufferRecords)
 
     @property
     def blocks(self) -> dict[str, nn.Module]:
@@ -290,7 +300,8 @@ def _plain_chain(
         columns = plan.seq_len // comm.degree(position_axes())
         example = token_example(plan.micro_size, max(columns, 2 * degree))
     blocks = dict(whole.blocks.items())
-    return ChainSnapshot.of(blocks, example, whole.repeats)
+    with ignoring_updates(blocks):
+        return ChainSnapshot.of(blocks, example, whole.repeats)
 
 
 def read_shard(read: Callable[[Box], Tensor], shard: Shard) -> Tensor:

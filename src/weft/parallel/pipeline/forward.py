@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.core.axes import span_sizes
 from weft.layout.plan import Plan
 from weft.models.common.batch import Batch, chain
+from weft.models.common.buffer_updates import evaluating
 from weft.parallel.model.parallelize import ParallelModel
 from weft.parallel.pipeline.boundary import received_input, sent_output
 from weft.parallel.pipeline.player import ActionCallback, Player, StepState
@@ -88,7 +89,8 @@ class ForwardPlayer(Player):
         Extra losses of other blocks, which only guide the training, are left out.
         """
         seed = torch.ones(())
-        return self.play(batches, seed).loss
+        with evaluating(self.model.blocks):
+            return self.play(batches, seed).loss
 
     def _forward(self, state: StepState, act: Act) -> None:
         batch = state.batches[act.mb]

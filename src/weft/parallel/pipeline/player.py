@@ -243,7 +243,7 @@ class Player:
         if key in self.table.splits:
             split = SplitBackward(self._params[act.stage])
         blocks = self.model.stages[act.stage]
-        with split or nullcontext():
+        with split or nullcontext(), self.model.buffer_records.of_microbatch(act.mb):
             out = chain(blocks, taken, batch)
             sent = sent_output(self.model.plan, act.stage, out.x)
         losses: list[Tensor] = []

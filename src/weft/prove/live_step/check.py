@@ -161,6 +161,7 @@ class LiveStepCheck:
             micro_size=self.step.model.plan.micro_size,
             is_perturbed=is_perturbed,
             most_rows=self._most_rows,
+            is_whole=bool(self._plain_chain().updated),
         )
 
     @property
@@ -249,7 +250,9 @@ class LiveStepCheck:
             output_spread=tables.output_spread,
             loss_spread=tables.loss_spread,
             num_units=num_units(
-                global_size=self._replica.num_sequences, micro_size=self.step.model.plan.micro_size
+                global_size=self._replica.num_sequences,
+                micro_size=self.step.model.plan.micro_size,
+                is_whole=bool(self._plain_chain().updated),
             ),
             num_terms=self._num_terms if self._defers_noise else None,
         )
@@ -294,6 +297,7 @@ class LiveStepCheck:
             is_checked=self._checks_initial(live),
         )
         whole = WholeParameters(self.step, dtype, on_gathered=initial.compare)
+        whole.gather_buffers(chain.updated)
         is_perturbed = self._has_noise and not self._defers_noise
         units = self._units(self._replica.rank, is_perturbed=is_perturbed)
         batches = self._batches(live, units)

@@ -13,6 +13,7 @@ from weft.models import Family
 from weft.models.common.init import named_parameters
 from weft.models.common.moe import MoE, Router
 from weft.parallel.model.ties import block_of, shared_parameters
+from weft.prove.plain_buffers import prepare_plain
 from weft.train.init_from import lazy_blocks, place_buffers
 
 
@@ -29,6 +30,7 @@ class MetaChain:
         products: owners whose gradients are products of matrices, which kernels add up in float32;
             those of vectors and of tables of tokens are sums over tokens in the type of
             activations, which lose more the more tokens there are.
+        updated: modules whose buffers training updates, by name.
         routers: owners of weights of routers, whose gradients change by steps where rounding moves
             tokens to other experts.
     """
@@ -40,6 +42,7 @@ class MetaChain:
     uncast: frozenset[str]
     products: frozenset[str]
     routers: frozenset[str]
+    updated: Mapping[str, nn.Module]
 
     @staticmethod
     def of(
@@ -48,6 +51,7 @@ class MetaChain:
         """The chain of a family; buffers are on the device of a rank."""
         lazy = lazy_blocks(family, config)
         blocks = {name: lazy[name] for name in lazy}
+        updated = prepare_plain(blocks, compute)
         place_buffers(blocks.values(), device=device, dtype=compute)
         ties = {**shared_parameters(blocks, {}), **family.ties(config)}
         owners: dict[str, dict[str, str]] = {name: {} for name in blocks}
@@ -68,6 +72,7 @@ class MetaChain:
             uncast=frozenset(_router_biases(blocks, owners)),
             products=frozenset(trained).difference(_sums_over_tokens(blocks, owners, shapes)),
             routers=frozenset(_router_weights(blocks, owners)),
+            updated=updated,
         )
 
     def of_block(self, block: str) -> dict[str, tuple[int, ...]]:

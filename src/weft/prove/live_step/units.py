@@ -22,16 +22,19 @@ class Unit:
     noise_seeds: tuple[int, ...] = ()
 
 
-def unit_size(micro_size: int) -> int:
+def unit_size(micro_size: int, *, is_whole: bool = False) -> int:
     """Sequences of a unit: fewer than a micro-batch has, so that a model in which sequences depend
     on those beside them computes something else.
+
+    Args:
+        is_whole: the model may do so within a micro-batch, which is a unit then.
     """
-    return max(1, micro_size - 1)
+    return micro_size if is_whole else max(1, micro_size - 1)
 
 
-def num_units(*, global_size: int, micro_size: int) -> int:
+def num_units(*, global_size: int, micro_size: int, is_whole: bool = False) -> int:
     """Units of a whole step."""
-    return -(-global_size // unit_size(micro_size))
+    return -(-global_size // unit_size(micro_size, is_whole=is_whole))
 
 
 def units_of_rank(
@@ -42,24 +45,30 @@ def units_of_rank(
     micro_size: int,
     is_perturbed: bool,
     most_rows: int = 1,
+    is_whole: bool = False,
 ) -> tuple[Unit, ...]:
     """The units that one of the ranks computes: sequences in turn. The first ones are perturbed, each
     with noise of its own; they belong to ranks that have no more sequences than others.
 
     Args:
         most_rows: sequences up to which units without noise are joined.
+        is_whole: each unit is a micro-batch.
     """
-    size = unit_size(micro_size)
+    size = unit_size(micro_size, is_whole=is_whole)
     probes: list[Unit] = []
     others: list[tuple[int, ...]] = []
     for number in range(
-        index, num_units(global_size=global_size, micro_size=micro_size), num_ranks
+        index,
+        num_units(global_size=global_size, micro_size=micro_size, is_whole=is_whole),
+        num_ranks,
     ):
         rows = tuple(range(number * size, min((number + 1) * size, global_size)))
         if is_perturbed and number < NUM_PROBES:
             probes.append(Unit(rows, (number + 1,)))
         else:
             others.append(rows)
+    if is_whole:
+        return (*probes, *map(Unit, others))
     joined = _joined(others, num_joined=max(1, most_rows // size), micro_size=micro_size)
     return (*probes, *joined)
 

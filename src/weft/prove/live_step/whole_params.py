@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.checkpoint.state import MODEL, ParamState, param_values
 from weft.comm.comm import Comm
 from weft.core.axes import world_partition
 from weft.core.dimension import local_update_axes
+from weft.models.common.init import path_below
 from weft.train.step import TrainStep
 
 
@@ -90,6 +91,25 @@ class WholeParameters:
             self._compare(whole)
             self.on_gathered(whole)
         return whole
+
+    @torch.no_grad()
+    def gather_buffers(self, modules: Mapping[str, nn.Module]) -> None:
+        """Give these modules the values that their buffers have in the run; every rank must call it with
+        the same modules.
+        """
+        comm = self.step.model.comm
+        buffers = {
+            path_below(name, key): buffer
+            for name, module in modules.items()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+        for name, buffer in buffers.items():
+            whole = torch.zeros_like(buffer, dtype=torch.float64)
+            for state in self._states.get(name, ()):
+                if self._is_first(state):
+                    whole.copy_(state.tensors[MODEL])
+            buffer.copy_(sum_over_ranks(comm, whole))
 
     def _write(self, whole: Mapping[str, Tensor]) -> None:
         """Write the entries that this rank is the first to hold."""

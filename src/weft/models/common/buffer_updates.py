@@ -1,0 +1,237 @@
+"""Buffers that training forwards update: `update_buffers`, the records of a step, BatchNorm by records.
+
+Note [Buffer updates]
+    A forward that changes a buffer would change it by the samples of its own rank. So it hands values
+    of its micro-batch to `update_buffers`, and its module has a method of that name, which changes
+    the buffers by these values:
+
+        class Centred(nn.Module):
+            def forward(self, x):
+                weft.update_buffers(self, x.mean(0))
+                return x - self.mean
+
+            def update_buffers(self, mean):
+                self.mean.lerp_(mean, 0.1)
+
+    In a training step of weft the values are kept by micro-batch. At its end the data ranks gather
+    them, and every rank calls the method for all micro-batches in the order of the samples, so that
+    buffers have the same bits on all data ranks. Until then a forward reads the values that the
+    buffers had before the step. BatchNorm of torch is the first user: in training it reads no running
+    statistics, so they are those of one device that goes through the micro-batches in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from weft.models.common.init import path_below
+
+METHOD = "update_buffers"
+Calls = list[tuple[Tensor, ...]]
+"""The values of each call of one module in one micro-batch."""
+RECORDS = "buffer_records"
+"""Attribute of a module that is bound to records."""
+
+
+def update_buffers(module: nn.Module, *values: Tensor) -> None:
+    """Let `module.update_buffers(*values)` change the buffers of a module, in its training forward.
+
+    In a training step of weft it is called at the end of the step, for every micro-batch in the order
+    of the samples; elsewhere at once. The values are detached; those of all micro-batches have the
+    same shapes. See docs/your-model.md.
+    """
+    _hand_over(module, tuple(value.detach().clone() for value in values))
+
+
+def _hand_over(module: nn.Module, values: tuple[Tensor, ...]) -> None:
+    """Record values that nothing changes any more, or call the method with them."""
+    records: BufferRecords | None = vars(module).get(RECORDS)
+    if records is not None:
+        records.add(module, values)
+    elif module.training:
+        apply_update(module, values)
+
+
+@torch.no_grad()
+def apply_update(module: nn.Module, values: tuple[Tensor, ...]) -> None:
+    """Call the method of a module that changes its buffers."""
+    method: Any = getattr(module, METHOD)
+    method(*values)
+
+
+class BufferRecords:
+    """Values that the training forwards of a step have recorded, on one rank.
+
+    Args:
+        modules: those whose buffers are updated, by name.
+
+    Attributes:
+        values: name -> micro-batch -> the values of each call.
+        microbatch: whose forward runs; None: nothing is recorded, because a forward is recomputed, or
+            no training step runs.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
+        self.modules = dict(modules)
+        self.values: dict[str, dict[int, Calls]] = {}
+        self.microbatch: int | None = None
+        self._names = {id(module): name for name, module in modules.items()}
+        for module in modules.values():
+            vars(module)[RECORDS] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferRecords:
+        """A copied module records nothing."""
+        return BufferRecords()
+
+    def add(self, module: nn.Module, values: tuple[Tensor, ...]) -> None:
+        """Keep the values of one call."""
+        name = self._names.get(id(module))
+        if name is None or self.microbatch is None or not module.training:
+            return
+        of_module = self.values.setdefault(name, {})
+        of_module.setdefault(self.microbatch, []).append(values)
+
+    @contextmanager
+    def of_microbatch(self, microbatch: int) -> Iterator[None]:
+        """While active, the forward of this micro-batch runs."""
+        self.microbatch = microbatch
+        try:
+            yield
+        finally:
+            self.microbatch = None
+
+    def take(self) -> dict[str, dict[int, Calls]]:
+        """The values of the step, which are kept no longer."""
+        taken, self.values = self.values, {}
+        return taken
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of the modules, by name."""
+        return {
+            path_below(name, key): buffer
+            for name, module in self.modules.items()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        }
+
+
+class RecordingBatchNorm(_BatchNorm):
+    """A BatchNorm whose training forward records the statistics of its micro-batch.
+
+    The base class behind torch's BatchNorm in the classes that `record_batch_norm` makes: it takes the
+    place of torch's own forward, also where the forward of a subclass calls that. It computes in the
+    type of its input, 16 bits in float32.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[N, C, ...] normalised for each channel."""
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+        running_mean, running_var = self.running_mean, self.running_var
+        assert running_mean is not None, "a BatchNorm that tracks its statistics"
+        assert running_var is not None, "a BatchNorm that tracks its statistics"
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = (None if p is None else p.to(wide) for p in (self.weight, self.bias))
+        if not self.training:
+            mean, variance = running_mean.to(wide), running_var.to(wide)
+            return F.batch_norm(x, mean, variance, weight, bias, eps=self.eps)
+        # With momentum 1 the kernel writes the statistics themselves, the variance unbiased.
+        statistics = running_mean.new_zeros((2, len(running_mean)), dtype=wide)
+        mean, variance = statistics.unbind()
+        out = F.batch_norm(
+            x, mean, variance, weight, bias, training=True, momentum=1.0, eps=self.eps
+        )
+        _hand_over(self, (statistics,))
+        return out
+
+    def update_buffers(self, statistics: Tensor) -> None:
+        """The formula of torch's BatchNorm, by mean and unbiased variance [2, C]; without a momentum the
+        mean of all micro-batches.
+        """
+        assert self.running_mean is not None, "a BatchNorm that tracks its statistics"
+        assert self.running_var is not None, "a BatchNorm that tracks its statistics"
+        mean, variance = statistics.to(self.running_mean.dtype).unbind()
+        share: float | Tensor = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                share = self.num_batches_tracked.to(mean.dtype).reciprocal()
+        self.running_mean.lerp_(mean, share)
+        self.running_var.lerp_(variance, share)
+
+
+@lru_cache(maxsize=256)
+def _recording_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
+    """The class with torch's own forward replaced, and otherwise what it is."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls, RecordingBatchNorm), names)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm that tracks statistics."""
+    return isinstance(module, _BatchNorm) and module.track_running_stats
+
+
+def record_batch_norm(block: nn.Module) -> None:
+    """Let every BatchNorm of a block record its statistics in place of updating its buffers."""
+    for module in block.modules():
+        if is_batch_norm(module) and not isinstance(module, RecordingBatchNorm):
+            cls: Any = type(module)
+            module.__class__ = _recording_class(cls)
+
+
+def updating_modules(block: nn.Module, name: str) -> dict[str, nn.Module]:
+    """The modules of a block whose training forward updates buffers, by name."""
+    return {
+        path_below(name, path): module
+        for path, module in block.named_modules()
+        if is_batch_norm(module) or callable(getattr(type(module), METHOD, None))
+    }
+
+
+def updates_buffers(blocks: Mapping[str, nn.Module]) -> bool:
+    """Whether training updates buffers, by values of micro-batches: they are then units, which no
+    comparison divides.
+    """
+    return any(updating_modules(block, name) for name, block in blocks.items())
+
+
+@contextmanager
+def evaluating(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """While active, modules that update buffers are in evaluation mode, and read them."""
+    changed = [
+        module
+        for name, block in blocks.items()
+        for module in updating_modules(block, name).values()
+        if module.training
+    ]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True
+
+
+@contextmanager
+def ignoring_updates(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """While active, forwards of these blocks update no buffers, nor do copies that are made of them."""
+    modules: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        record_batch_norm(block)
+        modules.update(updating_modules(block, name))
+    BufferRecords(modules)
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del vars(module)[RECORDS]
