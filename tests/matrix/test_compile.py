@@ -129,6 +129,18 @@ def test_forwards_that_are_not_differentiated_run_as_written() -> None:
     assert counters["frames"]["ok"] == 1
 
 
+@pytest.mark.usefixtures("traced")
+def test_equal_blocks_have_one_graph_and_keep_their_hooks() -> None:
+    batch = token_batch(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))
+    x = torch.ones(2)
+    for number in range(4):
+        block = Scaled()
+        block.register_forward_pre_hook(lambda module, args: (10 * args[0], args[1]))
+        compiled = compiled_block(f"layer{number}", block, drops_out=False)
+        assert compiled(x, batch).tolist() == [60, 60]
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 def test_blocks_with_losses_and_tables_are_left_out() -> None:
     for name in NOT_COMPILED:
         assert isinstance(compiled_block(name, Scaled(), drops_out=True), Scaled)

@@ -53,7 +53,7 @@ class CompiledBlock(nn.Module):
             return self.block(x, batch)
         if self._compiled is not None:
             return self._compiled(x, batch)
-        compiled = _compile(self.block.forward, next(self.block.parameters()).device)
+        compiled = _compile(_call_of(self.block), next(self.block.parameters()).device)
         out = self._named_errors(compiled, x, batch)
         self._compiled = compiled
         return out
@@ -78,6 +78,17 @@ def _has_values(block: nn.Module) -> bool:
         return False
     is_watched = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     return not is_watched
+
+
+def _call_of(block: nn.Module) -> Forward:
+    """The call of a block with the hooks that it has; one code for all blocks, so that equal blocks have
+    one graph.
+    """
+
+    def call(x: Any, batch: Batch) -> Any:
+        return block(x, batch)
+
+    return call
 
 
 def _compile(forward: Forward, device: torch.device) -> Forward:
