@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 MESH ?= pp2 dp2 tp2
 RESULTS := $(CURDIR)/runs/matrix.jsonl
 
-.PHONY: help setup train test slow check docs matrix architectures clusters support bench chaos gpu clean
+.PHONY: help setup train test slow check docs pictures matrix architectures clusters support bench chaos gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -58,9 +58,13 @@ check: $(STAMP)  ## style, types, layers
 	@$(BIN)/mypy
 	@MYPYPATH=src:examples $(BIN)/mypy --explicit-package-bases examples
 
-docs: $(STAMP)  ## the documentation as HTML in build/site; warnings are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+docs: pictures  ## the documentation as HTML in build/site; warnings are errors
+	@log=$$(NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build 2>&1) || { echo "$$log" | grep -v '^INFO'; exit 1; }
 	@echo "open build/site/index.html"
+
+pictures: $(STAMP)  ## the pictures of the pages, drawn by weft; RECORD=1: from a new run of train and prove
+	@$(if $(RECORD),PYTHONPATH=. $(BIN)/python -m tests.docs.terminal_recording)
+	@OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.docs.pictures >/dev/null
 
 bench: $(STAMP)  ## speed against torch's own, and seconds to the first step
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.rivals

@@ -1,12 +1,8 @@
-"""The picture in README: the ranks of pp2 dp2 tp2 as a grid, beside the pipeline that they execute.
-
-PYTHONPATH=. python -m tests.docs.layout_picture      writes docs/pictures/layout.svg
-"""
+"""Pictures of pp2 dp2 tp2: its ranks as a grid, the pipeline that they execute, and both side by side for README."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from weft.core.mesh import Mesh
 from weft.schedule.catalog import make_table
@@ -14,7 +10,6 @@ from weft.schedule.simulate import UNIT_COSTS, simulate
 from weft.view.svg import svg
 from weft.view.svg_elements import document_start, element, text_element
 
-PAGE = Path(__file__).parents[2] / "docs" / "pictures" / "layout.svg"
 MESH = Mesh.parse("pp2 dp2 tp2")
 MICRO_BATCHES = 4
 WIDTH, HEIGHT = 1240, 260
@@ -22,6 +17,7 @@ CELL_WIDTH, CELL_HEIGHT, GAP = 106, 66, 6
 LEFT, TOP = 74, 62
 STAGE_GAP = 26
 PIPELINE_LEFT = 560
+MESH_WIDTH, PIPELINE_WIDTH = 548, 500
 COLOURS = (("#8ab4f8", "#c6dafc"), ("#81c995", "#ceead6"))
 """Of the stages; the second colour is that of their second data rank."""
 LAYERS = ("embedding, layers 0 and 1", "layers 2 and 3, head, loss")
@@ -55,38 +51,40 @@ def cell(rank: int, x: int, y: int, fill: str) -> Iterator[str]:
     yield text_element(heads, x=x + 8, y=y + 46)
 
 
-def pipeline() -> str:
+def pipeline(width: int) -> str:
     """What the two stages execute, as `weft schedule 1f1b --ranks 2 --microbatches 4` draws it."""
     table = make_table("1f1b", ranks=2, microbatches=MICRO_BATCHES)
     timeline = simulate(table, lambda act: UNIT_COSTS[act.kind])
     title = "a step, 1F1B: forward of micro-batch 0 to 3, backward B0 to B3"
-    drawn = svg(timeline, title=title)
-    width = WIDTH - PIPELINE_LEFT
-    drawn = drawn.replace(">rank ", ">pp ")
-    return drawn.replace("<svg ", f'<svg x="{PIPELINE_LEFT}" y="44" ', 1).replace(
-        'width="960" height="142"', f'width="{width}" height="{width * 142 // 960}"', 1
-    )
+    return svg(timeline, title=title, width=width).replace(">rank ", ">pp ")
+
+
+def mesh_picture() -> str:
+    """The document of the grid alone."""
+    return _document(MESH_WIDTH, list(grid()))
+
+
+def pipeline_picture() -> str:
+    """The document of the pipeline alone."""
+    return pipeline(PIPELINE_WIDTH)
 
 
 def picture() -> str:
-    """The document."""
-    parts = [
-        document_start(WIDTH, HEIGHT, font_family="monospace", font_size=13),
-        element("rect", width=WIDTH, height=HEIGHT, fill="white"),
-        *grid(),
-        pipeline(),
-    ]
+    """The document of both."""
+    drawn = pipeline(WIDTH - PIPELINE_LEFT).replace("<svg ", f'<svg x="{PIPELINE_LEFT}" y="44" ', 1)
     notes = (
         "tp ranks share each matrix: all-reduces inside a layer",
         "dp ranks sum their gradients once a step",
         "pp ranks hand activations on, micro-batch by micro-batch",
     )
-    parts += [
-        text_element(line, x=PIPELINE_LEFT + 8, y=176 + 24 * number, fill="#3c4043")
+    lines = [
+        text_element(line, x=PIPELINE_LEFT + 8, y=200 + 22 * number, fill="#3c4043")
         for number, line in enumerate(notes)
     ]
-    return "\n".join([*parts, "</svg>", ""])
+    return _document(WIDTH, [*grid(), drawn, *lines])
 
 
-if __name__ == "__main__":
-    PAGE.write_text(picture(), encoding="utf-8")
+def _document(width: int, parts: Sequence[str]) -> str:
+    start = document_start(width, HEIGHT, font_family="monospace", font_size=13)
+    background = element("rect", width=width, height=HEIGHT, fill="white")
+    return "\n".join([start, background, *parts, "</svg>", ""])

@@ -1,8 +1,7 @@
-"""Follows docs/your-model.md literally: its programs, commands and notebook, and its table of models."""
+"""Follows docs/your-model.md literally: its programs and commands, and its table of models."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -15,7 +14,6 @@ from tests.user_models.test_models import REJECTED
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "your-model.md"
-NOTEBOOK = ROOT / "examples" / "own_model.ipynb"
 FILE = re.compile(r"^`([\w/.]+\.py)`\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MOST_LINES_BESIDES = 30
@@ -62,23 +60,6 @@ def test_a_gpt_needs_thirty_lines_besides_the_model(folder: Path) -> None:
     _, besides = (folder / "gpt.py").read_text().split("# what weft needs besides the model\n")
     lines = [line for line in besides.splitlines() if line.strip()]
     assert len(lines) <= MOST_LINES_BESIDES
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    script = tmp_path / "cells.py"
-    script.write_text("\n\n".join(sources), encoding="utf-8")
-    done = programs().run(script=script, folder=tmp_path, timeout=110)
-    assert done.returncode == 0
-    assert done.stderr == ""
-    found = re.search(r"finished: loss ([\d.]+) -> ([\d.]+)\non one device: ([\d.]+)", done.stdout)
-    assert found is not None
-    first, last, alone = map(float, found.groups())
-    assert last < first / 2
-    assert abs(alone - last) < 0.2
 
 
 def test_the_table_of_the_page_says_what_is_rejected() -> None:

@@ -217,6 +217,11 @@ STATES = {
     "weft generate {} --prompt 'def ' --tokens 40": State(
         f"train --steps 1 --out 'a run' {TINY}", code=EXIT_OK
     ),
+    "weft chat {}": State(
+        "train --data.source chat.jsonl --data.format chat --data.chat_template chatml --steps 1 "
+        f"--out 'a run' {TINY} --data.seq_len 256",
+        code=EXIT_OK,
+    ),
     "the two best: weft compare {}": State(
         f"sweep --seed 1 2 --steps 1 --out swept {TINY}", code=EXIT_OK
     ),

@@ -54,6 +54,20 @@ def test_the_curves_of_a_page_are_the_recorded_numbers(tmp_path: Path) -> None:
     assert data_of(page)["runs"][0]["x"]["tokens"] == [100, 200, 300]
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "unit", "shown"), [(2**29, "MiB", 512.0), (3 * 2**30, "GiB", 3.0)]
+)
+def test_memory_is_drawn_in_a_unit_of_its_size(
+    num_bytes: int, unit: str, shown: float, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "one", [1.0], status="")
+    step = {"event": "step", "step": 2, "loss": 1.0, "grad_norm": 1.0, "tokens": 1, "step_s": 1.0}
+    add_events(folder, {**step, "mem_bytes": num_bytes, "stage_mem_bytes": [num_bytes]})
+    (memory,) = [chart for chart in charts([RunRecord.read(folder)]) if chart.key == "memory"]
+    assert memory.unit == unit
+    assert memory.series[0].curve.y.tolist() == [shown]
+
+
 def test_steps_behind_a_restart_count_once_and_are_reported(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "one", [3.0, 2.0], status="")
     again = {

@@ -34,6 +34,21 @@ def test_a_run_that_has_finished_says_how_it_went_and_what_is_next() -> None:
 
 
 @pytest.mark.parametrize(
+    ("data_format", "command"),
+    [
+        ("chat", ("its chat", "weft chat 'runs/a b'")),
+        ("instruction", ("its chat", "weft chat 'runs/a b'")),
+        ("chat, instruction", ("its chat", "weft chat 'runs/a b'")),
+        ("chat, prompt", ("its text", "weft generate 'runs/a b' --prompt 'def ' --tokens 40")),
+        ("prompt", ("its text", "weft generate 'runs/a b' --prompt 'def ' --tokens 40")),
+    ],
+)
+def test_a_model_of_conversations_is_talked_to(data_format: str, command: tuple[str, str]) -> None:
+    data = {"tokens": 9, "conversations": 3, "format": data_format}
+    assert summary_of({**RUN, "data": data}, *STEPS, END)[-1] == command
+
+
+@pytest.mark.parametrize(
     "events",
     [
         ({**RUN, "data": {"samples": 3}}, *STEPS, END),  # images

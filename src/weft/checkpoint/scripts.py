@@ -142,7 +142,9 @@ def load(
 
     Args:
         folder: a checkpoint of `save`; without `optimizer` that of a run, too.
-        model, optimizer, comm: as `save` takes them. The optimizer has the groups that it had.
+        model: as `save` takes it.
+        optimizer: as `save` takes it, with the groups that it had.
+        comm: as `save` takes it.
 
     Raises:
         CheckpointError: on all ranks: the checkpoint is missing or damaged, or of other parameters,

@@ -86,12 +86,14 @@ class Conversations:
         mask: mask_T uint8, of all tokens.
         group: documents that stay together in a row: 1, or 2 for preference pairs.
         num_shared: documents in which a token is of both prompt and answer.
+        format: of their records, a value of `data.format`; "" where they are drawn.
     """
 
     stream: TokenStream
     mask: Tokens
     group: int = 1
     num_shared: int = 0
+    format: str = ""
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,7 @@ class ConversationSamples:
             "bytes": stream.num_bytes,
             "tokens": len(stream),
             name: num_documents // self.data.group,
+            "format": self.data.format,
             "targets": table.targets,
             **{name: number for name, number in self._losses().items() if number},
             "samples": self.num_samples,

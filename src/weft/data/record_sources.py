@@ -249,6 +249,7 @@ def _open_prepared(
         mask=prepared.mask(part),
         group=PAIR if stored == PREFERENCE else 1,
         num_shared=prepared.meta.num_shared,
+        format=stored,
     )
 
 
@@ -292,7 +293,11 @@ def _encode_in_memory(source: str, data: DataConfig, *, vocab: int) -> Conversat
     )
     group = PAIR if reader.format == PREFERENCE else 1
     return Conversations(
-        stream=stream, mask=np.concatenate(masks), group=group, num_shared=num_shared
+        stream=stream,
+        mask=np.concatenate(masks),
+        group=group,
+        num_shared=num_shared,
+        format=reader.format or "",
     )
 
 

@@ -24,6 +24,8 @@ SUMMED_FACTS = (
     *("without_target", "shared_tokens", "samples"),
 )
 """Facts of a mixture that are sums of those of its sources."""
+NAMED_FACTS = ("packing", "format")
+"""Facts of a mixture that are the different ones of its sources."""
 IGNORE = -100
 """Target that does not count in the loss; equal to that of models.common.batch, which needs torch.
 """
@@ -281,12 +283,13 @@ class MixtureSamples:
             numbers = [int(str(own[key])) for own in facts if key in own]
             if numbers:
                 merged[key] = sum(numbers)
-        packings = {str(own["packing"]) for own in facts if "packing" in own}
+        for key in NAMED_FACTS:
+            names = {str(own[key]) for own in facts if key in own}
+            if names:
+                merged[key] = ", ".join(sorted(names))
         read_as = [f"{own['source']}: {own['read_as']}" for own in facts if "read_as" in own]
         if read_as:
             merged["read_as"] = "; ".join(read_as)
-        if packings:
-            merged["packing"] = ", ".join(sorted(packings))
         digest = hashlib.sha256(hashes.encode()).hexdigest()
         merged["sha256"] = digest[:HASH_DIGITS]
         merged["shares"] = shares

@@ -7,28 +7,18 @@ from html import escape
 
 from weft.errors import counted
 from weft.prove.report import Difference, Pass, ProofReport
+from weft.view.static_page import scrolling, static_page
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #1a1a1a; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 1.6em; }
-table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .25em .7em; border-bottom: 1px solid #ddd; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; }
-code, pre { font: 13px/1.4 ui-monospace, monospace; background: #f4f4f4; } pre { padding: .7em; white-space: pre-wrap; }
-.equal { color: #0a6b2d; } .differs { color: #a01515; }
-"""
 MAX_ROWS = 50
 
 
 def page(report: ProofReport) -> str:
     """The whole page; no scripts, nothing is fetched."""
-    body = "\n".join(_body(report))
-    title = escape(f"weft prove: {report.verdict}")
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    return static_page(_body(report), title=f"weft prove: {report.verdict}")
 
 
 def _body(report: ProofReport) -> Iterator[str]:
-    kind = "equal" if report.holds else "differs"
+    kind = "good" if report.holds else "bad"
     yield f'<h1>{escape(report.layout)}: <span class="{kind}">{report.verdict}</span></h1>'
     ranks = counted(report.ranks, "rank")
     steps = counted(report.steps, "step")
@@ -37,7 +27,7 @@ def _body(report: ProofReport) -> Iterator[str]:
     yield _paragraph(f"{facts}{report.coverage}")
     if report.error:
         text = escape(f"The layout stops with an error: {report.error}")
-        yield f'<p class="differs">{text}</p>'
+        yield f'<p class="bad">{text}</p>'
     if report.first is not None:
         yield "<h2>First difference in the order of execution</h2>"
         yield _lines(report.first.lines())
@@ -107,7 +97,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [_table_row("th", head)]
     lines.extend(_table_row("td", row) for row in rows)
     body = "\n".join(lines)
-    return f"<table>{body}</table>"
+    return scrolling(f"<table>{body}</table>")
 
 
 def _table_row(tag: str, values: Iterable[str]) -> str:
@@ -117,4 +107,4 @@ def _table_row(tag: str, values: Iterable[str]) -> str:
 
 def _lines(lines: Iterable[str]) -> str:
     text = "\n".join(lines)
-    return f"<pre>{escape(text)}</pre>"
+    return f'<pre class="wraps">{escape(text)}</pre>'

@@ -55,12 +55,23 @@
       pen.setLineDash([]); pen.font = 10 * ratio + "px system-ui, sans-serif"; pen.textAlign = "left";
       pen.fillText(mark.kind, at + 3 * ratio, box.top + 10 * ratio);
     });
+    pen.restore();
+    pen.save();
+    const room = 4 * ratio;  // half a triangle stands beside the first and the last step
+    pen.beginPath(); pen.rect(box.left - room, box.top, box.width + 2 * room, box.height); pen.clip();
     pen.fillStyle = colour("dim");
     saves.forEach(mark => {
-      const at = plot.valToPos(place(mark.run, mark.step), "x", true), low = box.top + box.height, side = 4 * ratio;
+      const at = plot.valToPos(place(mark.run, mark.step), "x", true), low = box.top + box.height, side = room;
       pen.beginPath(); pen.moveTo(at - side, low); pen.lineTo(at + side, low); pen.lineTo(at, low - 1.6 * side); pen.fill();
     });
     pen.restore();
+  }
+
+  // The names below a chart stand beside the last value of each curve while no pointer is on it.
+  function rest(plot) {
+    if (plot.cursor.left >= 0) return;
+    const last = column => { let at = column.length - 1; while (at > 0 && column[at] == null) at--; return at; };
+    plot.setLegend({ idxs: plot.data.map(last) });
   }
 
   function open(figure) {
@@ -82,10 +93,11 @@
       width: holder.clientWidth, height: Math.max(190, Math.min(260, holder.clientWidth * 0.5)), padding: [8, 12, 0, 0],
       cursor: { sync: { key: "report" }, drag: { x: true, y: false } }, legend: { live: true },
       scales: { x: { time: false }, y: { distr: log.checked ? 3 : 1 } },
-      axes: [{ ...axis, space: 60 }, { ...axis, size: 64 }],
+      axes: [{ ...axis, space: 60, size: 30 }, { ...axis, size: 64 }],
       series: [{ label: x.options[x.selectedIndex].text, value: (_, v) => number(v) }, ...series],
-      hooks: { draw: [draw] },
+      hooks: { draw: [draw], setCursor: [rest] },
     }, uPlot.join(tables), holder);
+    rest(plot);
     plots.push(plot);
   }
 

@@ -20,7 +20,7 @@ LEAST_POINTS, MOST_POINTS = 200, 2000
 """Points of one curve."""
 LEAST_POINTS_OF_BLOCK = 50
 """Points of the curve of a block: a model may have hundreds of blocks."""
-GIB = 2.0**30
+MIB, GIB = 2.0**20, 2.0**30
 LOAD = "Largest over mean load of an expert, in the worst block; 1 is balanced."
 MFU = "Model FLOPs of a step (three forwards; of frozen weights two) over the time of the step and the peak of its devices."
 
@@ -122,26 +122,30 @@ def _series(measure: Measure, runs: Sequence[RunRecord], most: int) -> Iterator[
 
 def _memory(runs: Sequence[RunRecord], most: int) -> Chart:
     """Of one run every stage, of several the fullest stage of each."""
-    series = list(_stages(runs[0], most) if len(runs) == 1 else _fullest(runs, most))
+    most_bytes = max(float(np.nanmax(run.columns["mem_bytes"], initial=0.0)) for run in runs)
+    unit_bytes, unit = (GIB, "GiB") if most_bytes >= GIB else (MIB, "MiB")
+    series = list(
+        _stages(runs[0], most, unit_bytes) if len(runs) == 1 else _fullest(runs, most, unit_bytes)
+    )
     devices = {str(run.start.get("device", "")).partition(":")[0] for run in runs}
     note = "Measured: peak that the device's allocator has given out."
     if devices == {"cpu"}:
         note = "Measured: resident memory of the process, with Python and torch, which no prediction counts."
-    return Chart("memory", "Memory of a rank", "GiB", tuple(series), note)
+    return Chart("memory", "Memory of a rank", unit, tuple(series), note)
 
 
-def _stages(run: RunRecord, most: int) -> Iterator[ChartSeries]:
+def _stages(run: RunRecord, most: int, unit_bytes: float) -> Iterator[ChartSeries]:
     steps = _steps(run)
     num_stages = run.stage_bytes.shape[1]
     for stage in range(num_stages):
         name = f"{pipeline_axis()}{stage}" if num_stages > 1 else "fullest rank"
-        values = run.stage_bytes[:, stage] / GIB
+        values = run.stage_bytes[:, stage] / unit_bytes
         yield ChartSeries(name, 0, stage, downsampled(steps, values, most=most))
 
 
-def _fullest(runs: Sequence[RunRecord], most: int) -> Iterator[ChartSeries]:
+def _fullest(runs: Sequence[RunRecord], most: int, unit_bytes: float) -> Iterator[ChartSeries]:
     for index, run in enumerate(runs):
-        values = run.columns["mem_bytes"] / GIB
+        values = run.columns["mem_bytes"] / unit_bytes
         if np.isfinite(values).any():
             yield ChartSeries(run.name, index, index, downsampled(_steps(run), values, most=most))
 

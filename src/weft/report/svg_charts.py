@@ -16,6 +16,8 @@ from weft.view.quantity import count
 from weft.view.svg_elements import document_start, element, px, text_element
 
 WIDTH, HEIGHT = 720, 260
+PAGE_WIDTH = 480
+"""Of a chart of the page, whose text is readable on a phone."""
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 34, 30
 MOST_POINTS = 600
 MOST_TICKS = 5
@@ -103,7 +105,8 @@ def picture(charts: Sequence[Chart], *, names: Sequence[str], marks: Sequence[Ma
         *heading,
     ]
     for index, chart in enumerate(charts):
-        content = "\n".join(_elements(chart, marks, has_legend=len(names) == 1))
+        lines = _elements(chart, marks, width=WIDTH, has_legend=len(names) == 1)
+        content = "\n".join(lines)
         parts.append(element("g", content, transform=f"translate(0 {top + index * HEIGHT})"))
     return "\n".join([*parts, "</svg>", ""])
 
@@ -131,21 +134,23 @@ def _heading(names: Sequence[str]) -> tuple[list[str], int]:
 def chart_svg(chart: Chart, *, marks: Sequence[Mark] = ()) -> str:
     """One chart; its colours are those of the page."""
     start = document_start(
-        WIDTH, HEIGHT, font_family="system-ui, sans-serif", font_size=12, role="img"
+        PAGE_WIDTH, HEIGHT, font_family="system-ui, sans-serif", font_size=12, role="img"
     )
     title = element("title", _escaped(chart.title))
-    return "\n".join([start, title, *_elements(chart, marks), "</svg>"])
+    return "\n".join([start, title, *_elements(chart, marks, width=PAGE_WIDTH), "</svg>"])
 
 
 def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def _elements(chart: Chart, marks: Sequence[Mark], *, has_legend: bool = True) -> Iterator[str]:
+def _elements(
+    chart: Chart, marks: Sequence[Mark], *, width: int, has_legend: bool = True
+) -> Iterator[str]:
     x_axis = Axis.over(
         [float(x) for series in chart.series for x in series.curve.x[[0, -1]]],
         start=LEFT,
-        end=WIDTH - RIGHT,
+        end=width - RIGHT,
     )
     values = np.concatenate([series.curve.y for series in chart.series])
     y_axis = Axis.over(
@@ -163,7 +168,9 @@ def _elements(chart: Chart, marks: Sequence[Mark], *, has_legend: bool = True) -
     for series in chart.series:
         yield _curve(series, x_axis, y_axis)
     if has_legend:
-        yield from _legend(chart.series, start=LEFT + CHARACTER_PX * len(heading))
+        yield from _legend(
+            chart.series, start=LEFT + CHARACTER_PX * len(heading), end=width - RIGHT
+        )
 
 
 def _shares_colours(series: Sequence[ChartSeries]) -> bool:
@@ -175,7 +182,7 @@ def _shares_colours(series: Sequence[ChartSeries]) -> bool:
 def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     for value in y_axis.ticks():
         y = px(y_axis.at(value))
-        yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, **{"class": "rule"})
+        yield element("line", x1=LEFT, x2=px(x_axis.end), y1=y, y2=y, **{"class": "rule"})
         label = count(value) if abs(value) >= 1000 else f"{value:.4g}"
         yield text_element(
             label, x=LEFT - 7, y=px(y_axis.at(value) + 4), text_anchor="end", **{"class": "dim"}
@@ -198,18 +205,18 @@ def _curve(series: ChartSeries, x_axis: Axis, y_axis: Axis) -> str:
     return element("polyline", points=corners, stroke_width=1.5, **{"class": f"s{colour}"})
 
 
-def _legend(series: Sequence[ChartSeries], *, start: float) -> Iterator[str]:
-    """The names of several curves, as many as there is room for behind `start`; points have the
-    colour of the curve of their run.
+def _legend(series: Sequence[ChartSeries], *, start: float, end: float) -> Iterator[str]:
+    """The names of several curves, as many as there is room for from `start` to `end`; points have
+    the colour of the curve of their run.
     """
     named = [each for each in series if each.style != "points" or not _shares_colours(series)]
     if len(named) == 1:
         return
     labels = [each.label if len(each.label) <= 24 else f"{each.label[:23]}…" for each in named]
     widths = [CHARACTER_PX * len(label) + LEGEND_PX for label in labels]
-    room = WIDTH - RIGHT - start
+    room = end - start
     num_shown = sum(width <= room for width in itertools.accumulate(widths))
-    x = float(WIDTH - RIGHT)
+    x = end
     if num_shown < len(named):
         rest = f"and {len(named) - num_shown} more"
         num_shown -= sum(widths[:num_shown]) + CHARACTER_PX * len(rest) > room

@@ -10,6 +10,9 @@ from weft.errors import counted
 from weft.view.progress import Progress, loss_unit
 from weft.view.quantity import clock
 
+WITH_TURNS = frozenset({"chat", "instruction"})
+"""Values of `data.format` whose records a chat template renders."""
+
 
 def end_summary(progress: Progress) -> list[tuple[str, str]]:
     """Label and text of each line after a run that has finished; nothing after any other end, whose
@@ -42,11 +45,18 @@ def _loss(progress: Progress) -> str:
 
 
 def _next(progress: Progress) -> Iterator[tuple[str, str]]:
-    """Commands for a run that has a folder: its page, and text from its model."""
+    """Commands for a run that has a folder: its page, and text from its model, which a model of
+    conversations gives as answers.
+    """
     out = progress.run.get("out")
     if not out:
         return
     folder = shlex.quote(str(out))
     yield "its page", f"weft report {folder}"
-    if progress.unit == "tokens" and progress.end.get("checkpoint"):
+    if progress.unit != "tokens" or not progress.end.get("checkpoint"):
+        return
+    formats = str(progress.run["data"].get("format")).split(", ")  # a mixture may have several
+    if WITH_TURNS.issuperset(formats):
+        yield "its chat", f"weft chat {folder}"
+    else:
         yield "its text", f"weft generate {folder} --prompt 'def ' --tokens 40"

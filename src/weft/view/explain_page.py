@@ -9,24 +9,11 @@ from typing import Any
 from weft.view.memory_chart import bars, memory_chart
 from weft.view.quantity import count, percent, short_time
 from weft.view.quantity import memory as memory_text
+from weft.view.static_page import scrolling, static_page
 
 Fields = Mapping[str, Any]
 """JSON of `weft explain --json`; docs/plan.md lists its fields."""
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 64em; margin: 2em auto; padding: 0 1em; color: #1f2328; }
-h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin: 1.8em 0 .4em; }
-table { border-collapse: collapse; width: 100%; font-size: 14px; }
-th, td { text-align: left; padding: .25em .7em; border-bottom: 1px solid #e3e6ea; vertical-align: top; }
-th { font-weight: 600; color: #57606a; } tr.most td { background: #fff8e1; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-pre { font: 12.5px/1.45 ui-monospace, monospace; background: #f6f8fa; padding: .8em; overflow-x: auto; border-radius: 6px; }
-.badge { display: inline-block; padding: .15em .7em; margin: .2em .5em .2em 0; border-radius: 1em; font-size: 14px; }
-.good { background: #dff3e4; color: #0a6b2d; } .bad { background: #fbe1e1; color: #a01515; }
-.plain { background: #eef1f4; color: #424a53; }
-.note { color: #57606a; font-size: 14px; } svg { max-width: 100%; height: auto; }
-summary { cursor: pointer; color: #0b57d0; } details { margin: .6em 0; }
-"""
 KEPT = ("params", "gradients", "optimizer", "buffers")
 MOST_CHARTS = 16
 """Roles besides the fullest one that get a chart."""
@@ -39,16 +26,7 @@ def explain_page(fields: Fields, *, title: str, layout: str) -> str:
         fields: of `weft explain --json`.
         layout: the text of the layout.
     """
-    name = escape(f"weft explain: {title}")
-    lines = [
-        "<!doctype html>",
-        f'<html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style></head>',
-        "<body>",
-        *_body(fields, title, layout),
-        "</body></html>",
-    ]
-    page = "\n".join(lines)
-    return f"{page}\n"
+    return static_page(_body(fields, title, layout), title=f"weft explain: {title}")
 
 
 def _body(fields: Fields, title: str, layout: str) -> Iterator[str]:
@@ -138,14 +116,14 @@ def _memory(fields: Fields) -> Iterator[str]:
     if "hardware" in fields:
         limit = fields["hardware"]["memory_bytes"]
     yield f"<h2>Memory of {_name(most)} over a step</h2>"
-    yield memory_chart(most, limit_bytes=limit)
+    yield scrolling(memory_chart(most, limit_bytes=limit))
     yield f'<p class="note">{escape(_cause(most))}</p>'
     others = [role for role in roles if role is not most]
     if others:
         charts = ""
         for role in others[:MOST_CHARTS]:
             charts += f"<h3>{_name(role)}</h3>"
-            charts += memory_chart(role, limit_bytes=limit)
+            charts += scrolling(memory_chart(role, limit_bytes=limit))
         summary = "<summary>the other ranks of the pipeline</summary>"
         yield f"<details>{summary}{charts}</details>"
     yield "<h2>Memory by role</h2>"
@@ -224,7 +202,7 @@ def _traffic(role: Fields) -> Iterator[str]:
     for each in role["traffic"]:
         axis = each["axis"]
         by_axis[axis] = by_axis.get(axis, 0) + each["sent_bytes"]
-    yield bars(_above_zero(by_axis), text=memory_text)
+    yield scrolling(bars(_above_zero(by_axis), text=memory_text))
     yield _table(
         ("axis", "operation", "times", "sent", "payload", "hidden behind"),
         [_traffic_cells(each) for each in role["traffic"]],
@@ -279,7 +257,7 @@ def _time(time: Fields) -> Iterator[str]:
         "reduce": time["reduce_s"],
         "update": time["update_s"],
     }
-    yield bars(_above_zero(parts), text=short_time)
+    yield scrolling(bars(_above_zero(parts), text=short_time))
     low = short_time(time["low_s"])
     high = short_time(time["high_s"])
     tokens_per_s = count(time["tokens_per_s"])
@@ -303,7 +281,7 @@ def _table(
     for index, row in enumerate(rows):
         attributes = ' class="most"' if index == marked else ""
         lines += _row("td", row, numbers, attributes)
-    return f"<table>{lines}</table>"
+    return scrolling(f"<table>{lines}</table>")
 
 
 def _row(tag: str, cells: Sequence[str], numbers: Sequence[int], attributes: str = "") -> str:
