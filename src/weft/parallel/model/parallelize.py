@@ -22,6 +22,7 @@ from weft.models.common.lazy_blocks import LazyBlocks
 from weft.models.common.moe import Router
 from weft.models.common.uncompiled import keep_compiler_unimported
 from weft.parallel.model.chain import ChainSnapshot
+from weft.parallel.model.chunked_losses import use_chunked_losses
 from weft.parallel.model.compiled_block import compiled_block
 from weft.parallel.model.dropout_blocks import (
     DropoutShards,
@@ -180,6 +181,7 @@ def parallelize(
         chain=chain,
         dropout=dropout,
     )
+    use_chunked_losses(blocks, plan)
     if chain is not None and drops_out(blocks.values()):
         dropout.add_whole(chain.chain(), num_parts=comm.degree(position_axes()))
     params = own_named_parameters(blocks, ties_here)
